@@ -144,6 +144,14 @@ def _descendants(cls: type[DynamoError]) -> list[type[DynamoError]]:
 _CLASS_BY_CODE = {cls.code: cls for cls in _descendants(DynamoError)}
 
 
-def from_wire(code: str, message: str) -> DynamoError:
+def from_wire(code: str, message: str, param: str | None = None) -> DynamoError:
     """The error that a peer named by `code`; an unknown code is a plain DynamoError."""
-    return _CLASS_BY_CODE.get(code, DynamoError)(message)
+    error = _CLASS_BY_CODE.get(code, DynamoError)(message)
+    if isinstance(error, RequestError):
+        error.param = param
+    return error
+
+
+def param_of(error: DynamoError) -> str | None:
+    """The field of the request that is at fault, where it is known."""
+    return error.param if isinstance(error, RequestError) else None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dynamo.base import clock, errors, ids
 from dynamo.frontend import apis, delivery, metrics, models, whole_delivery
 from dynamo.frontend.served_model import ServedModel
+from dynamo.protocols import generate
 from dynamo.runtime import client
 from dynamo.runtime.http import exchange
 
@@ -68,11 +69,13 @@ class Pipeline:
         request_id = ids.new_request_id()
         preparer = model.preparer
         created = int(self._clock.wall())
+        prompts = await api.prepare(preparer, request, request_id)
+        _check_guided(model, prompts[0].request.sampling_options.guided_decoding)
         return delivery.Order(
             shape=api.shape(request, request_id, created, model.name, preparer.text),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=await api.prepare(preparer, request, request_id),
+            prompts=prompts,
             headers=id_headers(caller, api.id_headers, request_id),
             echo=api.echo(request),
             include_usage=request.include_usage,
@@ -124,6 +127,14 @@ def id_headers(
             break
     made = made or ids.new_request_id()
     return tuple((name, made) for name in names)
+
+
+def _check_guided(model: ServedModel, asked: generate.GuidedDecoding | None) -> None:
+    if asked is not None and not model.card.runtime_config.supports_guided:
+        raise errors.InvalidRequest(
+            f"{asked.param}: the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
+            param=asked.param,
+        )
 
 
 def _check_logprobs(model: ServedModel, asked: int | None) -> None:

@@ -24,6 +24,10 @@ class Turn(openai_chat.ChatRequest, frozen=True, kw_only=True):
         dict[str, Any]
     ]  # `messages` without the instructions, which are for this turn only
 
+    @property
+    def format_param(self) -> str:
+        return "text.format"
+
 
 class Responses:
     """The API, and the answers that are kept."""
@@ -48,7 +52,7 @@ class Responses:
             model=prompted.model,
             messages=messages,
             tools=openai_items.tools(prompted.tools or []),
-            tool_choice=prompted.tool_choice,
+            tool_choice=prompted.chat_tool_choice,
         )
 
     def show(self, caller: exchange.Exchange) -> None:
@@ -88,7 +92,8 @@ class Responses:
             top_p=asked.top_p,
             stream=asked.stream,
             tools=openai_items.tools(asked.tools or []),
-            tool_choice=asked.tool_choice,
+            tool_choice=asked.chat_tool_choice,
+            response_format=asked.chat_format,
             parallel_tool_calls=asked.parallel_tool_calls,
         )
 

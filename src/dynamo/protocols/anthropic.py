@@ -46,7 +46,8 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the model may call a tool, and whether more than one."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -72,6 +73,12 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def check(self) -> None:
         """What the types cannot say. Raises InvalidRequest."""
+        choice = self.tool_choice
+        if choice is not None and (choice.type == "tool") != (choice.name is not None):
+            raise errors.InvalidRequest(
+                "tool_choice.name: expected with type tool, and with no other",
+                param="tool_choice.name",
+            )
         if not self.messages:
             raise errors.InvalidRequest(
                 "messages: expected at least one, got an empty list", param="messages"

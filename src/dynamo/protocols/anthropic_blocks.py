@@ -86,7 +86,7 @@ def chat(conversation: anthropic.Conversation, **fields: Any) -> openai_chat.Cha
         model=conversation.model,
         messages=turns.messages,
         tools=anthropic_tools.chat(conversation.tools or []),
-        tool_choice=choice.type if choice else None,
+        tool_choice=anthropic_tools.choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         chat_template_kwargs={THINKING: conversation.is_thinking},
         **fields,

@@ -35,6 +35,28 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
 
 
+class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What may stand before a guided answer: free text that ends with one of `closes`.
+
+    It must begin with one of `opens`, and may be left out; without any `opens` the prompt has begun it already.
+    """
+
+    opens: tuple[str, ...] = ()
+    closes: tuple[str, ...]
+
+
+class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must look like: exactly one of `json`, `regex`, `choice`, `grammar`."""
+
+    json: str | None = None  # a JSON schema
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None  # Lark, or GBNF
+    backend: str | None = None  # the library that is wanted
+    thoughts: Thoughts | None = None
+    param: str = "guided_decoding"  # what the caller called it: a refusal names it
+
+
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a token is drawn. Temperature 0 is greedy: the rest of the shape does not matter then."""
 
@@ -48,6 +70,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] = {}
+    guided_decoding: GuidedDecoding | None = None
 
 
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

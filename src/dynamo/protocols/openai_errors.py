@@ -64,8 +64,7 @@ def status_of(error: errors.DynamoError) -> int:
 def body_of(error: errors.DynamoError) -> bytes:
     """The error as JSON."""
     kind = kind_of(error)
-    param = error.param if isinstance(error, errors.RequestError) else None
-    return encode(str(error), type=kind.type, param=param, code=error.code)
+    return encode(str(error), type=kind.type, param=errors.param_of(error), code=error.code)
 
 
 def refusal(status: int, message: str) -> bytes:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dynamo.base import errors
+from dynamo.protocols import openai_guided
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 UInt32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -34,7 +35,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_obfuscation: bool | None = None
 
 
-class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NvExt(openai_guided.GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Extensions that the original keeps in a field of their own. What also stands at the root is taken from there."""
 
     ignore_eos: bool | None = None
@@ -45,17 +46,14 @@ class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     backend_instance_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     extra_fields: None = None
     use_raw_prompt: None = None
-    guided_json: None = None
-    guided_regex: None = None
-    guided_grammar: None = None
-    guided_choice: None = None
-    guided_decoding_backend: None = None
 
 
 _NO_NVEXT = NvExt()
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(
+    openai_guided.GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """What chat and completions share."""
 
     model: str
@@ -82,12 +80,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     min_tokens: UInt32 | None = None
     stop_token_ids: Annotated[list[UInt32], msgspec.Meta(max_length=128)] | None = None
     nvext: NvExt | None = None
-    # refused, unless they ask for nothing
-    guided_json: None = None
-    guided_regex: None = None
-    guided_grammar: None = None
-    guided_choice: None = None
-    guided_decoding_backend: None = None
 
     @property
     def extensions(self) -> NvExt:

@@ -86,6 +86,7 @@ class Fail(msgspec.Struct, frozen=True, array_like=True, tag=6):
     stream: int
     code: str
     message: str
+    param: str | None = None
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=7):

@@ -1,6 +1,7 @@
 """The native engine's thread and the event loop, around parts that compute nothing."""
 
 import asyncio
+import pathlib
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.native import engine as engines
+from dynamo.engine.native import guidance
 from dynamo.engine.native.assemble import Assembly
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Limits, Scheduler
@@ -72,6 +74,7 @@ def fake_assembly(runner):
         vocab_size=100,
         scheduler=Scheduler(paging, limits),
         runner=runner,
+        grammars=guidance.Grammars(pathlib.Path("tokenizer.json"), 100),
     )
 
 

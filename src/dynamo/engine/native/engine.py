@@ -15,6 +15,7 @@ from typing import Any
 
 from dynamo.base import errors
 from dynamo.engine import api, refusal
+from dynamo.engine.native import guidance
 from dynamo.engine.native.assemble import Assembly, assemble
 from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.scheduler import StepResult
@@ -114,6 +115,7 @@ class _Running:
             assembly.scheduler, assembly.runner, functools.partial(post, self._deliver)
         )
         self._vocab_size = assembly.vocab_size
+        self._grammars = assembly.grammars
         self._sink = sink
         self._open: dict[str, _Open] = {}  # by request id
         self._is_silent = False
@@ -125,8 +127,13 @@ class _Running:
         refusal.check(request, self.facts, vocab_size=self._vocab_size)
         if request.id in self._open:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
+        guided = request.sampling_options.guided_decoding
+        if guided is None:
+            self.loop.submit(request)
+        else:
+            made = functools.partial(self.post, self._made, request)
+            self._grammars.make(guided, made)
         self._open[request.id] = _Open(request, request.sampling_options.n)
-        self.loop.submit(request)
 
     def abort(self, request_id: str) -> None:
         if self._open.pop(request_id, None):
@@ -134,12 +141,25 @@ class _Running:
 
     def stop(self) -> None:
         self._is_silent = True
+        self._grammars.stop()
         self.loop.stop()
 
     def died(self, death: errors.EngineFailed) -> None:
         self._death = death
         if not self._is_silent:
             self._sink.died(death)
+
+    def _made(
+        self, request: generate.Request, grammar: guidance.Grammar | errors.DynamoError
+    ) -> None:
+        """Its grammar is there, or why there is none."""
+        if self._is_silent or self._death is not None or self._find(request) is None:
+            return
+        if isinstance(grammar, errors.DynamoError):
+            del self._open[request.id]
+            self._sink.failed(request.id, grammar)
+        else:
+            self.loop.submit(request, grammar)
 
     def _deliver(self, result: StepResult) -> None:
         if self._is_silent:

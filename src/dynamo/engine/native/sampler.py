@@ -24,7 +24,7 @@ import torch
 import xxhash
 
 from dynamo.base import errors
-from dynamo.engine.native.sequence import Sampled, Sequence
+from dynamo.engine.native.sequence import Guide, Sampled, Sequence
 from dynamo.protocols import generate
 
 COLDEST = 1e-5  # a lower temperature is greedy
@@ -59,7 +59,9 @@ class Drawing:
         self.pool = pool_of(options)
         self.num_logprobs = sequence.request.output_options.logprobs
         self.min_tokens = stops.min_tokens
-        eos = () if stops.ignore_eos else sequence.request.eos_token_ids
+        self.may_end_at = math.inf if stops.ignore_eos else stops.min_tokens  # in output tokens
+        is_guided = sequence.grammar is not None  # then the grammar says when it ends
+        eos = () if stops.ignore_eos or is_guided else sequence.request.eos_token_ids
         self.ending_ids = [*eos, *stops.stop_token_ids]
         self.penalties = (
             options.repetition_penalty,
@@ -112,11 +114,13 @@ class Sampler:
     def __init__(self) -> None:
         self._drawings: dict[Sequence, Drawing] = {}
         self._occurrences: dict[Sequence, Occurrences] = {}
+        self._guides: dict[Sequence, Guide] = {}  # of those that follow a grammar
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence."""
         self._drawings.pop(sequence, None)
         self._occurrences.pop(sequence, None)
+        self._guides.pop(sequence, None)
 
     def sample(
         self, logits: torch.Tensor, sequences: Row[Sequence]
@@ -125,13 +129,18 @@ class Sampler:
         drawings = [self._drawing(sequence) for sequence in sequences]
         with torch.inference_mode():
             adjusted = self.adjust(logits, drawings)
+            guides = self._guides_of(drawings) if self._guides else {}
+            if guides:
+                adjusted = _masked(adjusted, guides, drawings)
             peaks = adjusted.amax(-1).tolist()
             token_ids = _choose(adjusted, drawings)
             logprobs = _logprobs(logits, token_ids, drawings)
+        for i, guide in guides.items():
+            guide.advance(token_ids[i])
         return [
             Sampled(token_id=token_id, logprobs=logprobs.get(i))
             if math.isfinite(peak)
-            else _no_token()
+            else _no_token(guides.get(i))
             for i, (token_id, peak) in enumerate(zip(token_ids, peaks, strict=True))
         ]
 
@@ -153,7 +162,14 @@ class Sampler:
         drawing = self._drawings.get(sequence)
         if drawing is None:
             drawing = self._drawings[sequence] = Drawing(sequence)
+            if sequence.grammar is not None:
+                self._guides[sequence] = sequence.grammar.begin(sequence.request.eos_token_ids)
         return drawing
+
+    def _guides_of(self, drawings: list[Drawing]) -> dict[int, Guide]:
+        """By row, of those that follow a grammar."""
+        found = {i: self._guides.get(drawing.sequence) for i, drawing in enumerate(drawings)}
+        return {i: guide for i, guide in found.items() if guide is not None}
 
     def _penalize(self, logits: torch.Tensor, drawings: list[Drawing]) -> torch.Tensor:
         counts = [self._count(drawing.sequence, logits) for drawing in drawings]
@@ -311,6 +327,22 @@ def _ban_and_bias(logits: torch.Tensor, drawing: Drawing) -> None:
         logits[banned] = -torch.inf
 
 
+def _masked(
+    logits: torch.Tensor, guides: dict[int, Guide], drawings: list[Drawing]
+) -> torch.Tensor:
+    """A copy, in which only what a row's grammar allows is possible."""
+    size = logits.shape[1]
+    bits = torch.zeros((len(guides), -(-size // 32) * 4), dtype=torch.uint8)
+    for row, (i, guide) in zip(bits, guides.items(), strict=True):
+        may_end = drawings[i].sequence.num_output >= drawings[i].may_end_at
+        guide.fill(memoryview(row.numpy()), row.data_ptr(), may_end=may_end)
+    rows = torch.tensor(list(guides), device=logits.device)
+    bits = bits.to(logits.device).unsqueeze(-1) >> torch.arange(8, device=logits.device)
+    is_allowed = (bits & 1).bool().flatten(1)[:, :size]
+    masked = logits[rows].masked_fill(~is_allowed, -torch.inf)
+    return logits.index_copy(0, rows, masked)
+
+
 def _logprobs(
     logits: torch.Tensor, token_ids: list[int], drawings: list[Drawing]
 ) -> dict[int, generate.TokenLogprobs]:
@@ -343,7 +375,9 @@ def _columns(rows: Row[tuple[float, ...]], like: torch.Tensor) -> tuple[torch.Te
     return tuple(like.new_tensor(rows).unsqueeze(1).unbind(-1))
 
 
-def _no_token() -> errors.EngineFailed:
+def _no_token(guide: Guide | None) -> errors.DynamoError:
+    if guide is not None and guide.error is not None:
+        return guide.error
     return errors.EngineFailed(
         "no token can be drawn: the model's logits are not finite, or logit_bias and min_tokens exclude all of them"
     )

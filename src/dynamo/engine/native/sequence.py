@@ -3,9 +3,34 @@
 The scheduler owns a sequence's blocks and progress; the runner reads it.
 """
 
+from collections import abc
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from dynamo.base import errors
 from dynamo.protocols import generate
+
+
+class Guide(Protocol):
+    """Says what may come next in one sequence (`guidance`)."""
+
+    error: errors.DynamoError | None  # why it cannot say so any more
+
+    def fill(self, bits: memoryview, address: int, *, may_end: bool) -> None:
+        """Set the bit of each token that may come next; `bits` are the bytes at `address`, all zero."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """This token came."""
+        ...
+
+
+class Grammar(Protocol):
+    """What the output of a sequence must follow."""
+
+    def begin(self, eos: abc.Sequence[int]) -> Guide:
+        """For an answer that one of these tokens ends."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -20,6 +45,7 @@ class Sequence:
     index: int  # which of the request's n choices
     token_ids: list[int]
     prompt_len: int
+    grammar: Grammar | None = None  # that its output follows
     num_computed: int = 0
     num_cached: int | None = (
         None  # prompt tokens found in the prefix cache when it was first admitted

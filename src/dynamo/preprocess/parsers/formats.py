@@ -11,6 +11,7 @@ from dynamo.base import errors
 from dynamo.preprocess.parsers import chained, events, harmony, reading, spans
 from dynamo.preprocess.parsers.reasoning import ReasoningFormat, ReasoningParser
 from dynamo.preprocess.parsers.tools import ToolFormat, ToolParser
+from dynamo.protocols import generate
 
 NONE = "none"  # the name that asks for no parser
 _HARMONY = ToolFormat()  # has a machine of its own
@@ -155,6 +156,18 @@ class AnswerFormat:
             return harmony.MARKS
         parts = (self.tools, self.reasoning)
         return tuple(mark for part in parts if part is not None for mark in part.marks)
+
+    def thoughts(self, prompt: str) -> generate.Thoughts | None:
+        """What may stand before an answer to this prompt that is held to a grammar. Raises InvalidRequest."""
+        if self._is_harmony:
+            raise errors.InvalidRequest(
+                "a model that answers in harmony's channels cannot be guided"
+            )
+        form = self.reasoning
+        if form is None or form.is_over_in(prompt):
+            return None
+        opens = () if form.begins_in(prompt) else form.opens
+        return generate.Thoughts(opens=opens, closes=form.closes)
 
     def parsers(
         self, prompt: str, tools: events.Tools | None

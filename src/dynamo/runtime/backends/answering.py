@@ -164,7 +164,8 @@ class AnsweringEnd:
 
     def refuse(self, number: int, error: errors.DynamoError) -> None:
         """The stream is over, by an error."""
-        self.write(wire.encode(wire.Fail(number, error.code, str(error))))
+        frame = wire.Fail(number, error.code, str(error), errors.param_of(error))
+        self.write(wire.encode(frame))
 
     def write(self, frame: bytes) -> None:
         """After all that was sent before."""

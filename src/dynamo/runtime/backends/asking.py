@@ -109,7 +109,8 @@ class AskingEnd:
             case wire.Reply():
                 self._reply(frame)
             case wire.Fail():
-                self._over(frame.stream, errors.from_wire(frame.code, frame.message))
+                error = errors.from_wire(frame.code, frame.message, frame.param)
+                self._over(frame.stream, error)
             case wire.Goodbye():
                 self._farewell = frame.reason
             case wire.Pong():

@@ -1,0 +1,245 @@
+"""Grammars that answers follow: from what was asked for to what may come next. The door to llguidance.
+
+A grammar is made once per text, in a thread of its own (`Grammars`), and kept for the next request that asks the same;
+each sequence then follows a copy (`Guide`). llguidance was chosen because it refuses what it cannot promise, and needs
+neither torch nor a table of all states (docs/decisions/0006). It works without Python's lock, so that neither the event
+loop nor the engine's thread waits while a grammar is made; the limits bound what a hostile one costs.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from pathlib import Path
+
+import llguidance
+
+from dynamo.base import errors
+from dynamo.protocols import generate
+
+MAX_CHARS = 2**17  # of a schema, regex, grammar or all choices together
+MAX_KEPT = 32  # grammars, the longest unused goes first
+MAX_WAITING = 64  # requests whose grammar is to be made
+BACKENDS = (None, "auto", "guidance", "llguidance")
+# What follows is about time: some 50 ms to make a grammar's lexer, 7 for each step of it. States take 1 to 2 kB each.
+_LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,  # they would tell the log what the answer says
+)
+_SILENT = 0
+_MAX_REASON = 300  # characters of the library's complaint
+
+Made = Callable[["Grammar | errors.DynamoError"], None]
+
+
+class Guide:
+    """Follows one sequence through its grammar. Only the engine's thread uses it."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, library_eos: Sequence[int], eos: Sequence[int]
+    ) -> None:
+        self._matcher = matcher
+        self._library_eos = library_eos  # whatever the library takes for the end
+        self._eos = eos
+        self.error: errors.DynamoError | None = None
+
+    def fill(self, bits: memoryview, address: int, *, may_end: bool) -> None:
+        """Set the bit of each token that may come next; none, and `error`, if that cannot be said.
+
+        `bits` are the bytes at `address`. The end is among them where the grammar allows it, unless it may not end yet
+        and something else can come.
+        """
+        self._matcher.unsafe_compute_mask_ptr(address, len(bits))
+        for token_id in self._library_eos:
+            bits[token_id >> 3] &= ~(1 << (token_id & 7))
+        if self._matcher.is_error():
+            self.error = errors.InvalidRequest(
+                "the answer was broken off, because its grammar became too complex to follow"
+            )
+        elif self._matcher.is_accepting() and (may_end or not any(bits)):
+            for token_id in self._eos:
+                bits[token_id >> 3] |= 1 << (token_id & 7)
+
+    def advance(self, token_id: int) -> None:
+        """This token came."""
+        if token_id not in self._eos:
+            self._matcher.consume_token(token_id)
+
+
+class Grammar:
+    """One that answers may follow."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, library_eos: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._library_eos = library_eos
+
+    def begin(self, eos: Sequence[int]) -> Guide:
+        """For an answer that one of these tokens ends."""
+        return Guide(self._matcher.deep_copy(), self._library_eos, eos)
+
+
+class Grammars:
+    """Makes grammars, one after the other, and keeps them. Its thread starts with the first request for one."""
+
+    def __init__(self, tokenizer_path: Path, vocab_size: int) -> None:
+        self._tokenizer_path = tokenizer_path
+        self._vocab_size = vocab_size
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._kept: OrderedDict[generate.GuidedDecoding, Grammar] = OrderedDict()
+        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._places = threading.BoundedSemaphore(MAX_WAITING)
+
+    @property
+    def is_possible(self) -> bool:
+        """Is there a tokenizer to make them with?"""
+        return self._tokenizer_path.is_file()
+
+    def make(self, guided: generate.GuidedDecoding, made: Made) -> None:
+        """Calls `made` in the thread. Raises InvalidRequest for what is wrong at first sight, or Overloaded."""
+        check(guided)
+        if not self._places.acquire(blocking=False):
+            raise errors.Overloaded(f"{MAX_WAITING} requests wait for their grammar; try later")
+        self._thread.submit(self._make, guided, made)
+
+    def stop(self) -> None:
+        """Make no more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, guided: generate.GuidedDecoding, made: Made) -> None:
+        result: Grammar | errors.DynamoError
+        try:
+            result = self.find(guided)
+        except errors.DynamoError as error:
+            result = error
+        except Exception as error:  # noqa: BLE001 - whoever waits for the grammar is told
+            result = errors.EngineFailed(f"no grammar could be made: {error}")
+        finally:
+            self._places.release()
+        made(result)
+
+    def find(self, guided: generate.GuidedDecoding) -> Grammar:
+        """One that is kept, or a new one. Raises InvalidRequest, or EngineFailed if the tokenizer cannot be used."""
+        grammar = self._kept.pop(guided, None) or self._new(guided)
+        self._kept[guided] = grammar
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return grammar
+
+    def _new(self, guided: generate.GuidedDecoding) -> Grammar:
+        if self._tokenizer is None:
+            self._tokenizer = _read_tokenizer(self._tokenizer_path, self._vocab_size)
+        try:
+            text = _compose(guided, self._tokenizer)
+        except (ValueError, RecursionError) as error:
+            raise _refusal(guided, str(error)) from error
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=_SILENT, limits=_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the longest one: what makes the first step slow is done here
+        if matcher.is_error():
+            raise _refusal(guided, matcher.get_error())
+        return Grammar(matcher, self._tokenizer.eos_tokens)
+
+
+def check(guided: generate.GuidedDecoding) -> None:
+    """Raises InvalidRequest for what needs no library to see that it cannot be followed."""
+    given = [name for name in ("json", "regex", "choice", "grammar") if getattr(guided, name)]
+    if len(given) != 1:
+        raise errors.InvalidRequest(
+            f"{guided.param}: expected one of json, regex, choice and grammar, got {len(given)}",
+            param=guided.param,
+        )
+    size = sum(map(len, guided.choice or (getattr(guided, given[0]),)))
+    if size > MAX_CHARS:
+        raise errors.InvalidRequest(
+            f"{guided.param}: expected at most {MAX_CHARS} characters, got {size}",
+            param=guided.param,
+        )
+    if guided.backend not in BACKENDS:
+        raise errors.InvalidRequest(
+            "guided_decoding_backend: expected auto or llguidance, which is what this engine has, "
+            f"got {guided.backend!r}",
+            param="guided_decoding_backend",
+        )
+
+
+def _read_tokenizer(path: Path, vocab_size: int) -> llguidance.LLTokenizer:
+    """Takes some tenths of a second. Raises EngineFailed."""
+    try:
+        return llguidance.LLTokenizer(path.read_text("utf-8"), n_vocab=vocab_size)
+    except (OSError, ValueError) as error:
+        raise errors.EngineFailed(
+            f"answers cannot be guided: the tokenizer at {path} is of a kind that llguidance does not read: {error}"
+        ) from error
+
+
+def _compose(guided: generate.GuidedDecoding, tokenizer: llguidance.LLTokenizer) -> str:
+    """In the library's own form. Raises ValueError."""
+    if guided.json is not None:
+        answer = _json_grammar(guided.json)
+    elif guided.regex is not None:
+        answer = llguidance.LLMatcher.grammar_from_regex(guided.regex)
+    elif guided.choice is not None:
+        answer = "start: " + " | ".join(
+            json.dumps(one, ensure_ascii=False) for one in guided.choice
+        )
+    else:
+        answer = llguidance.grammar_from("grammar", guided.grammar or "")
+    if guided.thoughts is None:
+        return answer
+    is_composed = guided.json is not None or guided.regex is not None
+    inner = json.loads(answer)["grammars"][0] if is_composed else {"lark_grammar": answer}
+    lead = {"lark_grammar": _lead(guided.thoughts, tokenizer)}
+    return json.dumps({"grammars": [lead, {**inner, "name": "answer"}]})
+
+
+def _json_grammar(schema: str) -> str:
+    """Of a schema, which cannot choose for itself that what is not understood is ignored. Raises ValueError.
+
+    White space is a blank, or a line break and an indentation: a small model that is held to JSON would like to write
+    nothing else.
+    """
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        schema,
+        overrides={
+            "lenient": False,
+            "coerce_one_of": False,
+            "whitespace_flexible": True,
+            "whitespace_pattern": r"( |\r?\n[ \t]{0,40})?",
+        },
+    )
+
+
+def _lead(thoughts: generate.Thoughts, tokenizer: llguidance.LLTokenizer) -> str:
+    """Thoughts, and then the answer, in Lark. A mark is a token of its own, or text that must be looked for."""
+    closes = [_token(mark, tokenizer) for mark in thoughts.closes]
+    opens = [_token(mark, tokenizer) or json.dumps(mark) for mark in thoughts.opens]
+    opening = f"({' | '.join(opens)}) " if opens else ""
+    if all(closes):
+        body, rule = f"TEXT ({' | '.join(map(str, closes))})", ""
+    else:
+        ends = " | ".join(json.dumps(mark) for mark in thoughts.closes)
+        body, rule = "thinking", f"\nthinking[lazy]: TEXT ({ends})"
+    thought = f"({opening}{body} BLANKS)" + ("?" if opens else "")
+    return (
+        f"start: {thought} answer\nanswer: @answer{rule}\n"
+        "TEXT: /(.|\\n)*/\nBLANKS: /[ \\t\\r\\n]{0,4}/"
+    )
+
+
+def _token(mark: str, tokenizer: llguidance.LLTokenizer) -> str:
+    """The token that this mark is, in Lark; empty if it is only text."""
+    ids = tokenizer.tokenize_str(mark, parse_special=True)
+    is_token = len(ids) == 1 and tokenizer.is_special_token(ids[0])
+    return f"<[{ids[0]}]>" if is_token else ""
+
+
+def _refusal(guided: generate.GuidedDecoding, reason: str) -> errors.InvalidRequest:
+    reason = " ".join(reason.split())
+    shown = reason if len(reason) <= _MAX_REASON else reason[:_MAX_REASON] + "…"
+    return errors.InvalidRequest(
+        f"{guided.param}: this grammar cannot be followed: {shown}", param=guided.param
+    )
