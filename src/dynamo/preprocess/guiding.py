@@ -1,12 +1,10 @@
 """From what a caller asks of an answer's shape to what the engine is told: one grammar, and what may stand before it.
 
 Four ways of asking come together here: a response format, vLLM's guided fields, the same in `nvext`, and calls that
-are forced. A forced call is written the same way by every model, as `FORCED` reads it: a JSON array of calls. So it
-works for models whose own way of calling nobody here knows. It is a grammar rather than one schema, because then each
-tool's parameters stay a schema of their own, whose `$ref`s mean what they meant.
+are forced. Forced calls are told tool by tool rather than as one schema, so that each tool's parameters stay a schema
+of their own, whose `$ref`s mean what they meant.
 """
 
-import json
 from typing import Any
 
 import msgspec
@@ -16,7 +14,6 @@ from dynamo.preprocess.parsers import tools
 from dynamo.protocols import generate, openai_chat, openai_fields
 
 MAX_CALLS = 32  # of one answer that must call
-FORCED = tools.ToolFormat(opens=("[", ","), closes=("]",))
 _SHAPES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _ANY_OBJECT = '{"type":"object"}'
 
@@ -41,8 +38,8 @@ def of_fields(request: openai_fields.GenerationFields) -> generate.GuidedDecodin
     )
 
 
-def of_chat(request: openai_chat.ChatRequest) -> generate.GuidedDecoding | None:
-    """What a chat asks for. Raises InvalidRequest where it asks for what cannot be together."""
+def of_chat(request: openai_chat.ChatRequest, frame: tools.Frame) -> generate.GuidedDecoding | None:
+    """What a chat asks for; forced calls are framed like this. Raises InvalidRequest for what cannot be together."""
     fields, form = of_fields(request), _of_format(request)
     if fields is not None and form is not None:
         raise errors.InvalidRequest(
@@ -54,7 +51,7 @@ def of_chat(request: openai_chat.ChatRequest) -> generate.GuidedDecoding | None:
                 f"{fields.param}: not together with a tool_choice that forces a call",
                 param=fields.param,
             )
-        return _of_calls(request)  # a response format is for text, and there will be none
+        return _of_calls(request, frame)  # a response format is for text, and there will be none
     asked = fields or form
     if asked is not None and request.allows_calls:
         raise errors.InvalidRequest(
@@ -92,7 +89,7 @@ def _of_format(request: openai_chat.ChatRequest) -> generate.GuidedDecoding | No
     return generate.GuidedDecoding(json=schema, param=request.format_param)
 
 
-def _of_calls(request: openai_chat.ChatRequest) -> generate.GuidedDecoding:
+def _of_calls(request: openai_chat.ChatRequest, frame: tools.Frame) -> generate.GuidedDecoding:
     functions = [tool["function"] for tool in request.tools or ()]
     name = request.forced_tool
     meant = [one for one in functions if name in (None, one["name"])]
@@ -104,20 +101,16 @@ def _of_calls(request: openai_chat.ChatRequest) -> generate.GuidedDecoding:
             param="tool_choice",
         )
     is_single = name is not None or request.parallel_tool_calls is False
-    more = "" if is_single else f' (", " call){{0,{MAX_CALLS - 1}}}'
-    rules = [f'start: "[" call{more} "]"', _alternatives(len(meant))]
-    rules += [_rule(number, function) for number, function in enumerate(meant)]
-    return generate.GuidedDecoding(grammar="\n".join(rules), param="tool_choice")
-
-
-def _alternatives(num_calls: int) -> str:
-    return "call: " + " | ".join(f"call_{number}" for number in range(num_calls))
-
-
-def _rule(number: int, function: dict[str, Any]) -> str:
-    """The call of one tool, as a rule in Lark."""
-    head = f'{{"name": {_quote(function["name"])}, "arguments": '
-    return f"call_{number}: {_quote(head)} %json {_parameters(function)} {_quote('}')}"
+    calls = generate.Calls(
+        tools=tuple(
+            generate.ToolSchema(name=one["name"], parameters=_parameters(one)) for one in meant
+        ),
+        begin=frame.begin,
+        between=frame.between,
+        end=frame.end,
+        max_calls=1 if is_single else MAX_CALLS,
+    )
+    return generate.GuidedDecoding(calls=calls, param="tool_choice")
 
 
 def _parameters(function: dict[str, Any]) -> str:
@@ -131,7 +124,3 @@ def _parameters(function: dict[str, Any]) -> str:
             param="tools",
         )
     return msgspec.json.encode({"type": "object", **schema}).decode()
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

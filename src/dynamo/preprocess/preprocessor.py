@@ -122,7 +122,7 @@ class Preprocessor:
         self, request: openai_chat.ChatRequest, prompt: str
     ) -> generate.GuidedDecoding | None:
         """What the answer must look like, once it has thought. Raises InvalidRequest."""
-        guided = guiding.of_chat(request)
+        guided = guiding.of_chat(request, self._answer_format.frame)
         if guided is None:
             return None
         try:
@@ -137,7 +137,7 @@ class Preprocessor:
         """Makes a parser for each choice; None if none is needed. Raises InvalidRequest."""
         form = self._answer_format
         if request.must_call:
-            form = dataclasses.replace(form, tools=guiding.FORCED)
+            form = dataclasses.replace(form, tools=form.forced)
         if request.allows_calls and form.tools is None:
             raise errors.InvalidRequest(
                 f"tools: it is not known how the model {request.model!r} writes tool calls; leave them out, "

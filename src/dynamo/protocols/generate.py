@@ -45,13 +45,31 @@ class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     closes: tuple[str, ...]
 
 
+class ToolSchema(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool that may be called, and the JSON schema of its arguments, which are an object."""
+
+    name: str
+    parameters: str
+
+
+class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Calls of tools: `begin`, one or more `{"name": ..., "arguments": ...}` with `between` between them, `end`."""
+
+    tools: tuple[ToolSchema, ...]
+    begin: str
+    between: str
+    end: str
+    max_calls: int = 1
+
+
 class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an answer must look like: exactly one of `json`, `regex`, `choice`, `grammar`."""
+    """What an answer must look like: exactly one of `json`, `regex`, `choice`, `grammar`, `calls`."""
 
     json: str | None = None  # a JSON schema
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None  # Lark, or GBNF
+    calls: Calls | None = None
     backend: str | None = None  # the library that is wanted
     thoughts: Thoughts | None = None
     param: str = "guided_decoding"  # what the caller called it: a refusal names it

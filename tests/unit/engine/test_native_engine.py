@@ -9,8 +9,8 @@ import pytest
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.native import engine as engines
-from dynamo.engine.native import guidance
 from dynamo.engine.native.assemble import Assembly
+from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Limits, Scheduler
 from dynamo.engine.native.sequence import Sampled
@@ -74,7 +74,7 @@ def fake_assembly(runner):
         vocab_size=100,
         scheduler=Scheduler(paging, limits),
         runner=runner,
-        grammars=guidance.Grammars(pathlib.Path("tokenizer.json"), 100),
+        grammars=grammars.Grammars(pathlib.Path("tokenizer.json"), 100),
     )
 
 

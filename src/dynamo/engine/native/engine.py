@@ -15,8 +15,8 @@ from typing import Any
 
 from dynamo.base import errors
 from dynamo.engine import api, refusal
-from dynamo.engine.native import guidance
 from dynamo.engine.native.assemble import Assembly, assemble
+from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.scheduler import StepResult
 from dynamo.engine.native.settings import NativeConfig
@@ -150,7 +150,7 @@ class _Running:
             self._sink.died(death)
 
     def _made(
-        self, request: generate.Request, grammar: guidance.Grammar | errors.DynamoError
+        self, request: generate.Request, grammar: grammars.Grammar | errors.DynamoError
     ) -> None:
         """Its grammar is there, or why there is none."""
         if self._is_silent or self._death is not None or self._find(request) is None:

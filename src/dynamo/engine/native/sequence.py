@@ -12,7 +12,7 @@ from dynamo.protocols import generate
 
 
 class Guide(Protocol):
-    """Says what may come next in one sequence (`guidance`)."""
+    """Says what may come next in one sequence (`guidance.grammars`)."""
 
     error: errors.DynamoError | None  # why it cannot say so any more
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dynamo.base import errors
 from dynamo.preprocess.parsers import chained, events, harmony, reading, spans
 from dynamo.preprocess.parsers.reasoning import ReasoningFormat, ReasoningParser
-from dynamo.preprocess.parsers.tools import ToolFormat, ToolParser
+from dynamo.preprocess.parsers.tools import Frame, ToolFormat, ToolParser
 from dynamo.protocols import generate
 
 NONE = "none"  # the name that asks for no parser
@@ -29,7 +29,13 @@ def _python_list() -> spans.Brackets:
     return spans.Brackets(quotes="'\"", allowed=None)
 
 
-_HERMES = ToolFormat(opens=("<tool_call>",), closes=("</tool_call>",))
+_HERMES = ToolFormat(
+    opens=("<tool_call>",),
+    closes=("</tool_call>",),
+    frame=Frame("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+)
+# Forced calls of all others: most were taught arrays like this one, and it needs no mark that they might not have.
+ARRAY = ToolFormat(opens=("[", ","), closes=("]",), frame=Frame("[", ", ", "]"))
 TOOLS: Mapping[str, ToolFormat] = {
     "hermes": _HERMES,
     "qwen25": _HERMES,
@@ -156,6 +162,17 @@ class AnswerFormat:
             return harmony.MARKS
         parts = (self.tools, self.reasoning)
         return tuple(mark for part in parts if part is not None for mark in part.marks)
+
+    @property
+    def forced(self) -> ToolFormat:
+        """How calls are written that a grammar forces."""
+        return self.tools if self.tools is not None and self.tools.frame is not None else ARRAY
+
+    @property
+    def frame(self) -> Frame:
+        """What stands around them."""
+        assert self.forced.frame is not None
+        return self.forced.frame
 
     def thoughts(self, prompt: str) -> generate.Thoughts | None:
         """What may stand before an answer to this prompt that is held to a grammar. Raises InvalidRequest."""

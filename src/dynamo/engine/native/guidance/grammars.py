@@ -1,4 +1,4 @@
-"""Grammars that answers follow: from what was asked for to what may come next. The door to llguidance.
+"""Grammars that answers follow: made, kept, and asked what may come next.
 
 A grammar is made once per text, in a thread of its own (`Grammars`), and kept for the next request that asks the same;
 each sequence then follows a copy (`Guide`). llguidance was chosen because it refuses what it cannot promise, and needs
@@ -6,7 +6,6 @@ neither torch nor a table of all states (docs/decisions/0006). It works without 
 loop nor the engine's thread waits while a grammar is made; the limits bound what a hostile one costs.
 """
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 import llguidance
 
 from dynamo.base import errors
+from dynamo.engine.native.guidance import compose
 from dynamo.protocols import generate
 
 MAX_CHARS = 2**17  # of a schema, regex, grammar or all choices together
@@ -31,6 +31,7 @@ _LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,  # they would tell the log what the answer says
 )
 _SILENT = 0
+_SHAPES = ("json", "regex", "choice", "grammar", "calls")
 _MAX_REASON = 300  # characters of the library's complaint
 
 Made = Callable[["Grammar | errors.DynamoError"], None]
@@ -133,7 +134,7 @@ class Grammars:
         if self._tokenizer is None:
             self._tokenizer = _read_tokenizer(self._tokenizer_path, self._vocab_size)
         try:
-            text = _compose(guided, self._tokenizer)
+            text = compose.grammar(guided, self._tokenizer)
         except (ValueError, RecursionError) as error:
             raise _refusal(guided, str(error)) from error
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=_SILENT, limits=_LIMITS)
@@ -146,13 +147,13 @@ class Grammars:
 
 def check(guided: generate.GuidedDecoding) -> None:
     """Raises InvalidRequest for what needs no library to see that it cannot be followed."""
-    given = [name for name in ("json", "regex", "choice", "grammar") if getattr(guided, name)]
+    given = [name for name in _SHAPES if getattr(guided, name)]
     if len(given) != 1:
         raise errors.InvalidRequest(
-            f"{guided.param}: expected one of json, regex, choice and grammar, got {len(given)}",
+            f"{guided.param}: expected one of {', '.join(_SHAPES)}, got {len(given)}",
             param=guided.param,
         )
-    size = sum(map(len, guided.choice or (getattr(guided, given[0]),)))
+    size = _size(guided)
     if size > MAX_CHARS:
         raise errors.InvalidRequest(
             f"{guided.param}: expected at most {MAX_CHARS} characters, got {size}",
@@ -166,6 +167,13 @@ def check(guided: generate.GuidedDecoding) -> None:
         )
 
 
+def _size(guided: generate.GuidedDecoding) -> int:
+    """In characters."""
+    schemas = guided.calls.tools if guided.calls is not None else ()
+    texts = [guided.json or guided.regex or guided.grammar or "", *(guided.choice or ())]
+    return sum(map(len, texts)) + sum(len(one.name) + len(one.parameters) for one in schemas)
+
+
 def _read_tokenizer(path: Path, vocab_size: int) -> llguidance.LLTokenizer:
     """Takes some tenths of a second. Raises EngineFailed."""
     try:
@@ -174,67 +182,6 @@ def _read_tokenizer(path: Path, vocab_size: int) -> llguidance.LLTokenizer:
         raise errors.EngineFailed(
             f"answers cannot be guided: the tokenizer at {path} is of a kind that llguidance does not read: {error}"
         ) from error
-
-
-def _compose(guided: generate.GuidedDecoding, tokenizer: llguidance.LLTokenizer) -> str:
-    """In the library's own form. Raises ValueError."""
-    if guided.json is not None:
-        answer = _json_grammar(guided.json)
-    elif guided.regex is not None:
-        answer = llguidance.LLMatcher.grammar_from_regex(guided.regex)
-    elif guided.choice is not None:
-        answer = "start: " + " | ".join(
-            json.dumps(one, ensure_ascii=False) for one in guided.choice
-        )
-    else:
-        answer = llguidance.grammar_from("grammar", guided.grammar or "")
-    if guided.thoughts is None:
-        return answer
-    is_composed = guided.json is not None or guided.regex is not None
-    inner = json.loads(answer)["grammars"][0] if is_composed else {"lark_grammar": answer}
-    lead = {"lark_grammar": _lead(guided.thoughts, tokenizer)}
-    return json.dumps({"grammars": [lead, {**inner, "name": "answer"}]})
-
-
-def _json_grammar(schema: str) -> str:
-    """Of a schema, which cannot choose for itself that what is not understood is ignored. Raises ValueError.
-
-    White space is a blank, or a line break and an indentation: a small model that is held to JSON would like to write
-    nothing else.
-    """
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        schema,
-        overrides={
-            "lenient": False,
-            "coerce_one_of": False,
-            "whitespace_flexible": True,
-            "whitespace_pattern": r"( |\r?\n[ \t]{0,40})?",
-        },
-    )
-
-
-def _lead(thoughts: generate.Thoughts, tokenizer: llguidance.LLTokenizer) -> str:
-    """Thoughts, and then the answer, in Lark. A mark is a token of its own, or text that must be looked for."""
-    closes = [_token(mark, tokenizer) for mark in thoughts.closes]
-    opens = [_token(mark, tokenizer) or json.dumps(mark) for mark in thoughts.opens]
-    opening = f"({' | '.join(opens)}) " if opens else ""
-    if all(closes):
-        body, rule = f"TEXT ({' | '.join(map(str, closes))})", ""
-    else:
-        ends = " | ".join(json.dumps(mark) for mark in thoughts.closes)
-        body, rule = "thinking", f"\nthinking[lazy]: TEXT ({ends})"
-    thought = f"({opening}{body} BLANKS)" + ("?" if opens else "")
-    return (
-        f"start: {thought} answer\nanswer: @answer{rule}\n"
-        "TEXT: /(.|\\n)*/\nBLANKS: /[ \\t\\r\\n]{0,4}/"
-    )
-
-
-def _token(mark: str, tokenizer: llguidance.LLTokenizer) -> str:
-    """The token that this mark is, in Lark; empty if it is only text."""
-    ids = tokenizer.tokenize_str(mark, parse_special=True)
-    is_token = len(ids) == 1 and tokenizer.is_special_token(ids[0])
-    return f"<[{ids[0]}]>" if is_token else ""
 
 
 def _refusal(guided: generate.GuidedDecoding, reason: str) -> errors.InvalidRequest:
