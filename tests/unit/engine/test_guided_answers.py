@@ -25,14 +25,14 @@ SCHEMAS = {
     "any of": {"anyOf": [{"type": "null"}, {"type": "array", "items": WORD, "maxItems": 2}]},
     "pattern": {"type": "string", "pattern": "^[A-Z][a-z]{2,5}-[0-9]{2}$"},
     "lengths": {"type": "string", "minLength": 3, "maxLength": 6},
-    "date": {"type": "string", "format": "date"},
+    "uuid": {"type": "string", "format": "uuid"},
     "nested": {
         "type": "object",
         "properties": {
             "name": WORD,
             "home": {
                 "type": "object",
-                "properties": {"kind": {"enum": ["hut", "tent"]}, "rooms": {"type": "integer", "minimum": 0, "maximum": 9}},
+                "properties": {"kind": {"enum": ["hut", "tent"]}, "rooms": {"enum": [1, 2]}},
                 "required": ["kind", "rooms"],
                 "additionalProperties": False,
             },
@@ -50,7 +50,10 @@ SCHEMAS = {
         "$defs": {
             "node": {
                 "type": "object",
-                "properties": {"value": {"enum": [1, 2]}, "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/last"}]}},
+                "properties": {
+                    "value": {"enum": [1, 2]},
+                    "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/last"}]},
+                },
                 "required": ["value", "next"],
                 "additionalProperties": False,
             },
@@ -66,7 +69,6 @@ SCHEMAS = {
             {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
             {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]},
         ],
-        "additionalProperties": {"type": "null"},
         "maxProperties": 2,
     },
 }  # fmt: skip
@@ -114,7 +116,7 @@ def test_the_shape_holds_however_tokens_are_drawn(model, how):
 
 @pytest.mark.parametrize(
     "pattern",
-    [r"[ab]{3,7}c", r"(cat|dog)s? and [A-Z][a-z]+!", r"\d{3}/\d{4}", r"^[^x\n]{5}$", "ü😀?"],
+    [r"[ab]{3,7}c", r"(cat|dog)s? and [A-Z][a-z]{1,9}!", r"\d{3}/\d{4}", r"^[^x\n]{5}$", "ü😀?"],
 )
 def test_every_answer_is_a_full_match(model, pattern):
     for how, sampling in SHAPES.items():
@@ -202,13 +204,11 @@ def test_an_answer_goes_on_as_far_as_its_shape_lets_it_where_it_may_not_end(mode
 def test_thoughts_may_come_first_and_do_not_count(model):
     thoughts = generate.Thoughts(opens=("<think>",), closes=("</think>",))
     begun = generate.Thoughts(closes=("</think>",))
-    short = {"bias": {4: 30.0}}  # </think>, soon
     for seed in range(4):
         guided = generate.GuidedDecoding(regex="[0-9]{2}", thoughts=thoughts)
         model.ask(f"may {seed}", QUESTIONS[1], guided, seed=seed, logit_bias={3: 9.0, 4: 5.0})
         guided = generate.GuidedDecoding(regex="[0-9]{2}", thoughts=begun)
         model.ask(f"must {seed}", QUESTIONS[1], guided, seed=seed, logit_bias={4: 5.0})
-    del short
     told = model.answers()
     free = re.compile(r"(<think>.*</think>[ \t\r\n]{0,4})?[0-9]{2}", re.DOTALL)
     forced = re.compile(r".*</think>[ \t\r\n]{0,4}[0-9]{2}", re.DOTALL)
@@ -241,12 +241,12 @@ def allowed(guide):
 @pytest.mark.parametrize(
     ("begin", "between", "end", "pattern"),
     [
-        ("[", ", ", "]", r"\[(?P<call>.*?)(, .*)?\]"),
+        ("[", ", ", "]", r"\[(?P<call>.*)\]"),
         (
             "<tool_call>\n",
             "\n</tool_call>\n<tool_call>\n",
             "\n</tool_call>",
-            r"<tool_call>\n(?P<call>.*?)\n</tool_call>(\n<tool_call>\n.*)*",
+            r"<tool_call>\n(?P<call>.*)\n</tool_call>",
         ),
     ],
 )
@@ -276,10 +276,12 @@ def test_forced_calls_have_arguments_that_fit(model, begin, between, end, patter
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(model):
-    bomb = generate.GuidedDecoding(regex="((a|b)*a(a|b){30}){1,20}")
-    model.ask("bomb", "x", bomb, seed=1, stop=generate.StopConditions(max_tokens=150))
+    bomb = generate.GuidedDecoding(regex="((a{1,1000}){1,1000}){1,1000}")
+    on = generate.StopConditions(max_tokens=150, ignore_eos=True)
+    model.ask("bomb", "x", bomb, seed=1, stop=on)
     model.ask("free", QUESTIONS[0], temperature=0.0)
     told = model.answers()
 
-    assert told["free"].end is not None
-    assert isinstance(told["bomb"].end, errors.InvalidRequest | generate.FinishReason)
+    assert isinstance(told["bomb"].end, errors.InvalidRequest)
+    assert "too complex" in str(told["bomb"].end)
+    assert told["free"].end in (EOS, LENGTH)

@@ -22,9 +22,9 @@ MAX_CHARS = 2**17  # of a schema, regex, grammar or all choices together
 MAX_KEPT = 32  # grammars, the longest unused goes first
 MAX_WAITING = 64  # requests whose grammar is to be made
 BACKENDS = (None, "auto", "guidance", "llguidance")
-# What follows is about time: some 50 ms to make a grammar's lexer, 7 for each step of it. States take 1 to 2 kB each.
+# Fuel is time: at worst some 2 s to make a grammar, and 10 ms for one step of it. A state takes 1 to 2 kB.
 _LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=1_000_000,
+    initial_lexer_fuel=200_000,
     step_lexer_fuel=100_000,
     max_lexer_states=20_000,
     max_grammar_size=200_000,

@@ -1,0 +1,144 @@
+"""What can be followed, what is refused and in which words, and what is kept."""
+
+import json
+import threading
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.engine.native.guidance import grammars
+from dynamo.protocols import generate
+from guided import STORYTELLER
+
+DEADLINE_S = 30
+VOCAB = 4096
+TOKENIZER = STORYTELLER / "tokenizer.json"
+
+
+@pytest.fixture(scope="module")
+def known():
+    made = grammars.Grammars(TOKENIZER, VOCAB)
+    yield made
+    made.stop()
+
+
+def refusal(known, **fields):
+    with pytest.raises(errors.InvalidRequest) as caught:
+        known.find(generate.GuidedDecoding(**fields, param="here"))
+    assert caught.value.param == "here"
+    assert str(caught.value).startswith("here: ")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+        ({"not": {}, "x-guidance": {"lenient": True}}, 'Unimplemented keys: ["not"]'),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"oneOf": [{}, {}], "x-guidance": {"coerce_one_of": True}}, "oneOf"),
+        ({"type": "object", "if": {}, "then": {}}, "if"),
+        ({"type": "string", "format": "zorro"}, "Unknown format: zorro"),
+        ({"type": "string", "pattern": "^(?=a)b"}, "regex parse error"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "Unsatisfiable"),
+        ({"enum": []}, "Unsatisfiable"),
+        ({"type": "zebra"}, "zebra"),
+        ({"$ref": "#/$defs/none"}, "none"),
+        ({"$ref": "#"}, "cannot be followed"),
+        ({"$ref": "https://example.com/x"}, "does not fetch"),
+        ({"$ref": "file:///etc/passwd"}, "does not fetch"),
+    ],
+)
+def test_a_schema_that_cannot_be_promised_is_refused(known, schema, words):
+    assert words in refusal(known, json=json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"json": "{"}, "cannot be followed"),
+        ({"json": "[]"}, "cannot be followed"),
+        ({"regex": "(ab"}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"(a)\1"}, "backreferences"),
+        ({"grammar": "start: nobody"}, "nobody"),
+        ({"grammar": "root ::= nobody"}, "nobody"),
+        ({"grammar": "root ::= " + "(" * 50_000}, "cannot be followed"),
+        ({"grammar": "\x00"}, "cannot be followed"),
+    ],
+)
+def test_a_regex_or_grammar_that_makes_no_sense_is_refused(known, fields, words):
+    assert words in refusal(known, **fields)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"anyOf": [{"required": [f"x{i}"]}, {"required": [f"y{i}"]}]} for i in range(20)]},
+        {"allOf": [{"type": "string", "pattern": f"^.*(a|b).{{{i}}}c.*$"} for i in range(20, 40)]},
+    ],
+)  # fmt: skip
+def test_a_schema_that_explodes_is_refused(known, schema):
+    assert "cannot be followed" in refusal(known, json=json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "got 0"),
+        ({"regex": "a", "json": "{}"}, "got 2"),
+        ({"json": "x" * (grammars.MAX_CHARS + 1)}, "at most 131072 characters"),
+        ({"choice": ("x" * 70_000, "y" * 70_000)}, "got 140000"),
+    ],
+)
+def test_what_is_wrong_at_first_sight_is_refused_without_the_library(fields, words):
+    with pytest.raises(errors.InvalidRequest, match=words):
+        grammars.check(generate.GuidedDecoding(**fields))
+
+
+def test_a_library_that_is_not_ours_is_refused():
+    with pytest.raises(errors.InvalidRequest, match="'xgrammar'") as caught:
+        grammars.check(generate.GuidedDecoding(regex="a", backend="xgrammar"))
+
+    assert caught.value.param == "guided_decoding_backend"
+
+
+def test_a_grammar_is_made_once_and_the_longest_unused_is_forgotten(known):
+    wanted = [generate.GuidedDecoding(regex=f"a{{{n}}}") for n in range(1, grammars.MAX_KEPT + 2)]
+    first, second = known.find(wanted[0]), known.find(wanted[1])
+    for one in (*wanted[2:-1], wanted[0], wanted[-1]):
+        known.find(one)
+
+    assert known.find(wanted[0]) is first
+    assert known.find(wanted[1]) is not second
+
+
+def test_a_tokenizer_that_cannot_be_read_is_the_engines_failure(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    nothing = grammars.Grammars(path, VOCAB)
+    path.write_text('{"model": {"type": "Morse"}}')
+    morse = grammars.Grammars(path, VOCAB)
+
+    assert not grammars.Grammars(tmp_path / "none", VOCAB).is_possible
+    for known in (nothing, morse):
+        with pytest.raises(errors.EngineFailed, match="llguidance does not read"):
+            known.find(generate.GuidedDecoding(regex="a"))
+
+
+def test_only_so_many_wait_for_their_grammar(monkeypatch):
+    known = grammars.Grammars(TOKENIZER, VOCAB)
+    gate, made = threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(known, "find", lambda guided: gate.wait(DEADLINE_S))
+    guided = generate.GuidedDecoding(regex="a")
+    for _ in range(grammars.MAX_WAITING):
+        known.make(guided, lambda result: made.release())
+
+    with pytest.raises(errors.Overloaded, match="try later"):
+        known.make(guided, lambda result: None)
+    gate.set()
+    assert all(made.acquire(timeout=DEADLINE_S) for _ in range(grammars.MAX_WAITING))
+    known.make(guided, lambda result: made.release())  # there is room again
+    assert made.acquire(timeout=DEADLINE_S)
+    known.stop()
