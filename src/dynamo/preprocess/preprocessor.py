@@ -21,7 +21,7 @@ from dynamo.preprocess import (
     tokenize,
 )
 from dynamo.preprocess.parsers import events, formats
-from dynamo.protocols import blocks, generate, openai_chat, openai_completions
+from dynamo.protocols import anthropic_blocks, blocks, generate, openai_chat, openai_completions
 
 DEFAULT_COMPLETION_LEN = 16  # of OpenAI's completions, where the request does not say
 
@@ -126,7 +126,8 @@ class Preprocessor:
         if guided is None:
             return None
         try:
-            thoughts = self._answer_format.thoughts(prompt)
+            may_think = request.template_args.get(anthropic_blocks.THINKING) is not False
+            thoughts = self._answer_format.thoughts(prompt, may_think=may_think)
         except errors.InvalidRequest as error:
             raise errors.InvalidRequest(f"{guided.param}: {error}", param=guided.param) from error
         return msgspec.structs.replace(guided, thoughts=thoughts)

@@ -33,6 +33,7 @@ class HeldRunner:
         self.may_run = threading.Semaphore(0)
         self.is_running = threading.Semaphore(0)
         self.forgotten = []
+        self.grammars = HeldGrammars()
 
     def run(self, chunks):
         self.is_running.release()
@@ -94,7 +95,7 @@ def fake_assembly(runner):
         vocab_size=100,
         scheduler=Scheduler(paging, limits),
         runner=runner,
-        grammars=HeldGrammars(),
+        grammars=runner.grammars,
     )
 
 
@@ -191,9 +192,9 @@ async def test_a_request_that_fails_fails_alone(engine, runner):
 GUIDED = generate.GuidedDecoding(regex="a")
 
 
-async def made(engine, result):
+async def made(runner, result):
     """The oldest grammar that is waited for is there, and the event loop knows."""
-    engine._started._grammars.wanted.pop(0)(result)
+    runner.grammars.wanted.pop(0)(result)
     await asyncio.sleep(0)
 
 
@@ -202,15 +203,15 @@ async def test_others_are_answered_while_a_grammar_is_made(engine, runner):
     engine.submit(make_request("free", 7, max_tokens=1))
     runner.may_run.release(2)
     first = await engine.sink.next()
-    await made(engine, AnyText())
+    await made(runner, AnyText())
 
     assert first == [("free", (7,))]
     assert await engine.sink.next() == [("guided", (5,))]
 
 
-async def test_a_grammar_that_cannot_be_made_fails_its_request(engine):
+async def test_a_grammar_that_cannot_be_made_fails_its_request(engine, runner):
     engine.submit(make_request("guided", 5, guided=GUIDED))
-    await made(engine, errors.InvalidRequest("no such pattern"))
+    await made(runner, errors.InvalidRequest("no such pattern"))
 
     assert await engine.sink.next() == ("guided", "no such pattern")
     engine.submit(make_request("guided", 5, guided=GUIDED))  # its id is free again
@@ -219,15 +220,14 @@ async def test_a_grammar_that_cannot_be_made_fails_its_request(engine):
 async def test_a_request_that_is_aborted_before_its_grammar_is_there_never_begins(engine, runner):
     engine.submit(make_request("guided", 5, guided=GUIDED))
     engine.abort("guided")
-    await made(engine, AnyText())
+    await made(runner, AnyText())
     engine.submit(make_request("free", 7, max_tokens=1))
     runner.may_run.release()
 
     assert await engine.sink.next() == [("free", (7,))]
 
 
-async def test_no_grammars_are_made_after_the_end(engine):
-    grammars = engine._started._grammars
+async def test_no_grammars_are_made_after_the_end(engine, runner):
     await engine.stop()
 
-    assert grammars.is_stopped
+    assert runner.grammars.is_stopped

@@ -157,12 +157,19 @@ def test_what_cannot_be_together_is_refused(fields, param, words):
 def test_thoughts_may_stand_before_an_answer_as_the_prompt_has_it(parser, prompt, expected):
     form = formats.choose("none", parser or "none", "")
 
-    assert form.thoughts(prompt) == expected
+    assert form.thoughts(prompt, may_think=True) == expected
+
+
+def test_a_model_that_shall_not_think_does_not_unless_the_prompt_has_begun_to():
+    form = formats.choose("none", "basic", "")
+
+    assert form.thoughts("Hi", may_think=False) is None
+    assert form.thoughts("Hi <think>", may_think=False).closes == ("</think>",)
 
 
 def test_an_answer_in_channels_cannot_be_guided():
     with pytest.raises(errors.InvalidRequest, match="channels"):
-        formats.choose("harmony", None, "").thoughts("Hi")
+        formats.choose("harmony", None, "").thoughts("Hi", may_think=True)
 
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "none"])

@@ -174,7 +174,7 @@ class AnswerFormat:
         assert self.forced.frame is not None
         return self.forced.frame
 
-    def thoughts(self, prompt: str) -> generate.Thoughts | None:
+    def thoughts(self, prompt: str, *, may_think: bool) -> generate.Thoughts | None:
         """What may stand before an answer to this prompt that is held to a grammar. Raises InvalidRequest."""
         if self._is_harmony:
             raise errors.InvalidRequest(
@@ -183,8 +183,9 @@ class AnswerFormat:
         form = self.reasoning
         if form is None or form.is_over_in(prompt):
             return None
-        opens = () if form.begins_in(prompt) else form.opens
-        return generate.Thoughts(opens=opens, closes=form.closes)
+        if form.begins_in(prompt):
+            return generate.Thoughts(closes=form.closes)
+        return generate.Thoughts(opens=form.opens, closes=form.closes) if may_think else None
 
     def parsers(
         self, prompt: str, tools: events.Tools | None
