@@ -260,17 +260,19 @@ def test_forced_calls_have_arguments_that_fit(model, begin, between, end, patter
     }
     tools = (
         generate.ToolSchema(name="add", parameters=json.dumps(add)),
-        generate.ToolSchema(
-            name='the "ü" one', parameters='{"type": "object", "maxProperties": 0}'
-        ),
+        generate.ToolSchema(name="add_ü", parameters='{"type": "object", "maxProperties": 0}'),
     )
     calls = generate.Calls(tools=tools, begin=begin, between=between, end=end, max_calls=1)
+    thoughts = generate.Thoughts(opens=("<think>",), closes=("</think>",))
+    guided = generate.GuidedDecoding(calls=calls, thoughts=thoughts)
     for how, sampling in SHAPES.items():
-        model.ask(how, QUESTIONS[1], generate.GuidedDecoding(calls=calls), **sampling)
+        model.ask(how, QUESTIONS[1], guided, logit_bias={3: 50.0, 4: 50.0}, **sampling)
 
     for answer in model.answers().values():
         assert answer.end is EOS
-        call = json.loads(re.fullmatch(pattern, answer.text, re.DOTALL)["call"])
+        call = json.loads(
+            re.fullmatch(pattern, answer.text.rpartition("</think>")[2].lstrip(), re.DOTALL)["call"]
+        )
         schemas = {one.name: json.loads(one.parameters) for one in tools}
         jsonschema.validate(call["arguments"], schemas[call["name"]])
 

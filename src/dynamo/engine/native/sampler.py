@@ -31,6 +31,7 @@ COLDEST = 1e-5  # a lower temperature is greedy
 NUM_CANDIDATES = 64  # the likeliest tokens, among which top-k and top-p mostly cut
 _PLACE = struct.Struct("<QQ")
 _SEED_MASK = 2**64 - 1
+_POWERS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)  # of the bits in a byte
 
 
 class Pool(enum.Enum):
@@ -336,11 +337,12 @@ def _masked(
     for row, (i, guide) in zip(bits, guides.items(), strict=True):
         may_end = drawings[i].sequence.num_output >= drawings[i].may_end_at
         guide.fill(memoryview(row.numpy()), row.data_ptr(), may_end=may_end)
+    bits = bits.to(logits.device).unsqueeze(-1)
+    is_banned = ((bits & _POWERS.to(logits.device)) == 0).flatten(1)[:, :size]
+    if len(guides) == len(logits):
+        return logits.masked_fill(is_banned, -torch.inf)
     rows = torch.tensor(list(guides), device=logits.device)
-    bits = bits.to(logits.device).unsqueeze(-1) >> torch.arange(8, device=logits.device)
-    is_allowed = (bits & 1).bool().flatten(1)[:, :size]
-    masked = logits[rows].masked_fill(~is_allowed, -torch.inf)
-    return logits.index_copy(0, rows, masked)
+    return logits.index_copy(0, rows, logits[rows].masked_fill_(is_banned, -torch.inf))
 
 
 def _logprobs(

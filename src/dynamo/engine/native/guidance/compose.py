@@ -38,7 +38,7 @@ def _answer(
 
 
 def _json_grammar(schema: str) -> dict[str, Any]:
-    """Of a schema, which cannot choose for itself that what is not understood is ignored. Raises ValueError.
+    """Of a schema, which cannot choose for itself how JSON is written or what is ignored. Raises ValueError.
 
     White space is a blank, or a line break and an indentation: a small model that is held to JSON would like to write
     nothing else.
@@ -47,6 +47,8 @@ def _json_grammar(schema: str) -> dict[str, Any]:
         schema,
         overrides={
             "lenient": False,
+            "item_separator": ",",
+            "key_separator": ":",
             "coerce_one_of": False,
             "whitespace_flexible": True,
             "whitespace_pattern": r"( |\r?\n[ \t]{0,40})?",
