@@ -21,6 +21,7 @@ from dynamo.protocols import blocks, generate
 from dynamo.worker import model_source
 
 NUM_STEPS = 100
+EOS = (2,)
 TEXT = {"type": "string"}
 SCHEMA = {
     "type": "object",
@@ -40,7 +41,7 @@ def begin(number: int, grammar: Grammar | None, options: generate.SamplingOption
         model="bench",
         token_ids=blocks.pack([5]),
         sampling_options=options,
-        eos_token_ids=(2,),
+        eos_token_ids=EOS,
     )
     return Sequence(request=request, index=0, token_ids=[5], prompt_len=1, grammar=grammar)
 
@@ -85,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(1)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     grammar = grammars.Grammars(model / "tokenizer.json", vocab_size).find(
-        generate.GuidedDecoding(json=json.dumps(SCHEMA))
+        generate.GuidedDecoding(json=json.dumps(SCHEMA)), EOS
     )
     print(f"{vocab_size} tokens; µs of CPU time per step, median (best), by how many are guided")
     for name, options in HOW.items():

@@ -52,7 +52,7 @@ class Storyteller:
             sampling_options=generate.SamplingOptions(guided_decoding=guided, **sampling),
             eos_token_ids=EOS,
         )
-        grammar = self.parts.grammars.find(guided) if guided is not None else None
+        grammar = self.parts.grammars.find(guided, EOS) if guided is not None else None
         self.parts.scheduler.submit(request, grammar)
         self._tokens[request_id] = []
 

@@ -22,7 +22,7 @@ BUDGET = {
     "engine": 5500,
     "router": 2600,
     "semantic": 1000,
-    "preprocess": 2400,
+    "preprocess": 2500,
     "disagg": 800,
     "frontend": 5600,
     "worker": 1000,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.preprocess.parsers import tools
+from dynamo.preprocess.parsers import formats, tools
 from dynamo.protocols import generate, openai_chat, openai_fields
 
 MAX_CALLS = 32  # of one answer that must call
@@ -38,28 +38,32 @@ def of_fields(request: openai_fields.GenerationFields) -> generate.GuidedDecodin
     )
 
 
-def of_chat(request: openai_chat.ChatRequest, frame: tools.Frame) -> generate.GuidedDecoding | None:
-    """What a chat asks for; forced calls are framed like this. Raises InvalidRequest for what cannot be together."""
-    fields, form = of_fields(request), _of_format(request)
-    if fields is not None and form is not None:
+def of_chat(
+    request: openai_chat.ChatRequest, form: formats.AnswerFormat
+) -> generate.GuidedDecoding | None:
+    """What a chat asks for, of a model that answers in this form. Raises InvalidRequest for what cannot be together."""
+    fields, shape = of_fields(request), _of_format(request)
+    if fields is not None and shape is not None:
         raise errors.InvalidRequest(
-            f"{fields.param}: not together with {form.param}", param=fields.param
+            f"{fields.param}: not together with {shape.param}", param=fields.param
         )
-    if request.must_call:
-        if fields is not None:
-            raise errors.InvalidRequest(
-                f"{fields.param}: not together with a tool_choice that forces a call",
-                param=fields.param,
-            )
-        return _of_calls(request, frame)  # a response format is for text, and there will be none
-    asked = fields or form
-    if asked is not None and request.allows_calls:
+    if request.must_call and fields is not None:
         raise errors.InvalidRequest(
-            f"{asked.param}: not together with tools that the model may call or not; "
+            f"{fields.param}: not together with a tool_choice that forces a call",
+            param=fields.param,
+        )
+    asked = fields or shape
+    if request.must_call:  # a response format is for text, and there will be none
+        return generate.GuidedDecoding(calls=_calls(request, form.frame), param="tool_choice")
+    if asked is None or not request.allows_calls:
+        return asked
+    if not form.can_choose_to_call:
+        raise errors.InvalidRequest(
+            f"{asked.param}: with this model not together with tools that may be called or not; "
             "set tool_choice to 'none', 'required' or a function",
             param=asked.param,
         )
-    return asked
+    return msgspec.structs.replace(asked, calls=_calls(request, form.frame))
 
 
 def _field(request: openai_fields.GenerationFields, name: str) -> Any:
@@ -89,7 +93,7 @@ def _of_format(request: openai_chat.ChatRequest) -> generate.GuidedDecoding | No
     return generate.GuidedDecoding(json=schema, param=request.format_param)
 
 
-def _of_calls(request: openai_chat.ChatRequest, frame: tools.Frame) -> generate.GuidedDecoding:
+def _calls(request: openai_chat.ChatRequest, frame: tools.Frame) -> generate.Calls:
     functions = [tool["function"] for tool in request.tools or ()]
     name = request.forced_tool
     meant = [one for one in functions if name in (None, one["name"])]
@@ -101,7 +105,7 @@ def _of_calls(request: openai_chat.ChatRequest, frame: tools.Frame) -> generate.
             param="tool_choice",
         )
     is_single = name is not None or request.parallel_tool_calls is False
-    calls = generate.Calls(
+    return generate.Calls(
         tools=tuple(
             generate.ToolSchema(name=one["name"], parameters=_parameters(one)) for one in meant
         ),
@@ -110,7 +114,6 @@ def _of_calls(request: openai_chat.ChatRequest, frame: tools.Frame) -> generate.
         end=frame.end,
         max_calls=1 if is_single else MAX_CALLS,
     )
-    return generate.GuidedDecoding(calls=calls, param="tool_choice")
 
 
 def _parameters(function: dict[str, Any]) -> str:

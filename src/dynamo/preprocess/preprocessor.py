@@ -122,7 +122,7 @@ class Preprocessor:
         self, request: openai_chat.ChatRequest, prompt: str
     ) -> generate.GuidedDecoding | None:
         """What the answer must look like, once it has thought. Raises InvalidRequest."""
-        guided = guiding.of_chat(request, self._answer_format.frame)
+        guided = guiding.of_chat(request, self._answer_format)
         if guided is None:
             return None
         try:

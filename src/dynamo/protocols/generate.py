@@ -63,7 +63,7 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an answer must look like: exactly one of `json`, `regex`, `choice`, `grammar`, `calls`."""
+    """What an answer must look like: one of `json`, `regex`, `choice`, `grammar`, or `calls`, or either of two."""
 
     json: str | None = None  # a JSON schema
     regex: str | None = None

@@ -8,7 +8,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.engine.native.guidance import grammars
 from dynamo.protocols import generate
-from guided import STORYTELLER
+from guided import EOS, STORYTELLER
 
 DEADLINE_S = 30
 VOCAB = 4096
@@ -24,7 +24,7 @@ def known():
 
 def refusal(known, **fields):
     with pytest.raises(errors.InvalidRequest) as caught:
-        known.find(generate.GuidedDecoding(**fields, param="here"))
+        known.find(generate.GuidedDecoding(**fields, param="here"), EOS)
     assert caught.value.param == "here"
     assert str(caught.value).startswith("here: ")
     assert "\n" not in str(caught.value)
@@ -107,12 +107,12 @@ def test_a_library_that_is_not_ours_is_refused():
 
 def test_a_grammar_is_made_once_and_the_longest_unused_is_forgotten(known):
     wanted = [generate.GuidedDecoding(regex=f"a{{{n}}}") for n in range(1, grammars.MAX_KEPT + 2)]
-    first, second = known.find(wanted[0]), known.find(wanted[1])
+    first, second = known.find(wanted[0], EOS), known.find(wanted[1], EOS)
     for one in (*wanted[2:-1], wanted[0], wanted[-1]):
-        known.find(one)
+        known.find(one, EOS)
 
-    assert known.find(wanted[0]) is first
-    assert known.find(wanted[1]) is not second
+    assert known.find(wanted[0], EOS) is first
+    assert known.find(wanted[1], EOS) is not second
 
 
 def test_a_tokenizer_that_cannot_be_read_is_the_engines_failure(tmp_path):
@@ -124,21 +124,29 @@ def test_a_tokenizer_that_cannot_be_read_is_the_engines_failure(tmp_path):
     assert not grammars.Grammars(tmp_path / "none", VOCAB).is_possible
     for known in (nothing, morse):
         with pytest.raises(errors.EngineFailed, match="llguidance does not read"):
-            known.find(generate.GuidedDecoding(regex="a"))
+            known.find(generate.GuidedDecoding(regex="a"), EOS)
+
+
+def test_another_end_is_another_grammar(known):
+    guided = generate.GuidedDecoding(regex="a")
+    first = known.find(guided, EOS)
+
+    assert known.find(guided, (1,)) is not first
+    assert known.find(guided, (1,)) is known.find(guided, (1,))
 
 
 def test_only_so_many_wait_for_their_grammar(monkeypatch):
     known = grammars.Grammars(TOKENIZER, VOCAB)
     gate, made = threading.Event(), threading.Semaphore(0)
-    monkeypatch.setattr(known, "find", lambda guided: gate.wait(DEADLINE_S))
+    monkeypatch.setattr(known, "find", lambda guided, eos: gate.wait(DEADLINE_S))
     guided = generate.GuidedDecoding(regex="a")
     for _ in range(grammars.MAX_WAITING):
-        known.make(guided, lambda result: made.release())
+        known.make(guided, EOS, lambda result: made.release())
 
     with pytest.raises(errors.Overloaded, match="try later"):
-        known.make(guided, lambda result: None)
+        known.make(guided, EOS, lambda result: None)
     gate.set()
     assert all(made.acquire(timeout=DEADLINE_S) for _ in range(grammars.MAX_WAITING))
-    known.make(guided, lambda result: made.release())  # there is room again
+    known.make(guided, EOS, lambda result: made.release())  # there is room again
     assert made.acquire(timeout=DEADLINE_S)
     known.stop()

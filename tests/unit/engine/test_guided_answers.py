@@ -1,6 +1,5 @@
 """Whatever the built-in model would rather say, a guided answer has its shape; its neighbours do not notice."""
 
-import ctypes
 import json
 import re
 
@@ -9,6 +8,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.protocols import generate
+from guided import EOS as EOS_IDS
 from guided import Storyteller
 
 QUESTIONS = ["Tell me a story about a cat", "What is 17 + 25?", "x"]
@@ -222,19 +222,18 @@ def test_thoughts_may_come_first_and_do_not_count(model):
 def test_marks_that_are_plain_text_end_thoughts_too(model):
     thoughts = generate.Thoughts(closes=("Here is my response:", "Here's my response:"))
     guided = generate.GuidedDecoding(regex="[0-9]", thoughts=thoughts)
-    grammar = model.parts.grammars.find(guided)
-    guide = grammar.begin((2,))
+    grammar = model.parts.grammars.find(guided, EOS_IDS)
+    guide = grammar.begin()
 
     for token in model.ids("hm. Here is my response: 4"):
         assert token in allowed(guide)
         guide.advance(token)
-    assert allowed(guide) == {2}
+    assert allowed(guide) == set(EOS_IDS)
 
 
 def allowed(guide):
     bits = bytearray(4096 // 8)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(bits))
-    guide.fill(memoryview(bits), address, may_end=True)
+    guide.fill(memoryview(bits), may_end=True)
     return {token for token in range(4096) if bits[token >> 3] >> (token & 7) & 1}
 
 
@@ -275,6 +274,20 @@ def test_forced_calls_have_arguments_that_fit(model, begin, between, end, patter
         )
         schemas = {one.name: json.loads(one.parameters) for one in tools}
         jsonschema.validate(call["arguments"], schemas[call["name"]])
+
+
+def test_an_answer_may_be_either_a_call_or_a_text_of_the_shape(model):
+    tool = generate.ToolSchema(name="add", parameters='{"type": "object", "maxProperties": 0}')
+    frame = ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+    calls = generate.Calls(tools=(tool,), begin=frame[0], between=frame[1], end=frame[2])
+    guided = generate.GuidedDecoding(json='{"enum": ["yes", "no"]}', calls=calls)
+    for liking in (-50.0, 50.0):  # for the mark of a call
+        model.ask(str(liking), "x", guided, logit_bias={5: liking})
+    told = model.answers()
+
+    assert told["-50.0"].text in ('"yes"', '"no"')
+    call = told["50.0"].text.removeprefix(frame[0]).removesuffix(frame[2])
+    assert json.loads(call) == {"name": "add", "arguments": {}}
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(model):

@@ -9,7 +9,8 @@ from dynamo.preprocess import guiding
 from dynamo.preprocess.parsers import formats, tools
 from dynamo.protocols import generate, openai_chat, openai_completions
 
-FRAME = tools.Frame("[", ", ", "]")
+ARRAYS = formats.AnswerFormat()  # of a model whose calls nobody knows
+HERMES = formats.choose("hermes", "none", "")
 NUMBER = {"type": "integer"}
 
 
@@ -23,7 +24,7 @@ def chat(**fields):
 
 
 def guide(**fields):
-    return guiding.of_chat(chat(**fields), FRAME)
+    return guiding.of_chat(chat(**fields), ARRAYS)
 
 
 def refused(**fields):
@@ -116,6 +117,15 @@ def test_a_response_format_means_nothing_where_a_call_must_come():
 
     assert told.calls is not None
     assert told.json is None
+
+
+def test_a_model_whose_calls_have_marks_may_choose_between_a_call_and_a_text_of_the_shape():
+    asked = chat(tools=[tool("f")], response_format={"type": "json_object"})
+    told = guiding.of_chat(asked, HERMES)
+
+    assert told.json == '{"type":"object"}'
+    assert told.calls.begin == "<tool_call>\n"
+    assert told.param == "response_format"
 
 
 @pytest.mark.parametrize(

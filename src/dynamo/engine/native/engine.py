@@ -132,7 +132,7 @@ class _Running:
             self.loop.submit(request)
         else:
             made = functools.partial(self.post, self._made, request)
-            self._grammars.make(guided, made)
+            self._grammars.make(guided, request.eos_token_ids, made)
         self._open[request.id] = _Open(request, request.sampling_options.n)
 
     def abort(self, request_id: str) -> None:

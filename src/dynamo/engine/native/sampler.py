@@ -24,6 +24,7 @@ import torch
 import xxhash
 
 from dynamo.base import errors
+from dynamo.engine.native.guidance import masks
 from dynamo.engine.native.sequence import Guide, Sampled, Sequence
 from dynamo.protocols import generate
 
@@ -31,7 +32,6 @@ COLDEST = 1e-5  # a lower temperature is greedy
 NUM_CANDIDATES = 64  # the likeliest tokens, among which top-k and top-p mostly cut
 _PLACE = struct.Struct("<QQ")
 _SEED_MASK = 2**64 - 1
-_POWERS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)  # of the bits in a byte
 
 
 class Pool(enum.Enum):
@@ -83,6 +83,11 @@ class Drawing:
         return (xxhash.xxh3_64_intdigest(place, self.seed) >> 32) / 2**32
 
     @property
+    def may_end(self) -> bool:
+        """Where a grammar says that it can."""
+        return self.sequence.num_output >= self.may_end_at
+
+    @property
     def banned_ids(self) -> list[int]:
         """What may not come next."""
         return self.ending_ids if self.sequence.num_output < self.min_tokens else []
@@ -132,7 +137,8 @@ class Sampler:
             adjusted = self.adjust(logits, drawings)
             guides = self._guides_of(drawings) if self._guides else {}
             if guides:
-                adjusted = _masked(adjusted, guides, drawings)
+                may_end = [drawings[i].may_end for i in guides]
+                adjusted = masks.masked(adjusted, guides, may_end)
             peaks = adjusted.amax(-1).tolist()
             token_ids = _choose(adjusted, drawings)
             logprobs = _logprobs(logits, token_ids, drawings)
@@ -164,7 +170,7 @@ class Sampler:
         if drawing is None:
             drawing = self._drawings[sequence] = Drawing(sequence)
             if sequence.grammar is not None:
-                self._guides[sequence] = sequence.grammar.begin(sequence.request.eos_token_ids)
+                self._guides[sequence] = sequence.grammar.begin()
         return drawing
 
     def _guides_of(self, drawings: list[Drawing]) -> dict[int, Guide]:
@@ -326,23 +332,6 @@ def _ban_and_bias(logits: torch.Tensor, drawing: Drawing) -> None:
         logits.index_add_(0, token_ids, logits.new_tensor(list(bias.values())))
     if banned := drawing.banned_ids:
         logits[banned] = -torch.inf
-
-
-def _masked(
-    logits: torch.Tensor, guides: dict[int, Guide], drawings: list[Drawing]
-) -> torch.Tensor:
-    """A copy, in which only what a row's grammar allows is possible."""
-    size = logits.shape[1]
-    bits = torch.zeros((len(guides), -(-size // 32) * 4), dtype=torch.uint8)
-    for row, (i, guide) in zip(bits, guides.items(), strict=True):
-        may_end = drawings[i].sequence.num_output >= drawings[i].may_end_at
-        guide.fill(memoryview(row.numpy()), row.data_ptr(), may_end=may_end)
-    bits = bits.to(logits.device).unsqueeze(-1)
-    is_banned = ((bits & _POWERS.to(logits.device)) == 0).flatten(1)[:, :size]
-    if len(guides) == len(logits):
-        return logits.masked_fill(is_banned, -torch.inf)
-    rows = torch.tensor(list(guides), device=logits.device)
-    return logits.index_copy(0, rows, logits[rows].masked_fill_(is_banned, -torch.inf))
 
 
 def _logprobs(

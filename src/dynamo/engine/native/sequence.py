@@ -3,7 +3,6 @@
 The scheduler owns a sequence's blocks and progress; the runner reads it.
 """
 
-from collections import abc
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,8 +15,8 @@ class Guide(Protocol):
 
     error: errors.DynamoError | None  # why it cannot say so any more
 
-    def fill(self, bits: memoryview, address: int, *, may_end: bool) -> None:
-        """Set the bit of each token that may come next; `bits` are the bytes at `address`, all zero."""
+    def fill(self, bits: memoryview, *, may_end: bool) -> None:
+        """Set the bit of each token that may come next; the end is none of them, if `may_end` is not said."""
         ...
 
     def advance(self, token_id: int) -> None:
@@ -28,8 +27,8 @@ class Guide(Protocol):
 class Grammar(Protocol):
     """What the output of a sequence must follow."""
 
-    def begin(self, eos: abc.Sequence[int]) -> Guide:
-        """For an answer that one of these tokens ends."""
+    def begin(self) -> Guide:
+        """For one answer."""
         ...
 
 

@@ -164,6 +164,11 @@ class AnswerFormat:
         return tuple(mark for part in parts if part is not None for mark in part.marks)
 
     @property
+    def can_choose_to_call(self) -> bool:
+        """Is a call, as a grammar has it, what the model writes by itself, and not to be taken for content?"""
+        return self.tools is not None and self.tools.frame is not None
+
+    @property
     def forced(self) -> ToolFormat:
         """How calls are written that a grammar forces."""
         return self.tools if self.tools is not None and self.tools.frame is not None else ARRAY

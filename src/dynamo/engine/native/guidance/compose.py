@@ -26,15 +26,24 @@ def _answer(
     guided: generate.GuidedDecoding, tokenizer: llguidance.LLTokenizer
 ) -> list[dict[str, Any]]:
     """The grammar of the answer itself, and those that it needs."""
+    if guided.calls is None:
+        return [_text(guided)]
+    calls, *schemas = _calls(guided.calls, tokenizer)
+    if not any((guided.json, guided.regex, guided.choice, guided.grammar)):
+        return [calls, *schemas]
+    either = {"lark_grammar": "start: text | calls\ntext: @text\ncalls: @calls"}
+    return [either, {**_text(guided), "name": "text"}, {**calls, "name": "calls"}, *schemas]
+
+
+def _text(guided: generate.GuidedDecoding) -> dict[str, Any]:
+    """The grammar of an answer that calls nothing."""
     if guided.json is not None:
-        return [_json_grammar(guided.json)]
+        return _json_grammar(guided.json)
     if guided.regex is not None:
-        return [{"lark_grammar": f"start: /{llguidance.regex_to_lark(guided.regex, '')}/"}]
+        return {"lark_grammar": f"start: /{llguidance.regex_to_lark(guided.regex, '')}/"}
     if guided.choice is not None:
-        return [{"lark_grammar": "start: " + " | ".join(map(_quote, guided.choice))}]
-    if guided.calls is not None:
-        return _calls(guided.calls, tokenizer)
-    return [{"lark_grammar": llguidance.grammar_from("grammar", guided.grammar or "")}]
+        return {"lark_grammar": "start: " + " | ".join(map(_quote, guided.choice))}
+    return {"lark_grammar": llguidance.grammar_from("grammar", guided.grammar or "")}
 
 
 def _json_grammar(schema: str) -> dict[str, Any]:

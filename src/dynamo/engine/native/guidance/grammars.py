@@ -6,6 +6,7 @@ neither torch nor a table of all states (docs/decisions/0006). It works without 
 loop nor the engine's thread waits while a grammar is made; the limits bound what a hostile one costs.
 """
 
+import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ _LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,  # they would tell the log what the answer says
 )
 _SILENT = 0
-_SHAPES = ("json", "regex", "choice", "grammar", "calls")
+_SHAPES = ("json", "regex", "choice", "grammar")
 _MAX_REASON = 300  # characters of the library's complaint
 
 Made = Callable[["Grammar | errors.DynamoError"], None]
@@ -40,47 +41,50 @@ Made = Callable[["Grammar | errors.DynamoError"], None]
 class Guide:
     """Follows one sequence through its grammar. Only the engine's thread uses it."""
 
-    def __init__(
-        self, matcher: llguidance.LLMatcher, library_eos: Sequence[int], eos: Sequence[int]
-    ) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, eos: Sequence[int]) -> None:
         self._matcher = matcher
-        self._library_eos = library_eos  # whatever the library takes for the end
         self._eos = eos
         self.error: errors.DynamoError | None = None
 
-    def fill(self, bits: memoryview, address: int, *, may_end: bool) -> None:
+    def fill(self, bits: memoryview, *, may_end: bool) -> None:
         """Set the bit of each token that may come next; none, and `error`, if that cannot be said.
 
-        `bits` are the bytes at `address`. The end is among them where the grammar allows it, unless it may not end yet
-        and something else can come.
+        An end token is among them where the grammar allows it, unless it may not end yet and something else can come.
         """
+        address = ctypes.addressof(ctypes.c_char.from_buffer(bits))
         self._matcher.unsafe_compute_mask_ptr(address, len(bits))
-        for token_id in self._library_eos:
-            bits[token_id >> 3] &= ~(1 << (token_id & 7))
-        if self._matcher.is_error():
+        if self._matcher.is_error():  # then the library allows to end
+            bits[:] = bytes(len(bits))
             self.error = errors.InvalidRequest(
                 "the answer was broken off, because its grammar became too complex to follow"
             )
-        elif self._matcher.is_accepting() and (may_end or not any(bits)):
-            for token_id in self._eos:
-                bits[token_id >> 3] |= 1 << (token_id & 7)
+        elif not may_end and self._matcher.is_accepting():
+            self._postpone(bits)
 
     def advance(self, token_id: int) -> None:
         """This token came."""
         if token_id not in self._eos:
             self._matcher.consume_token(token_id)
 
+    def _postpone(self, bits: memoryview) -> None:
+        """Take the end out, if anything else is left."""
+        with_end = bytes(bits)
+        for token_id in self._eos:
+            bits[token_id >> 3] &= ~(1 << (token_id & 7))
+        if not any(bits):
+            bits[:] = with_end
+
 
 class Grammar:
     """One that answers may follow."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, library_eos: Sequence[int]) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, eos: Sequence[int]) -> None:
         self._matcher = matcher
-        self._library_eos = library_eos
+        self._eos = eos
 
-    def begin(self, eos: Sequence[int]) -> Guide:
-        """For an answer that one of these tokens ends."""
-        return Guide(self._matcher.deep_copy(), self._library_eos, eos)
+    def begin(self) -> Guide:
+        """For one answer."""
+        return Guide(self._matcher.deep_copy(), self._eos)
 
 
 class Grammars:
@@ -90,6 +94,9 @@ class Grammars:
         self._tokenizer_path = tokenizer_path
         self._vocab_size = vocab_size
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._eos: tuple[
+            int, ...
+        ] = ()  # that the tokenizer was made for: all requests say the same
         self._kept: OrderedDict[generate.GuidedDecoding, Grammar] = OrderedDict()
         self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._places = threading.BoundedSemaphore(MAX_WAITING)
@@ -99,21 +106,24 @@ class Grammars:
         """Is there a tokenizer to make them with?"""
         return self._tokenizer_path.is_file()
 
-    def make(self, guided: generate.GuidedDecoding, made: Made) -> None:
-        """Calls `made` in the thread. Raises InvalidRequest for what is wrong at first sight, or Overloaded."""
+    def make(self, guided: generate.GuidedDecoding, eos: tuple[int, ...], made: Made) -> None:
+        """For answers that one of the tokens `eos` ends; calls `made` in the thread.
+
+        Raises InvalidRequest for what is wrong at first sight, or Overloaded.
+        """
         check(guided)
         if not self._places.acquire(blocking=False):
             raise errors.Overloaded(f"{MAX_WAITING} requests wait for their grammar; try later")
-        self._thread.submit(self._make, guided, made)
+        self._thread.submit(self._make, guided, eos, made)
 
     def stop(self) -> None:
         """Make no more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, guided: generate.GuidedDecoding, made: Made) -> None:
+    def _make(self, guided: generate.GuidedDecoding, eos: tuple[int, ...], made: Made) -> None:
         result: Grammar | errors.DynamoError
         try:
-            result = self.find(guided)
+            result = self.find(guided, eos)
         except errors.DynamoError as error:
             result = error
         except Exception as error:  # noqa: BLE001 - whoever waits for the grammar is told
@@ -122,33 +132,35 @@ class Grammars:
             self._places.release()
         made(result)
 
-    def find(self, guided: generate.GuidedDecoding) -> Grammar:
+    def find(self, guided: generate.GuidedDecoding, eos: tuple[int, ...]) -> Grammar:
         """One that is kept, or a new one. Raises InvalidRequest, or EngineFailed if the tokenizer cannot be used."""
-        grammar = self._kept.pop(guided, None) or self._new(guided)
+        if self._tokenizer is None or self._eos != eos:
+            self._kept.clear()
+            self._tokenizer = _read_tokenizer(self._tokenizer_path, self._vocab_size, eos)
+            self._eos = eos
+        grammar = self._kept.pop(guided, None) or self._new(guided, self._tokenizer)
         self._kept[guided] = grammar
         if len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
         return grammar
 
-    def _new(self, guided: generate.GuidedDecoding) -> Grammar:
-        if self._tokenizer is None:
-            self._tokenizer = _read_tokenizer(self._tokenizer_path, self._vocab_size)
+    def _new(self, guided: generate.GuidedDecoding, tokenizer: llguidance.LLTokenizer) -> Grammar:
         try:
-            text = compose.grammar(guided, self._tokenizer)
+            text = compose.grammar(guided, tokenizer)
         except (ValueError, RecursionError) as error:
             raise _refusal(guided, str(error)) from error
-        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=_SILENT, limits=_LIMITS)
+        matcher = llguidance.LLMatcher(tokenizer, text, log_level=_SILENT, limits=_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the longest one: what makes the first step slow is done here
         if matcher.is_error():
             raise _refusal(guided, matcher.get_error())
-        return Grammar(matcher, self._tokenizer.eos_tokens)
+        return Grammar(matcher, self._eos)
 
 
 def check(guided: generate.GuidedDecoding) -> None:
     """Raises InvalidRequest for what needs no library to see that it cannot be followed."""
     given = [name for name in _SHAPES if getattr(guided, name)]
-    if len(given) != 1:
+    if len(given) != 1 and not (guided.calls is not None and not given):
         raise errors.InvalidRequest(
             f"{guided.param}: expected one of {', '.join(_SHAPES)}, got {len(given)}",
             param=guided.param,
@@ -174,10 +186,12 @@ def _size(guided: generate.GuidedDecoding) -> int:
     return sum(map(len, texts)) + sum(len(one.name) + len(one.parameters) for one in schemas)
 
 
-def _read_tokenizer(path: Path, vocab_size: int) -> llguidance.LLTokenizer:
+def _read_tokenizer(path: Path, vocab_size: int, eos: tuple[int, ...]) -> llguidance.LLTokenizer:
     """Takes some tenths of a second. Raises EngineFailed."""
     try:
-        return llguidance.LLTokenizer(path.read_text("utf-8"), n_vocab=vocab_size)
+        return llguidance.LLTokenizer(
+            path.read_text("utf-8"), n_vocab=vocab_size, eos_token=list(eos)
+        )
     except (OSError, ValueError) as error:
         raise errors.EngineFailed(
             f"answers cannot be guided: the tokenizer at {path} is of a kind that llguidance does not read: {error}"
