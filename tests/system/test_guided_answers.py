@@ -89,6 +89,15 @@ def test_calls_that_must_come_do_and_fit(client, seed):
     assert numbers.keys() == {"a", "b"}
 
 
+def test_claude_parses_what_it_asked_for(url):
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude:
+        message = claude.messages.parse(
+            model=MODEL, max_tokens=200, messages=ASK, output_format=Answer
+        )
+
+    assert isinstance(message.parsed_output, Answer)
+
+
 def test_claude_must_use_a_tool(url):
     tools = [{"name": "get_time", "input_schema": CITY}, {"name": "add", "input_schema": ADD}]
     asked = {"model": MODEL, "max_tokens": 200, "messages": ASK, "tools": tools}

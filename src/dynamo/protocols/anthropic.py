@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import openai_decode, openai_fields
+from dynamo.protocols import openai_decode, openai_fields, openai_guided
 
 MAX_STOP_SEQUENCES = 64
 StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -51,6 +51,21 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shape of the answer's text."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the answer shall be."""
+
+    format: OutputFormat | None = None
+    # refused, unless it asks for nothing
+    effort: None = None
+
+
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What makes the prompt; all of a request to count tokens."""
 
@@ -61,8 +76,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
     # refused, unless they ask for nothing
-    output_config: None = None
     context_management: None = None
     mcp_servers: None = None
 
@@ -70,6 +85,14 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def is_thinking(self) -> bool:
         """Shall the model think, and tell its thoughts? As with Anthropic, only if they ask for it."""
         return self.thinking is not None and self.thinking.type != "disabled"
+
+    @property
+    def chat_format(self) -> openai_guided.ResponseFormat | None:
+        """`output_config.format`, as a chat has it."""
+        if self.output_config is None or self.output_config.format is None:
+            return None
+        schema = openai_guided.JsonSchema(name="output", schema=self.output_config.format.schema)
+        return openai_guided.ResponseFormat(type="json_schema", json_schema=schema)
 
     def check(self) -> None:
         """What the types cannot say. Raises InvalidRequest."""

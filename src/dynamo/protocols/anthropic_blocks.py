@@ -74,6 +74,14 @@ _KINDS = {
 }
 
 
+class Chat(openai_chat.ChatRequest, frozen=True, kw_only=True):
+    """The chat request that asks the same."""
+
+    @property
+    def format_param(self) -> str:
+        return "output_config.format"
+
+
 def chat(conversation: anthropic.Conversation, **fields: Any) -> openai_chat.ChatRequest:
     """The chat request that asks the same; `fields` are more of its own. Raises InvalidRequest."""
     turns = _Turns()
@@ -82,8 +90,9 @@ def chat(conversation: anthropic.Conversation, **fields: Any) -> openai_chat.Cha
     for number, message in enumerate(conversation.messages):
         turns.add(message, f"messages[{number}].content")
     choice = conversation.tool_choice
-    return openai_chat.ChatRequest(
+    return Chat(
         model=conversation.model,
+        response_format=conversation.chat_format,
         messages=turns.messages,
         tools=anthropic_tools.chat(conversation.tools or []),
         tool_choice=anthropic_tools.choice(choice),

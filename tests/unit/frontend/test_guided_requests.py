@@ -73,6 +73,17 @@ async def test_what_the_worker_says_of_a_grammar_names_the_parameter(able, clien
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model="h", input="x", text={"format": schema})
 
+    async with anthropic.AsyncAnthropic(base_url=able.frontend.url, api_key="none") as claude:
+        with pytest.raises(anthropic.BadRequestError, match="bad"):
+            await claude.messages.create(
+                model="h",
+                max_tokens=9,
+                messages=SAY,
+                output_config={"format": {"type": "json_schema", "schema": {"enum": [1]}}},
+            )
+
+    assert asked(able.h).param == "output_config.format"
+    assert asked(able.h).json == '{"enum":[1]}'
     assert (chat.status_code, chat.json()["error"]["param"]) == (400, "guided_json")
     assert caught.value.param == "text.format"
 
