@@ -65,7 +65,10 @@ def test_a_schema_that_cannot_be_promised_is_refused(known, schema, words):
         ({"regex": r"(a)\1"}, "backreferences"),
         ({"grammar": "start: nobody"}, "nobody"),
         ({"grammar": "root ::= nobody"}, "nobody"),
-        ({"grammar": "root ::= " + "(" * 50_000}, "cannot be followed"),
+        ({"grammar": "root ::= " + "(" * 5_000}, "cannot be followed"),
+        ({"grammar": "start: " + "(" * 4_000 + '"a"' + ")" * 4_000}, "nested"),
+        ({"regex": "(" * 60_000 + "a" + ")" * 60_000}, "cannot be followed"),
+        ({"json": '{"items":' * 9_000 + "{}" + "}" * 9_000}, "recursion limit"),
         ({"grammar": "\x00"}, "cannot be followed"),
     ],
 )
@@ -90,6 +93,9 @@ def test_a_schema_that_explodes_is_refused(known, schema):
         ({}, "got 0"),
         ({"regex": "a", "json": "{}"}, "got 2"),
         ({"json": "x" * (grammars.MAX_CHARS + 1)}, "at most 131072 characters"),
+        ({"grammar": "x" * 20_000}, "at most 8192 characters"),
+        ({"grammar": "a: b\n" * 1001}, "at most 1000 rules, got 1001"),
+        ({"json": '{"$ref": "#"}' * 501}, "at most 500 references, got 501"),
         ({"choice": ("x" * 70_000, "y" * 70_000)}, "got 140000"),
     ],
 )

@@ -8,8 +8,9 @@ loop nor the engine's thread waits while a grammar is made; the limits bound wha
 
 import ctypes
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
 
@@ -20,17 +21,32 @@ from dynamo.engine.native.guidance import compose
 from dynamo.protocols import generate
 
 MAX_CHARS = 2**17  # of a schema, regex, grammar or all choices together
+MAX_GRAMMAR_CHARS = 2**13  # of one in Lark or GBNF, and
+MAX_RULES = 1000  # of it, and
+MAX_REFERENCES = (
+    500  # of a schema: the library recurses along both, and a stack that is full ends the process
+)
+STACK_BYTES = 2**26  # so that these stay far from it
 MAX_KEPT = 32  # grammars, the longest unused goes first
 MAX_WAITING = 64  # requests whose grammar is to be made
 BACKENDS = (None, "auto", "guidance", "llguidance")
+MAX_STEP_S = 0.25  # of CPU time, to say what may come next; an honest grammar takes a hundredth of it at most
+
+
 # Fuel is time: at worst some 2 s to make a grammar, and 10 ms for one step of it. A state takes 1 to 2 kB.
-_LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=100_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,  # they would tell the log what the answer says
-)
+def _limits(max_items_in_row: int) -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(
+        max_items_in_row=max_items_in_row,
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=100_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,  # they would tell the log what the answer says
+    )
+
+
+_LIMITS = _limits(2000)  # a schema may have hundreds of properties
+_TEXT_LIMITS = _limits(500)  # of Lark and GBNF, where many items are a grammar that is ambiguous
 _SILENT = 0
 _SHAPES = ("json", "regex", "choice", "grammar")
 _MAX_REASON = 300  # characters of the library's complaint
@@ -52,8 +68,10 @@ class Guide:
         An end token is among them where the grammar allows it, unless it may not end yet and something else can come.
         """
         address = ctypes.addressof(ctypes.c_char.from_buffer(bits))
+        began_at = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(address, len(bits))
-        if self._matcher.is_error():  # then the library allows to end
+        is_slow = time.thread_time() - began_at > MAX_STEP_S
+        if is_slow or self._matcher.is_error():  # then the library allows to end
             bits[:] = bytes(len(bits))
             self.error = errors.InvalidRequest(
                 "the answer was broken off, because its grammar became too complex to follow"
@@ -88,7 +106,7 @@ class Grammar:
 
 
 class Grammars:
-    """Makes grammars, one after the other, and keeps them. Its thread starts with the first request for one."""
+    """Makes grammars, one after the other, and keeps them."""
 
     def __init__(self, tokenizer_path: Path, vocab_size: int) -> None:
         self._tokenizer_path = tokenizer_path
@@ -98,7 +116,7 @@ class Grammars:
             int, ...
         ] = ()  # that the tokenizer was made for: all requests say the same
         self._kept: OrderedDict[generate.GuidedDecoding, Grammar] = OrderedDict()
-        self._thread = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._thread = _deep_thread()
         self._places = threading.BoundedSemaphore(MAX_WAITING)
 
     @property
@@ -149,9 +167,13 @@ class Grammars:
             text = compose.grammar(guided, tokenizer)
         except (ValueError, RecursionError) as error:
             raise _refusal(guided, str(error)) from error
-        matcher = llguidance.LLMatcher(tokenizer, text, log_level=_SILENT, limits=_LIMITS)
+        limits = _LIMITS if guided.grammar is None else _TEXT_LIMITS
+        matcher = llguidance.LLMatcher(tokenizer, text, log_level=_SILENT, limits=limits)
         if not matcher.is_error():
+            began_at = time.thread_time()
             matcher.compute_bitmask()  # the longest one: what makes the first step slow is done here
+            if time.thread_time() - began_at > MAX_STEP_S:
+                raise _refusal(guided, "it is too ambiguous or too complex")
         if matcher.is_error():
             raise _refusal(guided, matcher.get_error())
         return Grammar(matcher, self._eos)
@@ -165,12 +187,11 @@ def check(guided: generate.GuidedDecoding) -> None:
             f"{guided.param}: expected one of {', '.join(_SHAPES)}, got {len(given)}",
             param=guided.param,
         )
-    size = _size(guided)
-    if size > MAX_CHARS:
-        raise errors.InvalidRequest(
-            f"{guided.param}: expected at most {MAX_CHARS} characters, got {size}",
-            param=guided.param,
-        )
+    for what, found, limit in _sizes(guided):
+        if found > limit:
+            raise errors.InvalidRequest(
+                f"{guided.param}: expected at most {limit} {what}, got {found}", param=guided.param
+            )
     if guided.backend not in BACKENDS:
         raise errors.InvalidRequest(
             "guided_decoding_backend: expected auto or llguidance, which is what this engine has, "
@@ -179,11 +200,27 @@ def check(guided: generate.GuidedDecoding) -> None:
         )
 
 
-def _size(guided: generate.GuidedDecoding) -> int:
-    """In characters."""
-    schemas = guided.calls.tools if guided.calls is not None else ()
-    texts = [guided.json or guided.regex or guided.grammar or "", *(guided.choice or ())]
-    return sum(map(len, texts)) + sum(len(one.name) + len(one.parameters) for one in schemas)
+def _sizes(guided: generate.GuidedDecoding) -> Iterator[tuple[str, int, int]]:
+    """What there is of something, and how much of it may be."""
+    tools = guided.calls.tools if guided.calls is not None else ()
+    schemas = [guided.json or "", *(tool.parameters for tool in tools)]
+    names = (tool.name for tool in tools)
+    texts = [*schemas, *names, guided.regex or "", *(guided.choice or ())]
+    yield "characters", sum(map(len, texts)), MAX_CHARS
+    yield "references", max(schema.count("$ref") for schema in schemas), MAX_REFERENCES
+    yield "characters", len(guided.grammar or ""), MAX_GRAMMAR_CHARS
+    yield "rules", (guided.grammar or "").replace("::", ":").count(":"), MAX_RULES
+
+
+def _deep_thread() -> futures.ThreadPoolExecutor:
+    """One thread with room for deep recursion; a stack takes memory only as far as it is used."""
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        executor = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        executor.submit(int).result()  # that is when it starts
+    finally:
+        threading.stack_size(usual)
+    return executor
 
 
 def _read_tokenizer(path: Path, vocab_size: int, eos: tuple[int, ...]) -> llguidance.LLTokenizer:

@@ -290,8 +290,15 @@ def test_an_answer_may_be_either_a_call_or_a_text_of_the_shape(model):
     assert json.loads(call) == {"name": "add", "arguments": {}}
 
 
-def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(model):
-    bomb = generate.GuidedDecoding(regex="((a{1,1000}){1,1000}){1,1000}")
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        generate.GuidedDecoding(regex="((a{1,1000}){1,1000}){1,1000}"),
+        generate.GuidedDecoding(grammar="start: a\na: " + "a a | " * 200 + '"x"'),
+    ],
+    ids=["regex", "grammar"],
+)
+def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(model, bomb):
     on = generate.StopConditions(max_tokens=150, ignore_eos=True)
     model.ask("bomb", "x", bomb, seed=1, stop=on)
     model.ask("free", QUESTIONS[0], temperature=0.0)
