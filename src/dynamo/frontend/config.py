@@ -1,7 +1,6 @@
 """What a frontend can be told, by flag, environment or file."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from dynamo.base import config, errors
 from dynamo.runtime import component
@@ -19,9 +18,6 @@ class FrontendConfig(component.RuntimeConfig):
     )
     namespace: str = config.option(
         "", env="DYN_NAMESPACE", help="serve only the models of this namespace; by default all"
-    )
-    router_mode: Literal["round-robin", "random"] = config.option(
-        "round-robin", env="DYN_ROUTER_MODE", help="how a worker is chosen"
     )
     tls_cert_path: str | None = config.option(
         None, env="DYN_TLS_CERT_PATH", help="certificate chain (PEM): serve https"

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dynamo.base import clock, errors, ids
 from dynamo.frontend import apis, delivery, metrics, models, whole_delivery
 from dynamo.frontend.served_model import ServedModel
-from dynamo.runtime import client
 from dynamo.runtime.http import exchange
 
 _CALLERS_ID = re.compile(r"[!-~]{1,200}")
@@ -26,13 +25,11 @@ class Pipeline:
         known: models.Models,
         counted: metrics.FrontendMetrics,
         time: clock.Clock,
-        mode: client.Mode,
         timeout_s: float | None,
     ) -> None:
         self._models = known
         self._metrics = counted
         self._clock = time
-        self._mode = mode
         self._timeout_s = timeout_s
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
@@ -94,7 +91,6 @@ class Pipeline:
                 stream = await model.open(
                     prompt.request,
                     reply.receiver(number),
-                    mode=self._mode,
                     instance_id=instance_id,
                     headers=dict(reply.order.headers),
                     timeout_s=self._timeout_s,

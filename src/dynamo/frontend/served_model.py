@@ -7,26 +7,23 @@ from dataclasses import dataclass, field
 from dynamo.base import errors
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate, instances, model_card
+from dynamo.router import api
 from dynamo.runtime import client, requests
 
 
 @dataclass(slots=True)
 class Replicas:
-    """The instances of one endpoint that serve the model."""
+    """The instances of one endpoint that serve the model, and the way to them."""
 
     client: client.EndpointClient
-    instance_ids: set[int] = field(default_factory=set)
+    route: api.Route
+    cards: dict[int, model_card.ModelCard] = field(default_factory=dict)
 
     @property
     def living(self) -> list[instances.Instance]:
         """Those that are registered now."""
         found = self.client.instances
-        return [found[one] for one in sorted(self.instance_ids) if one in found]
-
-    @property
-    def is_alone(self) -> bool:
-        """Does nobody serve another model at this endpoint?"""
-        return self.client.instances.keys() <= self.instance_ids
+        return [found[one] for one in sorted(self.cards) if one in found]
 
 
 class ServedModel:
@@ -72,22 +69,13 @@ class ServedModel:
         request: generate.Request,
         receiver: requests.Receiver,
         *,
-        mode: client.Mode,
         instance_id: int | None,
         headers: Mapping[str, str],
         timeout_s: float | None,
     ) -> requests.Stream:
-        """Begin an answer at one of its instances. Raises NoWorkers or WorkerLost."""
-        replicas = self._pick(instance_id)
-        among = None if replicas.is_alone else replicas.instance_ids
-        return await replicas.client.open(
-            request,
-            receiver,
-            mode=mode,
-            instance_id=instance_id,
-            among=among,
-            headers=headers,
-            timeout_s=timeout_s,
+        """Begin an answer at one of its instances. Raises NoWorkers, Overloaded or WorkerLost."""
+        return await self._pick(instance_id).route.open(
+            request, receiver, instance_id=instance_id, headers=headers, timeout_s=timeout_s
         )
 
     def _pick(self, instance_id: int | None) -> Replicas:
@@ -95,7 +83,7 @@ class ServedModel:
         usable = [
             one
             for one in self.replicas.values()
-            if one.living and (instance_id is None or instance_id in one.instance_ids)
+            if one.living and (instance_id is None or instance_id in one.cards)
         ]
         if usable:
             return usable[next(self._turns) % len(usable)]

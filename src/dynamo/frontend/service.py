@@ -18,6 +18,8 @@ from dynamo.frontend import (
     responses,
 )
 from dynamo.observability import metrics as observed
+from dynamo.router import routes
+from dynamo.router import settings as router_settings
 from dynamo.runtime import component
 from dynamo.runtime.http import limits, server
 
@@ -28,20 +30,30 @@ class Frontend:
     """Use as `async with`: enters listening, leaves with everything stopped."""
 
     def __init__(
-        self, settings: config.FrontendConfig, runtime: component.DistributedRuntime
+        self,
+        settings: config.FrontendConfig,
+        runtime: component.DistributedRuntime,
+        routing: router_settings.RouterConfig | None = None,
     ) -> None:
         settings.check()
         registry = observed.Registry(settings.metrics_prefix)
         counted = metrics.FrontendMetrics(registry, time.monotonic)
         now = clock.SystemClock()
+        self._routes = routes.Routes(
+            routing or router_settings.RouterConfig(), runtime, now, registry
+        )
         self.models = models.Models(
-            runtime.discovery, runtime.client, counted, now, namespace=settings.namespace
+            runtime.discovery,
+            runtime.client,
+            self._routes.make,
+            counted,
+            now,
+            namespace=settings.namespace,
         )
         answers = pipeline.Pipeline(
             self.models,
             counted,
             now,
-            settings.router_mode,
             settings.request_timeout_secs or None,
         )
         store = response_store.ResponseStore(
@@ -76,6 +88,7 @@ class Frontend:
     ) -> None:
         await self._server.close()
         await self._tasks.close()
+        await self._routes.close()
 
     @property
     def url(self) -> str:

@@ -1,0 +1,278 @@
+"""The router of one model at one endpoint: it asks the deciders who gets a request, and keeps them informed.
+
+`KvRouter.open` is the path: name the prompt's blocks, choose (or wait), send, and if that worker cannot be reached, choose
+again among the others. From the first output on, the prompt counts as computed; at the end, however it comes, the
+request is freed. Per output this costs one call; everything else is per request.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.protocols import blocks, generate, model_card
+from dynamo.router import affinity, api, metrics, replica_sync, selection
+from dynamo.router.load import Capacity
+from dynamo.router.policy import Decision, Prompt
+from dynamo.runtime import client, requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """What a request needs once its worker is known."""
+
+    key: str  # ours: callers may choose ids, even one id twice
+    prompt: Prompt
+    request: generate.Request
+    receiver: requests.Receiver
+    headers: Mapping[str, str] | None
+    timeout_s: float | None
+
+
+class KvRouter:
+    """Knows what is in flight at each worker, and chooses by that and by what each one's cache holds."""
+
+    def __init__(
+        self,
+        asked: client.EndpointClient,
+        selector: selection.Selector,
+        *,
+        router_id: str,
+        block_size: int,
+        counts: metrics.RouteMetrics,
+        clock: clocks.Clock,
+        queue_timeout_s: float,
+        sessions: affinity.SessionAffinity | None = None,
+        sharing: replica_sync.Sharing | None = None,
+    ) -> None:
+        self.selector = selector
+        self._client = asked
+        self._router_id = router_id
+        self._block_size = block_size
+        self._counts = counts
+        self._clock = clock
+        self._queue_timeout_s = queue_timeout_s
+        self._sessions = sessions
+        self._sharing = sharing or replica_sync.NotSharing()
+        self._cards: Mapping[int, model_card.ModelCard] = {}
+        self._waiting: dict[str, asyncio.Future[Decision]] = {}
+        self._numbers = itertools.count()
+        asked.on_change(self._follow)
+
+    def serve_by(self, cards: Mapping[int, model_card.ModelCard]) -> None:
+        """As `api.Route`."""
+        self._cards = dict(cards)
+        self._follow()
+
+    async def open(
+        self,
+        request: generate.Request,
+        receiver: requests.Receiver,
+        *,
+        instance_id: int | None = None,
+        among: Collection[int] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> requests.Stream:
+        """As `api.Route`."""
+        sending = Sending(
+            key=f"{self._router_id}-{next(self._numbers)}",
+            prompt=self._read(request, instance_id),
+            request=request,
+            receiver=receiver,
+            headers=headers,
+            timeout_s=timeout_s,
+        )
+        tried: set[int] = set()
+        while True:
+            sending = self._restrict(sending, self._client.usable(among, tried))
+            decision = await self._choose(sending.key, sending.prompt)
+            try:
+                return await self._send(sending, decision)
+            except errors.WorkerLost:
+                if sending.prompt.pinned is not None:
+                    raise
+                tried.add(decision.worker.instance_id)
+
+    def first_output(self, sending: Sending, cached_tokens: int | None) -> None:
+        """The prompt of this request is computed."""
+        self.selector.first_output(sending.key, self._clock.now())
+        self._sharing.prefill_completed(sending.key)
+        self._counts.computed(sending.prompt.num_tokens, cached_tokens)
+        self._admit()
+
+    def free(self, key: str) -> None:
+        """This request is over, however it ended. Idempotent."""
+        self.selector.free(key, self._clock.now())
+        self._sharing.freed(key)
+        self._admit()
+
+    def _read(self, request: generate.Request, instance_id: int | None) -> Prompt:
+        """What may be known of the request, and where it must go, if its caller or its conversation says so."""
+        began_at = time.perf_counter()
+        local = blocks.local_hashes(request.token_ids, self._block_size)
+        named_at = time.perf_counter()
+        sequence = blocks.sequence_hashes(local)
+        self._counts.hashed(named_at - began_at, time.perf_counter() - named_at)
+        return Prompt(
+            num_tokens=request.prompt_len,
+            block_size=self._block_size,
+            local_hashes=local,
+            sequence_hashes=sequence,
+            priority=request.priority,
+            pinned=self._pinned(request, instance_id),
+        )
+
+    def _pinned(self, request: generate.Request, instance_id: int | None) -> api.Worker | None:
+        if instance_id is not None:
+            return api.Worker(instance_id, request.data_parallel_rank or 0)
+        if self._sessions is None or request.session_id is None:
+            return None
+        return self._sessions.worker_of(
+            request.session_id, self.selector.active.loads, self._clock.now()
+        )
+
+    def _restrict(self, sending: Sending, usable: Sequence[int]) -> Sending:
+        """Let only the usable be chosen, if that says anything."""
+        if len(usable) == len(self._client.instances):
+            return sending
+        if not usable:
+            raise self._client.nobody()
+        prompt = dataclasses.replace(sending.prompt, among=frozenset(usable))
+        return dataclasses.replace(sending, prompt=prompt)
+
+    async def _choose(self, key: str, prompt: Prompt) -> Decision:
+        """The worker that gets it; at once, or when it is its turn. Raises NoWorkers, Overloaded, InvalidRequest."""
+        began_at = time.perf_counter()
+        decision = self.selector.select(key, prompt, self._clock.now())
+        self._counts.decided(time.perf_counter() - began_at)
+        if decision is None:
+            decision = await self._wait(key, prompt)
+        self._counts.sent(decision.worker, prompt, decision.overlap_blocks)
+        self._sharing.added(key, decision, prompt)
+        return decision
+
+    async def _wait(self, key: str, prompt: Prompt) -> Decision:
+        turn = self._waiting[key] = asyncio.get_running_loop().create_future()
+        self._counts.waits(prompt.num_tokens)
+        began_at = self._clock.now()
+        self._admit()
+        try:
+            async with asyncio.timeout(self._queue_timeout_s):
+                return await turn
+        except TimeoutError:
+            self.free(key)
+            self._counts.gave_up()
+            raise errors.Overloaded(
+                f"all workers have been busy for {self._queue_timeout_s:g} s: try again later",
+                retry_after_s=self._queue_timeout_s,
+            ) from None
+        except asyncio.CancelledError:
+            self.free(key)
+            raise
+        finally:
+            del self._waiting[key]
+            self._counts.waited(prompt.num_tokens, self._clock.now() - began_at)
+
+    def _admit(self) -> None:
+        """Let go who need not wait any more."""
+        if not self.selector.num_waiting:
+            return
+        for key, decision in self.selector.admit(self._clock.now()):
+            turn = self._waiting.get(key)
+            if turn is not None and not turn.done():
+                turn.set_result(decision)
+            else:  # it gave up in this very moment
+                self.selector.free(key, self._clock.now())
+
+    async def _send(self, sending: Sending, decision: Decision) -> requests.Stream:
+        routed = _Routed(self, sending)
+        request, worker = sending.request, decision.worker
+        if worker.dp_rank != (request.data_parallel_rank or 0):
+            request = msgspec.structs.replace(request, data_parallel_rank=worker.dp_rank)
+        try:
+            stream = await self._client.open(
+                request,
+                routed,
+                instance_id=worker.instance_id,
+                headers=sending.headers,
+                timeout_s=sending.timeout_s,
+            )
+        except BaseException:
+            self.free(sending.key)
+            raise
+        if self._sessions is not None and request.session_id is not None:
+            self._sessions.remember(request.session_id, worker, self._clock.now())
+        return _RoutedStream(stream, routed)
+
+    def _follow(self) -> None:
+        """Instances or cards came or went."""
+        workers = {
+            api.Worker(instance_id, rank): _capacity(card)
+            for instance_id, card in self._cards.items()
+            if instance_id in self._client.instances
+            for rank in range(card.runtime_config.data_parallel_size)
+        }
+        known = set(self.selector.active.loads)
+        self.selector.set_workers(workers)
+        self._counts.show(self.selector.active.loads, known - workers.keys())
+        if workers.keys() - known:
+            self._sharing.catch_up()
+        self._admit()
+
+
+def _capacity(card: model_card.ModelCard) -> Capacity:
+    facts = card.runtime_config
+    return Capacity(
+        total_blocks=facts.total_kv_blocks,
+        max_num_seqs=facts.max_num_seqs,
+        max_num_batched_tokens=facts.max_num_batched_tokens or Capacity().max_num_batched_tokens,
+    )
+
+
+class _Routed:
+    """A receiver that tells the router of the first output and of the end."""
+
+    __slots__ = ("_deliver", "_has_begun", "_is_over", "_router", "_sending", "replied")
+
+    def __init__(self, router: KvRouter, sending: Sending) -> None:
+        self._router = router
+        self._sending = sending
+        self._deliver: Callable[[generate.Output], None] = sending.receiver.receive
+        self.replied: Callable[[msgspec.Raw], None] = sending.receiver.replied
+        self._has_begun = self._is_over = False
+
+    def receive(self, output: generate.Output) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._router.first_output(self._sending, output.cached_tokens)
+        self._deliver(output)
+
+    def ended(self, error: errors.DynamoError | None) -> None:
+        self.over()
+        self._sending.receiver.ended(error)
+
+    def over(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._router.free(self._sending.key)
+
+
+class _RoutedStream:
+    """A stream whose cancellation frees the request."""
+
+    __slots__ = ("_routed", "_stream")
+
+    def __init__(self, stream: requests.Stream, routed: _Routed) -> None:
+        self._stream = stream
+        self._routed = routed
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+        self._routed.over()

@@ -1,0 +1,40 @@
+"""The route that knows nothing of caches and load: instances in turn, or at random."""
+
+from collections.abc import Collection, Mapping
+
+from dynamo.protocols import generate, model_card
+from dynamo.runtime import client, requests
+
+
+class PlainRoute:
+    """Passes requests to the client of the endpoint, which takes turns or draws lots."""
+
+    def __init__(self, asked: client.EndpointClient, mode: client.Mode) -> None:
+        self._client = asked
+        self._mode = mode
+        self._instance_ids: Collection[int] = frozenset()
+
+    def serve_by(self, cards: Mapping[int, model_card.ModelCard]) -> None:
+        self._instance_ids = cards.keys()
+
+    async def open(
+        self,
+        request: generate.Request,
+        receiver: requests.Receiver,
+        *,
+        instance_id: int | None = None,
+        among: Collection[int] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> requests.Stream:
+        if among is None and not self._client.instances.keys() <= self._instance_ids:
+            among = self._instance_ids  # somebody serves another model at this endpoint
+        return await self._client.open(
+            request,
+            receiver,
+            mode=self._mode,
+            instance_id=instance_id,
+            among=among,
+            headers=headers,
+            timeout_s=timeout_s,
+        )
