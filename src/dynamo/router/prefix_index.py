@@ -80,10 +80,14 @@ class PrefixIndex:
         return is_free and not (self._sweeping or self._holders.left)
 
     def holdings(self) -> Iterator[tuple[api.Worker, kv_events.Tier, Sequence[int]]]:
-        """All that is known: who, where, and a stretch of consecutive blocks. Foreign names are not in it."""
+        """All that is known: who, where, and a stretch of consecutive blocks."""
         for (worker, tier), bit in self._holders:
             for names in self._chains.held_by(bit):
                 yield worker, tier, names
+
+    def is_foreign(self, worker: api.Worker) -> bool:
+        """Whether it has block names of its own, which `holdings` do not tell."""
+        return self._foreign.knows(worker)
 
     def hold(self, worker: api.Worker, tier: kv_events.Tier, names: Sequence[int]) -> None:
         """`worker` has these consecutive blocks: the inverse of `holdings`."""
