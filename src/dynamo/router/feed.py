@@ -185,7 +185,7 @@ class KvFeed:
         del self._asking[instance_id]
 
     async def _ask(self, instance_id: int) -> None:
-        answer = _Answer(functools.partial(self._replayed, instance_id))
+        answer = Answer(functools.partial(self._replayed, instance_id))
         asked = [(rank, order.ask()) for rank, order in self._orders[instance_id].items()]
         request = kv_events.ReplayRequest(
             positions={rank: position for rank, position in asked if position is not None}
@@ -203,7 +203,7 @@ class KvFeed:
             self._index.remove_worker(api.Worker(instance_id, dp_rank))
 
 
-class _Answer:
+class Answer:
     """The receiver of a replay: gives each part on, and is complete when the stream has ended well."""
 
     def __init__(self, apply: Callable[[kv_events.ReplayPart], None]) -> None:
