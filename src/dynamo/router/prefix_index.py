@@ -9,7 +9,7 @@ unknown parent has no place and is left out (`num_orphans`). `chains` says what 
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from dynamo.base import errors
 from dynamo.protocols import kv_events
@@ -48,7 +48,7 @@ class PrefixIndex:
             if isinstance(event, kv_events.Stored):
                 self._stored(worker, event)
             elif isinstance(event, kv_events.Removed):
-                self._removed(worker, event)
+                self.drop(worker, event.tier, self._foreign.remove(worker, event))
             else:
                 self.clear(worker)
         except (OverflowError, struct.error) as error:
@@ -93,6 +93,11 @@ class PrefixIndex:
         """`worker` has these consecutive blocks: the inverse of `holdings`."""
         self._chains.hold(self._holders.join(worker, tier), names)
 
+    def drop(self, worker: api.Worker, tier: kv_events.Tier, names: Iterable[int]) -> None:
+        """`worker` has these blocks no more."""
+        if holder := self._holders.bit(worker, tier):
+            self._chains.drop(holder, names)
+
     def _depths(self, names: Sequence[int], among: int) -> dict[api.Worker, int]:
         depths: dict[api.Worker, int] = {}
         for bits, depth in self._chains.runs(names, among):
@@ -128,7 +133,3 @@ class PrefixIndex:
             return
         parent, names = learnt
         self._chains.hold(self._holders.join(worker, event.tier), names, parent)
-
-    def _removed(self, worker: api.Worker, event: kv_events.Removed) -> None:
-        if holder := self._holders.bit(worker, event.tier):
-            self._chains.drop(holder, self._foreign.remove(worker, event))
