@@ -40,6 +40,10 @@ class ForeignNames:
             return event.block_hashes
         return [known.pop(name, name) for name in event.block_hashes]
 
+    def knows(self, worker: api.Worker) -> bool:
+        """Whether it ever named a block in its own way."""
+        return any((worker, tier) in self._names for tier in kv_events.Tier)
+
     def leave(self, worker: api.Worker) -> None:
         """Nothing of this worker is known any more."""
         for tier in kv_events.Tier:

@@ -9,7 +9,7 @@ unknown parent has no place and is left out (`num_orphans`). `chains` says what 
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from dynamo.base import errors
 from dynamo.protocols import kv_events
@@ -48,7 +48,7 @@ class PrefixIndex:
             if isinstance(event, kv_events.Stored):
                 self._stored(worker, event)
             elif isinstance(event, kv_events.Removed):
-                self._removed(worker, event)
+                self.drop(worker, event.tier, self._foreign.remove(worker, event))
             else:
                 self.clear(worker)
         except (OverflowError, struct.error) as error:
@@ -80,14 +80,23 @@ class PrefixIndex:
         return is_free and not (self._sweeping or self._holders.left)
 
     def holdings(self) -> Iterator[tuple[api.Worker, kv_events.Tier, Sequence[int]]]:
-        """All that is known: who, where, and a stretch of consecutive blocks. Foreign names are not in it."""
+        """All that is known: who, where, and a stretch of consecutive blocks."""
         for (worker, tier), bit in self._holders:
             for names in self._chains.held_by(bit):
                 yield worker, tier, names
 
+    def is_foreign(self, worker: api.Worker) -> bool:
+        """Whether it has block names of its own, which `holdings` do not tell."""
+        return self._foreign.knows(worker)
+
     def hold(self, worker: api.Worker, tier: kv_events.Tier, names: Sequence[int]) -> None:
         """`worker` has these consecutive blocks: the inverse of `holdings`."""
         self._chains.hold(self._holders.join(worker, tier), names)
+
+    def drop(self, worker: api.Worker, tier: kv_events.Tier, names: Iterable[int]) -> None:
+        """`worker` has these blocks no more."""
+        if holder := self._holders.bit(worker, tier):
+            self._chains.drop(holder, names)
 
     def _depths(self, names: Sequence[int], among: int) -> dict[api.Worker, int]:
         depths: dict[api.Worker, int] = {}
@@ -124,7 +133,3 @@ class PrefixIndex:
             return
         parent, names = learnt
         self._chains.hold(self._holders.join(worker, event.tier), names, parent)
-
-    def _removed(self, worker: api.Worker, event: kv_events.Removed) -> None:
-        if holder := self._holders.bit(worker, event.tier):
-            self._chains.drop(holder, self._foreign.remove(worker, event))
