@@ -70,6 +70,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     eos_token_ids: tuple[int, ...] = ()
     annotations: tuple[str, ...] = ()
     priority: int = 0
+    session_id: str | None = None  # of the conversation that it belongs to
     lora_name: str | None = None
     data_parallel_rank: int | None = None
     kv_transfer_params: dict[str, Any] | None = None

@@ -2,8 +2,8 @@
 
     add ──▶ prefill_completed (its first output) ──▶ free
 
-Blocks are counted once per worker, however many of its requests share them (`closed_holders`). A request that arrives, runs
-or ends costs its own blocks, never those of others; 512 new ones are three calls into C.
+Blocks are counted once per worker, however many of its requests share them (`closed_holders`). A request that arrives,
+runs or ends costs its own blocks, never those of others; 512 new ones are three calls into C.
 Unknown requests and workers are no error: messages of replicas, and of workers that have died, may come late.
 """
 

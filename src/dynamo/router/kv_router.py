@@ -1,8 +1,8 @@
 """The router of one model at one endpoint: it asks the deciders who gets a request, and keeps them informed.
 
-`KvRouter.open` is the path: name the prompt's blocks, choose (or wait), send, and if that worker cannot be reached, choose
-again among the others. From the first output on, the prompt counts as computed; at the end, however it comes, the
-request is freed. Per output this costs one call; everything else is per request.
+`KvRouter.open` is the path: name the prompt's blocks, choose (or wait), send, and if that worker cannot be reached,
+choose again among the others. From the first output on, the prompt counts as computed; at the end, however it comes,
+the request is freed. Per output this costs one call; everything else is per request.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.protocols import blocks, generate, model_card
-from dynamo.router import affinity, api, metrics, replica_sync, selection
+from dynamo.router import affinity, api, metrics, selection
 from dynamo.router.load import Capacity
 from dynamo.router.policy import Decision, Prompt
 from dynamo.runtime import client, requests
@@ -35,6 +35,22 @@ class Sending:
     timeout_s: float | None
 
 
+class Sharing:
+    """Who else wants to know what we have in flight: nobody."""
+
+    def added(self, key: str, decision: Decision, prompt: Prompt) -> None:
+        """A request goes to a worker."""
+
+    def prefill_completed(self, key: str) -> None:
+        """Its prompt is computed."""
+
+    def freed(self, key: str) -> None:
+        """It is over."""
+
+    def catch_up(self) -> None:
+        """We know new workers."""
+
+
 class KvRouter:
     """Knows what is in flight at each worker, and chooses by that and by what each one's cache holds."""
 
@@ -43,23 +59,21 @@ class KvRouter:
         asked: client.EndpointClient,
         selector: selection.Selector,
         *,
-        router_id: str,
         block_size: int,
         counts: metrics.RouteMetrics,
         clock: clocks.Clock,
         queue_timeout_s: float,
         sessions: affinity.SessionAffinity | None = None,
-        sharing: replica_sync.Sharing | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self.selector = selector
         self._client = asked
-        self._router_id = router_id
         self._block_size = block_size
         self._counts = counts
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
         self._sessions = sessions
-        self._sharing = sharing or replica_sync.NotSharing()
+        self._sharing = sharing or Sharing()
         self._cards: Mapping[int, model_card.ModelCard] = {}
         self._waiting: dict[str, asyncio.Future[Decision]] = {}
         self._numbers = itertools.count()
@@ -82,7 +96,7 @@ class KvRouter:
     ) -> requests.Stream:
         """As `api.Route`."""
         sending = Sending(
-            key=f"{self._router_id}-{next(self._numbers)}",
+            key=f"{self._counts.router_id}-{next(self._numbers)}",
             prompt=self._read(request, instance_id),
             request=request,
             receiver=receiver,
@@ -100,18 +114,33 @@ class KvRouter:
                     raise
                 tried.add(decision.worker.instance_id)
 
-    def first_output(self, sending: Sending, cached_tokens: int | None) -> None:
+    def prefill_completed(self, key: str) -> None:
         """The prompt of this request is computed."""
-        self.selector.first_output(sending.key, self._clock.now())
-        self._sharing.prefill_completed(sending.key)
-        self._counts.computed(sending.prompt.num_tokens, cached_tokens)
+        self.selector.first_output(key, self._clock.now())
+        self._sharing.prefill_completed(key)
         self._admit()
+
+    def computed(self, num_tokens: int, cached_tokens: int | None) -> None:
+        """A worker has told how much of a prompt it had."""
+        self._counts.computed(num_tokens, cached_tokens)
 
     def free(self, key: str) -> None:
         """This request is over, however it ended. Idempotent."""
         self.selector.free(key, self._clock.now())
         self._sharing.freed(key)
         self._admit()
+
+    def decide(self, packed: bytes, key: str | None) -> Decision:
+        """Who should get these tokens; with `key`, counted from now on as in flight. Raises NoWorkers or Overloaded."""
+        prompt = Prompt.from_tokens(packed, self._block_size)
+        if key is None:
+            return self.selector.preview(prompt, self._clock.now())
+        decision = self.selector.select(key, prompt, self._clock.now())
+        if decision is None:
+            self.selector.free(key, self._clock.now())
+            raise errors.Overloaded("all workers are busy: try again later")
+        self._sharing.added(key, decision, prompt)
+        return decision
 
     def _read(self, request: generate.Request, instance_id: int | None) -> Prompt:
         """What may be known of the request, and where it must go, if its caller or its conversation says so."""
@@ -143,12 +172,12 @@ class KvRouter:
         if len(usable) == len(self._client.instances):
             return sending
         if not usable:
-            raise self._client.nobody()
+            raise errors.NoWorkers(f"none of the instances of {self._client.name} can be reached")
         prompt = dataclasses.replace(sending.prompt, among=frozenset(usable))
         return dataclasses.replace(sending, prompt=prompt)
 
     async def _choose(self, key: str, prompt: Prompt) -> Decision:
-        """The worker that gets it; at once, or when it is its turn. Raises NoWorkers, Overloaded, InvalidRequest."""
+        """The worker that gets it; at once, or when it is its turn. Raises NoWorkers, Overloaded or InvalidRequest."""
         began_at = time.perf_counter()
         decision = self.selector.select(key, prompt, self._clock.now())
         self._counts.decided(time.perf_counter() - began_at)
@@ -159,7 +188,8 @@ class KvRouter:
         return decision
 
     async def _wait(self, key: str, prompt: Prompt) -> Decision:
-        turn = self._waiting[key] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = turn
         self._counts.waits(prompt.num_tokens)
         began_at = self._clock.now()
         self._admit()
@@ -251,7 +281,8 @@ class _Routed:
     def receive(self, output: generate.Output) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._router.first_output(self._sending, output.cached_tokens)
+            self._router.prefill_completed(self._sending.key)
+            self._router.computed(self._sending.prompt.num_tokens, output.cached_tokens)
         self._deliver(output)
 
     def ended(self, error: errors.DynamoError | None) -> None:

@@ -3,7 +3,7 @@
 *Predicted* is what the router believed of a prompt when it chose; *confirmed* is what the worker then had.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dynamo.observability import metrics
 from dynamo.router import api, load, policy
@@ -79,6 +79,7 @@ class RouteMetrics:
 
     def __init__(self, families: RouterMetrics, model: str) -> None:
         label = model.lower()
+        self.router_id = families.router_id
         self._families = families
         self._hit_ratio = families.hit_ratio.labels(families.router_id, label)
         self._predicted_ratio = families.predicted_hit_ratio.labels(families.router_id, label)
@@ -139,18 +140,20 @@ class RouteMetrics:
         """It waited too long."""
         self._given_up.inc()
 
-    def show(
-        self, loads: Mapping[api.Worker, load.Load], gone: Collection[api.Worker]
-    ) -> None:
+    def show(self, loads: Mapping[api.Worker, load.Load], gone: Collection[api.Worker]) -> None:
         """Tell from now on what the router believes these are doing, and nothing more of those."""
         families = self._families
         for worker, one in loads.items():
             labels = _labels(worker)
-            families.active_blocks.labels(*labels).set_function(lambda one=one: one.active_blocks)
-            families.prefill_tokens.labels(*labels).set_function(lambda one=one: one.prefill_tokens)
+            families.active_blocks.labels(*labels).set_function(_reading(one, "active_blocks"))
+            families.prefill_tokens.labels(*labels).set_function(_reading(one, "prefill_tokens"))
         for worker in gone:
             families.active_blocks.remove(*_labels(worker))
             families.prefill_tokens.remove(*_labels(worker))
+
+
+def _reading(one: load.Load, fact: str) -> Callable[[], float]:
+    return lambda: getattr(one, fact)
 
 
 def _labels(worker: api.Worker) -> tuple[str, str]:

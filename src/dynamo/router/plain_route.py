@@ -12,10 +12,10 @@ class PlainRoute:
     def __init__(self, asked: client.EndpointClient, mode: client.Mode) -> None:
         self._client = asked
         self._mode = mode
-        self._instance_ids: Collection[int] = frozenset()
+        self._instance_ids: frozenset[int] = frozenset()
 
     def serve_by(self, cards: Mapping[int, model_card.ModelCard]) -> None:
-        self._instance_ids = cards.keys()
+        self._instance_ids = frozenset(cards)
 
     async def open(
         self,

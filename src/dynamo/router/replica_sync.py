@@ -1,19 +1,18 @@
 """What several routers of one namespace tell each other: which requests each has in flight, and where.
 
-Every router publishes what it does, and applies what the others did as if it had done it itself. What happens within one
-turn of the event loop goes out as one message.
+Every router publishes what it does, and applies what the others did as if it had done it itself. What happens within
+one turn of the event loop goes out as one message.
 
-Messages may be lost and routers may come late, so each also answers an endpoint (`active_sequences`) with all that it has in
-flight and the number of its next message. A router that meets another, sees a hole in the numbers of its messages, or
-learns of new workers asks there, and keeps what is published meanwhile until the answer is in. When a router vanishes from
-discovery, its requests are freed.
+Messages may be lost and routers may come late, so each also answers an endpoint (`active_sequences`) with all that it
+has in flight and the number of its next message. A router that meets another, sees a hole in the numbers of its
+messages, or learns of new workers asks there, and keeps what is published meanwhile until the answer is in. When a
+router vanishes from discovery, its requests are freed.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -27,38 +26,6 @@ ASK_S = 5.0
 MAX_HELD = 10_000  # messages kept while an answer is awaited; more, and we ask again
 _logger = logging.getLogger(__name__)
 Event = protocol.ActiveSequenceEvent
-
-
-class Sharing(Protocol):
-    """Who wants to know what we have in flight."""
-
-    def added(self, key: str, decision: Decision, prompt: Prompt) -> None:
-        """A request goes to a worker."""
-        ...
-
-    def prefill_completed(self, key: str) -> None:
-        """Its prompt is computed."""
-        ...
-
-    def freed(self, key: str) -> None:
-        """It is over."""
-        ...
-
-    def catch_up(self) -> None:
-        """We know new workers: what others have in flight there means something to us now."""
-        ...
-
-
-class NotSharing:
-    """Nobody does."""
-
-    def added(self, key: str, decision: Decision, prompt: Prompt) -> None: ...
-
-    def prefill_completed(self, key: str) -> None: ...
-
-    def freed(self, key: str) -> None: ...
-
-    def catch_up(self) -> None: ...
 
 
 class InFlight(msgspec.Struct, frozen=True):
@@ -119,7 +86,7 @@ class ReplicaSync:
             await self._subscription.close()
 
     def added(self, key: str, decision: Decision, prompt: Prompt) -> None:
-        """As `Sharing`."""
+        """A request of ours goes to a worker."""
         added = protocol.AddRequest(
             token_sequence=tuple(prompt.sequence_hashes),
             isl=prompt.num_tokens,
@@ -135,7 +102,7 @@ class ReplicaSync:
         self._tell(event)
 
     def prefill_completed(self, key: str) -> None:
-        """As `Sharing`."""
+        """Its prompt is computed."""
         event = self._own.get(key)
         if event is not None and isinstance(event.data, protocol.AddRequest):
             completed = msgspec.structs.replace(event.data, is_prefill_completed=True)
@@ -143,13 +110,13 @@ class ReplicaSync:
             self._tell(msgspec.structs.replace(event, data=protocol.MarkPrefillCompleted()))
 
     def freed(self, key: str) -> None:
-        """As `Sharing`."""
+        """It is over."""
         event = self._own.pop(key, None)
         if event is not None:
             self._tell(msgspec.structs.replace(event, data=protocol.Free()))
 
     def catch_up(self) -> None:
-        """As `Sharing`."""
+        """We know new workers: what others have in flight there means something to us now."""
         for instance_id in self._peers:
             self._ask(instance_id)
 

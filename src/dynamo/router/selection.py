@@ -81,6 +81,11 @@ class Selector:
         self._queue.push(Waiting(request_id=request_id, prompt=prompt, arrival=now, work_s=work_s))
         return None
 
+    def preview(self, prompt: Prompt, now: float) -> Decision:
+        """Who would get it, if nobody had to wait; nothing is remembered. Raises as `select`."""
+        self._check(prompt)
+        return self._choose(prompt, self._view(prompt), now)
+
     def first_output(self, request_id: str, now: float) -> None:
         """A worker has computed its prompt."""
         self.active.prefill_completed(request_id, now)

@@ -5,7 +5,7 @@ It follows the workers of one endpoint and answers, at `dyn://NAMESPACE.router.â
     generate             a request as workers take it: routed, and the answer passed through
     best_worker_id       `Question`: which worker should get these tokens
     mark_prefill_complete, free    what became of a request that `best_worker_id` was asked to count
-    dump                 the index, as the events that would make it
+    dump                 what the index knows, a stretch of blocks (`Held`) at a time
 
 A caller that asks `best_worker_id` with a `request_id` and `update_states` promises to tell of its end.
 """
@@ -13,15 +13,16 @@ A caller that asks `best_worker_id` with a `request_id` and `update_states` prom
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from dynamo.base import errors, tasks
-from dynamo.protocols import blocks, generate, instances, model_card
+from dynamo.protocols import blocks, generate, instances, kv_events, model_card
 from dynamo.router import kv_router, routes
 from dynamo.runtime import component, requests
 
+Q = TypeVar("Q")
 _logger = logging.getLogger(__name__)
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 _decode_request = msgspec.msgpack.Decoder(generate.Request).decode
@@ -41,6 +42,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: int
     dp_rank: int
     overlap_blocks: float
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A part of the index: consecutive blocks that a worker holds, by sequence hash."""
+
+    worker_id: int
+    dp_rank: int
+    tier: kv_events.Tier
+    sequence_hashes: list[int]
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +83,7 @@ class RouterService:
             "best_worker_id": self._replies(Question, self._best_worker),
             "mark_prefill_complete": self._replies(About, self._mark_prefill_complete),
             "free": self._replies(About, self._free),
-            "dump": self._replies(None, self._dump),
+            "dump": self._dump,
         }
         for endpoint, handler in answers.items():
             name = instances.EndpointName(self._target.namespace, "router", endpoint)
@@ -118,15 +128,13 @@ class RouterService:
             raise errors.NoWorkers(f"nobody serves {self._target}: start a worker for it")
         return self._router
 
-    def _replies(
-        self, question: Any, answer: Callable[[Any], Any]
-    ) -> requests.Handler:
+    def _replies(self, question: type[Q], answer: Callable[[Q], Any]) -> requests.Handler:
         """A handler that answers once, at once."""
-        decode = None if question is None else msgspec.msgpack.Decoder(question).decode
+        decode = msgspec.msgpack.Decoder(question).decode
 
         def handle(call: requests.Call) -> None:
             try:
-                call.reply(answer(decode(call.body) if decode is not None else None))
+                call.reply(answer(decode(call.body)))
             except errors.DynamoError as error:
                 call.fail(error)
             except msgspec.DecodeError as error:
@@ -156,8 +164,10 @@ class RouterService:
         self._known.free(about.request_id)
         return {"status": "success"}
 
-    def _dump(self, nothing: None) -> list[Any]:
-        return self._known.dump()
+    def _dump(self, call: requests.Call) -> None:
+        for worker, tier, hashes in self._routes.holdings(self._target):
+            call.reply(Held(worker.instance_id, worker.dp_rank, tier, list(hashes)))
+        call.finish()
 
     def _generate(self, call: requests.Call) -> None:
         try:
@@ -166,7 +176,7 @@ class RouterService:
             call.fail(errors.RemoteProtocolError(f"expected a request to generate: {error}"))
             return
         task = self._tasks.start(f"route {request.id}", self._forward(call, request))
-        call.on_cancel(lambda: task.cancel() and None)
+        call.on_cancel(lambda: _cancel(task))
 
     async def _forward(self, call: requests.Call, request: generate.Request) -> None:
         try:
@@ -175,6 +185,10 @@ class RouterService:
             call.fail(error)
         else:
             call.on_cancel(stream.cancel)
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 class _Passing:

@@ -76,6 +76,18 @@ class RouterConfig:
         help="with --no-kv-events, how many blocks are remembered",
         least=1,
     )
+    router_prune_target_ratio: float = config.option(
+        0.8,
+        env="DYN_ROUTER_PRUNE_TARGET_RATIO",
+        help="with --no-kv-events, how much of that is kept when it is full",
+        least=0,
+        most=1,
+    )
+    router_approximate_cache_policy: Literal["ttl", "lru"] = config.option(
+        "ttl",
+        env="DYN_ROUTER_APPROXIMATE_CACHE_POLICY",
+        help="with --no-kv-events, whether belief ends with time or only with room",
+    )
     kv_cache_block_size: int | None = config.option(
         None,
         env="DYN_KV_CACHE_BLOCK_SIZE",

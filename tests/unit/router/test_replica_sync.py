@@ -63,7 +63,9 @@ async def meet(*routers):
     """Until each has told one request of its own to all others, and ended it."""
     for router in routers:
         router.send("hello")
-        await asyncio.gather(*(other.until(hello=False) for other in routers if other is not router))
+        await asyncio.gather(
+            *(other.until(hello=False) for other in routers if other is not router)
+        )
         router.sync.freed("hello")
         await asyncio.gather(*(other.until() for other in routers if other is not router))
 
