@@ -10,7 +10,7 @@ from dynamo.base import config as configuration
 from dynamo.base import errors
 from dynamo.frontend import config, service
 from dynamo.observability import logs
-from dynamo.router import settings
+from dynamo.router import config as router_config
 from dynamo.runtime import component
 
 
@@ -22,7 +22,7 @@ def main() -> int:
     prog = "python -m dynamo.frontend"
     try:
         logs.configure()
-        parts = (config.FrontendConfig, settings.RouterConfig)
+        parts = (config.FrontendConfig, router_config.RoutingConfig)
         door, routing = configuration.load_parts(parts, prog=prog)
         asyncio.run(serve(door, routing))
     except errors.ConfigError as error:
@@ -31,7 +31,7 @@ def main() -> int:
     return 0
 
 
-async def serve(door: config.FrontendConfig, routing: settings.RouterConfig) -> None:
+async def serve(door: config.FrontendConfig, routing: router_config.RoutingConfig) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -17,12 +17,12 @@ from dynamo.frontend import metrics
 from dynamo.frontend.served_model import Replicas, ServedModel
 from dynamo.preprocess import loading
 from dynamo.protocols import instances, model_card
-from dynamo.router import api
+from dynamo.router import route
 from dynamo.runtime import client, discovery
 
 SETTLE_S = 1.0  # how long a card may be seen before its instance
 _logger = logging.getLogger(__name__)
-MakeRoute = Callable[[client.EndpointClient, model_card.ModelCard], api.Route]
+MakeRoute = Callable[[client.EndpointClient, model_card.ModelCard], route.Route]
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 
 

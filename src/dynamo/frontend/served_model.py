@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dynamo.base import errors
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate, instances, model_card
-from dynamo.router import api
+from dynamo.router import route as routing
 from dynamo.runtime import client, requests
 
 
@@ -16,7 +16,7 @@ class Replicas:
     """The instances of one endpoint that serve the model, and the way to them."""
 
     client: client.EndpointClient
-    route: api.Route
+    route: routing.Route
     cards: dict[int, model_card.ModelCard] = field(default_factory=dict)
 
     @property

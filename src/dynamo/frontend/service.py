@@ -18,8 +18,8 @@ from dynamo.frontend import (
     responses,
 )
 from dynamo.observability import metrics as observed
+from dynamo.router import config as router_config
 from dynamo.router import routes
-from dynamo.router import settings as router_settings
 from dynamo.runtime import component
 from dynamo.runtime.http import limits, server
 
@@ -33,14 +33,14 @@ class Frontend:
         self,
         settings: config.FrontendConfig,
         runtime: component.DistributedRuntime,
-        routing: router_settings.RouterConfig | None = None,
+        routing: router_config.RoutingConfig | None = None,
     ) -> None:
         settings.check()
         registry = observed.Registry(settings.metrics_prefix)
         counted = metrics.FrontendMetrics(registry, time.monotonic)
         now = clock.SystemClock()
         self._routes = routes.Routes(
-            routing or router_settings.RouterConfig(), runtime, now, registry
+            routing or router_config.RoutingConfig(), runtime, now, registry
         )
         self.models = models.Models(
             runtime.discovery,

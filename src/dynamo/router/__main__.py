@@ -12,7 +12,8 @@ from dynamo.base import config, errors
 from dynamo.observability import logs
 from dynamo.observability import metrics as observed
 from dynamo.protocols import instances
-from dynamo.router import routes, service, settings
+from dynamo.router import config as router_config
+from dynamo.router import routes, service
 from dynamo.runtime import component
 
 
@@ -30,7 +31,7 @@ def main() -> int:
     prog = "python -m dynamo.router"
     try:
         logs.configure()
-        own, wanted = config.load_parts((ServiceConfig, settings.RouterConfig), prog=prog)
+        own, wanted = config.load_parts((ServiceConfig, router_config.RoutingConfig), prog=prog)
         target = own.endpoint or f"dyn://{own.namespace}.backend.generate"
         asyncio.run(serve(own, wanted, instances.EndpointName.parse(target)))
     except errors.ConfigError as error:
@@ -40,7 +41,7 @@ def main() -> int:
 
 
 async def serve(
-    own: ServiceConfig, wanted: settings.RouterConfig, target: instances.EndpointName
+    own: ServiceConfig, wanted: router_config.RoutingConfig, target: instances.EndpointName
 ) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     stop = asyncio.Event()

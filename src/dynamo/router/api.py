@@ -4,12 +4,9 @@ An *index* answers what each worker holds; a *policy* chooses by that and by loa
 `prefix_index` (exact, from the workers' events) and `approx_index` (a guess from earlier choices).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
-
-from dynamo.protocols import generate, model_card
-from dynamo.runtime import requests
 
 
 class Worker(NamedTuple):
@@ -44,28 +41,4 @@ class Index(Protocol):
 
     def remove_worker(self, worker: Worker) -> None:
         """It is gone, with all that it held. Returns fast, whatever it held."""
-        ...
-
-
-class Route(Protocol):
-    """Gets the requests for one model to the instances of one endpoint."""
-
-    def serve_by(self, cards: Mapping[int, model_card.ModelCard]) -> None:
-        """These instances serve it from now on, as their cards say; told whenever that changes."""
-        ...
-
-    async def open(
-        self,
-        request: generate.Request,
-        receiver: requests.Receiver,
-        *,
-        instance_id: int | None = None,
-        among: Collection[int] | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-    ) -> requests.Stream:
-        """Begin an answer at `instance_id`, or at one of our choice (`among` these, if given).
-
-        Raises NoWorkers; Overloaded if all are too busy; WorkerLost if `instance_id` is given and cannot be reached.
-        """
         ...

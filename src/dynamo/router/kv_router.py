@@ -80,7 +80,7 @@ class KvRouter:
         asked.on_change(self._follow)
 
     def serve_by(self, cards: Mapping[int, model_card.ModelCard]) -> None:
-        """As `api.Route`."""
+        """As `route.Route`."""
         self._cards = dict(cards)
         self._follow()
 
@@ -94,7 +94,7 @@ class KvRouter:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> requests.Stream:
-        """As `api.Route`."""
+        """As `route.Route`."""
         sending = Sending(
             key=f"{self._counts.router_id}-{next(self._numbers)}",
             prompt=self._read(request, instance_id),

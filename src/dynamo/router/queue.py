@@ -50,7 +50,7 @@ _KEYS: dict[str, Callable[[Waiting], float]] = {
 class WaitingQueue:
     """Mutable; bounded by `max_size`."""
 
-    def __init__(self, order: Order, *, max_size: int = 1024, patience_s: float = 120.0) -> None:
+    def __init__(self, order: Order, *, max_size: int = 4096, patience_s: float = 120.0) -> None:
         self._key = _KEYS[order]
         self._max_size = max_size
         self._patience_s = patience_s

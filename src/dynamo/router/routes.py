@@ -17,18 +17,15 @@ from dynamo.router import (
     affinity,
     api,
     approx_index,
-    baselines,
-    by_formula,
-    cost,
-    estimated_ttft,
+    config,
     feed,
     kv_router,
     metrics,
     plain_route,
     policy,
     prefix_index,
-    queue,
     replica_sync,
+    route,
     selection,
     settings,
 )
@@ -42,7 +39,7 @@ class Routes:
 
     def __init__(
         self,
-        wanted: settings.RouterConfig,
+        wanted: config.RoutingConfig,
         runtime: component.DistributedRuntime,
         clock: clocks.Clock,
         registry: observed.Registry,
@@ -55,7 +52,7 @@ class Routes:
         self._shared: dict[tuple[str, str], _Shared] = {}
         self._tasks = tasks.Tasks()
 
-    def make(self, asked: client.EndpointClient, card: model_card.ModelCard) -> api.Route:
+    def make(self, asked: client.EndpointClient, card: model_card.ModelCard) -> route.Route:
         """The way to those who serve this model at the endpoint that `asked` follows."""
         mode = _PLAIN.get(self._settings.router_mode)
         if mode is not None:
@@ -73,16 +70,12 @@ class Routes:
         counts = metrics.RouteMetrics(self._metrics, card.display_name)
         block_size = wanted.kv_cache_block_size or card.kv_cache_block_size
         selector = selection.Selector(
-            make_policy(wanted, random.random),
+            settings.make_policy(wanted.choosing, random.random),
             _Timed(shared.index, counts.found),
             active.ActiveSequences(block_size),
-            queue=_queue(wanted),
-            max_backlog=1.0
-            if wanted.router_queue_threshold is None
-            else wanted.router_queue_threshold,
-            credits_=cost.Credits(
-                host=wanted.router_host_cache_hit_weight, disk=wanted.router_disk_cache_hit_weight
-            ),
+            queue=settings.make_queue(wanted.choosing),
+            max_backlog=wanted.router_queue_threshold,
+            credits_=settings.make_credits(wanted),
         )
         shared.selectors.append(selector)
         ttl_s = wanted.router_session_affinity_ttl_secs
@@ -136,7 +129,7 @@ class Routes:
     def _know(self, namespace: str, component_name: str) -> "_Shared":
         """The index, and what tells it."""
         wanted = self._settings
-        if wanted.router_mode == "kv" and wanted.kv_events:
+        if wanted.hears_kv_events:
             known = prefix_index.PrefixIndex()
             heard = feed.KvFeed(
                 self._runtime,
@@ -156,33 +149,6 @@ class Routes:
             )
         )
         return _Shared(_Guessing(guesses, self._clock), self._clock, guesses=guesses)
-
-
-def make_policy(wanted: settings.RouterConfig, draw: policy.Draw) -> policy.Policy:
-    """By name: the router's mode, and in kv mode its policy."""
-    make: dict[str, Callable[[], policy.Policy]] = {
-        "least-loaded": baselines.LeastLoaded,
-        "power-of-two": lambda: baselines.PowerOfTwo(draw),
-        "consistent-hash": baselines.ConsistentHash,
-        "direct": baselines.Direct,
-        "estimated-ttft": estimated_ttft.EstimatedTtft,
-        "dynamo": lambda: by_formula.Dynamo(
-            draw=draw,
-            overlap_weight=wanted.kv_overlap_score_weight,
-            temperature=wanted.router_temperature,
-        ),
-        "lmetric": lambda: by_formula.LMetric(draw=draw, temperature=wanted.router_temperature),
-    }
-    mode = wanted.router_mode
-    return make[wanted.router_policy if mode == "kv" else mode]()
-
-
-def _queue(wanted: settings.RouterConfig) -> queue.WaitingQueue | None:
-    """Our own policy waits for the right worker; others wait only if told to."""
-    is_own = wanted.router_mode == "kv" and wanted.router_policy == "estimated-ttft"
-    if wanted.router_queue_threshold is None and not is_own:
-        return None
-    return queue.WaitingQueue(wanted.router_queue_policy, max_size=wanted.router_queue_limit)
 
 
 @dataclass(slots=True)

@@ -77,14 +77,23 @@ class Selector:
             decision = self._choose(prompt, view, now)
             if self._can_go(prompt, view, decision, now):
                 return self._send(request_id, prompt, decision, now)
-        work_s = self._work_s(prompt, view)
-        self._queue.push(Waiting(request_id=request_id, prompt=prompt, arrival=now, work_s=work_s))
+        self._push(self._queue, request_id, prompt, view, now)
         return None
 
     def preview(self, prompt: Prompt, now: float) -> Decision:
         """Who would get it, if nobody had to wait; nothing is remembered. Raises as `select`."""
         self._check(prompt)
         return self._choose(prompt, self._view(prompt), now)
+
+    def enqueue(self, request_id: str, prompt: Prompt, now: float) -> None:
+        """As `select`, but leave the decision to the next `admit`.
+
+        For requests that come in the same turn of the loop: so they are ordered before the first of them is sent. Needs
+        a queue, and a prompt that is not pinned. Raises NoWorkers, Overloaded.
+        """
+        assert self._queue is not None, "a selector without a queue cannot enqueue"
+        self._check(prompt)
+        self._push(self._queue, request_id, prompt, self._view(prompt), now)
 
     def first_output(self, request_id: str, now: float) -> None:
         """A worker has computed its prompt."""

@@ -1,125 +1,119 @@
-"""What a router can be told, by flag, environment or file; frontends and the standalone router share it.
-
-Names are the original's where it has them.
-"""
+"""What a router can be told, and the policy and queue that come of it. Names are the original's where it has them."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import config
+from dynamo.router import baselines, by_formula, cost, estimated_ttft, policy, queue
+
+Name = Literal[
+    "estimated-ttft",
+    "dynamo",
+    "lmetric",
+    "round-robin",
+    "random",
+    "least-loaded",
+    "power-of-two",
+    "consistent-hash",
+    "direct",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """How a worker is chosen."""
 
-    router_mode: Literal[
-        "round-robin",
-        "random",
-        "kv",
-        "least-loaded",
-        "power-of-two",
-        "consistent-hash",
-        "direct",
-    ] = config.option(
-        "round-robin",
-        env="DYN_ROUTER_MODE",
-        help="how a worker is chosen; kv: by what its cache holds and how busy it is (--router-policy)",
-    )
-    router_policy: Literal["estimated-ttft", "dynamo", "lmetric"] = config.option(
-        "estimated-ttft",
-        env="DYN_ROUTER_POLICY",
-        help="in kv mode, what counts: the time to first token that we expect, or the original's formulas",
+    router_policy: Name = config.option(
+        "estimated-ttft", env="DYN_ROUTER_POLICY", help="how a worker is chosen in router mode kv"
     )
     kv_overlap_score_weight: float = config.option(
         1.0,
-        env="DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
-        aliases=("--router-kv-overlap-score-weight",),
-        help="policy dynamo: what a block to compute weighs against one that is active",
+        env="DYN_KV_OVERLAP_SCORE_WEIGHT",
+        help="policy dynamo: what a block to compute weighs beside a block in use",
         least=0,
     )
     router_temperature: float = config.option(
         0.0,
         env="DYN_ROUTER_TEMPERATURE",
-        help="policy dynamo: 0 takes the best worker, more draws among the good ones",
+        help="policies dynamo and lmetric: 0 takes the lowest cost, more draws by it",
         least=0,
     )
-    router_host_cache_hit_weight: float = config.option(
-        0.75,
-        env="DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",
-        help="what a block in a worker's host memory is worth, against one on its device",
-        least=0,
-        most=1,
-    )
-    router_disk_cache_hit_weight: float = config.option(
-        0.25,
-        env="DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",
-        help="what a block on a worker's disk is worth",
-        least=0,
-        most=1,
-    )
-    kv_events: bool = config.option(
-        True,
-        env="DYN_ROUTER_USE_KV_EVENTS",
-        aliases=("--router-kv-events",),
-        help="hear from the workers what their caches hold; --no-kv-events: guess it from earlier choices",
-    )
-    router_ttl_secs: float = config.option(
-        120.0,
-        env="DYN_ROUTER_TTL_SECS",
-        help="with --no-kv-events, for how long a prompt is believed to be cached",
+    router_locality: float = config.option(
+        5.0,
+        env="DYN_ROUTER_LOCALITY",
+        help="policy estimated-ttft: how many tokens of queue a prompt bears to save computing one;"
+        " less: even load, more: more found in caches",
         least=0,
     )
-    router_max_tree_size: int = config.option(
-        2**20,
-        env="DYN_ROUTER_MAX_TREE_SIZE",
-        help="with --no-kv-events, how many blocks are remembered",
-        least=1,
-    )
-    router_prune_target_ratio: float = config.option(
-        0.8,
-        env="DYN_ROUTER_PRUNE_TARGET_RATIO",
-        help="with --no-kv-events, how much of that is kept when it is full",
-        least=0,
-        most=1,
-    )
-    router_approximate_cache_policy: Literal["ttl", "lru"] = config.option(
-        "ttl",
-        env="DYN_ROUTER_APPROXIMATE_CACHE_POLICY",
-        help="with --no-kv-events, whether belief ends with time or only with room",
-    )
-    kv_cache_block_size: int | None = config.option(
-        None,
-        env="DYN_KV_CACHE_BLOCK_SIZE",
-        help="tokens per block (default: what the model's card says)",
-        least=1,
-    )
-    router_replica_sync: bool = config.option(
-        False,
-        env="DYN_ROUTER_REPLICA_SYNC",
-        help="tell the other routers of this namespace what is in flight, and hear from them",
-    )
-    router_queue_threshold: float | None = config.option(
-        None,
+    router_queue_threshold: float = config.option(
+        1.0,
         env="DYN_ROUTER_QUEUE_THRESHOLD",
-        help="requests wait in the router while every worker has this many times its batched tokens to compute",
+        help="requests wait in the router while their worker has more prompt tokens to compute than"
+        " so many of its steps hold (max_num_batched_tokens); 0: they never wait here",
         least=0,
     )
-    router_queue_policy: Literal["fcfs", "wspt", "lcfs", "deadline"] = config.option(
-        "fcfs", env="DYN_ROUTER_QUEUE_POLICY", help="who of those that wait comes first"
+    router_queue_policy: queue.Order = config.option(
+        "wspt", env="DYN_ROUTER_QUEUE_POLICY", help="who of the waiting goes first"
     )
-    router_queue_limit: int = config.option(
-        1024, env="DYN_ROUTER_QUEUE_LIMIT", help="requests that may wait in the router", least=0
+    router_queue_size: int = config.option(
+        4096, env="DYN_ROUTER_QUEUE_SIZE", help="more than so many waiting are refused", least=1
     )
-    router_queue_timeout_secs: float = config.option(
-        60.0,
-        env="DYN_ROUTER_QUEUE_TIMEOUT_SECS",
-        help="a request that has waited this long in the router is refused as overload",
+    router_device_credit: float = config.option(
+        1.0,
+        flag="--router-kv-overlap-score-credit",
+        env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",
+        help="what a cached block in device memory saves of computing it",
         least=0,
+        most=1,
     )
-    router_session_affinity_ttl_secs: float | None = config.option(
-        None,
-        env="DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",
-        help="requests of one X-Dynamo-Session-ID go to one worker, until none came for this long",
-        least=0,
+    router_host_credit: float = config.option(
+        0.75, env="DYN_ROUTER_HOST_CREDIT", help="the same, in host memory", least=0, most=1
+    )
+    router_disk_credit: float = config.option(
+        0.25, env="DYN_ROUTER_DISK_CREDIT", help="the same, on disk", least=0, most=1
+    )
+
+
+def make_policy(settings: RouterConfig, draw: policy.Draw) -> policy.Policy:
+    """The policy of that name. `draw` gives numbers in [0, 1)."""
+    temperature = settings.router_temperature
+    match settings.router_policy:
+        case "estimated-ttft":
+            return estimated_ttft.EstimatedTtft(locality=settings.router_locality)
+        case "dynamo":
+            return by_formula.Dynamo(
+                draw=draw, overlap_weight=settings.kv_overlap_score_weight, temperature=temperature
+            )
+        case "lmetric":
+            return by_formula.LMetric(draw=draw, temperature=temperature)
+        case "random":
+            return baselines.Random(draw)
+        case "power-of-two":
+            return baselines.PowerOfTwo(draw)
+        case "least-loaded":
+            return baselines.LeastLoaded()
+        case "consistent-hash":
+            return baselines.ConsistentHash()
+        case "direct":
+            return baselines.Direct()
+        case "round-robin":
+            return baselines.RoundRobin()
+
+
+def make_queue(settings: RouterConfig) -> queue.WaitingQueue | None:
+    """The router's queue; None: nobody waits in the router. Only the default policy has one.
+
+    The others are there to be compared with, and send at once, as they do elsewhere.
+    """
+    if not settings.router_queue_threshold or settings.router_policy != "estimated-ttft":
+        return None
+    return queue.WaitingQueue(settings.router_queue_policy, max_size=settings.router_queue_size)
+
+
+def make_credits(settings: RouterConfig) -> cost.Credits:
+    """What cached blocks save, by tier."""
+    return cost.Credits(
+        device=settings.router_device_credit,
+        host=settings.router_host_credit,
+        disk=settings.router_disk_credit,
     )

@@ -8,7 +8,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from dynamo.simulate.worker import Progress
+from dynamo.simulate.worker import Change, Progress
 from dynamo.simulate.workload import Arrival
 
 
@@ -36,8 +36,7 @@ class FcfsWorker:
         progress = Progress(
             first_outputs=[(request_id, self._num_cached)],
             ended=[request_id],
-            stored=[arrival.names],
-            removed=self._touch(arrival.names),
+            changes=[Change(True, arrival.names), Change(False, self._touch(arrival.names))],
         )
         self.next_time = math.inf
         if self._queue:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from dynamo.router import api, closed_holders
+from dynamo.simulate.worker import Change
 
 
 class ExactIndex:
@@ -17,17 +18,16 @@ class ExactIndex:
         self._holders.insert(worker)
         self._names[worker] = set()
 
-    def stored(self, worker: api.Worker, chain: Sequence[int]) -> None:
-        """It holds this whole chain."""
-        run = self._holders.run(worker, chain)
-        self._holders.hold(worker, chain, run)
-        self._names[worker].update(chain[run:])
-
-    def removed(self, worker: api.Worker, names: Sequence[int]) -> None:
-        """It holds these blocks no more."""
-        held = self._names[worker].intersection(names)
-        self._holders.let_go(worker, list(held))
-        self._names[worker] -= held
+    def apply(self, worker: api.Worker, changes: Sequence[Change]) -> None:
+        """What its cache took in, and what it forgot."""
+        held = self._names[worker]
+        for is_stored, names in changes:
+            if is_stored:
+                self._holders.hold(worker, names, 0)
+                held.update(names)
+            else:
+                self._holders.let_go(worker, names)
+                held.difference_update(names)
 
     def find(self, sequence_hashes: Sequence[int]) -> api.Overlaps:
         """Who holds how many leading blocks."""

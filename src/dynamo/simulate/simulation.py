@@ -120,9 +120,7 @@ class Simulation:
 
     def _step(self, now: float, worker: api.Worker) -> None:
         progress = self._workers[worker].advance(now)
-        for chain in progress.stored:
-            self._index.stored(worker, chain)
-        self._index.removed(worker, progress.removed)
+        self._index.apply(worker, progress.changes)
         for request_id, num_cached in progress.first_outputs:
             outcome = self._open[request_id]
             outcome.first_output_at, outcome.num_cached = now, num_cached

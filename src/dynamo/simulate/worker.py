@@ -2,9 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dynamo.simulate.workload import Arrival
+
+
+class Change(NamedTuple):
+    """Blocks that can be reused from now on, or no more; neighbours in a chain, in its order."""
+
+    is_stored: bool
+    names: Sequence[int]
 
 
 @dataclass(slots=True)
@@ -13,8 +20,7 @@ class Progress:
 
     first_outputs: list[tuple[str, int]] = field(default_factory=list)  # id, cached prompt tokens
     ended: list[str] = field(default_factory=list)
-    stored: list[Sequence[int]] = field(default_factory=list)  # chains, from their first block on
-    removed: list[int] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)  # of its cache, in order
 
 
 class SimulatedWorker(Protocol):
