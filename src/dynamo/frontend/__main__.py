@@ -32,12 +32,14 @@ def main() -> int:
 async def serve(settings: config.FrontendConfig) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _stop, stop, number)
+        loop.add_signal_handler(number, _stop, stop, number)
     async with (
         await component.DistributedRuntime.open(settings) as runtime,
         service.Frontend(settings, runtime) as frontend,
     ):
+        loop.add_signal_handler(signal.SIGHUP, frontend.reload_keys)
         await frontend.run(stop)
 
 

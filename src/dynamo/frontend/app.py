@@ -6,6 +6,7 @@ from typing import Any
 
 from dynamo.base import errors
 from dynamo.frontend import apis, clearing, delivery, models, pipeline, responses, sse, token_counts
+from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import metrics
 from dynamo.protocols import anthropic_errors, openai_errors
@@ -17,8 +18,12 @@ _MESSAGES = "/v1/messages"
 
 def error_body(status: int, message: str, path: str) -> bytes:
     """What the HTTP server refuses by itself, in the shape of the API that was asked."""
-    dialect: delivery.Dialect = anthropic_errors if path.startswith(_MESSAGES) else openai_errors
-    return dialect.refusal(status, message)
+    return dialect_of(path).refusal(status, message)
+
+
+def dialect_of(path: str) -> delivery.Dialect:
+    """How the API at this path tells errors."""
+    return anthropic_errors if path.startswith(_MESSAGES) else openai_errors
 
 
 class App:
@@ -31,10 +36,12 @@ class App:
         remembered: responses.Responses,
         caches: clearing.CacheClearing,
         registry: metrics.Registry,
+        counter: desk.Desk,
     ) -> None:
         self._pipeline = answers
         self._models = known
         self._registry = registry
+        self._desk = counter
         self.is_draining = False
         counts = token_counts.TokenCounts(known, remembered)
         self.routes = router.Router(
@@ -52,6 +59,8 @@ class App:
                 ("POST", "/tokenize"): self._computes(counts.tokenize),
                 ("POST", "/detokenize"): self._computes(counts.detokenize),
                 ("POST", "/clear_kv_blocks"): caches.answer,
+                ("GET", "/busy_threshold"): counter.thresholds.show,
+                ("POST", "/busy_threshold"): self._computes(counter.thresholds.change),
                 ("GET", "/v1/models"): self._list_models,
                 ("GET", _MODELS + "*"): self._show_model,
                 ("GET", "/health"): self._health,
@@ -104,12 +113,14 @@ class App:
         return True
 
     def _list_models(self, caller: exchange.Exchange) -> None:
-        data = [_model_object(model) for model in self._models.ready]
+        known = [one for one in self._models.ready if self._desk.may_see(caller, one.name)]
+        data = [_model_object(model) for model in known]
         caller.respond(200, sse.encode({"object": "list", "data": data}))
 
     def _show_model(self, caller: exchange.Exchange) -> None:
         try:
             model = self._models.find(caller.request.path.removeprefix(_MODELS))
+            self._desk.check_may_see(caller, model.name)
             caller.respond(200, sse.encode(_model_object(model)))
         except errors.DynamoError as error:
             delivery.respond_error(caller, error)

@@ -17,6 +17,7 @@ from dynamo.frontend import (
     response_store,
     responses,
 )
+from dynamo.frontend.admission import control
 from dynamo.observability import metrics as observed
 from dynamo.runtime import component
 from dynamo.runtime.http import limits, server
@@ -50,10 +51,15 @@ class Frontend:
         )
         caches = clearing.CacheClearing(self.models, runtime.requests, runtime.client)
         remembered = responses.Responses(store)
-        self._app = app.App(answers, self.models, remembered, caches, registry)
+        self._admission = control.Control(
+            settings, self.models, runtime.events, registry, now, answers.admit_by
+        )
+        self._app = app.App(
+            answers, self.models, remembered, caches, registry, self._admission.desk
+        )
         self._settings = settings
         self._server = server.HttpServer(
-            self._app.routes,
+            self._admission.around(self._app.routes, app.dialect_of),
             limits=limits.Limits(body_bytes=settings.http_body_limit_mb * 2**20),
             tls=_tls(settings),
             error_body=app.error_body,
@@ -62,6 +68,7 @@ class Frontend:
         self.port = 0
 
     async def __aenter__(self) -> "Frontend":
+        self._admission.start(self._tasks)
         host, port = self._settings.http_host, self._settings.http_port
         self.port = await self._server.start(host, port)
         self._tasks.start("watch models", self.models.watch())
@@ -83,6 +90,10 @@ class Frontend:
         scheme = "https" if self._settings.tls_cert_path else "http"
         host = self._settings.http_host
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def reload_keys(self) -> None:
+        """Look at the file of API keys now."""
+        self._admission.reload_keys()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then take nothing new and let what runs finish. Raises what a task died of."""
@@ -109,4 +120,17 @@ def _tls(settings: config.FrontendConfig) -> ssl.SSLContext | None:
             "--tls-cert-path, --tls-key-path: expected a PEM certificate and its key in "
             f"{settings.tls_cert_path} and {settings.tls_key_path}: {error}"
         ) from error
+    if settings.tls_client_ca_cert_path is not None:
+        _ask_for_certificates(context, settings.tls_client_ca_cert_path)
     return context
+
+
+def _ask_for_certificates(context: ssl.SSLContext, authority: str) -> None:
+    """Nobody comes in who cannot show one of this authority."""
+    try:
+        context.load_verify_locations(authority)
+    except (OSError, ssl.SSLError) as error:
+        raise errors.ConfigError(
+            f"--tls-client-ca-cert-path: expected PEM certificates in {authority}: {error}"
+        ) from error
+    context.verify_mode = ssl.CERT_REQUIRED

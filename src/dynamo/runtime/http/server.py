@@ -62,12 +62,27 @@ class HttpServer:
         self._idle = asyncio.Event()
         self._num_active = 0
 
-    async def start(self, host: str, port: int, *, port_flag: str = "--http-port") -> int:
-        """Listen; gives the port, which the system chooses for 0. Raises ConfigError, naming `port_flag`."""
+    async def start(
+        self,
+        host: str,
+        port: int,
+        *,
+        port_flag: str = "--http-port",
+        shares_port: bool = False,
+    ) -> int:
+        """Listen; gives the port, which the system chooses for 0. Raises ConfigError, naming `port_flag`.
+
+        The kernel deals connections out to all who listen with `shares_port`.
+        """
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(
-                lambda: _Connection(self, loop), host, port, ssl=self._tls, backlog=1024
+                lambda: _Connection(self, loop),
+                host,
+                port,
+                ssl=self._tls,
+                backlog=1024,
+                reuse_port=shares_port or None,
             )
         except OSError as error:
             raise errors.ConfigError(_cannot_listen(error, host, port, port_flag)) from error
