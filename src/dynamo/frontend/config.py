@@ -17,6 +17,16 @@ class FrontendConfig(component.RuntimeConfig):
     http_port: int = config.option(
         8000, env="DYN_HTTP_PORT", help="port to listen on; 0: any", least=0, most=65535
     )
+    http_workers: int = config.option(
+        1,
+        env="DYN_HTTP_WORKERS",
+        help="processes that answer at the port; each uses one core",
+        least=1,
+        most=256,
+    )
+    http_worker_socket: str | None = config.option(
+        None, help="where the other processes of --http-workers ask this one; their parent sets it"
+    )
     namespace: str = config.option(
         "", env="DYN_NAMESPACE", help="serve only the models of this namespace; by default all"
     )

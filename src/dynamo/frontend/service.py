@@ -16,6 +16,8 @@ from dynamo.frontend import (
     pipeline,
     response_store,
     responses,
+    shared_responses,
+    siblings,
 )
 from dynamo.frontend.admission import control
 from dynamo.observability import metrics as observed
@@ -54,8 +56,16 @@ class Frontend:
         self._admission = control.Control(
             settings, self.models, runtime.events, registry, now, answers.admit_by
         )
+        self._siblings = siblings.Siblings(settings.http_worker_socket)
         self._app = app.App(
-            answers, self.models, remembered, caches, registry, self._admission.desk
+            answers,
+            self.models,
+            remembered,
+            caches,
+            registry,
+            self._admission.desk,
+            self._siblings,
+            shared_responses.SharedResponses(store, self._siblings),
         )
         self._settings = settings
         self._server = server.HttpServer(
@@ -70,7 +80,10 @@ class Frontend:
     async def __aenter__(self) -> "Frontend":
         self._admission.start(self._tasks)
         host, port = self._settings.http_host, self._settings.http_port
-        self.port = await self._server.start(host, port)
+        self.port = await self._server.start(
+            host, port, shares_port=self._siblings.name is not None
+        )
+        await self._siblings.start(self._app.sibling_routes)
         self._tasks.start("watch models", self.models.watch())
         _logger.info("listening on %s", self.url)
         return self
@@ -82,6 +95,7 @@ class Frontend:
         trace: TracebackType | None,
     ) -> None:
         await self._server.close()
+        await self._siblings.close()
         await self._tasks.close()
 
     @property

@@ -89,6 +89,12 @@ class HttpServer:
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
         return int(self._listener.sockets[0].getsockname()[1])
 
+    async def start_at(self, path: str) -> None:
+        """Listen at a Unix socket instead; one that a dead process left there is replaced."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_unix_server(lambda: _Connection(self, loop), path)
+        self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
+
     async def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is being answered; says whether that came in time.
 
