@@ -78,12 +78,13 @@ class Frontend:
         self.port = 0
 
     async def __aenter__(self) -> "Frontend":
-        self._admission.start(self._tasks)
+        self._admission.load()
         host, port = self._settings.http_host, self._settings.http_port
         self.port = await self._server.start(
             host, port, shares_port=self._siblings.name is not None
         )
         await self._siblings.start(self._app.sibling_routes)
+        self._admission.start(self._tasks)
         self._tasks.start("watch models", self.models.watch())
         _logger.info("listening on %s", self.url)
         return self

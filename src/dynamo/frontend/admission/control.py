@@ -48,12 +48,16 @@ class Control:
             plane, known, self.desk.loads, self.desk.look, clock
         )
 
+    def load(self) -> None:
+        """Read the keys, before anybody can come. Raises ConfigError."""
+        if self._key_watch is not None:
+            self._key_watch.load()
+
     def start(self, running: tasks.Tasks) -> None:
-        """Follow what is to be followed. Raises ConfigError if the keys cannot be read."""
+        """Follow what is to be followed."""
         self._running = running
         settings = self._settings
         if self._key_watch is not None:
-            self._key_watch.load()
             running.start("watch the API keys", self._key_watch.run())
         elif not _is_loopback(settings.http_host):
             _logger.warning(
