@@ -86,6 +86,8 @@ class _Parent:
                 for name in names:
                     await self._start(name)
                     self._running.start(f"watch over {name}", self._watch(name))
+                pids = ", ".join(str(child.pid) for child in self._children.values())
+                _logger.info("%d processes for port %d: %s", len(names), self._port, pids)
                 await self._running.run_until(self._stop)
             finally:
                 await self._stop_children()

@@ -107,8 +107,11 @@ class Desk:
         def count() -> int | None:
             if not self.thresholds.of(name).are_set:
                 return None
-            model = next((one for one in self._models.ready if one.name == name), None)
-            return None if model is None else len(model.instances) - len(self.busy_workers(model))
+            try:
+                model = self._models.find(name)
+            except errors.DynamoError:
+                return None
+            return len(model.instances) - len(self.busy_workers(model))
 
         return count
 
@@ -122,7 +125,7 @@ class Desk:
         try:
             limits.begin(guest.accounts, num_tokens, now)
         except errors.RateLimited:
-            self._counts.rejected(metrics.Closed.KEY_TOKENS, model)
+            self._counts.rejected(metrics.Closed.KEY_LIMIT, model)
             raise
         finally:
             caller.headers = limits.headers(guest.accounts, now)

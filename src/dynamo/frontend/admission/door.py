@@ -64,7 +64,7 @@ class Door:
         try:
             limits.take_request(guest.accounts, now)
         except errors.RateLimited:
-            self._counts.rejected(metrics.Closed.KEY_REQUESTS, _NO_MODEL)
+            self._counts.rejected(metrics.Closed.KEY_LIMIT, _NO_MODEL)
             raise
         finally:
             caller.headers = limits.headers(guest.accounts, now)

@@ -13,8 +13,7 @@ class Closed(StrEnum):
     REQUEST_CONCURRENCY = "request_concurrency"
     WORKERS_BUSY = "workers_busy"
     API_KEY = "api_key"
-    KEY_REQUESTS = "key_requests"
-    KEY_TOKENS = "key_tokens"
+    KEY_LIMIT = "key_limit"
 
 
 class AdmissionMetrics:
