@@ -1,4 +1,4 @@
-"""What keys and the gate cost a request: `python -m benchmarks.admission`. CPU time, best and median of seven rounds."""
+"""What keys and the gate cost a request: `python -m benchmarks.admission`. CPU time, best and median of 7 rounds."""
 
 import asyncio
 import time
