@@ -37,7 +37,7 @@ async def pass_gate(entry: gate.Gate) -> None:
     """In and out, with room."""
     caller = Caller()
     for _ in range(NUM_REQUESTS):
-        await entry.enter(caller, priority=0, num_tokens=1, needs_slot_only=False)
+        await entry.enter(caller, priority=0, num_tokens=1, ignores_load=False)
         entry.leave()
 
 

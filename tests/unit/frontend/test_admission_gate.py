@@ -30,7 +30,7 @@ class Rig:
 
     async def enter(self, name="", *, priority=0, caller=None, pinned=False):
         await self.gate.enter(
-            caller or Caller(), priority=priority, num_tokens=7, needs_slot_only=pinned
+            caller or Caller(), priority=priority, num_tokens=7, ignores_load=pinned
         )
         self.entered.append(name)
 

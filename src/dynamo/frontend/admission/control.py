@@ -8,7 +8,7 @@ from pathlib import Path
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
 from dynamo.frontend import config, delivery, models
-from dynamo.frontend.admission import busy, desk, door, gate, key_file, keys, load_watch, metrics
+from dynamo.frontend.admission import busy, desk, door, gate, key_file, load_watch, metrics
 from dynamo.observability import metrics as observed
 from dynamo.runtime import events
 from dynamo.runtime.http import router
@@ -34,14 +34,11 @@ class Control:
         self._running: tasks.Tasks | None = None
         self._is_watching_loads = False
         self._counts = metrics.AdmissionMetrics(registry)
-        self._book = keys.GuestBook() if settings.api_keys_file else None
-        self._key_watch = (
-            key_file.KeyWatch(Path(settings.api_keys_file), self._book, clock)
-            if settings.api_keys_file and self._book is not None
-            else None
-        )
+        path = settings.api_keys_file
+        self._keys = key_file.KeyWatch(Path(path), clock) if path else None
+        book = self._keys.book if self._keys else None
         self.desk = desk.Desk(
-            known, _rules(settings), _thresholds(settings), self._book, self._counts, clock
+            known, _rules(settings), _thresholds(settings), book, self._counts, clock
         )
         self.desk.thresholds.on_change = self._thresholds_changed
         self._load_watch = load_watch.LoadWatch(
@@ -50,15 +47,15 @@ class Control:
 
     def load(self) -> None:
         """Read the keys, before anybody can come. Raises ConfigError."""
-        if self._key_watch is not None:
-            self._key_watch.load()
+        if self._keys is not None:
+            self._keys.load()
 
     def start(self, running: tasks.Tasks) -> None:
         """Follow what is to be followed."""
         self._running = running
         settings = self._settings
-        if self._key_watch is not None:
-            running.start("watch the API keys", self._key_watch.run())
+        if self._keys is not None:
+            running.start("watch the API keys", self._keys.run())
         elif not _is_loopback(settings.http_host):
             _logger.warning(
                 "listening on %s without API keys: whoever reaches it may use it (--api-keys-file)",
@@ -73,19 +70,19 @@ class Control:
         self, handler: router.Handler, dialect_of: Callable[[str], delivery.Dialect]
     ) -> router.Handler:
         """The handler behind a door, if keys are needed."""
-        if self._book is None:
+        if self._keys is None:
             return handler
-        return door.Door(handler, self._book, dialect_of, self._counts, self._clock)
+        return door.Door(handler, self._keys.book, dialect_of, self._counts, self._clock)
 
     def reload_keys(self) -> None:
         """Look at their file now."""
-        if self._key_watch is not None:
-            self._key_watch.look_now.set()
+        if self._keys is not None:
+            self._keys.look_now.set()
 
     @property
     def _is_needed(self) -> bool:
         limit = self._settings.rejection_frontend_request_concurrency_limit
-        return self._book is not None or limit is not None or self._is_watching_loads
+        return self._keys is not None or limit is not None or self._is_watching_loads
 
     def _thresholds_changed(self) -> None:
         if self._running is not None:

@@ -61,7 +61,7 @@ class Desk:
                 caller,
                 priority=max(one.priority for one in prompts),
                 num_tokens=num_tokens,
-                needs_slot_only=instance_id is not None,
+                ignores_load=instance_id is not None,
             )
         except errors.Cancelled:
             meter.disconnected()

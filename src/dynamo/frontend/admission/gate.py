@@ -47,11 +47,14 @@ class Gate:
         self._pace = queue.Pace()
 
     async def enter(
-        self, caller: exchange.Exchange, *, priority: int, num_tokens: int, needs_slot_only: bool
+        self, caller: exchange.Exchange, *, priority: int, num_tokens: int, ignores_load: bool
     ) -> None:
-        """Return inside; whoever is inside must `leave`. Raises Overloaded, or Cancelled if the client went away."""
-        room = self._slots() if needs_slot_only else self._room()
-        if room != 0 and (needs_slot_only or not self._line):
+        """Return inside; whoever is inside must `leave`. Who `ignores_load` has chosen its worker already.
+
+        Raises Overloaded, or Cancelled if the client went away.
+        """
+        room = self._slots() if ignores_load else self._room()
+        if room != 0 and (ignores_load or not self._line):
             self._num_inside += 1
             return
         if self._line.is_full:

@@ -19,11 +19,11 @@ _logger = logging.getLogger(__name__)
 
 
 class KeyWatch:
-    """Keeps a guest book as the file says."""
+    """Keeps `book` as the file says."""
 
-    def __init__(self, path: Path, book: keys.GuestBook, clock: clocks.Clock) -> None:
+    def __init__(self, path: Path, clock: clocks.Clock) -> None:
+        self.book = keys.GuestBook()
         self._path = path
-        self._book = book
         self._clock = clock
         self._stamp: _Stamp | None = None
         self.look_now = asyncio.Event()
@@ -33,7 +33,7 @@ class KeyWatch:
         try:
             self._stamp = self._look()
             content = self._path.read_text("utf-8")
-            self._book.replace(keys.read(content), self._clock.now())
+            self.book.replace(keys.read(content), self._clock.now())
         except (OSError, UnicodeDecodeError, errors.ConfigError) as error:
             raise errors.ConfigError(f"--api-keys-file {self._path}: {error}") from None
 
@@ -52,7 +52,7 @@ class KeyWatch:
         except errors.ConfigError as error:
             _logger.error("the keys stay as they were: %s", error)  # noqa: TRY400 (one line says it)
         else:
-            _logger.info("read %d API keys from %s", len(self._book), self._path)
+            _logger.info("read %d API keys from %s", len(self.book), self._path)
 
     def _has_changed(self) -> bool:
         try:
