@@ -13,19 +13,19 @@ SRC = pathlib.Path(__file__).parents[1] / "src" / "dynamo"
 FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold. Raising one is a line in the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 600,
+    "base": 750,
     "protocols": 2600,
     "observability": 1100,
     "runtime": 3700,
     "transfer": 1800,
     "kvbm": 2200,
     "engine": 5500,
-    "router": 2600,
+    "router": 4000,
     "semantic": 1000,
     "preprocess": 2400,
     "disagg": 800,
     "frontend": 5600,
-    "worker": 1000,
+    "worker": 1250,
     "planner": 2000,
     "operator": 2000,
     "cli": 1250,

@@ -13,7 +13,9 @@ KV = ("--router-mode", "kv")
 
 
 def prefix(number):
-    words = random.Random(number).choices(("one", "story", "about", "small", "river", "bird"), k=300)
+    words = random.Random(number).choices(
+        ("one", "story", "about", "small", "river", "bird"), k=300
+    )
     return f"{number} " + " ".join(words)
 
 

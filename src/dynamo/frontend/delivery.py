@@ -7,6 +7,7 @@ abandoned by the client. Whatever still runs at a worker then is cancelled at on
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -97,12 +98,17 @@ class Delivery(abc.ABC):
         self._num_open = len(order.prompts)
         self._num_cached = 0
         self._is_over = False
+        self._on_gone: Callable[[], None] | None = None
         client.on_disconnect(self._abandon)
 
     @property
     def is_over(self) -> bool:
         """Complete, failed or abandoned: nothing more is to be asked of workers."""
         return self._is_over
+
+    def on_gone(self, callback: Callable[[], None]) -> None:
+        """Call this if the client goes while a prompt waits for a worker."""
+        self._on_gone = callback
 
     def receiver(self, prompt_number: int) -> "PromptReceiver":
         """Who takes what the worker of this prompt says."""
@@ -181,6 +187,8 @@ class Delivery(abc.ABC):
         if not self._is_over:
             self._close()
             self._meter.disconnected()
+            if self._on_gone is not None:
+                self._on_gone()
 
     def _close(self) -> None:
         self._is_over = True
@@ -238,6 +246,6 @@ def respond_error(
     headers: exchange.Headers = (),
 ) -> None:
     """Answer by an error; one that may pass says when to try again."""
-    if isinstance(error, errors.Unavailable):
-        headers = (*headers, ("retry-after", str(max(1, round(error.retry_after_s)))))
+    if isinstance(error, errors.Unavailable | errors.RateLimited):
+        headers = (*headers, ("retry-after", str(max(1, math.ceil(error.retry_after_s)))))
     client.respond(dialect.status_of(error), dialect.body_of(error), headers=headers)

@@ -1,7 +1,7 @@
 """A model as this frontend serves it: how to prepare requests for it, and who answers them."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from dynamo.base import errors
@@ -24,6 +24,10 @@ class Replicas:
         """Those that are registered now."""
         found = self.client.instances
         return [found[one] for one in sorted(self.cards) if one in found]
+
+    def among(self, avoid: Collection[int]) -> Collection[int] | None:
+        """Whom to ask; None: anybody. Where all are to be avoided, it is any of them."""
+        return self.cards.keys() - avoid or self.cards.keys() if avoid else None
 
 
 class ServedModel:
@@ -70,21 +74,36 @@ class ServedModel:
         receiver: requests.Receiver,
         *,
         instance_id: int | None,
+        avoid: Collection[int] = (),
         headers: Mapping[str, str],
         timeout_s: float | None,
+        on_gone: routing.OnGone | None = None,
     ) -> requests.Stream:
-        """Begin an answer at one of its instances. Raises NoWorkers, Overloaded or WorkerLost."""
-        return await self._pick(instance_id).route.open(
-            request, receiver, instance_id=instance_id, headers=headers, timeout_s=timeout_s
+        """Begin an answer at one of its instances, if possible none of `avoid`.
+
+        Raises NoWorkers, Overloaded or WorkerLost.
+        """
+        replicas = self._pick(instance_id, avoid)
+        return await replicas.route.open(
+            request,
+            receiver,
+            instance_id=instance_id,
+            among=replicas.among(avoid),
+            headers=headers,
+            timeout_s=timeout_s,
+            on_gone=on_gone,
         )
 
-    def _pick(self, instance_id: int | None) -> Replicas:
+    def _pick(self, instance_id: int | None, avoid: Collection[int]) -> Replicas:
         """The endpoints take turns; most models have one."""
         usable = [
             one
             for one in self.replicas.values()
             if one.living and (instance_id is None or instance_id in one.cards)
         ]
+        if avoid:
+            free = [one for one in usable if any(i.instance_id not in avoid for i in one.living)]
+            usable = free or usable
         if usable:
             return usable[next(self._turns) % len(usable)]
         if instance_id is not None:

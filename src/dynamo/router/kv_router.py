@@ -17,7 +17,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.protocols import blocks, generate, model_card
-from dynamo.router import affinity, api, metrics, selection
+from dynamo.router import affinity, api, metrics, route, selection
 from dynamo.router.load import Capacity
 from dynamo.router.policy import Decision, Prompt
 from dynamo.runtime import client, requests
@@ -93,6 +93,7 @@ class KvRouter:
         among: Collection[int] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        on_gone: route.OnGone | None = None,
     ) -> requests.Stream:
         """As `route.Route`."""
         sending = Sending(
@@ -106,7 +107,7 @@ class KvRouter:
         tried: set[int] = set()
         while True:
             sending = self._restrict(sending, self._client.usable(among, tried))
-            decision = await self._choose(sending.key, sending.prompt)
+            decision = await self._choose(sending.key, sending.prompt, on_gone)
             try:
                 return await self._send(sending, decision)
             except errors.WorkerLost:
@@ -176,20 +177,22 @@ class KvRouter:
         prompt = dataclasses.replace(sending.prompt, among=frozenset(usable))
         return dataclasses.replace(sending, prompt=prompt)
 
-    async def _choose(self, key: str, prompt: Prompt) -> Decision:
-        """The worker that gets it; at once, or when it is its turn. Raises NoWorkers, Overloaded or InvalidRequest."""
+    async def _choose(self, key: str, prompt: Prompt, on_gone: route.OnGone | None) -> Decision:
+        """The worker that gets it; at once, or when it is its turn."""
         began_at = time.perf_counter()
         decision = self.selector.select(key, prompt, self._clock.now())
         self._counts.decided(time.perf_counter() - began_at)
         if decision is None:
-            decision = await self._wait(key, prompt)
+            decision = await self._wait(key, prompt, on_gone)
         self._counts.sent(decision.worker, prompt, decision.overlap_blocks)
         self._sharing.added(key, decision, prompt)
         return decision
 
-    async def _wait(self, key: str, prompt: Prompt) -> Decision:
+    async def _wait(self, key: str, prompt: Prompt, on_gone: route.OnGone | None) -> Decision:
         turn: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
         self._waiting[key] = turn
+        if on_gone is not None:
+            on_gone(lambda: _give_up(turn))
         self._counts.waits(prompt.num_tokens)
         began_at = self._clock.now()
         self._admit()
@@ -203,7 +206,7 @@ class KvRouter:
                 f"all workers have been busy for {self._queue_timeout_s:g} s: try again later",
                 retry_after_s=self._queue_timeout_s,
             ) from None
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, errors.Cancelled):
             self.free(key)
             raise
         finally:
@@ -255,6 +258,11 @@ class KvRouter:
         if workers.keys() - known:
             self._sharing.catch_up()
         self._admit()
+
+
+def _give_up(turn: asyncio.Future[Decision]) -> None:
+    if not turn.done():
+        turn.set_exception(errors.Cancelled("the caller went away"))
 
 
 def _capacity(card: model_card.ModelCard) -> Capacity:

@@ -13,6 +13,7 @@ _MS_COARSE = tuple(0.01 * 3**k for k in range(17))
 _SHARES = tuple(round(0.05 * k, 2) for k in range(21))
 _WAITS_S = (0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60)
 _WORKER = ("worker_id", "dp_rank")
+_CLASS = ("default", "aggregated")  # policy_class, worker_type
 
 
 class RouterMetrics:
@@ -45,14 +46,17 @@ class RouterMetrics:
         self.requests = component.counter(
             "requests_total", "Requests sent to a worker", ("router_id", *_WORKER)
         )
+        waiting = ("model", "policy_class", "worker_type")
         self.waiting = registry.gauge(
-            "router_queue_pending_requests", "Requests that wait in the router", ("model",)
+            "router_queue_pending_requests", "Requests that wait in the router", waiting
         )
         self.waiting_tokens = registry.gauge(
-            "router_queue_pending_isl_tokens", "Prompt tokens of those that wait", ("model",)
+            "router_queue_pending_isl_tokens", "Prompt tokens of those that wait", waiting
         )
         self.given_up = registry.counter(
-            "router_queue_backpressure_total", "Requests that waited too long", ("model", "reason")
+            "router_queue_backpressure_total",
+            "Requests that waited too long",
+            (*waiting, "reason"),
         )
         self.wait_s = registry.fast_histogram(
             "router_queue_wait_seconds", "Time in the router's queue", ("model",), buckets=_WAITS_S
@@ -84,9 +88,9 @@ class RouteMetrics:
         self._hit_ratio = families.hit_ratio.labels(families.router_id, label)
         self._predicted_ratio = families.predicted_hit_ratio.labels(families.router_id, label)
         self._hit_rate = families.hit_rate.labels(families.router_id, label)
-        self._waiting = families.waiting.labels(label)
-        self._waiting_tokens = families.waiting_tokens.labels(label)
-        self._given_up = families.given_up.labels(label, "timeout")
+        self._waiting = families.waiting.labels(label, *_CLASS)
+        self._waiting_tokens = families.waiting_tokens.labels(label, *_CLASS)
+        self._given_up = families.given_up.labels(label, *_CLASS, "timeout")
         self._wait_s = families.wait_s.labels(label)
         self._num_tokens = self._num_confirmed = self._num_sent = 0
         self._num_predicted = 0.0

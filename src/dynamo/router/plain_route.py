@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from dynamo.protocols import generate, model_card
+from dynamo.router import route
 from dynamo.runtime import client, requests
 
 
@@ -26,7 +27,9 @@ class PlainRoute:
         among: Collection[int] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        on_gone: route.OnGone | None = None,
     ) -> requests.Stream:
+        del on_gone  # nobody waits here
         if among is None and not self._client.instances.keys() <= self._instance_ids:
             among = self._instance_ids  # somebody serves another model at this endpoint
         return await self._client.open(

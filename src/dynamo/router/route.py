@@ -3,11 +3,14 @@
 Implementations: `plain_route` (in turn, at random) and `kv_router` (by load and cache). `routes` makes them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from dynamo.protocols import generate, model_card
 from dynamo.runtime import requests
+
+
+OnGone = Callable[[Callable[[], None]], None]
 
 
 class Route(Protocol):
@@ -26,8 +29,11 @@ class Route(Protocol):
         among: Collection[int] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        on_gone: OnGone | None = None,
     ) -> requests.Stream:
         """Begin an answer at `instance_id`, or at one of our choice (`among` these, if given).
+
+        A route may let the request wait; `on_gone` is called with what ends the waiting, if the caller goes (Cancelled).
 
         Raises NoWorkers; Overloaded if all are too busy; WorkerLost if `instance_id` is given and cannot be reached.
         """

@@ -106,7 +106,9 @@ class World:
         """Open a stream, and wait for the worker that has it."""
         before = self.num_calls
         receiver = Receiver()
-        stream = await self.made.open(request(*token_ids, **fields), receiver, instance_id=instance_id)
+        stream = await self.made.open(
+            request(*token_ids, **fields), receiver, instance_id=instance_id
+        )
         await self.until(lambda: self.num_calls == before + 1)
         return stream, receiver
 
@@ -124,5 +126,3 @@ class World:
         async with asyncio.timeout(5):
             while not condition():
                 await asyncio.sleep(0.001)
-
-

@@ -154,10 +154,24 @@ async def test_one_that_gives_up_waiting_leaves_the_queue(world):
     assert world.metric("dynamo_frontend_router_queue_pending_requests") == 0
 
 
-async def test_one_that_waits_too_long_is_refused_as_overload(world):
-    await world.route(
-        1, facts={"max_num_batched_tokens": 100}, router_queue_timeout_secs=0.01
+async def test_a_caller_that_goes_while_it_waits_leaves_the_queue(world):
+    await world.route(1, facts={"max_num_batched_tokens": 100})
+    await world.open(*LONG)
+    gone = []
+    waiting = asyncio.create_task(
+        world.made.open(request(*range(5000, 5400)), Receiver(), on_gone=gone.append)
     )
+    await world.until(lambda: world.made.selector.num_waiting == 1)
+
+    gone[0]()
+    with pytest.raises(errors.Cancelled):
+        await waiting
+
+    assert world.made.selector.num_waiting == 0
+
+
+async def test_one_that_waits_too_long_is_refused_as_overload(world):
+    await world.route(1, facts={"max_num_batched_tokens": 100}, router_queue_timeout_secs=0.01)
     await world.open(*LONG)
 
     with pytest.raises(errors.Overloaded, match="busy for 0.01 s"):
