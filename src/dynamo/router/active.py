@@ -2,7 +2,7 @@
 
     add ──▶ prefill_completed (its first output) ──▶ free
 
-Blocks are counted once per worker, however many of its requests share them (`closed_holders`). A request that arrives,
+Blocks are counted once per worker, however many of its requests share them (`chain_holders`). A request that arrives,
 runs or ends costs its own blocks, never those of others; 512 new ones are three calls into C.
 Unknown requests and workers are no error: messages of replicas, and of workers that have died, may come late.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dynamo.protocols import active_sequences as protocol
 from dynamo.router.api import Worker
-from dynamo.router.closed_holders import Holders
+from dynamo.router.chain_holders import ChainHolders
 from dynamo.router.load import Capacity, Load, Pace
 from dynamo.router.pressure import Pressure
 
@@ -47,7 +47,7 @@ class ActiveSequences:
         self._pressure = Pressure(self.loads)
         self._requests: dict[str, _Request] = {}
         self._slots: dict[Worker, _Slot] = {}
-        self._holders = Holders()
+        self._holders = ChainHolders()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests

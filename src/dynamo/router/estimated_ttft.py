@@ -12,9 +12,9 @@ Why locality weighs more than 1: a prompt that goes to a worker which does not k
 leaves a second copy that evicts something, *and* moves the conversation away from its history. So prompts wait for the
 worker that knows them, until the queue there is longer than several times the work that it would save.
 
-Beyond that the prefix is worth a second copy, and gets one. A prefix that everybody asks for queues little prefill, as it
-is cached, but many that decode; herding sees them. It measures how far the requests of a worker are from chance: as in
-a chi-square test, about 1 for random scatter, and so many times larger that no weight matters where a crowd meets.
+Beyond that the prefix is worth a second copy, and gets one. A prefix that everybody asks for queues little prefill, as
+it is cached, but many that decode; herding sees them. It measures how far from chance the requests of a worker are, as
+a chi-square test does: about 1 for random scatter, a hundred where a crowd meets.
 
 Why not only the longest prefix: where all prompts begin alike, that is one worker for everybody.
 """

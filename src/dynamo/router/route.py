@@ -9,7 +9,6 @@ from typing import Protocol
 from dynamo.protocols import generate, model_card
 from dynamo.runtime import requests
 
-
 OnGone = Callable[[Callable[[], None]], None]
 
 
@@ -33,7 +32,7 @@ class Route(Protocol):
     ) -> requests.Stream:
         """Begin an answer at `instance_id`, or at one of our choice (`among` these, if given).
 
-        A route may let the request wait; `on_gone` is called with what ends the waiting, if the caller goes (Cancelled).
+        A route may let the request wait; it calls `on_gone` with what ends that, if the caller goes (Cancelled).
 
         Raises NoWorkers; Overloaded if all are too busy; WorkerLost if `instance_id` is given and cannot be reached.
         """

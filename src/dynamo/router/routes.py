@@ -13,7 +13,6 @@ from dynamo.base import tasks
 from dynamo.observability import metrics as observed
 from dynamo.protocols import active_sequences, instances, kv_events, model_card
 from dynamo.router import (
-    active,
     affinity,
     api,
     approx_index,
@@ -69,13 +68,9 @@ class Routes:
         shared = self._join(asked.name.namespace, asked.name.component)
         counts = metrics.RouteMetrics(self._metrics, card.display_name)
         block_size = wanted.kv_cache_block_size or card.kv_cache_block_size
-        selector = selection.Selector(
-            settings.make_policy(wanted.choosing, random.random),
-            _Timed(shared.index, counts.found),
-            active.ActiveSequences(block_size),
-            queue=settings.make_queue(wanted.choosing),
-            max_backlog=wanted.router_queue_threshold,
-            credits_=settings.make_credits(wanted),
+        known = _Timed(shared.index, counts.found)
+        selector = settings.make_selector(
+            wanted.choosing, known, block_size=block_size, draw=random.random
         )
         shared.selectors.append(selector)
         ttl_s = wanted.router_session_affinity_ttl_secs

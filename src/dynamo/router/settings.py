@@ -4,26 +4,34 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import config
-from dynamo.router import baselines, by_formula, cost, estimated_ttft, policy, queue
-
-Name = Literal[
-    "estimated-ttft",
-    "dynamo",
-    "lmetric",
-    "round-robin",
-    "random",
-    "least-loaded",
-    "power-of-two",
-    "consistent-hash",
-    "direct",
-]
+from dynamo.router import (
+    active,
+    api,
+    baselines,
+    by_formula,
+    cost,
+    estimated_ttft,
+    policy,
+    queue,
+    selection,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """How a worker is chosen."""
 
-    router_policy: Name = config.option(
+    router_policy: Literal[
+        "estimated-ttft",
+        "dynamo",
+        "lmetric",
+        "round-robin",
+        "random",
+        "least-loaded",
+        "power-of-two",
+        "consistent-hash",
+        "direct",
+    ] = config.option(
         "estimated-ttft", env="DYN_ROUTER_POLICY", help="how a worker is chosen in router mode kv"
     )
     kv_overlap_score_weight: float = config.option(
@@ -45,14 +53,14 @@ class RouterConfig:
         " less: even load, more: more found in caches",
         least=0,
     )
-    router_queue_threshold: float = config.option(
-        1.0,
+    router_queue_threshold: float | None = config.option(
+        None,
         env="DYN_ROUTER_QUEUE_THRESHOLD",
-        help="requests wait in the router while their worker has more prompt tokens to compute than"
-        " so many of its steps hold (max_num_batched_tokens); 0: they never wait here",
+        help="requests wait in the router while workers have more prompt tokens to compute than so many of"
+        " their steps hold (max_num_batched_tokens); 0: never; by default 1 for estimated-ttft, never for others",
         least=0,
     )
-    router_queue_policy: queue.Order = config.option(
+    router_queue_policy: Literal["fcfs", "wspt", "deadline", "lcfs"] = config.option(
         "wspt", env="DYN_ROUTER_QUEUE_POLICY", help="who of the waiting goes first"
     )
     router_queue_size: int = config.option(
@@ -101,13 +109,17 @@ def make_policy(settings: RouterConfig, draw: policy.Draw) -> policy.Policy:
 
 
 def make_queue(settings: RouterConfig) -> queue.WaitingQueue | None:
-    """The router's queue; None: nobody waits in the router. Only the default policy has one.
-
-    The others are there to be compared with, and send at once, as they do elsewhere.
-    """
-    if not settings.router_queue_threshold or settings.router_policy != "estimated-ttft":
+    """The router's queue; None: nobody waits in the router."""
+    if not max_backlog(settings):
         return None
     return queue.WaitingQueue(settings.router_queue_policy, max_size=settings.router_queue_size)
+
+
+def max_backlog(settings: RouterConfig) -> float:
+    """Up to how many steps of prompt tokens a worker has room; 0: always."""
+    if settings.router_queue_threshold is not None:
+        return settings.router_queue_threshold
+    return 1.0 if settings.router_policy == "estimated-ttft" else 0.0
 
 
 def make_credits(settings: RouterConfig) -> cost.Credits:
@@ -116,4 +128,18 @@ def make_credits(settings: RouterConfig) -> cost.Credits:
         device=settings.router_device_credit,
         host=settings.router_host_credit,
         disk=settings.router_disk_credit,
+    )
+
+
+def make_selector(
+    settings: RouterConfig, index: api.Index, *, block_size: int, draw: policy.Draw
+) -> selection.Selector:
+    """All of it, put together."""
+    return selection.Selector(
+        make_policy(settings, draw),
+        index,
+        active.ActiveSequences(block_size),
+        queue=make_queue(settings),
+        max_backlog=max_backlog(settings),
+        credits_=make_credits(settings),
     )

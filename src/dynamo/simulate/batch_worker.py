@@ -1,4 +1,4 @@
-"""A worker that batches: the simulated engine of `engine.mock` itself, its scheduler, memory and timing, in virtual time.
+"""A worker that batches: the engine of `engine.mock` itself, its scheduler, memory and timing, in virtual time.
 
 Prompts are made of tokens that stand for the names of their blocks, so that the engine hashes and finds them as it does
 those of real ones.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dynamo.router import api, closed_holders
+from dynamo.router import api, chain_holders
 from dynamo.simulate.worker import Change
 
 
@@ -10,7 +10,7 @@ class ExactIndex:
     """An `api.Index` over the workers' own blocks."""
 
     def __init__(self) -> None:
-        self._holders = closed_holders.Holders()
+        self._holders = chain_holders.ChainHolders()
         self._names: dict[api.Worker, set[int]] = {}
 
     def insert_worker(self, worker: api.Worker) -> None:

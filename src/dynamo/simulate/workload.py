@@ -33,7 +33,10 @@ class Arrival:
 class Workload(Protocol):
     """Where requests come from."""
 
-    block_size: int
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        ...
 
     def first(self) -> Sequence[Arrival]:
         """Those that come whatever happens, in order of time."""

@@ -174,7 +174,7 @@ async def test_one_that_waits_too_long_is_refused_as_overload(world):
     await world.route(1, facts={"max_num_batched_tokens": 100}, router_queue_timeout_secs=0.01)
     await world.open(*LONG)
 
-    with pytest.raises(errors.Overloaded, match="busy for 0.01 s"):
+    with pytest.raises(errors.Overloaded, match="have been busy"):
         await world.made.open(request(*range(5000, 5400)), Receiver())
 
     assert world.made.selector.num_waiting == 0

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dynamo.router.api import Worker
 
 
-class Holders:
+class ChainHolders:
     """Mutable. A worker must be inserted before it is given blocks."""
 
     def __init__(self) -> None:
