@@ -164,7 +164,7 @@ class AnsweringEnd:
 
     def refuse(self, number: int, error: errors.DynamoError) -> None:
         """The stream is over, by an error."""
-        self.write(wire.encode(wire.Fail(number, error.code, str(error))))
+        self.write(wire.encode(wire.Fail.of(number, error)))
 
     def write(self, frame: bytes) -> None:
         """After all that was sent before."""
@@ -318,6 +318,4 @@ class AnsweringEnd:
         if call is not None:
             call.cancel()
         _log.error("stream %d of %s: %s", number, self._peer, error)
-        return wire.encode(wire.Fail(number, error.code, str(error))) + wire.encode(
-            wire.Step((), ended)
-        )
+        return wire.encode(wire.Fail.of(number, error)) + wire.encode(wire.Step((), ended))

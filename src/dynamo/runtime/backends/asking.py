@@ -109,7 +109,7 @@ class AskingEnd:
             case wire.Reply():
                 self._reply(frame)
             case wire.Fail():
-                self._over(frame.stream, errors.from_wire(frame.code, frame.message))
+                self._over(frame.stream, frame.error)
             case wire.Goodbye():
                 self._farewell = frame.reason
             case wire.Pong():
