@@ -78,7 +78,9 @@ class Host:
     def __init__(self, engine, sink, facts):
         self.engine, self.sink, self.facts = engine, sink, facts
 
-    def submit(self, request_id, prompt, *, n=1, eos=(), logprobs=None, seed=0, **conditions):
+    def submit(
+        self, request_id, prompt, *, n=1, eos=(), logprobs=None, scores=None, seed=0, **conditions
+    ):
         self.engine.submit(
             generate.Request(
                 id=request_id,
@@ -86,7 +88,7 @@ class Host:
                 token_ids=blocks.pack(prompt),
                 stop_conditions=generate.StopConditions(**conditions),
                 sampling_options=generate.SamplingOptions(n=n, temperature=0.0, seed=seed),
-                output_options=generate.OutputOptions(logprobs=logprobs),
+                output_options=generate.OutputOptions(logprobs=logprobs, prompt_logprobs=scores),
                 eos_token_ids=eos,
             )
         )
@@ -304,6 +306,24 @@ async def test_nobody_gets_logprobs_unasked(host):
     await host.answer("a", PROMPT, max_tokens=3)
 
     assert [output.logprobs for output in host.sink.of("a")] == [None] * 3
+
+
+async def test_a_prompts_logprobs_are_told_once_even_if_its_prefix_is_known(host):
+    prompt = WORDS + WORDS[:40]  # more than a step computes
+    await host.answer("warm", prompt, max_tokens=1)
+    host.submit("a", prompt, n=2, scores=3, max_tokens=2)
+    await host.sink.until_ended("a", n=2)
+    first, *rest = host.sink.of("a") + host.sink.of("a", 1)
+
+    assert len(first.prompt_logprobs) == len(prompt) - 1
+    assert all(len(one.top) == 3 and one.logprob <= 0 for one in first.prompt_logprobs)
+    assert not any(output.prompt_logprobs for output in rest)
+
+
+async def test_a_prompt_of_one_token_has_no_logprobs_to_tell(host):
+    await host.answer("a", (100,), scores=0, max_tokens=1)
+
+    assert host.sink.of("a")[0].prompt_logprobs == ()
 
 
 async def test_an_aborted_request_is_silent_and_its_blocks_are_free(host):

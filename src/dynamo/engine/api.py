@@ -28,6 +28,7 @@ class EngineFacts:
     data_parallel_size: int = 1
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
+    supports_prompt_logprobs: bool = True
 
 
 class EngineOutput(NamedTuple):

@@ -45,6 +45,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     reasoning_parser: str | None = None
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
+    supports_prompt_logprobs: bool = True
     runtime_data: dict[str, Any] = {}
 
 

@@ -82,4 +82,5 @@ def _runtime_config(facts: api.EngineFacts) -> model_card.RuntimeConfig:
         data_parallel_size=facts.data_parallel_size,
         supports_logprobs=facts.supports_logprobs,
         max_top_logprobs=facts.max_top_logprobs,
+        supports_prompt_logprobs=facts.supports_prompt_logprobs,
     )

@@ -210,7 +210,11 @@ class Batch:
         answer = choice.answer
         output = choice.outputs[(answer.start + choice.num_output - 1) % len(choice.outputs)]
         if choice.num_output == 1 and choice.leader is None:
-            output = msgspec.structs.replace(output, cached_tokens=choice.num_cached)
+            output = msgspec.structs.replace(
+                output,
+                cached_tokens=choice.num_cached,
+                prompt_logprobs=self._cycle.prompt_logprobs(choice.request),
+            )
         if choice.num_output == answer.length:
             output = msgspec.structs.replace(
                 output, finish_reason=answer.finish_reason, stop_reason=answer.stop_reason

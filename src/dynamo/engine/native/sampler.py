@@ -318,17 +318,24 @@ def _logprobs(
     wanted = {i: d.num_logprobs for i, d in enumerate(drawings) if d.num_logprobs is not None}
     if not wanted:
         return {}
-    logprobs = _rows(logits, list(wanted)).log_softmax(-1)
-    chosen_ids = torch.tensor([[token_ids[i]] for i in wanted], device=logits.device)
+    rows = list(wanted)
+    found = report(_rows(logits, rows), [token_ids[i] for i in rows], list(wanted.values()))
+    return dict(zip(rows, found, strict=True))
+
+
+def report(
+    logits: torch.Tensor, token_ids: Row[int], nums: Row[int]
+) -> list[generate.TokenLogprobs]:
+    """For each row of logits [rows, vocabulary] how likely this token is, and its `nums` likeliest."""
+    logprobs = logits.log_softmax(-1)
+    chosen_ids = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
     chosen = logprobs.gather(1, chosen_ids).squeeze(1).tolist()
-    top = logprobs.topk(min(max(wanted.values()), logits.shape[1]))
+    top = logprobs.topk(min(max(nums), logits.shape[1]))
     alternatives = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return {
-        i: generate.TokenLogprobs(logprob, tuple(map(generate.TopLogprob, ids[:num], values[:num])))
-        for (i, num), logprob, (ids, values) in zip(
-            wanted.items(), chosen, alternatives, strict=True
-        )
-    }
+    return [
+        generate.TokenLogprobs(logprob, tuple(map(generate.TopLogprob, ids[:num], values[:num])))
+        for num, logprob, (ids, values) in zip(nums, chosen, alternatives, strict=True)
+    ]
 
 
 def _rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:

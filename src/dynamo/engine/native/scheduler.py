@@ -199,7 +199,7 @@ class Scheduler:
             i < len(self._waiting) and num_left and len(self._running) < self._limits.max_num_seqs
         ):
             sequence = self._waiting[i]
-            if self._paging.prefix_caching and _is_ahead(sequence.leader):
+            if self._must_follow(sequence):
                 i += 1
                 continue
             if not self._paging.admit(sequence, keep_free=self._keep_free if self._running else 0):
@@ -208,6 +208,14 @@ class Scheduler:
             bisect.insort(self._running, sequence, key=_rank)
             self._count_cached(sequence)
             num_left -= _add_chunk(chunks, sequence, num_left)
+
+    def _must_follow(self, sequence: Sequence) -> bool:
+        """Whether it waits for the choice that leads: to find its prompt, or because that one tells of the prompt."""
+        has_reason = (
+            self._paging.prefix_caching
+            or sequence.request.output_options.prompt_logprobs is not None
+        )
+        return has_reason and _is_ahead(sequence.leader)
 
     def _count_cached(self, sequence: Sequence) -> None:
         if sequence.num_cached is not None:
@@ -227,6 +235,7 @@ class Scheduler:
             logprobs=(drawn.logprobs,) if drawn.logprobs else None,
             cached_tokens=None if group.is_told_cached else sequence.num_cached,
             stop_reason=stop_reason,
+            prompt_logprobs=drawn.prompt_logprobs,
         )
         group.is_told_cached = True
         result.outputs.append(RequestOutput(sequence.request, output))
