@@ -9,8 +9,18 @@ import re
 from collections.abc import Sequence
 
 from dynamo.base import clock, errors, ids
-from dynamo.frontend import apis, delivery, metrics, models, whole_delivery
+from dynamo.frontend import (
+    apis,
+    delivery,
+    extras,
+    identity,
+    metrics,
+    models,
+    routing_headers,
+    whole_delivery,
+)
 from dynamo.frontend.served_model import ServedModel
+from dynamo.protocols import openai_fields
 from dynamo.runtime import client
 from dynamo.runtime.http import exchange
 
@@ -47,14 +57,15 @@ class Pipeline:
             self._metrics.of_model(model.name), api.endpoint, is_stream=bool(request.stream)
         )
         try:
-            order = await self._prepare(api, model, request, caller)
+            routing = routing_headers.read(caller.request.headers)
+            order = await self._prepare(api, model, request, caller, routing)
         except errors.DynamoError as error:
             meter.failed(error)
             delivery.respond_error(caller, error, api.dialect, id_headers(caller, api.id_headers))
             return
         deliver = api.stream if request.stream else whole_delivery.WholeDelivery
         reply = deliver(caller, order, meter)
-        await self._dispatch(model, reply, meter, request.extensions.backend_instance_id)
+        await self._dispatch(model, reply, meter, routing.instance_of(request))
 
     async def _prepare(
         self,
@@ -62,20 +73,30 @@ class Pipeline:
         model: ServedModel,
         request: apis.R,
         caller: exchange.Exchange,
+        routing: routing_headers.RoutingHeaders,
     ) -> delivery.Order[apis.S]:
         """Text to tokens, and all that the answer will need."""
-        _check_logprobs(model, api.num_logprobs(request))
+        _check_logprobs(model, request)
         request_id = ids.new_request_id()
         preparer = model.preparer
-        created = int(self._clock.wall())
+        wanted = request.extensions.extra_fields
+        timed = extras.Extras(wanted, self._clock) if wanted else None  # from here on
+        prompts = await api.prepare(preparer, request, request_id)
+        who = identity.Identity(
+            request_id=request_id,
+            created=int(self._clock.wall()),
+            model=model.name,
+            fingerprint=model.fingerprint,
+            text=preparer.text,
+        )
         return delivery.Order(
-            shape=api.shape(request, request_id, created, model.name, preparer.text),
+            shape=api.shape(request, who),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=await api.prepare(preparer, request, request_id),
+            prompts=[one._replace(request=routing.apply(one.request)) for one in prompts],
+            request=request,
             headers=id_headers(caller, api.id_headers, request_id),
-            echo=api.echo(request),
-            include_usage=request.include_usage,
+            extra=timed,
         )
 
     async def _dispatch(
@@ -98,6 +119,7 @@ class Pipeline:
                     instance_id=instance_id,
                     headers=dict(reply.order.headers),
                     timeout_s=self._timeout_s,
+                    on_asked=reply.order.extra.asked if reply.order.extra else None,
                 )
             except errors.DynamoError as error:
                 reply.fail(error)
@@ -126,10 +148,21 @@ def id_headers(
     return tuple((name, made) for name in names)
 
 
-def _check_logprobs(model: ServedModel, asked: int | None) -> None:
+def _check_logprobs(model: ServedModel, request: openai_fields.GenerationFields) -> None:
+    """What its engine must be able to report. Raises InvalidRequest."""
+    asked, facts = request.num_logprobs, model.card.runtime_config
+    if request.num_drawn > request.num_choices and not facts.supports_logprobs:
+        raise errors.InvalidRequest(
+            f"best_of: the engine of {model.name!r} does not report log probabilities to choose by; leave it out",
+            param="best_of",
+        )
     if asked is None:
         return
-    facts = model.card.runtime_config
+    if request.is_echoed and not facts.supports_prompt_logprobs:
+        raise errors.InvalidRequest(
+            f"logprobs: the engine of {model.name!r} does not report those of a prompt; leave out echo or logprobs",
+            param="logprobs",
+        )
     if not facts.supports_logprobs:
         raise errors.InvalidRequest(
             f"logprobs: the engine of {model.name!r} does not report them; leave it out",

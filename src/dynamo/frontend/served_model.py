@@ -1,10 +1,11 @@
 """A model as this frontend serves it: how to prepare requests for it, and who answers them."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dynamo.base import errors
+from dynamo.frontend import identity
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import client, requests
@@ -43,6 +44,7 @@ class ServedModel:
         self._preparer = preparer
         self._problem = problem
         self._turns = itertools.count()
+        self.fingerprint = identity.fingerprint(card)
 
     @property
     def name(self) -> str:
@@ -76,6 +78,7 @@ class ServedModel:
         instance_id: int | None,
         headers: Mapping[str, str],
         timeout_s: float | None,
+        on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
         """Begin an answer at one of its instances. Raises NoWorkers or WorkerLost."""
         replicas = self._pick(instance_id)
@@ -88,6 +91,7 @@ class ServedModel:
             among=among,
             headers=headers,
             timeout_s=timeout_s,
+            on_asked=on_asked,
         )
 
     def _pick(self, instance_id: int | None) -> Replicas:

