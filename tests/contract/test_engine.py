@@ -339,6 +339,37 @@ async def test_an_aborted_request_is_silent_and_its_blocks_are_free(host):
     assert host.num_running == 0
 
 
+async def test_an_aborted_choice_is_silent_and_its_siblings_go_on(host):
+    host.submit("a", WORDS[:20], n=3, max_tokens=30)
+    await host.sink.until(lambda: host.sink.of("a", 1))
+    host.engine.abort_choice("a", 1)
+    seen = len(host.sink.of("a", 1))
+    await host.sink.until(lambda: host.sink.has_ended("a") and host.sink.has_ended("a", 2))
+    await host.until_idle()
+
+    assert len(host.sink.of("a", 1)) == seen < 30
+    assert len(host.sink.tokens("a")) == len(host.sink.tokens("a", 2)) == 30
+
+
+async def test_the_choice_that_leads_may_be_aborted_before_it_said_anything(host):
+    host.submit("a", WORDS[:20], n=3, max_tokens=3)
+    host.engine.abort_choice("a", 0)
+    await host.sink.until(lambda: host.sink.has_ended("a", 1) and host.sink.has_ended("a", 2))
+
+    assert host.sink.of("a") == []
+
+
+async def test_a_request_whose_choices_are_all_aborted_is_over(host):
+    host.submit("a", WORDS[:20], n=2, max_tokens=1000)
+    for index in (0, 1, 1, 7):
+        host.engine.abort_choice("a", index)
+    host.engine.abort_choice("unknown", 0)
+    await host.answer("a", WORDS[:20], max_tokens=2)
+    await host.until_idle()
+
+    assert len(host.sink.tokens("a")) == 2
+
+
 async def test_aborting_what_is_unknown_or_over_is_no_error(host):
     host.engine.abort("never seen")
     await host.answer("a", PROMPT, max_tokens=1)

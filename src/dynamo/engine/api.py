@@ -73,6 +73,10 @@ class Engine(Protocol):
         """Stop it and free its blocks; nothing more is said about it. An unknown id is no error."""
         ...
 
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """Stop one of its n choices; nothing more is said about it, and the others go on. Of the last it is `abort`."""
+        ...
+
     def load(self) -> load.ForwardPassMetrics:
         """How busy it is now; cheap."""
         ...

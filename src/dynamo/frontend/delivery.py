@@ -163,6 +163,8 @@ class Delivery(abc.ABC):
         """Look whether this choice was the last to end; says whether the answer is complete now."""
         prompt_number = choice.index // self.order.num_choices
         if self.is_open(prompt_number):
+            if choice.is_cut:
+                self._cancel_choice(prompt_number, choice)
             return False
         if any(one.is_cut for one in self.choices_of(prompt_number)):
             self._cancel(prompt_number)  # the engine does not know of stop strings and calls
@@ -205,6 +207,12 @@ class Delivery(abc.ABC):
         self._is_over = True
         for prompt_number in self._streams:
             self._cancel(prompt_number)
+
+    def _cancel_choice(self, prompt_number: int, choice: choices.Choice) -> None:
+        """Its siblings go on."""
+        stream = self._streams.get(prompt_number)
+        if stream is not None:
+            stream.cancel_choice(choice.index % self.order.num_choices)
 
     def _cancel(self, prompt_number: int) -> None:
         stream = self._streams.get(prompt_number)

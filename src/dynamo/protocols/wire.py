@@ -53,9 +53,10 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Nobody waits for this stream any more. A stream that is not there is no error: the two may cross."""
+    """Nobody waits for this stream any more, or for one choice of it. If it is not there, that is no error: they cross."""
 
     stream: int
+    choice: int | None = None  # None: all
 
 
 # gc=False: an output holds no cycles, and the collector should not walk the thousands that live for one turn.

@@ -12,7 +12,7 @@ from frontend_rig import events, outputs
 
 from dynamo.protocols import generate
 
-# OpenAI's servers say `store` of a response, which its types do not know; `context_window` of a model is the original's.
+# OpenAI says `store` of a response, which its own types do not know; `context_window` of a model is the original's.
 OURS = {"store", "context_window"}
 _CHUNK = openai.types.chat.ChatCompletionChunk
 _EVENT = pydantic.TypeAdapter(openai.types.responses.ResponseStreamEvent)

@@ -31,7 +31,7 @@ frames = st.one_of(
         st.dictionaries(texts, texts, max_size=3),
         st.none() | st.floats(0.001, wire.MAX_TIMEOUT_S),
     ),
-    st.builds(wire.Cancel, numbers),
+    st.builds(wire.Cancel, numbers, st.none() | numbers),
     st.builds(wire.Step, items, st.lists(numbers, max_size=3).map(tuple)),
     st.builds(wire.Reply, numbers, raws),
     st.builds(wire.Fail, numbers, texts, texts, st.none() | texts, st.none() | st.floats(0, 1e8)),
@@ -105,7 +105,7 @@ def test_a_time_limit_must_be_one(timeout_s):
 
 
 def test_a_newer_peer_may_append_fields():
-    assert wire.decode(msgspec.msgpack.encode([3, 7, "new"])) == wire.Cancel(7)
+    assert wire.decode(msgspec.msgpack.encode([3, 7, None, "new"])) == wire.Cancel(7)
 
 
 def test_a_token_costs_few_bytes():

@@ -83,6 +83,15 @@ class Batch:
         for choice in self._open.pop(request_id, ()):
             self._leave(choice)
 
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """End one choice at once. An unknown one is no error."""
+        choices = self._open.get(request_id, [])
+        for choice in [one for one in choices if one.index == index]:
+            self._end(choice)
+            if not choice.num_output:  # the next one leads
+                for other in choices:
+                    other.leader = choices[0] if other is not choices[0] else None
+
     def clear(self) -> None:
         """Forget all reusable prefixes."""
         self._memory.pool.clear()

@@ -121,6 +121,19 @@ class Scheduler:
             self._leave(sequence)
         return group.open
 
+    def abort_choice(self, request_id: str, index: int) -> list[Sequence]:
+        """End one choice of a request at once; its sequence is returned. An unknown one is no error."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        found = [one for one in group.open if one.index == index]
+        for sequence in found:
+            self._end(sequence, group)
+            if not sequence.num_output:  # the next one leads
+                for other in group.open:
+                    other.leader = group.open[0] if other is not group.open[0] else None
+        return found
+
     def clear(self) -> StepResult:
         """Forget all reusable prefixes."""
         self._paging.clear()
