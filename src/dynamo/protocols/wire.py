@@ -53,7 +53,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Nobody waits for this stream any more, or for one choice of it. If it is not there, that is no error: they cross."""
+    """Nobody waits for this stream any more, or for one choice of it. One that is not there is no error."""
 
     stream: int
     choice: int | None = None  # None: all
