@@ -15,6 +15,7 @@ from dynamo.preprocess import (
     generation_defaults,
     options,
     template,
+    thinking_limit,
     tokenize,
 )
 from dynamo.preprocess.parsers import events, formats
@@ -68,7 +69,8 @@ class Preprocessor:
             context_length=self.context_length,
             param=param,
         )
-        prepared = self._assemble(request, request_id, token_ids, max_tokens)
+        limit = thinking_limit.of(request, prompt, self._answer_format, self._tokenizer.id_of)
+        prepared = self._assemble(request, request_id, token_ids, max_tokens, limit)
         return Prepared(
             prepared,
             prompt,
@@ -194,6 +196,7 @@ class Preprocessor:
         request_id: str,
         token_ids: bytes,
         max_tokens: int,
+        limit: generate.ThinkingLimit | None = None,
     ) -> generate.Request:
         hints = request.extensions.agent_hints
         return generate.Request(
@@ -206,6 +209,7 @@ class Preprocessor:
             eos_token_ids=self._eos_token_ids,
             annotations=tuple(request.extensions.annotations or ()),
             priority=request.urgency,
+            thinking=limit,
             session_id=request.session_id,
             expected_output_tokens=hints.osl if hints else None,
         )

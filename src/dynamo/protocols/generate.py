@@ -59,6 +59,15 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, which are then computed
 
 
+class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How long a choice may think. A thought begins and ends with one of these tokens."""
+
+    max_tokens: int
+    close_ids: tuple[int, ...]  # the first is the one to write
+    open_ids: tuple[int, ...] = ()
+    is_open: bool = False  # the prompt has begun the thought
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request as an engine sees it. `token_ids` is packed (`blocks.pack`)."""
 
@@ -73,6 +82,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     lora_name: str | None = None
     data_parallel_rank: int | None = None
+    thinking: ThinkingLimit | None = None
     session_id: str | None = None  # the conversation that it belongs to
     expected_output_tokens: int | None = None  # what the caller expects; a hint to who plans
     kv_transfer_params: dict[str, Any] | None = None

@@ -70,6 +70,11 @@ class ChatRequest(
         return "reasoning_effort"
 
     @property
+    def must_limit_thinking(self) -> bool:
+        """Is a limit to thinking that cannot be held an error?"""
+        return True
+
+    @property
     def allows_calls(self) -> bool:
         """May the answer call tools?"""
         return bool(self.tools) and self.tool_choice != "none"

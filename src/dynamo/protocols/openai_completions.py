@@ -69,6 +69,11 @@ class CompletionRequest(
                 "max_tokens: expected at least 1, got 0; 0 is only allowed with echo",
                 param="max_tokens",
             )
+        if self.extensions.max_thinking_tokens is not None:
+            raise errors.InvalidRequest(
+                "nvext.max_thinking_tokens: a completion is all content; only allowed in a chat",
+                param="nvext.max_thinking_tokens",
+            )
         if self.best_of is not None:
             self._check_best_of(self.best_of)
 

@@ -54,9 +54,9 @@ class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     agent_hints: openai_nvext.AgentHints | None = None
     agent_context: openai_nvext.AgentContext | None = None
     session_control: openai_nvext.SessionControl | None = None
+    max_thinking_tokens: UInt32 | None = None
     # refused, unless they ask for nothing
     prefill_worker_id: None = None
-    max_thinking_tokens: None = None
     guided_json: None = None
     guided_regex: None = None
     guided_grammar: None = None

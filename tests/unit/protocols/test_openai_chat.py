@@ -213,9 +213,9 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_what_came(field, valu
             "nvext.agent_hints.speculative_prefill: not supported; leave it out",
         ),
         (
-            {"nvext": {"max_thinking_tokens": 5}},
+            {"nvext": {"max_thinking_tokens": -5}},
             "nvext.max_thinking_tokens",
-            "nvext.max_thinking_tokens: not supported; leave it out",
+            "nvext.max_thinking_tokens: expected a whole number from 0 to 4294967295, got -5",
         ),
         (
             {"stream": True, "stream_options": {"continuous_usage_stats": True}},

@@ -24,6 +24,7 @@ import torch
 import xxhash
 
 from dynamo.base import errors
+from dynamo.engine.native import thinking
 from dynamo.engine.native.sequence import Sampled, Sequence
 from dynamo.protocols import generate
 
@@ -67,8 +68,11 @@ class Drawing:
             options.presence_penalty,
         )
         self.has_penalties = self.penalties != (1.0, 0.0, 0.0)
+        limit = sequence.request.thinking
+        self.thoughts = thinking.ThoughtWatch(sequence, limit) if limit else None
         self.is_adjusted = (
             self.has_penalties
+            or self.thoughts is not None
             or bool(options.logit_bias)
             or bool(self.min_tokens and self.ending_ids)
         )
@@ -309,6 +313,9 @@ def _ban_and_bias(logits: torch.Tensor, drawing: Drawing) -> None:
         logits.index_add_(0, token_ids, logits.new_tensor(list(bias.values())))
     if banned := drawing.banned_ids:
         logits[banned] = -torch.inf
+    if drawing.thoughts is not None and (forced := drawing.thoughts.forced_id()) is not None:
+        logits.fill_(-torch.inf)
+        logits[forced] = 0.0
 
 
 def _logprobs(
