@@ -14,6 +14,7 @@ from dynamo.frontend import (
     delivery,
     extras,
     identity,
+    instance_query,
     metrics,
     models,
     routing_headers,
@@ -59,6 +60,11 @@ class Pipeline:
         try:
             routing = routing_headers.read(caller.request.headers)
             order = await self._prepare(api, model, request, caller, routing)
+            if instance_query.NAME in order.annotations:
+                chosen = model.choose(mode=self._mode, instance_id=routing.instance_of(request))
+                instance_query.respond(caller, order, chosen)
+                meter.succeeded()
+                return
         except errors.DynamoError as error:
             meter.failed(error)
             delivery.respond_error(caller, error, api.dialect, id_headers(caller, api.id_headers))

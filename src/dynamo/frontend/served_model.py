@@ -94,6 +94,12 @@ class ServedModel:
             on_asked=on_asked,
         )
 
+    def choose(self, *, mode: client.Mode, instance_id: int | None) -> int:
+        """The instance that would be asked. Raises NoWorkers."""
+        replicas = self._pick(instance_id)
+        among = None if replicas.is_alone else replicas.instance_ids
+        return replicas.client.choose(mode=mode, instance_id=instance_id, among=among)
+
     def _pick(self, instance_id: int | None) -> Replicas:
         """The endpoints take turns; most models have one."""
         usable = [

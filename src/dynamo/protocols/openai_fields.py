@@ -199,6 +199,11 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             self._check_extensions(self.nvext)
 
     def _check_extensions(self, extensions: NvExt) -> None:
+        if "query_instance_id" in (extensions.annotations or ()) and not self.stream:
+            raise errors.InvalidRequest(
+                "nvext.annotations: the answer to query_instance_id is a stream; expected stream to be true",
+                param="nvext.annotations",
+            )
         one, other = extensions.backend_instance_id, extensions.decode_worker_id
         if None not in (one, other) and one != other:
             raise errors.InvalidRequest(

@@ -10,7 +10,9 @@ import msgspec
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-Annotation = Literal["request_id", "formatted_prompt", "token_ids", "llm_metrics"]
+Annotation = Literal[
+    "request_id", "formatted_prompt", "token_ids", "llm_metrics", "query_instance_id"
+]
 ExtraField = Literal["worker_id", "timing"]
 
 

@@ -114,6 +114,19 @@ class EndpointClient:
                 return stream
         raise self._nobody(instance_id, *tried.values())
 
+    def choose(
+        self,
+        *,
+        mode: Mode = "round-robin",
+        instance_id: int | None = None,
+        among: Collection[int] | None = None,
+    ) -> int:
+        """Whom `open` would ask first; nobody is asked. Raises NoWorkers."""
+        chosen = self._choose(mode, instance_id, among, {})
+        if chosen is None:
+            raise self._nobody(instance_id)
+        return chosen
+
     def report_down(self, instance_id: int) -> None:
         """Ask this one last, for a while."""
         if instance_id in self._instances:

@@ -184,8 +184,8 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_what_came(field, valu
         (
             {"nvext": {"annotations": ["a"]}},
             "nvext.annotations[0]",
-            "nvext.annotations[0]: expected 'formatted_prompt' or 'llm_metrics' or 'request_id' or "
-            "'token_ids', got a string ('a')",
+            "nvext.annotations[0]: expected 'formatted_prompt' or 'llm_metrics' or 'query_instance_id' "
+            "or 'request_id' or 'token_ids', got a string ('a')",
         ),
         (
             {"prediction": {"type": "x", "content": ""}},
@@ -196,6 +196,11 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_what_came(field, valu
             {"nvext": {"extra_fields": ["engine_data"]}},
             "nvext.extra_fields[0]",
             "nvext.extra_fields[0]: expected 'timing' or 'worker_id', got a string ('engine_data')",
+        ),
+        (
+            {"nvext": {"annotations": ["query_instance_id"]}},
+            "nvext.annotations",
+            "nvext.annotations: the answer to query_instance_id is a stream; expected stream to be true",
         ),
         (
             {"nvext": {"backend_instance_id": 1, "decode_worker_id": 2}},
