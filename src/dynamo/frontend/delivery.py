@@ -69,8 +69,8 @@ class Order(Generic[S_co]):
                 return prompt.prompt or ""
             case "token_ids":
                 return sse.encode(blocks.unpack(prompt.request.token_ids)).decode()
-            case _:
-                return prompt.request.id
+            case _:  # the caller's own, if it has one: the same as in our headers
+                return dict(self.headers).get("x-request-id", prompt.request.id)
 
     def new_choices(self) -> list[choices.Choice]:
         """All answers to all prompts, numbered over all."""

@@ -63,6 +63,10 @@ class MessageChat(openai_chat.ChatRequest, frozen=True, kw_only=True):
     """The chat request that asks the same. Its budget for thinking is a wish, as with Anthropic."""
 
     @property
+    def effort_param(self) -> str:
+        return "output_config.effort"
+
+    @property
     def must_limit_thinking(self) -> bool:
         return False
 
@@ -97,6 +101,7 @@ def chat(conversation: anthropic.Conversation, **fields: Any) -> openai_chat.Cha
         tool_choice=choice.type if choice else None,
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         chat_template_kwargs={THINKING: conversation.is_thinking},
+        reasoning_effort=conversation.output_config.effort if conversation.output_config else None,
         **fields,
     )
 

@@ -184,3 +184,19 @@ async def test_images_and_documents_are_refused_and_cache_marks_are_not(claude, 
 async def test_servers_of_tools_are_refused(claude, fields):
     with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
         await claude.messages.create(model="m", max_tokens=9, messages=SAY, extra_body=fields)
+
+
+async def test_a_request_has_the_callers_id_everywhere(rig):
+    answer = await rig.client.post(
+        "/v1/completions",
+        json={
+            "model": "m",
+            "prompt": "x",
+            "stream": True,
+            "nvext": {"annotations": ["request_id"]},
+        },
+        headers={"x-dynamo-request-id": "mine"},
+    )
+
+    assert answer.text.startswith('event: request_id\n: "mine"\n\n')
+    assert answer.headers["x-request-id"] == "mine"
