@@ -18,6 +18,7 @@ from dynamo.frontend import (
     metrics,
     models,
     routing_headers,
+    sse,
     whole_delivery,
 )
 from dynamo.frontend.served_model import ServedModel
@@ -61,8 +62,7 @@ class Pipeline:
             routing = routing_headers.read(caller.request.headers)
             order = await self._prepare(api, model, request, caller, routing)
             if instance_query.NAME in order.annotations:
-                chosen = model.choose(mode=self._mode, instance_id=routing.instance_of(request))
-                instance_query.respond(caller, order, chosen)
+                self._tell_instance(model, order, caller, routing.instance_of(request))
                 meter.succeeded()
                 return
         except errors.DynamoError as error:
@@ -104,6 +104,17 @@ class Pipeline:
             headers=id_headers(caller, api.id_headers, request_id),
             extra=timed,
         )
+
+    def _tell_instance(
+        self,
+        model: ServedModel,
+        order: delivery.Order[sse.Shape],
+        caller: exchange.Exchange,
+        instance_id: int | None,
+    ) -> None:
+        """Who would be asked. Raises NoWorkers."""
+        chosen = model.choose(mode=self._mode, instance_id=instance_id)
+        instance_query.respond(caller, order, chosen)
 
     async def _dispatch(
         self,
