@@ -13,6 +13,7 @@ from dynamo.preprocess import (
     detokenize,
     effort,
     generation_defaults,
+    infill,
     options,
     template,
     thinking_limit,
@@ -46,10 +47,12 @@ class Preprocessor:
         eos_token_ids: tuple[int, ...],
         defaults: generation_defaults.GenerationDefaults,
         answer_format: formats.AnswerFormat,
+        infill_format: str | None = None,
     ) -> None:
         self.text = detokenize.TextDecoder(tokenizer)
         self._marked_text = self.text.showing(answer_format.marks)
         self._answer_format = answer_format
+        self._infill_format = infill_format
         self.context_length = context_length
         self._tokenizer = tokenizer
         self._template = chat_template
@@ -107,13 +110,14 @@ class Preprocessor:
         self, request: openai_completions.CompletionRequest, request_id: str
     ) -> list[Prepared]:
         """One for each prompt; of several, the ids are numbered. Raises RequestError, which names the field."""
-        packed = await self._pack(request.prompts, request.prompt_param)
+        prompts = infill.prompts(request, self._infill_format)
+        packed = await self._pack(prompts, request.prompt_param)
         is_alone = len(packed) == 1
         return [
             self._complete(
                 request, request_id if is_alone else f"{request_id}-{number}", token_ids, prompt
             )
-            for number, (token_ids, prompt) in enumerate(zip(packed, request.prompts, strict=True))
+            for number, (token_ids, prompt) in enumerate(zip(packed, prompts, strict=True))
         ]
 
     def answer(self, request: generate.Request, *, shows_marks: bool = False) -> answer.AnswerText:

@@ -22,8 +22,7 @@ class CompletionRequest(
     echo: bool | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_BEST_OF)] | None = None
-    # refused, unless it asks for nothing
-    suffix: None = None
+    suffix: str | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -74,6 +73,8 @@ class CompletionRequest(
                 "nvext.max_thinking_tokens: a completion is all content; only allowed in a chat",
                 param="nvext.max_thinking_tokens",
             )
+        if self.suffix and self.echo:
+            raise errors.InvalidRequest("suffix: not supported together with echo", param="suffix")
         if self.best_of is not None:
             self._check_best_of(self.best_of)
 

@@ -4,6 +4,8 @@ import anthropic
 import openai
 import pytest
 
+from dynamo.protocols import model_card
+
 SAY = [{"role": "user", "content": "hi"}]
 TAKEN_BY_CHATS = {
     "frequency_penalty": 0.5,
@@ -129,6 +131,15 @@ async def test_a_completion_refuses_a_suffix(gpt):
         await gpt.completions.create(model="m", prompt="hi", suffix="s")
 
     assert caught.value.param == "suffix"
+
+
+async def test_a_model_that_can_fills_in_before_a_suffix(gpt, rig):
+    able = model_card.RuntimeConfig(infill_format="codestral")
+    worker = await rig.worker("coder", runtime_config=able)
+    answer = await gpt.completions.create(model="coder", prompt="hi", suffix="s")
+
+    assert answer.choices[0].text == "hello"
+    assert worker.prompts == ["[SUFFIX]s[PREFIX]hi"]
 
 
 @pytest.mark.parametrize("prompt", ["hi", ["hi", "hi"], [104, 105], [[104, 105], [104]]])

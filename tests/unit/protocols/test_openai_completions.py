@@ -57,7 +57,7 @@ def test_a_prompt_has_four_forms(prompt, prompts):
             "got 2 in prompt",
         ),
         ({"nvext": {"token_data": []}}, "nvext.token_data", "a list"),
-        ({"suffix": "s"}, "suffix", "not supported"),
+        ({"suffix": "s", "echo": True}, "suffix", "not supported together with echo"),
         ({"messages": []}, "messages", "Unsupported parameter(s): `messages`"),
     ],
 )
