@@ -6,7 +6,7 @@ request plane's callbacks through a `Delivery` to the client, without any task.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dynamo.base import clock, errors, ids
 from dynamo.frontend import (
@@ -21,6 +21,7 @@ from dynamo.frontend import (
     sse,
     whole_delivery,
 )
+from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
 from dynamo.protocols import openai_fields
 from dynamo.runtime import client
@@ -46,6 +47,11 @@ class Pipeline:
         self._clock = time
         self._mode = mode
         self._timeout_s = timeout_s
+        self._admission: desk.Desk | None = None  # None: everybody comes in
+
+    def admit_by(self, admission: desk.Desk) -> None:
+        """From now on a request goes past this desk before it goes to a worker."""
+        self._admission = admission
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
@@ -61,8 +67,12 @@ class Pipeline:
         try:
             routing = routing_headers.read(caller.request.headers)
             order = await self._prepare(api, model, request, caller, routing)
+            instance_id = routing.instance_of(request)
+            if self._admission is not None:
+                prompts = [one.request for one in order.prompts]
+                await self._admission.admit(model, prompts, caller, meter, instance_id)
             if instance_query.NAME in order.annotations:
-                self._tell_instance(model, order, caller, routing.instance_of(request))
+                self._tell_instance(model, order, caller, instance_id)
                 meter.succeeded()
                 return
         except errors.DynamoError as error:
@@ -71,7 +81,7 @@ class Pipeline:
             return
         deliver = api.stream if request.stream else whole_delivery.WholeDelivery
         reply = deliver(caller, order, meter)
-        await self._dispatch(model, reply, meter, routing.instance_of(request))
+        await self._dispatch(model, reply, meter, instance_id)
 
     async def _prepare(
         self,
@@ -113,7 +123,9 @@ class Pipeline:
         instance_id: int | None,
     ) -> None:
         """Who would be asked. Raises NoWorkers."""
-        chosen = model.choose(mode=self._mode, instance_id=instance_id)
+        chosen = model.choose(
+            mode=self._mode, instance_id=instance_id, avoid=self._busy_workers(model)
+        )
         instance_query.respond(caller, order, chosen)
 
     async def _dispatch(
@@ -124,6 +136,7 @@ class Pipeline:
         instance_id: int | None,
     ) -> None:
         """Each prompt to a worker."""
+        avoid = self._busy_workers(model)
         for number, prompt in enumerate(reply.order.prompts):
             if reply.is_over:  # the client has gone, or an earlier prompt has failed
                 return
@@ -134,6 +147,7 @@ class Pipeline:
                     reply.receiver(number),
                     mode=self._mode,
                     instance_id=instance_id,
+                    avoid=avoid,
                     headers=dict(reply.order.headers),
                     timeout_s=self._timeout_s,
                     on_asked=reply.order.extra.asked if reply.order.extra else None,
@@ -142,6 +156,10 @@ class Pipeline:
                 reply.fail(error)
                 return
             reply.opened(number, stream)
+
+    def _busy_workers(self, model: ServedModel) -> Collection[int]:
+        """Who should get nothing now."""
+        return self._admission.busy_workers(model) if self._admission is not None else ()
 
     def _refuse(
         self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange, error: errors.DynamoError
