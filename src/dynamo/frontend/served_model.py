@@ -1,10 +1,11 @@
 """A model as this frontend serves it: how to prepare requests for it, and who answers them."""
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from dynamo.base import errors
+from dynamo.frontend import identity
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate, instances, model_card
 from dynamo.router import route as routing
@@ -44,6 +45,7 @@ class ServedModel:
         self._preparer = preparer
         self._problem = problem
         self._turns = itertools.count()
+        self.fingerprint = identity.fingerprint(card)
 
     @property
     def name(self) -> str:
@@ -78,6 +80,7 @@ class ServedModel:
         headers: Mapping[str, str],
         timeout_s: float | None,
         on_gone: routing.OnGone | None = None,
+        on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
         """Begin an answer at one of its instances, if possible none of `avoid`.
 
@@ -92,7 +95,19 @@ class ServedModel:
             headers=headers,
             timeout_s=timeout_s,
             on_gone=on_gone,
+            on_asked=on_asked,
         )
+
+    def choose(
+        self,
+        request: generate.Request,
+        *,
+        instance_id: int | None,
+        avoid: Collection[int] = (),
+    ) -> int:
+        """The instance that would be asked. Raises NoWorkers."""
+        replicas = self._pick(instance_id, avoid)
+        return replicas.route.choose(request, instance_id=instance_id, among=replicas.among(avoid))
 
     def _pick(self, instance_id: int | None, avoid: Collection[int]) -> Replicas:
         """The endpoints take turns; most models have one."""

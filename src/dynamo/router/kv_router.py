@@ -33,6 +33,7 @@ class Sending:
     receiver: requests.Receiver
     headers: Mapping[str, str] | None
     timeout_s: float | None
+    on_asked: Callable[[int], None] | None
 
 
 class Sharing:
@@ -94,6 +95,7 @@ class KvRouter:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         on_gone: route.OnGone | None = None,
+        on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
         """As `route.Route`."""
         sending = Sending(
@@ -103,10 +105,12 @@ class KvRouter:
             receiver=receiver,
             headers=headers,
             timeout_s=timeout_s,
+            on_asked=on_asked,
         )
         tried: set[int] = set()
         while True:
-            sending = self._restrict(sending, self._client.usable(among, tried))
+            usable = self._client.usable(among, tried)
+            sending = dataclasses.replace(sending, prompt=self._restrict(sending.prompt, usable))
             decision = await self._choose(sending.key, sending.prompt, on_gone)
             try:
                 return await self._send(sending, decision)
@@ -114,6 +118,17 @@ class KvRouter:
                 if sending.prompt.pinned is not None:
                     raise
                 tried.add(decision.worker.instance_id)
+
+    def choose(
+        self,
+        request: generate.Request,
+        *,
+        instance_id: int | None = None,
+        among: Collection[int] | None = None,
+    ) -> int:
+        """As `route.Route`."""
+        prompt = self._restrict(self._read(request, instance_id), self._client.usable(among))
+        return self.selector.preview(prompt, self._clock.now()).worker.instance_id
 
     def prefill_completed(self, key: str) -> None:
         """The prompt of this request is computed."""
@@ -168,14 +183,13 @@ class KvRouter:
             request.session_id, self.selector.active.loads, self._clock.now()
         )
 
-    def _restrict(self, sending: Sending, usable: Sequence[int]) -> Sending:
+    def _restrict(self, prompt: Prompt, usable: Sequence[int]) -> Prompt:
         """Let only the usable be chosen, if that says anything."""
         if len(usable) == len(self._client.instances):
-            return sending
+            return prompt
         if not usable:
             raise errors.NoWorkers(f"none of the instances of {self._client.name} can be reached")
-        prompt = dataclasses.replace(sending.prompt, among=frozenset(usable))
-        return dataclasses.replace(sending, prompt=prompt)
+        return dataclasses.replace(prompt, among=frozenset(usable))
 
     async def _choose(self, key: str, prompt: Prompt, on_gone: route.OnGone | None) -> Decision:
         """The worker that gets it; at once, or when it is its turn."""
@@ -236,6 +250,7 @@ class KvRouter:
                 instance_id=worker.instance_id,
                 headers=sending.headers,
                 timeout_s=sending.timeout_s,
+                on_asked=sending.on_asked,
             )
         except BaseException:
             self.free(sending.key)
@@ -315,3 +330,6 @@ class _RoutedStream:
     def cancel(self) -> None:
         self._stream.cancel()
         self._routed.over()
+
+    def cancel_choice(self, index: int) -> None:
+        self._stream.cancel_choice(index)

@@ -29,11 +29,23 @@ class Route(Protocol):
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         on_gone: OnGone | None = None,
+        on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
         """Begin an answer at `instance_id`, or at one of our choice (`among` these, if given).
 
         A route may let the request wait; it calls `on_gone` with what ends that, if the caller goes (Cancelled).
+        `on_asked` is told the instance that took it, before anything comes back.
 
         Raises NoWorkers; Overloaded if all are too busy; WorkerLost if `instance_id` is given and cannot be reached.
         """
+        ...
+
+    def choose(
+        self,
+        request: generate.Request,
+        *,
+        instance_id: int | None = None,
+        among: Collection[int] | None = None,
+    ) -> int:
+        """Whom `open` would ask first; nobody is asked. Raises NoWorkers."""
         ...
