@@ -10,8 +10,12 @@ import prometheus_client
 from dynamo.base import clock
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
+from dynamo.frontend.admission import metrics as admission_metrics
 from dynamo.observability import metrics
 from dynamo.protocols import instances
+from dynamo.router import __main__ as router_main
+from dynamo.router import config as router_config
+from dynamo.router import metrics as router_metrics
 from dynamo.worker import engines, settings
 from dynamo.worker import metrics as worker_metrics
 
@@ -29,7 +33,15 @@ Every process also reads `DYN_LOG` (levels: `info`, `debug`, `warn,dynamo.runtim
 
 def reference() -> str:
     """The whole page."""
-    sections = [HEAD, *_settings("python -m dynamo.frontend", frontend_config.FrontendConfig)]
+    sections = [
+        HEAD,
+        *_settings(
+            "python -m dynamo.frontend", frontend_config.FrontendConfig, router_config.RoutingConfig
+        ),
+    ]
+    sections += _settings(
+        "python -m dynamo.router", router_main.ServiceConfig, router_config.RoutingConfig
+    )
     for name in engines.KIND_BY_NAME:
         sections += _settings(
             f"python -m dynamo.{name}", settings.WorkerConfig, engines.settings_of(name)
@@ -58,6 +70,8 @@ def _settings(command: str, *parts: type) -> Iterator[str]:
 def _frontend_registry() -> prometheus_client.CollectorRegistry:
     registry = metrics.Registry("dynamo_frontend")
     frontend_metrics.FrontendMetrics(registry, clock.SystemClock().now)
+    admission_metrics.AdmissionMetrics(registry)
+    router_metrics.RouterMetrics(registry, "")
     return registry.collectors
 
 

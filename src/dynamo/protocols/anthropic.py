@@ -43,14 +43,6 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     display: None = None
 
 
-class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model may call a tool, and whether more than one."""
-
-    type: Literal["auto", "none", "any", "tool"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The shape of the answer's text."""
 
@@ -61,9 +53,16 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the answer shall be."""
 
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
-    # refused, unless it asks for nothing
-    effort: None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model may call a tool, and whether more than one."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,6 +130,9 @@ class MessageRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fie
     container: None = None
     inference_geo: None = None
     speed: None = None
+    diagnostics: None = None
+    user_profile_id: None = None
+    workspace_id: None = None
 
     def check(self) -> None:
         """What the types cannot say. Raises InvalidRequest."""

@@ -23,6 +23,9 @@ _KIND_BY_CLASS: dict[type[errors.DynamoError], Kind] = {
     errors.InvalidRequest: Kind(400, "invalid_request_error"),
     errors.ContextTooLong: Kind(400, "invalid_request_error"),
     errors.ModelNotFound: Kind(404, "invalid_request_error"),
+    errors.Unauthenticated: Kind(401, "invalid_request_error"),
+    errors.Forbidden: Kind(403, "invalid_request_error"),
+    errors.RateLimited: Kind(429, "rate_limit_error"),
     errors.Cancelled: Kind(499, "request_cancelled"),
     errors.RequestError: Kind(400, "invalid_request_error"),
     errors.Unavailable: Kind(503, "service_unavailable"),
@@ -64,7 +67,8 @@ def status_of(error: errors.DynamoError) -> int:
 def body_of(error: errors.DynamoError) -> bytes:
     """The error as JSON."""
     kind = kind_of(error)
-    return encode(str(error), type=kind.type, param=errors.param_of(error), code=error.code)
+    param = error.param if isinstance(error, errors.RequestError) else None
+    return encode(str(error), type=kind.type, param=param, code=error.code)
 
 
 def refusal(status: int, message: str) -> bytes:

@@ -16,14 +16,6 @@ def test_an_error_crosses_the_wire_as_itself(cls):
     assert str(arrived) == str(sent)
 
 
-def test_the_field_at_fault_crosses_with_the_callers_errors_only():
-    refused = errors.from_wire("invalid_request", "no", "guided_json")
-    failed = errors.from_wire("engine_failed", "no", "guided_json")
-
-    assert errors.param_of(refused) == "guided_json"
-    assert errors.param_of(failed) is None
-
-
 def test_each_class_has_a_code_of_its_own():
     codes = [cls.code for cls in all_classes()]
 

@@ -42,7 +42,8 @@ def test_what_can_be_honoured_or_asks_for_nothing_is_taken(harmless):
         ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none' or 'required'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'text', got a string ('xml')"),
         ({"truncation": "auto"}, "truncation", "'disabled'"),
-        ({"reasoning": {"effort": "low"}}, "reasoning", "not supported"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "not supported"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
         ({"top_logprobs": 2}, "top_logprobs", "0, got 2"),
         ({"stream_options": {}}, "stream_options", "stream is true"),
         (
