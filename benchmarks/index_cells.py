@@ -87,17 +87,16 @@ class Ours:
         body = self.msgspec.msgpack.encode(batch)
         decode = self.msgspec.msgpack.Decoder(self.events.EventBatch).decode
         decoded = cpu_us(lambda: decode(body), 2000) / 128
-        longest_us, began = 0.0, time.perf_counter()
+        steps: list[float] = []  # CPU time, because a busy machine interrupts
         is_over = False
         while not is_over:
-            step = time.perf_counter()
+            began = time.process_time()
             is_over = self.index.sweep(4)
-            longest_us = max(longest_us, 1e6 * (time.perf_counter() - step))
-        swept_ms = 1e3 * (time.perf_counter() - began)
+            steps.append(1e6 * (time.process_time() - began))
         return {
             "decode an event, µs a block": decoded,
-            "sweep after a removal, all steps, wall ms": swept_ms,
-            "sweep, longest step, wall µs": longest_us,
+            "sweep after a removal, all steps, ms": sum(steps) / 1e3,
+            "sweep after a removal, longest step, µs": max(steps),
         }
 
 

@@ -4,7 +4,7 @@ A bit of somebody who left is not given to another before every trace of it is s
 then it still stands on them. Whoever searches does so among the living, so the traces harm nobody.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import compress
 
 from dynamo.protocols import kv_events
@@ -49,8 +49,10 @@ class Holders:
             self._workers[position] = None
         self._free += positions
 
-    def workers(self, bits: int) -> Iterator[api.Worker]:
+    def workers(self, bits: int) -> Iterable[api.Worker]:
         """Who these (living) are; all of one tier."""
+        if not bits & (bits - 1):
+            return self._workers[bits.bit_length() - 1 : bits.bit_length()]  # type: ignore[return-value]
         digits = bin(bits)[:1:-1].encode().translate(_DIGITS)
         return compress(self._workers, digits)  # type: ignore[arg-type]
 
