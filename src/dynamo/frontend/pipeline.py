@@ -6,10 +6,11 @@ request plane's callbacks through a `Delivery` to the client, without any task.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dynamo.base import clock, errors, ids
 from dynamo.frontend import apis, delivery, metrics, models, whole_delivery
+from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
 from dynamo.runtime import client
 from dynamo.runtime.http import exchange
@@ -34,6 +35,11 @@ class Pipeline:
         self._clock = time
         self._mode = mode
         self._timeout_s = timeout_s
+        self._admission: desk.Desk | None = None  # None: everybody comes in
+
+    def admit_by(self, admission: desk.Desk) -> None:
+        """From now on a request goes past this desk before it goes to a worker."""
+        self._admission = admission
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
@@ -48,6 +54,10 @@ class Pipeline:
         )
         try:
             order = await self._prepare(api, model, request, caller)
+            if self._admission is not None:
+                prompts = [one.request for one in order.prompts]
+                pinned = request.extensions.backend_instance_id
+                await self._admission.admit(model, prompts, caller, meter, pinned)
         except errors.DynamoError as error:
             meter.failed(error)
             delivery.respond_error(caller, error, api.dialect, id_headers(caller, api.id_headers))
@@ -86,6 +96,7 @@ class Pipeline:
         instance_id: int | None,
     ) -> None:
         """Each prompt to a worker."""
+        avoid: Collection[int] = self._admission.busy_workers(model) if self._admission else ()
         for number, prompt in enumerate(reply.order.prompts):
             if reply.is_over:  # the client has gone, or an earlier prompt has failed
                 return
@@ -96,6 +107,7 @@ class Pipeline:
                     reply.receiver(number),
                     mode=self._mode,
                     instance_id=instance_id,
+                    avoid=avoid,
                     headers=dict(reply.order.headers),
                     timeout_s=self._timeout_s,
                 )
