@@ -25,7 +25,7 @@ BUDGET = {
     "preprocess": 2400,
     "disagg": 800,
     "frontend": 5600,
-    "worker": 1200,
+    "worker": 1220,
     "planner": 2000,
     "operator": 2000,
     "cli": 1250,
