@@ -5,7 +5,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.frontend import apis, clearing, delivery, models, pipeline, responses, sse, token_counts
+from dynamo.frontend import (
+    apis,
+    clearing,
+    delivery,
+    models,
+    pipeline,
+    records,
+    responses,
+    sse,
+    token_counts,
+)
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import metrics
 from dynamo.protocols import anthropic_errors, openai_errors
@@ -31,8 +41,10 @@ class App:
         remembered: responses.Responses,
         caches: clearing.CacheClearing,
         registry: metrics.Registry,
+        watch: records.Watch | None = None,
     ) -> None:
         self._pipeline = answers
+        self._watch = watch
         self._models = known
         self._registry = registry
         self.is_draining = False
@@ -68,7 +80,8 @@ class App:
                 self._pipeline.answer(api, caller) if self._accepts(caller, api.dialect) else None
             )
 
-        return handle
+        watch = self._watch
+        return handle if watch is None else lambda caller: handle(watch(caller))
 
     def _computes(
         self,

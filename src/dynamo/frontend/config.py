@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import config, errors
-from dynamo.runtime import component
+from dynamo.frontend import record_config
+from dynamo.observability import row_writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendConfig(component.RuntimeConfig):
+class FrontendConfig(record_config.RecordConfig):
     """The OpenAI-compatible HTTP door: finds workers, and passes requests to them."""
 
     http_host: str = config.option(
@@ -62,3 +63,5 @@ class FrontendConfig(component.RuntimeConfig):
             raise errors.ConfigError(
                 "--tls-cert-path and --tls-key-path: expected both or neither, got one of them"
             )
+        row_writer.check(self.audit_options)
+        row_writer.check(self.request_trace_options)

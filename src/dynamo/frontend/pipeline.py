@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dynamo.base import clock, errors, ids
 from dynamo.frontend import apis, delivery, metrics, models, whole_delivery
 from dynamo.frontend.served_model import ServedModel
+from dynamo.observability import logs, spans
 from dynamo.runtime import client
 from dynamo.runtime.http import exchange
 
@@ -28,52 +29,74 @@ class Pipeline:
         time: clock.Clock,
         mode: client.Mode,
         timeout_s: float | None,
+        enter_trace: spans.Enter = spans.pass_on,
+        *,
+        keeps_answers: bool = False,
     ) -> None:
         self._models = known
         self._metrics = counted
         self._clock = time
         self._mode = mode
         self._timeout_s = timeout_s
+        self._enter_trace = enter_trace
+        self._keeps_answers = keeps_answers
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
+        arrival = self._arrive(caller)
         try:
             request = api.decode(caller.request.body)
             model = self._models.find(request.model)
         except errors.DynamoError as error:
-            self._refuse(api, caller, error)
+            self._refuse(api, caller, arrival, error)
             return
         meter = metrics.RequestMeter(
-            self._metrics.of_model(model.name), api.endpoint, is_stream=bool(request.stream)
+            self._metrics.of_model(model.name),
+            api.endpoint,
+            is_stream=bool(request.stream),
+            arrival=arrival,
         )
         try:
-            order = await self._prepare(api, model, request, caller)
+            order = await self._prepare(api, model, request, arrival)
         except errors.DynamoError as error:
             meter.failed(error)
-            delivery.respond_error(caller, error, api.dialect, id_headers(caller, api.id_headers))
+            delivery.respond_error(caller, error, api.dialect, _told(api, arrival))
             return
         deliver = api.stream if request.stream else whole_delivery.WholeDelivery
         reply = deliver(caller, order, meter)
         await self._dispatch(model, reply, meter, request.extensions.backend_instance_id)
+
+    def _arrive(self, caller: exchange.Exchange) -> metrics.Arrival:
+        """Note when it came and what it is called; all that is logged from here on says so."""
+        at = self._metrics.now()
+        made = ids.new_request_id()
+        told = callers_id(caller) or made
+        trace, parent_id = self._enter_trace(caller.request.headers)
+        logs.about.set(logs.Subject("http-request", told, trace))
+        return metrics.Arrival(at, made, told, trace, parent_id)
 
     async def _prepare(
         self,
         api: apis.Api[apis.R, apis.S],
         model: ServedModel,
         request: apis.R,
-        caller: exchange.Exchange,
+        arrival: metrics.Arrival,
     ) -> delivery.Order[apis.S]:
         """Text to tokens, and all that the answer will need."""
+        if request.store and not self._keeps_answers:
+            raise errors.InvalidRequest(
+                "store: answers are not kept here; expected false or nothing, got true",
+                param="store",
+            )
         _check_logprobs(model, api.num_logprobs(request))
-        request_id = ids.new_request_id()
         preparer = model.preparer
         created = int(self._clock.wall())
         return delivery.Order(
-            shape=api.shape(request, request_id, created, model.name, preparer.text),
+            shape=api.shape(request, arrival.id, created, model.name, preparer.text),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=await api.prepare(preparer, request, request_id),
-            headers=id_headers(caller, api.id_headers, request_id),
+            prompts=await api.prepare(preparer, request, arrival.id),
+            headers=_told(api, arrival),
             echo=api.echo(request),
             include_usage=request.include_usage,
         )
@@ -86,44 +109,58 @@ class Pipeline:
         instance_id: int | None,
     ) -> None:
         """Each prompt to a worker."""
+        headers = dict(reply.order.headers)
+        if meter.arrival.trace is not None:
+            headers |= meter.arrival.trace.headers()
         for number, prompt in enumerate(reply.order.prompts):
             if reply.is_over:  # the client has gone, or an earlier prompt has failed
                 return
-            meter.prompt(prompt.request.prompt_len)
+            meter.prompt(prompt.request)
             try:
                 stream = await model.open(
                     prompt.request,
                     reply.receiver(number),
                     mode=self._mode,
                     instance_id=instance_id,
-                    headers=dict(reply.order.headers),
+                    headers=headers,
                     timeout_s=self._timeout_s,
                 )
             except errors.DynamoError as error:
                 reply.fail(error)
                 return
             reply.opened(number, stream)
+        meter.opened()
 
     def _refuse(
-        self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange, error: errors.DynamoError
+        self,
+        api: apis.Api[apis.R, apis.S],
+        caller: exchange.Exchange,
+        arrival: metrics.Arrival,
+        error: errors.DynamoError,
     ) -> None:
         """Before it is known which model was meant."""
         unknown = self._metrics.of_model(metrics.UNKNOWN_MODEL)
-        metrics.RequestMeter(unknown, api.endpoint, is_stream=False).failed(error)
-        delivery.respond_error(caller, error, api.dialect, id_headers(caller, api.id_headers))
+        metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival).failed(error)
+        delivery.respond_error(caller, error, api.dialect, _told(api, arrival))
 
 
-def id_headers(
-    caller: exchange.Exchange, names: Sequence[str], made: str | None = None
-) -> exchange.Headers:
-    """The caller's own id for its request, if it has a sane one; else the one that we made."""
+def callers_id(caller: exchange.Exchange) -> str | None:
+    """The caller's own id for its request, if it has a sane one."""
     for name in apis.REQUEST_ID_HEADERS:
         given = caller.request.headers.get(name)
         if given is not None and _CALLERS_ID.fullmatch(given):
-            made = given
-            break
-    made = made or ids.new_request_id()
-    return tuple((name, made) for name in names)
+            return given
+    return None
+
+
+def id_headers(caller: exchange.Exchange, names: Sequence[str]) -> exchange.Headers:
+    """What tells the caller its request's id; if it has none, we make one."""
+    told = callers_id(caller) or ids.new_request_id()
+    return tuple((name, told) for name in names)
+
+
+def _told(api: apis.Api[apis.R, apis.S], arrival: metrics.Arrival) -> exchange.Headers:
+    return tuple((name, arrival.told_id) for name in api.id_headers)
 
 
 def _check_logprobs(model: ServedModel, asked: int | None) -> None:

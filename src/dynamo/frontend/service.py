@@ -14,6 +14,7 @@ from dynamo.frontend import (
     metrics,
     models,
     pipeline,
+    records,
     response_store,
     responses,
 )
@@ -32,8 +33,9 @@ class Frontend:
     ) -> None:
         settings.check()
         registry = observed.Registry(settings.metrics_prefix)
-        counted = metrics.FrontendMetrics(registry, time.monotonic)
         now = clock.SystemClock()
+        self._records = records.Records(settings, registry, now)
+        counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers)
         self.models = models.Models(
             runtime.discovery, runtime.client, counted, now, namespace=settings.namespace
         )
@@ -43,6 +45,8 @@ class Frontend:
             now,
             settings.router_mode,
             settings.request_timeout_secs or None,
+            self._records.enter_trace,
+            keeps_answers=self._records.watch is not None,
         )
         store = response_store.ResponseStore(
             max_items=settings.response_store_items,
@@ -50,7 +54,8 @@ class Frontend:
         )
         caches = clearing.CacheClearing(self.models, runtime.requests, runtime.client)
         remembered = responses.Responses(store)
-        self._app = app.App(answers, self.models, remembered, caches, registry)
+        watch = self._records.watch
+        self._app = app.App(answers, self.models, remembered, caches, registry, watch)
         self._settings = settings
         self._server = server.HttpServer(
             self._app.routes,
@@ -76,6 +81,7 @@ class Frontend:
     ) -> None:
         await self._server.close()
         await self._tasks.close()
+        await self._records.close()
 
     @property
     def url(self) -> str:
