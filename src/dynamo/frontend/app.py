@@ -9,6 +9,7 @@ from dynamo.frontend import (
     apis,
     clearing,
     delivery,
+    description,
     models,
     pipeline,
     records,
@@ -48,6 +49,7 @@ class App:
         self._models = known
         self._registry = registry
         self.is_draining = False
+        self._description = description.Description()
         counts = token_counts.TokenCounts(known, remembered)
         self.routes = router.Router(
             {
@@ -69,6 +71,8 @@ class App:
                 ("GET", "/health"): self._health,
                 ("GET", "/live"): _live,
                 ("GET", "/metrics"): self._metrics,
+                ("GET", "/openapi.json"): self._description.show,
+                ("GET", "/docs"): self._docs,
                 ("GET", "/"): self._status_page,
             },
             error_body=error_body,
@@ -141,6 +145,10 @@ class App:
     def _metrics(self, caller: exchange.Exchange) -> None:
         caller.respond(200, self._registry.render(), content_type=metrics.CONTENT_TYPE)
 
+    def _docs(self, caller: exchange.Exchange) -> None:
+        ready = self._models.ready
+        self._description.show_page(caller, ready[0].name if ready else "MODEL")
+
     def _status_page(self, caller: exchange.Exchange) -> None:
         served = "".join(
             f"<li>{html.escape(model.name)}: {len(model.instances)} worker(s)</li>"
@@ -148,7 +156,7 @@ class App:
         )
         links = "".join(
             f'<li><a href="{path}">{path}</a></li>'
-            for path in ("/v1/models", "/health", "/metrics")
+            for path in ("/docs", "/v1/models", "/health", "/metrics")
         )
         posts = "".join(f"<li>POST {path}</li>" for path in self.routes.paths("POST"))
         page = (
