@@ -122,7 +122,8 @@ def _table(title: str, rows: Iterable[tuple[str, str, str]]) -> str:
 
 def _kinds(answer: Mapping[str, Any]) -> str:
     return ", ".join(
-        f"{media}: {_phrase(content['schema'])}" for media, content in answer["content"].items()
+        f"{media.partition(';')[0]}: {_phrase(content['schema'])}"
+        for media, content in answer["content"].items()
     )
 
 
@@ -146,6 +147,9 @@ def _phrase(schema: Mapping[str, Any]) -> str:
         return " or ".join(map(_phrase, kinds))
     if "enum" in schema:
         return " | ".join(map(json.dumps, schema["enum"]))
+    if schema.get("description") == openapi.AN_EVENT:
+        (kinds, *_) = schema["properties"]["data"]["anyOf"]
+        return f"events with {_phrase(kinds['contentSchema'])}"
     kind = schema.get("type", "anything")
     if kind == "array":
         most = schema.get("maxItems")

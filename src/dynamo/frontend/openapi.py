@@ -14,6 +14,8 @@ from dynamo.frontend.operations import Operation
 _SCHEMAS = "#/components/schemas/"
 _OURS = "dynamo.protocols."  # begins the names of types that share their last part
 _JSON = "application/json"
+_DONE = "[DONE]"
+AN_EVENT = "a server-sent event"
 _REQUEST_ID = {"type": "string", "pattern": "^[!-~]{1,200}$"}
 _HEADERS = (  # whatever is in them, the request is answered: what is broken counts as absent
     ("x-request-id", "the caller's id of this request; without a sane one we make one"),
@@ -121,10 +123,7 @@ def _responses(operation: Operation, refs: Refs) -> dict[str, Any]:
     found: dict[str, Any] = {"200": {"description": operation.summary, "content": content}}
     if operation.events is not None:
         found["200"]["description"] += "; a stream of events if `stream` is true"
-        content[sse.CONTENT_TYPE] = {
-            "schema": {"type": "string", "description": "server-sent events"},
-            "x-event-data": refs[operation.events],
-        }
+        content[sse.CONTENT_TYPE] = {"schema": _event(operation, refs, refs[operation.events])}
     if operation.request is not None:
         found["200"]["headers"] = {"x-request-id": {"schema": _REQUEST_ID}}
     for status, kind in operation.others.items():
@@ -132,6 +131,16 @@ def _responses(operation: Operation, refs: Refs) -> dict[str, Any]:
     for status in sorted(operation.errors):
         found[str(status)] = _answer(_REASONS[status], refs[operation.error_body])
     return found
+
+
+def _event(operation: Operation, refs: Refs, data: dict[str, Any]) -> dict[str, Any]:
+    """One server-sent event: before OpenAPI 3.2, the schema of a stream is that of its events."""
+    kinds = {"anyOf": [data, refs[operation.error_body]]}
+    texts: list[dict[str, Any]] = [{"contentMediaType": _JSON, "contentSchema": kinds}]
+    if operation.ends_with_done:
+        texts.append({"const": _DONE})
+    fields = {"event": {"type": "string"}, "data": {"type": "string", "anyOf": texts}}
+    return {"type": "object", "description": AN_EVENT, "properties": fields}
 
 
 def _answer(text: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class Operation:
     answer: type | str  # the type of its JSON, or the media type of its text
     request: type | None = None
     events: type | None = None  # of the data, if the answer may be a stream
+    ends_with_done: bool = False  # the stream's last event is [DONE]
     others: Mapping[int, type] = field(default_factory=dict)  # answers of other statuses
     errors: Sequence[int] = ()
     error_body: type = openai_errors.ErrorBody
@@ -53,6 +54,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         request=openai_chat.ChatRequest,
         answer=openai_answers.ChatCompletion,
         events=openai_answers.ChatChunk,
+        ends_with_done=True,
         errors=GENERATES,
         example={"messages": _HI, "max_tokens": 60},
     ),
@@ -62,6 +64,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         request=openai_completions.CompletionRequest,
         answer=openai_answers.Completion,
         events=openai_answers.Completion,
+        ends_with_done=True,
         errors=GENERATES,
         example={"prompt": "Once upon a time", "max_tokens": 60},
     ),
