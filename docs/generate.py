@@ -11,7 +11,7 @@ from dynamo.base import clock
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
 from dynamo.frontend import records
-from dynamo.observability import metrics
+from dynamo.observability import loop_delay, metrics
 from dynamo.protocols import instances
 from dynamo.worker import engines, settings
 from dynamo.worker import metrics as worker_metrics
@@ -60,6 +60,7 @@ def _settings(command: str, *parts: type) -> Iterator[str]:
 def _frontend_registry() -> prometheus_client.CollectorRegistry:
     registry = metrics.Registry("dynamo_frontend")
     frontend_metrics.FrontendMetrics(registry, clock.SystemClock().now)
+    loop_delay.LoopDelay(registry, clock.SystemClock())
     records.Records(frontend_config.FrontendConfig(), registry, clock.SystemClock())
     return registry.collectors
 

@@ -70,6 +70,9 @@ class FrontendMetrics:
         self.disconnected = registry.gauge(
             "disconnected_clients", "Clients that went away before their answer was complete"
         )
+        self.failures = registry.counter(
+            "failures_total", "Requests that ended by an error, by its kind", ("class", "reason")
+        )
         self.cancelled = registry.counter(
             "model_cancellation_total", "Requests whose client went away", by_model
         )
@@ -252,6 +255,8 @@ class RequestMeter:
 
     def failed(self, error: errors.DynamoError) -> None:
         """It ended by an error."""
+        if not self._is_over:
+            self.model.families.failures.labels(type(error).__name__, error.code).inc()
         self._end("error", _error_type(error))
 
     def disconnected(self) -> None:

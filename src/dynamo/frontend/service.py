@@ -18,6 +18,7 @@ from dynamo.frontend import (
     response_store,
     responses,
 )
+from dynamo.observability import loop_delay
 from dynamo.observability import metrics as observed
 from dynamo.runtime import component
 from dynamo.runtime.http import limits, server
@@ -56,6 +57,7 @@ class Frontend:
         remembered = responses.Responses(store)
         watch = self._records.watch
         self._app = app.App(answers, self.models, remembered, caches, registry, watch)
+        self._loop_delay = loop_delay.LoopDelay(registry, now)
         self._settings = settings
         self._server = server.HttpServer(
             self._app.routes,
@@ -70,6 +72,7 @@ class Frontend:
         host, port = self._settings.http_host, self._settings.http_port
         self.port = await self._server.start(host, port)
         self._tasks.start("watch models", self.models.watch())
+        self._tasks.start("watch the event loop", self._loop_delay.watch())
         _logger.info("listening on %s", self.url)
         return self
 

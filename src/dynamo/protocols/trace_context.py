@@ -63,6 +63,8 @@ def read(headers: Mapping[str, str]) -> TraceContext | None:
 
 def _state(text: str) -> str:
     """The list if it is valid, else nothing: one bad member spoils it."""
+    if not text:
+        return ""
     members = [member.strip(" \t") for member in text.split(",")]
     members = [member for member in members if member]
     state = ",".join(members)
