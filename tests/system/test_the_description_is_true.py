@@ -13,11 +13,11 @@ from schemathesis.checks import CHECKS, load_all_checks
 
 from dynamo.frontend import openapi, operations
 
-NUM_EXAMPLES = 10  # of each kind for each operation
-# It generates texts that the schema allows and that mean nothing (unknown tools, two contradicting parameters): a 400
-# is right for them. And what a response is called by is not in a header that it would know.
+NUM_EXAMPLES = 8  # of each kind for each operation
+# It makes bodies that the schema allows and that mean nothing (unknown tools, parameters that contradict each other): a
+# 400 is right for them.
 load_all_checks()
-LEFT_OUT = CHECKS.get_by_names(["positive_data_acceptance", "unsupported_method"])
+LEFT_OUT = CHECKS.get_by_names(["positive_data_acceptance"])
 CASES = [
     (method, openapi.path_of(pattern), mode)
     for (method, pattern), operation in operations.OPERATIONS.items()

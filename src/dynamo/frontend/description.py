@@ -4,7 +4,7 @@ import functools
 import importlib.metadata
 from typing import Any
 
-from dynamo.frontend import docs_page, openapi, operations, sse
+from dynamo.frontend import docs_page, field_details, openapi, operations, sse
 from dynamo.runtime.http import exchange
 
 
@@ -15,7 +15,7 @@ class Description:
     def document(self) -> dict[str, Any]:
         """OpenAPI's."""
         version = importlib.metadata.version("pydynamo")
-        return openapi.document(operations.OPERATIONS, operations.DETAILS, version)
+        return openapi.document(operations.OPERATIONS, field_details.DETAILS, version)
 
     def show(self, caller: exchange.Exchange) -> None:
         """For programs."""

@@ -18,7 +18,6 @@ from dynamo.protocols import (
     openai_chat,
     openai_completions,
     openai_errors,
-    openai_messages,
     openai_responses,
     tokenization,
 )
@@ -163,21 +162,4 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="This description, to be read by people", tag="Operation", answer=_HTML
     ),
     ("GET", "/"): Operation(summary="Models and routes, for people", tag="Operation", answer=_HTML),
-}
-
-# What a field whose type is open (templates walk through it) has to be, beyond its type.
-_MESSAGES = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"enum": list(openai_messages.ROLES)},
-            "content": {"type": ["string", "array", "null"], "items": {"type": "object"}},
-        },
-    },
-}
-DETAILS: dict[tuple[type, str], dict[str, Any]] = {
-    (openai_chat.ChatRequest, "messages"): _MESSAGES,
 }

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from frontend_rig import events, outputs
 
-from dynamo.frontend import docs_page, openapi, operations
+from dynamo.frontend import docs_page, field_details, openapi, operations
 from dynamo.protocols import openai_chat
 
-DOCUMENT = openapi.document(operations.OPERATIONS, operations.DETAILS, "1.2.3")
+DOCUMENT = openapi.document(operations.OPERATIONS, field_details.DETAILS, "1.2.3")
 
 
 async def test_every_route_is_described_and_every_description_is_of_a_route(rig):
