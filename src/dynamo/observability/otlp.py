@@ -4,6 +4,7 @@ The SDK batches, sends and tries again, in a thread of its own. It gets spans th
 and end each of them in its tracer would cost the event loop six times as much (docs/decisions/0009-spans-when-over.md).
 """
 
+import threading
 from collections.abc import Sequence
 
 from opentelemetry import trace
@@ -18,6 +19,7 @@ from dynamo.protocols import trace_context
 _KINDS = {"server": trace.SpanKind.SERVER, "internal": trace.SpanKind.INTERNAL}
 _SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
 _NANOSECONDS = 1e9
+CLOSE_S = 1.0
 
 
 class OtlpExporter:
@@ -25,8 +27,8 @@ class OtlpExporter:
 
     def __init__(self, endpoint: str, service: str) -> None:
         self._resource = Resource.create({"service.name": service})
-        sender = OTLPSpanExporter(endpoint=endpoint)
-        self._batches = BatchSpanProcessor(sender)
+        self._sender = OTLPSpanExporter(endpoint=endpoint)
+        self._batches = BatchSpanProcessor(self._sender)
 
     def export(self, found: Sequence[spans.Span]) -> None:
         """Take these."""
@@ -34,8 +36,11 @@ class OtlpExporter:
             self._batches.on_end(self._readable(span))
 
     def close(self) -> None:
-        """Send what waits."""
+        """Send what waits; a collector that does not answer is not tried again for long."""
+        patience = threading.Timer(CLOSE_S, self._sender.shutdown)
+        patience.start()
         self._batches.shutdown()  # type: ignore[no-untyped-call]
+        patience.cancel()
 
     def _readable(self, span: spans.Span) -> ReadableSpan:
         context = _context(span.context, span.context.span_id)

@@ -6,7 +6,7 @@ import pytest
 
 import collector
 from dynamo.base import errors
-from dynamo.observability import spans, tracing
+from dynamo.observability import otlp, spans, tracing
 from dynamo.protocols import trace_context
 
 CONTEXT = trace_context.TraceContext("a" * 32, "b" * 16, 1, "v=1")
@@ -59,3 +59,16 @@ def test_a_collector_gets_the_spans_as_they_were():
     assert collector.attributes(span) == {"model": "m", "output_tokens": 7}
     assert (span.kind, span.trace_state) == (2, "v=1")
     assert (span.status.code, span.status.message) == (2, "overload")
+
+
+def test_a_collector_that_is_not_there_holds_nobody_up(monkeypatch, caplog):
+    monkeypatch.setattr(otlp, "CLOSE_S", 0.05)
+    exporter = tracing.exporter(
+        settings(otel_exporter_otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")
+    )
+    exporter.export(
+        [spans.Span(name="x", context=CONTEXT, parent_id=None, started_at=1.0, ended_at=2.0)]
+    )
+    exporter.close()
+
+    assert "aborting retry" in caplog.text  # it would have gone on
