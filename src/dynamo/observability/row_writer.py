@@ -57,7 +57,8 @@ class RowWriter(Generic[R]):
         """Have it written soon. `num_bytes` is about what it weighs."""
         with self._lock:
             is_full = (
-                len(self._rows) >= self._options.capacity
+                self._is_closed
+                or len(self._rows) >= self._options.capacity
                 or self._num_bytes + num_bytes > MAX_WAITING_BYTES
             )
             if not is_full:

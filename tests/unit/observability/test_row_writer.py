@@ -110,6 +110,14 @@ def test_waiting_bytes_are_bounded(tmp_path, dropped):
     assert number(dropped) == 1
 
 
+def test_what_comes_after_the_end_is_counted(tmp_path, dropped):
+    writer = row_writer.RowWriter(options(tmp_path / "a"), encode, dropped)
+    writer.close()
+    writer.put({})
+
+    assert number(dropped) == 1
+
+
 def test_rows_that_cannot_be_written_are_counted_and_told(tmp_path, dropped, caplog):
     writer = row_writer.RowWriter(options(tmp_path / "a"), lambda row: 1 // row, dropped)
     writer.put(0)
