@@ -24,10 +24,13 @@ _HEADERS = (  # whatever is in them, the request is answered: what is broken cou
 )
 _REASONS = {
     400: "A parameter is wrong or not supported; the message names it",
+    401: "No API key, or one that is not known",
+    403: "This API key does not allow it",
     404: "There is no such thing, or no such model",
     408: "The request did not arrive in time",
     413: "The body is too large",
     415: "The body is not JSON",
+    429: "Too much in too short a time; Retry-After says when to try again",
     500: "The engine failed",
     503: "Nobody can answer now; Retry-After says when to try again",
     504: "The time is over",
