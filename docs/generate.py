@@ -11,6 +11,7 @@ from dynamo.base import clock
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
 from dynamo.frontend import records
+from dynamo.frontend.admission import metrics as admission_metrics
 from dynamo.observability import loop_delay, metrics
 from dynamo.protocols import instances
 from dynamo.worker import engines, settings
@@ -62,6 +63,7 @@ def _frontend_registry() -> prometheus_client.CollectorRegistry:
     frontend_metrics.FrontendMetrics(registry, clock.SystemClock().now)
     loop_delay.LoopDelay(registry, clock.SystemClock())
     records.Records(frontend_config.FrontendConfig(), registry, clock.SystemClock())
+    admission_metrics.AdmissionMetrics(registry)
     return registry.collectors
 
 

@@ -13,7 +13,7 @@ SRC = pathlib.Path(__file__).parents[1] / "src" / "dynamo"
 FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold. Raising one is a line in the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 600,
+    "base": 750,
     "protocols": 2600,
     "observability": 1100,
     "runtime": 3700,
@@ -24,7 +24,7 @@ BUDGET = {
     "semantic": 1000,
     "preprocess": 2400,
     "disagg": 800,
-    "frontend": 5600,
+    "frontend": 6200,
     "worker": 1150,
     "planner": 2000,
     "operator": 2000,

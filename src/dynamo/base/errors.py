@@ -7,6 +7,9 @@
     │   ├── ContextTooLong           prompt and answer exceed the context      400
     │   ├── ModelNotFound            nobody serves this name                   404
     │   ├── ResponseNotFound         an earlier answer is not kept (any more)  400
+    │   ├── Unauthenticated          no key, or one that nobody gave out       401
+    │   ├── Forbidden                this key may not do that                  403
+    │   ├── RateLimited              this key has had its share                429
     │   └── Cancelled                the caller went away                      499
     ├── Unavailable              nobody can answer now → 503
     │   ├── Overloaded               all are busy, try later (retry_after_s)
@@ -71,6 +74,28 @@ class ResponseNotFound(RequestError):
     """The answer to go on from is not kept, or not any more."""
 
     code = "previous_response_not_found"
+
+
+class Unauthenticated(RequestError):
+    """The request has no API key, or one that is not known."""
+
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """The key is known, but may not do this."""
+
+    code = "forbidden"
+
+
+class RateLimited(RequestError):
+    """The key or its tenant has used up what it may; `retry_after_s` says when it is worth trying again."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Cancelled(RequestError):

@@ -12,6 +12,7 @@ import msgspec
 from dynamo.observability import row_writer
 from dynamo.runtime.http import exchange
 
+Watch = Callable[[exchange.Exchange], exchange.Exchange]
 MAX_ANSWER_BYTES = 16 * 2**20
 _EVENT_END = b"\n\n"
 _DATA = b"data: "

@@ -7,6 +7,7 @@ abandoned by the client. Whatever still runs at a worker then is cancelled at on
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -238,6 +239,6 @@ def respond_error(
     headers: exchange.Headers = (),
 ) -> None:
     """Answer by an error; one that may pass says when to try again."""
-    if isinstance(error, errors.Unavailable):
-        headers = (*headers, ("retry-after", str(max(1, round(error.retry_after_s)))))
+    if isinstance(error, errors.Unavailable | errors.RateLimited):
+        headers = (*headers, ("retry-after", str(max(1, math.ceil(error.retry_after_s)))))
     client.respond(dialect.status_of(error), dialect.body_of(error), headers=headers)

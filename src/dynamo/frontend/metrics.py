@@ -184,6 +184,7 @@ class RequestMeter:
         "num_cached",
         "num_prompts",
         "num_tokens",
+        "on_end",
         "opened_at",
         "prepared_at",
         "request",
@@ -214,6 +215,7 @@ class RequestMeter:
         self.error_type = ""
         self._is_over = False
         self._is_queued = True
+        self.on_end: Callable[[int], None] | None = None  # told once, with the tokens generated
         model.families.started.labels(endpoint, model.label, self.request_type).inc()
         model.inflight.inc()
         model.queued.inc()
@@ -295,6 +297,8 @@ class RequestMeter:
         model.families.requests.labels(
             self.endpoint, error_type, model.label, self.request_type, status
         ).inc()
+        if self.on_end is not None:
+            self.on_end(self.num_tokens)
         for observer in model.families.observers:
             observer.ended(self)
 
@@ -306,6 +310,8 @@ def _error_type(error: errors.DynamoError) -> str:
             return "not_found"
         case errors.Cancelled():
             return "cancelled"
+        case errors.RateLimited():
+            return "overload"
         case errors.RequestError():
             return "validation"
         case errors.Unavailable():

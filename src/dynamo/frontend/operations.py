@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.frontend import status_answers, token_counts
+from dynamo.frontend.admission import thresholds
 from dynamo.observability import metrics
 from dynamo.protocols import (
     anthropic,
@@ -24,7 +25,8 @@ from dynamo.protocols import (
 
 ANY_ID = "*"  # ends a pattern whose last part is an id
 _HTTP = (408, 413, 415)  # what the HTTP server says of a body
-READS = (400, 404, *_HTTP, 503)  # errors of a route that works on what it is asked
+_KEYS = (401, 403, 429)  # what the door says, where keys are needed
+READS = (400, *_KEYS, 404, *_HTTP, 503)  # errors of a route that works on what it is asked
 GENERATES = (*READS, 500, 504)  # and of one that asks a worker
 _HTML = "text/html; charset=utf-8"
 _HI = [{"role": "user", "content": "What is the capital of France?"}]
@@ -80,13 +82,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="An answer that was kept",
         tag="OpenAI",
         answer=openai_answers.Response,
-        errors=(400, 404),
+        errors=(400, *_KEYS, 404),
     ),
     ("DELETE", "/v1/responses/*"): Operation(
         summary="Forget it",
         tag="OpenAI",
         answer=openai_answers.DeletedResponse,
-        errors=(404,),
+        errors=(*_KEYS, 404),
     ),
     ("POST", "/v1/responses/input_tokens"): Operation(
         summary="Count the tokens of such a request",
@@ -97,10 +99,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         example={"input": "Who are you?"},
     ),
     ("GET", "/v1/models"): Operation(
-        summary="The models that can be asked", tag="OpenAI", answer=openai_answers.ModelList
+        summary="The models that can be asked",
+        tag="OpenAI",
+        answer=openai_answers.ModelList,
+        errors=_KEYS,
     ),
     ("GET", "/v1/models/*"): Operation(
-        summary="One of them", tag="OpenAI", answer=openai_answers.Model, errors=(404,)
+        summary="One of them", tag="OpenAI", answer=openai_answers.Model, errors=(*_KEYS, 404)
     ),
     ("POST", "/v1/messages"): Operation(
         summary="Answer a conversation, as Anthropic's messages do",
@@ -141,7 +146,21 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="All workers forget what they have cached",
         tag="Operation",
         answer=status_answers.Cleared,
-        errors=(408, 413),
+        errors=(*_KEYS, 408, 413),
+    ),
+    ("GET", "/busy_threshold"): Operation(
+        summary="From when on workers count as busy",
+        tag="Operation",
+        answer=status_answers.AllThresholds,
+        errors=_KEYS,
+    ),
+    ("POST", "/busy_threshold"): Operation(
+        summary="Change it for one model; what is left out stays, and null is no threshold",
+        tag="Operation",
+        request=thresholds.Change,
+        answer=status_answers.ModelThresholds,
+        errors=READS,
+        example={"active_decode_blocks_threshold": 0.9},
     ),
     ("GET", "/health"): Operation(
         summary="200 if somebody can answer, else 503",
@@ -156,10 +175,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="Prometheus's format", tag="Operation", answer=metrics.CONTENT_TYPE
     ),
     ("GET", "/openapi.json"): Operation(
-        summary="This description", tag="Operation", answer=dict[str, Any]
+        summary="This description", tag="Operation", answer=dict[str, Any], errors=_KEYS
     ),
     ("GET", "/docs"): Operation(
-        summary="This description, to be read by people", tag="Operation", answer=_HTML
+        summary="This description, to be read by people",
+        tag="Operation",
+        answer=_HTML,
+        errors=_KEYS,
     ),
     ("GET", "/"): Operation(summary="Models and routes, for people", tag="Operation", answer=_HTML),
 }

@@ -6,10 +6,11 @@ request plane's callbacks through a `Delivery` to the client, without any task.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dynamo.base import clock, errors, ids
-from dynamo.frontend import apis, delivery, metrics, models, whole_delivery
+from dynamo.frontend import apis, audit, delivery, metrics, models, whole_delivery
+from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import logs, spans
 from dynamo.runtime import client
@@ -30,8 +31,7 @@ class Pipeline:
         mode: client.Mode,
         timeout_s: float | None,
         enter_trace: spans.Enter = spans.pass_on,
-        *,
-        keeps_answers: bool = False,
+        watch: audit.Watch | None = None,
     ) -> None:
         self._models = known
         self._metrics = counted
@@ -39,11 +39,18 @@ class Pipeline:
         self._mode = mode
         self._timeout_s = timeout_s
         self._enter_trace = enter_trace
-        self._keeps_answers = keeps_answers
+        self._watch = watch
+        self._admission: desk.Desk | None = None  # None: everybody comes in
+
+    def admit_by(self, admission: desk.Desk) -> None:
+        """From now on a request goes past this desk before it goes to a worker."""
+        self._admission = admission
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
         arrival = self._arrive(caller)
+        if self._watch is not None:
+            caller = self._watch(caller)
         try:
             request = api.decode(caller.request.body)
             model = self._models.find(request.model)
@@ -58,6 +65,10 @@ class Pipeline:
         )
         try:
             order = await self._prepare(api, model, request, arrival)
+            if self._admission is not None:
+                prompts = [one.request for one in order.prompts]
+                pinned = request.extensions.backend_instance_id
+                await self._admission.admit(model, prompts, caller, meter, pinned)
         except errors.DynamoError as error:
             meter.failed(error)
             delivery.respond_error(caller, error, api.dialect, _told(api, arrival))
@@ -83,7 +94,7 @@ class Pipeline:
         arrival: metrics.Arrival,
     ) -> delivery.Order[apis.S]:
         """Text to tokens, and all that the answer will need."""
-        if request.store and not self._keeps_answers:
+        if request.store and self._watch is None:
             raise errors.InvalidRequest(
                 "store: answers are not kept here; expected false or nothing, got true",
                 param="store",
@@ -112,6 +123,7 @@ class Pipeline:
         headers = dict(reply.order.headers)
         if meter.arrival.trace is not None:
             headers |= meter.arrival.trace.headers()
+        avoid: Collection[int] = self._admission.busy_workers(model) if self._admission else ()
         for number, prompt in enumerate(reply.order.prompts):
             if reply.is_over:  # the client has gone, or an earlier prompt has failed
                 return
@@ -122,6 +134,7 @@ class Pipeline:
                     reply.receiver(number),
                     mode=self._mode,
                     instance_id=instance_id,
+                    avoid=avoid,
                     headers=headers,
                     timeout_s=self._timeout_s,
                 )

@@ -4,16 +4,13 @@ What is not wanted does not exist: no observer, no thread, and the exchange is a
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from dynamo.base import clock
 from dynamo.frontend import audit, config, metrics, request_log, request_spans, request_trace
 from dynamo.observability import metrics as observed
 from dynamo.observability import row_writer, spans, tracing
-from dynamo.runtime.http import exchange
-
-Watch = Callable[[exchange.Exchange], exchange.Exchange]
 
 
 class _Closing(Protocol):
@@ -32,7 +29,7 @@ class Records:
         self._open: list[_Closing] = []
         self._observers: list[metrics.Observer] = []
         self.enter_trace: spans.Enter = spans.pass_on
-        self.watch: Watch | None = None
+        self.watch: audit.Watch | None = None
         if request_log.is_wanted():
             self._observers.append(request_log.RequestLog())
         self._open_spans(settings, time)

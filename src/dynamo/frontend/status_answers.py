@@ -43,3 +43,18 @@ class Cleared(msgspec.Struct, kw_only=True, omit_defaults=True):
     cleared_workers: list[ClearedWorker] = []
     failed_workers: list[ClearedWorker] = []
     message: str = ""
+
+
+class ModelThresholds(msgspec.Struct, kw_only=True):
+    """From when on a worker of this model counts as busy; null: never."""
+
+    model: str
+    active_decode_blocks_threshold: float | None
+    active_prefill_tokens_threshold: int | None
+    active_prefill_tokens_threshold_frac: float | None
+
+
+class AllThresholds(msgspec.Struct, kw_only=True):
+    """Those of all models."""
+
+    thresholds: list[ModelThresholds]

@@ -98,6 +98,10 @@ class Batch:
                 request_active_slots=len(self._prefilling) + len(self._decoding),
                 request_total_slots=self._limits.max_num_seqs,
                 num_requests_waiting=len(self._waiting),
+                active_prefill_tokens=sum(
+                    choice.num_tokens - choice.num_computed
+                    for choice in (*self._prefilling, *self._waiting)
+                ),
             ),
             kv_stats=load.KvStats(
                 kv_active_blocks=self._memory.pool.num_active,

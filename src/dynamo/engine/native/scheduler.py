@@ -167,6 +167,7 @@ class Scheduler:
                 request_active_slots=len(self._running),
                 request_total_slots=self._limits.max_num_seqs,
                 num_requests_waiting=len(self._waiting),
+                active_prefill_tokens=self._num_prefill_tokens(),
             ),
             kv_stats=load.KvStats(
                 kv_active_blocks=self._paging.num_active,
@@ -174,6 +175,11 @@ class Scheduler:
                 gpu_prefix_cache_hit_rate=hit_rate,
             ),
         )
+
+    def _num_prefill_tokens(self) -> int:
+        """Of prompts; a running sequence whose prompt is done has one token left to compute, which is none of them."""
+        unfinished = (n for s in self._running if (n := _num_uncomputed(s)) > 1)
+        return sum(unfinished) + sum(map(_num_uncomputed, self._waiting))
 
     def _decode(self) -> list[Chunk]:
         chunks: list[Chunk] = []
