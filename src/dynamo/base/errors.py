@@ -169,6 +169,13 @@ def _descendants(cls: type[DynamoError]) -> list[type[DynamoError]]:
 _CLASS_BY_CODE = {cls.code: cls for cls in _descendants(DynamoError)}
 
 
-def from_wire(code: str, message: str) -> DynamoError:
+def from_wire(
+    code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> DynamoError:
     """The error that a peer named by `code`; an unknown code is a plain DynamoError."""
-    return _CLASS_BY_CODE.get(code, DynamoError)(message)
+    cls = _CLASS_BY_CODE.get(code, DynamoError)
+    if issubclass(cls, RequestError):
+        return cls(message, param=param)
+    if issubclass(cls, Unavailable) and retry_after_s is not None:
+        return cls(message, retry_after_s=retry_after_s)
+    return cls(message)

@@ -9,10 +9,23 @@ import re
 from collections.abc import Collection, Sequence
 
 from dynamo.base import clock, errors, ids
-from dynamo.frontend import apis, audit, delivery, metrics, models, whole_delivery
+from dynamo.frontend import (
+    apis,
+    audit,
+    delivery,
+    extras,
+    identity,
+    instance_query,
+    metrics,
+    models,
+    routing_headers,
+    sse,
+    whole_delivery,
+)
 from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import logs, spans
+from dynamo.protocols import openai_fields
 from dynamo.runtime import client
 from dynamo.runtime.http import exchange
 
@@ -64,18 +77,23 @@ class Pipeline:
             arrival=arrival,
         )
         try:
-            order = await self._prepare(api, model, request, arrival)
+            routing = routing_headers.read(caller.request.headers)
+            order = await self._prepare(api, model, request, arrival, routing)
+            instance_id = routing.instance_of(request)
             if self._admission is not None:
                 prompts = [one.request for one in order.prompts]
-                pinned = request.extensions.backend_instance_id
-                await self._admission.admit(model, prompts, caller, meter, pinned)
+                await self._admission.admit(model, prompts, caller, meter, instance_id)
+            if instance_query.NAME in order.annotations:
+                self._tell_instance(model, order, caller, instance_id)
+                meter.succeeded()
+                return
         except errors.DynamoError as error:
             meter.failed(error)
             delivery.respond_error(caller, error, api.dialect, _told(api, arrival))
             return
         deliver = api.stream if request.stream else whole_delivery.WholeDelivery
         reply = deliver(caller, order, meter)
-        await self._dispatch(model, reply, meter, request.extensions.backend_instance_id)
+        await self._dispatch(model, reply, meter, instance_id)
 
     def _arrive(self, caller: exchange.Exchange) -> metrics.Arrival:
         """Note when it came and what it is called; all that is logged from here on says so."""
@@ -92,6 +110,7 @@ class Pipeline:
         model: ServedModel,
         request: apis.R,
         arrival: metrics.Arrival,
+        routing: routing_headers.RoutingHeaders,
     ) -> delivery.Order[apis.S]:
         """Text to tokens, and all that the answer will need."""
         if request.store and self._watch is None:
@@ -99,18 +118,40 @@ class Pipeline:
                 "store: answers are not kept here; expected false or nothing, got true",
                 param="store",
             )
-        _check_logprobs(model, api.num_logprobs(request))
+        _check_logprobs(model, request)
         preparer = model.preparer
-        created = int(self._clock.wall())
+        wanted = request.extensions.extra_fields
+        timed = extras.Extras(wanted, self._clock) if wanted else None  # from here on
+        prompts = await api.prepare(preparer, request, arrival.id)
+        who = identity.Identity(
+            request_id=arrival.id,
+            created=int(self._clock.wall()),
+            model=model.name,
+            fingerprint=model.fingerprint,
+            text=preparer.text,
+        )
         return delivery.Order(
-            shape=api.shape(request, arrival.id, created, model.name, preparer.text),
+            shape=api.shape(request, who),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=await api.prepare(preparer, request, arrival.id),
+            prompts=[one._replace(request=routing.apply(one.request)) for one in prompts],
+            request=request,
             headers=_told(api, arrival),
-            echo=api.echo(request),
-            include_usage=request.include_usage,
+            extra=timed,
         )
+
+    def _tell_instance(
+        self,
+        model: ServedModel,
+        order: delivery.Order[sse.Shape],
+        caller: exchange.Exchange,
+        instance_id: int | None,
+    ) -> None:
+        """Who would be asked. Raises NoWorkers."""
+        chosen = model.choose(
+            mode=self._mode, instance_id=instance_id, avoid=self._busy_workers(model)
+        )
+        instance_query.respond(caller, order, chosen)
 
     async def _dispatch(
         self,
@@ -123,7 +164,7 @@ class Pipeline:
         headers = dict(reply.order.headers)
         if meter.arrival.trace is not None:
             headers |= meter.arrival.trace.headers()
-        avoid: Collection[int] = self._admission.busy_workers(model) if self._admission else ()
+        avoid = self._busy_workers(model)
         for number, prompt in enumerate(reply.order.prompts):
             if reply.is_over:  # the client has gone, or an earlier prompt has failed
                 return
@@ -137,12 +178,17 @@ class Pipeline:
                     avoid=avoid,
                     headers=headers,
                     timeout_s=self._timeout_s,
+                    on_asked=reply.order.extra.asked if reply.order.extra else None,
                 )
             except errors.DynamoError as error:
                 reply.fail(error)
                 return
             reply.opened(number, stream)
         meter.opened()
+
+    def _busy_workers(self, model: ServedModel) -> Collection[int]:
+        """Who should get nothing now."""
+        return self._admission.busy_workers(model) if self._admission is not None else ()
 
     def _refuse(
         self,
@@ -176,10 +222,21 @@ def _told(api: apis.Api[apis.R, apis.S], arrival: metrics.Arrival) -> exchange.H
     return tuple((name, arrival.told_id) for name in api.id_headers)
 
 
-def _check_logprobs(model: ServedModel, asked: int | None) -> None:
+def _check_logprobs(model: ServedModel, request: openai_fields.GenerationFields) -> None:
+    """What its engine must be able to report. Raises InvalidRequest."""
+    asked, facts = request.num_logprobs, model.card.runtime_config
+    if request.num_drawn > request.num_choices and not facts.supports_logprobs:
+        raise errors.InvalidRequest(
+            f"best_of: the engine of {model.name!r} does not report log probabilities to choose by; leave it out",
+            param="best_of",
+        )
     if asked is None:
         return
-    facts = model.card.runtime_config
+    if request.is_echoed and not facts.supports_prompt_logprobs:
+        raise errors.InvalidRequest(
+            f"logprobs: the engine of {model.name!r} does not report those of a prompt; leave out echo or logprobs",
+            param="logprobs",
+        )
     if not facts.supports_logprobs:
         raise errors.InvalidRequest(
             f"logprobs: the engine of {model.name!r} does not report them; leave it out",

@@ -1,10 +1,11 @@
 """A model as this frontend serves it: how to prepare requests for it, and who answers them."""
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from dynamo.base import errors
+from dynamo.frontend import identity
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import client, requests
@@ -45,6 +46,7 @@ class ServedModel:
         self._preparer = preparer
         self._problem = problem
         self._turns = itertools.count()
+        self.fingerprint = identity.fingerprint(card)
 
     @property
     def name(self) -> str:
@@ -79,6 +81,7 @@ class ServedModel:
         avoid: Collection[int] = (),
         headers: Mapping[str, str],
         timeout_s: float | None,
+        on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
         """Begin an answer at one of its instances, if possible none of `avoid`. Raises NoWorkers or WorkerLost."""
         replicas = self._pick(instance_id, avoid)
@@ -91,6 +94,16 @@ class ServedModel:
             among=among,
             headers=headers,
             timeout_s=timeout_s,
+            on_asked=on_asked,
+        )
+
+    def choose(
+        self, *, mode: client.Mode, instance_id: int | None, avoid: Collection[int] = ()
+    ) -> int:
+        """The instance that would be asked. Raises NoWorkers."""
+        replicas = self._pick(instance_id, avoid)
+        return replicas.client.choose(
+            mode=mode, instance_id=instance_id, among=replicas.among(avoid)
         )
 
     def _pick(self, instance_id: int | None, avoid: Collection[int]) -> Replicas:

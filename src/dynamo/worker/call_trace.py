@@ -106,6 +106,9 @@ class TimedCall:
 
         self._call.on_cancel(cancelled)
 
+    def on_choice_cancel(self, callback: Callable[[int], None]) -> None:
+        self._call.on_choice_cancel(callback)
+
     def reply(self, value: Any) -> None:
         self._call.reply(value)
 
