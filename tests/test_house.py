@@ -14,7 +14,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold. Raising one is a line in the diff, so a reviewer sees it.
 BUDGET = {
     "base": 750,
-    "protocols": 2600,
+    "protocols": 2900,
     "observability": 1100,
     "runtime": 3700,
     "transfer": 1800,
@@ -24,7 +24,7 @@ BUDGET = {
     "semantic": 1000,
     "preprocess": 2400,
     "disagg": 800,
-    "frontend": 5600,
+    "frontend": 6700,
     "worker": 1300,
     "planner": 2000,
     "operator": 2000,
