@@ -25,7 +25,7 @@ BUDGET = {
     "preprocess": 2400,
     "disagg": 800,
     "frontend": 6700,
-    "worker": 1300,
+    "worker": 1450,
     "planner": 2000,
     "operator": 2000,
     "cli": 1250,
