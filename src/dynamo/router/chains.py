@@ -112,7 +112,8 @@ class Chains:
         appended = self._append(holder, names, parent)
         step = segments.MAX_BLOCKS  # tails first, so that they are older and go before their heads
         for start in reversed(range(appended, len(names), step)):
-            self._add(segments.Segment(names[start : start + step], holder))
+            piece = names[start : start + step]
+            self._add(segments.Segment(piece, holder), piece)
         return len(names)
 
     def _append(self, holder: int, names: Sequence[int], parent: int | None) -> int:
@@ -129,17 +130,18 @@ class Chains:
         self._segment_by_name.update(dict.fromkeys(added, number))
         return len(added)
 
-    def _add(self, segment: segments.Segment) -> int:
+    def _add(self, segment: segments.Segment, names: Sequence[int]) -> int:
         self._num_made += 1
         self._segments[self._num_made] = segment
-        self._segment_by_name.update(dict.fromkeys(segment.names, self._num_made))
+        self._segment_by_name.update(dict.fromkeys(names, self._num_made))
         return self._num_made
 
     def _split(self, number: int, num_blocks: int) -> None:
-        rest = self._add(self._segments[number].split(num_blocks))
+        rest = self._segments[number].split(num_blocks)
+        added = self._add(rest, rest.names)
         if self._unswept:
-            self._unswept.append(rest)
-        self._trim(rest)
+            self._unswept.append(added)
+        self._trim(added)
 
     def _trim(self, number: int) -> None:
         segment = self._segments[number]

@@ -61,9 +61,7 @@ class EventOrder:
         waiting, self._waiting, self._missed = self._waiting, [], []
         self.position, self.is_behind, self._is_telling_all = position, False, False
         for batch in waiting:
-            if (
-                batch.epoch == position.epoch
-            ):  # of another life, it is old; or its like will come again
+            if batch.epoch == position.epoch:  # else it is old, or its like will come again
                 events += self.take(batch)
         return events
 

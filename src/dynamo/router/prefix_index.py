@@ -16,6 +16,7 @@ from dynamo.protocols import kv_events
 from dynamo.router import api, chains, foreign_names, holders
 
 MAX_BLOCKS = 1 << 22  # about 450 MB
+_DEVICE, _HOST, _DISK = kv_events.Tier
 _SWEEP = 4  # segments for each event
 _SWEEP_NAMES = 256  # of foreign engines
 
@@ -37,9 +38,11 @@ class PrefixIndex:
 
     def find(self, sequence_hashes: Sequence[int]) -> api.Overlaps:
         living = self._holders.living
-        device = self._depths(sequence_hashes, living[kv_events.Tier.DEVICE])
-        host = self._depths_behind(sequence_hashes, kv_events.Tier.HOST, device)
-        disk = self._depths_behind(sequence_hashes, kv_events.Tier.DISK, device, host)
+        device = self._depths(sequence_hashes, living[_DEVICE])
+        if not (living[_HOST] or living[_DISK]):
+            return api.Overlaps(device, {}, {})
+        host = self._depths_behind(sequence_hashes, _HOST, device)
+        disk = self._depths_behind(sequence_hashes, _DISK, device, host)
         return api.Overlaps(device, host, disk)
 
     def apply(self, worker: api.Worker, event: kv_events.KvEvent) -> None:
@@ -101,7 +104,11 @@ class PrefixIndex:
     def _depths(self, names: Sequence[int], among: int) -> dict[api.Worker, int]:
         depths: dict[api.Worker, int] = {}
         for bits, depth in self._chains.runs(names, among):
-            depths.update(dict.fromkeys(self._holders.workers(bits), depth))
+            found = dict.fromkeys(self._holders.workers(bits), depth)
+            if depths:
+                depths |= found
+            else:
+                depths = found
         return depths
 
     def _depths_behind(
@@ -109,11 +116,8 @@ class PrefixIndex:
     ) -> dict[api.Worker, int]:
         """How far this tier goes on for each worker, where its faster tiers end."""
         depths: dict[api.Worker, int] = {}
-        living = self._holders.living[tier]
-        if not living:
-            return depths
         among_by_start: dict[int, int] = {}
-        for worker in self._holders.workers(living):
+        for worker in self._holders.workers(self._holders.living[tier]):
             start = sum(tier_depths.get(worker, 0) for tier_depths in faster)
             bit = self._holders.bit(worker, tier)
             among_by_start[start] = among_by_start.get(start, 0) | bit

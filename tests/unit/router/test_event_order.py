@@ -84,6 +84,25 @@ def test_a_worker_that_began_anew_holds_nothing_of_before():
     assert order.take(batch(1, REMOVED, epoch=2)) == (REMOVED,)
 
 
+def test_what_comes_between_question_and_answer_is_applied_after_it():
+    order = caught_up()
+    order.ask()
+    meanwhile = order.take(batch(0, STORED, REMOVED))
+
+    assert meanwhile == ()
+    assert order.replayed(part(STORED, at=1)) == [STORED, REMOVED]
+
+
+def test_what_waited_from_a_former_life_is_dropped():
+    order = event_order.EventOrder()
+    order.take(batch(5, STORED, epoch=1))
+    order.replayed(part(anew=True))
+
+    assert order.replayed(part(at=3, epoch=2)) == []
+    assert order.position == kv_events.Position(2, 3)
+    assert not order.is_behind
+
+
 def test_a_full_replay_that_breaks_off_is_asked_for_again_from_nothing():
     order = caught_up(at=7)
     order.ask()
