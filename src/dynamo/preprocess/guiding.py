@@ -34,7 +34,7 @@ def of_fields(request: openai_fields.GenerationFields) -> generate.GuidedDecodin
         raise errors.InvalidRequest(f"{name}: expected at least one choice, got none", param=name)
     kind = name.removeprefix("guided_")
     return generate.GuidedDecoding(
-        **{kind: _read(kind, value)}, backend=_field(request, "guided_decoding_backend"), param=name
+        **{kind: _read(kind, value)}, backend=_backend(request), param=name
     )
 
 
@@ -54,7 +54,8 @@ def of_chat(
         )
     asked = fields or shape
     if request.must_call:  # a response format is for text, and there will be none
-        return generate.GuidedDecoding(calls=_calls(request, form.frame), param="tool_choice")
+        calls = _calls(request, form.frame)
+        return generate.GuidedDecoding(calls=calls, backend=_backend(request), param="tool_choice")
     if asked is None or not request.allows_calls:
         return asked
     if not form.can_choose_to_call:
@@ -70,6 +71,11 @@ def _field(request: openai_fields.GenerationFields, name: str) -> Any:
     """At the root, else in `nvext`."""
     value = getattr(request, name)
     return getattr(request.extensions, name) if value is None else value
+
+
+def _backend(request: openai_fields.GenerationFields) -> str | None:
+    found: str | None = _field(request, "guided_decoding_backend")
+    return found
 
 
 def _read(kind: str, value: Any) -> Any:
@@ -90,7 +96,9 @@ def _of_format(request: openai_chat.ChatRequest) -> generate.GuidedDecoding | No
     schema = _ANY_OBJECT
     if described is not None and described.schema is not None:
         schema = msgspec.json.encode(described.schema).decode()
-    return generate.GuidedDecoding(json=schema, param=request.format_param)
+    return generate.GuidedDecoding(
+        json=schema, backend=_backend(request), param=request.format_param
+    )
 
 
 def _calls(request: openai_chat.ChatRequest, frame: tools.Frame) -> generate.Calls:

@@ -90,6 +90,15 @@ def test_a_response_format_is_a_schema(fields, expected):
     assert (told and told.json) == expected
 
 
+def test_the_library_that_is_wanted_is_told_however_a_shape_is_asked_for():
+    shaped = guide(response_format={"type": "json_object"}, guided_decoding_backend="x")
+    called = guide(
+        tools=[tool("f")], tool_choice="required", nvext={"guided_decoding_backend": "x"}
+    )
+
+    assert shaped.backend == called.backend == "x"
+
+
 def test_calls_that_must_come_name_their_tools():
     with_schema = tool("f", parameters={"properties": {"a": NUMBER}})
     told = guide(tools=[with_schema, tool("g")], tool_choice="required")
