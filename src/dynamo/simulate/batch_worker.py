@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from dynamo.engine.mock import answers, batch, memory, timing
 from dynamo.protocols import blocks, generate, kv_events
-from dynamo.router.load import Capacity
+from dynamo.router import load
 from dynamo.simulate.worker import Change, Progress
 from dynamo.simulate.workload import Arrival
 
@@ -19,7 +19,7 @@ _WORDS = range(2**31, 2**31 + 64)  # what answers are made of: no block of a pro
 class BatchWorker:
     """Mutable."""
 
-    def __init__(self, capacity: Capacity, *, block_size: int, speedup_ratio: float = 1.0) -> None:
+    def __init__(self, capacity: load.Capacity, *, block_size: int, speedup_ratio: float = 1.0) -> None:
         self.next_time = math.inf
         self._timing = timing.Timing(speedup_ratio=speedup_ratio)
         self._block_size = block_size
