@@ -135,7 +135,12 @@ def _add_flag(
         parser.add_argument(name, nargs="?", help=text)
     elif kind is bool:
         parser.add_argument(
-            flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text
+            flag,
+            *field.metadata["aliases"],
+            dest=name,
+            action=argparse.BooleanOptionalAction,
+            default=None,
+            help=text,
         )
     else:
         parser.add_argument(

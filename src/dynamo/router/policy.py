@@ -27,6 +27,7 @@ class Prompt:
     priority: float = 0.0  # above 0: sooner (see `queue`)
     deadline: float | None = None  # when its first token is wanted, on the clock of `now`
     pinned: Worker | None = None  # the caller has chosen already
+    among: frozenset[int] | None = None  # instances that may be chosen; None: all
 
     @classmethod
     def from_tokens(

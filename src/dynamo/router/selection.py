@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dynamo.base import errors
 from dynamo.router import api, cost
 from dynamo.router.active import ActiveSequences
-from dynamo.router.load import Capacity
+from dynamo.router.load import Capacity, Load
 from dynamo.router.policy import Decision, Policy, Prompt, View
 from dynamo.router.queue import Waiting, WaitingQueue
 
@@ -79,6 +79,11 @@ class Selector:
                 return self._send(request_id, prompt, decision, now)
         self._push(self._queue, request_id, prompt, view, now)
         return None
+
+    def preview(self, prompt: Prompt, now: float) -> Decision:
+        """Who would get it, if nobody had to wait; nothing is remembered. Raises as `select`."""
+        self._check(prompt)
+        return self._choose(prompt, self._view(prompt), now)
 
     def enqueue(self, request_id: str, prompt: Prompt, now: float) -> None:
         """As `select`, but leave the decision to the next `admit`.
@@ -162,11 +167,14 @@ class Selector:
         return decision
 
     def _view(self, prompt: Prompt) -> View:
+        loads: Mapping[api.Worker, Load] = self.active.loads
+        if prompt.among is not None:
+            loads = {worker: load for worker, load in loads.items() if worker[0] in prompt.among}
         if not self._policy.looks:
-            return View(self.active.loads, _NOTHING, _NOTHING)
-        overlaps = self._index.find(prompt.local_hashes)
+            return View(loads, _NOTHING, _NOTHING)
+        overlaps = self._index.find(prompt.sequence_hashes)
         return View(
-            self.active.loads,
+            loads,
             cost.cached_blocks(overlaps, self._credits),
             self.active.runs(prompt.sequence_hashes),
         )
@@ -177,7 +185,7 @@ class Selector:
 
     def _check(self, prompt: Prompt) -> None:
         loads = self.active.loads
-        if not loads:
+        if not any(prompt.among is None or worker[0] in prompt.among for worker in loads):
             raise errors.NoWorkers("no worker serves this model: start one, or wait until it is up")
         if prompt.pinned is not None and prompt.pinned not in loads:
             raise errors.InvalidRequest(

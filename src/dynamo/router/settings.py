@@ -36,7 +36,7 @@ class RouterConfig:
     )
     kv_overlap_score_weight: float = config.option(
         1.0,
-        env="DYN_KV_OVERLAP_SCORE_WEIGHT",
+        env="DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
         help="policy dynamo: what a block to compute weighs beside a block in use",
         least=0,
     )
@@ -75,10 +75,20 @@ class RouterConfig:
         most=1,
     )
     router_host_credit: float = config.option(
-        0.75, env="DYN_ROUTER_HOST_CREDIT", help="the same, in host memory", least=0, most=1
+        0.75,
+        flag="--router-host-cache-hit-weight",
+        env="DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",
+        help="the same, in host memory",
+        least=0,
+        most=1,
     )
     router_disk_credit: float = config.option(
-        0.25, env="DYN_ROUTER_DISK_CREDIT", help="the same, on disk", least=0, most=1
+        0.25,
+        flag="--router-disk-cache-hit-weight",
+        env="DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",
+        help="the same, on disk",
+        least=0,
+        most=1,
     )
 
 

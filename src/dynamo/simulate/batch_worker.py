@@ -19,7 +19,9 @@ _WORDS = range(2**31, 2**31 + 64)  # what answers are made of: no block of a pro
 class BatchWorker:
     """Mutable."""
 
-    def __init__(self, capacity: load.Capacity, *, block_size: int, speedup_ratio: float = 1.0) -> None:
+    def __init__(
+        self, capacity: load.Capacity, *, block_size: int, speedup_ratio: float = 1.0
+    ) -> None:
         self.next_time = math.inf
         self._timing = timing.Timing(speedup_ratio=speedup_ratio)
         self._block_size = block_size

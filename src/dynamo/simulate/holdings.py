@@ -7,7 +7,7 @@ from dynamo.simulate.worker import Change
 
 
 class ExactIndex:
-    """An `api.Index` over the workers' own blocks. It finds a prompt by its sequence hashes."""
+    """An `api.Index` over the workers' own blocks."""
 
     def __init__(self) -> None:
         self._holders = chain_holders.ChainHolders()
@@ -29,9 +29,9 @@ class ExactIndex:
                 self._holders.let_go(worker, names)
                 held.difference_update(names)
 
-    def find(self, local_hashes: Sequence[int]) -> api.Overlaps:
+    def find(self, sequence_hashes: Sequence[int]) -> api.Overlaps:
         """Who holds how many leading blocks."""
-        return api.Overlaps(device=self._holders.runs(local_hashes))
+        return api.Overlaps(device=self._holders.runs(sequence_hashes))
 
     def remove_worker(self, worker: api.Worker) -> None:
         """It is gone."""
