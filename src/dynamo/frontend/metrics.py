@@ -44,10 +44,10 @@ class FrontendMetrics:
     def __init__(self, registry: metrics.Registry, now: Now) -> None:
         self.now = now
         by_model = ("model",)
-        self.started = registry.counter(
+        self.started = registry.fast_counter(
             "requests_started_total", "Requests that arrived", ("endpoint", "model", "request_type")
         )
-        self.requests = registry.counter(
+        self.requests = registry.fast_counter(
             "requests_total",
             "Requests that ended",
             ("endpoint", "error_type", "model", "request_type", "status"),
@@ -55,16 +55,18 @@ class FrontendMetrics:
         self.disconnected = registry.gauge(
             "disconnected_clients", "Clients that went away before their answer was complete"
         )
-        self.inflight = registry.gauge(
+        self.inflight = registry.fast_gauge(
             "inflight_requests", "Requests between arrival and end", by_model
         )
-        self.queued = registry.gauge(
+        self.queued = registry.fast_gauge(
             "queued_requests", "Requests that wait for their first token", by_model
         )
-        self.active = registry.gauge("active_requests", "Requests that a worker has", by_model)
+        self.active = registry.fast_gauge("active_requests", "Requests that a worker has", by_model)
         self.ready = registry.gauge("model_ready", "1 if the model can be asked", by_model)
         self.workers = registry.gauge("model_workers", "Instances that serve the model", by_model)
-        self.output_tokens = registry.counter("output_tokens_total", "Generated tokens", by_model)
+        self.output_tokens = registry.fast_counter(
+            "output_tokens_total", "Generated tokens", by_model
+        )
         self.duration = registry.fast_histogram(
             "request_duration_seconds", "From arrival to end", by_model, buckets=_DURATION
         )
