@@ -86,11 +86,10 @@ class Delivery(abc.ABC):
         self.client = client
         self.order = order
         self.count_tokens = meter.tokens
+        self.num_choices = num = order.num_choices  # of each prompt
         self.choices = [
-            _choice(number, order.preparer, prompt)
-            for number, prompt in enumerate(
-                prompt for prompt in order.prompts for _ in range(order.num_choices)
-            )
+            _choice(number, order.preparer, order.prompts[number // num])
+            for number in range(len(order.prompts) * num)
         ]
         self._meter = meter
         self._streams: dict[int, requests.Stream] = {}
@@ -116,11 +115,11 @@ class Delivery(abc.ABC):
 
     def is_open(self, prompt_number: int) -> bool:
         """Does any choice of this prompt still grow?"""
-        return any(choice.finish_reason is None for choice in self.choices_of(prompt_number))
+        return None in [choice.finish_reason for choice in self.choices_of(prompt_number)]
 
     def choices_of(self, prompt_number: int) -> Sequence[choices.Choice]:
         """The n answers to one prompt."""
-        num = self.order.num_choices
+        num = self.num_choices
         return self.choices[prompt_number * num : (prompt_number + 1) * num]
 
     @abc.abstractmethod
@@ -150,10 +149,10 @@ class Delivery(abc.ABC):
 
     def settle(self, choice: choices.Choice) -> bool:
         """Look whether this choice was the last to end; says whether the answer is complete now."""
-        prompt_number = choice.index // self.order.num_choices
+        prompt_number = choice.index // self.num_choices
         if self.is_open(prompt_number):
             return False
-        if any(one.is_cut for one in self.choices_of(prompt_number)):
+        if True in [one.is_cut for one in self.choices_of(prompt_number)]:
             self._cancel(prompt_number)  # the engine does not know of stop strings and calls
         self._num_open -= 1
         if not self._num_open:
@@ -214,7 +213,7 @@ class PromptReceiver:
     def __init__(self, delivery: Delivery, prompt_number: int) -> None:
         self._delivery = delivery
         self._prompt_number = prompt_number
-        first = prompt_number * delivery.order.num_choices
+        first = prompt_number * delivery.num_choices
         # called per token: with one prompt, which is nearly always so, nothing stands between
         self.receive: Callable[[generate.Output], None] = (
             functools.partial(delivery.deliver, first=first) if first else delivery.deliver
