@@ -7,7 +7,7 @@ import signal
 import sys
 
 from dynamo.base import config as configuration
-from dynamo.base import errors
+from dynamo.base import errors, garbage
 from dynamo.frontend import config, service
 from dynamo.observability import logs
 from dynamo.runtime import component
@@ -34,6 +34,7 @@ async def serve(settings: config.FrontendConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _stop, stop, number)
+    garbage.collect_rarely()
     async with (
         await component.DistributedRuntime.open(settings) as runtime,
         service.Frontend(settings, runtime) as frontend,
