@@ -88,6 +88,18 @@ class FrontendMetrics:
         self.itl = registry.fast_histogram(
             "inter_token_latency_seconds", "Between two tokens of a choice", by_model, buckets=_ITL
         )
+        self.segment_hits = registry.fast_counter(
+            "tokenizer_cache_hits_total", "Segments of prompts whose tokens were known", ()
+        ).labels()
+        self.segment_misses = registry.fast_counter(
+            "tokenizer_cache_misses_total", "Segments of prompts that had to be tokenized", ()
+        ).labels()
+        self.cached_tokens = registry.fast_counter(
+            "tokenizer_cache_cached_tokens_total", "Prompt tokens of known segments", by_model
+        )
+        self.uncached_tokens = registry.fast_counter(
+            "tokenizer_cache_uncached_tokens_total", "Prompt tokens of new segments", by_model
+        )
         self._card_gauges = {
             name: registry.gauge(name, "From the model's card", by_model) for name in _CARD_GAUGES
         }
@@ -126,6 +138,17 @@ class ModelMetrics:
         self.cached_len = families.cached_len.labels(label)
         self.ttft = families.ttft.labels(label)
         self.itl = families.itl.labels(label)
+        self.cached_tokens = families.cached_tokens.labels(label)
+        self.uncached_tokens = families.uncached_tokens.labels(label)
+
+    def looked_up(
+        self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
+    ) -> None:
+        """A prompt was tokenized, in part from the cache (`preprocess.tokenize.Counted`)."""
+        self.families.segment_hits.inc(hits)
+        self.families.segment_misses.inc(misses)
+        self.cached_tokens.inc(cached_tokens)
+        self.uncached_tokens.inc(uncached_tokens)
 
 
 class RequestMeter:

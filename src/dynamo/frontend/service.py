@@ -35,7 +35,12 @@ class Frontend:
         counted = metrics.FrontendMetrics(registry, time.monotonic)
         now = clock.SystemClock()
         self.models = models.Models(
-            runtime.discovery, runtime.client, counted, now, namespace=settings.namespace
+            runtime.discovery,
+            runtime.client,
+            counted,
+            now,
+            namespace=settings.namespace,
+            tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )
         answers = pipeline.Pipeline(
             self.models,

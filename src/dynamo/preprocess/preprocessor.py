@@ -78,8 +78,7 @@ class Preprocessor:
     async def read_chat(self, request: openai_chat.ChatRequest) -> tuple[bytes, str]:
         """The prompt as packed token ids and as text, however long. Raises RequestError."""
         prompt = self._render(request)
-        (token_ids,) = await self._tokenizer.encode([prompt], add_special_tokens=False)
-        return token_ids, prompt
+        return await self._tokenizer.encode_prompt(prompt), prompt
 
     async def read_text(self, text: str, *, add_special_tokens: bool) -> bytes:
         """Its packed token ids."""
