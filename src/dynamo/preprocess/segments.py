@@ -4,14 +4,18 @@ A tokenizer takes its special tokens out of a text before it looks at anything e
 them is encoded for itself. So a prompt may be cut there: the turns of a conversation become segments, and of a new
 turn under a known system prompt only the turn is encoded. That holds for most tokenizers and not for all (some treat
 the beginning of a text specially, some let a special token eat the blanks beside it): `agrees` tries it.
+
+Within a long segment, tokenizers of the byte-level kind end a word at each line end before a letter. There it may be
+cut too, so that a long text that was asked about before, or has grown since, is known as far as it is the same.
 """
 
 import itertools
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+PART_CHARS = 2048  # of a long segment, at least
 _ENTRY_BYTES = 200  # of the table, beside text and tokens
 # Beginnings and ends that tokenizers are known to treat specially: blanks, line ends, marks, accents to be composed,
 # no-break and ideographic spaces, letters of several bytes, digits, what looks like a special token.
@@ -35,16 +39,35 @@ _AWKWARD = (
 
 
 class Cutter:
-    """Cuts a text at some tokens, the longest of those that begin at one place, like the tokenizer itself."""
+    """Cuts a text at some tokens, the longest of those that begin at one place, like the tokenizer itself.
 
-    def __init__(self, tokens: Sequence[str]) -> None:
+    `at_lines`: and what is long between them, after line ends before letters.
+    """
+
+    def __init__(self, tokens: Sequence[str], *, at_lines: bool = False) -> None:
         self.tokens = tokens
+        self._at_lines = at_lines
         longest_first = sorted(tokens, key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
 
     def cut(self, text: str) -> list[str]:
         """The segments: tokens, and what stands between them. Joined they are the text; none is empty."""
-        return [segment for segment in self._cut(text) if segment]
+        cut = [segment for segment in self._cut(text) if segment]
+        if not self._at_lines or len(text) < 2 * PART_CHARS:
+            return cut
+        return [part for segment in cut for part in parts(segment)]
+
+
+def parts(segment: str) -> Iterator[str]:
+    """A segment in parts of `PART_CHARS` or a little more, the same for segments that begin alike."""
+    start = 0
+    while (end := _LINE_END(segment, start + PART_CHARS)) is not None:
+        yield segment[start : end.end()]
+        start = end.end()
+    yield segment[start:]
+
+
+_LINE_END = re.compile(r"\n(?=[A-Za-z])").search
 
 
 class SegmentCache:
@@ -83,6 +106,24 @@ def agrees(cutter: Cutter, encode: Callable[[str], bytes]) -> bool:
     texts = [f"{before}{next(some)}{after}{next(some)}" for before, after in pairs]
     texts += [f"{token}{token}" for token in cutter.tokens[:_MANY]]
     return all(b"".join(map(encode, cutter.cut(text))) == encode(text) for text in texts)
+
+
+def ends_words_at_lines(boundaries: Callable[[str], Collection[int]]) -> bool:
+    """Does a word always begin at a letter after a line end? `boundaries` tells where the words of a text begin.
+
+    Such patterns know characters by their kinds, so texts of all short rows of kinds are tried.
+    """
+    sides = [
+        "".join(row) for length in range(3) for row in itertools.product(_KINDS, repeat=length)
+    ]
+    return all(
+        len(before) + 1 in boundaries(f"{before}\n{letter}{after}")
+        for before in sides
+        for letter, after in zip(itertools.cycle("aZs"), ("", *_KINDS, "at", "'s", " a"))
+    )
+
+
+_KINDS = ("a", "Z", "é", "好", "\u0301", "1", "'", ".", "/", "_", " ", "\t", "\n", "\r", "😀")
 
 
 _MANY = 1000  # some models reserve hundreds of special tokens

@@ -25,6 +25,31 @@ class _Definition(msgspec.Struct, frozen=True):
     """What we read in tokenizer.json ourselves."""
 
     decoder: dict[str, Any] | None = None
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+
+    @property
+    def splits_words(self) -> bool:
+        """Does it cut a text by patterns into words, and leave the rest of it as it is, wherever it stands?"""
+        steps = _steps(self.pre_tokenizer, "pretokenizers")
+        return (
+            all(step["type"] in _COMPOSING for step in _steps(self.normalizer, "normalizers"))
+            and [step["type"] for step in steps[-1:]] == ["ByteLevel"]
+            and not steps[-1]["add_prefix_space"]
+            and all(
+                step["type"] == "Split" and step["behavior"] == "Isolated" for step in steps[:-1]
+            )
+        )
+
+
+_COMPOSING = ("NFC", "NFD", "NFKC", "NFKD")  # of letters and the accents after them
+
+
+def _steps(definition: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """What a definition consists of; a sequence has its steps under this name."""
+    if definition is None:
+        return []
+    return definition[name] if definition["type"] == "Sequence" else [definition]
 
 
 class Counted(Protocol):
@@ -59,7 +84,7 @@ class Tokenizer:
         """`definition` is the content of tokenizer.json; `cache_bytes` 0: no cache. Raises ConfigError."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(definition.decode())
-            decoder = msgspec.json.decode(definition, type=_Definition).decoder
+            parts = msgspec.json.decode(definition, type=_Definition)
         except Exception as error:  # the library raises bare Exceptions
             raise errors.ConfigError(
                 f"tokenizer.json: expected a definition that tokenizers {tokenizers.__version__} "
@@ -70,12 +95,12 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._counted = counted
-        self._cutter = self._find_cutter(list(added.values())) if cache_bytes else None
+        self._cutter = self._find_cutter(list(added.values()), parts) if cache_bytes else None
         self._cache = segments.SegmentCache(
             {name: self._encode(name) for name in self._cutter.tokens} if self._cutter else {},
             max_bytes=cache_bytes,
         )
-        self.decoder_definition = decoder or {}  # how tokens become text
+        self.decoder_definition = parts.decoder or {}  # how tokens become text
         self.tokens = _by_id(self._tokenizer.get_vocab())  # as the vocabulary writes them
 
     @property
@@ -129,14 +154,25 @@ class Tokenizer:
     def _encode(self, text: str) -> bytes:
         return blocks.pack(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _find_cutter(self, added: Sequence[tokenizers.AddedToken]) -> segments.Cutter | None:
+    def _find_cutter(
+        self, added: Sequence[tokenizers.AddedToken], parts: _Definition
+    ) -> segments.Cutter | None:
         """Cuts at the tokens that the tokenizer takes out of the text as it came; None if that changes anything."""
         tokens = [token for token in added if not token.normalized]
         if not tokens or any(one.lstrip or one.rstrip or one.single_word for one in tokens):
             return None
-        names = [token.content for token in tokens]
-        cutter = segments.Cutter(names)
+        others = [token.content for token in added if token.normalized]
+        at_lines = parts.splits_words and not any("\n" in one for one in others)
+        cutter = segments.Cutter(
+            [token.content for token in tokens],
+            at_lines=at_lines and segments.ends_words_at_lines(self._word_starts),
+        )
         return cutter if segments.agrees(cutter, self._encode) else None
+
+    def _word_starts(self, text: str) -> list[int]:
+        """Where the parts begin that the tokenizer's model sees one at a time."""
+        words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        return [start for _, (start, _) in words]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of all these tokens together; ids that do not exist count for nothing."""

@@ -1,11 +1,14 @@
 """Prompts cut at special tokens: the same ids as uncut ones, and bounded memory of them."""
 
 import functools
+import itertools
+from unittest import mock
 
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers, pre_tokenizers
 
 from dynamo.preprocess import segments, tokenize
 from dynamo.protocols import blocks
@@ -68,6 +71,88 @@ def test_tokens_that_eat_their_neighbours_forbid_cutting(byte_level_json, flag):
 
     assert run(ours.encode_prompt(text)) == ours.encode_now([text], add_special_tokens=False)[0]
     assert counted.calls == []
+
+
+WORDS = {
+    "gpt2": None,
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    "gpt-oss": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+def with_words(definition: str, pattern: str | None) -> tokenize.Tokenizer:
+    made = tokenizers.Tokenizer.from_str(definition)
+    if pattern is not None:
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    return tokenize.Tokenizer(made.to_str().encode())
+
+
+@pytest.mark.parametrize("name", WORDS)
+@given(
+    texts=st.lists(st.text(max_size=20) | st.text(" \n\r\t'./é\u0301好1", max_size=6)),
+    letters=st.text("aZst", min_size=1),
+)
+def test_long_segments_cut_at_lines_have_the_ids_of_the_whole(
+    byte_level_json, name, texts, letters
+):
+    ours = remember(with_words, byte_level_json, WORDS[name])
+    joined = "".join(f"{text}\n{letter}" for text, letter in zip(texts, itertools.cycle(letters)))
+    text = filled([joined])
+    with mock.patch.object(segments, "PART_CHARS", 1):
+        cut = ours._cutter.cut(text)
+        packed = run(ours.encode_prompt(text))
+
+    assert len(cut) > len(texts)
+    assert packed == ours.encode_now([text], add_special_tokens=False)[0]
+
+
+remember = functools.cache(lambda make, *arguments: make(*arguments))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\s*\p{L}+|\s+|[^\s\p{L}]+",  # line ends belong to the word that follows
+        r"[^ ]+| ",
+        r"[^\n]+\n[a-z]?|\n",
+        r"(?:'\na)|\p{L}+|\s+|[^\s\p{L}]+",  # only after an apostrophe
+    ],
+)
+async def test_words_that_reach_over_line_ends_are_not_cut_there(byte_level_json, pattern):
+    ours = with_words(byte_level_json, pattern)
+    text = "a cat\nand '\na fox\n" * segments.PART_CHARS
+
+    packed = await ours.encode_prompt(text)
+
+    assert packed == ours.encode_now([text], add_special_tokens=False)[0]
+    assert ours._cutter.cut(text) == [text]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [normalizers.Replace("\n", " "), normalizers.Prepend("_"), normalizers.Strip()],
+)
+async def test_a_normalizer_that_looks_at_line_ends_or_places_forbids_lines(byte_level_json, step):
+    made = tokenizers.Tokenizer.from_str(byte_level_json)
+    made.normalizer = normalizers.Sequence([normalizers.NFC(), step])
+    ours = tokenize.Tokenizer(made.to_str().encode())
+    text = "a cat\nand a fox\n" * segments.PART_CHARS
+    packed = await ours.encode_prompt(text)
+
+    assert packed == ours.encode_now([text], add_special_tokens=False)[0]
+
+
+def test_texts_that_begin_alike_share_their_parts():
+    text = "".join(f"line number {number}\n" for number in range(1000))
+    longer = [*segments.parts(text + "more")]
+
+    assert longer[:-1] == [*segments.parts(text)][:-1]
+    assert "".join(longer) == text + "more"
+    assert min(map(len, longer[:-1])) >= segments.PART_CHARS
 
 
 def test_what_was_used_longest_ago_is_forgotten():
