@@ -24,6 +24,11 @@ class Replicas:
         return [found[one] for one in sorted(self.instance_ids) if one in found]
 
     @property
+    def is_living(self) -> bool:
+        """Is any of them registered now?"""
+        return not self.instance_ids.isdisjoint(self.client.instances)
+
+    @property
     def is_alone(self) -> bool:
         """Does nobody serve another model at this endpoint?"""
         return self.client.instances.keys() <= self.instance_ids
@@ -95,7 +100,7 @@ class ServedModel:
         usable = [
             one
             for one in self.replicas.values()
-            if one.living and (instance_id is None or instance_id in one.instance_ids)
+            if one.is_living and (instance_id is None or instance_id in one.instance_ids)
         ]
         if usable:
             return usable[next(self._turns) % len(usable)]

@@ -93,3 +93,22 @@ def test_a_step_of_several_tokens_counts_each_of_them():
 
     assert (itl.count, itl.sum) == (4, 2.0)
     assert families.of_model("m").ttft.sum == 1.0
+
+
+async def test_it_is_told_how_much_of_the_prompts_was_known(rig):
+    long = "a story about a cat " * 40
+    first = await rig.chat(long)
+    counted = await rig.metrics()
+    await rig.chat(long)
+    again = await rig.metrics()
+    num_tokens = first.json()["usage"]["prompt_tokens"]
+
+    known, new = (
+        P + f'tokenizer_cache_{kind}_tokens_total{{model="m"}}' for kind in ("cached", "uncached")
+    )
+    assert counted[known] + counted[new] == num_tokens
+    assert counted[new] > counted[known]
+    assert again[new] == counted[new]
+    assert again[known] == counted[known] + num_tokens
+    assert again[P + "tokenizer_cache_misses_total"] == counted[P + "tokenizer_cache_misses_total"]
+    assert again[P + "tokenizer_cache_hits_total"] > counted[P + "tokenizer_cache_hits_total"]
