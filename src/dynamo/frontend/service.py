@@ -16,7 +16,10 @@ from dynamo.frontend import (
     pipeline,
     response_store,
     responses,
+    shared_responses,
+    siblings,
 )
+from dynamo.frontend.admission import control
 from dynamo.observability import metrics as observed
 from dynamo.runtime import component
 from dynamo.runtime.http import limits, server
@@ -55,10 +58,23 @@ class Frontend:
         )
         caches = clearing.CacheClearing(self.models, runtime.requests, runtime.client)
         remembered = responses.Responses(store)
-        self._app = app.App(answers, self.models, remembered, caches, registry)
+        self._admission = control.Control(
+            settings, self.models, runtime.events, registry, now, answers.admit_by
+        )
+        self._siblings = siblings.Siblings(settings.http_worker_socket)
+        self._app = app.App(
+            answers,
+            self.models,
+            remembered,
+            caches,
+            registry,
+            self._admission.desk,
+            self._siblings,
+            shared_responses.SharedResponses(store, self._siblings),
+        )
         self._settings = settings
         self._server = server.HttpServer(
-            self._app.routes,
+            self._admission.around(self._app.routes, app.dialect_of),
             limits=limits.Limits(body_bytes=settings.http_body_limit_mb * 2**20),
             tls=_tls(settings),
             error_body=app.error_body,
@@ -67,8 +83,13 @@ class Frontend:
         self.port = 0
 
     async def __aenter__(self) -> "Frontend":
+        self._admission.load()
         host, port = self._settings.http_host, self._settings.http_port
-        self.port = await self._server.start(host, port)
+        self.port = await self._server.start(
+            host, port, shares_port=self._siblings.name is not None
+        )
+        await self._siblings.start(self._app.sibling_routes)
+        self._admission.start(self._tasks)
         self._tasks.start("watch models", self.models.watch())
         _logger.info("listening on %s", self.url)
         return self
@@ -80,6 +101,7 @@ class Frontend:
         trace: TracebackType | None,
     ) -> None:
         await self._server.close()
+        await self._siblings.close()
         await self._tasks.close()
 
     @property
@@ -88,6 +110,10 @@ class Frontend:
         scheme = "https" if self._settings.tls_cert_path else "http"
         host = self._settings.http_host
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def reload_keys(self) -> None:
+        """Look at the file of API keys now."""
+        self._admission.reload_keys()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then take nothing new and let what runs finish. Raises what a task died of."""
@@ -114,4 +140,17 @@ def _tls(settings: config.FrontendConfig) -> ssl.SSLContext | None:
             "--tls-cert-path, --tls-key-path: expected a PEM certificate and its key in "
             f"{settings.tls_cert_path} and {settings.tls_key_path}: {error}"
         ) from error
+    if settings.tls_client_ca_cert_path is not None:
+        _ask_for_certificates(context, settings.tls_client_ca_cert_path)
     return context
+
+
+def _ask_for_certificates(context: ssl.SSLContext, authority: str) -> None:
+    """Nobody comes in who cannot show one of this authority."""
+    try:
+        context.load_verify_locations(authority)
+    except (OSError, ssl.SSLError) as error:
+        raise errors.ConfigError(
+            f"--tls-client-ca-cert-path: expected PEM certificates in {authority}: {error}"
+        ) from error
+    context.verify_mode = ssl.CERT_REQUIRED

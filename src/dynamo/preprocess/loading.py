@@ -52,6 +52,7 @@ def load(
             card.runtime_config.reasoning_parser,
             template="\n".join(filter(None, _by_use(source))),
         ),
+        infill_format=card.runtime_config.infill_format,
     )
 
 
