@@ -9,7 +9,6 @@ import abc
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -40,8 +39,7 @@ class Dialect(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order(Generic[S_co]):
+class Order(msgspec.Struct, Generic[S_co], frozen=True, kw_only=True):
     """What a client asked for, ready to be answered."""
 
     shape: S_co
