@@ -117,3 +117,4 @@ CELLS = (
 )  # fmt: skip
 MEMORY = Goal(most=120.0)  # MB, of the frontend of the unpaced cells, after them
 START = Goal(most=1.0)  # s, until the frontend answers /health
+TWO_PROCESSES = 1.8  # times the throughput of one, at least
