@@ -49,8 +49,8 @@ class EngineSink(Protocol):
         """This request is over, by an error; nothing more comes for it."""
         ...
 
-    def kv_events(self, events: Sequence[kv_events.KvEvent]) -> None:
-        """What one step stored and removed, in order."""
+    def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
+        """What one step of one data-parallel rank stored and removed, in order."""
         ...
 
     def died(self, error: errors.EngineFailed) -> None:

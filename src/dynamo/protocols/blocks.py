@@ -63,8 +63,9 @@ def next_sequence_hash(parent: int | None, local: int) -> int:
 
 def sequence_hashes(local: Sequence[int], parent: int | None = None) -> list[int]:
     """Chain local hashes; `parent` continues an earlier chain."""
+    pack_pair, digest = _PAIR.pack, xxhash.xxh3_64_intdigest
     names = []
-    for block in local:
-        parent = next_sequence_hash(parent, block)
+    for block in local:  # `next_sequence_hash`, without a call per block
+        parent = block if parent is None else digest(pack_pair(parent, block), SEED)
         names.append(parent)
     return names

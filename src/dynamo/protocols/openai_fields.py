@@ -178,11 +178,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise errors.InvalidRequest(
                 "stop: expected strings of at least one character, got an empty one", param="stop"
             )
-        if self.store:
-            raise errors.InvalidRequest(
-                "store: answers are not kept here; expected false or nothing, got true",
-                param="store",
-            )
         for place, top_k in (("top_k", self.top_k), ("nvext.top_k", self.extensions.top_k)):
             if top_k == 0:
                 raise errors.InvalidRequest(

@@ -144,7 +144,6 @@ def test_keys_of_logit_bias_are_token_ids():
             "tool_choice: expected 'auto' or 'none', got a string ('required')",
         ),
         ("tools", [TOOL] * 129, "tools: expected a list of at most 128, got a list of 129"),
-        ("store", True, "store: answers are not kept here; expected false or nothing, got true"),
         ("functions", [], "functions: not supported; leave it out"),
         ("function_call", "auto", "function_call: not supported; leave it out"),
         ("audio", {}, "audio: not supported; leave it out"),
