@@ -25,7 +25,7 @@ from dynamo.frontend import (
 from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import logs, spans
-from dynamo.protocols import openai_fields
+from dynamo.protocols import generate, openai_fields
 from dynamo.runtime.http import exchange
 
 _CALLERS_ID = re.compile(r"[!-~]{1,200}")
@@ -120,6 +120,7 @@ class Pipeline:
         wanted = request.extensions.extra_fields
         timed = extras.Extras(wanted, self._clock) if wanted else None  # from here on
         prompts = await api.prepare(preparer, request, arrival.id)
+        _check_guided(model, prompts[0].request.sampling_options.guided_decoding)
         who = identity.Identity(
             request_id=arrival.id,
             created=int(self._clock.wall()),
@@ -217,6 +218,14 @@ def id_headers(caller: exchange.Exchange, names: Sequence[str]) -> exchange.Head
 
 def _told(api: apis.Api[apis.R, apis.S], arrival: metrics.Arrival) -> exchange.Headers:
     return tuple((name, arrival.told_id) for name in api.id_headers)
+
+
+def _check_guided(model: ServedModel, asked: generate.GuidedDecoding | None) -> None:
+    if asked is not None and not model.card.runtime_config.supports_guided:
+        raise errors.InvalidRequest(
+            f"{asked.param}: the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
+            param=asked.param,
+        )
 
 
 def _check_logprobs(model: ServedModel, request: openai_fields.GenerationFields) -> None:
