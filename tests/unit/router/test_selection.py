@@ -18,8 +18,8 @@ class Index:
         self.known = None  # the first hash of the prompts that are known; None: all
         self.removed = []
 
-    def find(self, local_hashes):
-        is_known = self.known in (None, local_hashes[0])
+    def find(self, sequence_hashes):
+        is_known = self.known in (None, sequence_hashes[0])
         return api.Overlaps(device=self.device if is_known else {})
 
     def remove_worker(self, worker):
@@ -44,8 +44,8 @@ def test_the_prompt_of_tokens_has_its_full_blocks():
 
     made = policy.Prompt.from_tokens(packed, 4, priority=2.0)
 
-    assert (made.num_tokens, len(made.local_hashes), made.priority) == (10, 2, 2.0)
-    assert made.sequence_hashes == blocks.sequence_hashes(made.local_hashes)
+    assert (made.num_tokens, len(made.sequence_hashes), made.priority) == (10, 2, 2.0)
+    assert made.sequence_hashes == blocks.sequence_hashes(blocks.local_hashes(packed, 4))
 
 
 def test_without_workers_there_is_no_decision():
