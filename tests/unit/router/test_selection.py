@@ -64,12 +64,12 @@ def test_what_the_index_tells_is_used_and_expected():
 
 
 def test_requests_in_flight_count_before_the_index_knows_of_them():
-    made, _ = selector()
-    first = made.select("a", prompt(), 0.0)
+    made, _ = selector(capacity=Capacity())
+    first = made.select("a", prompt(40), 0.0)
 
-    second = made.select("b", prompt(), 0.0)
+    second = made.select("b", prompt(42), 0.0)
 
-    assert second == (first.worker, 10)
+    assert second == (first.worker, 40)
 
 
 def test_who_comes_when_all_are_full_waits_and_goes_when_there_is_room():
