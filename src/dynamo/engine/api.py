@@ -8,9 +8,9 @@ Every method is called on the worker's event loop, and the sink is called there 
 `tests/contract/test_engine.py` holds every engine to this.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from dynamo.base import errors
 from dynamo.protocols import generate, kv_events, load
@@ -88,4 +88,47 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End; requests in flight are dropped in silence. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullReport:
+    """How it went when the engine copied a prompt's blocks from another one."""
+
+    request_id: str
+    engine_id: str  # of the other
+    num_blocks: int
+    duration_s: float
+    error: errors.DynamoError | None  # then the prompt is computed here
+
+
+@runtime_checkable
+class RemotePrefill(Protocol):
+    """What an engine is beside `Engine` if a prompt that one engine has computed can be answered by another.
+
+    Of a request with `kv_transfer_params` {"do_remote_decode": true} the prompt is computed and its blocks are held; the last
+    output says where they are (`protocols.kv_transfer`), until whoever copies them says that he has, or a time limit passes.
+    A request that brings such parameters waits for the copy of what is not known here, while others go on; whatever
+    fails on the way, its prompt is computed here instead. `tests/contract/test_remote_prefill.py` holds engines to this.
+    """
+
+    def open_blocks(self) -> None:
+        """Let others copy from here; before `start`. Without it this engine can only copy from others."""
+        ...
+
+    @property
+    def transfer_metadata(self) -> bytes | None:
+        """For the other's `connect`; None if the blocks are not open, or not started."""
+        ...
+
+    def on_pull(self, listener: Callable[[PullReport], None]) -> None:
+        """Call this after every copy from another engine."""
+        ...
+
+    async def connect(self, metadata: bytes, *, deadline_s: float) -> str:
+        """Be ready to copy from the engine that gave this; gives its id. Idempotent. Raises TransferError."""
+        ...
+
+    async def disconnect(self, engine_id: str) -> None:
+        """It is gone; an unknown id is no error."""
         ...

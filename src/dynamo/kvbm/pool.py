@@ -113,6 +113,12 @@ class BlockPool:
             else:
                 self._reusable[block] = None
 
+    def retain(self, blocks: Iterable[int]) -> None:
+        """One more user of these active blocks, who releases them too."""
+        for block in blocks:
+            assert self._num_references[block] > 0, f"block {block} is retained but not active"
+            self._num_references[block] += 1
+
     def clear(self) -> None:
         """Forget all content. Active blocks stay with their sequences, and are empty once released."""
         for block in self._block_by_name.values():

@@ -9,11 +9,12 @@ import torch
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.native import config, runner, threads
+from dynamo.engine.native import config, kv_cache, runner, threads
 from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Limits, Scheduler
 from dynamo.engine.native.settings import NativeConfig
+from dynamo.transfer import descriptors
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -29,10 +30,13 @@ class Assembly:
     scheduler: Scheduler
     runner: runner.Runner
     grammars: grammars.Grammars
+    region: descriptors.Region | None = None  # what other engines may read
 
 
-def assemble(model_path: Path, settings: NativeConfig) -> Assembly:
-    """Load the checkpoint; takes seconds. Raises ConfigError."""
+def assemble(
+    model_path: Path, settings: NativeConfig, allocate: kv_cache.Allocate | None = None
+) -> Assembly:
+    """Load the checkpoint; takes seconds. `allocate` gives the KV cache's memory. Raises ConfigError."""
     check(settings)
     model = config.read(model_path)
     num_blocks = count_blocks(model, settings)
@@ -56,19 +60,22 @@ def assemble(model_path: Path, settings: NativeConfig) -> Assembly:
         max_num_batched_tokens=settings.step_tokens,
         supports_guided=known.is_possible,
     )
+    computing = runner.Runner(
+        model_path,
+        device=settings.device,
+        dtype=settings.dtype,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        threads=_choose_threads(model, settings),
+        allocate=allocate,
+    )
     return Assembly(
         grammars=known,
         facts=facts,
         vocab_size=model.vocab_size,
         scheduler=Scheduler(paging, limits),
-        runner=runner.Runner(
-            model_path,
-            device=settings.device,
-            dtype=settings.dtype,
-            num_blocks=num_blocks,
-            block_size=settings.block_size,
-            threads=_choose_threads(model, settings),
-        ),
+        runner=computing,
+        region=computing.region,
     )
 
 

@@ -2,11 +2,14 @@
 
 import math
 import mmap
+from collections.abc import Callable
 
 import torch
 
 from dynamo.base import errors
 from dynamo.engine.native.config import ModelConfig
+
+Allocate = Callable[[int], memoryview]  # so many bytes
 
 
 class KvCache:
@@ -20,13 +23,16 @@ class KvCache:
         block_size: int,
         dtype: torch.dtype,
         device: str,
+        allocate: Allocate | None = None,
     ) -> None:
+        """`allocate` gives zeroed memory that peers can reach; only for a CPU."""
         self.config, self.block_size = config, block_size
         self.dtype, self.device = dtype, device
         self._token_shape = 2 * config.num_kv_heads, config.head_dim
+        self.memory: memoryview | None = None  # all of it, where it is the host's
         shape = config.num_layers, num_blocks * block_size, *self._token_shape
         try:
-            self._layers = _zeros(shape, dtype, device).unbind()
+            self._layers = self._zeros(shape, allocate or _private).unbind()
         except (RuntimeError, OSError) as error:
             size = math.prod(shape) * dtype.itemsize / 2**30
             raise errors.ConfigError(
@@ -59,11 +65,13 @@ class KvCache:
         """Copy these blocks to where they were staged."""
         torch.index_select(self._blocks[layer], 0, blocks, out=staged)
 
+    def _zeros(self, shape: tuple[int, ...], allocate: Allocate) -> torch.Tensor:
+        if self.device != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.memory = allocate(math.prod(shape) * self.dtype.itemsize)
+        return torch.frombuffer(self.memory, dtype=self.dtype).view(shape)
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """On a CPU as pages that the system provides when they are first written: torch would write all of them now."""
-    if device != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+def _private(num_bytes: int) -> memoryview:
+    """Pages that the system provides when they are first written: torch would write all of them now."""
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

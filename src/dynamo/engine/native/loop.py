@@ -13,7 +13,7 @@ from typing import Protocol
 
 from dynamo.base import errors
 from dynamo.engine.native.scheduler import Scheduler, StepResult
-from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
+from dynamo.engine.native.sequence import Chunk, Grammar, Pull, Sampled, Sequence
 from dynamo.protocols import generate
 
 
@@ -29,15 +29,24 @@ class Runner(Protocol):
         ...
 
 
+def _refuse_pulls(pulls: list[Pull]) -> None:
+    raise errors.LocalProtocolError(f"nobody here can make these {len(pulls)} copies")
+
+
 class EngineLoop:
     """`run` and `step` belong to the thread; all else may be called from any."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, deliver: abc.Callable[[StepResult], None]
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        deliver: abc.Callable[[StepResult], None],
+        begin_pulls: abc.Callable[[list[Pull]], None] = _refuse_pulls,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._deliver = deliver
+        self._begin_pulls = begin_pulls
         self._commands: queue.SimpleQueue[abc.Callable[[], None]] = queue.SimpleQueue()
         self._is_stopping = False
         self.load = scheduler.load()  # as of the last step or command; replaced, never changed
@@ -45,19 +54,23 @@ class EngineLoop:
     def run(self) -> None:
         """Work until stopped."""
         while not self._is_stopping:
-            if self._scheduler.has_work:
-                self.step()
-            self._carry_out_commands()
+            has_worked = self._scheduler.has_work and self.step()
+            self._carry_out_commands(must_wait=not (has_worked and self._scheduler.has_work))
             self.load = self._scheduler.load()
 
-    def step(self) -> None:
-        """Schedule, run, commit."""
+    def step(self) -> bool:
+        """Schedule, run, commit. False if nothing can be computed before a command comes."""
         chunks = self._scheduler.schedule()
+        if pulls := self._scheduler.take_pulls():
+            self._begin_pulls(pulls)  # before the step, so that they run beside it
+        if not chunks:
+            return False
         sampled = self._runner.run(chunks)
         result = self._scheduler.commit(chunks, sampled)
         self._forget(result.ended)
         self.load = self._scheduler.load()  # whoever hears of the step finds the load after it
         self._deliver(result)
+        return True
 
     def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
         """Begin it with the next step."""
@@ -71,6 +84,15 @@ class EngineLoop:
         """End one choice of it before the next step."""
         self._commands.put(functools.partial(self._abort_choice, request_id, index))
 
+    def end_pull(self, number: int, *, is_copied: bool) -> None:
+        """A copy has ended: its sequence may go on."""
+        end = functools.partial(self._scheduler.end_pull, number, is_copied=is_copied)
+        self._commands.put(end)
+
+    def release_held(self, number: int) -> None:
+        """Nobody needs these blocks any more."""
+        self._commands.put(functools.partial(self._scheduler.release_held, number))
+
     def clear(self, done: abc.Callable[[], None]) -> None:
         """Forget all reusable prefixes, then call `done` (in the thread)."""
         self._commands.put(functools.partial(self._clear, done))
@@ -79,9 +101,9 @@ class EngineLoop:
         """Leave `run` before the next step."""
         self._commands.put(self._leave)
 
-    def _carry_out_commands(self) -> None:
-        """All that are there; if there is no other work, wait for one."""
-        if not self._scheduler.has_work:
+    def _carry_out_commands(self, *, must_wait: bool) -> None:
+        """All that are there, at least one if it must be waited for."""
+        if must_wait:
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()

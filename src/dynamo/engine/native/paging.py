@@ -5,6 +5,8 @@ for the rest. So a prefill that has begun never waits for memory; only decoding 
 least the last token is always computed, because the step that computes it brings the logits for the next one.
 """
 
+from collections import abc
+
 from dynamo.engine.native.sequence import Sequence
 from dynamo.kvbm import pool
 from dynamo.protocols import blocks, kv_events
@@ -69,6 +71,14 @@ class Paging:
         self._pool.release(sequence.block_ids)
         sequence.block_ids.clear()
         sequence.num_computed = sequence.num_committed = 0
+
+    def retain(self, block_ids: abc.Sequence[int]) -> None:
+        """Keep these blocks, whoever else lets go of them, until `let_go`."""
+        self._pool.retain(block_ids)
+
+    def let_go(self, block_ids: abc.Sequence[int]) -> None:
+        """The end of `retain`."""
+        self._pool.release(block_ids)
 
     def clear(self) -> None:
         """Forget what could be found."""

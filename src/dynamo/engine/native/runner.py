@@ -16,6 +16,7 @@ from dynamo.engine.native import attention, kv_cache, prompt_scores, sampler, we
 from dynamo.engine.native import config as configs
 from dynamo.engine.native.models.decoder import Decoder
 from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
+from dynamo.transfer import descriptors
 
 DTYPES = {
     "float32": torch.float32,
@@ -49,6 +50,21 @@ def _check_device(device: str) -> None:
         ) from error
 
 
+def _region(cache: kv_cache.KvCache, num_blocks: int) -> descriptors.Region | None:
+    """The cache as other engines may read it; None where it is in a device's memory."""
+    if cache.memory is None:
+        return None
+    layout = descriptors.Layout(
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        num_layers=cache.config.num_layers,
+        num_kv_heads=cache.config.num_kv_heads,
+        head_dim=cache.config.head_dim,
+        dtype=str(cache.dtype).removeprefix("torch."),
+    )
+    return descriptors.Region(memory=cache.memory, layout=layout)
+
+
 class Runner:
     """Owns the weights, the KV cache and the sampler. Only the engine's thread calls it."""
 
@@ -61,6 +77,7 @@ class Runner:
         num_blocks: int,
         block_size: int,
         threads: int | None = None,
+        allocate: kv_cache.Allocate | None = None,
     ) -> None:
         """Loads the checkpoint and takes the cache's memory. Raises ConfigError."""
         if threads is not None:
@@ -71,8 +88,14 @@ class Runner:
         with weights.Checkpoint(model_path, dtype=kind, device=device) as checkpoint:
             self._decoder = Decoder(self.config, checkpoint)
         self._cache = kv_cache.KvCache(
-            self.config, num_blocks=num_blocks, block_size=block_size, dtype=kind, device=device
+            self.config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=kind,
+            device=device,
+            allocate=allocate,
         )
+        self.region = _region(self._cache, num_blocks)
         reachable = min(self.config.max_context, num_blocks * block_size)
         self._cos, self._sin = self.config.rope.tables(reachable, dtype=kind, device=device)
         self._sampler = sampler.Sampler()

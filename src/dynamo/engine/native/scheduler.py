@@ -16,6 +16,8 @@ blocks back and waits, with what it has written so far as a longer prompt. Its b
 little. The sequence of highest rank always goes on, so every one ends.
 
 The choices of a request (n > 1) are sequences that share its prompt: all wait for the first, and then find its blocks.
+
+A prompt that another engine has computed is admitted like any other, and is in `transit` until its blocks are copied.
 """
 
 import bisect
@@ -26,8 +28,9 @@ from typing import NamedTuple
 
 from dynamo.base import errors
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
-from dynamo.protocols import blocks, generate, kv_events, load
+from dynamo.engine.native.sequence import Chunk, Grammar, Pull, Sampled, Sequence
+from dynamo.engine.native.transit import Transit
+from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free
 _rank = operator.attrgetter("rank")
@@ -84,18 +87,20 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
         self._groups: dict[str, _Group] = {}
+        self._transit = Transit(paging)
         self._num_arrived = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would find anything to compute."""
-        return bool(self._groups)
+        """Whether `schedule` may find anything to compute."""
+        return bool(self._running or self._waiting)
 
     def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
         """Take a request that fits (`engine.refusal`), and whose id is not in use; with what its answers follow."""
         prompt = blocks.unpack(request.token_ids)
+        remote = kv_transfer.read(request.kv_transfer_params)
         self._num_arrived += 1
         leader: Sequence | None = None
         group = self._groups[request.id] = _Group([])
@@ -108,6 +113,7 @@ class Scheduler:
                 grammar=grammar,
                 leader=leader,
                 rank=(-request.priority, self._num_arrived, index),
+                remote=None if leader else remote,
             )
             leader = leader or sequence
             group.open.append(sequence)
@@ -140,8 +146,27 @@ class Scheduler:
         self._paging.clear()
         return StepResult(stored_and_removed=self._paging.take_events())
 
+    def take_pulls(self) -> list[Pull]:
+        """Copies to make from other engines, since the last call; each ends with `end_pull`."""
+        return self._transit.take_begun()
+
+    def end_pull(self, number: int, *, is_copied: bool) -> None:
+        """This copy has ended, and nothing writes to its blocks any more."""
+        sequence = self._transit.end(number, is_copied=is_copied)
+        if sequence is None:
+            return
+        group = self._groups.get(sequence.request.id)
+        if group is not None and sequence in group.open:
+            bisect.insort(self._running, sequence, key=_rank)
+        else:  # it was aborted
+            self._paging.release(sequence)
+
+    def release_held(self, number: int) -> None:
+        """Nobody needs these blocks any more, which were computed for another engine."""
+        self._transit.release(number)
+
     def schedule(self) -> tuple[Chunk, ...]:
-        """The next step; never empty while there is work."""
+        """The next step; empty only if all wait for what others do: a copy to end, held blocks to be released."""
         num_waiting = len(self._waiting)
         chunks = self._decode()
         num_left = self._limits.max_num_batched_tokens - len(chunks)
@@ -180,7 +205,7 @@ class Scheduler:
             worker_stats=load.WorkerStats(
                 request_active_slots=len(self._running),
                 request_total_slots=self._limits.max_num_seqs,
-                num_requests_waiting=len(self._waiting),
+                num_requests_waiting=len(self._waiting) + self._transit.num_pulling,
                 active_prefill_tokens=self._num_prefill_tokens(),
             ),
             kv_stats=load.KvStats(
@@ -215,9 +240,7 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], num_left: int) -> None:
         i = 0
-        while (
-            i < len(self._waiting) and num_left and len(self._running) < self._limits.max_num_seqs
-        ):
+        while i < len(self._waiting) and num_left and self._has_slot():
             sequence = self._waiting[i]
             if self._must_follow(sequence):
                 i += 1
@@ -225,9 +248,13 @@ class Scheduler:
             if not self._paging.admit(sequence, keep_free=self._keep_free if self._running else 0):
                 break
             del self._waiting[i]
-            bisect.insort(self._running, sequence, key=_rank)
             self._count_cached(sequence)
-            num_left -= _add_chunk(chunks, sequence, num_left)
+            if not self._transit.begin(sequence):
+                bisect.insort(self._running, sequence, key=_rank)
+                num_left -= _add_chunk(chunks, sequence, num_left)
+
+    def _has_slot(self) -> bool:
+        return len(self._running) + self._transit.num_pulling < self._limits.max_num_seqs
 
     def _must_follow(self, sequence: Sequence) -> bool:
         """Whether it waits for the choice that leads: to find its prompt, or because that one tells of the prompt."""
@@ -248,6 +275,7 @@ class Scheduler:
         sequence.token_ids.append(drawn.token_id)
         reason, stop_reason = _finish(sequence, self._limits.context_length)
         group = self._groups[sequence.request.id]
+        is_held = reason is not None and kv_transfer.wants_hold(sequence.request.kv_transfer_params)
         output = generate.Output(
             token_ids=(drawn.token_id,),
             finish_reason=reason,
@@ -255,6 +283,7 @@ class Scheduler:
             logprobs=(drawn.logprobs,) if drawn.logprobs else None,
             cached_tokens=None if group.is_told_cached else sequence.num_cached,
             stop_reason=stop_reason,
+            kv_transfer_params=self._transit.hold(sequence) if is_held else None,
             prompt_logprobs=drawn.prompt_logprobs,
         )
         group.is_told_cached = True
@@ -270,6 +299,8 @@ class Scheduler:
             del self._groups[sequence.request.id]
 
     def _leave(self, sequence: Sequence) -> None:
+        if sequence.is_pulling:
+            return  # `end_pull` frees its blocks
         (self._running if sequence.block_ids else self._waiting).remove(sequence)
         self._paging.release(sequence)
 

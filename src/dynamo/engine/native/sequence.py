@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dynamo.base import errors
-from dynamo.protocols import generate
+from dynamo.protocols import generate, kv_transfer
 
 
 class Guide(Protocol):
@@ -58,6 +58,8 @@ class Sequence:
     local_hashes: list[int] = field(default_factory=list)  # of its full blocks (protocols.blocks)
     sequence_hashes: list[int] = field(default_factory=list)
     num_committed: int = 0  # how many of block_ids the pool was told to be full
+    remote: kv_transfer.RemoteBlocks | None = None  # who has its prompt, until they are asked once
+    is_pulling: bool = False  # others write to its blocks: nobody else may have them
 
     @property
     def num_output(self) -> int:
@@ -77,6 +79,21 @@ class Sequence:
     def options(self) -> generate.SamplingOptions:
         """How to draw its tokens."""
         return self.request.sampling_options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """Blocks of a prompt that another engine has computed, and those of ours to copy them to; both may be none.
+
+    The last token of a prompt is computed here in any case, because its logits are wanted: `num_tokens` are copied.
+    """
+
+    number: int  # by which its end is told
+    request: generate.Request
+    remote: kv_transfer.RemoteBlocks
+    local_blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,54 @@
+"""How one engine tells another where the keys and values of a prompt are: `kv_transfer_params`.
+
+    to the engine that prefills       {"do_remote_decode": true}
+    back, with its only output        {"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [1, 2], ...}
+    to the engine that decodes        the same
+
+The names are those of the original's connector. What is ours: `remote_hold_id` names what the reader has to release, and
+`remote_hold_s` says for how long the blocks are certainly kept, counted from the moment the prefill was asked for. So the
+reader judges by its own clock alone whether what it read was still what it meant.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dynamo.base import errors
+
+ASK = {"do_remote_decode": True}
+HOLD_S = 60.0  # from the end of the prefill; longer than any reader waits
+METADATA = "kv_transfer_metadata"  # of an engine's agent, in a card's runtime data; base64
+
+
+class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt whose keys and values another engine has computed and holds, in the order of its blocks."""
+
+    remote_block_ids: tuple[int, ...]
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    remote_hold_id: int
+    remote_hold_s: float = HOLD_S
+    tp_size: int = 1
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+
+    def as_params(self) -> dict[str, Any]:
+        """As it travels."""
+        return msgspec.structs.asdict(self)
+
+
+def wants_hold(params: Mapping[str, Any] | None) -> bool:
+    """Is this prompt computed for another engine, so that its blocks are to be held?"""
+    return params is not None and params.get("do_remote_decode") is True
+
+
+def read(params: Mapping[str, Any] | None) -> RemoteBlocks | None:
+    """Where the prompt's blocks are, if another engine has them. Raises RemoteProtocolError for what is no such thing."""
+    if params is None or params.get("do_remote_prefill") is not True:
+        return None
+    try:
+        return msgspec.convert(params, RemoteBlocks)
+    except msgspec.ValidationError as error:
+        raise errors.RemoteProtocolError(f"kv_transfer_params: {error}") from error
