@@ -14,15 +14,15 @@ Promises:
 
 - Nothing blocks the event loop: bytes are moved by threads. All callbacks come on the event loop's thread.
 - Every wait has a deadline. A peer that dies, stalls, restarts or sends garbage is a TransferError within it.
-- Blocks belong to the transfer from `post` until it is done. After success they hold the peer's bytes. After a failure the
-  local blocks of a READ are *undefined*, to be computed anew, but they are quiet: when `post` has raised or `release`
-  has returned, nothing writes to them any more. The remote blocks of a failed WRITE are undefined, and the peer
-  may find late bytes in them until its connection ends: prefer READ.
+- Blocks belong to the transfer from `post` until it is done. After success they hold the peer's bytes. After a
+  failure the local blocks of a READ are *undefined*, to be computed anew, but they are quiet: when `post` has raised
+  TransferError or `release` has returned, nothing writes to them any more. The remote blocks of a failed WRITE are
+  undefined, and late bytes may reach them until the connection has ended: prefer READ.
 - A notification is given to the peer after the bytes, never before, and never if they failed. When `post` or `notify`
-  returns, the peer's agent has it.
+  returns, the peer has heard it; if it fails, it may have.
 
-What the seam does *not* promise: that the remote blocks still hold what the caller means. Their owner keeps them until the
-reader's notification, or until a time limit that must be longer than the reader's deadline.
+What the seam does *not* promise: that the remote blocks still hold what the caller means. Their owner keeps them
+until the reader's notification, or until a time limit that must be longer than the reader's deadline.
 
 `agent.Agent` implements it over backends (`local`, `shm`, `tcp`), of which the best that both sides have is taken when
 they connect. `tests/contract/test_transfer.py` runs one suite over all of them, between real processes.
@@ -135,7 +135,7 @@ class Agent(Protocol):
         ...
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Zeroed memory that peers on this host can map: of the system when it is first written, gone with its last user.
+        """Zeroed memory that peers on this host can map; its pages are provided as they are first written.
 
         At most once per agent. Raises ConfigError if there is not so much.
         """
@@ -149,7 +149,7 @@ class Agent(Protocol):
         ...
 
     async def start(self) -> None:
-        """Be reachable, and begin to hear notifications. After `register`. Raises ConfigError if an address is taken."""
+        """Be reachable, and hear notifications. After `register`. Raises ConfigError if an address is taken."""
         ...
 
     def export_metadata(self) -> bytes:
@@ -157,7 +157,7 @@ class Agent(Protocol):
         ...
 
     async def connect(self, metadata: bytes, *, deadline_s: float) -> Peer:
-        """Import a peer's metadata and open the best way to it. May be called ahead of need, and again for the same peer.
+        """Import a peer's metadata and open the best way to it. To be called ahead of need.
 
         Raises TransferError: not metadata, a layout that does not fit (both are named), no way in common, nobody there,
         the wrong cluster token, or an agent that has restarted since it exported this.

@@ -4,8 +4,8 @@ A pool is one flat buffer. The part of a block that belongs to one layer is cont
 model: `block_size` tokens in order, each with its key heads and then its value heads. This is a *slab*. Where the slabs
 lie is each worker's own affair:
 
-    layer_major   [layers, blocks, slab]: a tensor per layer, as in the native engine; neighbours of a layer are adjacent
-    block_major   [blocks, layers, slab]: a block is one piece, as the tiers of a cache like it
+    layer_major   [layers, blocks, slab]: a tensor per layer, as in the native engine
+    block_major   [blocks, layers, slab]: a block is one piece, as tiers of a cache like it
 
 With tensor parallelism a rank holds an equal share of the heads, in order. Ranks of unequal counts share the heads in
 which they overlap, and only these are moved (`plan`). Block size, dtype and model shape must be equal: to convert them
