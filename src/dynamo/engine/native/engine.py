@@ -15,10 +15,10 @@ from typing import Any
 
 from dynamo.base import errors
 from dynamo.engine import api, refusal
+from dynamo.engine.native import agents, remote, scheduler
 from dynamo.engine.native.assemble import Assembly, assemble
 from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.loop import EngineLoop
-from dynamo.engine.native.scheduler import StepResult
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import generate, load
 
@@ -31,6 +31,11 @@ class NativeEngine:
     def __init__(self, model_path: Path, settings: NativeConfig) -> None:
         self._model_path = model_path
         self._settings = settings
+        self._remote = remote.Remote(
+            functools.partial(agents.make, settings),
+            pull_s=settings.kv_transfer_timeout_s,
+            hold_s=settings.kv_hold_s,
+        )
         self._ended = asyncio.Event()
         self._running: _Running | None = None
 
@@ -44,7 +49,33 @@ class NativeEngine:
         )
         thread.start()
         self._running = await started
+        try:
+            await self._remote.begin(self._running.region, self._running.loop)
+        except errors.ConfigError:
+            await self.stop()
+            raise
         return self._running.facts
+
+    def open_blocks(self) -> None:
+        """The KV cache will lie in memory that others on this host can map."""
+        self._remote.open()
+
+    @property
+    def transfer_metadata(self) -> bytes | None:
+        """Of the agent that moves our blocks."""
+        return self._remote.metadata
+
+    def on_pull(self, listener: Callable[[api.PullReport], None]) -> None:
+        """After every copy."""
+        self._remote.on_pull(listener)
+
+    async def connect(self, metadata: bytes, *, deadline_s: float) -> str:
+        """Ahead of need."""
+        return await self._remote.connect(metadata, deadline_s=deadline_s)
+
+    async def disconnect(self, engine_id: str) -> None:
+        """What is being copied from there fails."""
+        await self._remote.disconnect(engine_id)
 
     def submit(self, request: generate.Request) -> None:
         """Check it here, begin it there."""
@@ -76,6 +107,7 @@ class NativeEngine:
         """Returns when the thread has left its loop."""
         if self._running is not None:
             self._running.stop()
+            await self._remote.close()
             await self._ended.wait()
 
     @property
@@ -86,7 +118,8 @@ class NativeEngine:
     def _work(self, sink: api.EngineSink, post: Post, started: "asyncio.Future[_Running]") -> None:
         """The thread's life: load, run, end."""
         try:
-            running = _Running(assemble(self._model_path, self._settings), sink, post)
+            assembly = assemble(self._model_path, self._settings, self._remote.allocate)
+            running = _Running(assembly, self._remote, sink, post)
         except errors.ConfigError as error:
             post(_fail, started, error)
             return
@@ -112,12 +145,18 @@ class _Open:
 class _Running:
     """An engine that has loaded: who waits for it, and its loop. Used on the event loop only."""
 
-    def __init__(self, assembly: Assembly, sink: api.EngineSink, post: Post) -> None:
-        self.facts = assembly.facts
+    def __init__(
+        self, assembly: Assembly, lent: remote.Remote, sink: api.EngineSink, post: Post
+    ) -> None:
+        self.facts, self.region = assembly.facts, assembly.region
         self.post = post
         self.loop = EngineLoop(
-            assembly.scheduler, assembly.runner, functools.partial(post, self._deliver)
+            assembly.scheduler,
+            assembly.runner,
+            functools.partial(post, self._deliver),
+            functools.partial(post, lent.begin_pulls),
         )
+        self._remote = lent
         self._vocab_size = assembly.vocab_size
         self._grammars = assembly.grammars
         self._sink = sink
@@ -131,6 +170,8 @@ class _Running:
         refusal.check(request, self.facts, vocab_size=self._vocab_size)
         if request.id in self._open:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
+        if request.kv_transfer_params is not None:
+            self._remote.submitted(request)
         guided = request.sampling_options.guided_decoding
         if guided is None:
             self.loop.submit(request)
@@ -141,6 +182,7 @@ class _Running:
 
     def abort(self, request_id: str) -> None:
         if self._open.pop(request_id, None):
+            self._remote.aborted(request_id)
             self.loop.abort(request_id)
 
     def abort_choice(self, request_id: str, index: int) -> None:
@@ -172,9 +214,11 @@ class _Running:
         else:
             self.loop.submit(request, grammar)
 
-    def _deliver(self, result: StepResult) -> None:
+    def _deliver(self, result: scheduler.StepResult) -> None:
         if self._is_silent:
             return
+        if result.holds_blocks:
+            result.outputs = [self._placed(*item) for item in result.outputs]
         batch = [
             api.EngineOutput(request.id, output)
             for request, output in result.outputs
@@ -188,6 +232,18 @@ class _Running:
                 self._sink.failed(request.id, error)
         if result.stored_and_removed:
             self._sink.kv_events(result.stored_and_removed)
+
+    def _placed(
+        self, request: generate.Request, output: generate.Output
+    ) -> scheduler.RequestOutput:
+        """If blocks are held with this output: told where they are, or freed if nobody waits for it."""
+        if output.kv_transfer_params is not None:
+            found = self._find(request)
+            if found is not None and output.index in found.choices:
+                output = self._remote.held(request, output)
+            else:
+                self._remote.unheard(output)
+        return scheduler.RequestOutput(request, output)
 
     def _is_awaited(self, request: generate.Request, output: generate.Output) -> bool:
         """Whether somebody waits for this output; the last one of a request closes it."""

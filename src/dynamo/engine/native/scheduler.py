@@ -67,6 +67,7 @@ class StepResult:
     failed: list[RequestFailure] = field(default_factory=list)
     stored_and_removed: list[kv_events.KvEvent] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)
+    holds_blocks: bool = False  # some of these outputs say where blocks are held for another engine
 
 
 @dataclass(slots=True, eq=False)
@@ -287,6 +288,7 @@ class Scheduler:
             prompt_logprobs=drawn.prompt_logprobs,
         )
         group.is_told_cached = True
+        result.holds_blocks |= is_held
         result.outputs.append(RequestOutput(sequence.request, output))
         if reason is not None:
             self._end(sequence, group)

@@ -35,6 +35,28 @@ class NativeConfig:
         None,
         help="CPU threads; by default OMP_NUM_THREADS, or one for a small model and else all cores",
     )
+    kv_transfer_backends: tuple[str, ...] = config.option(
+        ("shm", "tcp"),
+        help="ways by which prompts' blocks may go between workers; the first that both have is taken",
+    )
+    kv_transfer_host: str = config.option(
+        "127.0.0.1", help="address by which workers of other hosts reach our blocks"
+    )
+    kv_transfer_token: str | None = config.option(
+        None,
+        env="DYN_KV_TRANSFER_TOKEN",
+        help="secret that all workers share; needed for any address but loopback, best given by the environment",
+    )
+    kv_transfer_timeout_s: float = config.option(
+        5.0,
+        help="seconds that a copy of a prompt's blocks may take before the prompt is computed here",
+        least=0.01,
+    )
+    kv_hold_s: float = config.option(
+        60.0,
+        help="seconds that a prefill worker keeps a prompt's blocks for who asked for it",
+        least=0.01,
+    )
 
     @property
     def step_tokens(self) -> int:
