@@ -56,7 +56,11 @@ class Side:
         side = cls()
         settings = {"num_gpu_blocks_override": 200, "threads": 1} | settings
         path = model_source.resolve(None, with_weights=True)
-        side.engine, side.sink, side.reports = engines.NativeEngine(path, NativeConfig(**settings)), Sink(), []
+        side.engine, side.sink, side.reports = (
+            engines.NativeEngine(path, NativeConfig(**settings)),
+            Sink(),
+            [],
+        )
         assert isinstance(side.engine, api.RemotePrefill)
         if is_open:
             side.engine.open_blocks()
@@ -121,6 +125,8 @@ async def test_an_answer_is_the_same_wherever_its_prompt_was_computed(backends):
             assert there == here
 
         assert all(report.error is None for report in right.reports)
-        assert sum(report.num_blocks for report in right.reports) == sum(-(-(n - 1) // 16) for n in lengths)
+        assert sum(report.num_blocks for report in right.reports) == sum(
+            -(-(n - 1) // 16) for n in lengths
+        )
         await left.until_idle()
         await right.until_idle()

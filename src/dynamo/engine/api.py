@@ -106,10 +106,11 @@ class PullReport:
 class RemotePrefill(Protocol):
     """What an engine is beside `Engine` if a prompt that one engine has computed can be answered by another.
 
-    Of a request with `kv_transfer_params` {"do_remote_decode": true} the prompt is computed and its blocks are held; the last
-    output says where they are (`protocols.kv_transfer`), until whoever copies them says that he has, or a time limit passes.
-    A request that brings such parameters waits for the copy of what is not known here, while others go on; whatever
-    fails on the way, its prompt is computed here instead. `tests/contract/test_remote_prefill.py` holds engines to this.
+    Of a request with `kv_transfer_params` {"do_remote_decode": true} the prompt is computed and its blocks are held,
+    until whoever copies them says that he has, or a time limit passes; the last output says where they are
+    (`protocols.kv_transfer`). A request that brings such parameters waits for the copy of what is not known here, while
+    others go on; whatever fails on the way, its prompt is computed here instead.
+    `tests/contract/test_remote_prefill.py` holds engines to this.
     """
 
     def open_blocks(self) -> None:

@@ -101,6 +101,8 @@ class Models:
             return None
         if self._namespace not in ("", record.namespace):
             return None
+        if record.card_json.worker_type is model_card.WorkerType.PREFILL:
+            return None  # it answers decode workers, and no client
         self._records[change.key] = record
         return record
 

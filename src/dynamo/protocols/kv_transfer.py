@@ -1,12 +1,12 @@
 """How one engine tells another where the keys and values of a prompt are: `kv_transfer_params`.
 
     to the engine that prefills       {"do_remote_decode": true}
-    back, with its only output        {"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [1, 2], ...}
+    back, with its only output        {"do_remote_prefill": true, "remote_block_ids": [1, 2], "remote_engine_id": ...}
     to the engine that decodes        the same
 
-The names are those of the original's connector. What is ours: `remote_hold_id` names what the reader has to release, and
-`remote_hold_s` says for how long the blocks are certainly kept, counted from the moment the prefill was asked for. So the
-reader judges by its own clock alone whether what it read was still what it meant.
+The names are those of the original's connector. What is ours: `remote_hold_id` names what the reader has to release,
+and `remote_hold_s` says for how long the blocks are certainly kept, counted from the moment the prefill was asked for.
+So the reader judges by its own clock alone whether what it read was still what it meant.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def wants_hold(params: Mapping[str, Any] | None) -> bool:
 
 
 def read(params: Mapping[str, Any] | None) -> RemoteBlocks | None:
-    """Where the prompt's blocks are, if another engine has them. Raises RemoteProtocolError for what is no such thing."""
+    """Where the prompt's blocks are, if another engine has them. Raises RemoteProtocolError for anything else."""
     if params is None or params.get("do_remote_prefill") is not True:
         return None
     try:

@@ -33,14 +33,13 @@ def build(
     infill_format: str | None = None,
 ) -> model_card.ModelCard:
     """The card of the model in `directory`, as an engine with these facts serves it. Raises ConfigError."""
-    files = {file: describe(directory / file) for file in FILES if (directory / file).is_file()}
     return model_card.ModelCard(
         display_name=name,
         source_path=str(directory),
         context_length=facts.context_length,
         kv_cache_block_size=facts.kv_block_size,
         model_type=_model_types(directory),
-        files=files,
+        files=describe_files(directory),
         runtime_config=msgspec.structs.replace(
             _runtime_config(facts),
             tool_call_parser=tool_call_parser,
@@ -49,6 +48,11 @@ def build(
         ),
         created=created,
     )
+
+
+def describe_files(directory: Path) -> dict[str, model_card.ModelFile]:
+    """Those of a model directory that a frontend needs."""
+    return {file: describe(directory / file) for file in FILES if (directory / file).is_file()}
 
 
 def describe(path: Path) -> model_card.ModelFile:

@@ -18,6 +18,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids, tasks
 from dynamo.engine import api
+from dynamo.observability import metrics as registries
 from dynamo.observability import tracing
 from dynamo.protocols import instances, kv_events, model_card
 from dynamo.runtime import component, requests
@@ -40,13 +41,15 @@ class Host:
         request_limit: int,
         clock: clocks.Clock,
         traces: tracing.TracingConfig | None = None,
+        registry: registries.Registry | None = None,
     ) -> None:
+        """`registry` has what others beside it count of this worker."""
         self._engine = engine
         self._runtime = runtime
         self._endpoint = endpoint
         self._make_card = make_card
         self._clock = clock
-        self._counts = metrics.WorkerMetrics(endpoint, clock)
+        self._counts = metrics.WorkerMetrics(endpoint, clock, registry)
         self._requests = inflight.InFlight(
             engine, limit=request_limit, counts=self._counts, clock=clock
         )

@@ -16,11 +16,11 @@ from pathlib import Path
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
 from dynamo.engine import api
-from dynamo.observability import logs
+from dynamo.observability import logs, metrics
 from dynamo.preprocess import loading
 from dynamo.protocols import model_card
 from dynamo.runtime import component
-from dynamo.worker import card, engines, host, model_source, settings, system
+from dynamo.worker import card, disaggregated, engines, host, model_source, settings, system
 
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +72,10 @@ def make_host(
     """The host of the model in `directory`, as these settings want it."""
     clock = clocks.SystemClock()
     name = worker.model_name or model_source.display_name(worker.model)
+    registry = metrics.Registry("dynamo_component")
+    serving = disaggregated.prepare(
+        engine, worker, runtime, registry, model=name, directory=directory
+    )
 
     def make_card(facts: api.EngineFacts) -> model_card.ModelCard:
         made = card.build(
@@ -84,16 +88,17 @@ def make_host(
             infill_format=worker.dyn_infill_format,
         )
         loading.load(made, clock)  # what no frontend could read is better refused here than there
-        return made
+        return disaggregated.marked(made, worker, engine)
 
     return host.Host(
-        engine,
+        serving,
         runtime,
         worker.endpoint_name,
         make_card=make_card,
         request_limit=worker.engine_request_limit,
         clock=clock,
         traces=worker,
+        registry=registry,
     )
 
 

@@ -14,8 +14,13 @@ _LABELS = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint")
 class WorkerMetrics:
     """The counts of one worker's `generate` endpoint."""
 
-    def __init__(self, endpoint: instances.EndpointName, clock: clocks.Clock) -> None:
-        self.registry = registry = metrics.Registry("dynamo_component")
+    def __init__(
+        self,
+        endpoint: instances.EndpointName,
+        clock: clocks.Clock,
+        registry: metrics.Registry | None = None,
+    ) -> None:
+        self.registry = registry = registry or metrics.Registry("dynamo_component")
         self._clock = clock
         self._started_at = clock.now()
         at = (endpoint.namespace, endpoint.component, endpoint.endpoint)

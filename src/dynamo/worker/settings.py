@@ -1,8 +1,10 @@
 """What a worker is told, whichever engine it hosts; the engine's own settings stand beside it on the command line."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from dynamo.base import config
+from dynamo.base import config, errors
+from dynamo.disagg import policy
 from dynamo.preprocess import infill
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import instances
@@ -26,7 +28,33 @@ class WorkerConfig(component.RuntimeConfig):
         help="what clients call the model (default: the directory's name, or the hub name)",
     )
     endpoint: str | None = config.option(
-        None, help="where to serve (default: dyn://NAMESPACE.backend.generate)"
+        None,
+        help="where to serve (default: dyn://NAMESPACE.backend.generate, of a prefill worker dyn://NAMESPACE.prefill.generate)",
+    )
+    is_prefill_worker: bool = config.option(
+        False, help="compute prompts for decode workers; the same as --disaggregation-mode prefill"
+    )
+    disaggregation_mode: Literal["agg", "prefill", "decode"] | None = config.option(
+        None,
+        help="agg: compute all prompts here; prefill: only compute prompts, for others; decode: have long prompts"
+        " computed by prefill workers, by shared memory where they are on this host; by default, as decode but without"
+        " memory that is made ready for it",
+    )
+    prefill_endpoint: str | None = config.option(
+        None, help="where prefill workers serve (default: dyn://NAMESPACE.prefill.generate)"
+    )
+    max_local_prefill_length: int = config.option(
+        policy.MAX_LOCAL_PREFILL_LENGTH,
+        help="prompt tokens, without the known prefix, that are always computed here; discovery can change it",
+        least=0,
+    )
+    max_prefill_queue_size: int = config.option(
+        policy.MAX_PREFILL_QUEUE_SIZE,
+        help="prompts that may wait at a prefill worker before more are computed here; discovery can change it",
+        least=0,
+    )
+    prefill_timeout_s: float = config.option(
+        30.0, help="seconds that a prompt may take elsewhere before it is computed here", least=0.01
     )
     dyn_tool_call_parser: str | None = config.option(
         None,
@@ -65,13 +93,31 @@ class WorkerConfig(component.RuntimeConfig):
     )
 
     def check(self) -> None:
-        """Raises ConfigError for parsers and formats that are not known."""
+        """Raises ConfigError for parsers and formats that are not known, and for two roles at once."""
+        if self.is_prefill_worker and self.disaggregation_mode not in (None, "prefill"):
+            raise errors.ConfigError(
+                f"--is-prefill-worker and --disaggregation-mode {self.disaggregation_mode}: expected one of the two"
+            )
         infill.check(self.dyn_infill_format)
         formats.check(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
 
     @property
     def endpoint_name(self) -> instances.EndpointName:
         """Where to serve. Raises ConfigError."""
+        if self.endpoint is None and self.is_prefill:
+            return self.prefill_endpoint_name
         return instances.EndpointName.parse(
             self.endpoint or f"dyn://{self.namespace}.backend.generate"
         )
+
+    @property
+    def prefill_endpoint_name(self) -> instances.EndpointName:
+        """Where prefill workers serve. Raises ConfigError."""
+        return instances.EndpointName.parse(
+            self.prefill_endpoint or f"dyn://{self.namespace}.prefill.generate"
+        )
+
+    @property
+    def is_prefill(self) -> bool:
+        """Does it only compute prompts?"""
+        return self.is_prefill_worker or self.disaggregation_mode == "prefill"

@@ -1,8 +1,8 @@
 """How the native engine's blocks get to another engine, and others' to it: the event loop's half of `transit`.
 
     prefill   the last output of a prompt that is held ──▶ where its blocks are; a time limit begins
-              "release 7" from the reader, or the limit  ──▶ the blocks are free
-    decode    a copy that the scheduler asks for          ──▶ READ, with "release 7" once it is done ──▶ the sequence goes on
+              "release 7" from the reader, or the limit ──▶ the blocks are free
+    decode    a copy that the scheduler asks for ──▶ READ, with "release 7" once it is done ──▶ the sequence goes on
 
 The reader may use what it has read only if the blocks were certainly still held, which it knows by its own clock: the
 parameters say for how long from when they came, and a copy that ends later counts as failed.
@@ -129,7 +129,8 @@ class Remote:
 
     def held(self, request: generate.Request, output: generate.Output) -> generate.Output:
         """The last output of a prompt that is held, with all that a reader must know; its time begins."""
-        assert self._me is not None and output.kv_transfer_params is not None
+        assert self._me is not None
+        assert output.kv_transfer_params is not None
         host, _, port = self._me.addresses.get("tcp", ":0").rpartition(":")
         remote = kv_transfer.RemoteBlocks(
             **output.kv_transfer_params,

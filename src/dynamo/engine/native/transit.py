@@ -2,8 +2,8 @@
 
 A sequence whose prompt another engine has computed gets its blocks, as any other does, and then takes part in no step
 (the state that vLLM calls WAITING_FOR_REMOTE_KVS) until the copy has ended. If it was copied, only the prompt's last
-token is left to compute; if not, what was not found here is computed here. A sequence that is aborted meanwhile leaves its blocks
-behind: they belong to the copy, and are free when it ends.
+token is left to compute; if not, what was not found here is computed here. A sequence that is aborted meanwhile leaves
+its blocks behind: they belong to the copy, and are free when it ends.
 
 A prompt that was computed for another engine leaves its blocks here as well, under a number, until somebody says
 `release`. Who may say so, and when it is too late, is known to `remote`.

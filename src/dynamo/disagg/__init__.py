@@ -1,0 +1,1 @@
+"""Prefill here, decode there: who computes a prompt, and how its blocks get to who answers."""

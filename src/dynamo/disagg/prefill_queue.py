@@ -1,0 +1,125 @@
+"""The prefill queue: prompts that wait for a prefill worker.
+
+`DirectQueue` needs no service: a prompt goes at once to the worker to which we gave the fewest, and waits there. The
+open stream acknowledges it: a worker that dies, or refuses because it is full, breaks the stream, and the prompt goes
+to another. Nothing waits longer than the time it was given.
+"""
+
+import asyncio
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.protocols import generate
+from dynamo.runtime import client
+
+
+class PrefillQueue(Protocol):
+    """Where prompts go to be computed."""
+
+    @property
+    def size(self) -> int | None:
+        """Prompts that wait where the fewest do; None if there is nobody to compute them."""
+        ...
+
+    async def prefill(self, request: generate.Request, *, timeout_s: float) -> dict[str, Any]:
+        """Have its prompt computed; gives the parameters that say where its blocks are.
+
+        Raises what the last worker failed with, NoWorkers, or DeadlineExceeded.
+        """
+        ...
+
+
+class DirectQueue:
+    """Straight to the workers."""
+
+    def __init__(
+        self,
+        workers: Callable[[], Sequence[int]],
+        asked: client.EndpointClient,
+        retried: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`workers` are those that can be asked now, `retried` is called when a prompt goes to another worker."""
+        self._workers = workers
+        self._client = asked
+        self._retried = retried
+        self._num_given: collections.Counter[int] = collections.Counter()
+
+    @property
+    def size(self) -> int | None:
+        """One that is being computed does not wait."""
+        ids = self._usable(())
+        return max(0, min(self._num_given[i] for i in ids) - 1) if ids else None
+
+    async def prefill(self, request: generate.Request, *, timeout_s: float) -> dict[str, Any]:
+        """See `PrefillQueue`."""
+        tried: list[int] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    chosen = self._choose(tried)
+                    try:
+                        return await self._ask(chosen, request, timeout_s)
+                    except (errors.WorkerLost, errors.Unavailable, errors.EngineFailed):
+                        tried.append(chosen)
+                        if not self._usable(tried):
+                            raise
+                        self._retried()
+        except TimeoutError:
+            raise errors.DeadlineExceeded(
+                f"no prefill worker has computed the prompt within {timeout_s:g} s"
+            ) from None
+
+    def _usable(self, tried: Sequence[int]) -> Sequence[int]:
+        return self._client.usable(self._workers(), tried)
+
+    def _choose(self, tried: Sequence[int]) -> int:
+        ids = self._usable(tried)
+        if not ids:
+            raise errors.NoWorkers("no prefill worker is connected")
+        return min(ids, key=self._num_given.__getitem__)
+
+    async def _ask(
+        self, instance_id: int, request: generate.Request, timeout_s: float
+    ) -> dict[str, Any]:
+        answer = _Prefilled()
+        self._num_given[instance_id] += 1
+        try:
+            stream = await self._client.open(
+                request, answer, instance_id=instance_id, timeout_s=timeout_s
+            )
+            try:
+                return await answer.params
+            finally:
+                stream.cancel()
+        finally:
+            self._num_given[instance_id] -= 1
+            if not self._num_given[instance_id]:
+                del self._num_given[instance_id]
+
+
+class _Prefilled:
+    """The receiver of a prefill's only output."""
+
+    def __init__(self) -> None:
+        self.params: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+    def receive(self, output: generate.Output) -> None:
+        if output.kv_transfer_params is not None and not self.params.done():
+            self.params.set_result(output.kv_transfer_params)
+
+    def replied(self, body: msgspec.Raw) -> None:
+        self._fail(errors.RemoteProtocolError("expected an engine's output, got a reply"))
+
+    def ended(self, error: errors.DynamoError | None) -> None:
+        self._fail(
+            error
+            or errors.RemoteProtocolError("the prefill worker does not say where its blocks are")
+        )
+
+    def _fail(self, error: errors.DynamoError) -> None:
+        if not self.params.done():
+            self.params.set_exception(error)
