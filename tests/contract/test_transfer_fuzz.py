@@ -68,7 +68,8 @@ async def test_garbage_at_the_door_is_dropped_and_others_are_served():
         def knock(said):
             with dial(served.metadata) as sock:
                 sock.sendall(said)
-                sock.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # dropped already
+                    sock.shutdown(socket.SHUT_WR)
                 assert is_closed(sock)
 
         await asyncio.to_thread(knock)
@@ -151,9 +152,11 @@ async def test_who_knows_the_token_is_served():
 
 async def test_a_server_that_does_not_know_the_token_is_refused():
     async with worker(b"secret") as ours:
-        with impostor(lambda link, epoch: greet(link, proof=bytes(32))) as metadata:
-            with pytest.raises(errors.TransferError, match="does not know our cluster token"):
-                await ours.agent.connect(metadata, deadline_s=LONG_S)
+        with (
+            impostor(lambda link, epoch: greet(link, proof=bytes(32))) as metadata,
+            pytest.raises(errors.TransferError, match="does not know our cluster token"),
+        ):
+            await ours.agent.connect(metadata, deadline_s=LONG_S)
 
 
 async def test_a_recorded_greeting_opens_nothing():
@@ -232,7 +235,7 @@ async def test_late_bytes_do_not_reach_blocks_that_were_given_up():
             released.set()
             await transfer.release()
 
-        assert b"y" not in bytes(ours.pool[: LAYOUT.slab_bytes]).replace(content(2), b"")
+        assert bytes(ours.pool[:100]) == b"x" * 100
         assert bytes(ours.pool[100 : LAYOUT.slab_bytes]) == content(2)[100 : LAYOUT.slab_bytes]
 
 
