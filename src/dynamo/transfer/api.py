@@ -12,7 +12,8 @@
 
 Promises:
 
-- Nothing blocks the event loop: bytes are moved by threads. All callbacks come on the event loop's thread.
+- Nothing blocks the event loop: bytes are moved by threads, except for copies that take less time than asking one
+  would. All callbacks come on the event loop's thread.
 - Every wait has a deadline. A peer that dies, stalls, restarts or sends garbage is a TransferError within it.
 - Blocks belong to the transfer from `post` until it is done. After success they hold the peer's bytes. After a
   failure the local blocks of a READ are *undefined*, to be computed anew, but they are quiet: when `post` has raised

@@ -18,7 +18,7 @@ from dynamo.transfer.limit import Limit
 from dynamo.transfer.plan import Piece
 
 CAN_SHARE = sys.platform == "linux"
-_LONG_BYTES = 16 * 2**20  # a copy between two looks at the clock
+_STRETCH_BYTES = 16 * 2**20  # between two looks at the clock
 _SMALL_BYTES = 32 * 1024  # up to here letting go of the interpreter costs more than the copy
 
 
@@ -87,25 +87,32 @@ def move(
     pieces: Iterable[Piece],
     limit: Limit,
 ) -> None:
-    """Copy all pieces, from them to us or the other way. Raises TransferError when the limit ends it."""
-    target, source = (ours, theirs) if operation is api.Operation.READ else (theirs, ours)
+    """Copy all pieces, from them to us or the other way. Raises TransferError when the limit ends it.
+
+    Nothing is checked per piece: a plan has no block outside its pools, and no window is shorter than its pool.
+    """
+    is_read = operation is api.Operation.READ
+    target, source = (ours, theirs) if is_read else (theirs, ours)
+    unchecked = 0
     for local, remote, length in pieces:
-        target_at, source_at = (
-            (local, remote) if operation is api.Operation.READ else (remote, local)
-        )
-        for done in range(0, length, _LONG_BYTES):
+        target_at, source_at = (local, remote) if is_read else (remote, local)
+        if length <= _SMALL_BYTES:
+            piece = source.view[source_at : source_at + length]
+            target.view[target_at : target_at + length] = piece
+        else:
+            _copy(target.address + target_at, source.address + source_at, length, limit)
+        unchecked += length
+        if unchecked >= _STRETCH_BYTES:
             limit.remaining_s()
-            copy(
-                target, target_at + done, source, source_at + done, min(_LONG_BYTES, length - done)
-            )
+            unchecked = 0
     limit.remaining_s()  # late is too late: the owner may have given the blocks to others
 
 
-def copy(target: Window, target_at: int, source: Window, source_at: int, length: int) -> None:
-    """Long copies let other threads run meanwhile. Raises IndexError for what is not within both windows."""
-    if target_at + length > len(target.view) or source_at + length > len(source.view):
-        raise IndexError(f"{length} bytes at {source_at} and {target_at} are not within the pools")
-    if length <= _SMALL_BYTES:
-        target.view[target_at : target_at + length] = source.view[source_at : source_at + length]
-    else:
-        ctypes.memmove(target.address + target_at, source.address + source_at, length)
+def _copy(target: int, source: int, length: int, limit: Limit) -> None:
+    """Lets other threads run meanwhile, which a slice does not."""
+    while length > _STRETCH_BYTES:
+        ctypes.memmove(target, source, _STRETCH_BYTES)
+        limit.remaining_s()
+        target, source = target + _STRETCH_BYTES, source + _STRETCH_BYTES
+        length -= _STRETCH_BYTES
+    ctypes.memmove(target, source, length)

@@ -10,6 +10,9 @@ from dynamo.transfer.job import Job
 from dynamo.transfer.limit import Limit
 
 NUM_THREADS = 4  # transfers with one peer that run at the same time, and so its connections
+# A copy on this host up to here takes less time than to ask a thread for it and to be told (0.05 ms; 0.1 to 0.2 ms).
+QUICK_BYTES = 2 * 2**20
+QUICK_PIECES = 128
 
 
 class ConnectedPeer:
@@ -23,11 +26,11 @@ class ConnectedPeer:
         self.route = route
         self._threads = ThreadPoolExecutor(NUM_THREADS, f"transfer-{metadata.name}")
         self._jobs: list[Job[None]] = []
-        self._is_closed = False
+        self.is_closed = False
 
     def submit(self, work: Callable[[Limit], None], *, deadline_s: float) -> Job[None]:
         """Run this in one of its threads. Raises TransferError when it is closed."""
-        if self._is_closed:
+        if self.is_closed:
             raise errors.TransferError(f"{self.name} is not connected any more")
         job = Job(self._threads, work, deadline_s=deadline_s)
         self._jobs = [job, *(other for other in self._jobs if other.is_running)]
@@ -35,7 +38,7 @@ class ConnectedPeer:
 
     async def close(self) -> None:
         """Stop what runs, then let go of its memory and connections."""
-        self._is_closed = True
+        self.is_closed = True
         for job in self._jobs:
             await job.stop()
         self._threads.shutdown(wait=False)
@@ -48,6 +51,7 @@ class PreparedTransfer:
     def __init__(self, operation: api.Operation, peer: ConnectedPeer, copies: plan.Plan) -> None:
         self._operation, self._peer, self._plan = operation, peer, copies
         self._job: Job[None] | None = None
+        self._outcome: asyncio.Future[None] | None = None
         self._is_released = False
 
     @property
@@ -63,29 +67,53 @@ class PreparedTransfer:
             is_what = "released" if self._is_released else "running"
             raise errors.LocalProtocolError(f"cannot post a transfer that is {is_what}")
         check_message(notification or b"")
-        route, operation, copies = self._peer.route, self._operation, self._plan
-
-        def run(limit: Limit) -> None:
-            route.move(operation, copies.pieces(), limit)
-            if notification is not None:
-                route.notify(notification, limit)
-
-        self._job = self._peer.submit(run, deadline_s=deadline_s)
-        return self._job.outcome
+        if self._is_quick and notification is None and not self._peer.is_closed:
+            self._job, self._outcome = None, self._move_now(Limit(deadline_s))
+        else:
+            self._job = self._peer.submit(self._work(notification), deadline_s=deadline_s)
+            self._outcome = self._job.outcome
+        return self._outcome
 
     def poll(self) -> api.State:
-        if self._job is None:
+        if self._outcome is None:
             return api.State.PREPARED
-        if self._job.is_running:
+        if self._job is not None and self._job.is_running:
             return api.State.RUNNING
-        outcome = self._job.outcome
-        is_done = outcome.done() and not outcome.cancelled() and outcome.exception() is None
-        return api.State.DONE if is_done else api.State.FAILED
+        is_done = self._outcome.done() and not self._outcome.cancelled()
+        return api.State.DONE if is_done and not self._outcome.exception() else api.State.FAILED
 
     async def release(self) -> None:
         self._is_released = True
         if self._job is not None:
             await self._job.stop()
+
+    @property
+    def _is_quick(self) -> bool:
+        return (
+            self._peer.capabilities.is_same_host
+            and self.num_bytes <= QUICK_BYTES
+            and self.num_pieces <= QUICK_PIECES
+        )
+
+    def _move_now(self, limit: Limit) -> asyncio.Future[None]:
+        outcome = asyncio.get_running_loop().create_future()
+        try:
+            self._peer.route.move(self._operation, self._plan.pieces(), limit)
+        except errors.TransferError as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+        return outcome
+
+    def _work(self, notification: bytes | None) -> Callable[[Limit], None]:
+        route, operation, copies = self._peer.route, self._operation, self._plan
+
+        def work(limit: Limit) -> None:
+            route.move(operation, copies.pieces(), limit)
+            if notification is not None:
+                route.notify(notification, limit)
+
+        return work
 
 
 def check_message(message: bytes) -> None:

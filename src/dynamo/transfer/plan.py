@@ -9,20 +9,15 @@ Ranks of unequal tensor parallelism share only some heads. Heads lie innermost b
 slab is two pieces, keys and values. It is the price of unequal sizes, and still far below that of computing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dynamo.base import errors
 from dynamo.transfer.descriptors import Layout, Order
 
-
-class Piece(NamedTuple):
-    """One contiguous copy: offsets in either pool, and how many bytes."""
-
-    local: int
-    remote: int
-    length: int
+Piece = tuple[int, int, int]
+"""One contiguous copy: where it begins in the local and in the remote pool, and how many bytes."""
 
 
 class Run(NamedTuple):
@@ -69,11 +64,8 @@ class Plan:
             return self._head_pieces()
         if self._has_order(Order.BLOCK_MAJOR):
             return self._block_pieces()
-        return (
-            self._layer_pieces(self.runs)
-            if self._has_order(Order.LAYER_MAJOR)
-            else self._layer_pieces(self._single_blocks())
-        )
+        can_join = self._has_order(Order.LAYER_MAJOR)
+        return self._layer_pieces(self.runs if can_join else self._single_blocks())
 
     @property
     def _is_split(self) -> bool:
@@ -90,30 +82,31 @@ class Plan:
     def _block_pieces(self) -> Iterator[Piece]:
         size = self.local.block_bytes
         for local, remote, num_blocks in self.runs:
-            yield Piece(local * size, remote * size, num_blocks * size)
+            yield local * size, remote * size, num_blocks * size
 
-    def _layer_pieces(self, runs: "Iterator[Run] | tuple[Run, ...]") -> Iterator[Piece]:
-        here, there, size = self.local, self.remote, self.local.slab_bytes
+    def _layer_pieces(self, runs: Iterable[Run]) -> Iterator[Piece]:
+        size = self.local.slab_bytes
+        local_layers, remote_layers = _layer_offsets(self.local), _layer_offsets(self.remote)
+        local_stride, remote_stride = self.local.block_stride, self.remote.block_stride
         for local, remote, num_blocks in runs:
-            for layer in range(here.num_layers):
-                yield Piece(
-                    layer * here.layer_stride + local * here.block_stride,
-                    layer * there.layer_stride + remote * there.block_stride,
-                    num_blocks * size,
-                )
+            local_at, remote_at = local * local_stride, remote * remote_stride
+            length = num_blocks * size
+            for local_layer, remote_layer in zip(local_layers, remote_layers, strict=True):
+                yield local_at + local_layer, remote_at + remote_layer, length
 
     def _head_pieces(self) -> Iterator[Piece]:
         """Keys, then values, of the shared heads of each token."""
-        here, there = self.local, self.remote
-        length = len(self.heads) * here.head_bytes
-        for slab_here, slab_there, _ in self._layer_pieces(self._single_blocks()):
-            for token in range(here.block_size):
-                for first_here, first_there in zip(
-                    _head_offsets(here, token, self.heads.start),
-                    _head_offsets(there, token, self.heads.start),
-                    strict=True,
-                ):
-                    yield Piece(slab_here + first_here, slab_there + first_there, length)
+        length = len(self.heads) * self.local.head_bytes
+        offsets = list(
+            zip(
+                _head_offsets(self.local, self.heads.start),
+                _head_offsets(self.remote, self.heads.start),
+                strict=True,
+            )
+        )
+        for local_slab, remote_slab, _ in self._layer_pieces(self._single_blocks()):
+            for local, remote in offsets:
+                yield local_slab + local, remote_slab + remote, length
 
 
 def make(
@@ -182,7 +175,13 @@ def _check_inside(blocks: Sequence[int], layout: Layout, side: str) -> None:
         )
 
 
-def _head_offsets(layout: Layout, token: int, first_head: int) -> tuple[int, int]:
-    """Where the keys and the values of this head of this token begin in a slab."""
-    keys = token * layout.token_bytes + (first_head - layout.heads.start) * layout.head_bytes
-    return keys, keys + len(layout.heads) * layout.head_bytes
+def _layer_offsets(layout: Layout) -> range:
+    """Where block 0 begins in each layer."""
+    return range(0, layout.num_layers * layout.layer_stride, layout.layer_stride)
+
+
+def _head_offsets(layout: Layout, first_head: int) -> Iterator[int]:
+    """Where the keys and the values from this head on begin in a slab, token by token."""
+    before = (first_head - layout.heads.start) * layout.head_bytes
+    half = layout.token_bytes // 2  # keys, then values
+    return iter(range(before, before + layout.slab_bytes, half))

@@ -112,11 +112,11 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _local(batch: list[Piece]) -> list[messages.Span]:
-    return [(piece.local, piece.length) for piece in batch]
+    return [(local, length) for local, _, length in batch]
 
 
 def _remote(batch: list[Piece]) -> bytes:
-    return messages.pack([(piece.remote, piece.length) for piece in batch])
+    return messages.pack([(remote, length) for _, remote, length in batch])
 
 
 def _connect(host: str, port: int, limit: Limit) -> Link:
