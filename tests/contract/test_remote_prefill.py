@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.native import engine as engines
 from dynamo.engine.native.settings import NativeConfig
@@ -16,7 +17,6 @@ from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.worker import model_source
 
 DEADLINE_S = 30
-CONTEXT = 500
 
 
 class Sink:
@@ -54,7 +54,7 @@ class Side:
     @classmethod
     async def start(cls, *, is_open=True, **settings):
         side = cls()
-        settings = {"num_gpu_blocks_override": 200, "threads": 1} | settings
+        settings = {"num_gpu_blocks_override": 400, "threads": 1} | settings
         path = model_source.resolve(None, with_weights=True)
         side.engine, side.sink, side.reports = (
             engines.NativeEngine(path, NativeConfig(**settings)),
@@ -116,7 +116,7 @@ def prompt(length, seed=0):
 @pytest.mark.parametrize("backends", [("shm",), ("tcp",)])
 async def test_an_answer_is_the_same_wherever_its_prompt_was_computed(backends):
     async with pair(kv_transfer_backends=backends) as (left, right):
-        lengths = [1, 2, 15, 16, 17, 18, 31, 32, 33, 100, 257, 480]
+        lengths = [1, 2, 15, 16, 17, 18, 31, 32, 33, 100, 257, 513, 1000, 2000]
         for length in lengths:
             here = await left.answer(f"here {length}", prompt(length, length))
             params = await left.prefill(f"p {length}", prompt(length, length))
@@ -125,8 +125,177 @@ async def test_an_answer_is_the_same_wherever_its_prompt_was_computed(backends):
             assert there == here
 
         assert all(report.error is None for report in right.reports)
-        assert sum(report.num_blocks for report in right.reports) == sum(
-            -(-(n - 1) // 16) for n in lengths
+        assert sum(r.num_blocks for r in right.reports) == sum(-(-(n - 1) // 16) for n in lengths)
+        await left.until_idle()
+        await right.until_idle()
+
+
+async def test_many_answers_at_once_with_known_prefixes_on_both_sides():
+    prompts = [prompt(64, i % 4) + prompt(i * 13 % 200 + 1, 100 + i) for i in range(32)]
+    async with pair() as (left, right):
+        alone = await Side.start(is_open=False)
+        expected = [await alone.answer(str(i), one) for i, one in enumerate(prompts)]
+        await alone.engine.stop()
+        await right.answer("warm", prompts[0])  # its first blocks are known where it is decoded
+
+        async def elsewhere(i):
+            params = await left.prefill(f"p {i}", prompts[i])
+            return await right.answer(str(i), prompts[i], params=params)
+
+        answers = await asyncio.gather(*map(elsewhere, range(32)))
+
+        assert answers == expected
+        assert not any(report.error for report in right.reports)
+        await left.until_idle()
+        await right.until_idle()
+
+
+async def test_only_blocks_that_are_not_known_are_copied():
+    async with pair() as (left, right):
+        await right.answer("first", prompt(100)[:50])
+        params = await left.prefill("p", prompt(100))
+        await right.answer("second", prompt(100), params=params)
+
+        assert [report.num_blocks for report in right.reports] == [7 - 3]
+
+
+async def test_copied_blocks_can_be_found_by_others():
+    async with pair() as (left, right):
+        params = await left.prefill("p", prompt(100))
+        await right.answer("first", prompt(100), params=params, max_tokens=1)
+        right.sink.stored.clear()
+        params = await left.prefill("p", prompt(100))
+        await right.answer("second", prompt(100), params=params, max_tokens=1)
+
+        assert [report.num_blocks for report in right.reports] == [7, 1]
+        assert right.sink.stored == []
+
+
+async def test_choices_share_the_copied_prompt():
+    fields = {"n": 3, "seed": 7}
+    async with pair() as (left, right):
+        params = await left.prefill("p", prompt(70))
+        right.submit("r", prompt(70), params=params, **fields)
+        left.submit("r", prompt(70), **fields)
+        await asyncio.wait_for(right.sink.ends["r"], DEADLINE_S)
+        await asyncio.wait_for(left.sink.ends["r"], DEADLINE_S)
+
+        assert len(right.reports) == 1
+        await left.until_idle()
+        await right.until_idle()
+
+
+async def test_one_that_does_not_lie_ready_can_still_copy():
+    async with pair(is_open=False) as (left, right):
+        params = await left.prefill("p", prompt(200))
+
+        assert right.engine.transfer_metadata is not None  # made when it was connected
+        assert await right.answer("r", prompt(200), params=params) == await left.answer(
+            "r", prompt(200)
         )
+        assert [report.error for report in right.reports] == [None]
+
+
+async def test_blocks_are_held_until_they_are_copied():
+    async with pair() as (left, right):
+        params = await left.prefill("p", prompt(100))
+        await left.until_idle(num_active=7)
+        await right.answer("r", prompt(100), params=params)
+
+        await left.until_idle()
+
+
+async def test_blocks_that_nobody_copies_are_free_when_their_time_is_over():
+    async with pair(prefill={"kv_hold_s": 0.05}) as (left, right):
+        params = await left.prefill("p", prompt(100))
+        await left.until_idle()
+        await asyncio.sleep(0)
+
+        here = await left.answer("here", prompt(100))
+        assert (
+            await right.answer("there", prompt(100), params=params | {"remote_hold_s": 0}) == here
+        )
+        assert "held no more" in str(right.reports[0].error)
+
+
+async def test_blocks_are_free_when_a_request_is_aborted_at_any_point():
+    async with pair() as (left, right):
+        for i in range(20):
+            params = await left.prefill(f"p {i}", prompt(300, i))
+            right.submit(f"r {i}", prompt(300, i), params=params)
+            for _ in range(i):
+                await asyncio.sleep(0.0005)
+            right.engine.abort(f"r {i}")
+
+        await left.until_idle()
+        await right.until_idle()
+
+
+async def test_blocks_are_free_when_the_one_for_whom_they_are_computed_goes_away():
+    async with pair(prefill={"kv_hold_s": 0.1}) as (left, _):
+        for i in range(20):
+            left.submit(f"p {i}", prompt(300, i), params=kv_transfer.ASK, max_tokens=1)
+            await asyncio.sleep(0.002 * i)
+            left.engine.abort(f"p {i}")
+
+        await left.until_idle()
+
+
+async def test_a_prompt_is_computed_here_if_its_holder_is_gone():
+    async with pair() as (left, right):
+        expected = await left.answer("here", prompt(100))
+        params = await left.prefill("p", prompt(100))
+        await left.engine.stop()
+
+        assert await right.answer("there", prompt(100), params=params) == expected
+        assert right.reports[0].error is not None
+        await right.until_idle()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_engine_id": "nobody"},
+        {"remote_block_ids": [10**6] * 7},
+        {"remote_block_ids": [-1] * 7},
+        {"remote_block_ids": []},
+        {"remote_hold_id": 10**9},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+async def test_wrong_parameters_change_no_answer(wrong):
+    async with pair() as (left, right):
+        expected = await left.answer("here", prompt(100))
+        params = await left.prefill("p", prompt(100))
+
+        assert await right.answer("there", prompt(100), params=params | wrong) == expected
+        await right.until_idle()
+
+
+async def test_parameters_that_are_none_are_refused():
+    async with pair() as (_, right):
+        with pytest.raises(errors.RemoteProtocolError, match="remote_block_ids"):
+            right.submit("r", prompt(5), params={"do_remote_prefill": True})
+
+
+async def test_a_worker_whose_blocks_are_not_open_holds_none():
+    side = await Side.start(is_open=False)
+
+    with pytest.raises(errors.InvalidRequest, match="--is-prefill-worker"):
+        side.submit("p", prompt(5), params=kv_transfer.ASK)
+    await side.engine.stop()
+
+
+async def test_a_pool_that_is_too_small_for_all_at_once_delays_and_loses_nothing():
+    async with pair(num_gpu_blocks_override=40, max_num_seqs=8) as (left, right):
+
+        async def elsewhere(i):
+            params = await left.prefill(f"p {i}", prompt(200, i))
+            return await right.answer(str(i), prompt(200, i), params=params, max_tokens=30)
+
+        answers = await asyncio.gather(*map(elsewhere, range(12)))
+        expected = [await left.answer(f"e {i}", prompt(200, i), max_tokens=30) for i in range(12)]
+
+        assert answers == expected
         await left.until_idle()
         await right.until_idle()

@@ -1,7 +1,7 @@
 """Which blocks the engine beside us could find again, so that nobody is asked to compute them.
 
-A mirror of its KV events. It lags a step behind, which costs at most a wrong guess: what is really there is decided when
-the sequence gets its blocks.
+A mirror of its KV events. It lags a step behind, which costs at most a wrong guess: what is really there is decided
+when the sequence gets its blocks.
 """
 
 from collections.abc import Sequence

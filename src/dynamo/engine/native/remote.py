@@ -66,6 +66,7 @@ class Remote:
         self._limits: dict[int, asyncio.TimerHandle] = {}  # by hold
         self._listeners: list[Callable[[api.PullReport], None]] = []
         self._tasks = tasks.Tasks()
+        self._is_closed = False
 
     def open(self) -> None:
         """Peers on this host will map our memory: it has to come from `allocate`."""
@@ -124,7 +125,7 @@ class Remote:
 
     def begin_pulls(self, pulls: list[Pull]) -> None:
         """Make these copies; the loop is told how each has ended."""
-        for pull in pulls:
+        for pull in pulls if not self._is_closed else ():
             self._tasks.start("pull KV blocks", self._pull(pull))
 
     def held(self, request: generate.Request, output: generate.Output) -> generate.Output:
@@ -155,12 +156,14 @@ class Remote:
             self._release(output.kv_transfer_params["remote_hold_id"])
 
     async def close(self) -> None:
-        """End everything."""
+        """End everything. Idempotent."""
+        self._is_closed = True
         for limit in self._limits.values():
             limit.cancel()
         await self._tasks.close()
-        if self._agent is not None:
-            await self._agent.close()
+        agent, self._agent, self._me = self._agent, None, None
+        if agent is not None:
+            await agent.close()
 
     async def _started_agent(self) -> transfer.Agent:
         async with self._is_started:

@@ -54,7 +54,7 @@ class NativeConfig:
     )
     kv_hold_s: float = config.option(
         60.0,
-        help="seconds that a prefill worker keeps a prompt's blocks for who asked for it",
+        help="seconds that a prefill worker keeps a prompt's blocks for who asked for it; more than a prefill may take",
         least=0.01,
     )
 
