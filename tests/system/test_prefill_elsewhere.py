@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import random
 import signal
-import time
 
 import httpx
 import pytest
@@ -140,24 +139,26 @@ def test_a_worker_without_flags_uses_prefill_workers_as_well(split):
 def test_prefill_workers_die_and_come_back_and_no_request_is_lost(split):
     decode, doomed = split.decode("--prefill-timeout-s", "5"), split.prefill()
     split.ready(decode)
-    prompts = [prompt(300, i) for i in range(120)]
+    prompts = [prompt(300, i) for i in range(80)]
     expected = split.ask_all(prompts[:8])
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         answers = threads.map(split.ask, prompts)
-        for _ in range(3):
-            time.sleep(0.3)  # at any point of what runs
-            doomed.kill()
-            doomed = split.prefill()
+        before = prefills(decode, "remote")
+        eventually(
+            lambda: prefills(decode, "remote") >= before + 5, within_s=20, what="it is at work"
+        )
+        doomed.kill()
         answers = list(answers)
-    split.ready(decode, num_prefill=4)
+    newborn = split.prefill()
+    split.ready(decode, num_prefill=2)
     before = prefills(decode, "remote")
     split.ask(prompt(400))
 
     assert answers[:8] == expected
-    assert len(answers) == 120
+    assert len(answers) == 80
     assert prefills(decode, "fallback") > 0
     assert prefills(decode, "remote") == before + 1
-    until_idle(decode, doomed)
+    until_idle(decode, newborn)
 
 
 def test_a_prompt_whose_worker_dies_is_given_to_another(split):
@@ -180,20 +181,18 @@ def test_a_prompt_whose_worker_dies_is_given_to_another(split):
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_prefill_worker_that_stands_still_delays_and_loses_nothing(split, backend):
     way = ("--kv-transfer-backends", backend, "--kv-transfer-timeout-s", "1")
-    decode, stuck = split.decode(*way, "--prefill-timeout-s", "2"), split.prefill(*way, *SHORT_HOLD)
+    decode, stuck = split.decode(*way), split.prefill(*way, "--kv-hold-s", "8")
     split.ready(decode)
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         answers = threads.map(split.ask, [prompt(500, i) for i in range(24)])
-        eventually(
-            lambda: prefills(decode, "remote") >= 3, within_s=10, what="some prompts were copied"
-        )
+        eventually(lambda: prefills(decode, "remote") >= 1, within_s=20, what="a prompt was copied")
         stuck.signal(signal.SIGSTOP)
 
         assert len(list(answers)) == 24
     assert prefills(decode, "fallback") > 0
     until_idle(decode)
     stuck.signal(signal.SIGCONT)
-    until_idle(stuck, within_s=15)
+    until_idle(stuck, within_s=25)
 
 
 def test_blocks_held_for_a_decode_worker_that_dies_are_freed(split):

@@ -76,7 +76,7 @@ class PrefillWorkers:
         await self._forget(instance_id)
         if isinstance(change, discovery.Put):
             card = _decode_record(change.value).card_json
-            metadata = base64.b64decode(card.runtime_config.runtime_data[kv_transfer.METADATA])
+            metadata = _metadata(card)
             if self._is_ours(card):
                 self._metadata[instance_id] = metadata
                 self._begin(instance_id, 0)
@@ -109,3 +109,11 @@ class PrefillWorkers:
         if engine_id is not None:
             await self._engine.disconnect(engine_id)
             _logger.info("prefill worker %x is gone", instance_id)
+
+
+def _metadata(card: model_card.ModelCard) -> bytes:
+    """Of its engine's agent. Raises ValueError."""
+    said = card.runtime_config.runtime_data.get(kv_transfer.METADATA)
+    if not isinstance(said, str):
+        raise ValueError(f"expected {kv_transfer.METADATA} in its card's runtime data")
+    return base64.b64decode(said, validate=True)

@@ -1,0 +1,310 @@
+"""The engine that has long prompts computed by others, around one that does what the test says."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from dynamo.base import errors
+from dynamo.disagg import handoff, metrics, policy
+from dynamo.engine import api
+from dynamo.observability import metrics as registries
+from dynamo.protocols import blocks, generate, kv_events, kv_transfer
+from dynamo.runtime.backends import memory_discovery
+
+REMOTE = kv_transfer.RemoteBlocks(
+    remote_block_ids=(1, 2),
+    remote_engine_id="e",
+    remote_host="127.0.0.1",
+    remote_port=1,
+    remote_hold_id=7,
+)
+FACTS = api.EngineFacts(
+    context_length=128, kv_block_size=4, total_kv_blocks=64, max_num_seqs=4, max_num_batched_tokens=256
+)  # fmt: skip
+
+
+class Engine:
+    def __init__(self):
+        self.done, self.refusal = [], None
+
+    async def start(self, sink):
+        self.sink = sink
+        return FACTS
+
+    def submit(self, request):
+        if self.refusal is not None:
+            raise self.refusal
+        self.done.append(request)
+
+    def abort(self, request_id):
+        self.done.append(("abort", request_id))
+
+    def abort_choice(self, request_id, index):
+        self.done.append(("abort", request_id, index))
+
+    def load(self):
+        return "load"
+
+    async def clear_kv_blocks(self):
+        self.done.append("clear")
+
+    async def stop(self):
+        self.done.append("stop")
+
+    def open_blocks(self):
+        pass
+
+    transfer_metadata = None
+
+    def on_pull(self, listener):
+        self.pulled = listener
+
+    async def connect(self, metadata, *, deadline_s):
+        return "e"
+
+    async def disconnect(self, engine_id):
+        pass
+
+
+class Queue:
+    """Answers when it is told to."""
+
+    def __init__(self):
+        self.size, self.asked, self.was_cancelled = 0, [], False
+
+    async def prefill(self, request, *, timeout_s):
+        self.asked.append(request)
+        self.answer = asyncio.get_running_loop().create_future()
+        try:
+            return await self.answer
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+
+class Workers:
+    def __init__(self):
+        self.distrusted = []
+
+    def start(self):
+        pass
+
+    def distrust(self, engine_id):
+        self.distrusted.append(engine_id)
+
+    async def close(self):
+        pass
+
+
+class Sink:
+    def __init__(self):
+        self.heard = []
+
+    def outputs(self, batch):
+        self.heard.append(batch)
+
+    def failed(self, request_id, error):
+        self.heard.append((request_id, error))
+
+    def kv_events(self, events, dp_rank=0):
+        self.heard.append(events)
+
+    def died(self, error):
+        self.heard.append(error)
+
+
+class World:
+    async def start(self):
+        self.engine, self.queue, self.workers, self.sink = Engine(), Queue(), Workers(), Sink()
+        self.counts = registries.Registry("x")
+        self.registry = memory_discovery.MemoryDiscovery(memory_discovery.MemoryCluster())
+        self.handoff = handoff.Handoff(
+            self.engine,
+            self.queue,
+            self.workers,
+            metrics.DisaggMetrics(self.counts),
+            registry=self.registry,
+            model="m",
+            limits=policy.Limits(max_local_prefill_length=8),
+            prefill_timeout_s=5,
+        )
+        assert await self.handoff.start(self.sink) is FACTS
+
+    async def hand_over(self, made):
+        self.handoff.submit(made)
+        await until(lambda: self.queue.asked)
+
+    async def answered(self, params=None, error=None):
+        if error is None:
+            self.queue.answer.set_result(REMOTE.as_params() if params is None else params)
+        else:
+            self.queue.answer.set_exception(error)
+        await until(lambda: self.engine.done or self.sink.heard)
+
+    def count(self, where):
+        rows = self.counts.render().decode().splitlines()
+        row = f'x_prefills_total{{where="{where}"}} '
+        return next(float(line[len(row) :]) for line in rows if line.startswith(row))
+
+
+async def until(check):
+    async with asyncio.timeout(5):
+        while not check():
+            await asyncio.sleep(0)
+
+
+def request(length=9, n=1, **fields):
+    return generate.Request(
+        id="r",
+        model="m",
+        token_ids=blocks.pack(range(length)),
+        sampling_options=generate.SamplingOptions(n=n),
+        **fields,
+    )
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    await world.start()
+    yield world
+    await world.handoff.stop()
+
+
+async def test_a_short_prompt_stays(world):
+    world.handoff.submit(request(8))
+
+    assert world.engine.done == [request(8)]
+    assert world.count("local") == 1
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        request(output_options=generate.OutputOptions(prompt_logprobs=1)),
+        request(kv_transfer_params={"do_remote_decode": True}),
+    ],
+    ids=["to be scored", "decided already"],
+)
+async def test_some_prompts_stay_however_long(world, made):
+    world.handoff.submit(made)
+
+    assert world.engine.done == [made]
+
+
+async def test_without_prefill_workers_all_stay(world):
+    world.queue.size = None
+    world.handoff.submit(request())
+
+    assert world.engine.done == [request()]
+
+
+async def test_what_the_engine_knows_does_not_count(world):
+    local = blocks.local_hashes(request().token_ids, 4)
+    stored = (kv_events.StoredBlock(local[0], local[0]),)
+    world.engine.sink.kv_events([kv_events.Stored(parent_hash=None, blocks=stored)])
+    world.handoff.submit(request())
+
+    assert world.engine.done == [request()]
+    assert len(world.sink.heard) == 1
+
+
+async def test_a_long_prompt_is_computed_elsewhere_and_comes_back_with_the_place_of_its_blocks(
+    world,
+):
+    await world.hand_over(request(n=2))
+    asked = world.queue.asked[0]
+    await world.answered()
+    came = world.engine.done[0]
+
+    assert (asked.stop_conditions.max_tokens, asked.sampling_options.n) == (1, 1)
+    assert asked.kv_transfer_params == {"do_remote_decode": True}
+    assert msgspec.structs.replace(came, kv_transfer_params=None) == request(n=2)
+    assert kv_transfer.read(came.kv_transfer_params).remote_block_ids == (1, 2)
+    assert 0 < came.kv_transfer_params["remote_hold_s"] < kv_transfer.HOLD_S
+
+
+@pytest.mark.parametrize("error", [errors.WorkerLost("x"), errors.DeadlineExceeded("x")])
+async def test_a_prompt_that_could_not_be_computed_elsewhere_is_computed_here(world, error):
+    await world.hand_over(request())
+    await world.answered(error=error)
+
+    assert world.engine.done == [request()]
+    assert world.count("fallback") == 1
+
+
+async def test_an_answer_that_makes_no_sense_is_as_none(world):
+    await world.hand_over(request())
+    await world.answered({"do_remote_prefill": True, "remote_block_ids": "x"})
+
+    assert world.engine.done == [request()]
+
+
+async def test_an_aborted_prompt_is_computed_by_nobody(world):
+    await world.hand_over(request())
+    world.handoff.abort("r")
+    await until(lambda: world.queue.was_cancelled)
+    world.handoff.abort("r")
+
+    assert world.engine.done == [("abort", "r")]  # the second time it is not away
+
+
+async def test_choices_that_are_dropped_meanwhile_are_dropped_here(world):
+    await world.hand_over(request(n=2))
+    world.handoff.abort_choice("r", 1)
+    await world.answered()
+    world.handoff.abort_choice("r", 0)
+
+    assert world.engine.done[1:] == [("abort", "r", 1), ("abort", "r", 0)]
+
+
+async def test_when_all_choices_are_dropped_the_prompt_is_aborted(world):
+    await world.hand_over(request(n=2))
+    world.handoff.abort_choice("r", 1)
+    world.handoff.abort_choice("r", 0)
+
+    await until(lambda: world.queue.was_cancelled)
+
+
+async def test_a_refusal_after_the_prefill_goes_to_the_sink(world):
+    world.engine.refusal = errors.InvalidRequest("no")
+    await world.hand_over(request())
+    await world.answered()
+
+    assert world.sink.heard == [("r", world.engine.refusal)]
+
+
+@pytest.mark.parametrize(
+    ("error", "where"), [(None, "remote"), (errors.TransferError("x"), "fallback")]
+)
+async def test_copies_are_counted_and_who_failed_is_distrusted(world, error, where):
+    world.engine.pulled(
+        api.PullReport(request_id="r", engine_id="e", num_blocks=2, duration_s=0.1, error=error)
+    )
+
+    assert world.count(where) == 1
+    assert world.workers.distrusted == (["e"] if error else [])
+
+
+async def test_discovery_changes_the_limits_while_it_runs(world, caplog):
+    key = policy.key_of("m")
+    stays = []
+    for value in (b'{"max_local_prefill_length": 9}', b"{nonsense", None):
+        if value is None:
+            await world.registry.delete(key)
+        else:
+            await world.registry.put(key, value)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        stays.append(not world.handoff._goes_away(request()))
+
+    assert stays == [True, True, False]
+    assert "ignored" in caplog.text
+
+
+async def test_the_rest_is_the_engines(world):
+    await world.handoff.clear_kv_blocks()
+
+    assert world.handoff.load() == "load"
+    assert world.engine.done == ["clear"]

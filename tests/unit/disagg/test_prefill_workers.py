@@ -1,0 +1,126 @@
+"""Who can prefill: cards come and go, engines connect."""
+
+import asyncio
+import base64
+
+import msgspec
+import pytest
+
+from dynamo.base import errors
+from dynamo.disagg import prefill_workers
+from dynamo.protocols import instances, kv_transfer, model_card
+from dynamo.runtime.backends import memory_discovery
+
+ENDPOINT = instances.EndpointName("dynamo", "prefill", "generate")
+
+
+class Engine:
+    """Connects to whoever is not `unreachable`; the id is the metadata."""
+
+    def __init__(self):
+        self.connected, self.gone, self.unreachable, self.num_tried = [], [], set(), 0
+
+    async def connect(self, metadata, *, deadline_s):
+        self.num_tried += 1
+        if metadata in self.unreachable:
+            raise errors.TransferError("nobody there")
+        self.connected.append(metadata.decode())
+        return metadata.decode()
+
+    async def disconnect(self, engine_id):
+        self.gone.append(engine_id)
+
+
+class World:
+    def __init__(self):
+        self.engine = Engine()
+        self.registry = memory_discovery.MemoryDiscovery(memory_discovery.MemoryCluster())
+        self.workers = prefill_workers.PrefillWorkers(
+            ENDPOINT,
+            self.registry,
+            self.engine,
+            is_ours=lambda card: card.display_name == "m",
+        )
+        self.workers.start()
+
+    def key(self, instance_id):
+        return f"{instances.CARDS}{ENDPOINT.path}/{instance_id:x}"
+
+    async def join(self, instance_id, metadata=b"e1", *, name="m", data=None):
+        if data is None:
+            data = {kv_transfer.METADATA: base64.b64encode(metadata).decode()}
+        card = model_card.ModelCard(
+            display_name=name,
+            source_path="/m",
+            context_length=8,
+            kv_cache_block_size=4,
+            runtime_config=model_card.RuntimeConfig(runtime_data=data),
+        )
+        record = model_card.CardRecord(
+            namespace="dynamo",
+            component="prefill",
+            endpoint="generate",
+            instance_id=instance_id,
+            card_json=card,
+        )
+        await self.registry.put(self.key(instance_id), msgspec.json.encode(record))
+
+
+async def until(check):
+    async with asyncio.timeout(5):
+        while not check():
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    yield world
+    await world.workers.close()
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(prefill_workers, "RETRY_S", 0.0)
+
+
+async def test_a_worker_counts_once_it_is_connected_and_no_more_when_it_is_gone(world):
+    await world.join(0x1F)
+    await until(lambda: world.workers.connected == [0x1F])
+    await world.registry.delete(world.key(0x1F))
+    await until(lambda: not world.workers.connected)
+
+    assert world.engine.gone == ["e1"]
+
+
+async def test_one_that_cannot_be_connected_is_tried_again(world, at_once):
+    world.engine.unreachable.add(b"e1")
+    await world.join(1)
+    await until(lambda: world.engine.num_tried >= 2)
+    assert not world.workers.connected
+
+    world.engine.unreachable.clear()
+    await until(lambda: world.workers.connected == [1])
+
+
+async def test_one_from_which_a_copy_failed_is_asked_again_when_it_is_connected_anew(
+    world, at_once
+):
+    await world.join(1)
+    await until(lambda: world.workers.connected == [1])
+    world.workers.distrust("e1")
+    assert not world.workers.connected
+
+    await until(lambda: world.workers.connected == [1])
+    assert world.engine.connected == ["e1", "e1"]
+
+
+async def test_workers_of_other_models_and_broken_cards_are_passed_over(world, caplog):
+    await world.join(1, name="other")
+    await world.join(2, data={kv_transfer.METADATA: "?"})
+    await world.join(3, data={})
+    await world.join(4)
+    await until(lambda: world.workers.connected)
+
+    assert world.workers.connected == [4]
+    assert caplog.text.count("ignored the prefill worker") == 2

@@ -1,0 +1,199 @@
+"""Blocks between two engines: sequences that wait for a copy, and blocks that are held for one."""
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_native_scheduler import Engine, answer, make_request
+
+from dynamo.protocols import blocks, kv_transfer
+
+
+def place(num_blocks):
+    remote = kv_transfer.RemoteBlocks(
+        remote_block_ids=tuple(range(100, 100 + num_blocks)),
+        remote_engine_id="e",
+        remote_host="h",
+        remote_port=1,
+        remote_hold_id=7,
+    )
+    return remote.as_params()
+
+
+class Pulling(Engine):
+    """As `Engine`, with copies that the test ends."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.pulls = []
+
+    def submit_with(self, params, *args, **kwargs):
+        request = make_request(*args, **kwargs)
+        self.scheduler.submit(msgspec.structs.replace(request, kv_transfer_params=params))
+
+    def submit_remote(self, request_id, prompt, **kwargs):
+        self.submit_with(place(-(-len(prompt) // self.block_size)), request_id, prompt, **kwargs)
+
+    def step(self):
+        chunks = self.scheduler.schedule()
+        self.pulls += self.scheduler.take_pulls()
+        result = self.scheduler.commit(chunks, [self.compute(chunk) for chunk in chunks])
+        for request, output in result.outputs:
+            self.outputs.setdefault((request.id, output.index), []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.finished[request.id, output.index] = output
+        return chunks
+
+    def end(self, pull, *, is_copied):
+        """Write what the peer holds, as the copy would."""
+        prompt = make_prompt(pull)
+        if is_copied:
+            need = -(-(len(prompt) - 1) // self.block_size)
+            for i, block in enumerate(pull.local_blocks, need - len(pull.local_blocks)):
+                for slot in range(self.block_size):
+                    end = i * self.block_size + slot + 1
+                    self.content[block, slot] = tuple(prompt[:end])
+        self.scheduler.end_pull(pull.number, is_copied=is_copied)
+
+
+def make_prompt(pull):
+    return blocks.unpack(pull.request.token_ids)
+
+
+def test_while_a_prompt_is_copied_others_go_on():
+    engine = Pulling()
+    engine.submit("a", [1], max_tokens=50)
+    engine.submit_remote("b", range(20), max_tokens=2)
+    sizes = [{c.sequence.request.id: c.num_tokens for c in engine.step()} for _ in range(5)]
+
+    assert sizes == [{"a": 1}] * 5
+    assert [len(pull.local_blocks) for pull in engine.pulls] == [5]
+    assert engine.scheduler.load().worker_stats.num_requests_waiting == 1
+
+
+def test_of_a_copied_prompt_the_last_token_is_computed():
+    engine = Pulling()
+    engine.submit_remote("a", range(20), max_tokens=3)
+    assert not engine.step()
+    assert not engine.scheduler.has_work
+    engine.end(engine.pulls[0], is_copied=True)
+    (chunk,) = engine.step()
+    engine.run()
+
+    assert (chunk.start, chunk.num_tokens) == (19, 1)
+    assert engine.outputs["a", 0] == answer(range(20), 3)
+
+
+def test_a_prompt_that_was_not_copied_is_computed():
+    engine = Pulling()
+    engine.submit_remote("a", range(20), max_tokens=3)
+    engine.step()
+    engine.end(engine.pulls[0], is_copied=False)
+    engine.run()
+
+    assert engine.outputs["a", 0] == answer(range(20), 3)
+
+
+def test_only_what_is_not_known_is_copied_and_nothing_if_all_is():
+    engine = Pulling()
+    engine.submit("a", range(8), max_tokens=1)
+    engine.run()
+    engine.submit_remote("b", range(20), max_tokens=1)
+    engine.submit_remote("c", range(9), max_tokens=1)
+    engine.step()
+
+    assert [pull.remote_blocks for pull in engine.pulls] == [(102, 103, 104), ()]
+    assert ("c", 0) in engine.finished
+
+
+def test_blocks_of_an_aborted_copy_stay_taken_until_it_ends():
+    engine = Pulling()
+    engine.submit_remote("a", range(20), max_tokens=1)
+    engine.step()
+    engine.scheduler.abort("a")
+    during = engine.paging.num_active
+    engine.submit_remote("a", range(50, 70), max_tokens=1)  # the id is in use again
+    engine.end(engine.pulls[0], is_copied=True)
+    engine.step()
+    engine.end(engine.pulls[1], is_copied=True)
+    engine.run()
+
+    assert during == 5
+    assert engine.outputs["a", 0] == answer(range(50, 70), 1)
+    assert engine.paging.num_active == 0
+
+
+def test_blocks_are_held_until_they_are_released():
+    engine = Pulling()
+    engine.submit_with(kv_transfer.ASK, "a", range(10), max_tokens=1)
+    engine.run()
+    held = engine.finished["a", 0].kv_transfer_params
+    active = engine.paging.num_active
+    engine.scheduler.release_held(held["remote_hold_id"])
+    engine.scheduler.release_held(held["remote_hold_id"])
+
+    assert len(held["remote_block_ids"]) == active == 3
+    assert engine.paging.num_active == 0
+
+
+def test_those_that_wait_for_held_blocks_are_computed_when_these_are_released():
+    engine = Pulling(num_blocks=4)
+    engine.submit_with(kv_transfer.ASK, "a", range(16), max_tokens=1)
+    engine.step()
+    engine.submit("b", range(20, 34), max_tokens=1)
+    assert not engine.step()
+    engine.scheduler.release_held(engine.finished["a", 0].kv_transfer_params["remote_hold_id"])
+    engine.run()
+
+    assert engine.outputs["b", 0] == answer(range(20, 34), 1)
+
+
+remote_requests = st.fixed_dictionaries(
+    {
+        "prompt": st.integers(0, 2).flatmap(
+            lambda head: st.integers(1, 20).map(lambda n: [head] * 6 + list(range(n)))
+        ),
+        "max_tokens": st.integers(1, 8),
+        "n": st.integers(1, 2),
+        "arrives_at": st.integers(0, 10),
+        "aborted_at": st.none() | st.integers(0, 14),
+        "copy_takes": st.integers(0, 6),
+        "is_copied": st.booleans(),
+        "is_remote": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    plan=st.lists(remote_requests, max_size=8),
+    num_blocks=st.integers(8, 16),
+    seqs=st.integers(2, 5),
+    caching=st.booleans(),
+)
+def test_every_answer_comes_whatever_becomes_of_the_copies(plan, num_blocks, seqs, caching):
+    engine = Pulling(num_blocks=num_blocks, seqs=seqs, caching=caching)
+    aborted, ends_at = set(), {}
+    for now in range(200):
+        for i, spec in enumerate(plan):
+            if spec["arrives_at"] == now:
+                submit = engine.submit_remote if spec["is_remote"] else engine.submit
+                submit(str(i), spec["prompt"], max_tokens=spec["max_tokens"], n=spec["n"])
+            if spec["aborted_at"] == now:
+                aborted |= {s.request.id for s in engine.scheduler.abort(str(i))}
+        engine.step()
+        for pull in engine.pulls:
+            spec = plan[int(pull.request.id)]
+            if ends_at.setdefault(pull.number, now + spec["copy_takes"]) == now:
+                engine.end(pull, is_copied=spec["is_copied"])
+    expected = {
+        (str(i), index): answer(
+            spec["prompt"], min(spec["max_tokens"], 4 * num_blocks - len(spec["prompt"])), index
+        )
+        for i, spec in enumerate(plan)
+        if str(i) not in aborted
+        for index in range(spec["n"])
+    }
+
+    assert {key: got for key, got in engine.outputs.items() if key[0] not in aborted} == expected
+    assert engine.paging.num_active == 0
+    assert not engine.scheduler.has_work
