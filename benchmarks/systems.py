@@ -49,15 +49,15 @@ def running(
     """The system while the block runs. `python` decides which: ours, or one with the real Dynamo installed."""
     port = free_port()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        environ = _environ(python, directory)
+        environ = environment(python, directory)
         log = stack.enter_context((Path(directory) / "log").open("w"))
-        frontend = _start(
+        frontend = start(
             stack,
             [python, "-m", "dynamo.frontend", "--http-port", str(port), *frontend_flags],
             environ,
             log,
         )
-        worker = _start(
+        worker = start(
             stack,
             [
                 python,
@@ -73,7 +73,7 @@ def running(
             log,
         )
         url = f"http://127.0.0.1:{port}"
-        _wait_for_model(url, [frontend, worker], Path(directory) / "log")
+        wait_for_model(url, [frontend, worker], Path(directory) / "log")
         yield System(name=name, url=url, frontend_pid=frontend.pid, worker_pid=worker.pid)
 
 
@@ -84,7 +84,7 @@ def start_frontend_s(python: str) -> float:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         log = stack.enter_context((Path(directory) / "log").open("w"))
         begun = time.monotonic()
-        process = _start(stack, command, _environ(python, directory), log)
+        process = start(stack, command, environment(python, directory), log)
         while process.poll() is None and time.monotonic() < begun + READY_LIMIT_S:
             if _answers(f"http://127.0.0.1:{port}/health"):
                 return time.monotonic() - begun
@@ -102,7 +102,8 @@ def _answers(url: str) -> bool:
     return True
 
 
-def _environ(python: str, directory: str) -> dict[str, str]:
+def environment(python: str, directory: str) -> dict[str, str]:
+    """Of all processes of one system, so that they find each other and nobody else."""
     environ = os.environ | {
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": directory,
@@ -118,9 +119,10 @@ def _environ(python: str, directory: str) -> dict[str, str]:
     return environ
 
 
-def _start(
+def start(
     stack: contextlib.ExitStack, command: list[str], environ: dict[str, str], log: object
 ) -> "subprocess.Popen[bytes]":
+    """A process that ends with the stack."""
     # The working directory must not hold either system's source: both are imported as `dynamo`.
     process = subprocess.Popen(
         command, env=environ, stdout=log, stderr=log, cwd=tempfile.gettempdir()
@@ -138,7 +140,8 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _wait_for_model(url: str, processes: list["subprocess.Popen[bytes]"], log: Path) -> None:
+def wait_for_model(url: str, processes: list["subprocess.Popen[bytes]"], log: Path) -> None:
+    """Until the model "m" is served at `url`."""
     deadline = time.monotonic() + READY_LIMIT_S
     while time.monotonic() < deadline:
         if any(process.poll() is not None for process in processes):

@@ -64,7 +64,9 @@ async def _serve(control: Connection) -> None:
 
 async def start(backend: str) -> agent.Agent:
     """One with a pool full of bytes."""
-    made = agent.Agent(backend, backends=[shm.ShmBackend() if backend == "shm" else tcp.TcpBackend()])
+    made = agent.Agent(
+        backend, backends=[shm.ShmBackend() if backend == "shm" else tcp.TcpBackend()]
+    )
     pool = made.allocate(LAYOUT.num_bytes)
     pool[:] = random.Random(7).randbytes(MIB) * (len(pool) // MIB)
     made.register(descriptors.Region(memory=pool, layout=LAYOUT))

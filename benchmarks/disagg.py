@@ -1,0 +1,168 @@
+"""What it brings to compute long prompts in a worker of their own, and what it costs: native engine, built-in model.
+
+Two worker processes in both forms: *aggregated* (each computes prompts and answers) and *split* (one computes prompts,
+one answers). Eight streams run all the time; long prompts arrive beside them, one after the other. The time between two
+tokens of the running streams is what a reader sees; the time to the first token of a long prompt is its price.
+
+    python -m benchmarks.disagg --rounds 3
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from benchmarks import systems
+
+NUM_STREAMS = 8
+STREAM_PROMPT, LONG_PROMPT, SHORT_PROMPT = 32, 1500, 64
+ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
+SPLIT = (("--is-prefill-worker",), ("--disaggregation-mode", "decode", *ALWAYS))
+AGGREGATED = (("--disaggregation-mode", "agg"),) * 2
+SETTLE_S = 3.0  # for workers to connect, and for the first steps to be warm
+
+
+@dataclass(slots=True)
+class Measured:
+    """Of one run. All times in seconds."""
+
+    gaps: list[float] = field(default_factory=list)  # between tokens of the running streams
+    first_tokens: list[float] = field(default_factory=list)  # of the prompts that arrive
+    num_tokens: int = 0
+    wall_s: float = 0.0
+
+
+@contextlib.contextmanager
+def serving(workers: tuple[tuple[str, ...], ...]) -> Iterator[str]:
+    """A frontend and these workers; gives the URL."""
+    port = systems.free_port()
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        log_path = Path(directory) / "log"
+        log = stack.enter_context(log_path.open("w"))
+        environ = systems.environment(sys.executable, directory) | {"OMP_NUM_THREADS": "1"}
+        commands = [["dynamo.frontend", "--http-port", str(port)]]
+        commands += [["dynamo.native", "--model-name", "m", *flags] for flags in workers]
+        running = [
+            systems.start(stack, [sys.executable, "-m", *command], environ, log)
+            for command in commands
+        ]
+        url = f"http://127.0.0.1:{port}"
+        systems.wait_for_model(url, running, log_path)
+        time.sleep(SETTLE_S)
+        yield url
+
+
+async def tokens(
+    client: httpx.AsyncClient, url: str, prompt: list[int], max_tokens: int
+) -> AsyncIterator[float]:
+    """When each token of an answer came."""
+    body = {
+        "model": "m",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "nvext": {"ignore_eos": True},
+    }
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"]:
+                yield time.perf_counter()
+
+
+async def read_on(client: httpx.AsyncClient, url: str, seed: int, found: Measured) -> None:
+    """One stream after the other, until cancelled."""
+    for i in itertools.count():
+        last = None
+        async for now in tokens(client, url, prompt(STREAM_PROMPT, (seed, i)), 1000):
+            found.num_tokens += 1
+            if last is not None:
+                found.gaps.append(now - last)
+            last = now
+
+
+async def measure(url: str, *, num_streams: int, length: int, duration_s: float) -> Measured:
+    """Prompts of this length arrive one after the other beside the running streams; each is answered by 4 tokens."""
+    found = Measured()
+    async with httpx.AsyncClient(timeout=60) as client:
+        await anext(tokens(client, url, prompt(length, "warm"), 1))
+        reading = [asyncio.create_task(read_on(client, url, i, found)) for i in range(num_streams)]
+        await asyncio.sleep(1.0 if num_streams else 0.0)
+        found.gaps.clear()
+        found.num_tokens, began_at = 0, time.perf_counter()
+        while True:
+            asked_at = time.perf_counter()
+            if asked_at - began_at > duration_s:
+                break
+            times = [t async for t in tokens(client, url, prompt(length, asked_at), 4)]
+            found.first_tokens.append(times[0] - asked_at)
+            found.num_tokens += len(times)
+        found.wall_s = time.perf_counter() - began_at
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+    return found
+
+
+def prompt(length: int, seed: object) -> list[int]:
+    """One that no other begins like."""
+    return random.Random(str(seed)).choices(range(5, 4000), k=length)
+
+
+def row(name: str, runs: list[Measured]) -> str:
+    """A line of the table, from the medians over the rounds."""
+
+    def median_ms(read: object, share: float) -> str:
+        values = [sorted(read(run)) for run in runs]  # type: ignore[operator]
+        if not all(values):
+            return "–"
+        return f"{1000 * statistics.median(v[min(int(share * len(v)), len(v) - 1)] for v in values):.1f}"
+
+    rate = statistics.median(run.num_tokens / run.wall_s for run in runs)
+    prompts = statistics.median(len(run.first_tokens) / run.wall_s for run in runs)
+    cells = [median_ms(lambda run: run.gaps, share) for share in (0.5, 0.99)]
+    cells.append(median_ms(lambda run: run.first_tokens, 0.5))
+    return " | ".join(["", name, *cells, f"{prompts:.2f}", f"{rate:.0f}", ""]).strip()
+
+
+def main() -> None:
+    """Print one table; forms are interleaved."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    args = parser.parse_args()
+    cells = {
+        "8 streams, prompts of 1,500 tokens": (NUM_STREAMS, LONG_PROMPT),
+        "nothing else, prompts of 1,500 tokens": (0, LONG_PROMPT),
+        "nothing else, prompts of 64 tokens": (0, SHORT_PROMPT),
+        "8 streams, prompts of 64 tokens": (NUM_STREAMS, SHORT_PROMPT),
+    }
+    runs: dict[tuple[str, str], list[Measured]] = {}
+    for _ in range(args.rounds):
+        for form, workers in (("aggregated", AGGREGATED), ("split", SPLIT)):
+            with serving(workers) as url:
+                for name, (num_streams, length) in cells.items():
+                    measuring = measure(
+                        url, num_streams=num_streams, length=length, duration_s=args.seconds
+                    )
+                    runs.setdefault((name, form), []).append(asyncio.run(measuring))
+    print("| | ITL p50, ms | ITL p99, ms | TTFT p50 of the prompts, ms | prompts/s | tokens/s |")
+    print("|---|---|---|---|---|---|")
+    for name in cells:
+        for form in ("aggregated", "split"):
+            print(row(f"{name}, {form}", runs[name, form]))
+
+
+if __name__ == "__main__":
+    main()
