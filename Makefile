@@ -41,6 +41,9 @@ bench-engine: $(VENV)/.dev  ## measure the native engine on the built-in model
 bench-router: $(VENV)/.dev  ## measure the router (beside the real Dynamo, if PEER=its python)
 	@$(BIN)/python -m benchmarks.router_index $(if $(PEER),--peer $(PEER))
 
+bench-disagg: $(VENV)/.dev  ## measure what prefill in a worker of its own brings, and costs
+	@$(BIN)/python -m benchmarks.disagg
+
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate
 

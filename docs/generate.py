@@ -8,6 +8,7 @@ from pathlib import Path
 import prometheus_client
 
 from dynamo.base import clock
+from dynamo.disagg import metrics as disagg_metrics
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
 from dynamo.frontend import records
@@ -81,7 +82,9 @@ def _frontend_registry() -> prometheus_client.CollectorRegistry:
 
 def _worker_registry() -> prometheus_client.CollectorRegistry:
     name = instances.EndpointName("dynamo", "backend", "generate")
-    return worker_metrics.WorkerMetrics(name, clock.SystemClock()).registry.collectors
+    registry = worker_metrics.WorkerMetrics(name, clock.SystemClock()).registry
+    disagg_metrics.DisaggMetrics(registry)
+    return registry.collectors
 
 
 def _metrics(registry: prometheus_client.CollectorRegistry) -> Iterator[str]:
