@@ -22,7 +22,9 @@ from dynamo.runtime.discovery import Change, Delete, Put
 T = TypeVar("T")
 CALL_S = 3.0
 PAGE_KEYS = 256  # a read fetches that many at once: a model card may have tens of kilobytes
+VALUE_LIMIT = 1 << 20  # etcd takes 1.5 MiB a request
 _MESSAGE_LIMIT = 64 << 20
+_PROBE = b"v1/"  # under which all our keys are, and the permissions of a careful operator
 _END_OF_KEYS = b"\0"  # as the end of a range, by etcd's rule
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MESSAGE_LIMIT),
@@ -30,6 +32,7 @@ _OPTIONS = (
         "grpc.use_local_subchannel_pool",
         1,
     ),  # a new connection knows nothing of an old one's failures
+    ("grpc.enable_retries", 0),  # what was meant for one etcd must not reach the next in silence
     ("grpc.enable_http_proxy", 0),  # etcd is ours, whatever proxy leads out of the house
 )
 _LEADER = ("hasleader", "true")  # a server that has lost its cluster ends our watches
@@ -40,8 +43,8 @@ _REFUSALS = (
 )
 
 
-class Compacted(errors.DynamoError):
-    """The revision from which to watch is forgotten: read anew."""
+class HistoryLost(errors.DynamoError):
+    """etcd cannot tell what changed since that revision: read anew."""
 
 
 class Connection:
@@ -84,7 +87,15 @@ class Connection:
         """End the lease; its keys vanish with it."""
         await self._call(self._lease.LeaseRevoke, rpc.LeaseRevokeRequest(ID=lease_id))
 
+    async def check(self) -> None:
+        """Does it know its cluster, and may we read?"""
+        await self._call(self._kv.Range, rpc.RangeRequest(key=_PROBE, count_only=True))
+
     async def put(self, key: str, value: bytes, lease_id: int) -> None:
+        if len(value) > VALUE_LIMIT:
+            raise errors.ConfigError(
+                f"{key}: expected at most {VALUE_LIMIT} bytes for etcd, got {len(value)}"
+            )
         request = rpc.PutRequest(key=key.encode(), value=value, lease=lease_id)
         await self._call(self._kv.Put, request)
 
@@ -111,7 +122,7 @@ class Connection:
             start = page.kvs[-1].key + b"\0"
 
     async def watch(self, prefix: str, revision: int) -> AsyncIterator[Sequence[Change]]:
-        """What changes under a prefix from this revision on, in batches. Raises Compacted if it is forgotten."""
+        """What changes under a prefix from this revision on, in batches. Raises HistoryLost."""
         start, end = _range(prefix)
         request = rpc.WatchCreateRequest(
             key=start, range_end=end, start_revision=revision, fragment=True
@@ -121,16 +132,20 @@ class Connection:
             try:
                 await stream.write(rpc.WatchRequest(create_request=request))
                 while (answer := await stream.read()) is not grpc.aio.EOF:
-                    if answer.compact_revision:
-                        raise Compacted(
-                            f"etcd has forgotten what was before {answer.compact_revision}"
-                        )
-                    if answer.canceled:
-                        raise self._unavailable(answer.cancel_reason)
-                    yield [_change(event) for event in answer.events]
+                    self._check_history(answer, revision)
+                    if answer.events:
+                        yield [_change(event) for event in answer.events]
             finally:
                 stream.cancel()
         raise self._unavailable("it ended the watch")
+
+    def _check_history(self, answer: Any, revision: int) -> None:
+        if answer.compact_revision:
+            raise HistoryLost(f"etcd has forgotten what was before {answer.compact_revision}")
+        if answer.created and answer.header.revision < revision - 1:
+            raise self._unavailable("it was restarted without its data")
+        if answer.canceled:
+            raise self._unavailable(answer.cancel_reason)
 
     async def _call(self, stub: Any, request: Any) -> Any:
         return await self._answer(stub(request, timeout=CALL_S, metadata=self._metadata))
@@ -147,8 +162,8 @@ class Connection:
             reason = f"{error.code().name}: {error.details()}"
             if error.code() in _REFUSALS:
                 raise errors.ConfigError(f"etcd at {self.address} refuses: {reason}") from error
-            if error.code() is grpc.StatusCode.OUT_OF_RANGE:
-                raise Compacted(reason) from error
+            if error.code() is grpc.StatusCode.OUT_OF_RANGE:  # between two pages
+                raise HistoryLost(reason) from error
             raise self._unavailable(reason) from error
         except grpc.aio.UsageError as error:
             raise self._unavailable(str(error)) from error
@@ -169,6 +184,7 @@ async def connect(whereto: access.Access, address: str) -> AsyncIterator[Connect
         made = Connection(channel, address)
         if whereto.username is not None and whereto.password is not None:
             await made.log_in(whereto.username, whereto.password)
+        await made.check()
         yield made
 
 

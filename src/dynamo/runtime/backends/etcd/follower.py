@@ -48,5 +48,5 @@ class Follower:
             self._has_read = True
             async for changes in etcd.watch(self._prefix, revision + 1):
                 self._grace.apply(changes)
-        except connection.Compacted as error:
+        except connection.HistoryLost as error:
             log.info("reading %r anew: %s", self._prefix, error)
