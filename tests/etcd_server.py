@@ -73,7 +73,7 @@ class EtcdServer:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def keys(self) -> dict[str, bytes]:
+    def held(self) -> dict[str, bytes]:
         """All that it holds."""
         nul = base64.b64encode(b"\0").decode()
         pairs = self.call("kv/range", key=nul, range_end=nul).get("kvs", [])

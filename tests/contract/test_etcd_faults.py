@@ -316,7 +316,7 @@ async def test_a_value_that_is_too_large_is_refused_and_harms_nothing_else(etcd,
         await a.put("v1/large", bytes(4 << 20))
 
     await a.put("v1/b", b"")
-    assert etcd.keys().keys() == {"v1/a", "v1/b"}
+    assert etcd.held().keys() == {"v1/a", "v1/b"}
 
 
 async def test_a_wrong_password_is_refused_at_once_and_the_right_one_is_not(etcd):
@@ -334,3 +334,41 @@ async def test_a_wrong_password_is_refused_at_once_and_the_right_one_is_not(etcd
 
     assert await take(member.watch("v1/"), 1) == [Put(key="v1/a", value=b"a")]
     await member.close()
+
+
+async def test_with_certificates_both_sides_know_whom_they_talk_to(tmp_path):
+    environ = make_certificates(tmp_path)
+    flags = ("--cert-file", tmp_path / "server.pem", "--key-file", tmp_path / "server.key")
+    flags += ("--trusted-ca-file", tmp_path / "ca.pem", "--client-cert-auth")
+    server = EtcdServer(tmp_path / "etcd", *flags, scheme="https")
+    server.start(wait=False)
+    try:
+        member = await EtcdDiscovery.open(access.read([server.url], environ), 1)
+        await member.put("v1/a", b"a")
+
+        assert await member.get_prefix("v1/") == {"v1/a": b"a"}
+        await member.close()
+
+        stranger = access.read([server.url], {"ETCD_AUTH_CA": environ["ETCD_AUTH_CA"]})
+        with pytest.raises(errors.ConfigError, match="no etcd within 1 s"):
+            await EtcdDiscovery.open(stranger, 2, start_timeout_s=1)
+    finally:
+        server.stop()
+
+
+def make_certificates(directory):
+    """An authority, a server's and a client's; the variables that name the latter."""
+
+    def openssl(*argv):
+        subprocess.run(["openssl", *argv], cwd=directory, check=True, capture_output=True)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
+    (directory / "san").write_text("subjectAltName=IP:127.0.0.1")
+    for name in ("server", "client"):
+        request = ("-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl("req", *curve, *request)
+        authority = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "san")
+        openssl("x509", "-req", "-in", f"{name}.csr", *authority, "-out", f"{name}.pem")
+    files = {"CA": "ca.pem", "CLIENT_CERT": "client.pem", "CLIENT_KEY": "client.key"}
+    return {f"ETCD_AUTH_{name}": str(directory / file) for name, file in files.items()}
