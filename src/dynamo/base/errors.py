@@ -169,6 +169,13 @@ def _descendants(cls: type[DynamoError]) -> list[type[DynamoError]]:
 _CLASS_BY_CODE = {cls.code: cls for cls in _descendants(DynamoError)}
 
 
-def from_wire(code: str, message: str) -> DynamoError:
+def from_wire(
+    code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> DynamoError:
     """The error that a peer named by `code`; an unknown code is a plain DynamoError."""
-    return _CLASS_BY_CODE.get(code, DynamoError)(message)
+    error = _CLASS_BY_CODE.get(code, DynamoError)(message)
+    if isinstance(error, RequestError):
+        error.param = param
+    if isinstance(error, Unavailable | RateLimited) and retry_after_s is not None:
+        error.retry_after_s = retry_after_s
+    return error

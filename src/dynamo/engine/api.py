@@ -28,6 +28,8 @@ class EngineFacts:
     data_parallel_size: int = 1
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
+    supports_prompt_logprobs: bool = True
+    supports_guided: bool = False  # can it hold an answer to a grammar?
 
 
 class EngineOutput(NamedTuple):
@@ -48,8 +50,8 @@ class EngineSink(Protocol):
         """This request is over, by an error; nothing more comes for it."""
         ...
 
-    def kv_events(self, events: Sequence[kv_events.KvEvent]) -> None:
-        """What one step stored and removed, in order."""
+    def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
+        """What one step of one data-parallel rank stored and removed, in order."""
         ...
 
     def died(self, error: errors.EngineFailed) -> None:
@@ -70,6 +72,10 @@ class Engine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Stop it and free its blocks; nothing more is said about it. An unknown id is no error."""
+        ...
+
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """Stop one of its n choices; nothing more is said about it, and the others go on. Of the last it is `abort`."""
         ...
 
     def load(self) -> load.ForwardPassMetrics:

@@ -35,9 +35,11 @@ def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int 
     max_tokens = request.stop_conditions.max_tokens
     if max_tokens is not None and max_tokens < 1:
         raise _invalid("max_tokens", "at least 1", max_tokens)
-    num_logprobs = request.output_options.logprobs
-    if num_logprobs is not None and not 0 <= num_logprobs <= facts.max_top_logprobs:
-        raise _invalid("logprobs", f"from 0 to {facts.max_top_logprobs}", num_logprobs)
+    for name in ("logprobs", "prompt_logprobs"):
+        num_logprobs = getattr(request.output_options, name)
+        if num_logprobs is not None and not 0 <= num_logprobs <= facts.max_top_logprobs:
+            raise _invalid(name, f"from 0 to {facts.max_top_logprobs}", num_logprobs)
+    _check_guided(request, facts)
     if request.lora_name is not None:
         raise errors.InvalidRequest(
             f"this engine serves no LoRA adapters; {request.lora_name!r} was asked for",
@@ -47,6 +49,18 @@ def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int 
         raise _invalid(
             "data_parallel_rank", f"below {facts.data_parallel_size}", request.data_parallel_rank
         )
+
+
+def _check_guided(request: generate.Request, facts: api.EngineFacts) -> None:
+    guided = request.sampling_options.guided_decoding
+    if guided is None:
+        return
+    if not facts.supports_guided:
+        raise errors.InvalidRequest(
+            f"{guided.param}: this engine cannot hold an answer to a grammar", param=guided.param
+        )
+    if not request.eos_token_ids:
+        raise _invalid("eos_token_ids", "at least one, with which a guided answer can end", ())
 
 
 def _check_prompt(request: generate.Request, context_length: int) -> None:

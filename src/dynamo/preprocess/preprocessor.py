@@ -3,21 +3,28 @@
 One `Preprocessor` stands for one model, made from its card (`loading`). It also knows the way back (`answer`).
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from dynamo.base import errors
 from dynamo.preprocess import (
     answer,
     conversation,
     detokenize,
+    effort,
     generation_defaults,
+    guiding,
+    infill,
     options,
     template,
+    thinking_limit,
     tokenize,
 )
 from dynamo.preprocess.parsers import events, formats
-from dynamo.protocols import blocks, generate, openai_chat, openai_completions
+from dynamo.protocols import anthropic_blocks, blocks, generate, openai_chat, openai_completions
 
 DEFAULT_COMPLETION_LEN = 16  # of OpenAI's completions, where the request does not say
 
@@ -44,10 +51,12 @@ class Preprocessor:
         eos_token_ids: tuple[int, ...],
         defaults: generation_defaults.GenerationDefaults,
         answer_format: formats.AnswerFormat,
+        infill_format: str | None = None,
     ) -> None:
         self.text = detokenize.TextDecoder(tokenizer)
         self._marked_text = self.text.showing(answer_format.marks)
         self._answer_format = answer_format
+        self._infill_format = infill_format
         self.context_length = context_length
         self._tokenizer = tokenizer
         self._template = chat_template
@@ -67,19 +76,26 @@ class Preprocessor:
             context_length=self.context_length,
             param=param,
         )
-        prepared = self._assemble(request, request_id, token_ids, max_tokens)
+        guided = self._guide(request, prompt)
+        limit = thinking_limit.of(request, prompt, self._answer_format, self._tokenizer.id_of)
+        prepared = self._assemble(request, request_id, token_ids, max_tokens, guided, limit)
         return Prepared(
             prepared,
             prompt,
             new_parser=self._parser_of(request, prompt),
-            is_single_call=request.parallel_tool_calls is False,
+            is_single_call=request.parallel_tool_calls is False or request.forced_tool is not None,
         )
 
     async def read_chat(self, request: openai_chat.ChatRequest) -> tuple[bytes, str]:
         """The prompt as packed token ids and as text, however long. Raises RequestError."""
+        if (given := request.extensions.token_data) is not None:
+            packed = self._check_and_pack(given, "nvext.token_data")
+            return packed, self.text.decode(packed)
+        if request.extensions.use_raw_prompt:
+            prompt = conversation.raw_prompt(request.messages)
+            return await self.read_text(prompt, add_special_tokens=True), prompt
         prompt = self._render(request)
-        (token_ids,) = await self._tokenizer.encode([prompt], add_special_tokens=False)
-        return token_ids, prompt
+        return await self.read_text(prompt, add_special_tokens=False), prompt
 
     async def read_text(self, text: str, *, add_special_tokens: bool) -> bytes:
         """Its packed token ids."""
@@ -99,13 +115,14 @@ class Preprocessor:
         self, request: openai_completions.CompletionRequest, request_id: str
     ) -> list[Prepared]:
         """One for each prompt; of several, the ids are numbered. Raises RequestError, which names the field."""
-        packed = await self._pack(request.prompts)
+        prompts = infill.prompts(request, self._infill_format)
+        packed = await self._pack(prompts, request.prompt_param)
         is_alone = len(packed) == 1
         return [
             self._complete(
                 request, request_id if is_alone else f"{request_id}-{number}", token_ids, prompt
             )
-            for number, (token_ids, prompt) in enumerate(zip(packed, request.prompts, strict=True))
+            for number, (token_ids, prompt) in enumerate(zip(packed, prompts, strict=True))
         ]
 
     def answer(self, request: generate.Request, *, shows_marks: bool = False) -> answer.AnswerText:
@@ -113,11 +130,27 @@ class Preprocessor:
         decoder = self._marked_text if shows_marks else self.text
         return answer.AnswerText(decoder.new(request.token_ids), request.stop_conditions)
 
+    def _guide(
+        self, request: openai_chat.ChatRequest, prompt: str
+    ) -> generate.GuidedDecoding | None:
+        """What the answer must look like, once it has thought. Raises InvalidRequest."""
+        guided = guiding.of_chat(request, self._answer_format)
+        if guided is None:
+            return None
+        try:
+            may_think = request.template_args.get(anthropic_blocks.THINKING) is not False
+            thoughts = self._answer_format.thoughts(prompt, may_think=may_think)
+        except errors.InvalidRequest as error:
+            raise errors.InvalidRequest(f"{guided.param}: {error}", param=guided.param) from error
+        return msgspec.structs.replace(guided, thoughts=thoughts)
+
     def _parser_of(
         self, request: openai_chat.ChatRequest, prompt: str
     ) -> Callable[[], events.Parser] | None:
         """Makes a parser for each choice; None if none is needed. Raises InvalidRequest."""
         form = self._answer_format
+        if request.must_call:
+            form = dataclasses.replace(form, tools=form.forced)
         if request.allows_calls and form.tools is None:
             raise errors.InvalidRequest(
                 f"tools: it is not known how the model {request.model!r} writes tool calls; leave them out, "
@@ -138,18 +171,32 @@ class Preprocessor:
             ),
             tools=request.tools if request.allows_calls else None,
             add_generation_prompt=request.add_generation_prompt is not False,
-            args=request.template_args,
+            args=self._template_args(request, self._template.variables),
         )
 
-    async def _pack(self, prompts: Sequence[openai_completions.Prompt]) -> list[bytes]:
+    def _template_args(
+        self, request: openai_chat.ChatRequest, variables: frozenset[str]
+    ) -> dict[str, Any]:
+        """What the caller says to the template in its own words counts more."""
+        if request.reasoning_effort is None:
+            return request.template_args
+        can_think = self._answer_format.reasoning is not None
+        told = effort.template_args(
+            request.reasoning_effort, variables, can_think=can_think, param=request.effort_param
+        )
+        return {**told, **request.template_args}
+
+    async def _pack(self, prompts: Sequence[openai_completions.Prompt], param: str) -> list[bytes]:
         """Token ids of all prompts, which are either texts or ids."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts:
             return await self._tokenizer.encode(texts, add_special_tokens=True)
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        for one in ids:
-            options.check_ids(one, self._vocab_size, "prompt")
-        return [blocks.pack(one) for one in ids]
+        return [self._check_and_pack(one, param) for one in ids]
+
+    def _check_and_pack(self, token_ids: Sequence[int], param: str) -> bytes:
+        options.check_ids(token_ids, self._vocab_size, param)
+        return blocks.pack(token_ids)
 
     def _complete(
         self,
@@ -159,13 +206,14 @@ class Preprocessor:
         prompt: openai_completions.Prompt,
     ) -> Prepared:
         max_tokens = options.answer_len(
-            asked=request.max_tokens,
+            asked=1 if request.is_scored else request.max_tokens,  # no engine can draw none
             default=DEFAULT_COMPLETION_LEN,
             prompt_len=blocks.count(token_ids),
             context_length=self.context_length,
             param="prompt",
         )
-        prepared = self._assemble(request, request_id, token_ids, max_tokens)
+        guided = guiding.of_fields(request)
+        prepared = self._assemble(request, request_id, token_ids, max_tokens, guided)
         return Prepared(prepared, prompt if isinstance(prompt, str) else None)
 
     def _assemble(
@@ -174,16 +222,23 @@ class Preprocessor:
         request_id: str,
         token_ids: bytes,
         max_tokens: int,
+        guided: generate.GuidedDecoding | None,
+        limit: generate.ThinkingLimit | None = None,
     ) -> generate.Request:
+        hints = request.extensions.agent_hints
         return generate.Request(
             id=request_id,
             model=request.model,
             token_ids=token_ids,
             stop_conditions=options.stop_conditions(request, max_tokens, self._vocab_size),
-            sampling_options=options.sampling(request, self._defaults, self._vocab_size),
-            output_options=generate.OutputOptions(logprobs=request.num_logprobs),
+            sampling_options=options.sampling(request, self._defaults, self._vocab_size, guided),
+            output_options=options.output(request),
             eos_token_ids=self._eos_token_ids,
             annotations=tuple(request.extensions.annotations or ()),
+            priority=request.urgency,
+            thinking=limit,
+            session_id=request.session_id,
+            expected_output_tokens=hints.osl if hints else None,
         )
 
 

@@ -35,6 +35,46 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
 
 
+class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What may stand before a guided answer: free text that ends with one of `closes`.
+
+    It must begin with one of `opens`, and may be left out; without any `opens` the prompt has begun it already.
+    """
+
+    opens: tuple[str, ...] = ()
+    closes: tuple[str, ...]
+
+
+class ToolSchema(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool that may be called, and the JSON schema of its arguments, which are an object."""
+
+    name: str
+    parameters: str
+
+
+class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Calls of tools: `begin`, one or more `{"name": ..., "arguments": ...}` with `between` between them, `end`."""
+
+    tools: tuple[ToolSchema, ...]
+    begin: str
+    between: str
+    end: str
+    max_calls: int = 1
+
+
+class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must look like: one of `json`, `regex`, `choice`, `grammar`, or `calls`, or either of two."""
+
+    json: str | None = None  # a JSON schema
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None  # Lark, or GBNF
+    calls: Calls | None = None
+    backend: str | None = None  # the library that is wanted
+    thoughts: Thoughts | None = None
+    param: str = "guided_decoding"  # what the caller called it: a refusal names it
+
+
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a token is drawn. Temperature 0 is greedy: the rest of the shape does not matter then."""
 
@@ -48,6 +88,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] = {}
+    guided_decoding: GuidedDecoding | None = None
 
 
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,6 +97,16 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     logprobs: int | None = (
         None  # how many alternatives beside the chosen token; None: no logprobs at all
     )
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, which are then computed
+
+
+class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How long a choice may think. A thought begins and ends with one of these tokens."""
+
+    max_tokens: int
+    close_ids: tuple[int, ...]  # the first is the one to write
+    open_ids: tuple[int, ...] = ()
+    is_open: bool = False  # the prompt has begun the thought
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,6 +123,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     lora_name: str | None = None
     data_parallel_rank: int | None = None
+    thinking: ThinkingLimit | None = None
+    session_id: str | None = None  # the conversation that it belongs to
+    expected_output_tokens: int | None = None  # what the caller expects; a hint to who plans
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
@@ -99,6 +153,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `token_ids` holds what is new, oldest first; the token that ended a choice (eos or stop id) is included.
     `cached_tokens` is told once, with the first output of a request: prompt tokens that were not computed again.
+    So are `prompt_logprobs`, if asked for: of each token of the prompt but the first, in order.
     """
 
     token_ids: tuple[int, ...]
@@ -108,3 +163,4 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int | None = None
     stop_reason: int | str | None = None  # the stop token id that ended it
     kv_transfer_params: dict[str, Any] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -8,15 +8,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import openai_decode, openai_fields, openai_messages
+from dynamo.protocols import openai_decode, openai_fields, openai_guided, openai_messages
 
 MAX_TOOLS = 128
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shape of the answer; free text only, in this version."""
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the caller believes the answer to be. It may save time, and never changes the answer."""
 
-    type: Literal["text"]
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
 
 
 class ChatRequest(
@@ -29,10 +31,13 @@ class ChatRequest(
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    response_format: ResponseFormat | None = None
+    tool_choice: Literal["none", "auto", "required"] | openai_guided.NamedTool | None = None
+    response_format: openai_guided.ResponseFormat | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Literal["medium"] | None = None
+    prediction: Prediction | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # beyond OpenAI
@@ -41,13 +46,12 @@ class ChatRequest(
     add_generation_prompt: bool | None = None
     # refused, unless they ask for nothing
     audio: None = None
-    prediction: None = None
     web_search_options: None = None
     functions: None = None
     function_call: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
     prompt_cache_retention: None = None
+    prompt_cache_options: None = None
+    moderation: None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -55,9 +59,35 @@ class ChatRequest(
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def effort_param(self) -> str:
+        """What the effort came in."""
+        return "reasoning_effort"
+
+    @property
+    def must_limit_thinking(self) -> bool:
+        """Is a limit to thinking that cannot be held an error?"""
+        return True
+
+    @property
     def allows_calls(self) -> bool:
         """May the answer call tools?"""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """Must the answer call a tool?"""
+        return self.tool_choice == "required" or self.forced_tool is not None
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The name of the tool that must be called."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, openai_guided.NamedTool) else None
+
+    @property
+    def format_param(self) -> str:
+        """What the caller calls the shape of the answer."""
+        return "response_format"
 
     @property
     def template_args(self) -> dict[str, Any]:
@@ -70,6 +100,8 @@ class ChatRequest(
         openai_messages.check(self.messages)
         if self.tools:
             openai_messages.check_tools(self.tools)
+        if self.response_format is not None:
+            self.response_format.check()
         if self.top_logprobs is not None and not self.logprobs:
             raise errors.InvalidRequest(
                 "top_logprobs: only allowed when logprobs is true", param="top_logprobs"

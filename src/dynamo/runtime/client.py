@@ -8,7 +8,7 @@ one failed attempt, not one per request, and a hiccup of the network heals witho
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -84,15 +84,18 @@ class EndpointClient:
         among: Collection[int] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
         """Ask `instance_id`, or whom `mode` chooses (`among` these, if given); each instance is tried at most once.
+
+        `on_asked` is told the instance that took it, before anything comes back.
 
         Raises NoWorkers; and WorkerLost if `instance_id` is given and cannot be reached.
         """
         tried: dict[int, errors.WorkerLost] = {}
         while (chosen := self._choose(mode, instance_id, among, tried)) is not None:
             try:
-                return await self._plane.open(
+                stream = await self._plane.open(
                     self._instances[chosen].transport[self._plane.name],
                     self.name.path,
                     body,
@@ -105,12 +108,36 @@ class EndpointClient:
                 if instance_id is not None:
                     raise
                 tried[chosen] = error
+            else:
+                if on_asked is not None:
+                    on_asked(chosen)
+                return stream
         raise self._nobody(instance_id, *tried.values())
+
+    def choose(
+        self,
+        *,
+        mode: Mode = "round-robin",
+        instance_id: int | None = None,
+        among: Collection[int] | None = None,
+    ) -> int:
+        """Whom `open` would ask first; nobody is asked. Raises NoWorkers."""
+        chosen = self._choose(mode, instance_id, among, {})
+        if chosen is None:
+            raise self._nobody(instance_id)
+        return chosen
 
     def report_down(self, instance_id: int) -> None:
         """Ask this one last, for a while."""
         if instance_id in self._instances:
             self._down_until[instance_id] = self._clock.now() + self._inhibited_s
+
+    def usable(
+        self, among: Collection[int] | None = None, tried: Collection[int] = ()
+    ) -> Sequence[int]:
+        """Who is worth asking now: living, of `among` if given, not tried yet, and not down unless all are."""
+        living = self._ids if among is None else [i for i in self._ids if i in among]
+        return choice.candidates(living, self._down_until, self._clock.now(), tried)
 
     def _choose(
         self,
@@ -121,8 +148,7 @@ class EndpointClient:
     ) -> int | None:
         if instance_id is not None:
             return instance_id if instance_id in self._instances else None
-        living = self._ids if among is None else [i for i in self._ids if i in among]
-        ids = choice.candidates(living, self._down_until, self._clock.now(), tried)
+        ids = self.usable(among, tried)
         if not ids:
             return None
         if mode == "random":

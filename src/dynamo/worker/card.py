@@ -30,6 +30,7 @@ def build(
     created: int,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
+    infill_format: str | None = None,
 ) -> model_card.ModelCard:
     """The card of the model in `directory`, as an engine with these facts serves it. Raises ConfigError."""
     files = {file: describe(directory / file) for file in FILES if (directory / file).is_file()}
@@ -44,6 +45,7 @@ def build(
             _runtime_config(facts),
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            infill_format=infill_format,
         ),
         created=created,
     )
@@ -82,4 +84,6 @@ def _runtime_config(facts: api.EngineFacts) -> model_card.RuntimeConfig:
         data_parallel_size=facts.data_parallel_size,
         supports_logprobs=facts.supports_logprobs,
         max_top_logprobs=facts.max_top_logprobs,
+        supports_prompt_logprobs=facts.supports_prompt_logprobs,
+        supports_guided=facts.supports_guided,
     )

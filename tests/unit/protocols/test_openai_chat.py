@@ -56,6 +56,16 @@ def test_what_is_not_said_has_its_default():
         {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": True, "stop": []},
         {"temperature": 2, "top_p": 0, "n": 128, "top_k": -1, "presence_penalty": -2, "seed": -1},
         {"logit_bias": {"5": 100, "6": -100}, "stop": ["a", "b", "c", "d"], "max_tokens": 1},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a-1", "schema": {}, "strict": True},
+            }
+        },
+        {"response_format": {"type": "json_object"}, "guided_decoding_backend": "auto"},
+        {"prediction": {"type": "content", "content": "x"}, "verbosity": "medium"},
+        {"nvext": {"backend_instance_id": 7, "decode_worker_id": 7, "extra_fields": ["timing"]}},
         {"nvext": {"top_k": 5, "annotations": ["request_id"], "backend_instance_id": 7}},
     ],
 )
@@ -138,17 +148,32 @@ def test_keys_of_logit_bias_are_token_ids():
         ("messages", "Hi", "messages: expected a list, got a string ('Hi')"),
         (
             "tool_choice",
-            "required",
-            "tool_choice: expected 'auto' or 'none', got a string ('required')",
+            "any",
+            "tool_choice: expected 'auto' or 'none' or 'required' or an object, got a string ('any')",
         ),
         ("tools", [TOOL] * 129, "tools: expected a list of at most 128, got a list of 129"),
-        ("store", True, "store: answers are not kept here; expected false or nothing, got true"),
         ("functions", [], "functions: not supported; leave it out"),
         ("function_call", "auto", "function_call: not supported; leave it out"),
         ("audio", {}, "audio: not supported; leave it out"),
-        ("guided_json", {}, "guided_json: not supported; leave it out"),
+        (
+            "guided_regex",
+            "",
+            "guided_regex: expected a string of at most 131072 characters, got a string ('')",
+        ),
         ("web_search_options", {}, "web_search_options: not supported; leave it out"),
-        ("prediction", {}, "prediction: not supported; leave it out"),
+        (
+            "reasoning_effort",
+            "huge",
+            "reasoning_effort: expected 'high' or 'low' or 'max' or 'medium' or 'minimal' or 'none' "
+            "or 'xhigh', got a string ('huge')",
+        ),
+        ("verbosity", "low", "verbosity: expected 'medium', got a string ('low')"),
+        ("moderation", {}, "moderation: not supported; leave it out"),
+        (
+            "return_tokens_as_token_ids",
+            True,
+            "return_tokens_as_token_ids: only allowed with logprobs",
+        ),
         ("foo", 1, "Unsupported parameter(s): `foo`"),
     ],
 )
@@ -163,21 +188,82 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_what_came(field, valu
         ({"nvext": {"x": 1}}, "nvext.x", "Unsupported parameter(s): `nvext.x`"),
         ({"nvext": {"top_k": 0}}, "nvext.top_k", "nvext.top_k: expected -1 (all tokens) or at least 1, got 0"),
         (
-            {"nvext": {"guided_choice": []}},
+            {"nvext": {"guided_choice": 5}},
             "nvext.guided_choice",
-            "nvext.guided_choice: not supported; leave it out",
+            "nvext.guided_choice: expected a list of at most 1024, got 5",
         ),
         (
             {"nvext": {"annotations": ["a"]}},
             "nvext.annotations[0]",
-            "nvext.annotations[0]: expected 'formatted_prompt' or 'request_id' or 'token_ids', "
-            "got a string ('a')",
+            "nvext.annotations[0]: expected 'formatted_prompt' or 'llm_metrics' or 'query_instance_id' "
+            "or 'request_id' or 'token_ids', got a string ('a')",
+        ),
+        (
+            {"prediction": {"type": "x", "content": ""}},
+            "prediction.type",
+            "prediction.type: expected 'content', got a string ('x')",
+        ),
+        (
+            {"nvext": {"extra_fields": ["engine_data"]}},
+            "nvext.extra_fields[0]",
+            "nvext.extra_fields[0]: expected 'timing' or 'worker_id', got a string ('engine_data')",
+        ),
+        (
+            {"nvext": {"annotations": ["query_instance_id"]}},
+            "nvext.annotations",
+            "nvext.annotations: the answer to query_instance_id is a stream; expected stream to be true",
+        ),
+        (
+            {"nvext": {"backend_instance_id": 1, "decode_worker_id": 2}},
+            "nvext.decode_worker_id",
+            "nvext.decode_worker_id: expected the same as nvext.backend_instance_id, 1, got 2",
+        ),
+        (
+            {"nvext": {"session_control": {"session_id": "s", "action": "open"}}},
+            "nvext.session_control.action",
+            "nvext.session_control.action: expected 'bind', got a string ('open')",
+        ),
+        (
+            {"nvext": {"agent_hints": {"speculative_prefill": True}}},
+            "nvext.agent_hints.speculative_prefill",
+            "nvext.agent_hints.speculative_prefill: not supported; leave it out",
+        ),
+        (
+            {"nvext": {"max_thinking_tokens": -5}},
+            "nvext.max_thinking_tokens",
+            "nvext.max_thinking_tokens: expected a whole number from 0 to 4294967295, got -5",
+        ),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "stream_options.continuous_usage_stats: only allowed when include_usage is true",
         ),
         ({"stop": ["a", 1]}, "stop[1]", "stop[1]: expected a string of at most 1024 characters, got 1"),
         (
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "xml"}},
             "response_format.type",
-            "response_format.type: expected 'text', got a string ('json_object')",
+            "response_format.type: expected 'json_object' or 'json_schema' or 'text', got a string ('xml')",
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "response_format.json_schema: expected with type json_schema, but it is missing",
+        ),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+            "response_format.json_schema",
+            "response_format.json_schema: expected with type json_schema, but type is text",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
+            "response_format.json_schema.name",
+            "response_format.json_schema.name: expected a string of at most 64 characters like "
+            "^[a-zA-Z0-9_-]+$, got a string ('a b')",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {}}},
+            "tool_choice.function.name",
+            "tool_choice.function.name: required, but missing",
         ),
         ({"response_format": {}}, "response_format.type", "response_format.type: required, but missing"),
         ({"modalities": ["audio"]}, "modalities[0]", "modalities[0]: expected 'text', got a string ('audio')"),
@@ -324,3 +410,19 @@ def test_a_body_cut_or_spoiled_anywhere_is_a_request_or_invalid(cut, junk):
 
     assert is_request_or_invalid(whole[:cut] + junk + whole[cut:])
     assert is_request_or_invalid(whole[:cut])
+
+
+def test_a_priority_at_the_root_is_vllms_and_counts_more():
+    hints = {"agent_hints": {"priority": 7}}
+
+    assert decode(nvext=hints).urgency == 7
+    assert decode(nvext=hints, priority=3).urgency == -3
+    assert decode().urgency == 0
+
+
+def test_the_session_is_named_by_its_control_or_else_by_its_context():
+    control, context = {"session_id": "a"}, {"session_id": "b", "trajectory_final": True}
+
+    assert decode(nvext={"session_control": control, "agent_context": context}).session_id == "a"
+    assert decode(nvext={"agent_context": context}).session_id == "b"
+    assert decode().session_id is None

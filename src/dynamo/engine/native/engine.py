@@ -16,6 +16,7 @@ from typing import Any
 from dynamo.base import errors
 from dynamo.engine import api, refusal
 from dynamo.engine.native.assemble import Assembly, assemble
+from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.scheduler import StepResult
 from dynamo.engine.native.settings import NativeConfig
@@ -52,6 +53,10 @@ class NativeEngine:
     def abort(self, request_id: str) -> None:
         """Silent from now on; its blocks are free before the next step."""
         self._started.abort(request_id)
+
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """The same of one choice."""
+        self._started.abort_choice(request_id, index)
 
     def load(self) -> load.ForwardPassMetrics:
         """As of the last step."""
@@ -98,10 +103,10 @@ class NativeEngine:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended, and how many of its choices have not."""
+    """A request that has not ended, and which of its choices have not."""
 
     request: generate.Request
-    num_choices: int
+    choices: set[int]
 
 
 class _Running:
@@ -114,6 +119,7 @@ class _Running:
             assembly.scheduler, assembly.runner, functools.partial(post, self._deliver)
         )
         self._vocab_size = assembly.vocab_size
+        self._grammars = assembly.grammars
         self._sink = sink
         self._open: dict[str, _Open] = {}  # by request id
         self._is_silent = False
@@ -125,21 +131,46 @@ class _Running:
         refusal.check(request, self.facts, vocab_size=self._vocab_size)
         if request.id in self._open:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
-        self._open[request.id] = _Open(request, request.sampling_options.n)
-        self.loop.submit(request)
+        guided = request.sampling_options.guided_decoding
+        if guided is None:
+            self.loop.submit(request)
+        else:
+            made = functools.partial(self.post, self._made, request)
+            self._grammars.make(guided, request.eos_token_ids, made)
+        self._open[request.id] = _Open(request, set(range(request.sampling_options.n)))
 
     def abort(self, request_id: str) -> None:
         if self._open.pop(request_id, None):
             self.loop.abort(request_id)
 
+    def abort_choice(self, request_id: str, index: int) -> None:
+        found = self._open.get(request_id)
+        if found is None or index not in found.choices:
+            return
+        self.loop.abort_choice(request_id, index)
+        self._close(found, index)
+
     def stop(self) -> None:
         self._is_silent = True
+        self._grammars.stop()
         self.loop.stop()
 
     def died(self, death: errors.EngineFailed) -> None:
         self._death = death
         if not self._is_silent:
             self._sink.died(death)
+
+    def _made(
+        self, request: generate.Request, grammar: grammars.Grammar | errors.DynamoError
+    ) -> None:
+        """Its grammar is there, or why there is none."""
+        if self._is_silent or self._death is not None or self._find(request) is None:
+            return
+        if isinstance(grammar, errors.DynamoError):
+            del self._open[request.id]
+            self._sink.failed(request.id, grammar)
+        else:
+            self.loop.submit(request, grammar)
 
     def _deliver(self, result: StepResult) -> None:
         if self._is_silent:
@@ -161,11 +192,16 @@ class _Running:
     def _is_awaited(self, request: generate.Request, output: generate.Output) -> bool:
         """Whether somebody waits for this output; the last one of a request closes it."""
         found = self._find(request)
-        if found is not None and output.finish_reason is not None:
-            found.num_choices -= 1
-            if not found.num_choices:
-                del self._open[request.id]
-        return found is not None
+        if found is None or output.index not in found.choices:
+            return False
+        if output.finish_reason is not None:
+            self._close(found, output.index)
+        return True
+
+    def _close(self, found: _Open, index: int) -> None:
+        found.choices.discard(index)
+        if not found.choices:
+            del self._open[found.request.id]
 
     def _find(self, request: generate.Request) -> "_Open | None":
         """None if it was aborted, even if its id is in use again."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from dynamo.base import errors
 from dynamo.engine.native.scheduler import Scheduler, StepResult
-from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
+from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
 from dynamo.protocols import generate
 
 
@@ -59,13 +59,17 @@ class EngineLoop:
         self.load = self._scheduler.load()  # whoever hears of the step finds the load after it
         self._deliver(result)
 
-    def submit(self, request: generate.Request) -> None:
+    def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
         """Begin it with the next step."""
-        self._commands.put(functools.partial(self._scheduler.submit, request))
+        self._commands.put(functools.partial(self._scheduler.submit, request, grammar))
 
     def abort(self, request_id: str) -> None:
         """End it before the next step."""
         self._commands.put(functools.partial(self._abort, request_id))
+
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """End one choice of it before the next step."""
+        self._commands.put(functools.partial(self._abort_choice, request_id, index))
 
     def clear(self, done: abc.Callable[[], None]) -> None:
         """Forget all reusable prefixes, then call `done` (in the thread)."""
@@ -84,6 +88,9 @@ class EngineLoop:
 
     def _abort(self, request_id: str) -> None:
         self._forget(self._scheduler.abort(request_id))
+
+    def _abort_choice(self, request_id: str, index: int) -> None:
+        self._forget(self._scheduler.abort_choice(request_id, index))
 
     def _clear(self, done: abc.Callable[[], None]) -> None:
         self._deliver(self._scheduler.clear())

@@ -24,7 +24,9 @@ import torch
 import xxhash
 
 from dynamo.base import errors
-from dynamo.engine.native.sequence import Sampled, Sequence
+from dynamo.engine.native import thinking
+from dynamo.engine.native.guidance import masks
+from dynamo.engine.native.sequence import Guide, Sampled, Sequence
 from dynamo.protocols import generate
 
 COLDEST = 1e-5  # a lower temperature is greedy
@@ -59,7 +61,9 @@ class Drawing:
         self.pool = pool_of(options)
         self.num_logprobs = sequence.request.output_options.logprobs
         self.min_tokens = stops.min_tokens
-        eos = () if stops.ignore_eos else sequence.request.eos_token_ids
+        self.may_end_at = math.inf if stops.ignore_eos else stops.min_tokens  # in output tokens
+        is_guided = sequence.grammar is not None  # then the grammar says when it ends
+        eos = () if stops.ignore_eos or is_guided else sequence.request.eos_token_ids
         self.ending_ids = [*eos, *stops.stop_token_ids]
         self.penalties = (
             options.repetition_penalty,
@@ -67,8 +71,11 @@ class Drawing:
             options.presence_penalty,
         )
         self.has_penalties = self.penalties != (1.0, 0.0, 0.0)
+        limit = sequence.request.thinking
+        self.thoughts = thinking.ThoughtWatch(sequence, limit) if limit else None
         self.is_adjusted = (
             self.has_penalties
+            or self.thoughts is not None
             or bool(options.logit_bias)
             or bool(self.min_tokens and self.ending_ids)
         )
@@ -78,6 +85,11 @@ class Drawing:
         """The number in [0, 1) that decides the next token."""
         place = _PLACE.pack(self.sequence.index, self.sequence.num_output)
         return (xxhash.xxh3_64_intdigest(place, self.seed) >> 32) / 2**32
+
+    @property
+    def may_end(self) -> bool:
+        """Where a grammar says that it can."""
+        return self.sequence.num_output >= self.may_end_at
 
     @property
     def banned_ids(self) -> list[int]:
@@ -112,11 +124,13 @@ class Sampler:
     def __init__(self) -> None:
         self._drawings: dict[Sequence, Drawing] = {}
         self._occurrences: dict[Sequence, Occurrences] = {}
+        self._guides: dict[Sequence, Guide] = {}  # of those that follow a grammar
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence."""
         self._drawings.pop(sequence, None)
         self._occurrences.pop(sequence, None)
+        self._guides.pop(sequence, None)
 
     def sample(
         self, logits: torch.Tensor, sequences: Row[Sequence]
@@ -125,13 +139,19 @@ class Sampler:
         drawings = [self._drawing(sequence) for sequence in sequences]
         with torch.inference_mode():
             adjusted = self.adjust(logits, drawings)
+            guides = self._guides_of(drawings) if self._guides else {}
+            if guides:
+                may_end = [drawings[i].may_end for i in guides]
+                adjusted = masks.masked(adjusted, guides, may_end)
             peaks = adjusted.amax(-1).tolist()
             token_ids = _choose(adjusted, drawings)
             logprobs = _logprobs(logits, token_ids, drawings)
+        for i, guide in guides.items():
+            guide.advance(token_ids[i])
         return [
             Sampled(token_id=token_id, logprobs=logprobs.get(i))
             if math.isfinite(peak)
-            else _no_token()
+            else _no_token(guides.get(i))
             for i, (token_id, peak) in enumerate(zip(token_ids, peaks, strict=True))
         ]
 
@@ -153,7 +173,14 @@ class Sampler:
         drawing = self._drawings.get(sequence)
         if drawing is None:
             drawing = self._drawings[sequence] = Drawing(sequence)
+            if sequence.grammar is not None:
+                self._guides[sequence] = sequence.grammar.begin()
         return drawing
+
+    def _guides_of(self, drawings: list[Drawing]) -> dict[int, Guide]:
+        """By row, of those that follow a grammar."""
+        found = {i: self._guides.get(drawing.sequence) for i, drawing in enumerate(drawings)}
+        return {i: guide for i, guide in found.items() if guide is not None}
 
     def _penalize(self, logits: torch.Tensor, drawings: list[Drawing]) -> torch.Tensor:
         counts = [self._count(drawing.sequence, logits) for drawing in drawings]
@@ -309,6 +336,9 @@ def _ban_and_bias(logits: torch.Tensor, drawing: Drawing) -> None:
         logits.index_add_(0, token_ids, logits.new_tensor(list(bias.values())))
     if banned := drawing.banned_ids:
         logits[banned] = -torch.inf
+    if drawing.thoughts is not None and (forced := drawing.thoughts.forced_id()) is not None:
+        logits.fill_(-torch.inf)
+        logits[forced] = 0.0
 
 
 def _logprobs(
@@ -318,17 +348,24 @@ def _logprobs(
     wanted = {i: d.num_logprobs for i, d in enumerate(drawings) if d.num_logprobs is not None}
     if not wanted:
         return {}
-    logprobs = _rows(logits, list(wanted)).log_softmax(-1)
-    chosen_ids = torch.tensor([[token_ids[i]] for i in wanted], device=logits.device)
+    rows = list(wanted)
+    found = report(_rows(logits, rows), [token_ids[i] for i in rows], list(wanted.values()))
+    return dict(zip(rows, found, strict=True))
+
+
+def report(
+    logits: torch.Tensor, token_ids: Row[int], nums: Row[int]
+) -> list[generate.TokenLogprobs]:
+    """For each row of logits [rows, vocabulary] how likely this token is, and its `nums` likeliest."""
+    logprobs = logits.log_softmax(-1)
+    chosen_ids = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
     chosen = logprobs.gather(1, chosen_ids).squeeze(1).tolist()
-    top = logprobs.topk(min(max(wanted.values()), logits.shape[1]))
+    top = logprobs.topk(min(max(nums), logits.shape[1]))
     alternatives = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return {
-        i: generate.TokenLogprobs(logprob, tuple(map(generate.TopLogprob, ids[:num], values[:num])))
-        for (i, num), logprob, (ids, values) in zip(
-            wanted.items(), chosen, alternatives, strict=True
-        )
-    }
+    return [
+        generate.TokenLogprobs(logprob, tuple(map(generate.TopLogprob, ids[:num], values[:num])))
+        for num, logprob, (ids, values) in zip(nums, chosen, alternatives, strict=True)
+    ]
 
 
 def _rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -343,7 +380,9 @@ def _columns(rows: Row[tuple[float, ...]], like: torch.Tensor) -> tuple[torch.Te
     return tuple(like.new_tensor(rows).unsqueeze(1).unbind(-1))
 
 
-def _no_token() -> errors.EngineFailed:
+def _no_token(guide: Guide | None) -> errors.DynamoError:
+    if guide is not None and guide.error is not None:
+        return guide.error
     return errors.EngineFailed(
         "no token can be drawn: the model's logits are not finite, or logit_bias and min_tokens exclude all of them"
     )

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from dynamo.base import errors
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
+from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
 from dynamo.protocols import blocks, generate, kv_events, load
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free
@@ -93,8 +93,8 @@ class Scheduler:
         """Whether `schedule` would find anything to compute."""
         return bool(self._groups)
 
-    def submit(self, request: generate.Request) -> None:
-        """Take a request that fits (`engine.refusal`), and whose id is not in use."""
+    def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
+        """Take a request that fits (`engine.refusal`), and whose id is not in use; with what its answers follow."""
         prompt = blocks.unpack(request.token_ids)
         self._num_arrived += 1
         leader: Sequence | None = None
@@ -105,6 +105,7 @@ class Scheduler:
                 index=index,
                 token_ids=prompt.copy(),
                 prompt_len=len(prompt),
+                grammar=grammar,
                 leader=leader,
                 rank=(-request.priority, self._num_arrived, index),
             )
@@ -120,6 +121,19 @@ class Scheduler:
         for sequence in group.open:
             self._leave(sequence)
         return group.open
+
+    def abort_choice(self, request_id: str, index: int) -> list[Sequence]:
+        """End one choice of a request at once; its sequence is returned. An unknown one is no error."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        found = [one for one in group.open if one.index == index]
+        for sequence in found:
+            self._end(sequence, group)
+            if not sequence.num_output:  # the next one leads
+                for other in group.open:
+                    other.leader = group.open[0] if other is not group.open[0] else None
+        return found
 
     def clear(self) -> StepResult:
         """Forget all reusable prefixes."""
@@ -205,7 +219,7 @@ class Scheduler:
             i < len(self._waiting) and num_left and len(self._running) < self._limits.max_num_seqs
         ):
             sequence = self._waiting[i]
-            if self._paging.prefix_caching and _is_ahead(sequence.leader):
+            if self._must_follow(sequence):
                 i += 1
                 continue
             if not self._paging.admit(sequence, keep_free=self._keep_free if self._running else 0):
@@ -214,6 +228,14 @@ class Scheduler:
             bisect.insort(self._running, sequence, key=_rank)
             self._count_cached(sequence)
             num_left -= _add_chunk(chunks, sequence, num_left)
+
+    def _must_follow(self, sequence: Sequence) -> bool:
+        """Whether it waits for the choice that leads: to find its prompt, or because that one tells of the prompt."""
+        has_reason = (
+            self._paging.prefix_caching
+            or sequence.request.output_options.prompt_logprobs is not None
+        )
+        return has_reason and _is_ahead(sequence.leader)
 
     def _count_cached(self, sequence: Sequence) -> None:
         if sequence.num_cached is not None:
@@ -233,6 +255,7 @@ class Scheduler:
             logprobs=(drawn.logprobs,) if drawn.logprobs else None,
             cached_tokens=None if group.is_told_cached else sequence.num_cached,
             stop_reason=stop_reason,
+            prompt_logprobs=drawn.prompt_logprobs,
         )
         group.is_told_cached = True
         result.outputs.append(RequestOutput(sequence.request, output))
@@ -281,8 +304,11 @@ def _finish(
 ) -> tuple[generate.FinishReason | None, int | None]:
     """Whether the last token ends the choice, and the stop token if that was it."""
     token, conditions = sequence.token_ids[-1], sequence.request.stop_conditions
+    is_eos = token in sequence.request.eos_token_ids
+    if is_eos and sequence.grammar is not None:  # drawn only where nothing else may come
+        return generate.FinishReason.EOS, None
     if sequence.num_output >= conditions.min_tokens:
-        if token in sequence.request.eos_token_ids and not conditions.ignore_eos:
+        if is_eos and not conditions.ignore_eos:
             return generate.FinishReason.EOS, None
         if token in conditions.stop_token_ids:
             return generate.FinishReason.STOP, token
