@@ -100,7 +100,7 @@ def test_a_command_that_waits_for_an_absent_etcd_says_so_and_ends_at_once_when_t
         "DYN_DISCOVERY_BACKEND": "etcd",
         "ETCD_ENDPOINTS": f"http://127.0.0.1:{free_port()}",
     }
-    for process in (deployment.frontend(), deployment.mocker()):
+    for process in (deployment.frontend(), deployment.mocker(), deployment.run("dynamo.router")):
         said = process.log
         eventually(lambda said=said: "etcd" in said.read_text(), within_s=30, what="a word of etcd")
         process.signal(signal.SIGINT)
@@ -112,7 +112,9 @@ def test_a_command_that_waits_for_an_absent_etcd_says_so_and_ends_at_once_when_t
         assert "Traceback" not in said.read_text()
 
 
-@pytest.mark.parametrize("command", ["dynamo.frontend", "dynamo.mocker", "dynamo.native"])
+@pytest.mark.parametrize(
+    "command", ["dynamo.frontend", "dynamo.mocker", "dynamo.native", "dynamo.router"]
+)
 def test_help_does_not_wait_for_etcd(command):
     environ = dict(os.environ) | {
         "DYN_DISCOVERY_BACKEND": "etcd",
