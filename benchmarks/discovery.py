@@ -68,7 +68,7 @@ async def _compare_puts(address: str) -> None:
         await ours.grant(LEASE_ID, LEASE_S)
         puts: dict[str, Callable[[int], Awaitable[object]]] = {
             "stubs": lambda n: ours.put(f"bench/{n}", b"x" * 200, LEASE_ID),
-            "aetcd": lambda n: theirs.put(f"bench/{n}".encode(), b"x" * 200),
+            "aetcd": lambda n: theirs.put(f"bench/{n}".encode(), b"x" * 200, LEASE_ID),
         }
         for num_at_once in (1, 32):
             cells: dict[str, list[tuple[float, float]]] = {name: [] for name in puts}
