@@ -25,7 +25,7 @@ BUDGET = {
     "preprocess": 2400,
     "disagg": 800,
     "frontend": 5600,
-    "worker": 1000,
+    "worker": 1500,
     "planner": 2000,
     "operator": 2000,
     "cli": 1250,

@@ -5,7 +5,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.frontend import apis, clearing, delivery, models, pipeline, responses, sse, token_counts
+from dynamo.frontend import (
+    apis,
+    clearing,
+    delivery,
+    embeddings,
+    models,
+    pipeline,
+    responses,
+    sse,
+    token_counts,
+)
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import metrics
 from dynamo.protocols import anthropic_errors, openai_errors
@@ -27,6 +37,7 @@ class App:
     def __init__(
         self,
         answers: pipeline.Pipeline,
+        vectors: embeddings.Embeddings,
         known: models.Models,
         remembered: responses.Responses,
         caches: clearing.CacheClearing,
@@ -49,6 +60,7 @@ class App:
                 ("POST", _MESSAGES + "/count_tokens"): self._computes(
                     counts.of_message, anthropic_errors
                 ),
+                ("POST", "/v1/embeddings"): self._embeds(vectors),
                 ("POST", "/tokenize"): self._computes(counts.tokenize),
                 ("POST", "/detokenize"): self._computes(counts.detokenize),
                 ("POST", "/clear_kv_blocks"): caches.answer,
@@ -69,6 +81,11 @@ class App:
             )
 
         return handle
+
+    def _embeds(self, vectors: embeddings.Embeddings) -> router.Handler:
+        return lambda caller: (
+            vectors.answer(caller) if self._accepts(caller, openai_errors) else None
+        )
 
     def _computes(
         self,

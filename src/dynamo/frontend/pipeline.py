@@ -64,6 +64,7 @@ class Pipeline:
         caller: exchange.Exchange,
     ) -> delivery.Order[apis.S]:
         """Text to tokens, and all that the answer will need."""
+        model.check_can_generate()
         _check_logprobs(model, api.num_logprobs(request))
         request_id = ids.new_request_id()
         preparer = model.preparer

@@ -11,6 +11,7 @@ from dynamo.frontend import (
     app,
     clearing,
     config,
+    embeddings,
     metrics,
     models,
     pipeline,
@@ -44,13 +45,16 @@ class Frontend:
             settings.router_mode,
             settings.request_timeout_secs or None,
         )
+        vectors = embeddings.Embeddings(
+            self.models, counted, settings.router_mode, settings.request_timeout_secs or None
+        )
         store = response_store.ResponseStore(
             max_items=settings.response_store_items,
             max_bytes=settings.response_store_mb * 2**20,
         )
         caches = clearing.CacheClearing(self.models, runtime.requests, runtime.client)
         remembered = responses.Responses(store)
-        self._app = app.App(answers, self.models, remembered, caches, registry)
+        self._app = app.App(answers, vectors, self.models, remembered, caches, registry)
         self._settings = settings
         self._server = server.HttpServer(
             self._app.routes,

@@ -17,7 +17,13 @@ from dynamo.preprocess import (
     tokenize,
 )
 from dynamo.preprocess.parsers import events, formats
-from dynamo.protocols import blocks, generate, openai_chat, openai_completions
+from dynamo.protocols import (
+    blocks,
+    generate,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+)
 
 DEFAULT_COMPLETION_LEN = 16  # of OpenAI's completions, where the request does not say
 
@@ -99,7 +105,7 @@ class Preprocessor:
         self, request: openai_completions.CompletionRequest, request_id: str
     ) -> list[Prepared]:
         """One for each prompt; of several, the ids are numbered. Raises RequestError, which names the field."""
-        packed = await self._pack(request.prompts)
+        packed = await self._pack(request.prompts, "prompt")
         is_alone = len(packed) == 1
         return [
             self._complete(
@@ -107,6 +113,12 @@ class Preprocessor:
             )
             for number, (token_ids, prompt) in enumerate(zip(packed, request.prompts, strict=True))
         ]
+
+    async def embedding(self, request: openai_embeddings.EmbeddingRequest) -> list[bytes]:
+        """Each input as packed token ids. Raises RequestError, which names the field."""
+        packed = await self._pack(request.inputs, "input")
+        options.check_inputs(list(map(blocks.count, packed)), self.context_length)
+        return packed
 
     def answer(self, request: generate.Request, *, shows_marks: bool = False) -> answer.AnswerText:
         """For one choice of this request: turns the engine's outputs into text, for a parser if it shows marks."""
@@ -141,14 +153,14 @@ class Preprocessor:
             args=request.template_args,
         )
 
-    async def _pack(self, prompts: Sequence[openai_completions.Prompt]) -> list[bytes]:
+    async def _pack(self, prompts: Sequence[openai_completions.Prompt], param: str) -> list[bytes]:
         """Token ids of all prompts, which are either texts or ids."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts:
             return await self._tokenizer.encode(texts, add_special_tokens=True)
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
         for one in ids:
-            options.check_ids(one, self._vocab_size, "prompt")
+            options.check_ids(one, self._vocab_size, param)
         return [blocks.pack(one) for one in ids]
 
     def _complete(
