@@ -3,9 +3,9 @@
 import contextlib
 import operator
 
-import checkpoints
 import pytest
 
+import checkpoints
 from dynamo.engine import api
 from dynamo.engine.mock.embedder import MockEmbedder
 from dynamo.engine.native.embedder import NativeEmbedder

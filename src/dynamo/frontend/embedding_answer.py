@@ -68,6 +68,10 @@ class EmbeddingAnswer:
         if not self._num_left:
             self._respond()
 
+    def has(self, numbers: Sequence[int]) -> bool:
+        """Have the vectors of all these inputs come?"""
+        return all(self._objects[number] is not None for number in numbers)
+
     def fail(self, error: errors.DynamoError) -> None:
         """It is over, by an error."""
         if not self.is_over:
@@ -125,4 +129,7 @@ class ShareReceiver:
             self._answer.fail(errors.RemoteProtocolError(f"expected vectors: {error}"))
 
     def ended(self, error: errors.DynamoError | None) -> None:
-        self._answer.fail(error or errors.StreamBroken("the worker ended before its answer did"))
+        if error is not None:
+            self._answer.fail(error)
+        elif not self._answer.has(self._numbers):
+            self._answer.fail(errors.StreamBroken("the worker ended before its answer did"))

@@ -10,6 +10,7 @@ from dynamo.protocols import (
     anthropic,
     openai_chat,
     openai_completions,
+    openai_embeddings,
     openai_fields,
     openai_responses,
     tokenization,
@@ -24,6 +25,7 @@ REQUEST_BY_TITLE = {
     "POST /v1/completions": openai_completions.CompletionRequest,
     "POST /v1/responses": openai_responses.ResponsesRequest,
     "POST /v1/messages": anthropic.MessageRequest,
+    "POST /v1/embeddings": openai_embeddings.EmbeddingRequest,
     "POST /tokenize": tokenization.TokenizeRequest,
     "POST /detokenize": tokenization.DetokenizeRequest,
 }

@@ -1,8 +1,8 @@
 """The native embedder's failures; what it does right is in the contract."""
 
-import checkpoints
 import pytest
 
+import checkpoints
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.native.embedder import NativeEmbedder

@@ -3,13 +3,13 @@
 import json
 import pathlib
 
-import checkpoints
 import pytest
 import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
 
+import checkpoints
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.native.settings import NativeConfig
