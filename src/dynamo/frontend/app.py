@@ -16,9 +16,10 @@ from dynamo.frontend import (
     sse,
     token_counts,
 )
+from dynamo.frontend.kserve import routes
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import metrics
-from dynamo.protocols import anthropic_errors, openai_errors
+from dynamo.protocols import anthropic_errors, kserve_errors, openai_errors
 from dynamo.runtime.http import exchange, router
 
 _MODELS = "/v1/models/"
@@ -27,8 +28,7 @@ _MESSAGES = "/v1/messages"
 
 def error_body(status: int, message: str, path: str) -> bytes:
     """What the HTTP server refuses by itself, in the shape of the API that was asked."""
-    dialect: delivery.Dialect = anthropic_errors if path.startswith(_MESSAGES) else openai_errors
-    return dialect.refusal(status, message)
+    return _dialect_of(path).refusal(status, message)
 
 
 class App:
@@ -64,6 +64,7 @@ class App:
                 ("POST", "/tokenize"): self._computes(counts.tokenize),
                 ("POST", "/detokenize"): self._computes(counts.detokenize),
                 ("POST", "/clear_kv_blocks"): caches.answer,
+                **routes.KserveRoutes(answers, known, self._accepts).table(),
                 ("GET", "/v1/models"): self._list_models,
                 ("GET", _MODELS + "*"): self._show_model,
                 ("GET", "/health"): self._health,
@@ -161,6 +162,12 @@ class App:
             f"{posts}{links}</ul>"
         )
         caller.respond(200, page.encode(), content_type="text/html; charset=utf-8")
+
+
+def _dialect_of(path: str) -> delivery.Dialect:
+    if path.startswith(_MESSAGES):
+        return anthropic_errors
+    return kserve_errors if path.startswith(routes.PREFIX) else openai_errors
 
 
 def _live(caller: exchange.Exchange) -> None:

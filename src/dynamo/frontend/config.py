@@ -29,6 +29,18 @@ class FrontendConfig(component.RuntimeConfig):
     tls_key_path: str | None = config.option(
         None, env="DYN_TLS_KEY_PATH", help="private key (PEM) of the certificate"
     )
+    kserve_grpc_server: bool = config.option(
+        False,
+        env="DYN_KSERVE_GRPC_SERVER",
+        help="serve KServe's v2 protocol over gRPC too; its HTTP form is always there",
+    )
+    kserve_grpc_port: int = config.option(
+        8001,
+        env="DYN_KSERVE_GRPC_PORT",
+        help="port of the gRPC server; 0: any",
+        least=0,
+        most=65535,
+    )
     metrics_prefix: str = config.option(
         "dynamo_frontend", env="DYN_METRICS_PREFIX", help="first part of every metric's name"
     )

@@ -18,6 +18,7 @@ from dynamo.frontend import (
     response_store,
     responses,
 )
+from dynamo.frontend.kserve import loading
 from dynamo.observability import metrics as observed
 from dynamo.runtime import component
 from dynamo.runtime.http import limits, server
@@ -62,12 +63,19 @@ class Frontend:
             tls=_tls(settings),
             error_body=app.error_body,
         )
+        self._grpc = loading.build(settings, answers, self.models)
         self._tasks = tasks.Tasks()
         self.port = 0
+        self.grpc_port = 0
 
     async def __aenter__(self) -> "Frontend":
         host, port = self._settings.http_host, self._settings.http_port
         self.port = await self._server.start(host, port)
+        try:
+            self.grpc_port = await self._grpc.start(host, self._settings.kserve_grpc_port)
+        except errors.ConfigError:
+            await self._server.close()
+            raise
         self._tasks.start("watch models", self.models.watch())
         _logger.info("listening on %s", self.url)
         return self
@@ -78,6 +86,7 @@ class Frontend:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self._grpc.stop(0)
         await self._server.close()
         await self._tasks.close()
 
@@ -98,7 +107,10 @@ class Frontend:
         self._app.is_draining = True
         limit_s = self._settings.http_graceful_shutdown_timeout_secs
         _logger.info("stopping: running answers may take %g s to finish", limit_s)
-        if not await self._server.drain(limit_s):
+        has_finished, _ = await asyncio.gather(
+            self._server.drain(limit_s), self._grpc.stop(limit_s)
+        )
+        if not has_finished:
             _logger.warning("answers still running after %g s are cut off", limit_s)
 
 

@@ -11,6 +11,8 @@ from dynamo.runtime.http import exchange
 class StreamDelivery(delivery.Delivery):
     """Writes events as outputs come. Nothing is sent before the first of them, so an early failure has its status."""
 
+    last_word = sse.DONE
+
     def __init__(
         self,
         client: exchange.Exchange,
@@ -101,4 +103,4 @@ class StreamDelivery(delivery.Delivery):
             return
         if self.order.include_usage:
             event += sse.event(self._shape.usage_chunk(self.usage()))
-        self.client.end(event + sse.DONE)
+        self.client.end(event + self.last_word)

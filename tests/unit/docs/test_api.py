@@ -8,6 +8,7 @@ import pytest
 
 from dynamo.protocols import (
     anthropic,
+    kserve,
     openai_chat,
     openai_completions,
     openai_embeddings,
@@ -26,6 +27,8 @@ REQUEST_BY_TITLE = {
     "POST /v1/responses": openai_responses.ResponsesRequest,
     "POST /v1/messages": anthropic.MessageRequest,
     "POST /v1/embeddings": openai_embeddings.EmbeddingRequest,
+    "POST /v2/models/{name}/infer": kserve.InferBody,
+    "POST /v2/models/{name}/generate": kserve.GenerateBody,
     "POST /tokenize": tokenization.TokenizeRequest,
     "POST /detokenize": tokenization.DetokenizeRequest,
 }
