@@ -15,14 +15,11 @@ import grpc.aio
 
 from dynamo.base import errors
 from dynamo.frontend import models, pipeline
-from dynamo.frontend.kserve import captured, description, messages, routes, shapes, transcode
-from dynamo.protocols import kserve, kserve_errors
-from dynamo.runtime.http import exchange
+from dynamo.frontend.kserve import description, inference, messages, transcode
 
 SERVICE = f"{messages.PACKAGE}.GRPCInferenceService"
 MAX_CALLS = 10_000
 MAX_PER_STREAM = 256  # requests of one ModelStreamInfer that are answered at once
-_OK = 200
 _CODE_BY_STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -175,39 +172,18 @@ class GrpcServer:
             except errors.DynamoError as error:
                 yield transcode.failure(str(error), request.id)
 
-    async def _answer(
+    def _answer(
         self, request: Any, context: Any, *, can_stream: bool
-    ) -> AsyncGenerator[Any, None]:
-        """What the pipeline tells, piece by piece. Raises the error of an answer that failed before it began."""
-        api = routes.api(
-            lambda body: kserve.read_infer(
-                body,
-                model=request.model_name,
-                version=request.model_version,
-                can_stream=can_stream,
-            ),
-            shapes.GenerateShape,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Metadata are headers; those whose value is bytes are none."""
+        metadata = context.invocation_metadata() or ()
+        return inference.answer(
+            self._pipeline,
+            request,
+            headers={key: value for key, value in metadata if isinstance(value, str)},
+            peer=context.peer(),
+            can_stream=can_stream,
         )
-        caller = captured.CapturedExchange(_http_request(request, context))
-        try:
-            await self._pipeline.answer(api, caller)
-            async for found in caller.answer():
-                if not isinstance(found, captured.Whole):
-                    yield found
-                elif found.status == _OK:
-                    yield found.body
-                else:
-                    raise _Refused(found.status, found.body["error"])
-        finally:
-            caller.disconnected()  # if it is not complete, whoever asked has gone
-
-
-class _Refused(errors.DynamoError):
-    """The pipeline answered by an error, with this HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def _unary(name: str, method: Callable[[Any, Any], Awaitable[Any]]) -> Any:
@@ -234,20 +210,5 @@ def _answering(
 
 
 async def _abort(context: Any, error: errors.DynamoError) -> None:
-    status = error.status if isinstance(error, _Refused) else kserve_errors.status_of(error)
-    await context.abort(_CODE_BY_STATUS.get(status, grpc.StatusCode.INTERNAL), str(error))
-
-
-def _http_request(request: Any, context: Any) -> exchange.Request:
-    """What the pipeline would have seen over HTTP; metadata are headers. Raises InvalidRequest."""
-    headers = {
-        key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)
-    }
-    return exchange.Request(
-        method="POST",
-        path=f"/v2/models/{request.model_name}/infer",
-        query="",
-        headers=headers,
-        body=transcode.body_of(request),
-        peer=context.peer(),
-    )
+    code = _CODE_BY_STATUS.get(inference.status_of(error), grpc.StatusCode.INTERNAL)
+    await context.abort(code, str(error))
