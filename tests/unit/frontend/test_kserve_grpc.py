@@ -1,6 +1,7 @@
 """KServe's gRPC service, asked by Triton's own client."""
 
 import asyncio
+import subprocess
 import sys
 
 import grpc
@@ -283,6 +284,27 @@ async def test_a_drained_server_takes_nothing_new(rig, client):
         await client.infer("m", [text_input()])
 
     assert caught.value.status() == "StatusCode.UNAVAILABLE"
+
+
+async def test_it_speaks_tls_with_the_certificate_of_http(bare, tmp_path):
+    chain, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", chain,
+         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    await bare.start(
+        kserve_grpc_server=True,
+        kserve_grpc_port=0,
+        tls_cert_path=str(chain),
+        tls_key_path=str(key),
+    )
+    address = f"localhost:{bare.frontend.grpc_port}"
+
+    async with triton.InferenceServerClient(
+        address, ssl=True, root_certificates=str(chain)
+    ) as client:
+        assert await client.is_server_live()
 
 
 async def test_a_port_that_is_taken_is_a_sentence(rig, bare):
