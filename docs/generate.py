@@ -10,6 +10,7 @@ import prometheus_client
 from dynamo.base import clock
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
+from dynamo.frontend.admission import metrics as admission_metrics
 from dynamo.observability import metrics
 from dynamo.protocols import instances
 from dynamo.worker import engines, settings
@@ -58,6 +59,7 @@ def _settings(command: str, *parts: type) -> Iterator[str]:
 def _frontend_registry() -> prometheus_client.CollectorRegistry:
     registry = metrics.Registry("dynamo_frontend")
     frontend_metrics.FrontendMetrics(registry, clock.SystemClock().now)
+    admission_metrics.AdmissionMetrics(registry)
     return registry.collectors
 
 

@@ -13,8 +13,8 @@ SRC = pathlib.Path(__file__).parents[1] / "src" / "dynamo"
 FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold. Raising one is a line in the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 600,
-    "protocols": 2600,
+    "base": 750,
+    "protocols": 2850,
     "observability": 1100,
     "runtime": 3700,
     "transfer": 1800,
@@ -22,10 +22,10 @@ BUDGET = {
     "engine": 5500,
     "router": 2600,
     "semantic": 1000,
-    "preprocess": 2400,
+    "preprocess": 2500,
     "disagg": 800,
-    "frontend": 5600,
-    "worker": 1500,
+    "frontend": 6700,
+    "worker": 1550,
     "planner": 2000,
     "operator": 2000,
     "cli": 1250,

@@ -78,7 +78,9 @@ class Host:
     def __init__(self, engine, sink, facts):
         self.engine, self.sink, self.facts = engine, sink, facts
 
-    def submit(self, request_id, prompt, *, n=1, eos=(), logprobs=None, seed=0, **conditions):
+    def submit(
+        self, request_id, prompt, *, n=1, eos=(), logprobs=None, scores=None, seed=0, **conditions
+    ):
         self.engine.submit(
             generate.Request(
                 id=request_id,
@@ -86,7 +88,7 @@ class Host:
                 token_ids=blocks.pack(prompt),
                 stop_conditions=generate.StopConditions(**conditions),
                 sampling_options=generate.SamplingOptions(n=n, temperature=0.0, seed=seed),
-                output_options=generate.OutputOptions(logprobs=logprobs),
+                output_options=generate.OutputOptions(logprobs=logprobs, prompt_logprobs=scores),
                 eos_token_ids=eos,
             )
         )
@@ -306,6 +308,24 @@ async def test_nobody_gets_logprobs_unasked(host):
     assert [output.logprobs for output in host.sink.of("a")] == [None] * 3
 
 
+async def test_a_prompts_logprobs_are_told_once_even_if_its_prefix_is_known(host):
+    prompt = WORDS + WORDS[:40]  # more than a step computes
+    await host.answer("warm", prompt, max_tokens=1)
+    host.submit("a", prompt, n=2, scores=3, max_tokens=2)
+    await host.sink.until_ended("a", n=2)
+    first, *rest = host.sink.of("a") + host.sink.of("a", 1)
+
+    assert len(first.prompt_logprobs) == len(prompt) - 1
+    assert all(len(one.top) == 3 and one.logprob <= 0 for one in first.prompt_logprobs)
+    assert not any(output.prompt_logprobs for output in rest)
+
+
+async def test_a_prompt_of_one_token_has_no_logprobs_to_tell(host):
+    await host.answer("a", (100,), scores=0, max_tokens=1)
+
+    assert host.sink.of("a")[0].prompt_logprobs == ()
+
+
 async def test_an_aborted_request_is_silent_and_its_blocks_are_free(host):
     host.submit("a", PROMPT, n=2)
     await host.sink.until(lambda: len(host.sink.of("a")) > 2)
@@ -317,6 +337,37 @@ async def test_an_aborted_request_is_silent_and_its_blocks_are_free(host):
 
     assert set(later) == {"b"}
     assert host.num_running == 0
+
+
+async def test_an_aborted_choice_is_silent_and_its_siblings_go_on(host):
+    host.submit("a", WORDS[:20], n=3, max_tokens=30)
+    await host.sink.until(lambda: host.sink.of("a", 1))
+    host.engine.abort_choice("a", 1)
+    seen = len(host.sink.of("a", 1))
+    await host.sink.until(lambda: host.sink.has_ended("a") and host.sink.has_ended("a", 2))
+    await host.until_idle()
+
+    assert len(host.sink.of("a", 1)) == seen < 30
+    assert len(host.sink.tokens("a")) == len(host.sink.tokens("a", 2)) == 30
+
+
+async def test_the_choice_that_leads_may_be_aborted_before_it_said_anything(host):
+    host.submit("a", WORDS[:20], n=3, max_tokens=3)
+    host.engine.abort_choice("a", 0)
+    await host.sink.until(lambda: host.sink.has_ended("a", 1) and host.sink.has_ended("a", 2))
+
+    assert host.sink.of("a") == []
+
+
+async def test_a_request_whose_choices_are_all_aborted_is_over(host):
+    host.submit("a", WORDS[:20], n=2, max_tokens=1000)
+    for index in (0, 1, 1, 7):
+        host.engine.abort_choice("a", index)
+    host.engine.abort_choice("unknown", 0)
+    await host.answer("a", WORDS[:20], max_tokens=2)
+    await host.until_idle()
+
+    assert len(host.sink.tokens("a")) == 2
 
 
 async def test_aborting_what_is_unknown_or_over_is_no_error(host):

@@ -50,16 +50,21 @@ class Holder:
     """A handler that keeps its calls for the test to answer."""
 
     def __init__(self):
-        self.calls, self.cancelled = [], []
+        self.calls, self.cancelled, self.choices = [], [], []
         self._changed = asyncio.Event()
 
     def __call__(self, call):
         self.calls.append(call)
         call.on_cancel(lambda: self._cancel(call))
+        call.on_choice_cancel(self._cancel_choice)
         self._changed.set()
 
     def _cancel(self, call):
         self.cancelled.append(call)
+        self._changed.set()
+
+    def _cancel_choice(self, index):
+        self.choices.append(index)
         self._changed.set()
 
     async def until(self, condition):
@@ -229,6 +234,23 @@ async def test_crossing_cancel_and_finish_are_no_error(held):
 
     assert await receiver.end() is None
     assert holder.cancelled == []
+
+
+async def test_one_choice_can_be_cancelled_and_the_stream_goes_on(held):
+    plane, holder, address = held
+    receiver = Recorder()
+    stream = await plane.open(address, ECHO, None, receiver)
+    call = await holder.call()
+    stream.cancel_choice(1)
+    await holder.until(lambda: holder.choices)
+    call.send(output(5))
+    call.finish()
+    await receiver.end()
+    stream.cancel_choice(0)
+
+    assert holder.choices == [1]
+    assert holder.cancelled == []
+    assert receiver.tokens == [5]
 
 
 async def test_on_cancel_after_the_cancel_is_called_at_once(held):

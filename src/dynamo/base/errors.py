@@ -7,6 +7,9 @@
     │   ├── ContextTooLong           prompt and answer exceed the context      400
     │   ├── ModelNotFound            nobody serves this name                   404
     │   ├── ResponseNotFound         an earlier answer is not kept (any more)  400
+    │   ├── Unauthenticated          no key, or one that nobody gave out       401
+    │   ├── Forbidden                this key may not do that                  403
+    │   ├── RateLimited              this key has had its share                429
     │   └── Cancelled                the caller went away                      499
     ├── Unavailable              nobody can answer now → 503
     │   ├── Overloaded               all are busy, try later (retry_after_s)
@@ -71,6 +74,28 @@ class ResponseNotFound(RequestError):
     """The answer to go on from is not kept, or not any more."""
 
     code = "previous_response_not_found"
+
+
+class Unauthenticated(RequestError):
+    """The request has no API key, or one that is not known."""
+
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """The key is known, but may not do this."""
+
+    code = "forbidden"
+
+
+class RateLimited(RequestError):
+    """The key or its tenant has used up what it may; `retry_after_s` says when it is worth trying again."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Cancelled(RequestError):
@@ -144,6 +169,13 @@ def _descendants(cls: type[DynamoError]) -> list[type[DynamoError]]:
 _CLASS_BY_CODE = {cls.code: cls for cls in _descendants(DynamoError)}
 
 
-def from_wire(code: str, message: str) -> DynamoError:
+def from_wire(
+    code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+) -> DynamoError:
     """The error that a peer named by `code`; an unknown code is a plain DynamoError."""
-    return _CLASS_BY_CODE.get(code, DynamoError)(message)
+    cls = _CLASS_BY_CODE.get(code, DynamoError)
+    if issubclass(cls, RequestError):
+        return cls(message, param=param)
+    if issubclass(cls, Unavailable) and retry_after_s is not None:
+        return cls(message, retry_after_s=retry_after_s)
+    return cls(message)

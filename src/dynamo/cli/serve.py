@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, tasks
-from dynamo.cli import processes, readiness, restarts
+from dynamo.base import errors, processes, restarts, tasks
+from dynamo.cli import readiness
 from dynamo.worker import engines, model_source
 
 PROBE_INTERVAL_S = 0.1

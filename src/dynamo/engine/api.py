@@ -31,6 +31,7 @@ class EngineFacts:
     data_parallel_size: int = 1
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
+    supports_prompt_logprobs: bool = True
 
 
 class EngineOutput(NamedTuple):
@@ -73,6 +74,10 @@ class Engine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Stop it and free its blocks; nothing more is said about it. An unknown id is no error."""
+        ...
+
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """Stop one of its n choices; nothing more is said about it, and the others go on. Of the last it is `abort`."""
         ...
 
     def load(self) -> load.ForwardPassMetrics:

@@ -35,9 +35,10 @@ def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int 
     max_tokens = request.stop_conditions.max_tokens
     if max_tokens is not None and max_tokens < 1:
         raise _invalid("max_tokens", "at least 1", max_tokens)
-    num_logprobs = request.output_options.logprobs
-    if num_logprobs is not None and not 0 <= num_logprobs <= facts.max_top_logprobs:
-        raise _invalid("logprobs", f"from 0 to {facts.max_top_logprobs}", num_logprobs)
+    for name in ("logprobs", "prompt_logprobs"):
+        num_logprobs = getattr(request.output_options, name)
+        if num_logprobs is not None and not 0 <= num_logprobs <= facts.max_top_logprobs:
+            raise _invalid(name, f"from 0 to {facts.max_top_logprobs}", num_logprobs)
     if request.lora_name is not None:
         raise errors.InvalidRequest(
             f"this engine serves no LoRA adapters; {request.lora_name!r} was asked for",

@@ -8,7 +8,7 @@ import sys
 
 from dynamo.base import config as configuration
 from dynamo.base import errors
-from dynamo.frontend import config, service
+from dynamo.frontend import config, http_workers, service
 from dynamo.observability import logs
 from dynamo.runtime import component
 
@@ -22,6 +22,8 @@ def main() -> int:
     try:
         logs.configure()
         settings = configuration.load(config.FrontendConfig, prog=prog)
+        if settings.http_workers > 1:
+            return http_workers.serve(settings, sys.argv[1:])
         asyncio.run(serve(settings))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
@@ -32,12 +34,14 @@ def main() -> int:
 async def serve(settings: config.FrontendConfig) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _stop, stop, number)
+        loop.add_signal_handler(number, _stop, stop, number)
     async with (
         await component.DistributedRuntime.open(settings) as runtime,
         service.Frontend(settings, runtime) as frontend,
     ):
+        loop.add_signal_handler(signal.SIGHUP, frontend.reload_keys)
         await frontend.run(stop)
 
 

@@ -8,13 +8,14 @@ from dynamo.frontend import (
     chat_shape,
     completion_shape,
     delivery,
+    identity,
     message_shape,
     metrics,
     sse,
     stream_delivery,
     typed_delivery,
 )
-from dynamo.preprocess import detokenize, preprocessor
+from dynamo.preprocess import preprocessor
 from dynamo.protocols import (
     anthropic,
     anthropic_blocks,
@@ -40,13 +41,10 @@ class Api(Generic[R, S]):
     prepare: Callable[
         [preprocessor.Preprocessor, R, str], Awaitable[Sequence[preprocessor.Prepared]]
     ]
-    # of a request, its id, the time, the model's name and its tokens
-    shape: Callable[[R, str, int, str, detokenize.TextDecoder], S]
+    shape: Callable[[R, identity.Identity], S]
     stream: Callable[
         [exchange.Exchange, delivery.Order[S], metrics.RequestMeter], delivery.Delivery
     ]
-    num_logprobs: Callable[[R], int | None] = lambda _: None
-    echo: Callable[[R], bool] = lambda _: False
     dialect: delivery.Dialect = openai_errors
     id_headers: Sequence[str] = REQUEST_ID_HEADERS
 
@@ -70,25 +68,22 @@ CHAT = Api(
     endpoint="chat_completions",
     decode=openai_chat.decode,
     prepare=prepare_chat,
-    shape=lambda _, *facts: chat_shape.ChatShape(*facts),
+    shape=chat_shape.ChatShape,
     stream=stream_delivery.StreamDelivery,
-    num_logprobs=lambda request: request.num_logprobs,
 )
 COMPLETIONS = Api(
     endpoint="completions",
     decode=openai_completions.decode,
     prepare=_prepare_completion,
-    shape=lambda _, *facts: completion_shape.CompletionShape(*facts),
+    shape=completion_shape.CompletionShape,
     stream=stream_delivery.StreamDelivery,
-    num_logprobs=lambda request: request.num_logprobs,
-    echo=lambda request: bool(request.echo),
 )
 MESSAGES = Api(
     endpoint="messages",
     decode=lambda body: anthropic_blocks.chat_of(anthropic.decode(body)),
     prepare=prepare_chat,
-    shape=lambda request, request_id, created, model, text: message_shape.MessageShape(
-        request_id, model, shows_thoughts=request.template_args[anthropic_blocks.THINKING]
+    shape=lambda request, who: message_shape.MessageShape(
+        who.request_id, who.model, shows_thoughts=request.template_args[anthropic_blocks.THINKING]
     ),
     stream=typed_delivery.TypedDelivery,
     dialect=anthropic_errors,

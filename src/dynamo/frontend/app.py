@@ -10,12 +10,17 @@ from dynamo.frontend import (
     clearing,
     delivery,
     embeddings,
+    merged_metrics,
     models,
     pipeline,
     responses,
+    roads,
+    shared_responses,
+    siblings,
     sse,
     token_counts,
 )
+from dynamo.frontend.admission import desk
 from dynamo.frontend.kserve import routes
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import metrics
@@ -28,7 +33,14 @@ _MESSAGES = "/v1/messages"
 
 def error_body(status: int, message: str, path: str) -> bytes:
     """What the HTTP server refuses by itself, in the shape of the API that was asked."""
-    return _dialect_of(path).refusal(status, message)
+    return dialect_of(path).refusal(status, message)
+
+
+def dialect_of(path: str) -> delivery.Dialect:
+    """How the API at this path tells errors."""
+    if path.startswith(_MESSAGES):
+        return anthropic_errors
+    return kserve_errors if path.startswith(routes.PREFIX) else openai_errors
 
 
 class App:
@@ -36,44 +48,60 @@ class App:
 
     def __init__(
         self,
-        answers: pipeline.Pipeline,
-        vectors: embeddings.Embeddings,
+        answers: roads.Roads,
         known: models.Models,
         remembered: responses.Responses,
         caches: clearing.CacheClearing,
         registry: metrics.Registry,
+        counter: desk.Desk,
+        others: siblings.Siblings,
+        shared: shared_responses.SharedResponses,
     ) -> None:
-        self._pipeline = answers
+        self._pipeline = answers.text
         self._models = known
         self._registry = registry
+        self._desk = counter
+        self._siblings = others
         self.is_draining = False
         counts = token_counts.TokenCounts(known, remembered)
+        tensors = routes.KserveRoutes(
+            answers.text, known, counter, self._accepts, is_draining=lambda: self.is_draining
+        )
         self.routes = router.Router(
             {
                 ("POST", "/v1/chat/completions"): self._generates(apis.CHAT),
                 ("POST", "/v1/completions"): self._generates(apis.COMPLETIONS),
-                ("POST", "/v1/responses"): self._generates(remembered.api),
-                ("POST", responses.PATH + "input_tokens"): self._computes(counts.of_response),
-                ("GET", responses.PATH + "*"): remembered.show,
-                ("DELETE", responses.PATH + "*"): remembered.delete,
+                ("POST", "/v1/responses"): shared.fetching(self._generates(remembered.api)),
+                ("POST", responses.PATH + "input_tokens"): shared.fetching(
+                    self._computes(counts.of_response)
+                ),
+                ("GET", responses.PATH + "*"): shared.finding(responses.PATH, remembered.show),
+                ("DELETE", responses.PATH + "*"): shared.finding(responses.PATH, remembered.delete),
                 ("POST", _MESSAGES): self._generates(apis.MESSAGES),
                 ("POST", _MESSAGES + "/count_tokens"): self._computes(
                     counts.of_message, anthropic_errors
                 ),
-                ("POST", "/v1/embeddings"): self._embeds(vectors),
+                ("POST", "/v1/embeddings"): self._embeds(answers.vectors),
                 ("POST", "/tokenize"): self._computes(counts.tokenize),
                 ("POST", "/detokenize"): self._computes(counts.detokenize),
                 ("POST", "/clear_kv_blocks"): caches.answer,
-                **routes.KserveRoutes(answers, known, self._accepts).table(),
+                ("GET", "/busy_threshold"): counter.thresholds.show,
+                ("POST", "/busy_threshold"): self._computes(self._change_thresholds),
+                **tensors.table(),
                 ("GET", "/v1/models"): self._list_models,
                 ("GET", _MODELS + "*"): self._show_model,
                 ("GET", "/health"): self._health,
                 ("GET", "/live"): _live,
-                ("GET", "/metrics"): self._metrics,
+                ("GET", "/metrics"): self._all_metrics if others.name else self._metrics,
                 ("GET", "/"): self._status_page,
             },
             error_body=error_body,
         )
+        self.sibling_routes: siblings.Routes = {
+            ("GET", "/metrics"): self._metrics,
+            ("POST", "/busy_threshold"): self._computes(counter.thresholds.change),
+            **shared.routes,
+        }
 
     def _generates(self, api: apis.Api[Any, Any]) -> router.Handler:
         def handle(caller: exchange.Exchange) -> Awaitable[None] | None:
@@ -122,12 +150,14 @@ class App:
         return True
 
     def _list_models(self, caller: exchange.Exchange) -> None:
-        data = [_model_object(model) for model in self._models.ready]
+        known = [one for one in self._models.ready if self._desk.may_see(caller, one.name)]
+        data = [_model_object(model) for model in known]
         caller.respond(200, sse.encode({"object": "list", "data": data}))
 
     def _show_model(self, caller: exchange.Exchange) -> None:
         try:
             model = self._models.find(caller.request.path.removeprefix(_MODELS))
+            self._desk.check_may_see(caller, model.name)
             caller.respond(200, sse.encode(_model_object(model)))
         except errors.DynamoError as error:
             delivery.respond_error(caller, error)
@@ -146,6 +176,19 @@ class App:
     def _metrics(self, caller: exchange.Exchange) -> None:
         caller.respond(200, self._registry.render(), content_type=metrics.CONTENT_TYPE)
 
+    async def _all_metrics(self, caller: exchange.Exchange) -> None:
+        """Those of all processes at this port."""
+        found = await self._siblings.ask("GET", "/metrics")
+        found[self._siblings.name or ""] = self._registry.render()
+        page = merged_metrics.merge({name: found[name].decode() for name in sorted(found)})
+        caller.respond(200, page.encode(), content_type=metrics.CONTENT_TYPE)
+
+    async def _change_thresholds(self, body: bytes) -> dict[str, Any]:
+        """At all processes at this port, once it is known to make sense."""
+        changed = await self._desk.thresholds.change(body)
+        await self._siblings.ask("POST", "/busy_threshold", body)
+        return changed
+
     def _status_page(self, caller: exchange.Exchange) -> None:
         served = "".join(
             f"<li>{html.escape(model.name)}: {len(model.instances)} worker(s)</li>"
@@ -162,12 +205,6 @@ class App:
             f"{posts}{links}</ul>"
         )
         caller.respond(200, page.encode(), content_type="text/html; charset=utf-8")
-
-
-def _dialect_of(path: str) -> delivery.Dialect:
-    if path.startswith(_MESSAGES):
-        return anthropic_errors
-    return kserve_errors if path.startswith(routes.PREFIX) else openai_errors
 
 
 def _live(caller: exchange.Exchange) -> None:

@@ -7,22 +7,19 @@ A chunk that carries content is a template, `head + JSON of the text + tail`, ma
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.frontend import choices, sse
-from dynamo.preprocess import detokenize
+from dynamo.frontend import choices, identity, sse
 from dynamo.preprocess.parsers import events
-from dynamo.protocols import openai_usage
+from dynamo.protocols import openai_chat, openai_usage
 
 
 class ChatShape:
     """The answer to one request."""
 
-    def __init__(
-        self, request_id: str, created: int, model: str, decoder: detokenize.TextDecoder
-    ) -> None:
-        self._id = f"chatcmpl-{request_id}"
-        self._created = created
-        self._model = model
-        self._decoder = decoder
+    def __init__(self, asked: openai_chat.ChatRequest, who: identity.Identity) -> None:
+        self._who = who
+        # the tier that served it, told to those who chose one
+        self._tier = {} if asked.service_tier is None else {"service_tier": "default"}
+        self._names = who.names(by_number=asked.return_tokens_as_token_ids)
 
     def chunk(
         self,
@@ -64,14 +61,7 @@ class ChatShape:
         return {**self._object("chat.completion", found), "usage": usage}
 
     def _object(self, kind: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": None,
-            "choices": found,
-        }
+        return {**self._who.head("chatcmpl-", kind), **self._tier, "choices": found}
 
     def _logprobs(self, reports: Sequence[choices.TokenReport] | None) -> dict[str, Any] | None:
         if reports is None:
@@ -84,11 +74,12 @@ class ChatShape:
                 ],
             }
             for report in reports
+            if report.logprobs is not None
         ]
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._decoder.token_bytes(token_id)
+        data = self._names.token_bytes(token_id)
         return {
             "token": data.decode(errors="replace"),
             "logprob": sse.finite(logprob),

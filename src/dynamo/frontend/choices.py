@@ -26,7 +26,7 @@ class TokenReport(NamedTuple):
     """One visible token with its log probabilities."""
 
     token_id: int
-    logprobs: generate.TokenLogprobs
+    logprobs: generate.TokenLogprobs | None  # None: it is the first of a prompt
     start: int  # where its text begins in the text of the choice, in characters
 
 
@@ -38,6 +38,13 @@ class Reporter:
         self._waiting: list[tuple[TokenReport, int]] = []  # with the end of the token's text
         self._num_read = 0  # characters that the tokens so far stand for
         self._num_told = 0  # characters that went out
+        self._sum = 0.0  # of all log probabilities
+        self._num_tokens = 0
+
+    @property
+    def mean_logprob(self) -> float:
+        """How likely the answer is, whatever its length."""
+        return self._sum / max(1, self._num_tokens)
 
     def push(self, output: generate.Output) -> tuple[str, list[TokenReport]]:
         """The text that this output makes certain, and the tokens behind it."""
@@ -53,6 +60,8 @@ class Reporter:
         self._num_told += len(text)
         start, self._num_read = self._num_read, self._num_told + self._text.num_held
         if step.logprobs:
+            self._sum += step.logprobs[0].logprob
+            self._num_tokens += 1
             report = TokenReport(step.token_ids[0], step.logprobs[0], start)
             self._waiting.append((report, self._num_read))
         return text

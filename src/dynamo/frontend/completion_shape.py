@@ -6,21 +6,16 @@ Choices are numbered over all prompts: prompt number × n + number of the choice
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.frontend import choices, sse
-from dynamo.preprocess import detokenize
-from dynamo.protocols import openai_usage
+from dynamo.frontend import choices, identity, sse
+from dynamo.protocols import generate, openai_completions, openai_usage
 
 
 class CompletionShape:
     """The answer to one request."""
 
-    def __init__(
-        self, request_id: str, created: int, model: str, decoder: detokenize.TextDecoder
-    ) -> None:
-        self._id = f"cmpl-{request_id}"
-        self._created = created
-        self._model = model
-        self._decoder = decoder
+    def __init__(self, asked: openai_completions.CompletionRequest, who: identity.Identity) -> None:
+        self._head = who.head("cmpl-", "text_completion")
+        self._name = who.names(by_number=asked.return_tokens_as_token_ids).token_text
 
     def chunk(
         self,
@@ -55,14 +50,7 @@ class CompletionShape:
         return {**self._object(found), "usage": usage}
 
     def _object(self, found: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": None,
-            "choices": found,
-        }
+        return {**self._head, "choices": found}
 
     def _choice(
         self,
@@ -79,16 +67,16 @@ class CompletionShape:
         }
 
     def _logprobs(self, reports: Sequence[choices.TokenReport]) -> dict[str, Any]:
-        name = self._decoder.token_text
+        found = [report.logprobs for report in reports]
         return {
-            "tokens": [name(report.token_id) for report in reports],
-            "token_logprobs": [sse.finite(report.logprobs.logprob) for report in reports],
-            "top_logprobs": [
-                {name(top.token_id): sse.finite(top.logprob) for top in report.logprobs.top}
-                for report in reports
-            ],
+            "tokens": [self._name(report.token_id) for report in reports],
+            "token_logprobs": [one and sse.finite(one.logprob) for one in found],
+            "top_logprobs": [one and self._top(one) for one in found],
             "text_offset": [report.start for report in reports],
         }
+
+    def _top(self, found: generate.TokenLogprobs) -> dict[str, float]:
+        return {self._name(top.token_id): sse.finite(top.logprob) for top in found.top}
 
 
 def _text(piece: choices.Piece | None) -> str:

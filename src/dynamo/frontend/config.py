@@ -17,6 +17,16 @@ class FrontendConfig(component.RuntimeConfig):
     http_port: int = config.option(
         8000, env="DYN_HTTP_PORT", help="port to listen on; 0: any", least=0, most=65535
     )
+    http_workers: int = config.option(
+        1,
+        env="DYN_HTTP_WORKERS",
+        help="processes that answer at the port; each uses one core",
+        least=1,
+        most=256,
+    )
+    http_worker_socket: str | None = config.option(
+        None, help="where the other processes of --http-workers ask this one; their parent sets it"
+    )
     namespace: str = config.option(
         "", env="DYN_NAMESPACE", help="serve only the models of this namespace; by default all"
     )
@@ -40,6 +50,50 @@ class FrontendConfig(component.RuntimeConfig):
         help="port of the gRPC server; 0: any",
         least=0,
         most=65535,
+    )
+    tls_client_ca_cert_path: str | None = config.option(
+        None,
+        env="DYN_TLS_CLIENT_CA_CERT_PATH",
+        aliases=("--tls-client-ca-path",),
+        help="authority (PEM) whose certificates clients must show",
+    )
+    api_keys_file: str | None = config.option(
+        None, env="DYN_API_KEYS_FILE", help="TOML file of API keys and their limits: ask for a key"
+    )
+    active_decode_blocks_threshold: float | None = config.option(
+        None,
+        env="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
+        aliases=("--busy-threshold",),
+        help="a worker is busy while more than this share of its KV blocks is active",
+        least=0,
+        most=1,
+    )
+    active_prefill_tokens_threshold: int | None = config.option(
+        None,
+        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
+        help="a worker is busy while it has more prompt tokens to compute",
+        least=0,
+    )
+    active_prefill_tokens_threshold_frac: float | None = config.option(
+        None,
+        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
+        help="the same, as a multiple of its max_num_batched_tokens",
+        least=0,
+    )
+    rejection_frontend_request_concurrency_limit: int | None = config.option(
+        None,
+        env="DYN_REJECTION_FRONTEND_REQUEST_CONCURRENCY_LIMIT",
+        help="requests for one model that may run at the same time",
+        least=1,
+    )
+    queue_limit: int = config.option(
+        0,
+        env="DYN_QUEUE_LIMIT",
+        help="requests for one model that wait for room, instead of being refused at once",
+        least=0,
+    )
+    queue_timeout_secs: float = config.option(
+        10.0, env="DYN_QUEUE_TIMEOUT_SECS", help="how long a request waits for room", least=0
     )
     metrics_prefix: str = config.option(
         "dynamo_frontend", env="DYN_METRICS_PREFIX", help="first part of every metric's name"
@@ -73,4 +127,13 @@ class FrontendConfig(component.RuntimeConfig):
         if (self.tls_cert_path is None) != (self.tls_key_path is None):
             raise errors.ConfigError(
                 "--tls-cert-path and --tls-key-path: expected both or neither, got one of them"
+            )
+        if self.kserve_grpc_server and self.http_workers > 1 and not self.kserve_grpc_port:
+            raise errors.ConfigError(
+                "--kserve-grpc-port: expected a port that all processes of --http-workers share, got 0"
+            )
+        if self.tls_client_ca_cert_path is not None and self.tls_cert_path is None:
+            raise errors.ConfigError(
+                "--tls-client-ca-cert-path: clients show certificates only to a server that has one: "
+                "add --tls-cert-path and --tls-key-path"
             )

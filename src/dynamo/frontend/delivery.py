@@ -7,16 +7,17 @@ abandoned by the client. Whatever still runs at a worker then is cancelled at on
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import choices, metrics, parsed_choice, sse
+from dynamo.frontend import choices, echo, extras, metrics, parsed_choice, sse
 from dynamo.preprocess import preprocessor
-from dynamo.protocols import blocks, generate, openai_errors, openai_usage
+from dynamo.protocols import blocks, generate, openai_errors, openai_fields, openai_usage
 from dynamo.runtime import requests
 from dynamo.runtime.http import exchange
 
@@ -47,34 +48,50 @@ class Order(Generic[S_co]):
     dialect: Dialect
     preparer: preprocessor.Preprocessor
     prompts: Sequence[preprocessor.Prepared]
+    request: openai_fields.GenerationFields
     headers: exchange.Headers = ()
-    echo: bool = False
-    include_usage: bool = False
+    extra: extras.Extras | None = None
 
     @property
     def num_choices(self) -> int:
-        """Answers to each prompt."""
+        """Answers to each prompt that the engine gives."""
         return self.prompts[0].request.sampling_options.n
 
-    def annotation(self, name: str) -> str:
+    @property
+    def annotations(self) -> Sequence[str]:
         """What the caller wants to know of its request, by the original's names."""
+        return self.prompts[0].request.annotations
+
+    def annotation(self, name: str) -> str:
+        """The value of one of them that is known beforehand."""
         prompt = self.prompts[0]
         match name:
             case "formatted_prompt":
                 return prompt.prompt or ""
             case "token_ids":
                 return sse.encode(blocks.unpack(prompt.request.token_ids)).decode()
-            case _:
-                return prompt.request.id
+            case _:  # the caller's own, if it has one: the same as in our headers
+                return dict(self.headers).get("x-request-id", prompt.request.id)
 
-    def echo_of(self, number: int) -> str:
-        """What stands before the text of the choice of this number."""
-        if not self.echo:
-            return ""
-        prompt = self.prompts[number // self.num_choices]
-        if prompt.prompt is not None:
-            return prompt.prompt
-        return self.preparer.text.decode(prompt.request.token_ids)
+    def new_choices(self) -> list[choices.Choice]:
+        """All answers to all prompts, numbered over all."""
+        makers = [
+            maker for maker in map(self._maker, self.prompts) for _ in range(self.num_choices)
+        ]
+        return [make(number) for number, make in enumerate(makers)]
+
+    def _maker(self, prompt: preprocessor.Prepared) -> Callable[[int], choices.Choice]:
+        """Makes the answers to one prompt, given their number."""
+        if not self.request.is_echoed:
+            return lambda number: _choice(number, self.preparer, prompt)
+        shared = echo.Echo(prompt, self.preparer)
+        return lambda number: echo.EchoedChoice(
+            number,
+            self.preparer.answer(prompt.request),
+            shared,
+            has_logprobs=_has_logprobs(prompt),
+            is_scored=self.request.is_scored,
+        )
 
 
 class Delivery(abc.ABC):
@@ -85,13 +102,8 @@ class Delivery(abc.ABC):
     ) -> None:
         self.client = client
         self.order = order
-        self.count_tokens = meter.tokens
-        self.choices = [
-            _choice(number, order.preparer, prompt)
-            for number, prompt in enumerate(
-                prompt for prompt in order.prompts for _ in range(order.num_choices)
-            )
-        ]
+        self.count_tokens = order.extra.counting(meter.tokens) if order.extra else meter.tokens
+        self.choices = order.new_choices()
         self._meter = meter
         self._streams: dict[int, requests.Stream] = {}
         self._num_open = len(order.prompts)
@@ -152,6 +164,8 @@ class Delivery(abc.ABC):
         """Look whether this choice was the last to end; says whether the answer is complete now."""
         prompt_number = choice.index // self.order.num_choices
         if self.is_open(prompt_number):
+            if choice.is_cut:
+                self._cancel_choice(prompt_number, choice)
             return False
         if any(one.is_cut for one in self.choices_of(prompt_number)):
             self._cancel(prompt_number)  # the engine does not know of stop strings and calls
@@ -176,6 +190,14 @@ class Delivery(abc.ABC):
             ),
         )
 
+    def extra_fields(self, *, is_last: bool) -> dict[str, Any]:
+        """What the caller asked to be told beside the answer."""
+        if self.order.extra is None:
+            return {}
+        num_prompt_tokens = sum(one.request.prompt_len for one in self.order.prompts)
+        share = self._num_cached / num_prompt_tokens
+        return self.order.extra.fields(is_last=is_last, cached_share=share)
+
     def _abandon(self) -> None:
         """The client is gone."""
         if not self._is_over:
@@ -187,6 +209,12 @@ class Delivery(abc.ABC):
         for prompt_number in self._streams:
             self._cancel(prompt_number)
 
+    def _cancel_choice(self, prompt_number: int, choice: choices.Choice) -> None:
+        """Its siblings go on."""
+        stream = self._streams.get(prompt_number)
+        if stream is not None:
+            stream.cancel_choice(choice.index % self.order.num_choices)
+
     def _cancel(self, prompt_number: int) -> None:
         stream = self._streams.get(prompt_number)
         if stream is not None:
@@ -196,7 +224,7 @@ class Delivery(abc.ABC):
 def _choice(
     number: int, preparer: preprocessor.Preprocessor, prompt: preprocessor.Prepared
 ) -> choices.Choice:
-    has_logprobs = prompt.request.output_options.logprobs is not None
+    has_logprobs = _has_logprobs(prompt)
     if prompt.new_parser is None:
         return choices.Choice(number, preparer.answer(prompt.request), has_logprobs=has_logprobs)
     return parsed_choice.ParsedChoice(
@@ -206,6 +234,10 @@ def _choice(
         has_logprobs=has_logprobs,
         is_single_call=prompt.is_single_call,
     )
+
+
+def _has_logprobs(prompt: preprocessor.Prepared) -> bool:
+    return prompt.request.output_options.logprobs is not None
 
 
 class PromptReceiver:
@@ -238,6 +270,6 @@ def respond_error(
     headers: exchange.Headers = (),
 ) -> None:
     """Answer by an error; one that may pass says when to try again."""
-    if isinstance(error, errors.Unavailable):
-        headers = (*headers, ("retry-after", str(max(1, round(error.retry_after_s)))))
+    if isinstance(error, errors.Unavailable | errors.RateLimited):
+        headers = (*headers, ("retry-after", str(max(1, math.ceil(error.retry_after_s)))))
     client.respond(dialect.status_of(error), dialect.body_of(error), headers=headers)

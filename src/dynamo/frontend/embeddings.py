@@ -16,6 +16,7 @@ from dynamo.frontend import (
     models,
     pipeline,
 )
+from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
 from dynamo.protocols import blocks, embed, openai_embeddings
 from dynamo.runtime import client
@@ -38,6 +39,11 @@ class Embeddings:
         self._metrics = counted
         self._mode = mode
         self._timeout_s = timeout_s
+        self._admission: desk.Desk | None = None  # None: everybody comes in
+
+    def admit_by(self, admission: desk.Desk) -> None:
+        """From now on a request goes past this desk before it goes to a worker."""
+        self._admission = admission
 
     async def answer(self, caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
@@ -53,16 +59,20 @@ class Embeddings:
         meter = self._meter(model.name)
         try:
             embedding_shares.check_dimensions(request.dimensions, model.embedding)
-            inputs = await model.preparer.embedding(request)
+            asked = embed.Request(
+                id=request_id,
+                model=model.name,
+                inputs=tuple(await model.preparer.embedding(request)),
+                dimensions=request.dimensions,
+            )
+            if self._admission is not None:
+                await self._admission.admit(model, [asked], caller, meter, None)
         except errors.DynamoError as error:
             meter.failed(error)
             delivery.respond_error(caller, error, headers=headers)
             return
-        order = _order(request, model, inputs, headers)
+        order = _order(request, model, asked, headers)
         meter.prompt(order.num_tokens)
-        asked = embed.Request(
-            id=request_id, model=model.name, inputs=tuple(inputs), dimensions=request.dimensions
-        )
         reply = embedding_answer.EmbeddingAnswer(caller, order, meter)
         await self._dispatch(model, asked, reply)
 
@@ -98,13 +108,13 @@ class Embeddings:
 def _order(
     request: openai_embeddings.EmbeddingRequest,
     model: ServedModel,
-    inputs: Sequence[bytes],
+    asked: embed.Request,
     headers: exchange.Headers,
 ) -> embedding_answer.EmbeddingOrder:
     return embedding_answer.EmbeddingOrder(
         model=model.name,
-        num_inputs=len(inputs),
-        num_tokens=sum(map(blocks.count, inputs)),
+        num_inputs=len(asked.inputs),
+        num_tokens=asked.prompt_len,
         dimensions=request.dimensions or model.embedding.dimensions,
         is_base64=request.encoding_format == "base64",
         headers=headers,

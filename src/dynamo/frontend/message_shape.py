@@ -117,7 +117,7 @@ class MessageShape:
             "model": self._model,
             "content": content,
             **ending,
-            "usage": usage,
+            "usage": {**usage, "service_tier": "standard"},
         }
 
 

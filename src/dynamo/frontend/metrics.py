@@ -140,6 +140,7 @@ class RequestMeter:
         "_observe_itl",
         "_request_type",
         "_started_at",
+        "on_end",
     )
 
     def __init__(self, model: ModelMetrics, endpoint: str, *, is_stream: bool) -> None:
@@ -152,6 +153,7 @@ class RequestMeter:
         self._num_tokens = 0
         self._is_active = self._is_over = False
         self._is_queued = True
+        self.on_end: Callable[[int], None] | None = None  # told once, with the tokens generated
         model.families.started.labels(endpoint, model.label, self._request_type).inc()
         model.inflight.inc()
         model.queued.inc()
@@ -212,6 +214,8 @@ class RequestMeter:
         model.families.requests.labels(
             self._endpoint, error_type, model.label, self._request_type, status
         ).inc()
+        if self.on_end is not None:
+            self.on_end(self._num_tokens)
 
 
 def _error_type(error: errors.DynamoError) -> str:
@@ -221,6 +225,8 @@ def _error_type(error: errors.DynamoError) -> str:
             return "not_found"
         case errors.Cancelled():
             return "cancelled"
+        case errors.RateLimited():
+            return "overload"
         case errors.RequestError():
             return "validation"
         case errors.Unavailable():

@@ -6,11 +6,24 @@ request plane's callbacks through a `Delivery` to the client, without any task.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dynamo.base import clock, errors, ids
-from dynamo.frontend import apis, delivery, metrics, models, whole_delivery
+from dynamo.frontend import (
+    apis,
+    delivery,
+    extras,
+    identity,
+    instance_query,
+    metrics,
+    models,
+    routing_headers,
+    sse,
+    whole_delivery,
+)
+from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
+from dynamo.protocols import openai_fields
 from dynamo.runtime import client
 from dynamo.runtime.http import exchange
 
@@ -34,6 +47,11 @@ class Pipeline:
         self._clock = time
         self._mode = mode
         self._timeout_s = timeout_s
+        self._admission: desk.Desk | None = None  # None: everybody comes in
+
+    def admit_by(self, admission: desk.Desk) -> None:
+        """From now on a request goes past this desk before it goes to a worker."""
+        self._admission = admission
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
@@ -47,14 +65,23 @@ class Pipeline:
             self._metrics.of_model(model.name), api.endpoint, is_stream=bool(request.stream)
         )
         try:
-            order = await self._prepare(api, model, request, caller)
+            routing = routing_headers.read(caller.request.headers)
+            order = await self._prepare(api, model, request, caller, routing)
+            instance_id = routing.instance_of(request)
+            if self._admission is not None:
+                prompts = [one.request for one in order.prompts]
+                await self._admission.admit(model, prompts, caller, meter, instance_id)
+            if instance_query.NAME in order.annotations:
+                self._tell_instance(model, order, caller, instance_id)
+                meter.succeeded()
+                return
         except errors.DynamoError as error:
             meter.failed(error)
             delivery.respond_error(caller, error, api.dialect, id_headers(caller, api.id_headers))
             return
         deliver = api.stream if request.stream else whole_delivery.WholeDelivery
         reply = deliver(caller, order, meter)
-        await self._dispatch(model, reply, meter, request.extensions.backend_instance_id)
+        await self._dispatch(model, reply, meter, instance_id)
 
     async def _prepare(
         self,
@@ -62,22 +89,45 @@ class Pipeline:
         model: ServedModel,
         request: apis.R,
         caller: exchange.Exchange,
+        routing: routing_headers.RoutingHeaders,
     ) -> delivery.Order[apis.S]:
         """Text to tokens, and all that the answer will need."""
         model.check_can_generate()
-        _check_logprobs(model, api.num_logprobs(request))
+        _check_logprobs(model, request)
         request_id = ids.new_request_id()
         preparer = model.preparer
-        created = int(self._clock.wall())
+        wanted = request.extensions.extra_fields
+        timed = extras.Extras(wanted, self._clock) if wanted else None  # from here on
+        prompts = await api.prepare(preparer, request, request_id)
+        who = identity.Identity(
+            request_id=request_id,
+            created=int(self._clock.wall()),
+            model=model.name,
+            fingerprint=model.fingerprint,
+            text=preparer.text,
+        )
         return delivery.Order(
-            shape=api.shape(request, request_id, created, model.name, preparer.text),
+            shape=api.shape(request, who),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=await api.prepare(preparer, request, request_id),
+            prompts=[one._replace(request=routing.apply(one.request)) for one in prompts],
+            request=request,
             headers=id_headers(caller, api.id_headers, request_id),
-            echo=api.echo(request),
-            include_usage=request.include_usage,
+            extra=timed,
         )
+
+    def _tell_instance(
+        self,
+        model: ServedModel,
+        order: delivery.Order[sse.Shape],
+        caller: exchange.Exchange,
+        instance_id: int | None,
+    ) -> None:
+        """Who would be asked. Raises NoWorkers."""
+        chosen = model.choose(
+            mode=self._mode, instance_id=instance_id, avoid=self._busy_workers(model)
+        )
+        instance_query.respond(caller, order, chosen)
 
     async def _dispatch(
         self,
@@ -87,6 +137,7 @@ class Pipeline:
         instance_id: int | None,
     ) -> None:
         """Each prompt to a worker."""
+        avoid = self._busy_workers(model)
         for number, prompt in enumerate(reply.order.prompts):
             if reply.is_over:  # the client has gone, or an earlier prompt has failed
                 return
@@ -97,13 +148,19 @@ class Pipeline:
                     reply.receiver(number),
                     mode=self._mode,
                     instance_id=instance_id,
+                    avoid=avoid,
                     headers=dict(reply.order.headers),
                     timeout_s=self._timeout_s,
+                    on_asked=reply.order.extra.asked if reply.order.extra else None,
                 )
             except errors.DynamoError as error:
                 reply.fail(error)
                 return
             reply.opened(number, stream)
+
+    def _busy_workers(self, model: ServedModel) -> Collection[int]:
+        """Who should get nothing now."""
+        return self._admission.busy_workers(model) if self._admission is not None else ()
 
     def _refuse(
         self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange, error: errors.DynamoError
@@ -127,10 +184,21 @@ def id_headers(
     return tuple((name, made) for name in names)
 
 
-def _check_logprobs(model: ServedModel, asked: int | None) -> None:
+def _check_logprobs(model: ServedModel, request: openai_fields.GenerationFields) -> None:
+    """What its engine must be able to report. Raises InvalidRequest."""
+    asked, facts = request.num_logprobs, model.card.runtime_config
+    if request.num_drawn > request.num_choices and not facts.supports_logprobs:
+        raise errors.InvalidRequest(
+            f"best_of: the engine of {model.name!r} does not report log probabilities to choose by; leave it out",
+            param="best_of",
+        )
     if asked is None:
         return
-    facts = model.card.runtime_config
+    if request.is_echoed and not facts.supports_prompt_logprobs:
+        raise errors.InvalidRequest(
+            f"logprobs: the engine of {model.name!r} does not report those of a prompt; leave out echo or logprobs",
+            param="logprobs",
+        )
     if not facts.supports_logprobs:
         raise errors.InvalidRequest(
             f"logprobs: the engine of {model.name!r} does not report them; leave it out",

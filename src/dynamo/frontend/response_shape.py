@@ -218,7 +218,7 @@ def _fixed_fields(
         "previous_response_id": asked.previous_response_id,
         "prompt": None,
         "prompt_cache_key": asked.prompt_cache_key,
-        "reasoning": None,
+        "reasoning": {"effort": asked.effort, "summary": None} if asked.effort else None,
         "safety_identifier": asked.safety_identifier,
         "service_tier": "default",
         "store": asked.is_kept,

@@ -24,6 +24,10 @@ class Turn(openai_chat.ChatRequest, frozen=True, kw_only=True):
         dict[str, Any]
     ]  # `messages` without the instructions, which are for this turn only
 
+    @property
+    def effort_param(self) -> str:
+        return "reasoning.effort"
+
 
 class Responses:
     """The API, and the answers that are kept."""
@@ -34,8 +38,12 @@ class Responses:
             endpoint="responses",
             decode=self._decode,
             prepare=_prepare,
-            shape=lambda turn, request_id, created, model, _: response_shape.ResponseShape(
-                turn.asked, request_id, created, model, lambda response: self._keep(turn, response)
+            shape=lambda turn, who: response_shape.ResponseShape(
+                turn.asked,
+                who.request_id,
+                who.created,
+                who.model,
+                lambda response: self._keep(turn, response),
             ),
             stream=typed_delivery.TypedDelivery,
         )
@@ -49,6 +57,7 @@ class Responses:
             messages=messages,
             tools=openai_items.tools(prompted.tools or []),
             tool_choice=prompted.tool_choice,
+            reasoning_effort=prompted.effort,
         )
 
     def show(self, caller: exchange.Exchange) -> None:
@@ -89,6 +98,7 @@ class Responses:
             stream=asked.stream,
             tools=openai_items.tools(asked.tools or []),
             tool_choice=asked.tool_choice,
+            reasoning_effort=asked.effort,
             parallel_tool_calls=asked.parallel_tool_calls,
         )
 

@@ -1,10 +1,11 @@
 """A model as this frontend serves it: how to prepare requests for it, and who answers them."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from dynamo.base import errors
+from dynamo.frontend import identity
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import embed, generate, instances, model_card
 from dynamo.runtime import client, requests
@@ -23,10 +24,12 @@ class Replicas:
         found = self.client.instances
         return [found[one] for one in sorted(self.instance_ids) if one in found]
 
-    @property
-    def is_alone(self) -> bool:
-        """Does nobody serve another model at this endpoint?"""
-        return self.client.instances.keys() <= self.instance_ids
+    def among(self, avoid: Collection[int]) -> Collection[int] | None:
+        """Whom to ask; None: anybody at this endpoint. Where all are to be avoided, it is any of them."""
+        if avoid:
+            return self.instance_ids.difference(avoid) or self.instance_ids
+        is_alone = self.client.instances.keys() <= self.instance_ids
+        return None if is_alone else self.instance_ids
 
 
 class ServedModel:
@@ -43,6 +46,7 @@ class ServedModel:
         self._preparer = preparer
         self._problem = problem
         self._turns = itertools.count()
+        self.fingerprint = identity.fingerprint(card)
 
     @property
     def name(self) -> str:
@@ -98,12 +102,14 @@ class ServedModel:
         *,
         mode: client.Mode,
         instance_id: int | None,
+        avoid: Collection[int] = (),
         headers: Mapping[str, str],
         timeout_s: float | None,
+        on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
-        """Begin an answer at one of its instances. Raises NoWorkers or WorkerLost."""
-        replicas = self._pick(instance_id)
-        among = None if replicas.is_alone else replicas.instance_ids
+        """Begin an answer at one of its instances, if possible none of `avoid`. Raises NoWorkers or WorkerLost."""
+        replicas = self._pick(instance_id, avoid)
+        among = replicas.among(avoid)
         return await replicas.client.open(
             request,
             receiver,
@@ -112,15 +118,28 @@ class ServedModel:
             among=among,
             headers=headers,
             timeout_s=timeout_s,
+            on_asked=on_asked,
         )
 
-    def _pick(self, instance_id: int | None) -> Replicas:
+    def choose(
+        self, *, mode: client.Mode, instance_id: int | None, avoid: Collection[int] = ()
+    ) -> int:
+        """The instance that would be asked. Raises NoWorkers."""
+        replicas = self._pick(instance_id, avoid)
+        return replicas.client.choose(
+            mode=mode, instance_id=instance_id, among=replicas.among(avoid)
+        )
+
+    def _pick(self, instance_id: int | None, avoid: Collection[int]) -> Replicas:
         """The endpoints take turns; most models have one."""
         usable = [
             one
             for one in self.replicas.values()
             if one.living and (instance_id is None or instance_id in one.instance_ids)
         ]
+        if avoid:
+            free = [one for one in usable if any(i.instance_id not in avoid for i in one.living)]
+            usable = free or usable
         if usable:
             return usable[next(self._turns) % len(usable)]
         if instance_id is not None:

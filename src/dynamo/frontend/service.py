@@ -17,7 +17,11 @@ from dynamo.frontend import (
     pipeline,
     response_store,
     responses,
+    roads,
+    shared_responses,
+    siblings,
 )
+from dynamo.frontend.admission import control
 from dynamo.frontend.kserve import loading
 from dynamo.observability import metrics as observed
 from dynamo.runtime import component
@@ -39,15 +43,10 @@ class Frontend:
         self.models = models.Models(
             runtime.discovery, runtime.client, counted, now, namespace=settings.namespace
         )
-        answers = pipeline.Pipeline(
-            self.models,
-            counted,
-            now,
-            settings.router_mode,
-            settings.request_timeout_secs or None,
-        )
-        vectors = embeddings.Embeddings(
-            self.models, counted, settings.router_mode, settings.request_timeout_secs or None
+        mode, timeout_s = settings.router_mode, settings.request_timeout_secs or None
+        answers = roads.Roads(
+            pipeline.Pipeline(self.models, counted, now, mode, timeout_s),
+            embeddings.Embeddings(self.models, counted, mode, timeout_s),
         )
         store = response_store.ResponseStore(
             max_items=settings.response_store_items,
@@ -55,27 +54,46 @@ class Frontend:
         )
         caches = clearing.CacheClearing(self.models, runtime.requests, runtime.client)
         remembered = responses.Responses(store)
-        self._app = app.App(answers, vectors, self.models, remembered, caches, registry)
+        self._admission = control.Control(
+            settings, self.models, runtime.events, registry, now, answers.admit_by
+        )
+        self._siblings = siblings.Siblings(settings.http_worker_socket)
+        self._app = app.App(
+            answers,
+            self.models,
+            remembered,
+            caches,
+            registry,
+            self._admission.desk,
+            self._siblings,
+            shared_responses.SharedResponses(store, self._siblings),
+        )
         self._settings = settings
+        handler = self._admission.around(self._app.routes, app.dialect_of)
         self._server = server.HttpServer(
-            self._app.routes,
+            handler,
             limits=limits.Limits(body_bytes=settings.http_body_limit_mb * 2**20),
             tls=_tls(settings),
             error_body=app.error_body,
         )
-        self._grpc = loading.build(settings, answers, self.models)
+        self._grpc = loading.build(settings, handler)
         self._tasks = tasks.Tasks()
         self.port = 0
         self.grpc_port = 0
 
     async def __aenter__(self) -> "Frontend":
+        self._admission.load()
         host, port = self._settings.http_host, self._settings.http_port
-        self.port = await self._server.start(host, port)
+        self.port = await self._server.start(
+            host, port, shares_port=self._siblings.name is not None
+        )
         try:
             self.grpc_port = await self._grpc.start(host, self._settings.kserve_grpc_port)
         except errors.ConfigError:
             await self._server.close()
             raise
+        await self._siblings.start(self._app.sibling_routes)
+        self._admission.start(self._tasks)
         self._tasks.start("watch models", self.models.watch())
         _logger.info("listening on %s", self.url)
         return self
@@ -88,6 +106,7 @@ class Frontend:
     ) -> None:
         await self._grpc.stop(0)
         await self._server.close()
+        await self._siblings.close()
         await self._tasks.close()
 
     @property
@@ -96,6 +115,10 @@ class Frontend:
         scheme = "https" if self._settings.tls_cert_path else "http"
         host = self._settings.http_host
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def reload_keys(self) -> None:
+        """Look at the file of API keys now."""
+        self._admission.reload_keys()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then take nothing new and let what runs finish. Raises what a task died of."""
@@ -125,4 +148,17 @@ def _tls(settings: config.FrontendConfig) -> ssl.SSLContext | None:
             "--tls-cert-path, --tls-key-path: expected a PEM certificate and its key in "
             f"{settings.tls_cert_path} and {settings.tls_key_path}: {error}"
         ) from error
+    if settings.tls_client_ca_cert_path is not None:
+        _ask_for_certificates(context, settings.tls_client_ca_cert_path)
     return context
+
+
+def _ask_for_certificates(context: ssl.SSLContext, authority: str) -> None:
+    """Nobody comes in who cannot show one of this authority."""
+    try:
+        context.load_verify_locations(authority)
+    except (OSError, ssl.SSLError) as error:
+        raise errors.ConfigError(
+            f"--tls-client-ca-cert-path: expected PEM certificates in {authority}: {error}"
+        ) from error
+    context.verify_mode = ssl.CERT_REQUIRED

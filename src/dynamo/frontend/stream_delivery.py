@@ -7,6 +7,8 @@ from dynamo.frontend import choices, delivery, metrics, sse
 from dynamo.protocols import generate
 from dynamo.runtime.http import exchange
 
+METRICS = "llm_metrics"  # the annotation that comes before each chunk
+
 
 class StreamDelivery(delivery.Delivery):
     """Writes events as outputs come. Nothing is sent before the first of them, so an early failure has its status."""
@@ -21,8 +23,9 @@ class StreamDelivery(delivery.Delivery):
     ) -> None:
         super().__init__(client, order, meter)
         self._shape = order.shape
-        # OpenAI: with include_usage, every other chunk says that it has none
-        self._extra: dict[str, Any] = {"usage": None} if order.include_usage else {}
+        self._has_usage = order.request.include_usage
+        self._has_usage_so_far = order.request.has_continuous_usage
+        self._tells_metrics = METRICS in order.annotations
         # None until a choice has begun, and for ever if its chunks carry more than text
         self._templates: list[sse.Template | None] = [None] * len(self.choices)
         self._begun: set[int] = set()
@@ -55,8 +58,10 @@ class StreamDelivery(delivery.Delivery):
         is_over = choice.is_over
         is_first = choice.index not in self._begun
         event = b""
-        if pieces or reports or (is_first and (is_over or self.order.echo)):
+        if pieces or reports or (is_first and is_over):
             event = self._piece_events(choice, pieces, reports)
+        if event and self._tells_metrics:
+            event = self._metrics_event(len(output.token_ids)) + event
         if is_over:
             self._end_choice(choice, event)
         elif event:
@@ -70,37 +75,62 @@ class StreamDelivery(delivery.Delivery):
     ) -> bytes:
         """An event for each piece; the first of them has the reports."""
         is_first = choice.index not in self._begun
-        if is_first and (echo := self._begin(choice)):  # of a completion, which is all content
-            pieces = (echo + "".join(piece for piece in pieces if isinstance(piece, str)),)
-        shape, found = self._shape, b""
+        if is_first:
+            self._begin(choice)
+        shape, extra, found = self._shape, self._extra(), b""
         for piece in pieces or ("",):
             chunk = shape.chunk(choice.index, piece, reports=reports, is_first=is_first)
-            found += sse.event({**chunk, **self._extra})
+            found += sse.event({**chunk, **extra})
             is_first, reports = False, None
-        if self._templates[choice.index] is None and choice.is_plain and not choice.is_over:
-            self._templates[choice.index] = sse.template(shape, choice.index, self._extra)
+        if self._may_hurry(choice):
+            self._templates[choice.index] = sse.template(shape, choice.index, extra)
         return found
 
-    def _begin(self, choice: choices.Choice) -> str:
-        """The first event of a choice, and maybe of the whole answer; gives what stands before its text."""
+    def _may_hurry(self, choice: choices.Choice) -> bool:
+        """Do its chunks, from now on, differ by their text only?"""
+        return (
+            choice.is_plain
+            and not choice.is_over
+            and not self._has_usage_so_far
+            and not self._tells_metrics
+        )
+
+    def _extra(self, *, is_last: bool = False) -> dict[str, Any]:
+        """What a chunk carries beside its choice. With include_usage, every one but the last says that it has none."""
+        extra = self.extra_fields(is_last=is_last)
+        if self._has_usage:
+            extra["usage"] = self.usage() if self._has_usage_so_far else None
+        return extra
+
+    def _metrics_event(self, num_tokens: int) -> bytes:
+        usage = self.usage()
+        told = {
+            "input_tokens": usage.prompt_tokens,
+            "output_tokens": usage.completion_tokens,
+            "chunk_tokens": num_tokens,
+        }
+        return sse.annotation(METRICS, sse.encode(told).decode())
+
+    def _begin(self, choice: choices.Choice) -> None:
+        """Before the first event of a choice, and maybe of the whole answer."""
         if not self._begun:
             self.client.start_stream(
                 200,
                 content_type=sse.CONTENT_TYPE,
                 headers=(("cache-control", "no-cache"), *self.order.headers),
             )
-            for name in self.order.prompts[0].request.annotations:
-                self.client.write(sse.annotation(name, self.order.annotation(name)))
+            for name in self.order.annotations:
+                if name != METRICS:
+                    self.client.write(sse.annotation(name, self.order.annotation(name)))
         self._begun.add(choice.index)
-        return self.order.echo_of(choice.index)
 
     def _end_choice(self, choice: choices.Choice, event: bytes) -> None:
         reason = sse.finish_reason(choice)
         chunk = self._shape.chunk(choice.index, None, finish_reason=reason)
-        event += sse.event({**chunk, **self._extra})
+        event += sse.event({**chunk, **self._extra(is_last=True)})
         if not self.settle(choice):
             self.client.write(event)
             return
-        if self.order.include_usage:
+        if self._has_usage:
             event += sse.event(self._shape.usage_chunk(self.usage()))
         self.client.end(event + self.last_word)

@@ -21,6 +21,17 @@ def for_template(
     ]
 
 
+def raw_prompt(messages: list[dict[str, Any]]) -> str:
+    """The text of the one message, for a caller who has applied a template already. Raises InvalidRequest."""
+    content = for_template(messages)[0].get("content")
+    if len(messages) != 1 or not isinstance(content, str):
+        raise errors.InvalidRequest(
+            f"nvext.use_raw_prompt: expected one message with a text, which is the prompt, got {len(messages)}",
+            param="nvext.use_raw_prompt",
+        )
+    return content
+
+
 def _is_plain(message: dict[str, Any]) -> bool:
     return (
         len(message) == 2

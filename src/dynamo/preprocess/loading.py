@@ -46,6 +46,7 @@ def load(card: model_card.ModelCard, clock: clock.Clock) -> preprocessor.Preproc
             card.runtime_config.reasoning_parser,
             template="\n".join(filter(None, _by_use(source))),
         ),
+        infill_format=card.runtime_config.infill_format,
     )
 
 

@@ -25,7 +25,7 @@ def sampling(
     if request.logit_bias:
         check_ids(request.logit_bias, vocab_size, "logit_bias")
     return generate.SamplingOptions(
-        n=request.num_choices,
+        n=request.num_drawn,
         temperature=0.0
         if extensions.greed_sampling
         else _first(request.temperature, defaults.temperature, default=1.0),
@@ -42,6 +42,16 @@ def sampling(
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=request.seed,
         logit_bias=request.logit_bias or {},
+    )
+
+
+def output(request: openai_fields.GenerationFields) -> generate.OutputOptions:
+    """What the engine shall report. To choose the best of several answers takes their log probabilities."""
+    asked = request.num_logprobs
+    is_chosen = request.num_drawn > request.num_choices
+    return generate.OutputOptions(
+        logprobs=0 if asked is None and is_chosen else asked,
+        prompt_logprobs=asked if request.is_echoed else None,
     )
 
 

@@ -4,16 +4,19 @@ One `Preprocessor` stands for one model, made from its card (`loading`). It also
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dynamo.base import errors
 from dynamo.preprocess import (
     answer,
     conversation,
     detokenize,
+    effort,
     generation_defaults,
+    infill,
     options,
     template,
+    thinking_limit,
     tokenize,
 )
 from dynamo.preprocess.parsers import events, formats
@@ -50,10 +53,12 @@ class Preprocessor:
         eos_token_ids: tuple[int, ...],
         defaults: generation_defaults.GenerationDefaults,
         answer_format: formats.AnswerFormat,
+        infill_format: str | None = None,
     ) -> None:
         self.text = detokenize.TextDecoder(tokenizer)
         self._marked_text = self.text.showing(answer_format.marks)
         self._answer_format = answer_format
+        self._infill_format = infill_format
         self.context_length = context_length
         self._tokenizer = tokenizer
         self._template = chat_template
@@ -73,7 +78,8 @@ class Preprocessor:
             context_length=self.context_length,
             param=param,
         )
-        prepared = self._assemble(request, request_id, token_ids, max_tokens)
+        limit = thinking_limit.of(request, prompt, self._answer_format, self._tokenizer.id_of)
+        prepared = self._assemble(request, request_id, token_ids, max_tokens, limit)
         return Prepared(
             prepared,
             prompt,
@@ -83,9 +89,14 @@ class Preprocessor:
 
     async def read_chat(self, request: openai_chat.ChatRequest) -> tuple[bytes, str]:
         """The prompt as packed token ids and as text, however long. Raises RequestError."""
+        if (given := request.extensions.token_data) is not None:
+            packed = self._check_and_pack(given, "nvext.token_data")
+            return packed, self.text.decode(packed)
+        if request.extensions.use_raw_prompt:
+            prompt = conversation.raw_prompt(request.messages)
+            return await self.read_text(prompt, add_special_tokens=True), prompt
         prompt = self._render(request)
-        (token_ids,) = await self._tokenizer.encode([prompt], add_special_tokens=False)
-        return token_ids, prompt
+        return await self.read_text(prompt, add_special_tokens=False), prompt
 
     async def read_text(self, text: str, *, add_special_tokens: bool) -> bytes:
         """Its packed token ids."""
@@ -105,13 +116,14 @@ class Preprocessor:
         self, request: openai_completions.CompletionRequest, request_id: str
     ) -> list[Prepared]:
         """One for each prompt; of several, the ids are numbered. Raises RequestError, which names the field."""
-        packed = await self._pack(request.prompts, "prompt")
+        prompts = infill.prompts(request, self._infill_format)
+        packed = await self._pack(prompts, request.prompt_param)
         is_alone = len(packed) == 1
         return [
             self._complete(
                 request, request_id if is_alone else f"{request_id}-{number}", token_ids, prompt
             )
-            for number, (token_ids, prompt) in enumerate(zip(packed, request.prompts, strict=True))
+            for number, (token_ids, prompt) in enumerate(zip(packed, prompts, strict=True))
         ]
 
     async def embedding(self, request: openai_embeddings.EmbeddingRequest) -> list[bytes]:
@@ -150,8 +162,20 @@ class Preprocessor:
             ),
             tools=request.tools if request.allows_calls else None,
             add_generation_prompt=request.add_generation_prompt is not False,
-            args=request.template_args,
+            args=self._template_args(request, self._template.variables),
         )
+
+    def _template_args(
+        self, request: openai_chat.ChatRequest, variables: frozenset[str]
+    ) -> dict[str, Any]:
+        """What the caller says to the template in its own words counts more."""
+        if request.reasoning_effort is None:
+            return request.template_args
+        can_think = self._answer_format.reasoning is not None
+        told = effort.template_args(
+            request.reasoning_effort, variables, can_think=can_think, param=request.effort_param
+        )
+        return {**told, **request.template_args}
 
     async def _pack(self, prompts: Sequence[openai_completions.Prompt], param: str) -> list[bytes]:
         """Token ids of all prompts, which are either texts or ids."""
@@ -159,9 +183,11 @@ class Preprocessor:
         if texts:
             return await self._tokenizer.encode(texts, add_special_tokens=True)
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        for one in ids:
-            options.check_ids(one, self._vocab_size, param)
-        return [blocks.pack(one) for one in ids]
+        return [self._check_and_pack(one, param) for one in ids]
+
+    def _check_and_pack(self, token_ids: Sequence[int], param: str) -> bytes:
+        options.check_ids(token_ids, self._vocab_size, param)
+        return blocks.pack(token_ids)
 
     def _complete(
         self,
@@ -171,7 +197,7 @@ class Preprocessor:
         prompt: openai_completions.Prompt,
     ) -> Prepared:
         max_tokens = options.answer_len(
-            asked=request.max_tokens,
+            asked=1 if request.is_scored else request.max_tokens,  # no engine can draw none
             default=DEFAULT_COMPLETION_LEN,
             prompt_len=blocks.count(token_ids),
             context_length=self.context_length,
@@ -186,16 +212,22 @@ class Preprocessor:
         request_id: str,
         token_ids: bytes,
         max_tokens: int,
+        limit: generate.ThinkingLimit | None = None,
     ) -> generate.Request:
+        hints = request.extensions.agent_hints
         return generate.Request(
             id=request_id,
             model=request.model,
             token_ids=token_ids,
             stop_conditions=options.stop_conditions(request, max_tokens, self._vocab_size),
             sampling_options=options.sampling(request, self._defaults, self._vocab_size),
-            output_options=generate.OutputOptions(logprobs=request.num_logprobs),
+            output_options=options.output(request),
             eos_token_ids=self._eos_token_ids,
             annotations=tuple(request.extensions.annotations or ()),
+            priority=request.urgency,
+            thinking=limit,
+            session_id=request.session_id,
+            expected_output_tokens=hints.osl if hints else None,
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -53,6 +54,9 @@ class ChatTemplate:
             _compile(environment, source_with_tools) if source_with_tools else self._plain
         )
         self.knows_developer = "developer" in source
+        self.variables = _variables(environment, source) | _variables(
+            environment, source_with_tools or ""
+        )
 
     def render(
         self,
@@ -96,6 +100,11 @@ def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
         raise errors.ConfigError(f"the chat template is no valid template: {error}") from error
+
+
+def _variables(environment: jinja2.Environment, source: str) -> frozenset[str]:
+    """What the template reads and does not set."""
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
 
 
 def _environment(clock: clock.Clock) -> jinja2.Environment:

@@ -43,6 +43,14 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     display: None = None
 
 
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the answer shall be."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    # refused, unless they ask for nothing
+    format: None = None
+
+
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the model may call a tool, and whether more than one."""
 
@@ -60,8 +68,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
     # refused, unless they ask for nothing
-    output_config: None = None
     context_management: None = None
     mcp_servers: None = None
 
@@ -101,6 +109,9 @@ class MessageRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fie
     container: None = None
     inference_geo: None = None
     speed: None = None
+    diagnostics: None = None
+    user_profile_id: None = None
+    workspace_id: None = None
 
     def check(self) -> None:
         """What the types cannot say. Raises InvalidRequest."""

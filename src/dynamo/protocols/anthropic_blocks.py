@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import anthropic, anthropic_tools, openai_chat, openai_decode
+from dynamo.protocols import anthropic, anthropic_tools, openai_chat, openai_decode, openai_fields
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +59,18 @@ class RedactedThinking(Block, frozen=True, kw_only=True, forbid_unknown_fields=T
     data: str
 
 
+class MessageChat(openai_chat.ChatRequest, frozen=True, kw_only=True):
+    """The chat request that asks the same. Its budget for thinking is a wish, as with Anthropic."""
+
+    @property
+    def effort_param(self) -> str:
+        return "output_config.effort"
+
+    @property
+    def must_limit_thinking(self) -> bool:
+        return False
+
+
 THINKING = "enable_thinking"  # what templates call it
 _DECODERS: dict[str, openai_decode.RequestDecoder[Any]] = {
     "text": openai_decode.RequestDecoder(Text),
@@ -82,13 +94,14 @@ def chat(conversation: anthropic.Conversation, **fields: Any) -> openai_chat.Cha
     for number, message in enumerate(conversation.messages):
         turns.add(message, f"messages[{number}].content")
     choice = conversation.tool_choice
-    return openai_chat.ChatRequest(
+    return MessageChat(
         model=conversation.model,
         messages=turns.messages,
         tools=anthropic_tools.chat(conversation.tools or []),
         tool_choice=choice.type if choice else None,
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         chat_template_kwargs={THINKING: conversation.is_thinking},
+        reasoning_effort=conversation.output_config.effort if conversation.output_config else None,
         **fields,
     )
 
@@ -103,7 +116,14 @@ def chat_of(request: anthropic.MessageRequest) -> openai_chat.ChatRequest:
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        nvext=_extensions(request.thinking),
     )
+
+
+def _extensions(thinking: anthropic.Thinking | None) -> openai_fields.NvExt | None:
+    if thinking is None or thinking.type != "enabled":
+        return None
+    return openai_fields.NvExt(max_thinking_tokens=thinking.budget_tokens)
 
 
 class _Turns:

@@ -9,6 +9,9 @@ from dynamo.base import errors
 
 _KIND_BY_CLASS: dict[type[errors.DynamoError], tuple[int, str]] = {
     errors.ModelNotFound: (404, "not_found_error"),
+    errors.Unauthenticated: (401, "authentication_error"),
+    errors.Forbidden: (403, "permission_error"),
+    errors.RateLimited: (429, "rate_limit_error"),
     errors.Cancelled: (499, "invalid_request_error"),
     errors.RequestError: (400, "invalid_request_error"),
     errors.Overloaded: (529, "overloaded_error"),

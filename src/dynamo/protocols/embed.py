@@ -11,6 +11,8 @@ from typing import Annotated
 
 import msgspec
 
+from dynamo.protocols import blocks
+
 FLOAT_BYTES = 4
 _SWAP = sys.byteorder == "big"
 
@@ -22,6 +24,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: str
     inputs: tuple[bytes, ...]
     dimensions: int | None = None  # cut each vector to so many, and make it a unit vector again
+    priority: int = 0  # who waits for room in a frontend: the higher comes first
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens in all inputs."""
+        return sum(map(blocks.count, self.inputs))
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):

@@ -56,6 +56,16 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     logprobs: int | None = (
         None  # how many alternatives beside the chosen token; None: no logprobs at all
     )
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, which are then computed
+
+
+class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How long a choice may think. A thought begins and ends with one of these tokens."""
+
+    max_tokens: int
+    close_ids: tuple[int, ...]  # the first is the one to write
+    open_ids: tuple[int, ...] = ()
+    is_open: bool = False  # the prompt has begun the thought
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,6 +82,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     lora_name: str | None = None
     data_parallel_rank: int | None = None
+    thinking: ThinkingLimit | None = None
+    session_id: str | None = None  # the conversation that it belongs to
+    expected_output_tokens: int | None = None  # what the caller expects; a hint to who plans
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
@@ -99,6 +112,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `token_ids` holds what is new, oldest first; the token that ended a choice (eos or stop id) is included.
     `cached_tokens` is told once, with the first output of a request: prompt tokens that were not computed again.
+    So are `prompt_logprobs`, if asked for: of each token of the prompt but the first, in order.
     """
 
     token_ids: tuple[int, ...]
@@ -108,3 +122,4 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int | None = None
     stop_reason: int | str | None = None  # the stop token id that ended it
     kv_transfer_params: dict[str, Any] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

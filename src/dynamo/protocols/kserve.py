@@ -24,7 +24,10 @@ TEXT_INPUT, STREAMING = "text_input", "streaming"
 TEXT_OUTPUT, FINISH_REASON = "text_output", "finish_reason"
 _OUTPUTS = (TEXT_OUTPUT, FINISH_REASON)
 # what a completion request has, and comes in another way or not at all
-_NO_PARAMETERS = ("model", "prompt", "stream", "stream_options", "logprobs", "infer_id")
+_NO_PARAMETERS = (
+    *("model", "prompt", "stream", "stream_options", "infer_id", "nvext"),
+    *("logprobs", "return_tokens_as_token_ids"),
+)
 _NO_EFFECT = (
     "triton_enable_empty_final_response"  # the last response of ours always says that it is
 )
@@ -98,7 +101,8 @@ def read_infer(body: bytes, *, model: str, version: str, can_stream: bool) -> In
     is_stream = STREAMING in tensors and _element(tensors[STREAMING], "BOOL", bool)
     if is_stream and not can_stream:
         raise _wrong(
-            STREAMING, "expected false; ModelStreamInfer (gRPC) and generate_stream (HTTP) stream"
+            STREAMING,
+            "expected false; ModelStreamInfer (gRPC), infer_stream and generate_stream (HTTP) stream",
         )
     if TEXT_INPUT not in tensors:
         raise _wrong(
@@ -108,8 +112,8 @@ def read_infer(body: bytes, *, model: str, version: str, can_stream: bool) -> In
     return _build(model, text, found.parameters or {}, is_stream, found.id)
 
 
-def read_generate(body: bytes, *, model: str, version: str, streams: bool) -> InferRequest:
-    """The same of a body without tensors; the route says whether the answer is a stream. Raises RequestError."""
+def read_generate(body: bytes, *, model: str, version: str, can_stream: bool) -> InferRequest:
+    """The same of a body without tensors; where it can, the answer is a stream. Raises RequestError."""
     check_version(model, version)
     found = _generate.decode(body)
     parameters = dict(found.parameters or {})
@@ -117,9 +121,9 @@ def read_generate(body: bytes, *, model: str, version: str, streams: bool) -> In
         ("stream", found.stream),
         ("parameters.stream", parameters.pop("stream", None)),
     ):
-        if asked not in (None, streams):
-            raise _wrong(place, f"expected {str(streams).lower()} or nothing at this route")
-    return _build(model, found.text_input, parameters, streams, found.id)
+        if asked not in (None, can_stream):
+            raise _wrong(place, f"expected {str(can_stream).lower()} or nothing at this route")
+    return _build(model, found.text_input, parameters, can_stream, found.id)
 
 
 def _by_name(inputs: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     request_active_slots: int
     request_total_slots: int
     num_requests_waiting: int
+    active_prefill_tokens: int = 0  # of prompts that were taken, and are still to be computed
     data_parallel_rank: int = 0
 
 

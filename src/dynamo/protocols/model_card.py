@@ -43,8 +43,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     data_parallel_size: int = 1
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    infill_format: str | None = None  # how it is asked to fill in the middle; None: it cannot
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
+    supports_prompt_logprobs: bool = True
     runtime_data: dict[str, Any] = {}
 
 

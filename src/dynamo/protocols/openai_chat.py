@@ -11,12 +11,20 @@ from dynamo.base import errors
 from dynamo.protocols import openai_decode, openai_fields, openai_messages
 
 MAX_TOOLS = 128
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The shape of the answer; free text only, in this version."""
 
     type: Literal["text"]
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the caller believes the answer to be. It may save time, and never changes the answer."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
 
 
 class ChatRequest(
@@ -33,6 +41,9 @@ class ChatRequest(
     response_format: ResponseFormat | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    verbosity: Literal["medium"] | None = None
+    prediction: Prediction | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # beyond OpenAI
@@ -41,18 +52,27 @@ class ChatRequest(
     add_generation_prompt: bool | None = None
     # refused, unless they ask for nothing
     audio: None = None
-    prediction: None = None
     web_search_options: None = None
     functions: None = None
     function_call: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
     prompt_cache_retention: None = None
+    prompt_cache_options: None = None
+    moderation: None = None
 
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives to report beside each token; None: no log probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def effort_param(self) -> str:
+        """What the effort came in."""
+        return "reasoning_effort"
+
+    @property
+    def must_limit_thinking(self) -> bool:
+        """Is a limit to thinking that cannot be held an error?"""
+        return True
 
     @property
     def allows_calls(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dynamo.base import errors
+from dynamo.protocols import openai_nvext
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 UInt32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -32,6 +33,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # beyond OpenAI
 
 
 class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,10 +43,20 @@ class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     top_k: TopK | None = None
     repetition_penalty: RepetitionPenalty | None = None
     greed_sampling: bool | None = None
-    annotations: list[Literal["request_id", "formatted_prompt", "token_ids"]] | None = None
-    backend_instance_id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    extra_fields: None = None
-    use_raw_prompt: None = None
+    annotations: Annotated[list[openai_nvext.Annotation], msgspec.Meta(max_length=16)] | None = None
+    extra_fields: Annotated[list[openai_nvext.ExtraField], msgspec.Meta(max_length=16)] | None = (
+        None
+    )
+    use_raw_prompt: bool | None = None
+    token_data: openai_nvext.TokenData | None = None
+    backend_instance_id: openai_nvext.InstanceId | None = None
+    decode_worker_id: openai_nvext.InstanceId | None = None
+    agent_hints: openai_nvext.AgentHints | None = None
+    agent_context: openai_nvext.AgentContext | None = None
+    session_control: openai_nvext.SessionControl | None = None
+    max_thinking_tokens: UInt32 | None = None
+    # refused, unless they ask for nothing
+    prefill_worker_id: None = None
     guided_json: None = None
     guided_regex: None = None
     guided_grammar: None = None
@@ -81,6 +93,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ignore_eos: bool | None = None
     min_tokens: UInt32 | None = None
     stop_token_ids: Annotated[list[UInt32], msgspec.Meta(max_length=128)] | None = None
+    priority: openai_nvext.Priority | None = None  # as vLLM has it: the lower is served first
+    return_tokens_as_token_ids: bool | None = None
     nvext: NvExt | None = None
     # refused, unless they ask for nothing
     guided_json: None = None
@@ -100,9 +114,56 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def has_continuous_usage(self) -> bool:
+        """Does every chunk of a stream tell usage so far?"""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def num_choices(self) -> int:
         """How many answers to a prompt."""
         return self.n or 1
+
+    @property
+    def num_drawn(self) -> int:
+        """How many answers the engine shall give, of which `num_choices` are told."""
+        return self.num_choices
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report beside each token; None: no log probabilities at all."""
+        return None
+
+    @property
+    def is_echoed(self) -> bool:
+        """Does the answer begin with the prompt?"""
+        return False
+
+    @property
+    def is_scored(self) -> bool:
+        """Is nothing to be written: is the prompt itself the answer?"""
+        return False
+
+    @property
+    def instance_id(self) -> int | None:
+        """The worker to ask."""
+        named = self.extensions.decode_worker_id
+        return self.extensions.backend_instance_id if named is None else named
+
+    @property
+    def urgency(self) -> int:
+        """Requests of a higher one are served first."""
+        if self.priority is not None:
+            return -self.priority
+        hints = self.extensions.agent_hints
+        return (hints and hints.priority) or 0
+
+    @property
+    def session_id(self) -> str | None:
+        """The conversation that this belongs to."""
+        control, context = self.extensions.session_control, self.extensions.agent_context
+        if control is not None:
+            return control.session_id
+        return context.session_id if context is not None else None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -129,6 +190,26 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 )
         if self.stream_options is not None:
             self._check_stream_options(self.stream_options)
+        if self.return_tokens_as_token_ids and self.num_logprobs is None:
+            raise errors.InvalidRequest(
+                "return_tokens_as_token_ids: only allowed with logprobs",
+                param="return_tokens_as_token_ids",
+            )
+        if self.nvext is not None:
+            self._check_extensions(self.nvext)
+
+    def _check_extensions(self, extensions: NvExt) -> None:
+        if "query_instance_id" in (extensions.annotations or ()) and not self.stream:
+            raise errors.InvalidRequest(
+                "nvext.annotations: the answer to query_instance_id is a stream; expected stream to be true",
+                param="nvext.annotations",
+            )
+        one, other = extensions.backend_instance_id, extensions.decode_worker_id
+        if None not in (one, other) and one != other:
+            raise errors.InvalidRequest(
+                f"nvext.decode_worker_id: expected the same as nvext.backend_instance_id, {one}, got {other}",
+                param="nvext.decode_worker_id",
+            )
 
     def _check_stream_options(self, options: StreamOptions) -> None:
         if not self.stream:
@@ -139,4 +220,9 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise errors.InvalidRequest(
                 "stream_options.include_obfuscation: not supported; expected false or nothing, got true",
                 param="stream_options.include_obfuscation",
+            )
+        if options.continuous_usage_stats and not options.include_usage:
+            raise errors.InvalidRequest(
+                "stream_options.continuous_usage_stats: only allowed when include_usage is true",
+                param="stream_options.continuous_usage_stats",
             )

@@ -21,6 +21,17 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     verbosity: None = None
 
 
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How hard the model shall think."""
+
+    effort: openai_chat.ReasoningEffort | None = None
+    # refused, unless they ask for nothing
+    summary: None = None
+    generate_summary: None = None
+    context: None = None
+    mode: None = None
+
+
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of a streamed answer."""
 
@@ -41,9 +52,14 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
+    reasoning: Reasoning | None = None
     # refused, unless they ask for nothing
     conversation: None = None
-    reasoning: None = None
+
+    @property
+    def effort(self) -> openai_chat.ReasoningEffort | None:
+        """How hard the model shall think."""
+        return self.reasoning.effort if self.reasoning is not None else None
 
     def check(self) -> None:
         """What the types cannot say. Raises InvalidRequest."""
@@ -71,7 +87,9 @@ class ResponsesRequest(Prompted, frozen=True, kw_only=True, forbid_unknown_field
     include: list[Any] | None = None
     top_logprobs: Literal[0] | None = None
     # refused, unless they ask for nothing
+    access_programs: None = None
     context_management: None = None
+    image: None = None
     max_tool_calls: None = None
     moderation: None = None
     prompt: None = None

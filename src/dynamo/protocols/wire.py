@@ -53,9 +53,10 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Nobody waits for this stream any more. A stream that is not there is no error: the two may cross."""
+    """Nobody waits for this stream any more, or for one choice of it. One that is not there is no error."""
 
     stream: int
+    choice: int | None = None  # None: all
 
 
 # gc=False: an output holds no cycles, and the collector should not walk the thousands that live for one turn.
@@ -81,11 +82,31 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Fail(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The stream is over, by an error (`errors.from_wire`)."""
+    """The stream is over, by an error, of which all arrives that a client is told."""
 
     stream: int
     code: str
     message: str
+    param: str | None = None  # of a RequestError
+    retry_after_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT_S)] | None = (
+        None  # of an Unavailable
+    )
+
+    @classmethod
+    def of(cls, stream: int, error: errors.DynamoError) -> "Fail":
+        """The frame that tells this error."""
+        param = error.param if isinstance(error, errors.RequestError) else None
+        retry_after_s = None
+        if isinstance(error, errors.Unavailable):
+            retry_after_s = min(max(0.0, error.retry_after_s), MAX_TIMEOUT_S)
+        return cls(stream, error.code, str(error), param, retry_after_s)
+
+    @property
+    def error(self) -> errors.DynamoError:
+        """The error that this frame tells."""
+        return errors.from_wire(
+            self.code, self.message, param=self.param, retry_after_s=self.retry_after_s
+        )
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=7):

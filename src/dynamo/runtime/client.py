@@ -84,15 +84,18 @@ class EndpointClient:
         among: Collection[int] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
         """Ask `instance_id`, or whom `mode` chooses (`among` these, if given); each instance is tried at most once.
+
+        `on_asked` is told the instance that took it, before anything comes back.
 
         Raises NoWorkers; and WorkerLost if `instance_id` is given and cannot be reached.
         """
         tried: dict[int, errors.WorkerLost] = {}
         while (chosen := self._choose(mode, instance_id, among, tried)) is not None:
             try:
-                return await self._plane.open(
+                stream = await self._plane.open(
                     self._instances[chosen].transport[self._plane.name],
                     self.name.path,
                     body,
@@ -105,7 +108,24 @@ class EndpointClient:
                 if instance_id is not None:
                     raise
                 tried[chosen] = error
+            else:
+                if on_asked is not None:
+                    on_asked(chosen)
+                return stream
         raise self._nobody(instance_id, *tried.values())
+
+    def choose(
+        self,
+        *,
+        mode: Mode = "round-robin",
+        instance_id: int | None = None,
+        among: Collection[int] | None = None,
+    ) -> int:
+        """Whom `open` would ask first; nobody is asked. Raises NoWorkers."""
+        chosen = self._choose(mode, instance_id, among, {})
+        if chosen is None:
+            raise self._nobody(instance_id)
+        return chosen
 
     def report_down(self, instance_id: int) -> None:
         """Ask this one last, for a while."""

@@ -47,6 +47,10 @@ class Stream(Protocol):
         """Stop: the peer is told, and the receiver hears nothing more, not even `ended`. Idempotent."""
         ...
 
+    def cancel_choice(self, index: int) -> None:
+        """Stop one choice of a generation: the peer is told; outputs that are on their way still come. Idempotent."""
+        ...
+
 
 class Call(Protocol):
     """The answering side's handle of one stream.
@@ -72,6 +76,10 @@ class Call(Protocol):
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Call this once if the asker cancels, its connection breaks, or its time is over. Not after finish or fail."""
+        ...
+
+    def on_choice_cancel(self, callback: Callable[[int], None]) -> None:
+        """Call this with its index whenever the asker cancels one choice. Without it they run to their end."""
         ...
 
     def send(self, output: generate.Output) -> None:

@@ -30,6 +30,7 @@ def build(
     created: int,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
+    infill_format: str | None = None,
 ) -> model_card.ModelCard:
     """The card of the model in `directory`, as an engine with these facts serves it. Raises ConfigError."""
     return model_card.ModelCard(
@@ -43,6 +44,7 @@ def build(
             _runtime_config(facts),
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
+            infill_format=infill_format,
         ),
         created=created,
     )
@@ -104,4 +106,5 @@ def _runtime_config(facts: api.EngineFacts) -> model_card.RuntimeConfig:
         data_parallel_size=facts.data_parallel_size,
         supports_logprobs=facts.supports_logprobs,
         max_top_logprobs=facts.max_top_logprobs,
+        supports_prompt_logprobs=facts.supports_prompt_logprobs,
     )

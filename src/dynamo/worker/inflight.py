@@ -23,7 +23,7 @@ _decode = msgspec.msgpack.Decoder(generate.Request).decode
 @dataclass(slots=True)
 class _Entry:
     call: requests.Call
-    choices_left: int
+    choices: set[int]  # that have not ended
     taken_at: float
 
 
@@ -50,13 +50,17 @@ class InFlight:
         taken_at = self._clock.now()
         try:
             request = self._admit(call)
-            self._entry_by_id[request.id] = _Entry(call, request.sampling_options.n, taken_at)
+            self._entry_by_id[request.id] = _Entry(
+                call, set(range(request.sampling_options.n)), taken_at
+            )
             self._submit(request)
         except errors.DynamoError as error:
             self._counts.ended(self._clock.now() - taken_at, error)
             call.fail(error)
         else:
             call.on_cancel(lambda: self._cancelled(request.id))
+            if request.sampling_options.n > 1:
+                call.on_choice_cancel(lambda index: self._choice_cancelled(request.id, index))
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
         """What one engine step brought."""
@@ -66,10 +70,7 @@ class InFlight:
                 continue  # its caller left while the step ran
             entry.call.send(output)
             if output.finish_reason is not None:
-                entry.choices_left -= 1
-                if not entry.choices_left:
-                    self._release(request_id, None)
-                    entry.call.finish()
+                self._choice_ended(request_id, output.index)
 
     def failed(self, request_id: str, error: errors.DynamoError) -> None:
         """The engine gives one request up."""
@@ -104,6 +105,19 @@ class InFlight:
         if request_id in self._entry_by_id:
             self._release(request_id, errors.Cancelled("the caller went away"))
             self._engine.abort(request_id)
+
+    def _choice_cancelled(self, request_id: str, index: int) -> None:
+        entry = self._entry_by_id.get(request_id)
+        if entry is not None and index in entry.choices:
+            self._engine.abort_choice(request_id, index)
+            self._choice_ended(request_id, index)
+
+    def _choice_ended(self, request_id: str, index: int) -> None:
+        entry = self._entry_by_id[request_id]
+        entry.choices.discard(index)
+        if not entry.choices:
+            self._release(request_id, None)
+            entry.call.finish()
 
     def _release(self, request_id: str, error: errors.DynamoError | None) -> _Entry:
         entry = self._entry_by_id.pop(request_id)

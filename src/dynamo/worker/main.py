@@ -94,6 +94,7 @@ def make_host(
             created=int(clock.wall()),
             tool_call_parser=worker.dyn_tool_call_parser,
             reasoning_parser=worker.dyn_reasoning_parser,
+            infill_format=worker.dyn_infill_format,
         )
         loading.load(made, clock)  # what no frontend could read is better refused here than there
         return made

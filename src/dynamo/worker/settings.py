@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import config
+from dynamo.preprocess import infill
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import instances
 from dynamo.runtime import component
@@ -42,6 +43,11 @@ class WorkerConfig(component.RuntimeConfig):
         env="DYN_REASONING_PARSER",
         help="how the model writes reasoning, or none (default: what its chat template speaks of)",
     )
+    dyn_infill_format: str | None = config.option(
+        None,
+        env="DYN_INFILL_FORMAT",
+        help="how the model is asked to fill in between prompt and suffix, or none (default: it cannot)",
+    )
     engine_request_limit: int = config.option(
         1024, help="requests that may run or wait here; more are refused as overload", least=1
     )
@@ -64,7 +70,8 @@ class WorkerConfig(component.RuntimeConfig):
     )
 
     def check(self) -> None:
-        """Raises ConfigError for parsers that are not known."""
+        """Raises ConfigError for parsers and formats that are not known."""
+        infill.check(self.dyn_infill_format)
         formats.check(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
 
     @property

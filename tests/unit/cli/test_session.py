@@ -48,6 +48,9 @@ class Stream:
     def cancel(self):
         self.is_cancelled = True
 
+    def cancel_choice(self, index):
+        raise AssertionError(index)
+
 
 class Endpoint:
     """Says what the test says, at once or never."""

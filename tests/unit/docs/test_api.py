@@ -2,9 +2,14 @@
 
 import pathlib
 import re
+import typing
 
 import msgspec
 import pytest
+from anthropic.types import message_create_params as message_params
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
 from dynamo.protocols import (
     anthropic,
@@ -67,3 +72,23 @@ def test_every_parameter_is_listed_and_what_can_only_be_null_is_refused(title):
     for name, is_null in expected.items():
         if is_null:
             assert listed[name] == "refused", name
+
+
+# What the official clients can send, by the section that says what becomes of it.
+CLIENT_PARAMS = {
+    "POST /v1/chat/completions": chat_params.CompletionCreateParamsStreaming,
+    "POST /v1/completions": completion_params.CompletionCreateParamsStreaming,
+    "POST /v1/responses": response_params.ResponseCreateParamsStreaming,
+    "POST /v1/messages": message_params.MessageCreateParamsStreaming,
+}
+
+
+@pytest.mark.parametrize("title", CLIENT_PARAMS)
+def test_every_parameter_of_the_official_client_has_a_row(title):
+    sent = set(typing.get_type_hints(CLIENT_PARAMS[title]))
+    shared = (
+        told(SHARED) if issubclass(REQUEST_BY_TITLE[title], openai_fields.GenerationFields) else {}
+    )
+
+    assert len(sent) > 10
+    assert sent <= told(title).keys() | shared.keys()

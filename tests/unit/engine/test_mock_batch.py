@@ -159,3 +159,17 @@ def test_every_choice_gets_its_answer_whatever_happens(plan, num_blocks, seqs, b
         assert [bool(o.finish_reason) for o in got] == [False] * (len(got) - 1) + [True]
     assert batch.load().kv_stats.kv_active_blocks == 0
     assert batch.load().worker_stats.num_requests_waiting == 0
+
+
+def test_load_counts_what_is_left_of_prompts():
+    batch = make_batch(budget=16)
+    batch.submit(make_request("a", range(40), max_tokens=2))
+    batch.submit(make_request("b", range(100, 110), max_tokens=2))
+    left = [batch.load().worker_stats.active_prefill_tokens]
+    while batch.has_work:
+        batch.schedule()
+        batch.commit()
+        left.append(batch.load().worker_stats.active_prefill_tokens)
+
+    assert left[:3] == [50, 34, 18]
+    assert left[-1] == 0

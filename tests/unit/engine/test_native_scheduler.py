@@ -278,6 +278,19 @@ def test_load_counts_sequences_and_blocks():
         1,
     )
     assert (load.kv_stats.kv_active_blocks, load.kv_stats.kv_total_blocks) == (6, 64)
+    assert load.worker_stats.active_prefill_tokens == 10  # of the one that waits
+
+
+def test_load_counts_what_is_left_of_prompts_that_were_begun():
+    engine = Engine(num_blocks=64, block_size=4, seqs=2, budget=8)
+    engine.submit("a", range(10), max_tokens=5)
+    engine.submit("b", range(10, 20), max_tokens=5)
+    left = []
+    for _ in range(4):
+        engine.step()
+        left.append(engine.scheduler.load().worker_stats.active_prefill_tokens)
+
+    assert left == [12, 4, 0, 0]
 
 
 def test_clear_forgets_prefixes_and_disturbs_nobody():

@@ -58,6 +58,7 @@ class Worker:
         self.calls = []
         self.requests = []
         self.num_cancelled = 0
+        self.cancelled_choices = []
         self.script = outputs("hello")
 
     async def join(self):
@@ -67,6 +68,7 @@ class Worker:
         self.calls.append(call)
         self.requests.append(_decode(call.body))
         call.on_cancel(self._cancelled)
+        call.on_choice_cancel(self.cancelled_choices.append)
         if callable(self.script):
             self.script(call, self.requests[-1])
             return

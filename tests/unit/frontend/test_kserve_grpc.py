@@ -63,6 +63,17 @@ def request(text="hi", **fields):
     return service_pb2.ModelInferRequest(model_name="m", inputs=[tensor], **fields)
 
 
+def certificate(folder):
+    """A certificate that is its own authority, and its key."""
+    chain, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", chain,
+         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return chain, key
+
+
 async def stream(client, *asked):
     """All results of a stream of requests: (inputs, fields of the request)."""
 
@@ -287,12 +298,7 @@ async def test_a_drained_server_takes_nothing_new(rig, client):
 
 
 async def test_it_speaks_tls_with_the_certificate_of_http(bare, tmp_path):
-    chain, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", chain,
-         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    chain, key = certificate(tmp_path)
     await bare.start(
         kserve_grpc_server=True,
         kserve_grpc_port=0,
@@ -305,6 +311,36 @@ async def test_it_speaks_tls_with_the_certificate_of_http(bare, tmp_path):
         address, ssl=True, root_certificates=str(chain)
     ) as client:
         assert await client.is_server_live()
+
+
+async def test_a_server_that_asks_for_certificates_asks_grpc_clients_too(bare, tmp_path):
+    chain, key = certificate(tmp_path)
+    await bare.start(
+        kserve_grpc_server=True,
+        kserve_grpc_port=0,
+        tls_cert_path=str(chain),
+        tls_key_path=str(key),
+        tls_client_ca_cert_path=str(chain),
+    )
+    address = f"localhost:{bare.frontend.grpc_port}"
+    shown = {"private_key": str(key), "certificate_chain": str(chain)}
+
+    found = []
+    for own in ({}, shown):
+        async with triton.InferenceServerClient(
+            address, ssl=True, root_certificates=str(chain), **own
+        ) as client:
+            try:
+                found.append(await client.is_server_live())
+            except utils.InferenceServerException as error:
+                found.append(error.status())
+
+    assert found == ["StatusCode.UNAVAILABLE", True]
+
+
+async def test_several_processes_need_a_grpc_port_to_share(bare):
+    with pytest.raises(errors.ConfigError, match="--kserve-grpc-port: expected a port that all"):
+        await bare.start(kserve_grpc_server=True, kserve_grpc_port=0, http_workers=2)
 
 
 async def test_a_port_that_is_taken_is_a_sentence(rig, bare):

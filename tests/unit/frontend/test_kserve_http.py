@@ -81,6 +81,17 @@ async def test_generate_stream_tells_piece_by_piece_and_then_why_it_ended(rig):
     assert [one.get("finish_reason") for one in told[-2:]] == [None, "length"]
 
 
+async def test_infer_stream_tells_tensors_piece_by_piece(rig):
+    whole = await infer(rig, tensor(), flag(False), path=INFER + "_stream")
+    answer = await infer(rig, tensor(), flag(True), path=INFER + "_stream", id="7")
+
+    told = events(answer.text)
+    assert "".join(one["outputs"][0]["data"][0] for one in told) == "hello"
+    assert told[-1]["outputs"][1]["data"] == ["length"]
+    assert {one["id"] for one in told} == {"7"}
+    assert whole.json()["outputs"][0]["data"] == ["hello"]
+
+
 @pytest.mark.parametrize("path", ["/v2/models/m/versions/1/infer", INFER])
 async def test_the_one_version_may_be_named(rig, path):
     assert (await infer(rig, path=path)).status_code == 200
@@ -105,7 +116,7 @@ async def test_a_models_name_may_have_slashes(bare):
         ({"inputs": [tensor(shape=[2], data=["a", "b"])]}, "expected BYTES of shape [1]"),
         ({"inputs": [tensor(datatype="FP32", data=[1])]}, "got FP32 of shape [1]"),
         ({"inputs": [tensor(data=[7])]}, "text_input: expected one str, got 7"),
-        ({"inputs": [tensor(), flag(True)]}, "generate_stream (HTTP) stream"),
+        ({"inputs": [tensor(), flag(True)]}, "ModelStreamInfer (gRPC), infer_stream"),
         ({"inputs": [tensor()], "outputs": [{"name": "logits"}]}, "got 'logits'"),
         ({"inputs": [tensor()], "parameters": {"temperature": 9}}, "parameters.temperature"),
         ({"inputs": [tensor()], "parameters": {"warmth": 1}}, "warmth"),
@@ -191,6 +202,13 @@ async def test_without_a_model_the_server_is_not_ready(bare):
 
     assert (await bare.client.get("/v2/health/ready")).status_code == 503
     assert (await bare.client.get("/v2/models/m/ready")).status_code == 503
+
+
+async def test_a_draining_server_is_not_ready(rig):
+    await rig.frontend.drain()
+
+    assert (await rig.client.get("/v2/health/ready")).status_code == 503
+    assert (await infer(rig)).status_code == 503
 
 
 async def test_a_model_that_only_embeds_is_refused(bare):

@@ -31,7 +31,8 @@ def test_raw_elements_are_read_as_tritons_client_writes_them(texts):
 
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=4))
 def test_raw_elements_are_written_as_tritons_client_reads_them(texts):
-    told = {"model_name": "m", "model_version": "1", "text_output": texts}
+    outputs = [{"name": "text_output", "data": texts}]
+    told = {"model_name": "m", "model_version": "1", "outputs": outputs}
 
     response = transcode.response(told, is_raw=True)
 

@@ -53,6 +53,7 @@ async def test_an_answer_whole(rig):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 6,
+            "service_tier": "standard",
         },
     }
     assert rig.one.prompts == ["system: be kind\nuser: hi\n"]
@@ -77,7 +78,7 @@ async def test_a_stream_to_the_byte(rig):
         'event: message_start\ndata: {"type":"message_start","message":{"id":"' + message_id + '",'
         '"type":"message","role":"assistant","model":"m","content":[],"stop_reason":null,'
         '"stop_sequence":null,"usage":{"input_tokens":5,"cache_creation_input_tokens":0,'
-        '"cache_read_input_tokens":4,"output_tokens":0}}}\n\n'
+        '"cache_read_input_tokens":4,"output_tokens":0,"service_tier":"standard"}}}\n\n'
         'event: content_block_start\ndata: {"type":"content_block_start","index":0,'
         '"content_block":{"type":"text","text":""}}\n\n'
         + start + '"a"}}\n\n' + start + '"\\""}}\n\n' + start + '"b"}}\n\n'
@@ -123,7 +124,7 @@ async def test_all_counts_agree(rig):
     assert counted == {"input_tokens": 19}
     assert whole["input_tokens"] == 19
     assert found[0][1]["message"]["usage"]["input_tokens"] == 19
-    assert found[-2][1]["usage"] == whole
+    assert found[-2][1]["usage"] | {"service_tier": "standard"} == whole
 
 
 async def test_a_prompt_beyond_the_context_can_be_counted(rig):

@@ -1,7 +1,10 @@
-"""Start, drain, stop."""
+"""Start, drain, stop; certificates."""
 
 import asyncio
+import ssl
+import subprocess
 
+import httpx
 import pytest
 from frontend_rig import outputs
 
@@ -73,8 +76,62 @@ async def test_a_port_in_use_is_a_config_error(rig):
     [
         ({"tls_cert_path": "x"}, "both or neither"),
         ({"tls_cert_path": "/none", "tls_key_path": "/none"}, "PEM"),
+        ({"tls_client_ca_cert_path": "/none"}, "add --tls-cert-path"),
     ],
 )
 async def test_settings_that_cannot_be_are_refused(bare, settings, words):
     with pytest.raises(errors.ConfigError, match=words):
         await bare.start(**settings)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    """An authority, a server and a client that it knows, and one that it does not."""
+    folder = tmp_path_factory.mktemp("certificates")
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+
+    def make(name, *flags):
+        paths = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]
+        subprocess.run(
+            ["openssl", "req", "-x509", *new_key, *paths, *flags],
+            cwd=folder, check=True, capture_output=True,
+        )  # fmt: skip
+
+    make("authority")
+    signed = ["-CA", "authority.pem", "-CAkey", "authority.key"]
+    make("server", *signed, "-addext", "subjectAltName=IP:127.0.0.1")
+    make("client", *signed)
+    make("stranger")
+    return folder
+
+
+async def live(rig, certificates, name):
+    """Ask with the certificate of this name."""
+    trust = ssl.create_default_context(cafile=str(certificates / "authority.pem"))
+    if name is not None:
+        trust.load_cert_chain(certificates / f"{name}.pem", certificates / f"{name}.key")
+    async with httpx.AsyncClient(verify=trust) as client:
+        return await client.get(rig.frontend.url + "/live")
+
+
+def with_certificates(folder, authority="authority.pem"):
+    return {
+        "tls_cert_path": str(folder / "server.pem"),
+        "tls_key_path": str(folder / "server.key"),
+        "tls_client_ca_cert_path": str(folder / authority),
+    }
+
+
+async def test_only_clients_whose_certificate_the_authority_has_signed_come_in(bare, certificates):
+    await bare.start(**with_certificates(certificates))
+    answer = await live(bare, certificates, "client")
+
+    assert answer.status_code == 200
+    for name in ("stranger", None):
+        with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError, httpx.ConnectError)):
+            await live(bare, certificates, name)
+
+
+async def test_an_authority_that_cannot_be_read_is_told(bare, certificates):
+    with pytest.raises(errors.ConfigError, match="--tls-client-ca-cert-path"):
+        await bare.start(**with_certificates(certificates, "missing.pem"))

@@ -40,7 +40,7 @@ async def test_a_chat_stream_to_the_byte(rig):
     head = json.loads(answer.text.partition("\n\n")[0].removeprefix("data: "))
     start = (
         f'data: {{"id":"{head["id"]}","object":"chat.completion.chunk","created":{head["created"]},'
-        '"model":"m","system_fingerprint":null,"choices":[{"index":0,"delta":'
+        f'"model":"m","system_fingerprint":"{head["system_fingerprint"]}","choices":[{{"index":0,"delta":'
     )
 
     assert head["id"].startswith("chatcmpl-")
@@ -59,7 +59,7 @@ async def test_a_completion_stream_to_the_byte(rig):
     head = json.loads(answer.text.partition("\n\n")[0].removeprefix("data: "))
     start = (
         f'data: {{"id":"{head["id"]}","object":"text_completion","created":{head["created"]},'
-        '"model":"m","system_fingerprint":null,"choices":[{"index":0,"text":'
+        f'"model":"m","system_fingerprint":"{head["system_fingerprint"]}","choices":[{{"index":0,"text":'
     )
 
     assert head["id"].startswith("cmpl-")

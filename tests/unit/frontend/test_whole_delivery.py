@@ -20,7 +20,7 @@ async def test_a_chat_answer_whole(rig):
     assert body == {
         "object": "chat.completion",
         "model": "m",
-        "system_fingerprint": None,
+        "system_fingerprint": body["system_fingerprint"],
         "choices": [
             {
                 "index": 0,
@@ -150,3 +150,16 @@ async def test_an_answer_that_takes_too_long_is_a_504(bare):
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline_exceeded"
     assert worker.num_cancelled == 1
+
+
+async def test_a_choice_that_we_end_ends_at_the_engine_too(rig):
+    rig.one.script = outputs("aXbb", None, 1)
+    asked = rig.start_task(rig.complete(prompt=["p", "q"], n=2, stop="X"))
+    await rig.until(lambda: rig.one.cancelled_choices == [1, 1])
+    for call in rig.one.calls:
+        for output in outputs("cc"):
+            call.send(output)
+    body = (await asked).json()
+    await rig.until(lambda: rig.one.num_cancelled == 2)
+
+    assert [choice["text"] for choice in body["choices"]] == ["cc", "a", "cc", "a"]

@@ -210,3 +210,73 @@ async def test_any_chat_is_prepared_or_refused(any_model, messages, fields):
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(prepared.request), type=generate.Request)
 
     assert again == prepared.request
+
+
+async def test_a_raw_prompt_passes_by_the_template(byte_level_model, byte_level):
+    prepared = await byte_level_model.chat(chat(nvext={"use_raw_prompt": True}), "r")
+
+    assert prepared.prompt == "Hi"
+    assert prepared.request.token_ids == byte_level.encode_now(["Hi"], add_special_tokens=True)[0]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+        [{"role": "assistant", "content": None}],
+    ],
+)
+async def test_a_raw_prompt_is_one_message_with_a_text(byte_level_model, messages):
+    with pytest.raises(errors.InvalidRequest, match="one message with a text") as caught:
+        await byte_level_model.chat(chat(messages=messages, nvext={"use_raw_prompt": True}), "r")
+
+    assert caught.value.param == "nvext.use_raw_prompt"
+
+
+async def test_tokens_that_were_made_elsewhere_are_the_prompt(byte_level_model):
+    given = {"nvext": {"token_data": [5, 6, 7]}}
+    one = await byte_level_model.chat(chat(**given), "r")
+    (other,) = await byte_level_model.completion(completion("x", **given), "r")
+
+    assert one.request.token_ids == other.request.token_ids == blocks.pack([5, 6, 7])
+    assert one.prompt == byte_level_model.write_text([5, 6, 7])
+    assert other.prompt is None
+
+
+@pytest.mark.parametrize("make", ["chat", "completion"])
+async def test_a_token_that_does_not_exist_is_named(byte_level_model, make):
+    request = {"chat": chat, "completion": lambda **f: completion("x", **f)}[make]
+    with pytest.raises(errors.InvalidRequest, match="token ids from 0 to") as caught:
+        await getattr(byte_level_model, make)(request(nvext={"token_data": [10**6]}), "r")
+
+    assert caught.value.param == "nvext.token_data"
+
+
+async def test_an_effort_is_told_to_the_template_and_its_own_words_count_more(byte_level):
+    model = made_of(byte_level, "{{ reasoning_effort }} {{ enable_thinking }}")
+    told = await model.chat(chat(reasoning_effort="low"), "r")
+    over = await model.chat(
+        chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}), "r"
+    )
+
+    assert told.prompt == "low True"
+    assert over.prompt == "low False"
+
+
+async def test_hints_go_to_the_engine(byte_level_model):
+    hints = {"agent_hints": {"priority": 2, "osl": 9}, "session_control": {"session_id": "s"}}
+    request = (await byte_level_model.chat(chat(nvext=hints), "r")).request
+
+    assert (request.priority, request.expected_output_tokens, request.session_id) == (2, 9, "s")
+
+
+async def test_to_choose_the_best_takes_log_probabilities(byte_level_model):
+    (best,) = await byte_level_model.completion(completion("x", best_of=3, n=2), "r")
+    (scored,) = await byte_level_model.completion(
+        completion("x", echo=True, logprobs=2, max_tokens=0), "r"
+    )
+
+    assert best.request.sampling_options.n == 3
+    assert best.request.output_options == generate.OutputOptions(logprobs=0)
+    assert scored.request.output_options == generate.OutputOptions(logprobs=2, prompt_logprobs=2)
+    assert scored.request.stop_conditions.max_tokens == 1

@@ -234,3 +234,11 @@ def test_counting_needs_no_length_and_refuses_what_does_not_count():
     assert anthropic.decode_count(json.dumps(body).encode()).model == "m"
     with pytest.raises(errors.InvalidRequest, match="max_tokens"):
         anthropic.decode_count(json.dumps(LEAST).encode())
+
+
+def test_an_effort_is_the_chats_and_keeps_its_name():
+    request = anthropic_blocks.chat_of(decode(output_config={"effort": "low"}))
+
+    assert request.reasoning_effort == "low"
+    assert request.effort_param == "output_config.effort"
+    assert anthropic_blocks.chat_of(decode()).reasoning_effort is None

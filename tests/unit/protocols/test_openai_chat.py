@@ -56,6 +56,8 @@ def test_what_is_not_said_has_its_default():
         {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": True, "stop": []},
         {"temperature": 2, "top_p": 0, "n": 128, "top_k": -1, "presence_penalty": -2, "seed": -1},
         {"logit_bias": {"5": 100, "6": -100}, "stop": ["a", "b", "c", "d"], "max_tokens": 1},
+        {"prediction": {"type": "content", "content": "x"}, "verbosity": "medium"},
+        {"nvext": {"backend_instance_id": 7, "decode_worker_id": 7, "extra_fields": ["timing"]}},
         {"nvext": {"top_k": 5, "annotations": ["request_id"], "backend_instance_id": 7}},
     ],
 )
@@ -148,7 +150,19 @@ def test_keys_of_logit_bias_are_token_ids():
         ("audio", {}, "audio: not supported; leave it out"),
         ("guided_json", {}, "guided_json: not supported; leave it out"),
         ("web_search_options", {}, "web_search_options: not supported; leave it out"),
-        ("prediction", {}, "prediction: not supported; leave it out"),
+        (
+            "reasoning_effort",
+            "huge",
+            "reasoning_effort: expected 'high' or 'low' or 'max' or 'medium' or 'minimal' or 'none' "
+            "or 'xhigh', got a string ('huge')",
+        ),
+        ("verbosity", "low", "verbosity: expected 'medium', got a string ('low')"),
+        ("moderation", {}, "moderation: not supported; leave it out"),
+        (
+            "return_tokens_as_token_ids",
+            True,
+            "return_tokens_as_token_ids: only allowed with logprobs",
+        ),
         ("foo", 1, "Unsupported parameter(s): `foo`"),
     ],
 )
@@ -170,8 +184,48 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_what_came(field, valu
         (
             {"nvext": {"annotations": ["a"]}},
             "nvext.annotations[0]",
-            "nvext.annotations[0]: expected 'formatted_prompt' or 'request_id' or 'token_ids', "
-            "got a string ('a')",
+            "nvext.annotations[0]: expected 'formatted_prompt' or 'llm_metrics' or 'query_instance_id' "
+            "or 'request_id' or 'token_ids', got a string ('a')",
+        ),
+        (
+            {"prediction": {"type": "x", "content": ""}},
+            "prediction.type",
+            "prediction.type: expected 'content', got a string ('x')",
+        ),
+        (
+            {"nvext": {"extra_fields": ["engine_data"]}},
+            "nvext.extra_fields[0]",
+            "nvext.extra_fields[0]: expected 'timing' or 'worker_id', got a string ('engine_data')",
+        ),
+        (
+            {"nvext": {"annotations": ["query_instance_id"]}},
+            "nvext.annotations",
+            "nvext.annotations: the answer to query_instance_id is a stream; expected stream to be true",
+        ),
+        (
+            {"nvext": {"backend_instance_id": 1, "decode_worker_id": 2}},
+            "nvext.decode_worker_id",
+            "nvext.decode_worker_id: expected the same as nvext.backend_instance_id, 1, got 2",
+        ),
+        (
+            {"nvext": {"session_control": {"session_id": "s", "action": "open"}}},
+            "nvext.session_control.action",
+            "nvext.session_control.action: expected 'bind', got a string ('open')",
+        ),
+        (
+            {"nvext": {"agent_hints": {"speculative_prefill": True}}},
+            "nvext.agent_hints.speculative_prefill",
+            "nvext.agent_hints.speculative_prefill: not supported; leave it out",
+        ),
+        (
+            {"nvext": {"max_thinking_tokens": -5}},
+            "nvext.max_thinking_tokens",
+            "nvext.max_thinking_tokens: expected a whole number from 0 to 4294967295, got -5",
+        ),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "stream_options.continuous_usage_stats: only allowed when include_usage is true",
         ),
         ({"stop": ["a", 1]}, "stop[1]", "stop[1]: expected a string of at most 1024 characters, got 1"),
         (
@@ -324,3 +378,19 @@ def test_a_body_cut_or_spoiled_anywhere_is_a_request_or_invalid(cut, junk):
 
     assert is_request_or_invalid(whole[:cut] + junk + whole[cut:])
     assert is_request_or_invalid(whole[:cut])
+
+
+def test_a_priority_at_the_root_is_vllms_and_counts_more():
+    hints = {"agent_hints": {"priority": 7}}
+
+    assert decode(nvext=hints).urgency == 7
+    assert decode(nvext=hints, priority=3).urgency == -3
+    assert decode().urgency == 0
+
+
+def test_the_session_is_named_by_its_control_or_else_by_its_context():
+    control, context = {"session_id": "a"}, {"session_id": "b", "trajectory_final": True}
+
+    assert decode(nvext={"session_control": control, "agent_context": context}).session_id == "a"
+    assert decode(nvext={"agent_context": context}).session_id == "b"
+    assert decode().session_id is None

@@ -41,14 +41,23 @@ def test_a_prompt_has_four_forms(prompt, prompts):
         (
             {"prompt": ["a"] * 2049},
             "prompt",
-            "at most 2048 answers to all prompts together, got 2049 prompts and n=1",
+            "at most 2048 answers to all prompts together, got 2049 prompts and n (or best_of) of 1",
         ),
-        ({"prompt": [[1]] * 20, "n": 128}, "prompt", "got 20 prompts and n=128"),
+        ({"prompt": [[1]] * 20, "n": 128}, "prompt", "got 20 prompts and n (or best_of) of 128"),
         ({"logprobs": 6}, "logprobs", "from 0 to 5, got 6"),
         ({"logprobs": True}, "logprobs", "got true"),
-        ({"logprobs": 0, "echo": True}, "logprobs", "not supported together with echo"),
-        ({"best_of": 2}, "best_of", "expected 1, got 2"),
-        ({"suffix": "s"}, "suffix", "not supported"),
+        ({"prompt": ["a"] * 120, "best_of": 20}, "prompt", "n (or best_of) of 20"),
+        ({"best_of": 21}, "best_of", "from 1 to 20, got 21"),
+        ({"best_of": 2, "n": 3}, "best_of", "at least n, which is 3, got 2"),
+        ({"best_of": 2, "stream": True}, "best_of", "expected n or nothing when stream is true"),
+        ({"max_tokens": 0}, "max_tokens", "0 is only allowed with echo"),
+        (
+            {"prompt": ["a", "b"], "nvext": {"token_data": [1]}},
+            "nvext.token_data",
+            "got 2 in prompt",
+        ),
+        ({"nvext": {"token_data": []}}, "nvext.token_data", "a list"),
+        ({"suffix": "s", "echo": True}, "suffix", "not supported together with echo"),
         ({"messages": []}, "messages", "Unsupported parameter(s): `messages`"),
     ],
 )
@@ -66,7 +75,14 @@ def test_a_missing_prompt_is_named():
 
 
 @pytest.mark.parametrize(
-    "harmless", [{"best_of": 1}, {"suffix": None}, {"echo": True}, {"logprobs": 5}]
+    "harmless",
+    [
+        {"best_of": 1, "stream": True},
+        {"best_of": 20, "n": 2},
+        {"suffix": None},
+        {"echo": True, "max_tokens": 0},
+        {"logprobs": 0, "echo": True},
+    ],
 )
 def test_what_can_be_honoured_or_asks_for_nothing_is_taken(harmless):
     assert decode(**harmless).prompts == ["x"]
@@ -91,3 +107,11 @@ def test_any_prompt_is_taken_or_invalid(prompt):
         return
 
     assert prompts in ([prompt], prompt)
+
+
+def test_tokens_that_were_made_elsewhere_stand_for_the_prompt():
+    request = decode(nvext={"token_data": [1, 2]})
+
+    assert request.prompts == [[1, 2]]
+    assert request.prompt_param == "nvext.token_data"
+    assert decode(prompt=[5, 6], nvext={"token_data": [1]}).prompts == [[1]]

@@ -42,7 +42,8 @@ def test_what_can_be_honoured_or_asks_for_nothing_is_taken(harmless):
         ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "'text', got a string ('json_object')"),
         ({"truncation": "auto"}, "truncation", "'disabled'"),
-        ({"reasoning": {"effort": "low"}}, "reasoning", "not supported"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "not supported"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
         ({"top_logprobs": 2}, "top_logprobs", "0, got 2"),
         ({"stream_options": {}}, "stream_options", "stream is true"),
         (

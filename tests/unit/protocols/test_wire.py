@@ -31,10 +31,10 @@ frames = st.one_of(
         st.dictionaries(texts, texts, max_size=3),
         st.none() | st.floats(0.001, wire.MAX_TIMEOUT_S),
     ),
-    st.builds(wire.Cancel, numbers),
+    st.builds(wire.Cancel, numbers, st.none() | numbers),
     st.builds(wire.Step, items, st.lists(numbers, max_size=3).map(tuple)),
     st.builds(wire.Reply, numbers, raws),
-    st.builds(wire.Fail, numbers, texts, texts),
+    st.builds(wire.Fail, numbers, texts, texts, st.none() | texts, st.none() | st.floats(0, 1e8)),
     st.builds(wire.Goodbye, texts),
     st.builds(wire.Ping, numbers),
     st.builds(wire.Pong, numbers),
@@ -105,10 +105,38 @@ def test_a_time_limit_must_be_one(timeout_s):
 
 
 def test_a_newer_peer_may_append_fields():
-    assert wire.decode(msgspec.msgpack.encode([3, 7, "new"])) == wire.Cancel(7)
+    assert wire.decode(msgspec.msgpack.encode([3, 7, None, "new"])) == wire.Cancel(7)
 
 
 def test_a_token_costs_few_bytes():
     step = wire.Step((wire.StepItem(1, generate.Output((5,))),) * 100)
 
     assert len(wire.encode(step)) < 100 * 15
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidRequest("bad", param="logit_bias"),
+        errors.InvalidRequest("bad"),
+        errors.Overloaded("busy", retry_after_s=7.5),
+        errors.NoWorkers("none", retry_after_s=-1.0),
+        errors.EngineFailed("boom"),
+    ],
+)
+def test_all_that_a_client_is_told_of_an_error_crosses_the_wire(error):
+    (frame,) = wire.FrameReader().feed(wire.encode(wire.Fail.of(3, error)))
+    arrived = frame.error
+
+    assert (type(arrived), str(arrived)) == (type(error), str(error))
+    assert getattr(arrived, "param", None) == getattr(error, "param", None)
+    if isinstance(error, errors.Unavailable):
+        assert arrived.retry_after_s == max(0.0, error.retry_after_s)
+
+
+def test_an_error_of_a_peer_that_tells_less_is_still_an_error():
+    old = msgspec.msgpack.encode([6, 3, "overloaded", "busy"])
+    arrived = wire.decode(old).error
+
+    assert type(arrived) is errors.Overloaded
+    assert arrived.retry_after_s == 1.0

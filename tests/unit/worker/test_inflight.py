@@ -61,6 +61,27 @@ def test_a_call_ends_when_all_its_choices_ended(table):
     assert call.num_finished == 1
 
 
+def test_a_choice_that_is_cancelled_ends_at_the_engine_and_counts_as_ended(table, engine):
+    call = take(table, make_request(n=2))
+    call.cancel_choice(1)
+    call.cancel_choice(1)
+    assert (engine.aborted, call.num_finished) == ([("r", 1)], 0)
+
+    table.outputs([output(end=END, index=0)])
+    call.cancel_choice(0)
+
+    assert engine.aborted == [("r", 1)]
+    assert call.num_finished == 1
+
+
+def test_a_choice_that_ended_as_it_was_cancelled_is_counted_once(table, engine):
+    call = take(table, make_request(n=2))
+    table.outputs([output(end=END, index=1)])
+    call.cancel_choice(1)
+
+    assert (engine.aborted, call.num_finished, len(table)) == ([], 0, 1)
+
+
 def test_a_caller_that_leaves_stops_the_engine_and_hears_nothing_more(table, engine):
     call = take(table)
     call.cancel()

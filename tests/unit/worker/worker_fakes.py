@@ -55,6 +55,9 @@ class FakeEngine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
+    def abort_choice(self, request_id: str, index: int) -> None:
+        self.aborted.append((request_id, index))
+
     def load(self) -> load.ForwardPassMetrics:
         return make_load(len(self.submitted) - len(self.aborted))
 
@@ -76,9 +79,13 @@ class FakeCall:
         self.error: Exception | None = None
         self.num_finished = 0
         self.cancel = lambda: None
+        self.cancel_choice = None
 
     def on_cancel(self, callback) -> None:
         self.cancel = callback
+
+    def on_choice_cancel(self, callback) -> None:
+        self.cancel_choice = callback
 
     def send(self, output: generate.Output) -> None:
         self.sent.append(output)

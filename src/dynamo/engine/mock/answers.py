@@ -62,6 +62,15 @@ class Cycle:
             stop_reason=None if is_eos else token,
         )
 
+    def prompt_logprobs(
+        self, request: generate.Request
+    ) -> tuple[generate.TokenLogprobs, ...] | None:
+        """Of each token of the prompt but the first, if asked for; as likely as those of an answer."""
+        num = request.output_options.prompt_logprobs
+        if num is None:
+            return None
+        return (self._logprobs(num),) * (request.prompt_len - 1)
+
     def _find(self, stops: frozenset[int], start: int, first: int, last: int) -> int | None:
         """The first position in an answer, `first` to `last` (counted from 1), of a token that ends it."""
         if not stops:
@@ -72,12 +81,13 @@ class Cycle:
 
     def _prepare(self, index: int, num_logprobs: int | None) -> tuple[generate.Output, ...]:
         """The output for each token. All are equally likely, and the log probabilities say so."""
-        logprob = -math.log(len(self))
-        logprobs = None
-        if num_logprobs is not None:
-            top = tuple(generate.TopLogprob(t, logprob) for t in self.token_ids[:num_logprobs])
-            logprobs = (generate.TokenLogprobs(logprob, top),)
+        logprobs = None if num_logprobs is None else (self._logprobs(num_logprobs),)
         return tuple(
             generate.Output(token_ids=(token,), index=index, logprobs=logprobs)
             for token in self.token_ids
         )
+
+    def _logprobs(self, num: int) -> generate.TokenLogprobs:
+        logprob = -math.log(len(self))
+        top = tuple(generate.TopLogprob(token_id, logprob) for token_id in self.token_ids[:num])
+        return generate.TokenLogprobs(logprob, top)

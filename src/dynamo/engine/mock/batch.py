@@ -83,6 +83,15 @@ class Batch:
         for choice in self._open.pop(request_id, ()):
             self._leave(choice)
 
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """End one choice at once. An unknown one is no error."""
+        choices = self._open.get(request_id, [])
+        for choice in [one for one in choices if one.index == index]:
+            self._end(choice)
+            if not choice.num_output:  # the next one leads
+                for other in choices:
+                    other.leader = choices[0] if other is not choices[0] else None
+
     def clear(self) -> None:
         """Forget all reusable prefixes."""
         self._memory.pool.clear()
@@ -98,6 +107,10 @@ class Batch:
                 request_active_slots=len(self._prefilling) + len(self._decoding),
                 request_total_slots=self._limits.max_num_seqs,
                 num_requests_waiting=len(self._waiting),
+                active_prefill_tokens=sum(
+                    choice.num_tokens - choice.num_computed
+                    for choice in (*self._prefilling, *self._waiting)
+                ),
             ),
             kv_stats=load.KvStats(
                 kv_active_blocks=self._memory.pool.num_active,
@@ -210,7 +223,11 @@ class Batch:
         answer = choice.answer
         output = choice.outputs[(answer.start + choice.num_output - 1) % len(choice.outputs)]
         if choice.num_output == 1 and choice.leader is None:
-            output = msgspec.structs.replace(output, cached_tokens=choice.num_cached)
+            output = msgspec.structs.replace(
+                output,
+                cached_tokens=choice.num_cached,
+                prompt_logprobs=self._cycle.prompt_logprobs(choice.request),
+            )
         if choice.num_output == answer.length:
             output = msgspec.structs.replace(
                 output, finish_reason=answer.finish_reason, stop_reason=answer.stop_reason

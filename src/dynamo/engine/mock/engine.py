@@ -87,6 +87,10 @@ class MockEngine:
         """Free its blocks now."""
         self._batch.abort(request_id)
 
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """Free its blocks now."""
+        self._batch.abort_choice(request_id, index)
+
     def load(self) -> load.ForwardPassMetrics:
         """As of now."""
         return self._batch.load()

@@ -53,6 +53,10 @@ class NativeEngine:
         """Silent from now on; its blocks are free before the next step."""
         self._started.abort(request_id)
 
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """The same of one choice."""
+        self._started.abort_choice(request_id, index)
+
     def load(self) -> load.ForwardPassMetrics:
         """As of the last step."""
         return self._started.loop.load
@@ -98,10 +102,10 @@ class NativeEngine:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended, and how many of its choices have not."""
+    """A request that has not ended, and which of its choices have not."""
 
     request: generate.Request
-    num_choices: int
+    choices: set[int]
 
 
 class _Running:
@@ -125,12 +129,19 @@ class _Running:
         refusal.check(request, self.facts, vocab_size=self._vocab_size)
         if request.id in self._open:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
-        self._open[request.id] = _Open(request, request.sampling_options.n)
+        self._open[request.id] = _Open(request, set(range(request.sampling_options.n)))
         self.loop.submit(request)
 
     def abort(self, request_id: str) -> None:
         if self._open.pop(request_id, None):
             self.loop.abort(request_id)
+
+    def abort_choice(self, request_id: str, index: int) -> None:
+        found = self._open.get(request_id)
+        if found is None or index not in found.choices:
+            return
+        self.loop.abort_choice(request_id, index)
+        self._close(found, index)
 
     def stop(self) -> None:
         self._is_silent = True
@@ -161,11 +172,16 @@ class _Running:
     def _is_awaited(self, request: generate.Request, output: generate.Output) -> bool:
         """Whether somebody waits for this output; the last one of a request closes it."""
         found = self._find(request)
-        if found is not None and output.finish_reason is not None:
-            found.num_choices -= 1
-            if not found.num_choices:
-                del self._open[request.id]
-        return found is not None
+        if found is None or output.index not in found.choices:
+            return False
+        if output.finish_reason is not None:
+            self._close(found, output.index)
+        return True
+
+    def _close(self, found: _Open, index: int) -> None:
+        found.choices.discard(index)
+        if not found.choices:
+            del self._open[found.request.id]
 
     def _find(self, request: generate.Request) -> "_Open | None":
         """None if it was aborted, even if its id is in use again."""

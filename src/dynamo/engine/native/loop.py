@@ -67,6 +67,10 @@ class EngineLoop:
         """End it before the next step."""
         self._commands.put(functools.partial(self._abort, request_id))
 
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """End one choice of it before the next step."""
+        self._commands.put(functools.partial(self._abort_choice, request_id, index))
+
     def clear(self, done: abc.Callable[[], None]) -> None:
         """Forget all reusable prefixes, then call `done` (in the thread)."""
         self._commands.put(functools.partial(self._clear, done))
@@ -84,6 +88,9 @@ class EngineLoop:
 
     def _abort(self, request_id: str) -> None:
         self._forget(self._scheduler.abort(request_id))
+
+    def _abort_choice(self, request_id: str, index: int) -> None:
+        self._forget(self._scheduler.abort_choice(request_id, index))
 
     def _clear(self, done: abc.Callable[[], None]) -> None:
         self._deliver(self._scheduler.clear())

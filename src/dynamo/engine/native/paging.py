@@ -79,7 +79,7 @@ class Paging:
         return self._pool.take_events()
 
     def _match(self, sequence: Sequence) -> list[int]:
-        if not self.prefix_caching:
+        if not self.prefix_caching or sequence.wants_prompt_logprobs:
             return []
         self._hash(sequence)
         num_usable = (len(sequence.token_ids) - 1) // self.block_size

@@ -6,12 +6,20 @@ Weights, cache and arithmetic share one type: on a CPU 32 bits, elsewhere the ch
 """
 
 from collections import abc
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from dynamo.base import errors
-from dynamo.engine.native import attention, encoder_config, kv_cache, sampler, weights
+from dynamo.engine.native import (
+    attention,
+    encoder_config,
+    kv_cache,
+    prompt_scores,
+    sampler,
+    weights,
+)
 from dynamo.engine.native import config as configs
 from dynamo.engine.native.models.decoder import Decoder
 from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
@@ -78,11 +86,13 @@ class Runner:
         reachable = min(self.config.max_context, num_blocks * block_size)
         self._cos, self._sin = self.config.rope.tables(reachable, dtype=kind, device=device)
         self._sampler = sampler.Sampler()
+        self._prompts = prompt_scores.PromptScores()
 
     def run(self, chunks: abc.Sequence[Chunk]) -> list[Sampled | errors.DynamoError | None]:
         """Compute these chunks; one answer per chunk: None where it does not sample, an error where it cannot."""
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
-        drawn = iter(self._sampler.sample(self.logits(chunks), sequences))
+        found = self._sampler.sample(self.logits(chunks), sequences)
+        drawn = iter(map(self._prompts.tell, sequences, found))
         return [next(drawn) if chunk.samples else None for chunk in chunks]
 
     def logits(self, chunks: abc.Sequence[Chunk]) -> torch.Tensor:
@@ -91,6 +101,10 @@ class Runner:
             batch = attention.Batch(self._cache, chunks)
             cos, sin = (x.index_select(0, batch.positions) for x in (self._cos, self._sin))
             hidden = self._decoder.hidden(batch.token_ids, cos, sin, batch)
+            for last, chunk in zip(batch.last_rows, chunks, strict=True):
+                if chunk.sequence.wants_prompt_logprobs:
+                    first = last - chunk.num_tokens + 1
+                    self._prompts.read(chunk, first, partial(self._logits_of, hidden))
             ends = [
                 row for row, chunk in zip(batch.last_rows, chunks, strict=True) if chunk.samples
             ]
@@ -99,6 +113,7 @@ class Runner:
     def forget(self, sequence: Sequence) -> None:
         """Drop what sampling remembers of a sequence that has ended. An unknown one is no error."""
         self._sampler.forget(sequence)
+        self._prompts.forget(sequence)
 
     def _logits_of(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         padded = rows + [0] * (attention.padded_rows(len(rows)) - len(rows))

@@ -24,6 +24,7 @@ import torch
 import xxhash
 
 from dynamo.base import errors
+from dynamo.engine.native import thinking
 from dynamo.engine.native.sequence import Sampled, Sequence
 from dynamo.protocols import generate
 
@@ -67,8 +68,11 @@ class Drawing:
             options.presence_penalty,
         )
         self.has_penalties = self.penalties != (1.0, 0.0, 0.0)
+        limit = sequence.request.thinking
+        self.thoughts = thinking.ThoughtWatch(sequence, limit) if limit else None
         self.is_adjusted = (
             self.has_penalties
+            or self.thoughts is not None
             or bool(options.logit_bias)
             or bool(self.min_tokens and self.ending_ids)
         )
@@ -309,6 +313,9 @@ def _ban_and_bias(logits: torch.Tensor, drawing: Drawing) -> None:
         logits.index_add_(0, token_ids, logits.new_tensor(list(bias.values())))
     if banned := drawing.banned_ids:
         logits[banned] = -torch.inf
+    if drawing.thoughts is not None and (forced := drawing.thoughts.forced_id()) is not None:
+        logits.fill_(-torch.inf)
+        logits[forced] = 0.0
 
 
 def _logprobs(
@@ -318,17 +325,24 @@ def _logprobs(
     wanted = {i: d.num_logprobs for i, d in enumerate(drawings) if d.num_logprobs is not None}
     if not wanted:
         return {}
-    logprobs = _rows(logits, list(wanted)).log_softmax(-1)
-    chosen_ids = torch.tensor([[token_ids[i]] for i in wanted], device=logits.device)
+    rows = list(wanted)
+    found = report(_rows(logits, rows), [token_ids[i] for i in rows], list(wanted.values()))
+    return dict(zip(rows, found, strict=True))
+
+
+def report(
+    logits: torch.Tensor, token_ids: Row[int], nums: Row[int]
+) -> list[generate.TokenLogprobs]:
+    """For each row of logits [rows, vocabulary] how likely this token is, and its `nums` likeliest."""
+    logprobs = logits.log_softmax(-1)
+    chosen_ids = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
     chosen = logprobs.gather(1, chosen_ids).squeeze(1).tolist()
-    top = logprobs.topk(min(max(wanted.values()), logits.shape[1]))
+    top = logprobs.topk(min(max(nums), logits.shape[1]))
     alternatives = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return {
-        i: generate.TokenLogprobs(logprob, tuple(map(generate.TopLogprob, ids[:num], values[:num])))
-        for (i, num), logprob, (ids, values) in zip(
-            wanted.items(), chosen, alternatives, strict=True
-        )
-    }
+    return [
+        generate.TokenLogprobs(logprob, tuple(map(generate.TopLogprob, ids[:num], values[:num])))
+        for num, logprob, (ids, values) in zip(nums, chosen, alternatives, strict=True)
+    ]
 
 
 def _rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -121,6 +121,19 @@ class Scheduler:
             self._leave(sequence)
         return group.open
 
+    def abort_choice(self, request_id: str, index: int) -> list[Sequence]:
+        """End one choice of a request at once; its sequence is returned. An unknown one is no error."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return []
+        found = [one for one in group.open if one.index == index]
+        for sequence in found:
+            self._end(sequence, group)
+            if not sequence.num_output:  # the next one leads
+                for other in group.open:
+                    other.leader = group.open[0] if other is not group.open[0] else None
+        return found
+
     def clear(self) -> StepResult:
         """Forget all reusable prefixes."""
         self._paging.clear()
@@ -167,6 +180,7 @@ class Scheduler:
                 request_active_slots=len(self._running),
                 request_total_slots=self._limits.max_num_seqs,
                 num_requests_waiting=len(self._waiting),
+                active_prefill_tokens=self._num_prefill_tokens(),
             ),
             kv_stats=load.KvStats(
                 kv_active_blocks=self._paging.num_active,
@@ -174,6 +188,11 @@ class Scheduler:
                 gpu_prefix_cache_hit_rate=hit_rate,
             ),
         )
+
+    def _num_prefill_tokens(self) -> int:
+        """Of prompts; a running sequence whose prompt is done has one token left to compute, which is none of them."""
+        unfinished = (n for s in self._running if (n := _num_uncomputed(s)) > 1)
+        return sum(unfinished) + sum(map(_num_uncomputed, self._waiting))
 
     def _decode(self) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -199,7 +218,7 @@ class Scheduler:
             i < len(self._waiting) and num_left and len(self._running) < self._limits.max_num_seqs
         ):
             sequence = self._waiting[i]
-            if self._paging.prefix_caching and _is_ahead(sequence.leader):
+            if self._must_follow(sequence):
                 i += 1
                 continue
             if not self._paging.admit(sequence, keep_free=self._keep_free if self._running else 0):
@@ -208,6 +227,14 @@ class Scheduler:
             bisect.insort(self._running, sequence, key=_rank)
             self._count_cached(sequence)
             num_left -= _add_chunk(chunks, sequence, num_left)
+
+    def _must_follow(self, sequence: Sequence) -> bool:
+        """Whether it waits for the choice that leads: to find its prompt, or because that one tells of the prompt."""
+        has_reason = (
+            self._paging.prefix_caching
+            or sequence.request.output_options.prompt_logprobs is not None
+        )
+        return has_reason and _is_ahead(sequence.leader)
 
     def _count_cached(self, sequence: Sequence) -> None:
         if sequence.num_cached is not None:
@@ -227,6 +254,7 @@ class Scheduler:
             logprobs=(drawn.logprobs,) if drawn.logprobs else None,
             cached_tokens=None if group.is_told_cached else sequence.num_cached,
             stop_reason=stop_reason,
+            prompt_logprobs=drawn.prompt_logprobs,
         )
         group.is_told_cached = True
         result.outputs.append(RequestOutput(sequence.request, output))

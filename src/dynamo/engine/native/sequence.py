@@ -40,6 +40,15 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Must its whole prompt be computed, and told of? By one of a request's choices, until its first token."""
+        return (
+            self.request.output_options.prompt_logprobs is not None
+            and self.index == 0
+            and len(self.token_ids) == self.prompt_len
+        )
+
+    @property
     def options(self) -> generate.SamplingOptions:
         """How to draw its tokens."""
         return self.request.sampling_options
@@ -65,3 +74,6 @@ class Sampled:
 
     token_id: int
     logprobs: generate.TokenLogprobs | None = None
+    prompt_logprobs: tuple[generate.TokenLogprobs, ...] | None = (
+        None  # with the first, if asked for
+    )

@@ -3,7 +3,6 @@
 import importlib.metadata
 from typing import Any
 
-from dynamo.base import errors
 from dynamo.frontend import models
 from dynamo.frontend.served_model import ServedModel
 from dynamo.protocols import kserve
@@ -24,14 +23,6 @@ def find(known: models.Models, name: str, version: str) -> ServedModel:
     kserve.check_version(name, version)
     model.check_can_generate()
     return model
-
-
-def is_ready(known: models.Models, name: str, version: str) -> bool:
-    """Can this model be asked now?"""
-    try:
-        return find(known, name, version).is_ready
-    except errors.DynamoError:
-        return False
 
 
 def of_model(model: ServedModel) -> dict[str, Any]:

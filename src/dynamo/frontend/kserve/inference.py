@@ -1,19 +1,20 @@
-"""A ModelInferRequest through the pipeline, and what comes of it, piece by piece. Knows messages, but no gRPC."""
+"""gRPC's requests as requests of the HTTP form, through the same doors: keys, limits, routes and pipeline.
 
+Knows messages, but no gRPC.
+"""
+
+import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.frontend import pipeline
-from dynamo.frontend.kserve import captured, routes, shapes, transcode
-from dynamo.protocols import kserve, kserve_errors
-from dynamo.runtime.http import exchange
-
-_OK = 200
+from dynamo.frontend.kserve import captured, transcode
+from dynamo.protocols import kserve_errors
+from dynamo.runtime.http import exchange, router
 
 
 class Refused(errors.DynamoError):
-    """The pipeline answered by an error, with this HTTP status."""
+    """HTTP would have answered by this status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -21,49 +22,66 @@ class Refused(errors.DynamoError):
 
 
 def status_of(error: errors.DynamoError) -> int:
-    """The HTTP status of an error of `answer`."""
+    """The HTTP status of an error that is raised here."""
     return error.status if isinstance(error, Refused) else kserve_errors.status_of(error)
 
 
-async def answer(
-    answers: pipeline.Pipeline,
-    request: Any,
-    *,
-    headers: Mapping[str, str],
-    peer: str,
-    can_stream: bool,
-) -> AsyncGenerator[dict[str, Any], None]:
-    """What `shapes.GenerateShape` tells. Raises InvalidRequest or Refused before the first piece.
+class Inference:
+    """Asks the frontend's own HTTP handler."""
 
-    Closing it before its end is how a client leaves: the worker is told.
-    """
-    api = routes.api(
-        lambda body: kserve.read_infer(
-            body, model=request.model_name, version=request.model_version, can_stream=can_stream
-        ),
-        shapes.GenerateShape,
-    )
-    caller = captured.CapturedExchange(_http_request(request, headers, peer))
-    try:
-        await answers.answer(api, caller)
-        async for found in caller.answer():
-            if not isinstance(found, captured.Whole):
-                yield found
-            elif found.status == _OK:
-                yield found.body
-            else:
-                raise Refused(found.status, found.body["error"])
-    finally:
-        caller.disconnected()  # without effect on a complete answer
+    def __init__(self, handler: router.Handler) -> None:
+        self._handler = handler
+
+    async def look(self, path: str, headers: Mapping[str, str], peer: str) -> Any:
+        """What a GET of this path tells. Raises Refused."""
+        told = [found async for found in self._ask("GET", path, b"", headers, peer)]
+        return told[0]
+
+    async def answer(
+        self, request: Any, headers: Mapping[str, str], peer: str, *, can_stream: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The pieces of the answer to a ModelInferRequest. Raises InvalidRequest or Refused before the first.
+
+        Closing it before its end is how a client leaves: the worker is told.
+        """
+        path = path_of(request.model_name, request.model_version)
+        path += "/infer_stream" if can_stream else "/infer"
+        body = transcode.body_of(request)
+        async with contextlib.aclosing(self._ask("POST", path, body, headers, peer)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _ask(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], peer: str
+    ) -> AsyncGenerator[Any, None]:
+        asked = exchange.Request(
+            method=method,
+            path=path,
+            query="",
+            headers={**headers, "content-type": "application/json"},
+            body=body,
+            peer=peer,
+        )
+        caller = captured.CapturedExchange(asked)
+        try:
+            handling = self._handler(caller)
+            if handling is not None:
+                await handling
+            async for found in caller.answer():
+                yield _checked(found)
+        finally:
+            caller.disconnected()  # without effect on a complete answer
 
 
-def _http_request(request: Any, headers: Mapping[str, str], peer: str) -> exchange.Request:
-    """What the pipeline would have seen over HTTP. Raises InvalidRequest."""
-    return exchange.Request(
-        method="POST",
-        path=f"/v2/models/{request.model_name}/infer",
-        query="",
-        headers=dict(headers),
-        body=transcode.body_of(request),
-        peer=peer,
-    )
+def path_of(model: str, version: str) -> str:
+    """Where HTTP speaks of this model."""
+    path = f"/v2/models/{model}"
+    return f"{path}/versions/{version}" if version else path
+
+
+def _checked(found: Any) -> Any:
+    if not isinstance(found, captured.Whole):
+        return found
+    if "error" in found.body:
+        raise Refused(found.status, found.body["error"])
+    return found.body

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dynamo.base import errors
 from dynamo.frontend import apis, delivery, models, pipeline, sse
+from dynamo.frontend.admission import desk
 from dynamo.frontend.kserve import description, shapes
 from dynamo.protocols import kserve, kserve_errors
 from dynamo.runtime.http import exchange, router
@@ -21,8 +22,9 @@ PREFIX = "/v2"
 _MODELS = "/v2/models/"
 _PLACE = re.compile(
     r"(?P<model>.+?)(/versions/(?P<version>[^/]+))?"
-    r"(/(?P<action>ready|config|infer|generate|generate_stream))?"
+    r"(/(?P<action>ready|config|infer|infer_stream|generate|generate_stream))?"
 )
+_ANSWERING = ("infer", "infer_stream", "generate", "generate_stream")
 _BINARY = "inference-header-content-length"
 InferApi = apis.Api[kserve.InferRequest, shapes.GenerateShape]
 Accepts = Callable[[exchange.Exchange, delivery.Dialect], bool]
@@ -44,17 +46,21 @@ def place_of(path: str) -> Place:
     return Place(found["model"], found["version"] or "", found["action"] or "")
 
 
-def api(
-    decode: Callable[[bytes], kserve.InferRequest], shape: type[shapes.GenerateShape]
-) -> InferApi:
+def _api_of(place: Place) -> InferApi:
     """A completion in other words."""
+    has_tensors = place.action.startswith("infer")
+    read = functools.partial(
+        kserve.read_infer if has_tensors else kserve.read_generate,
+        model=place.model,
+        version=place.version,
+        can_stream=place.action.endswith("_stream"),
+    )
     return apis.Api(
         endpoint=apis.COMPLETIONS.endpoint,
-        decode=decode,
+        decode=read,
         prepare=apis.COMPLETIONS.prepare,
-        shape=shape,
+        shape=shapes.InferShape if has_tensors else shapes.GenerateShape,
         stream=shapes.PlainStream,
-        echo=apis.COMPLETIONS.echo,
         dialect=kserve_errors,
     )
 
@@ -62,7 +68,17 @@ def api(
 class KserveRoutes:
     """The handlers of all these routes."""
 
-    def __init__(self, answers: pipeline.Pipeline, known: models.Models, accepts: Accepts) -> None:
+    def __init__(
+        self,
+        answers: pipeline.Pipeline,
+        known: models.Models,
+        counter: desk.Desk,
+        accepts: Accepts,
+        *,
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self._is_draining = is_draining
+        self._desk = counter
         self._pipeline = answers
         self._models = known
         self._accepts = accepts
@@ -78,13 +94,14 @@ class KserveRoutes:
         }
 
     def _ready(self, caller: exchange.Exchange) -> None:
-        is_ready = bool(self._models.ready)
+        is_ready = bool(self._models.ready) and not self._is_draining()
         _tell(caller, {"ready": is_ready}, 200 if is_ready else 503)
 
     def _describe(self, caller: exchange.Exchange) -> None:
         place = place_of(caller.request.path)
         try:
             model = description.find(self._models, place.model, place.version)
+            self._desk.check_may_see(caller, model.name)
         except errors.DynamoError as error:
             delivery.respond_error(caller, error, kserve_errors)
             return
@@ -101,7 +118,7 @@ class KserveRoutes:
 
     def _answer(self, caller: exchange.Exchange) -> Awaitable[None] | None:
         place = place_of(caller.request.path)
-        if place.action not in ("infer", "generate", "generate_stream"):
+        if place.action not in _ANSWERING:
             _refuse(caller, 405, f"{caller.request.path} takes GET, not POST")
             return None
         if not self._accepts(caller, kserve_errors):
@@ -110,16 +127,6 @@ class KserveRoutes:
             _refuse(caller, 400, "the binary tensor extension is not supported: send JSON tensors")
             return None
         return self._pipeline.answer(_api_of(place), caller)
-
-
-def _api_of(place: Place) -> InferApi:
-    model, version = place.model, place.version
-    if place.action == "infer":
-        read = functools.partial(kserve.read_infer, model=model, version=version, can_stream=False)
-        return api(read, shapes.InferShape)
-    streams = place.action == "generate_stream"
-    read = functools.partial(kserve.read_generate, model=model, version=version, streams=streams)
-    return api(read, shapes.GenerateShape)
 
 
 def _tell(caller: exchange.Exchange, body: Any, status: int = 200) -> None:

@@ -1,4 +1,4 @@
-"""KServe's gRPC service, beside the HTTP server and in front of the same pipeline.
+"""KServe's gRPC service, beside the HTTP server and in front of the same handler.
 
 Loaded only if it is asked for, because its library is an extra. This is the one door to grpc.
 """
@@ -7,15 +7,15 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from dynamo.base import errors
-from dynamo.frontend import models, pipeline
-from dynamo.frontend.kserve import description, inference, messages, transcode
+from dynamo.frontend.kserve import inference, messages, transcode
+from dynamo.runtime.http import router
 
 SERVICE = f"{messages.PACKAGE}.GRPCInferenceService"
 MAX_CALLS = 10_000
@@ -25,6 +25,7 @@ _CODE_BY_STATUS = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    405: grpc.StatusCode.INVALID_ARGUMENT,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     499: grpc.StatusCode.CANCELLED,
@@ -33,6 +34,16 @@ _CODE_BY_STATUS = {
 }
 _logger = logging.getLogger(__name__)
 _MESSAGES = messages.CLASS_BY_NAME
+Method = Callable[[Any, Any], Awaitable[Any]]  # of a request and its context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """PEM files, by content."""
+
+    chain: bytes
+    key: bytes
+    client_authority: bytes | None  # whose certificates clients must show
 
 
 class GrpcServer:
@@ -40,37 +51,33 @@ class GrpcServer:
 
     def __init__(
         self,
-        answers: pipeline.Pipeline,
-        known: models.Models,
+        handler: router.Handler,
         *,
         max_message_bytes: int,
-        tls: tuple[str, str] | None = None,
+        tls: Tls | None,
+        shares_port: bool,
     ) -> None:
-        """`tls` is the paths of a certificate chain and its key."""
-        self._pipeline = answers
-        self._models = known
+        self._inference = inference.Inference(handler)
         self._tls = tls
-        self._max_message_bytes = max_message_bytes
+        self._options = [
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.so_reuseport", int(shares_port)),
+        ]
         self._server: grpc.aio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen; gives the port, which the system chooses for 0. Raises ConfigError."""
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", self._max_message_bytes),
-                ("grpc.so_reuseport", 0),
-            ],
-            maximum_concurrent_rpcs=MAX_CALLS,
-        )
-        self._server.add_generic_rpc_handlers((self._handlers(),))
+        made = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_CALLS)
+        made.add_generic_rpc_handlers((self._handlers(),))
         address = f"{f'[{host}]' if ':' in host else host}:{port}"
         try:
-            found = self._listen(address)
-        except (RuntimeError, OSError) as error:
+            found = _listen(made, address, self._tls)
+        except RuntimeError as error:
             raise errors.ConfigError(
                 f"--kserve-grpc-port: cannot listen on {address}: {error}"
             ) from error
-        await self._server.start()
+        await made.start()
+        self._server = made
         _logger.info("KServe gRPC: listening on %s:%d", host, found)
         return found
 
@@ -79,30 +86,18 @@ class GrpcServer:
         if self._server is not None:
             await self._server.stop(grace_s)
 
-    def _listen(self, address: str) -> int:
-        assert self._server is not None
-        if self._tls is None:
-            return int(self._server.add_insecure_port(address))
-        chain, key = (Path(path).read_bytes() for path in self._tls)
-        credentials = grpc.ssl_server_credentials([(key, chain)])
-        return int(self._server.add_secure_port(address, credentials))
-
     def _handlers(self) -> grpc.GenericRpcHandler:
         """The methods of the service by name."""
-        unary = {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ServerMetadata": self._server_metadata,
-            "ModelReady": self._model_ready,
-            "ModelMetadata": self._model_metadata,
-            "ModelConfig": self._model_config,
+        looks: dict[str, Callable[[Any], str]] = {  # where HTTP tells the same
+            "ServerLive": lambda _: "/v2/health/live",
+            "ServerReady": lambda _: "/v2/health/ready",
+            "ServerMetadata": lambda _: "/v2",
+            "ModelMetadata": lambda asked: inference.path_of(asked.name, asked.version),
         }
-        methods = {name: _unary(name, _answering(name, tell)) for name, tell in unary.items()}
-        methods["ModelInfer"] = grpc.unary_unary_rpc_method_handler(
-            self._model_infer,
-            request_deserializer=_MESSAGES["ModelInferRequest"].FromString,
-            response_serializer=_MESSAGES["ModelInferResponse"].SerializeToString,
-        )
+        methods = {name: _unary(name, self._looking(name, path)) for name, path in looks.items()}
+        methods["ModelReady"] = _unary("ModelReady", self._model_ready)
+        methods["ModelConfig"] = _unary("ModelConfig", self._model_config)
+        methods["ModelInfer"] = _unary("ModelInfer", self._model_infer)
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._model_stream_infer,
             request_deserializer=_MESSAGES["ModelInferRequest"].FromString,
@@ -110,37 +105,34 @@ class GrpcServer:
         )
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    def _server_live(self, request: Any) -> dict[str, Any]:
-        del request
-        return {"live": True}
+    def _looking(self, name: str, path_of: Callable[[Any], str]) -> Method:
+        async def method(request: Any, context: Any) -> Any:
+            async with _aborting(context):
+                told = await self._inference.look(path_of(request), *_who(context))
+                return _MESSAGES[f"{name}Response"](**told)
 
-    def _server_ready(self, request: Any) -> dict[str, Any]:
-        del request
-        return {"ready": bool(self._models.ready)}
+        return method
 
-    def _server_metadata(self, request: Any) -> dict[str, Any]:
-        del request
-        return description.of_server()
+    async def _model_ready(self, request: Any, context: Any) -> Any:
+        """A model that nobody knows is not ready, which is no error."""
+        path = inference.path_of(request.name, request.version) + "/ready"
+        is_ready = False
+        async with _aborting(context, but=(400, 404, 503)):
+            is_ready = (await self._inference.look(path, *_who(context)))["ready"]
+        return _MESSAGES["ModelReadyResponse"](ready=is_ready)
 
-    def _model_ready(self, request: Any) -> dict[str, Any]:
-        return {"ready": description.is_ready(self._models, request.name, request.version)}
-
-    def _model_metadata(self, request: Any) -> dict[str, Any]:
-        return description.of_model(description.find(self._models, request.name, request.version))
-
-    def _model_config(self, request: Any) -> dict[str, Any]:
-        found = description.find(self._models, request.name, request.version)
-        return {"config": description.config_of(found)}
+    async def _model_config(self, request: Any, context: Any) -> Any:
+        path = inference.path_of(request.name, request.version) + "/config"
+        async with _aborting(context):
+            config = await self._inference.look(path, *_who(context))
+            return _MESSAGES["ModelConfigResponse"](config=config)
 
     async def _model_infer(self, request: Any, context: Any) -> Any:
         """One request, one answer."""
-        answered = self._answer(request, context, can_stream=False)
-        try:
-            (whole,) = [found async for found in answered]
-        except errors.DynamoError as error:
-            await _abort(context, error)
-            raise
-        return transcode.response(whole, is_raw=bool(request.raw_input_contents))
+        async with _aborting(context):
+            pieces = self._inference.answer(request, *_who(context), can_stream=False)
+            (whole,) = [piece async for piece in pieces]
+            return transcode.response(whole, is_raw=bool(request.raw_input_contents))
 
     async def _model_stream_infer(self, asked: AsyncIterator[Any], context: Any) -> None:
         """Any number of requests, each answered by one message or many, as they come."""
@@ -165,28 +157,28 @@ class GrpcServer:
 
     async def _stream_answer(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         is_raw = bool(request.raw_input_contents)
-        async with contextlib.aclosing(self._answer(request, context, can_stream=True)) as pieces:
+        answer = self._inference.answer(request, *_who(context), can_stream=True)
+        async with contextlib.aclosing(answer) as pieces:
             try:
                 async for piece in pieces:
                     yield transcode.stream_response(piece, is_raw=is_raw, request_id=request.id)
             except errors.DynamoError as error:
                 yield transcode.failure(str(error), request.id)
 
-    def _answer(
-        self, request: Any, context: Any, *, can_stream: bool
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Metadata are headers; those whose value is bytes are none."""
-        metadata = context.invocation_metadata() or ()
-        return inference.answer(
-            self._pipeline,
-            request,
-            headers={key: value for key, value in metadata if isinstance(value, str)},
-            peer=context.peer(),
-            can_stream=can_stream,
-        )
+
+def _listen(made: grpc.aio.Server, address: str, tls: Tls | None) -> int:
+    """Raises RuntimeError."""
+    if tls is None:
+        return int(made.add_insecure_port(address))
+    credentials = grpc.ssl_server_credentials(
+        [(tls.key, tls.chain)],
+        root_certificates=tls.client_authority,
+        require_client_auth=tls.client_authority is not None,
+    )
+    return int(made.add_secure_port(address, credentials))
 
 
-def _unary(name: str, method: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+def _unary(name: str, method: Method) -> Any:
     return grpc.unary_unary_rpc_method_handler(
         method,
         request_deserializer=_MESSAGES[f"{name}Request"].FromString,
@@ -194,21 +186,18 @@ def _unary(name: str, method: Callable[[Any, Any], Awaitable[Any]]) -> Any:
     )
 
 
-def _answering(
-    name: str, tell: Callable[[Any], dict[str, Any]]
-) -> Callable[[Any, Any], Awaitable[Any]]:
-    """A method that tells what is known, without a worker."""
-
-    async def method(request: Any, context: Any) -> Any:
-        try:
-            return _MESSAGES[f"{name}Response"](**tell(request))
-        except errors.DynamoError as error:
-            await _abort(context, error)
-            raise
-
-    return method
+@contextlib.asynccontextmanager
+async def _aborting(context: Any, *, but: tuple[int, ...] = ()) -> AsyncIterator[None]:
+    """An error within ends the call by its status code, except for these HTTP statuses, which end only the block."""
+    try:
+        yield
+    except errors.DynamoError as error:
+        status = inference.status_of(error)
+        if status not in but:
+            await context.abort(_CODE_BY_STATUS.get(status, grpc.StatusCode.INTERNAL), str(error))
 
 
-async def _abort(context: Any, error: errors.DynamoError) -> None:
-    code = _CODE_BY_STATUS.get(inference.status_of(error), grpc.StatusCode.INTERNAL)
-    await context.abort(code, str(error))
+def _who(context: Any) -> tuple[dict[str, str], str]:
+    """Metadata as headers (those whose value is bytes are none), and the peer."""
+    metadata = context.invocation_metadata() or ()
+    return {key: value for key, value in metadata if isinstance(value, str)}, context.peer()

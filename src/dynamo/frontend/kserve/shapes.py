@@ -3,26 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.frontend import choices, sse, stream_delivery
-from dynamo.preprocess import detokenize
+from dynamo.frontend import choices, identity, sse, stream_delivery
 from dynamo.protocols import kserve, openai_usage
 
 
 class GenerateShape:
-    """One text, or a list of them if several choices were asked for."""
+    """Plain fields; lists of them if several choices were asked for."""
 
-    def __init__(
-        self,
-        request: kserve.InferRequest,
-        request_id: str,
-        created: int,
-        model: str,
-        decoder: detokenize.TextDecoder,
-    ) -> None:
-        del request_id, created, decoder
-        self.head = {"model_name": model, "model_version": kserve.VERSION}
-        if request.infer_id:
-            self.head["id"] = request.infer_id
+    def __init__(self, asked: kserve.InferRequest, who: identity.Identity) -> None:
+        self._head = {"model_name": who.model, "model_version": kserve.VERSION}
+        if asked.infer_id:
+            self._head["id"] = asked.infer_id
 
     def chunk(
         self,
@@ -35,8 +26,7 @@ class GenerateShape:
     ) -> dict[str, Any]:
         """A piece of the one choice; the last one says why it ended."""
         del index, reports, is_first
-        told: dict[str, Any] = {**self.head, kserve.TEXT_OUTPUT: _text(piece)}
-        return told if finish_reason is None else {**told, kserve.FINISH_REASON: finish_reason}
+        return self.told([_text(piece)], [] if finish_reason is None else [finish_reason])
 
     def usage_chunk(self, usage: openai_usage.Usage) -> dict[str, Any]:
         """Never asked for."""
@@ -47,23 +37,24 @@ class GenerateShape:
     ) -> dict[str, Any]:
         """The complete answer."""
         del usage
-        texts, reasons = texts_and_reasons(answers)
-        if len(answers) > 1:
-            return {**self.head, kserve.TEXT_OUTPUT: texts, kserve.FINISH_REASON: reasons}
-        return {**self.head, kserve.TEXT_OUTPUT: texts[0], kserve.FINISH_REASON: reasons[0]}
+        texts = ["".join(map(_text, answer.pieces)) for answer in answers]
+        return self.told(texts, [answer.finish_reason for answer in answers])
+
+    def told(self, texts: list[str], reasons: list[str]) -> dict[str, Any]:
+        """These texts, and why they ended, as far as they have."""
+        found: dict[str, Any] = {**self._head, kserve.TEXT_OUTPUT: _alone(texts)}
+        return {**found, kserve.FINISH_REASON: _alone(reasons)} if reasons else found
 
 
 class InferShape(GenerateShape):
-    """The same as tensors; it does not stream."""
+    """The same as tensors."""
 
-    def whole(
-        self, answers: Sequence[sse.WholeChoice], usage: openai_usage.Usage
-    ) -> dict[str, Any]:
-        """The complete answer."""
-        del usage
-        texts, reasons = texts_and_reasons(answers)
-        outputs = [_tensor(kserve.TEXT_OUTPUT, texts), _tensor(kserve.FINISH_REASON, reasons)]
-        return {**self.head, "outputs": outputs}
+    def told(self, texts: list[str], reasons: list[str]) -> dict[str, Any]:
+        """These texts, and why they ended, as far as they have."""
+        outputs = [_tensor(kserve.TEXT_OUTPUT, texts)]
+        if reasons:
+            outputs.append(_tensor(kserve.FINISH_REASON, reasons))
+        return {**self._head, "outputs": outputs}
 
 
 class PlainStream(stream_delivery.StreamDelivery):
@@ -72,10 +63,8 @@ class PlainStream(stream_delivery.StreamDelivery):
     last_word = b""
 
 
-def texts_and_reasons(answers: Sequence[sse.WholeChoice]) -> tuple[list[str], list[str]]:
-    """Of each choice, what it says and why it ended."""
-    texts = ["".join(map(_text, answer.pieces)) for answer in answers]
-    return texts, [answer.finish_reason for answer in answers]
+def _alone(elements: list[str]) -> str | list[str]:
+    return elements[0] if len(elements) == 1 else elements
 
 
 def _tensor(name: str, elements: list[str]) -> dict[str, Any]:

@@ -43,16 +43,14 @@ def body_of(request: Any) -> bytes:
 
 
 def response(told: Mapping[str, Any], *, is_raw: bool) -> Any:
-    """What `GenerateShape` tells, as a ModelInferResponse."""
+    """What `shapes.InferShape` tells, as a ModelInferResponse."""
     made = _Response(
         model_name=told["model_name"],
         model_version=told["model_version"],
         id=told.get("id", ""),
     )
-    for name in (kserve.TEXT_OUTPUT, kserve.FINISH_REASON):
-        if name in told:
-            found = told[name]
-            _add_output(made, name, found if isinstance(found, list) else [found], is_raw=is_raw)
+    for output in told["outputs"]:
+        _add_output(made, output["name"], output["data"], is_raw=is_raw)
     return made
 
 
@@ -61,7 +59,8 @@ def stream_response(told: Mapping[str, Any], *, is_raw: bool, request_id: str) -
     if "error" in told:
         return failure(told["error"], request_id)
     made = response(told, is_raw=is_raw)
-    made.parameters[FINAL].bool_param = kserve.FINISH_REASON in told
+    is_last = any(output["name"] == kserve.FINISH_REASON for output in told["outputs"])
+    made.parameters[FINAL].bool_param = is_last
     return _StreamResponse(infer_response=made)
 
 

@@ -173,6 +173,11 @@ class AnswerFormat:
         return makers[0] if makers else None
 
     @property
+    def thought_marks(self) -> ReasoningFormat | None:
+        """What begins and ends a thought, where a mark alone does."""
+        return None if self._is_harmony else self.reasoning
+
+    @property
     def _is_harmony(self) -> bool:
         return self.tools is _HARMONY or self.reasoning is _GPT_OSS
 

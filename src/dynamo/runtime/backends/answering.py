@@ -65,7 +65,15 @@ class Service:
 class AnsweringCall:
     """One stream that a peer opened; implements `requests.Call`."""
 
-    __slots__ = ("_end", "_frame", "_is_over", "_on_cancel", "_timer", "_was_cancelled")
+    __slots__ = (
+        "_end",
+        "_frame",
+        "_is_over",
+        "_on_cancel",
+        "_on_choice_cancel",
+        "_timer",
+        "_was_cancelled",
+    )
 
     def __init__(self, end: "AnsweringEnd", frame: wire.Open) -> None:
         self._end = end
@@ -73,6 +81,7 @@ class AnsweringCall:
         self._is_over = False
         self._was_cancelled = False
         self._on_cancel: Callable[[], None] | None = None
+        self._on_choice_cancel: Callable[[int], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         if frame.timeout_s is not None:
             self._timer = end.link.loop.call_later(frame.timeout_s, self._expire)
@@ -94,6 +103,10 @@ class AnsweringCall:
             callback()
         elif not self._is_over:
             self._on_cancel = callback
+
+    def on_choice_cancel(self, callback: Callable[[int], None]) -> None:
+        if not self._is_over:
+            self._on_choice_cancel = callback
 
     def send(self, output: generate.Output) -> None:
         if not self._is_over:
@@ -117,7 +130,8 @@ class AnsweringCall:
     def close(self) -> None:
         """Nothing can be said any more."""
         self._is_over = True
-        self._on_cancel = None  # it may well refer to us: leave no cycle to the garbage collector
+        # they may well refer to us: leave no cycle to the garbage collector
+        self._on_cancel = self._on_choice_cancel = None
         if self._timer is not None:
             self._timer.cancel()
         self._end.forget(self._frame.stream)
@@ -129,6 +143,11 @@ class AnsweringCall:
             self.close()
             if callback is not None:
                 link.supervise(callback)
+
+    def cancel_choice(self, index: int) -> None:
+        """Nobody listens to this one any more."""
+        if self._on_choice_cancel is not None:
+            link.supervise(self._on_choice_cancel, index)
 
     def _expire(self) -> None:
         limit = f"no complete answer within {self._frame.timeout_s:g} s"
@@ -164,7 +183,7 @@ class AnsweringEnd:
 
     def refuse(self, number: int, error: errors.DynamoError) -> None:
         """The stream is over, by an error."""
-        self.write(wire.encode(wire.Fail(number, error.code, str(error))))
+        self.write(wire.encode(wire.Fail.of(number, error)))
 
     def write(self, frame: bytes) -> None:
         """After all that was sent before."""
@@ -206,7 +225,7 @@ class AnsweringEnd:
             case wire.Open():
                 self._open(frame)
             case wire.Cancel():
-                self._cancel(frame.stream)
+                self._cancel(frame)
             case wire.Ping():
                 self.link.write(wire.encode(wire.Pong(frame.number)))
             case _:
@@ -275,12 +294,15 @@ class AnsweringEnd:
             return errors.Overloaded(f"{limit} requests are open on one connection; try later")
         return None
 
-    def _cancel(self, number: int) -> None:
-        call = self._calls.get(number)
-        if call is not None:
+    def _cancel(self, frame: wire.Cancel) -> None:
+        call = self._calls.get(frame.stream)
+        if call is None:
+            if not 0 < frame.stream <= self._last:
+                raise errors.RemoteProtocolError(f"stream {frame.stream} was never opened")
+        elif frame.choice is None:
             call.cancel()
-        elif not 0 < number <= self._last:
-            raise errors.RemoteProtocolError(f"stream {number} was never opened")
+        else:
+            call.cancel_choice(frame.choice)
 
     def _schedule(self) -> None:
         self._is_flush_due = True
@@ -318,6 +340,4 @@ class AnsweringEnd:
         if call is not None:
             call.cancel()
         _log.error("stream %d of %s: %s", number, self._peer, error)
-        return wire.encode(wire.Fail(number, error.code, str(error))) + wire.encode(
-            wire.Step((), ended)
-        )
+        return wire.encode(wire.Fail.of(number, error)) + wire.encode(wire.Step((), ended))

@@ -33,6 +33,9 @@ class AskingStream:
     def cancel(self) -> None:
         self._end.cancel(self._number)
 
+    def cancel_choice(self, index: int) -> None:
+        self._end.cancel_choice(self._number, index)
+
 
 class AskingEnd:
     """Receivers by stream. `lost_peer` is called when the connection is gone, before the receivers hear of it."""
@@ -88,6 +91,11 @@ class AskingEnd:
         if self._forget(number) is not None:
             self.link.write(wire.encode(wire.Cancel(number)))
 
+    def cancel_choice(self, number: int, index: int) -> None:
+        """Tell the peer, if the stream still lives."""
+        if number in self._receivers:
+            self.link.write(wire.encode(wire.Cancel(number, index)))
+
     @property
     def num_streams(self) -> int:
         return len(self._receivers)
@@ -109,7 +117,7 @@ class AskingEnd:
             case wire.Reply():
                 self._reply(frame)
             case wire.Fail():
-                self._over(frame.stream, errors.from_wire(frame.code, frame.message))
+                self._over(frame.stream, frame.error)
             case wire.Goodbye():
                 self._farewell = frame.reason
             case wire.Pong():

@@ -66,11 +66,13 @@ class Exchange:
         "_on_lost",
         "_streaming",
         "_wire",
+        "headers",
         "request",
     )
 
     def __init__(self, request: Request, wire: Wire, done: Callable[[], None]) -> None:
         self.request = request
+        self.headers: Headers = ()  # of every answer to it, whoever gives it
         self._wire = wire
         self._done = done
         self._on_lost: Callable[[], None] | None = None
@@ -172,6 +174,7 @@ class Exchange:
             f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}",
             f"content-type: {content_type}",
             _date(int(time.time())),
+            *(f"{name}: {value}" for name, value in self.headers),
             *(f"{name}: {value}" for name, value in headers),
         ]
         if not self.request.keeps_alive:

@@ -62,17 +62,38 @@ class HttpServer:
         self._idle = asyncio.Event()
         self._num_active = 0
 
-    async def start(self, host: str, port: int, *, port_flag: str = "--http-port") -> int:
-        """Listen; gives the port, which the system chooses for 0. Raises ConfigError, naming `port_flag`."""
+    async def start(
+        self,
+        host: str,
+        port: int,
+        *,
+        port_flag: str = "--http-port",
+        shares_port: bool = False,
+    ) -> int:
+        """Listen; gives the port, which the system chooses for 0. Raises ConfigError, naming `port_flag`.
+
+        The kernel deals connections out to all who listen with `shares_port`.
+        """
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(
-                lambda: _Connection(self, loop), host, port, ssl=self._tls, backlog=1024
+                lambda: _Connection(self, loop),
+                host,
+                port,
+                ssl=self._tls,
+                backlog=1024,
+                reuse_port=shares_port or None,
             )
         except OSError as error:
             raise errors.ConfigError(_cannot_listen(error, host, port, port_flag)) from error
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
         return int(self._listener.sockets[0].getsockname()[1])
+
+    async def start_at(self, path: str) -> None:
+        """Listen at a Unix socket instead; one that a dead process left there is replaced."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_unix_server(lambda: _Connection(self, loop), path)
+        self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is being answered; says whether that came in time.

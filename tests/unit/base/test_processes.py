@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from dynamo.base import tasks
-from dynamo.cli import processes
+from dynamo.base import processes, tasks
 
 
 @pytest.fixture

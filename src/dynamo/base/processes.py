@@ -1,8 +1,8 @@
-"""Child processes that cannot outlive us, and whose last words are kept.
+"""Child processes that cannot outlive us.
 
 Each child has its own process group, so that Ctrl-C in the terminal reaches only us and we drain in order. On Linux
 the kernel kills a child whose parent died, however it died. A child's output is passed on line by line, with its name
-before it.
+before it, and its last words are kept; or it goes straight where ours goes.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Child:
         self, name: str, process: asyncio.subprocess.Process, running: tasks.Tasks
     ) -> None:
         self.name = name
-        self.last_words = "it said nothing"
+        self.last_words = ""
         self._process = process
         self._output = running.start(f"pass on what {name} says", self._pass_on())
 
@@ -55,7 +55,7 @@ class Child:
 
     async def stop(self, timeout_s: float) -> None:
         """Ask it to end, then make it."""
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(timeout_s):
                 await self.ended()
@@ -65,38 +65,48 @@ class Child:
 
     def kill(self) -> None:
         """At once."""
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     async def death(self) -> ChildDied:
         """Wait until it has ended; what is to be said of it."""
         code = await self.ended()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return ChildDied(f"{self.name} {how}; its last words: {self.last_words}", max(code, 1))
+        words = f"; its last words: {self.last_words}" if self.last_words else ""
+        return ChildDied(f"{self.name} {how}{words}", max(code, 1))
 
-    def _signal(self, number: int) -> None:
+    def signal(self, number: int) -> None:
+        """Send it one; nothing happens if it has ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     async def _pass_on(self) -> None:
-        assert self._process.stdout is not None
+        if self._process.stdout is None:  # it speaks for itself
+            await self._process.wait()
+            return
         async for line in self._process.stdout:
             text = line.decode("utf-8", "replace").rstrip()
             self.last_words = text or self.last_words
             with contextlib.suppress(OSError):  # nobody may listen to us; the child must not notice
-                print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"[{self.name}] {text}\n")
+                sys.stderr.flush()
 
 
 async def start(
-    name: str, argv: Sequence[str], environ: Mapping[str, str], running: tasks.Tasks
+    name: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    running: tasks.Tasks,
+    *,
+    is_passed_on: bool = True,
 ) -> Child:
-    """Run `argv` as a child of ours; `running` holds the task that reads its output."""
+    """Run `argv` as a child of ours; `running` holds the task that passes its output on, or waits for its end."""
     process = await asyncio.create_subprocess_exec(
         *argv,
         env=dict(environ),
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+        stdout=asyncio.subprocess.PIPE if is_passed_on else None,
+        stderr=asyncio.subprocess.STDOUT if is_passed_on else None,
         process_group=0,
         preexec_fn=_dies_with(os.getpid()),
         limit=_LINE_BYTES,

@@ -1,6 +1,6 @@
 """When a process that died is started again."""
 
-from dynamo.cli import restarts
+from dynamo.base import restarts
 
 
 def test_each_restart_comes_later_and_the_last_does_not_come():

@@ -1,0 +1,71 @@
+"""What keys and the gate cost a request: `python -m benchmarks.admission`. CPU time, best and median of 7 rounds."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from dynamo.base import clock
+from dynamo.frontend.admission import gate, keys, limits, metrics
+from dynamo.observability import metrics as observed
+
+NUM_REQUESTS = 20_000
+NUM_ROUNDS = 7
+PLENTY = "requests_per_minute = 1000000000\ntokens_per_minute = 1000000000000\n"
+
+
+class Caller:
+    """A client that never leaves."""
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """It does not."""
+
+
+def ask_with_key(book: keys.GuestBook) -> None:
+    """What the door and the desk do for each request of a key with limits, whose tenant has some too."""
+    headers, now = {"authorization": "Bearer sk-12345678-777"}, time.monotonic
+    for _ in range(NUM_REQUESTS):
+        guest = book.identify(headers)
+        limits.take_request(guest.accounts, now())
+        limits.headers(guest.accounts, now())
+        guest = book.identify(headers)
+        limits.begin(guest.accounts, 100, now())
+        limits.headers(guest.accounts, now())
+        limits.end(guest.accounts, 100, now())
+
+
+async def pass_gate(entry: gate.Gate) -> None:
+    """In and out, with room."""
+    caller = Caller()
+    for _ in range(NUM_REQUESTS):
+        await entry.enter(caller, priority=0, num_tokens=1, ignores_load=False)
+        entry.leave()
+
+
+def measure(name: str, work: Callable[[], None]) -> None:
+    """Print it."""
+    costs = []
+    for _ in range(NUM_ROUNDS):
+        began_at = time.process_time()
+        work()
+        costs.append((time.process_time() - began_at) / NUM_REQUESTS * 1e6)
+    costs.sort()
+    print(f"{name}: {costs[0]:.1f} us a request, median {costs[NUM_ROUNDS // 2]:.1f}")
+
+
+def main() -> None:
+    """Both, one after the other."""
+    entries = "".join(
+        f'[[keys]]\nname = "k{i}"\nkey = "sk-12345678-{i}"\ntenant = "t"\n{PLENTY}'
+        for i in range(1000)
+    )
+    book = keys.GuestBook()
+    book.replace(keys.read(f"[tenants.t]\n{PLENTY}{entries}"), time.monotonic())
+    counts = metrics.AdmissionMetrics(observed.Registry("bench"))
+    rules = gate.Rules(concurrency_limit=64, queue_limit=8, queue_timeout_s=1)
+    entry = gate.Gate("m", rules, lambda: None, counts, clock.SystemClock())
+    measure("key, tenant, limits, headers", lambda: ask_with_key(book))
+    measure("gate", lambda: asyncio.run(pass_gate(entry)))
+
+
+if __name__ == "__main__":
+    main()

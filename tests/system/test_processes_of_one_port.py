@@ -1,0 +1,122 @@
+"""Several processes at one port: all answer, the dead come back, nothing that one knows is lost on the others."""
+
+import os
+import pathlib
+import re
+import signal
+
+import httpx
+import pytest
+from deployment import MODEL, START_S, eventually
+
+
+@pytest.fixture
+def two(deployment):
+    """Two processes at one port that know the model of a worker."""
+    frontend = deployment.frontend("--http-workers", "2")
+    frontend.others.append(deployment.mocker("--speedup-ratio", "1"))
+    eventually(lambda: serving(frontend) == {"1", "2"}, within_s=START_S, what="both serve")
+    return frontend
+
+
+def children(frontend):
+    """Their process ids."""
+    text = pathlib.Path(f"/proc/{frontend.pid}/task/{frontend.pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+def metrics(frontend):
+    try:
+        return httpx.get(f"{frontend.url}/metrics", timeout=5).text
+    except httpx.TransportError:
+        return ""
+
+
+def serving(frontend):
+    """Those that can answer."""
+    rows = re.findall(r'model_ready{http_worker="(\d+)".*} 1.0', metrics(frontend))
+    return set(rows)
+
+
+def num_started(frontend):
+    """Chat requests that each took."""
+    rows = re.findall(r'requests_started_total{http_worker="(\d+)".*} (\S+)', metrics(frontend))
+    return {worker: float(value) for worker, value in rows}
+
+
+def test_both_answer_and_one_page_has_the_metrics_of_both(two):
+    for _ in range(24):  # each on a connection of its own; all to one of two: 1 in 8 million
+        assert two.chat(max_tokens=2).status_code == 200
+    counted = num_started(two)
+
+    assert counted.keys() == {"1", "2"}
+    assert sum(counted.values()) == 24
+    assert metrics(two).count("# TYPE dynamo_frontend_requests_total counter") == 1
+
+
+def test_one_that_is_killed_comes_back_while_the_other_answers(two):
+    before = children(two)
+    os.kill(before[0], signal.SIGKILL)
+    eventually(lambda: before[0] not in children(two), within_s=10, what="it is gone")
+    answer = two.chat(max_tokens=2)
+    eventually(lambda: len(children(two)) == 2, within_s=START_S, what="it is started again")
+    eventually(lambda: serving(two) == {"1", "2"}, within_s=START_S, what="both serve again")
+
+    assert answer.status_code == 200
+    assert before[1] in children(two)
+
+
+def test_sigterm_lets_running_answers_finish_and_ends_all(two):
+    pids = children(two)
+    with two.stream(max_tokens=60) as lines:
+        next(lines)
+        two.signal(signal.SIGTERM)
+        last = list(lines)[-1]
+    code = two.exit_code()
+
+    assert last == "[DONE]"
+    assert code == 0
+    assert not [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]
+
+
+def test_a_second_start_at_the_same_port_fails_with_a_sentence(two, deployment):
+    port = two.url.rpartition(":")[2]
+    for flags in ((), ("--http-workers", "2")):
+        other = deployment.run("dynamo.frontend", "--http-port", port, *flags)
+        other.may_end = True
+
+        assert other.exit_code(30) == 2
+        assert f"port {port} is in use" in other.log.read_text()
+
+
+def test_a_setting_that_a_child_finds_wrong_ends_all(deployment):
+    flags = ("--http-port", "0", "--http-workers", "2", "--api-keys-file", "/nowhere")
+    command = deployment.run("dynamo.frontend", *flags)
+    command.may_end = True
+
+    assert command.exit_code(30) == 2
+    assert "--api-keys-file /nowhere" in command.log.read_text()
+
+
+def test_a_conversation_goes_on_at_whichever_process_it_reaches(two):
+    def ask(**fields):
+        body = {"model": MODEL, "input": "hi", "max_output_tokens": 2, **fields}
+        return httpx.post(f"{two.url}/v1/responses", json=body, timeout=30)
+
+    first = ask().json()["id"]
+    shown = [httpx.get(f"{two.url}/v1/responses/{first}") for _ in range(12)]
+    follow = [ask(previous_response_id=first) for _ in range(12)]
+    deleted = httpx.delete(f"{two.url}/v1/responses/{first}")
+    gone = [httpx.get(f"{two.url}/v1/responses/{first}") for _ in range(12)]
+
+    assert {answer.status_code for answer in shown + follow} == {200}
+    assert deleted.status_code == 200
+    assert {answer.status_code for answer in gone} == {404}
+
+
+def test_a_threshold_is_set_at_all_of_them(two):
+    body = {"model": MODEL, "active_decode_blocks_threshold": 0.7}
+    httpx.post(f"{two.url}/busy_threshold", json=body)
+    told = [httpx.get(f"{two.url}/busy_threshold").json()["thresholds"][0] for _ in range(12)]
+
+    assert {one["active_decode_blocks_threshold"] for one in told} == {0.7}

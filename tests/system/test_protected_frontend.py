@@ -1,0 +1,134 @@
+"""Keys, limits and the line as tenants of a real deployment meet them."""
+
+import concurrent.futures
+
+import httpx
+import pytest
+from deployment import MODEL, START_S, chat, eventually
+
+KEYS = """
+[[keys]]
+name = "greedy"
+key = "sk-greedy-1"
+requests_per_minute = 3
+
+[[keys]]
+name = "modest"
+key = "sk-modest-1"
+"""
+ONE_AT_A_TIME = ("--rejection-frontend-request-concurrency-limit", "1", "--queue-limit", "8")
+
+
+def as_(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+def pending(frontend):
+    """Requests that wait in line."""
+    rows = httpx.get(f"{frontend.url}/metrics").text.splitlines()
+    return sum(
+        float(row.rpartition(" ")[2])
+        for row in rows
+        if row.startswith("dynamo_frontend_router_queue_pending_requests{")
+    )
+
+
+@pytest.fixture
+def guarded(deployment, tmp_path):
+    """A frontend that asks for keys, and a worker."""
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    frontend = deployment.frontend("--api-keys-file", str(path))
+    frontend.others.append(deployment.mocker("--speedup-ratio", "100"))
+    frontend.keys = path
+
+    def ask(key, **fields):
+        url = f"{frontend.url}/v1/chat/completions"
+        return httpx.post(
+            url, json=chat("hi", max_tokens=3, **fields), headers=as_(key), timeout=30
+        )
+
+    def is_ready():
+        frontend.check()
+        return frontend.is_live() and httpx.get(f"{frontend.url}/health").status_code == 200
+
+    eventually(is_ready, within_s=START_S, what="the model is served")
+    frontend.ask = ask
+    return frontend
+
+
+def test_a_tenant_over_its_limit_waits_while_another_is_served(guarded):
+    greedy = [guarded.ask("sk-greedy-1") for _ in range(5)]
+    modest = [guarded.ask("sk-modest-1") for _ in range(5)]
+
+    assert [answer.status_code for answer in greedy] == [200, 200, 200, 429, 429]
+    assert all(1 <= int(answer.headers["retry-after"]) <= 20 for answer in greedy[3:])
+    assert {answer.status_code for answer in modest} == {200}
+    assert "sk-" not in guarded.log.read_text()
+
+
+def test_a_key_that_is_added_is_valid_and_one_that_is_taken_away_is_not(guarded):
+    before = guarded.ask("sk-modest-2").status_code
+    guarded.keys.write_text(KEYS.replace("sk-modest-1", "sk-modest-2"))
+    eventually(
+        lambda: guarded.ask("sk-modest-2").status_code == 200, within_s=10, what="the new key works"
+    )
+    after = guarded.ask("sk-modest-1").status_code
+    guarded.keys.write_text("broken")
+    eventually(
+        lambda: "the keys stay as they were" in guarded.log.read_text(),
+        within_s=10,
+        what="it is told",
+    )
+
+    assert (before, after) == (401, 401)
+    assert guarded.ask("sk-modest-2").status_code == 200
+
+
+def test_requests_wait_in_line_and_all_are_answered(deployment):
+    frontend = deployment.frontend(*ONE_AT_A_TIME)
+    frontend.others.append(deployment.mocker("--speedup-ratio", "10"))
+    frontend.await_models([MODEL])
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: frontend.chat(max_tokens=20), range(6)))
+
+    assert {answer.status_code for answer in answers} == {200}
+    assert pending(frontend) == 0
+
+
+def test_who_waits_too_long_is_told_when_to_come_back(deployment):
+    frontend = deployment.frontend(*ONE_AT_A_TIME, "--queue-timeout-secs", "0.1")
+    frontend.others.append(deployment.mocker("--speedup-ratio", "1"))
+    frontend.await_models([MODEL])
+    with frontend.stream(max_tokens=2000, ignore_eos=True) as lines:
+        next(lines)
+        answer = frontend.chat()
+
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_a_client_that_leaves_the_line_makes_room_in_it(deployment):
+    frontend = deployment.frontend(*ONE_AT_A_TIME)
+    worker = deployment.mocker("--speedup-ratio", "1")
+    frontend.others.append(worker)
+    frontend.await_models([MODEL])
+    with frontend.stream(max_tokens=2000, ignore_eos=True) as lines:
+        next(lines)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{frontend.url}/v1/chat/completions", json=chat("hi"), timeout=0.5)
+        eventually(lambda: pending(frontend) == 0, within_s=5, what="the line is empty")
+
+    eventually(lambda: frontend.chat(max_tokens=2).status_code == 200, within_s=5, what="free")
+    assert worker.metric("cancellation_total") == 1  # of the stream: the other never came so far
+
+
+def test_a_worker_whose_blocks_are_full_is_busy_until_they_are_free(deployment):
+    frontend = deployment.frontend("--busy-threshold", "0.0")
+    frontend.others.append(deployment.mocker("--speedup-ratio", "1"))
+    frontend.await_models([MODEL])
+    with frontend.stream(max_tokens=2000, ignore_eos=True) as lines:
+        next(lines)
+        eventually(lambda: frontend.chat(max_tokens=1).status_code == 503, within_s=10, what="busy")
+
+    eventually(lambda: frontend.chat(max_tokens=1).status_code == 200, within_s=10, what="free")

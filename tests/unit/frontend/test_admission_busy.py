@@ -1,0 +1,68 @@
+"""Who is busy."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.frontend.admission import busy
+from dynamo.protocols import load
+
+
+def state(*, active=0, total=100, waiting=0):
+    return load.ForwardPassMetrics(
+        worker_stats=load.WorkerStats(
+            request_active_slots=1,
+            request_total_slots=8,
+            num_requests_waiting=0,
+            active_prefill_tokens=waiting,
+        ),
+        kv_stats=load.KvStats(kv_active_blocks=active, kv_total_blocks=total),
+    )
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "told", "expected"),
+    [
+        ({}, {"active": 100, "waiting": 10**6}, False),
+        ({"active_decode_blocks_threshold": 0.5}, {"active": 50}, False),
+        ({"active_decode_blocks_threshold": 0.5}, {"active": 51}, True),
+        ({"active_decode_blocks_threshold": 0.0}, {"active": 0, "total": 0}, False),
+        ({"active_prefill_tokens_threshold": 10}, {"waiting": 10}, False),
+        ({"active_prefill_tokens_threshold": 10}, {"waiting": 11}, True),
+        ({"active_prefill_tokens_threshold_frac": 1.5}, {"waiting": 768}, False),
+        ({"active_prefill_tokens_threshold_frac": 1.5}, {"waiting": 769}, True),
+        ({"active_decode_blocks_threshold": 0.9, "active_prefill_tokens_threshold": 1}, {"waiting": 2}, True),
+    ],
+)  # fmt: skip
+def test_above_any_threshold_is_busy(thresholds, told, expected):
+    assert busy.is_busy(state(**told), busy.Thresholds(**thresholds), 512) == expected
+
+
+def test_without_a_known_batch_nothing_is_measured_by_it():
+    thresholds = busy.Thresholds(active_prefill_tokens_threshold_frac=0.1)
+
+    assert not busy.is_busy(state(waiting=10**6), thresholds, 0)
+
+
+@given(
+    heard=st.dictionaries(st.integers(0, 5), st.tuples(st.integers(0, 100), st.floats(0, 20))),
+    asked=st.sets(st.integers(0, 8)),
+)
+def test_busy_are_those_that_told_lately_that_they_are(heard, asked):
+    loads, thresholds = busy.Loads(), busy.Thresholds(active_decode_blocks_threshold=0.5)
+    for worker, (active, at) in heard.items():
+        loads.hear(load.LoadEvent(worker_id=worker, data=state(active=active)), at)
+    found = loads.busy_among(asked, thresholds, 0, 20.0)
+    loads.forget_stale(20.0)
+
+    assert found == {
+        one for one in asked
+        if one in heard and heard[one][0] > 50 and 20.0 - heard[one][1] <= busy.STALE_S
+    }  # fmt: skip
+    assert found == loads.busy_among(asked, thresholds, 0, 20.0)
+    assert len(loads) == sum(20.0 - at <= busy.STALE_S for _, at in heard.values())
+
+
+def test_thresholds_are_set_when_one_is():
+    assert not busy.Thresholds().are_set
+    assert busy.Thresholds(active_prefill_tokens_threshold=0).are_set

@@ -1,0 +1,113 @@
+"""The file of keys, and who is who."""
+
+import hashlib
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.frontend.admission import keys
+
+SECRET = "sk-alice-0123456789"
+FILE = f"""
+[tenants.acme]
+tokens_per_minute = 1000
+
+[[keys]]
+name = "alice"
+sha256 = "{hashlib.sha256(SECRET.encode()).hexdigest().upper()}"
+tenant = "acme"
+models = ["m"]
+requests_per_minute = 5
+
+[[keys]]
+name = "bob"
+key = "sk-bob-0123456789"
+admin = true
+"""
+
+
+def book_of(content=FILE):
+    book = keys.GuestBook()
+    book.replace(keys.read(content), 0.0)
+    return book
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": f"Bearer {SECRET}"},
+        {"authorization": f"bearer  {SECRET} "},
+        {"x-api-key": SECRET},
+        {"authorization": "Basic abc", "x-api-key": SECRET},
+    ],
+)
+def test_a_key_is_found_in_either_header(headers):
+    guest = book_of().identify(headers)
+
+    assert guest.entry.name == "alice"
+    assert [one.name for one in guest.accounts] == ["key 'alice'", "tenant 'acme'"]
+    assert guest.may_ask("m")
+    assert not guest.may_ask("other")
+
+
+def test_a_plain_key_of_an_administrator_without_models_may_ask_all():
+    guest = book_of().identify({"x-api-key": "sk-bob-0123456789"})
+
+    assert guest.entry.admin
+    assert guest.may_ask("anything")
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({}, "expected an API key"),
+        ({"authorization": "Basic abc"}, "expected an API key"),
+        ({"x-api-key": ""}, "not valid"),
+        ({"x-api-key": "sk-wrong"}, "not valid"),
+        ({"x-api-key": hashlib.sha256(SECRET.encode()).hexdigest()}, "not valid"),
+    ],
+)
+def test_whoever_has_no_valid_key_is_nobody(headers, words):
+    with pytest.raises(errors.Unauthenticated, match=words) as caught:
+        book_of().identify(headers)
+
+    assert "sk-" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("keys = 3", "array"),
+        ("[[keys", "TOML"),
+        ('[[keys]]\nname = "a"', "either key or sha256"),
+        ('[[keys]]\nname = "a"\nkey = "sk-secret-1"\nsha256 = "00"', "regex"),
+        ('[[keys]]\nname = "a"\nkey = "short"', "length >= 8"),
+        ('[[keys]]\nname = "a"\nkey = "sk-secret-1"\nrequests_per_minute = 0', ">= 1"),
+        ('[[keys]]\nname = "a"\nkey = "sk-secret-1"\nrpm = 1', "rpm"),
+        ('[[keys]]\nname = "a"\nkey = "sk-secret-1"\ntenant = "x"', r"\[tenants.x\]"),
+        ('[[keys]]\nname = "a"\nkey = "sk-secret-1"\n[[keys]]\nname = "a"\nkey = "sk-secret-2"', "name of its own"),
+        ('[[keys]]\nname = "a"\nkey = "sk-secret-1"\n[[keys]]\nname = "b"\nkey = "sk-secret-1"', "the same key"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_told_what_is_wrong_without_its_keys(content, words):
+    with pytest.raises(errors.ConfigError, match=words) as caught:
+        keys.read(content)
+
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_another_file_keeps_what_was_used_and_drops_who_is_not_in_it():
+    book = book_of()
+    guest = book.identify({"x-api-key": SECRET})
+    guest.accounts[0].num_streams = 3
+    book.replace(
+        keys.read(FILE.replace("requests_per_minute = 5", "").split('[[keys]]\nname = "bob')[0]),
+        1.0,
+    )
+    again = book.identify({"x-api-key": SECRET})
+
+    assert again.accounts[0].num_streams == 3
+    assert again.accounts[0].requests is None
+    assert len(book) == 1
+    with pytest.raises(errors.Unauthenticated):
+        book.identify({"x-api-key": "sk-bob-0123456789"})

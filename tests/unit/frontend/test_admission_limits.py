@@ -1,0 +1,138 @@
+"""Buckets and accounts: nobody gets more than its share, and nobody waits for nothing."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.base import errors
+from dynamo.frontend.admission import limits
+
+STEPS = st.lists(st.tuples(st.floats(0, 100), st.integers(1, 50)), max_size=40)
+
+
+def account(name="key 'alice'", **fields):
+    return limits.Account(name, limits.Limits(**fields), now=0.0)
+
+
+@given(per_minute=st.integers(1, 100), steps=STEPS)
+def test_what_passes_a_bucket_in_any_time_is_its_size_and_what_flows_in(per_minute, steps):
+    bucket, now, passed = limits.Bucket(per_minute, 0.0), 0.0, []
+    for pause_s, amount in steps:
+        now += pause_s
+        if amount <= per_minute and bucket.wait_s(amount, now) == 0:
+            bucket.take(amount, now)
+            passed.append((now, amount))
+
+    for start, (since, _) in enumerate(passed):
+        for end in range(start, len(passed)):
+            total = sum(amount for _, amount in passed[start : end + 1])
+            assert total <= per_minute * (1 + (passed[end][0] - since) / 60) + 1e-6
+
+
+@given(per_minute=st.integers(1, 100), steps=STEPS)
+def test_whoever_waits_as_long_as_told_gets_it_and_not_sooner(per_minute, steps):
+    bucket, now = limits.Bucket(per_minute, 0.0), 0.0
+    for pause_s, amount in steps:
+        now += pause_s
+        wait_s = bucket.wait_s(amount, now)
+        assert wait_s == 0 or bucket.wait_s(amount, now + wait_s * 0.99) > 0
+        assert bucket.wait_s(amount, now + wait_s + 1e-6) == 0
+        bucket.take(amount, now)  # on credit, where it was not there
+
+
+def test_a_prompt_larger_than_a_minutes_share_passes_when_the_bucket_is_full_and_is_paid_off():
+    bucket = limits.Bucket(60, 0.0)
+    wait_s = bucket.wait_s(180, 0.0)
+    bucket.take(180, 0.0)
+
+    assert wait_s == 0
+    assert bucket.level(0.0) == -120
+    assert bucket.wait_s(1, 0.0) == 121
+
+
+def test_a_bucket_of_another_size_has_the_same_used():
+    bucket = limits.Bucket(60, 0.0)
+    bucket.take(20, 0.0)
+
+    assert bucket.resized(100, 0.0).level(0.0) == 80
+    assert bucket.resized(10, 0.0).level(0.0) == -10
+
+
+def test_a_clock_that_stands_still_or_goes_back_fills_nothing():
+    bucket = limits.Bucket(60, 100.0)
+    bucket.take(60, 100.0)
+
+    assert bucket.level(50.0) == 0
+
+
+def test_a_request_is_taken_from_key_and_tenant_or_from_neither():
+    key, tenant = account(requests_per_minute=10), account("tenant 'acme'", requests_per_minute=1)
+    limits.take_request((key, tenant), 0.0)
+    with pytest.raises(errors.RateLimited) as caught:
+        limits.take_request((key, tenant), 0.0)
+
+    assert key.requests.level(0.0) == 9
+    assert caught.value.retry_after_s == 60
+    assert str(caught.value) == (
+        "tenant 'acme' has reached its limit of 1 requests per minute: try again in 1m0s"
+    )
+
+
+def test_the_answer_is_charged_when_it_ends():
+    key = account(tokens_per_minute=100)
+    limits.begin((key,), 60, 0.0)
+    limits.end((key,), 90, 0.0)
+
+    assert key.tokens.level(0.0) == -50
+    with pytest.raises(errors.RateLimited, match="tokens per minute"):
+        limits.begin((key,), 1, 0.0)
+
+
+def test_answers_at_the_same_time_are_counted_until_they_end():
+    key = account(concurrent_streams=1)
+    limits.begin((key,), 5, 0.0)
+    with pytest.raises(errors.RateLimited, match="at the same time"):
+        limits.begin((key,), 5, 0.0)
+    limits.end((key,), 5, 0.0)
+    limits.begin((key,), 5, 0.0)
+
+    assert key.num_streams == 1
+
+
+def test_who_is_refused_for_its_tenant_holds_nothing_of_its_own():
+    key, tenant = account(tokens_per_minute=100), account("t", tokens_per_minute=10)
+    limits.begin((key, tenant), 10, 0.0)
+    with pytest.raises(errors.RateLimited):
+        limits.begin((key, tenant), 10, 0.0)
+
+    assert key.num_streams == tenant.num_streams == 1
+    assert key.tokens.level(0.0) == 90
+
+
+def test_other_limits_keep_what_was_used_and_what_runs():
+    key = account(requests_per_minute=10, concurrent_streams=3)
+    limits.take_request((key,), 0.0)
+    limits.begin((key,), 1, 0.0)
+    key.change(limits.Limits(requests_per_minute=5, tokens_per_minute=7), 0.0)
+
+    assert (key.requests.level(0.0), key.tokens.level(0.0), key.num_streams) == (4, 7, 1)
+    assert not key.is_streaming_enough
+
+
+def test_headers_tell_of_the_account_that_has_least_left():
+    key, tenant = account(requests_per_minute=60), account("t", requests_per_minute=600)
+    limits.take_request((key, tenant), 0.0)
+
+    assert limits.headers((key, tenant), 0.0) == (
+        ("x-ratelimit-limit-requests", "60"),
+        ("x-ratelimit-remaining-requests", "59"),
+        ("x-ratelimit-reset-requests", "1s"),
+    )
+    assert limits.headers((account(),), 0.0) == ()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0ms"), (0.0171, "17ms"), (1.54, "1.5s"), (59.9, "59.9s"), (360, "6m0s"), (61, "1m1s")]
+)  # fmt: skip
+def test_a_span_is_written_as_openai_does(seconds, text):
+    assert limits.span(seconds) == text

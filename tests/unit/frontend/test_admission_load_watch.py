@@ -1,0 +1,80 @@
+"""Hearing of load, over the event plane in memory."""
+
+import asyncio
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from frontend_rig import NAME
+
+from dynamo.frontend.admission import busy, load_watch
+from dynamo.protocols import load
+from dynamo.runtime.backends import memory_events
+from dynamo.testing import clock as virtual
+
+TOPIC = "dynamo/backend/kv_metrics"
+EVENT = load.LoadEvent(
+    worker_id=7,
+    data=load.ForwardPassMetrics(
+        worker_stats=load.WorkerStats(
+            request_active_slots=0, request_total_slots=1, num_requests_waiting=0
+        ),
+        kv_stats=load.KvStats(kv_active_blocks=1, kv_total_blocks=1),
+    ),
+)
+
+
+@pytest.fixture
+async def rig():
+    """A watch over one model, and somebody who can publish."""
+    bus = memory_events.MemoryBus()
+    made = SimpleNamespace(loads=busy.Loads(), clock=virtual.VirtualClock(), num_changes=0)
+    made.speaker = memory_events.MemoryEventPlane(bus, 7)
+    await made.speaker.advertise(TOPIC)
+
+    def changed():
+        made.num_changes += 1
+
+    known = SimpleNamespace(ready=[SimpleNamespace(replicas={NAME: None})])
+    plane = memory_events.MemoryEventPlane(bus, 8)
+    watch = load_watch.LoadWatch(plane, known, made.loads, changed, made.clock)
+    task = asyncio.ensure_future(watch.run())
+    await settle()
+    yield made
+    task.cancel()
+    await plane.close()
+    await made.speaker.close()
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_what_a_worker_tells_is_known_and_the_gates_look(rig):
+    before = rig.num_changes
+    rig.speaker.publish(TOPIC, msgspec.msgpack.encode(EVENT))
+    await settle()
+
+    assert len(rig.loads) == 1
+    assert rig.num_changes == before + 1
+
+
+async def test_nonsense_is_told_and_disturbs_nobody(rig, caplog):
+    rig.speaker.publish(TOPIC, b"nonsense")
+    rig.speaker.publish(TOPIC, msgspec.msgpack.encode(EVENT))
+    await settle()
+
+    assert "ignored the load told by 7" in caplog.text
+    assert len(rig.loads) == 1
+
+
+async def test_a_worker_that_falls_silent_is_forgotten_and_the_gates_look(rig):
+    rig.speaker.publish(TOPIC, msgspec.msgpack.encode(EVENT))
+    await settle()
+    before = rig.num_changes
+    await rig.clock.advance(busy.STALE_S + 2 * load_watch.LOOK_INTERVAL_S)
+    await settle()
+
+    assert len(rig.loads) == 0
+    assert rig.num_changes > before

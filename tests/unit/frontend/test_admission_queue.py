@@ -1,0 +1,67 @@
+"""The line, against a plain list that is sorted each time."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.frontend.admission import queue
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("join"), st.integers(-2, 2), st.integers(1, 9)),
+        st.tuples(st.just("leave"), st.integers(0, 20), st.just(0)),
+        st.tuples(st.just("next"), st.just(0), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(actions=ACTIONS, limit=st.integers(0, 6))
+def test_it_is_a_list_sorted_by_priority_and_then_by_arrival(actions, limit):
+    line, joined, waiting = queue.Line(limit), [], []
+    for number, (action, value, num_tokens) in enumerate(actions):
+        if action == "join" and not line.is_full:
+            joined.append(line.join(number, priority=value, num_tokens=num_tokens))
+            waiting.append((-value, number, num_tokens))
+            waiting.sort()
+        elif action == "leave" and joined:
+            ticket = joined[value % len(joined)]
+            held = [one for one in waiting if one[1] == ticket.waiter]
+            assert line.leave(ticket) == bool(held)
+            waiting = [one for one in waiting if one not in held]
+        elif action == "next" and waiting:
+            assert line.next().waiter == waiting.pop(0)[1]
+        assert len(line) == len(waiting) <= limit
+        assert line.is_full == (len(waiting) == limit)
+        assert line.num_tokens == sum(one[2] for one in waiting)
+
+
+@given(
+    inside=st.integers(0, 9), limit=st.none() | st.integers(1, 9), free=st.none() | st.integers(0, 9)
+)  # fmt: skip
+def test_room_is_the_tightest_of_what_limits_it(inside, limit, free):
+    room = queue.room(inside, limit, free)
+
+    assert (room is None) == (limit is None and free is None)
+    assert room is None or room >= 0
+    assert limit is None or room <= max(0, limit - inside)
+    assert free is None or room <= free
+
+
+def test_the_pace_is_that_of_the_requests_that_ended_lately():
+    pace = queue.Pace()
+    unknown = pace.wait_s(100, 0.0)
+    for second in range(100):
+        pace.ended(2.0 * second)
+
+    assert unknown == 1
+    assert 18 <= pace.wait_s(9, 198.0) <= 22
+    assert pace.wait_s(1000, 198.0) == 60
+    assert pace.wait_s(0, 198.0) >= 1
+
+
+def test_when_nothing_ends_the_wait_is_told_longer():
+    pace = queue.Pace()
+    for second in range(3):
+        pace.ended(float(second))
+
+    assert pace.wait_s(0, 33.0) == 11

@@ -1,0 +1,213 @@
+"""Every parameter that the official clients can send is honoured, or refused by the name under which it was sent."""
+
+import anthropic
+import openai
+import pytest
+
+from dynamo.protocols import model_card
+
+SAY = [{"role": "user", "content": "hi"}]
+TAKEN_BY_CHATS = {
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": 1},
+    "logprobs": True,
+    "max_completion_tokens": 5,
+    "max_tokens": 5,
+    "metadata": {"k": "v"},
+    "modalities": ["text"],
+    "n": 1,
+    "parallel_tool_calls": True,
+    "prediction": {"type": "content", "content": "hi"},
+    "presence_penalty": 0.5,
+    "prompt_cache_key": "k",
+    "reasoning_effort": "none",
+    "response_format": {"type": "text"},
+    "safety_identifier": "s",
+    "seed": 1,
+    "service_tier": "auto",
+    "stop": ["x"],
+    "store": False,
+    "temperature": 0.5,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 0.5,
+    "user": "u",
+    "verbosity": "medium",
+}
+REFUSED_BY_CHATS = {
+    "audio": {"format": "wav", "voice": "ash"},
+    "function_call": "auto",
+    "functions": [{"name": "f"}],
+    "moderation": {"model": "x"},
+    "modalities": ["text", "audio"],
+    "prompt_cache_options": {"mode": "explicit"},
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "high",
+    "service_tier": "flex",
+    "store": True,
+    "top_logprobs": 1,
+    "verbosity": "low",
+    "web_search_options": {},
+}
+TAKEN_BY_COMPLETIONS = {
+    "best_of": 1,
+    "echo": True,
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": 1},
+    "logprobs": 1,
+    "max_tokens": 5,
+    "n": 1,
+    "presence_penalty": 0.5,
+    "seed": 1,
+    "stop": "x",
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "user": "u",
+}
+TAKEN_BY_MESSAGES = {
+    "cache_control": {"type": "ephemeral"},
+    "metadata": {"user_id": "u"},
+    "service_tier": "auto",
+    "stop_sequences": ["x"],
+    "system": "be kind",
+    "thinking": {"type": "disabled"},
+    "tools": [],
+    "tool_choice": {"type": "auto"},
+}
+REFUSED_BY_MESSAGES = {
+    "container": "c",
+    "diagnostics": {"previous_message_id": "m"},
+    "inference_geo": "eu",
+    "speed": "fast",
+    "user_profile_id": "p",
+    "workspace_id": "w",
+}
+
+
+@pytest.fixture
+async def gpt(rig):
+    async with openai.AsyncOpenAI(
+        base_url=rig.frontend.url + "/v1", api_key="none", max_retries=0
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+async def claude(rig):
+    async with anthropic.AsyncAnthropic(
+        base_url=rig.frontend.url, api_key="none", max_retries=0
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", TAKEN_BY_CHATS)
+async def test_a_chat_takes(gpt, name):
+    fields = {name: TAKEN_BY_CHATS[name]}
+    answer = await gpt.chat.completions.create(model="m", messages=SAY, **fields)
+
+    assert answer.choices[0].message.content == "hello"
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_CHATS)
+async def test_a_chat_refuses_by_name(gpt, name):
+    fields = {name: REFUSED_BY_CHATS[name]}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await gpt.chat.completions.create(model="m", messages=SAY, **fields)
+
+    assert caught.value.param.startswith(name)
+    assert name in caught.value.message
+
+
+@pytest.mark.parametrize("name", TAKEN_BY_COMPLETIONS)
+async def test_a_completion_takes(gpt, name):
+    fields = {name: TAKEN_BY_COMPLETIONS[name]}
+    answer = await gpt.completions.create(model="m", prompt="hi ", **fields)
+
+    assert answer.choices[0].text == ("hi hello" if name == "echo" else "hello")
+
+
+async def test_a_completion_refuses_a_suffix(gpt):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await gpt.completions.create(model="m", prompt="hi", suffix="s")
+
+    assert caught.value.param == "suffix"
+
+
+async def test_a_model_that_can_fills_in_before_a_suffix(gpt, rig):
+    able = model_card.RuntimeConfig(infill_format="codestral")
+    worker = await rig.worker("coder", runtime_config=able)
+    answer = await gpt.completions.create(model="coder", prompt="hi", suffix="s")
+
+    assert answer.choices[0].text == "hello"
+    assert worker.prompts == ["[SUFFIX]s[PREFIX]hi"]
+
+
+@pytest.mark.parametrize("prompt", ["hi", ["hi", "hi"], [104, 105], [[104, 105], [104]]])
+async def test_a_prompt_has_four_forms(gpt, prompt):
+    answer = await gpt.completions.create(model="m", prompt=prompt)
+
+    assert len(answer.choices) == (2 if prompt in (["hi", "hi"], [[104, 105], [104]]) else 1)
+
+
+@pytest.mark.parametrize("name", TAKEN_BY_MESSAGES)
+async def test_a_message_takes(claude, name):
+    fields = {name: TAKEN_BY_MESSAGES[name]}
+    answer = await claude.messages.create(model="m", max_tokens=9, messages=SAY, **fields)
+
+    assert answer.content[0].text == "hello"
+    assert answer.usage.service_tier == "standard"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p"])
+async def test_a_message_takes_what_only_older_clients_send(claude, rig, name):
+    await claude.messages.create(
+        model="m", max_tokens=9, messages=SAY, extra_body={name: {"top_k": 7}.get(name, 0.25)}
+    )
+
+    assert getattr(rig.one.requests[0].sampling_options, name) in (7, 0.25)
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_MESSAGES)
+async def test_a_message_refuses_by_name(claude, name):
+    fields = {name: REFUSED_BY_MESSAGES[name]}
+    with pytest.raises(anthropic.BadRequestError, match=name):
+        await claude.messages.create(model="m", max_tokens=9, messages=SAY, extra_body=fields)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "image", "source": {"type": "url", "url": "http://x"}},
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}},
+    ],
+)
+async def test_images_and_documents_are_refused_and_cache_marks_are_not(claude, block):
+    text = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    taken = [{"role": "user", "content": [text]}]
+    await claude.messages.create(model="m", max_tokens=9, messages=taken)
+    refused = [{"role": "user", "content": [text, block]}]
+
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[1\].type"):
+        await claude.messages.create(model="m", max_tokens=9, messages=refused)
+
+
+@pytest.mark.parametrize("fields", [{"mcp_servers": [{"type": "url", "url": "x", "name": "n"}]}])
+async def test_servers_of_tools_are_refused(claude, fields):
+    with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
+        await claude.messages.create(model="m", max_tokens=9, messages=SAY, extra_body=fields)
+
+
+async def test_a_request_has_the_callers_id_everywhere(rig):
+    answer = await rig.client.post(
+        "/v1/completions",
+        json={
+            "model": "m",
+            "prompt": "x",
+            "stream": True,
+            "nvext": {"annotations": ["request_id"]},
+        },
+        headers={"x-dynamo-request-id": "mine"},
+    )
+
+    assert answer.text.startswith('event: request_id\n: "mine"\n\n')
+    assert answer.headers["x-request-id"] == "mine"

@@ -1,0 +1,122 @@
+"""Completions that begin with their prompt, as evaluators ask for them."""
+
+import pytest
+from frontend_rig import events, outputs
+
+from dynamo.protocols import generate, model_card
+
+
+def scored(call, request):
+    """An engine that tells of the prompt: each token is as likely as it is high, its rival is the token 33."""
+    num = request.output_options.prompt_logprobs
+    prompt = memoryview(request.token_ids).cast("I").tolist()
+    rival = (generate.TopLogprob(33, -0.5),) if num else ()
+    told = None
+    if num is not None:
+        told = tuple(generate.TokenLogprobs(-float(token), rival) for token in prompt[1:])
+    for index in range(request.sampling_options.n):
+        for number, output in enumerate(outputs("xy", index=index)):
+            call.send(
+                generate.Output(
+                    output.token_ids,
+                    output.finish_reason,
+                    index=index,
+                    logprobs=(generate.TokenLogprobs(-1.0),),
+                    prompt_logprobs=told if number == index == 0 else None,
+                )
+            )
+    call.finish()
+
+
+def one_token(call, request):
+    """The same, but it ends after its first token, as with max_tokens 1."""
+    num = request.output_options.prompt_logprobs
+    told = (generate.TokenLogprobs(-2.0),) * (request.prompt_len - 1)
+    call.send(
+        generate.Output(
+            (120,),
+            generate.FinishReason.LENGTH,
+            logprobs=None if num is None else (generate.TokenLogprobs(-1.0),),
+            prompt_logprobs=None if num is None else told,
+        )
+    )
+    call.finish()
+
+
+async def test_with_logprobs_the_prompt_has_its_own(rig):
+    rig.one.script = scored
+    body = (await rig.complete("ab", echo=True, logprobs=1)).json()
+    (choice,) = body["choices"]
+
+    assert choice["text"] == "abxy"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "x", "y"],
+        "token_logprobs": [None, -98.0, -1.0, -1.0],
+        "top_logprobs": [None, {"!": -0.5}, {}, {}],
+        "text_offset": [0, 1, 2, 3],
+    }
+    assert body["usage"]["completion_tokens"] == 2
+
+
+async def test_a_text_can_be_scored_and_nothing_written(rig):
+    rig.one.script = one_token
+    body = (await rig.complete("abc", echo=True, logprobs=0, max_tokens=0)).json()
+    (choice,) = body["choices"]
+
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -2.0]
+    assert body["usage"]["completion_tokens"] == 0
+    assert rig.one.requests[0].stop_conditions.max_tokens == 1
+
+
+async def test_without_logprobs_the_prompt_is_told_as_it_came(rig):
+    rig.one.script = one_token
+    body = (await rig.complete("abc", echo=True, max_tokens=0)).json()
+
+    assert body["choices"][0]["text"] == "abc"
+    assert body["choices"][0]["logprobs"] is None
+    assert rig.one.requests[0].output_options == generate.OutputOptions()
+
+
+@pytest.mark.parametrize("prompt", [["ab", "cd"], [[97, 98], [99, 100]]])
+async def test_each_prompt_of_several_and_each_choice_has_its_own(rig, prompt):
+    rig.one.script = scored
+    body = (await rig.complete(prompt, n=2, echo=True, logprobs=0)).json()
+
+    assert [choice["text"] for choice in body["choices"]] == ["abxy", "abxy", "cdxy", "cdxy"]
+    assert [choice["logprobs"]["token_logprobs"] for choice in body["choices"]] == [
+        *[[None, -98.0, -1.0, -1.0]] * 2,
+        *[[None, -100.0, -1.0, -1.0]] * 2,
+    ]
+
+
+async def test_special_tokens_of_a_prompt_of_ids_are_a_part_of_its_text(rig):
+    rig.one.script = one_token
+    body = (await rig.complete([256, 97], echo=True, logprobs=0, max_tokens=0)).json()
+    (choice,) = body["choices"]
+
+    assert choice["text"] == "<end>a"
+    assert choice["logprobs"]["text_offset"] == [0, 5]
+
+
+async def test_a_stream_begins_with_the_prompt_and_what_it_is_worth(rig):
+    rig.one.script = scored
+    answer = await rig.complete("ab", echo=True, logprobs=0, stream=True)
+    chunks = [event["choices"][0] for event in events(answer.text) if event != "[DONE]"]
+
+    assert [chunk["text"] for chunk in chunks] == ["abx", "y", ""]
+    assert chunks[0]["logprobs"]["token_logprobs"] == [None, -98.0, -1.0]
+    assert chunks[1]["logprobs"]["text_offset"] == [3]
+
+
+async def test_an_engine_that_cannot_tell_of_a_prompt_is_not_asked_to(rig):
+    blind = model_card.RuntimeConfig(supports_prompt_logprobs=False)
+    await rig.worker("blind", runtime_config=blind)
+    answer = await rig.client.post(
+        "/v1/completions",
+        json={"model": "blind", "prompt": "x", "echo": True, "logprobs": 0},
+    )
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "logprobs"

@@ -1,0 +1,36 @@
+"""Asking who would answer."""
+
+import pytest
+
+QUERY = {"annotations": ["query_instance_id"]}
+
+
+async def test_the_worker_and_the_prompt_are_told_and_nobody_is_asked(rig):
+    answer = await rig.complete("hi", stream=True, nvext=QUERY)
+    counted = await rig.metrics()
+
+    assert answer.text == (
+        f'event: worker_instance_id\n: "{rig.one.instance.instance_id}"\n\n'
+        'event: token_data\n: "[104,105]"\n\n'
+        "data: [DONE]\n\n"
+    )
+    assert rig.one.requests == []
+    assert counted['dynamo_frontend_inflight_requests{model="m"}'] == 0
+
+
+async def test_what_was_told_can_be_sent_back(rig):
+    other = await rig.worker()
+    chosen = {"backend_instance_id": other.instance.instance_id, "token_data": [104, 105]}
+    told = await rig.complete("", stream=True, nvext=QUERY | chosen)
+    await rig.complete("", nvext=chosen)
+
+    assert f': "{other.instance.instance_id}"' in told.text
+    assert other.prompts == ["hi"]
+
+
+@pytest.mark.parametrize("instance_id", [12345])
+async def test_a_worker_that_is_not_there_is_none(rig, instance_id):
+    nvext = QUERY | {"backend_instance_id": instance_id}
+    answer = await rig.chat(stream=True, nvext=nvext)
+
+    assert answer.status_code == 503

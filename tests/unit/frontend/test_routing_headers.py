@@ -1,0 +1,72 @@
+"""Headers and hints that say where a request goes, and how urgent it is."""
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.frontend import routing_headers
+from dynamo.protocols import generate
+
+
+async def ask(rig, headers, **fields):
+    body = {"model": "m", "prompt": "x", **fields}
+    return await rig.client.post("/v1/completions", json=body, headers=headers)
+
+
+@pytest.mark.parametrize("name", routing_headers.INSTANCE)
+async def test_a_gateway_names_the_worker_over_the_body(rig, name):
+    other = await rig.worker()
+    nvext = {"backend_instance_id": rig.one.instance.instance_id}
+    for _ in range(3):
+        await ask(rig, {name: str(other.instance.instance_id)}, nvext=nvext)
+
+    assert (len(other.requests), len(rig.one.requests)) == (3, 0)
+
+
+async def test_a_decode_worker_is_the_worker(rig):
+    other = await rig.worker()
+    for _ in range(3):
+        await ask(rig, {}, nvext={"decode_worker_id": other.instance.instance_id})
+
+    assert (len(other.requests), len(rig.one.requests)) == (3, 0)
+
+
+async def test_what_is_told_reaches_the_worker(rig):
+    nvext = {
+        "agent_hints": {"priority": 3, "osl": 77},
+        "session_control": {"session_id": "body", "action": "bind", "timeout": 9},
+    }
+    await ask(rig, {"x-dp-rank": "1", "x-dynamo-session-id": "header"}, nvext=nvext)
+    await ask(rig, {}, nvext=nvext, priority=4)
+    first, second = rig.one.requests
+
+    assert (first.priority, first.expected_output_tokens) == (3, 77)
+    assert (first.data_parallel_rank, first.session_id) == (1, "header")
+    assert (second.priority, second.session_id) == (-4, "body")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x-worker-instance-id", "abc"),
+        ("x-dynamo-worker-instance-id", "-1"),
+        ("x-dp-rank", "1.5"),
+        ("x-dynamo-dp-rank", "9" * 30),
+        ("x-dynamo-session-id", "s" * 201),
+    ],
+)
+async def test_a_header_that_makes_no_sense_is_named(rig, name, value):
+    answer = await ask(rig, {name: value})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+
+
+def test_no_such_headers_change_nothing():
+    request = generate.Request(id="r", model="m", token_ids=b"1234", session_id="s")
+
+    assert routing_headers.read({"host": "x"}).apply(request) is request
+
+
+def test_a_number_beyond_64_bits_is_refused():
+    with pytest.raises(errors.InvalidRequest, match="from 0 to 9223372036854775807"):
+        routing_headers.read({"x-worker-instance-id": str(2**63)})

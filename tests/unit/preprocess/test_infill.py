@@ -1,0 +1,53 @@
+"""Prompt and suffix become one text, for models that were trained to write what is between."""
+
+import msgspec
+import pytest
+
+from dynamo.base import errors
+from dynamo.preprocess import infill
+from dynamo.protocols import openai_completions
+
+
+def completion(prompt="a {b}", **fields):
+    return openai_completions.decode(
+        msgspec.json.encode({"model": "m", "prompt": prompt, **fields})
+    )
+
+
+@pytest.mark.parametrize("name", infill.FORMATS)
+def test_both_stand_in_the_text_as_they_came(name):
+    (text,) = infill.prompts(completion(suffix="{c} d"), name)
+
+    assert text.count("a {b}") == text.count("{c} d") == 1
+
+
+def test_each_prompt_has_the_suffix():
+    found = infill.prompts(completion(["a", "b"], suffix="z"), "starcoder")
+
+    assert found == [
+        "<fim_prefix>a<fim_suffix>z<fim_middle>",
+        "<fim_prefix>b<fim_suffix>z<fim_middle>",
+    ]
+
+
+@pytest.mark.parametrize("suffix", [None, ""])
+@pytest.mark.parametrize("name", [None, "none", "qwen"])
+def test_without_a_suffix_nothing_is_changed(name, suffix):
+    assert infill.prompts(completion(suffix=suffix), name) == ["a {b}"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name", "words"),
+    [("a", None, "--dyn-infill-format"), ("a", "none", "not known to"), ([1], "qwen", "token ids")],
+)
+def test_what_cannot_be_filled_in_is_named(prompt, name, words):
+    with pytest.raises(errors.InvalidRequest, match=words) as caught:
+        infill.prompts(completion(prompt, suffix="z"), name)
+
+    assert caught.value.param == "suffix"
+
+
+def test_a_format_that_is_not_known_is_refused_with_those_that_are():
+    infill.check("none")
+    with pytest.raises(errors.ConfigError, match=r"expected one of codegemma, .*'zzz'"):
+        infill.check("zzz")

@@ -1,0 +1,61 @@
+"""A limit to thinking becomes tokens, or is refused."""
+
+import json
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.preprocess import thinking_limit
+from dynamo.preprocess.parsers import formats
+from dynamo.protocols import anthropic, anthropic_blocks, generate, openai_chat
+
+THINK = formats.AnswerFormat(reasoning=formats.REASONING["qwen3"])
+IDS = {"<think>": 5, "</think>": 6}.get
+
+
+def chat(**nvext):
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "nvext": nvext}
+    return openai_chat.decode(json.dumps(body).encode())
+
+
+def message():
+    body = {
+        "model": "m",
+        "max_tokens": 5000,
+        "messages": [{"role": "user", "content": "x"}],
+        "thinking": {"type": "enabled", "budget_tokens": 2000},
+    }
+    return anthropic_blocks.chat_of(anthropic.decode(json.dumps(body).encode()))
+
+
+def test_nobody_is_limited_unasked():
+    assert thinking_limit.of(chat(), "p", THINK, IDS) is None
+
+
+@pytest.mark.parametrize(("prompt", "is_open"), [("p", False), ("p<think>\n", True)])
+def test_the_marks_are_told_as_tokens(prompt, is_open):
+    found = thinking_limit.of(chat(max_thinking_tokens=7), prompt, THINK, IDS)
+
+    assert found == generate.ThinkingLimit(
+        max_tokens=7, close_ids=(6,), open_ids=(5,), is_open=is_open
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "ids"),
+    [
+        (formats.AnswerFormat(), IDS),
+        (THINK, {}.get),
+        (formats.AnswerFormat(reasoning=formats.REASONING["gpt_oss"]), IDS),
+    ],
+)
+def test_what_cannot_be_held_is_refused_unless_it_is_a_wish(form, ids):
+    with pytest.raises(errors.InvalidRequest, match="no token of this model") as caught:
+        thinking_limit.of(chat(max_thinking_tokens=7), "p", form, ids)
+
+    assert caught.value.param == "nvext.max_thinking_tokens"
+    assert thinking_limit.of(message(), "p", form, ids) is None
+
+
+def test_the_budget_of_a_message_is_the_limit():
+    assert thinking_limit.of(message(), "p", THINK, IDS).max_tokens == 2000
