@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt bench docs clean
+.PHONY: help setup run test check fmt bench bench-router docs clean
 
 help:  ## say what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.run  ## create .venv and install what serving needs
 
@@ -32,6 +32,9 @@ fmt: $(VENV)/.dev  ## format the code
 
 bench: $(VENV)/.dev  ## measure frontend and engine (beside the real Dynamo, if PEER=its python)
 	@$(BIN)/python -m benchmarks.run $(if $(PEER),--peer $(PEER))
+
+bench-router: $(VENV)/.dev  ## measure the router (beside the real Dynamo, if PEER=its python)
+	@$(BIN)/python -m benchmarks.router_index $(if $(PEER),--peer $(PEER))
 
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate

@@ -29,7 +29,7 @@ def pending(frontend):
     return sum(
         float(row.rpartition(" ")[2])
         for row in rows
-        if row.startswith("dynamo_frontend_router_queue_pending_requests{")
+        if row.startswith("dynamo_frontend_admission_queue_pending_requests{")
     )
 
 

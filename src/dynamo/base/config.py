@@ -10,7 +10,8 @@ A configuration is declared once:
 and `load(FrontendConfig, prog="python -m dynamo.frontend")` reads `--config FILE` (TOML), then `DYN_HTTP_PORT`, then
 `--http-port`. Keys that nobody knows, values of the wrong kind and numbers out of range are refused in one sentence
 (ConfigError).
-Types: str, int, float, bool (`--flag`, `--no-flag`), Literal choices, tuple[str, ...] (comma-separated);
+Types: str, int, float, bool (`--flag`, `--no-flag`), Literal choices, tuple[str, ...]
+(comma-separated, or the flag again);
 each also `| None`.
 """
 
@@ -83,7 +84,11 @@ def load_parts(
     path = flags.pop("config")
     values = _from_file(path, fields, hints) if path else {}
     values |= _from_environment(os.environ if environ is None else environ, fields, hints)
-    given = {name: flag for name, flag in flags.items() if flag is not None}
+    given = {
+        name: ",".join(flag) if isinstance(flag, list) else flag
+        for name, flag in flags.items()
+        if flag is not None
+    }
     values |= {
         name: _read(fields[name], hints[name], flag, _flag_of(fields[name]))
         for name, flag in given.items()
@@ -130,11 +135,21 @@ def _add_flag(
         parser.add_argument(name, nargs="?", help=text)
     elif kind is bool:
         parser.add_argument(
-            flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text
+            flag,
+            *field.metadata["aliases"],
+            dest=name,
+            action=argparse.BooleanOptionalAction,
+            default=None,
+            help=text,
         )
     else:
         parser.add_argument(
-            flag, *field.metadata["aliases"], dest=name, metavar=_metavar(kind), help=text
+            flag,
+            *field.metadata["aliases"],
+            dest=name,
+            metavar=_metavar(kind),
+            help=text,
+            action="append" if typing.get_origin(kind) is tuple else "store",
         )
 
 

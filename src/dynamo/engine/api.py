@@ -32,6 +32,7 @@ class EngineFacts:
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
+    supports_guided: bool = False  # can it hold an answer to a grammar?
 
 
 class EngineOutput(NamedTuple):
@@ -52,8 +53,8 @@ class EngineSink(Protocol):
         """This request is over, by an error; nothing more comes for it."""
         ...
 
-    def kv_events(self, events: Sequence[kv_events.KvEvent]) -> None:
-        """What one step stored and removed, in order."""
+    def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
+        """What one step of one data-parallel rank stored and removed, in order."""
         ...
 
     def died(self, error: errors.EngineFailed) -> None:

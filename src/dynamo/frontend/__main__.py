@@ -10,6 +10,7 @@ from dynamo.base import config as configuration
 from dynamo.base import errors
 from dynamo.frontend import config, http_workers, service
 from dynamo.observability import logs
+from dynamo.router import config as router_config
 from dynamo.runtime import component
 
 
@@ -21,25 +22,26 @@ def main() -> int:
     prog = "python -m dynamo.frontend"
     try:
         logs.configure()
-        settings = configuration.load(config.FrontendConfig, prog=prog)
-        if settings.http_workers > 1:
-            return http_workers.serve(settings, sys.argv[1:])
-        asyncio.run(serve(settings))
+        parts = (config.FrontendConfig, router_config.RoutingConfig)
+        door, routing = configuration.load_parts(parts, prog=prog)
+        if door.http_workers > 1:
+            return http_workers.serve(door, sys.argv[1:])
+        asyncio.run(serve(door, routing))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
     return 0
 
 
-async def serve(settings: config.FrontendConfig) -> None:
+async def serve(door: config.FrontendConfig, routing: router_config.RoutingConfig) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, stop, number)
     async with (
-        await component.DistributedRuntime.open(settings) as runtime,
-        service.Frontend(settings, runtime) as frontend,
+        await component.DistributedRuntime.open(door) as runtime,
+        service.Frontend(door, runtime, routing) as frontend,
     ):
         loop.add_signal_handler(signal.SIGHUP, frontend.reload_keys)
         await frontend.run(stop)

@@ -9,6 +9,7 @@ from dynamo.frontend import (
     apis,
     clearing,
     delivery,
+    description,
     embeddings,
     merged_metrics,
     models,
@@ -63,6 +64,7 @@ class App:
         self._desk = counter
         self._siblings = others
         self.is_draining = False
+        self._description = description.Description()
         counts = token_counts.TokenCounts(known, remembered)
         tensors = routes.KserveRoutes(
             answers.text, known, counter, self._accepts, is_draining=lambda: self.is_draining
@@ -93,6 +95,8 @@ class App:
                 ("GET", "/health"): self._health,
                 ("GET", "/live"): _live,
                 ("GET", "/metrics"): self._all_metrics if others.name else self._metrics,
+                ("GET", "/openapi.json"): self._description.show,
+                ("GET", "/docs"): self._docs,
                 ("GET", "/"): self._status_page,
             },
             error_body=error_body,
@@ -176,6 +180,10 @@ class App:
     def _metrics(self, caller: exchange.Exchange) -> None:
         caller.respond(200, self._registry.render(), content_type=metrics.CONTENT_TYPE)
 
+    def _docs(self, caller: exchange.Exchange) -> None:
+        ready = self._models.ready
+        self._description.show_page(caller, ready[0].name if ready else "MODEL")
+
     async def _all_metrics(self, caller: exchange.Exchange) -> None:
         """Those of all processes at this port."""
         found = await self._siblings.ask("GET", "/metrics")
@@ -196,7 +204,7 @@ class App:
         )
         links = "".join(
             f'<li><a href="{path}">{path}</a></li>'
-            for path in ("/v1/models", "/health", "/metrics")
+            for path in ("/docs", "/v1/models", "/health", "/metrics")
         )
         posts = "".join(f"<li>POST {path}</li>" for path in self.routes.paths("POST"))
         page = (

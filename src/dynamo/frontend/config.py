@@ -1,14 +1,14 @@
 """What a frontend can be told, by flag, environment or file."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from dynamo.base import config, errors
-from dynamo.runtime import component
+from dynamo.frontend import record_config
+from dynamo.observability import row_writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendConfig(component.RuntimeConfig):
+class FrontendConfig(record_config.RecordConfig):
     """The OpenAI-compatible HTTP door: finds workers, and passes requests to them."""
 
     http_host: str = config.option(
@@ -29,9 +29,6 @@ class FrontendConfig(component.RuntimeConfig):
     )
     namespace: str = config.option(
         "", env="DYN_NAMESPACE", help="serve only the models of this namespace; by default all"
-    )
-    router_mode: Literal["round-robin", "random"] = config.option(
-        "round-robin", env="DYN_ROUTER_MODE", help="how a worker is chosen"
     )
     tls_cert_path: str | None = config.option(
         None, env="DYN_TLS_CERT_PATH", help="certificate chain (PEM): serve https"
@@ -132,6 +129,8 @@ class FrontendConfig(component.RuntimeConfig):
             raise errors.ConfigError(
                 "--kserve-grpc-port: expected a port that all processes of --http-workers share, got 0"
             )
+        row_writer.check(self.audit_options)
+        row_writer.check(self.request_trace_options)
         if self.tls_client_ca_cert_path is not None and self.tls_cert_path is None:
             raise errors.ConfigError(
                 "--tls-client-ca-cert-path: clients show certificates only to a server that has one: "

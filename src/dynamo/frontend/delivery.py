@@ -109,12 +109,17 @@ class Delivery(abc.ABC):
         self._num_open = len(order.prompts)
         self._num_cached = 0
         self._is_over = False
+        self._on_gone: Callable[[], None] | None = None
         client.on_disconnect(self._abandon)
 
     @property
     def is_over(self) -> bool:
         """Complete, failed or abandoned: nothing more is to be asked of workers."""
         return self._is_over
+
+    def on_gone(self, callback: Callable[[], None]) -> None:
+        """Call this if the client goes while a prompt waits for a worker."""
+        self._on_gone = callback
 
     def receiver(self, prompt_number: int) -> "PromptReceiver":
         """Who takes what the worker of this prompt says."""
@@ -203,6 +208,8 @@ class Delivery(abc.ABC):
         if not self._is_over:
             self._close()
             self._meter.disconnected()
+            if self._on_gone is not None:
+                self._on_gone()
 
     def _close(self) -> None:
         self._is_over = True

@@ -6,7 +6,7 @@ inputs of one request may be computed by several workers.
 
 from collections.abc import Sequence
 
-from dynamo.base import errors, ids
+from dynamo.base import errors
 from dynamo.frontend import (
     apis,
     delivery,
@@ -18,8 +18,8 @@ from dynamo.frontend import (
 )
 from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
+from dynamo.observability import spans
 from dynamo.protocols import blocks, embed, openai_embeddings
-from dynamo.runtime import client
 from dynamo.runtime.http import exchange
 
 ENDPOINT = "embeddings"  # the label in metrics
@@ -32,13 +32,13 @@ class Embeddings:
         self,
         known: models.Models,
         counted: metrics.FrontendMetrics,
-        mode: client.Mode,
         timeout_s: float | None,
+        enter_trace: spans.Enter = spans.pass_on,
     ) -> None:
         self._models = known
         self._metrics = counted
-        self._mode = mode
         self._timeout_s = timeout_s
+        self._enter_trace = enter_trace
         self._admission: desk.Desk | None = None  # None: everybody comes in
 
     def admit_by(self, admission: desk.Desk) -> None:
@@ -47,42 +47,56 @@ class Embeddings:
 
     async def answer(self, caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
-        request_id = ids.new_request_id()
-        headers = pipeline.id_headers(caller, apis.REQUEST_ID_HEADERS, request_id)
+        arrival = pipeline.arrive(caller, self._metrics, self._enter_trace)
+        headers = tuple((name, arrival.told_id) for name in apis.REQUEST_ID_HEADERS)
         try:
             request = openai_embeddings.decode(caller.request.body)
             model = self._models.find(request.model)
         except errors.DynamoError as error:
-            self._meter(metrics.UNKNOWN_MODEL).failed(error)
+            self._meter(metrics.UNKNOWN_MODEL, arrival).failed(error)
             delivery.respond_error(caller, error, headers=headers)
             return
-        meter = self._meter(model.name)
+        meter = self._meter(model.name, arrival)
         try:
-            embedding_shares.check_dimensions(request.dimensions, model.embedding)
-            asked = embed.Request(
-                id=request_id,
-                model=model.name,
-                inputs=tuple(await model.preparer.embedding(request)),
-                dimensions=request.dimensions,
-            )
+            asked = await self._prepare(model, request, arrival)
             if self._admission is not None:
                 await self._admission.admit(model, [asked], caller, meter, None)
         except errors.DynamoError as error:
             meter.failed(error)
             delivery.respond_error(caller, error, headers=headers)
             return
+        meter.prompt(asked)
         order = _order(request, model, asked, headers)
-        meter.prompt(order.num_tokens)
         reply = embedding_answer.EmbeddingAnswer(caller, order, meter)
-        await self._dispatch(model, asked, reply)
+        await self._dispatch(model, asked, reply, arrival)
+        meter.opened()
+
+    async def _prepare(
+        self,
+        model: ServedModel,
+        request: openai_embeddings.EmbeddingRequest,
+        arrival: metrics.Arrival,
+    ) -> embed.Request:
+        """Texts to tokens. Raises RequestError."""
+        embedding_shares.check_dimensions(request.dimensions, model.embedding)
+        return embed.Request(
+            id=arrival.id,
+            model=model.name,
+            inputs=tuple(await model.preparer.embedding(request)),
+            dimensions=request.dimensions,
+        )
 
     async def _dispatch(
         self,
         model: ServedModel,
         request: embed.Request,
         answer: embedding_answer.EmbeddingAnswer,
+        arrival: metrics.Arrival,
     ) -> None:
         """Each share to a worker."""
+        headers = dict(answer.order.headers)
+        if arrival.trace is not None:
+            headers |= arrival.trace.headers()
         lengths = list(map(blocks.count, request.inputs))
         for numbers in embedding_shares.deal(lengths, len(model.instances)):
             if answer.is_over:  # the client has gone, or an earlier share has failed
@@ -91,9 +105,8 @@ class Embeddings:
                 stream = await model.open(
                     _share(request, numbers),
                     embedding_answer.ShareReceiver(answer, numbers),
-                    mode=self._mode,
                     instance_id=None,
-                    headers=dict(answer.order.headers),
+                    headers=headers,
                     timeout_s=self._timeout_s,
                 )
             except errors.DynamoError as error:
@@ -101,8 +114,10 @@ class Embeddings:
                 return
             answer.opened(stream)
 
-    def _meter(self, model: str) -> metrics.RequestMeter:
-        return metrics.RequestMeter(self._metrics.of_model(model), ENDPOINT, is_stream=False)
+    def _meter(self, model: str, arrival: metrics.Arrival) -> metrics.RequestMeter:
+        return metrics.RequestMeter(
+            self._metrics.of_model(model), ENDPOINT, is_stream=False, arrival=arrival
+        )
 
 
 def _order(

@@ -17,10 +17,12 @@ from dynamo.frontend import metrics
 from dynamo.frontend.served_model import Replicas, ServedModel
 from dynamo.preprocess import loading
 from dynamo.protocols import instances, model_card
+from dynamo.router import route
 from dynamo.runtime import client, discovery
 
 SETTLE_S = 1.0  # how long a card may be seen before its instance
 _logger = logging.getLogger(__name__)
+MakeRoute = Callable[[client.EndpointClient, model_card.ModelCard], route.Route]
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 
 
@@ -37,6 +39,7 @@ class Models:
         self,
         registry: Watched,
         connect: Callable[[instances.EndpointName], client.EndpointClient],
+        make_route: MakeRoute,
         counted: metrics.FrontendMetrics,
         time: clock.Clock,
         *,
@@ -44,6 +47,7 @@ class Models:
     ) -> None:
         self._registry = registry
         self._connect = connect
+        self._make_route = make_route
         self._metrics = counted
         self._clock = time
         self._namespace = namespace
@@ -119,6 +123,8 @@ class Models:
         if model is not None:
             _logger.warning("the model %r has lost its last worker", name)
             self._lost.add(name)
+            for replicas in model.replicas.values():
+                replicas.route.serve_by({})
             model.replicas = {}
             self._show(model)
 
@@ -143,9 +149,17 @@ class Models:
                 )  # fmt: skip
                 continue
             if name not in found:
-                found[name] = Replicas(await self._client(name))
-            found[name].instance_ids.add(record.instance_id)
+                found[name] = await self._reach(model, name)
+            found[name].cards[record.instance_id] = record.card_json
+        for replicas in found.values():
+            replicas.route.serve_by(replicas.cards)
         return found
+
+    async def _reach(self, model: ServedModel, name: instances.EndpointName) -> Replicas:
+        """The endpoint, as the model had it before: its route remembers what runs where."""
+        asked = await self._client(name)
+        known = model.replicas.get(name)
+        return Replicas(asked, known.route if known else self._make_route(asked, model.card))
 
     async def _client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Follow this endpoint, and wait a moment for its first instance."""

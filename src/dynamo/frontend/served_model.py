@@ -3,33 +3,33 @@
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from dynamo.base import errors
 from dynamo.frontend import identity
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import embed, generate, instances, model_card
+from dynamo.router import route as routing
 from dynamo.runtime import client, requests
 
 
 @dataclass(slots=True)
 class Replicas:
-    """The instances of one endpoint that serve the model."""
+    """The instances of one endpoint that serve the model, and the way to them."""
 
     client: client.EndpointClient
-    instance_ids: set[int] = field(default_factory=set)
+    route: routing.Route
+    cards: dict[int, model_card.ModelCard] = field(default_factory=dict)
 
     @property
     def living(self) -> list[instances.Instance]:
         """Those that are registered now."""
         found = self.client.instances
-        return [found[one] for one in sorted(self.instance_ids) if one in found]
+        return [found[one] for one in sorted(self.cards) if one in found]
 
     def among(self, avoid: Collection[int]) -> Collection[int] | None:
-        """Whom to ask; None: anybody at this endpoint. Where all are to be avoided, it is any of them."""
-        if avoid:
-            return self.instance_ids.difference(avoid) or self.instance_ids
-        is_alone = self.client.instances.keys() <= self.instance_ids
-        return None if is_alone else self.instance_ids
+        """Whom to ask; None: anybody. Where all are to be avoided, it is any of them."""
+        return self.cards.keys() - avoid or self.cards.keys() if avoid else None
 
 
 class ServedModel:
@@ -100,42 +100,46 @@ class ServedModel:
         request: generate.Request | embed.Request,
         receiver: requests.Receiver,
         *,
-        mode: client.Mode,
         instance_id: int | None,
         avoid: Collection[int] = (),
         headers: Mapping[str, str],
         timeout_s: float | None,
+        on_gone: routing.OnGone | None = None,
         on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
-        """Begin an answer at one of its instances, if possible none of `avoid`. Raises NoWorkers or WorkerLost."""
+        """Begin an answer at one of its instances, if possible none of `avoid`.
+
+        Raises NoWorkers, Overloaded or WorkerLost.
+        """
         replicas = self._pick(instance_id, avoid)
-        among = replicas.among(avoid)
-        return await replicas.client.open(
-            request,
+        return await replicas.route.open(
+            cast("generate.Request", request),  # the route of a model that embeds looks into none
             receiver,
-            mode=mode,
             instance_id=instance_id,
-            among=among,
+            among=replicas.among(avoid),
             headers=headers,
             timeout_s=timeout_s,
+            on_gone=on_gone,
             on_asked=on_asked,
         )
 
     def choose(
-        self, *, mode: client.Mode, instance_id: int | None, avoid: Collection[int] = ()
+        self,
+        request: generate.Request,
+        *,
+        instance_id: int | None,
+        avoid: Collection[int] = (),
     ) -> int:
         """The instance that would be asked. Raises NoWorkers."""
         replicas = self._pick(instance_id, avoid)
-        return replicas.client.choose(
-            mode=mode, instance_id=instance_id, among=replicas.among(avoid)
-        )
+        return replicas.route.choose(request, instance_id=instance_id, among=replicas.among(avoid))
 
     def _pick(self, instance_id: int | None, avoid: Collection[int]) -> Replicas:
         """The endpoints take turns; most models have one."""
         usable = [
             one
             for one in self.replicas.values()
-            if one.living and (instance_id is None or instance_id in one.instance_ids)
+            if one.living and (instance_id is None or instance_id in one.cards)
         ]
         if avoid:
             free = [one for one in usable if any(i.instance_id not in avoid for i in one.living)]

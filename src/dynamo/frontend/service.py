@@ -15,6 +15,7 @@ from dynamo.frontend import (
     metrics,
     models,
     pipeline,
+    records,
     response_store,
     responses,
     roads,
@@ -23,7 +24,10 @@ from dynamo.frontend import (
 )
 from dynamo.frontend.admission import control
 from dynamo.frontend.kserve import loading
+from dynamo.observability import loop_delay
 from dynamo.observability import metrics as observed
+from dynamo.router import config as router_config
+from dynamo.router import routes
 from dynamo.runtime import component
 from dynamo.runtime.http import limits, server
 
@@ -34,19 +38,38 @@ class Frontend:
     """Use as `async with`: enters listening, leaves with everything stopped."""
 
     def __init__(
-        self, settings: config.FrontendConfig, runtime: component.DistributedRuntime
+        self,
+        settings: config.FrontendConfig,
+        runtime: component.DistributedRuntime,
+        routing: router_config.RoutingConfig | None = None,
     ) -> None:
         settings.check()
         registry = observed.Registry(settings.metrics_prefix)
-        counted = metrics.FrontendMetrics(registry, time.monotonic)
         now = clock.SystemClock()
-        self.models = models.Models(
-            runtime.discovery, runtime.client, counted, now, namespace=settings.namespace
+        self._routes = routes.Routes(
+            routing or router_config.RoutingConfig(), runtime, now, registry
         )
-        mode, timeout_s = settings.router_mode, settings.request_timeout_secs or None
+        self._records = records.Records(settings, registry, now)
+        counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers)
+        self.models = models.Models(
+            runtime.discovery,
+            runtime.client,
+            self._routes.make,
+            counted,
+            now,
+            namespace=settings.namespace,
+        )
+        timeout_s = settings.request_timeout_secs or None
         answers = roads.Roads(
-            pipeline.Pipeline(self.models, counted, now, mode, timeout_s),
-            embeddings.Embeddings(self.models, counted, mode, timeout_s),
+            pipeline.Pipeline(
+                self.models,
+                counted,
+                now,
+                timeout_s,
+                self._records.enter_trace,
+                self._records.watch,
+            ),
+            embeddings.Embeddings(self.models, counted, timeout_s, self._records.enter_trace),
         )
         store = response_store.ResponseStore(
             max_items=settings.response_store_items,
@@ -68,6 +91,7 @@ class Frontend:
             self._siblings,
             shared_responses.SharedResponses(store, self._siblings),
         )
+        self._loop_delay = loop_delay.LoopDelay(registry, now)
         self._settings = settings
         handler = self._admission.around(self._app.routes, app.dialect_of)
         self._server = server.HttpServer(
@@ -95,6 +119,7 @@ class Frontend:
         await self._siblings.start(self._app.sibling_routes)
         self._admission.start(self._tasks)
         self._tasks.start("watch models", self.models.watch())
+        self._tasks.start("watch the event loop", self._loop_delay.watch())
         _logger.info("listening on %s", self.url)
         return self
 
@@ -108,6 +133,8 @@ class Frontend:
         await self._server.close()
         await self._siblings.close()
         await self._tasks.close()
+        await self._routes.close()
+        await self._records.close()
 
     @property
     def url(self) -> str:

@@ -84,10 +84,16 @@ class FastHistogramFamily:
 class Registry:
     """All metrics of one process; `prefix` begins every name (dynamo_frontend, dynamo_component)."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(
+        self, prefix: str, collectors: prometheus_client.CollectorRegistry | None = None
+    ) -> None:
         self._prefix = prefix
-        self._registry = prometheus_client.CollectorRegistry()
+        self._registry = collectors or prometheus_client.CollectorRegistry()
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody reads them
+
+    def under(self, prefix: str) -> "Registry":
+        """The same metrics, for who names its own by another prefix."""
+        return Registry(prefix, self._registry)
 
     @property
     def collectors(self) -> prometheus_client.CollectorRegistry:

@@ -50,8 +50,11 @@ def local_hashes(packed: bytes, block_size: int) -> list[int]:
     """One hash for each full block of `block_size` tokens."""
     step = block_size * TOKEN_BYTES
     end = len(packed) - len(packed) % step
-    view, digest = memoryview(packed), xxhash.xxh3_64_intdigest
-    return [digest(view[i : i + step], SEED) for i in range(0, end, step)]
+    digest = xxhash.xxh3_64_intdigest
+    blocks = struct.iter_unpack(
+        f"{step}s", memoryview(packed)[:end]
+    )  # a third of the time of slices
+    return [digest(block, SEED) for (block,) in blocks]
 
 
 def next_sequence_hash(parent: int | None, local: int) -> int:
@@ -63,8 +66,9 @@ def next_sequence_hash(parent: int | None, local: int) -> int:
 
 def sequence_hashes(local: Sequence[int], parent: int | None = None) -> list[int]:
     """Chain local hashes; `parent` continues an earlier chain."""
+    pack_pair, digest = _PAIR.pack, xxhash.xxh3_64_intdigest
     names = []
-    for block in local:
-        parent = next_sequence_hash(parent, block)
+    for block in local:  # `next_sequence_hash`, without a call per block
+        parent = block if parent is None else digest(pack_pair(parent, block), SEED)
         names.append(parent)
     return names

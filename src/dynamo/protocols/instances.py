@@ -17,6 +17,7 @@ INSTANCES = "v1/instances/"
 CARDS = "v1/mdc/"
 EVENT_CHANNELS = "v1/event_channels/"
 CLEAR_KV_BLOCKS = "clear_kv_blocks"  # what a worker serves beside its own endpoint
+KV_EVENTS_REPLAY = "kv_events_replay"  # this too
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _SCHEME = "dyn://"
 

@@ -50,6 +50,23 @@ class EmbeddingUsage(msgspec.Struct, frozen=True):
     total_tokens: int
 
 
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """One vector, as numbers or base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 def _check_kinds(found: list[str | int | list[int]]) -> None:
     if len(set(map(type, found))) != 1:
         raise _wrong(

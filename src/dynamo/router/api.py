@@ -32,8 +32,11 @@ class Overlaps:
 class Index(Protocol):
     """Who holds what."""
 
-    def find(self, local_hashes: Sequence[int]) -> Overlaps:
-        """Of a prompt's blocks (`protocols.blocks.local_hashes`), what each worker holds."""
+    def find(self, sequence_hashes: Sequence[int]) -> Overlaps:
+        """Of a prompt's blocks (`protocols.blocks.sequence_hashes`), what each worker holds.
+
+        Sequence hashes, because equal names then mean equal prefixes; who counts active blocks needs them as well.
+        """
         ...
 
     def remove_worker(self, worker: Worker) -> None:

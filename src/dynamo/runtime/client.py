@@ -8,7 +8,7 @@ one failed attempt, not one per request, and a hiccup of the network heals witho
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -132,6 +132,13 @@ class EndpointClient:
         if instance_id in self._instances:
             self._down_until[instance_id] = self._clock.now() + self._inhibited_s
 
+    def usable(
+        self, among: Collection[int] | None = None, tried: Collection[int] = ()
+    ) -> Sequence[int]:
+        """Who is worth asking now: living, of `among` if given, not tried yet, and not down unless all are."""
+        living = self._ids if among is None else [i for i in self._ids if i in among]
+        return choice.candidates(living, self._down_until, self._clock.now(), tried)
+
     def _choose(
         self,
         mode: Mode,
@@ -141,8 +148,7 @@ class EndpointClient:
     ) -> int | None:
         if instance_id is not None:
             return instance_id if instance_id in self._instances else None
-        living = self._ids if among is None else [i for i in self._ids if i in among]
-        ids = choice.candidates(living, self._down_until, self._clock.now(), tried)
+        ids = self.usable(among, tried)
         if not ids:
             return None
         if mode == "random":

@@ -1,9 +1,9 @@
 """The one host that any engine plugs into: it makes an engine a worker.
 
 `Host.start` is the list of everything that lives as long as the worker: the engine's own loop, the `generate` endpoint
-with the requests in flight behind it, the `clear_kv_blocks` endpoint, the publisher of KV events and load, and the
-system port. `Host.stop` takes them down in the order that loses nothing: leave discovery, refuse what is new, finish
-what runs, then stop the engine.
+with the requests in flight behind it, the `clear_kv_blocks` endpoint, the publisher of KV events and load, the
+`kv_events_replay` endpoint for who missed some, and the system port. `Host.stop` takes them down in the order that
+loses nothing: leave discovery, refuse what is new, finish what runs, then stop the engine.
 
 An engine that dies takes the worker with it: its requests fail by name, the worker leaves discovery at once, and
 `run_until` raises, so that the process ends and whoever watches over it can start another.
@@ -13,12 +13,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from dynamo.base import clock as clocks
-from dynamo.base import errors, tasks
+from dynamo.base import errors, ids, tasks
 from dynamo.engine import api
+from dynamo.observability import tracing
 from dynamo.protocols import instances, kv_events, model_card
 from dynamo.runtime import component, requests
-from dynamo.worker import inflight, metrics, publish, system
+from dynamo.worker import call_trace, inflight, metrics, publish, system
 
 _logger = logging.getLogger(__name__)
 MakeCard = Callable[[api.EngineFacts], model_card.ModelCard]
@@ -36,6 +39,7 @@ class Host:
         make_card: MakeCard,
         request_limit: int,
         clock: clocks.Clock,
+        traces: tracing.TracingConfig | None = None,
     ) -> None:
         self._engine = engine
         self._runtime = runtime
@@ -46,11 +50,17 @@ class Host:
         self._requests = inflight.InFlight(
             engine, limit=request_limit, counts=self._counts, clock=clock
         )
+        self._take = call_trace.logged(self._requests.take)
+        self._exporter = tracing.exporter(traces) if traces is not None else None
+        if traces is not None and self._exporter is not None:
+            ratio = traces.otel_traces_sampler_arg
+            self._take = call_trace.traced(self._take, self._exporter, ratio, clock)
         self._publisher = publish.Publisher(
             runtime.events,
             namespace=endpoint.namespace,
             component=endpoint.component,
             worker_id=runtime.instance_id,
+            epoch=ids.new_instance_id(),
         )
         self._running = tasks.Tasks()
         self._system: system.SystemPort | None = None
@@ -66,13 +76,19 @@ class Host:
         self._running.start(
             "publish load", self._publisher.publish_load(self._engine.load, self._clock)
         )
-        await self._runtime.register(
-            instances.EndpointName(
-                self._endpoint.namespace, self._endpoint.component, instances.CLEAR_KV_BLOCKS
-            ),
-            self._clear_kv_blocks,
-        )
-        await self._runtime.register(self._endpoint, self._requests.take, card)
+        self._running.start("publish KV positions", self._publisher.publish_positions(self._clock))
+        beside = {
+            instances.CLEAR_KV_BLOCKS: self._clear_kv_blocks,
+            instances.KV_EVENTS_REPLAY: self._replay_kv_events,
+        }
+        for endpoint, handler in beside.items():
+            await self._runtime.register(
+                instances.EndpointName(
+                    self._endpoint.namespace, self._endpoint.component, endpoint
+                ),
+                handler,
+            )
+        await self._runtime.register(self._endpoint, self._take, card)
         self._is_ready = True
         _logger.info("serving %s at %s", card.display_name, self._endpoint)
         return card
@@ -107,6 +123,8 @@ class Host:
         await self._running.close()
         if self._system is not None:
             await self._system.close()
+        if self._exporter is not None:
+            await asyncio.to_thread(self._exporter.close)
         _logger.info("stopped")
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
@@ -117,9 +135,9 @@ class Host:
         """From the engine: it gives one request up."""
         self._requests.failed(request_id, error)
 
-    def kv_events(self, events: Sequence[kv_events.KvEvent]) -> None:
-        """From the engine: what one step stored and removed."""
-        self._publisher.publish_kv_events(events)
+    def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
+        """From the engine: what one step of one rank stored and removed."""
+        self._publisher.publish_kv_events(events, dp_rank)
 
     def died(self, error: errors.EngineFailed) -> None:
         """From the engine: it is beyond use."""
@@ -143,3 +161,22 @@ class Host:
         else:
             call.reply({"status": "success", "message": "KV cache cleared"})
             call.finish()
+
+    def _replay_kv_events(self, call: requests.Call) -> None:
+        replaying = self._running.start("replay KV events", self._replay_and_finish(call))
+
+        def stop() -> None:
+            replaying.cancel()
+
+        call.on_cancel(stop)
+
+    async def _replay_and_finish(self, call: requests.Call) -> None:
+        try:
+            request = msgspec.msgpack.decode(call.body, type=kv_events.ReplayRequest)
+        except (msgspec.DecodeError, RecursionError) as error:
+            call.fail(errors.RemoteProtocolError(f"expected a request for a replay: {error}"))
+            return
+        for part in self._publisher.replay(request):
+            call.reply(part)
+            await asyncio.sleep(0)  # the engine's outputs go between two parts
+        call.finish()

@@ -106,6 +106,7 @@ def make_host(
         make_card=make_card,
         request_limit=worker.engine_request_limit,
         clock=clock,
+        traces=worker,
     )
 
 

@@ -6,6 +6,7 @@ import logging
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 from frontend_rig import NAME, outputs
@@ -13,7 +14,6 @@ from frontend_rig import NAME, outputs
 from dynamo.base import errors
 from dynamo.frontend.admission import key_file
 from dynamo.protocols import generate, load
-from dynamo.worker import publish
 
 KEYS = """
 [tenants.acme]
@@ -70,13 +70,8 @@ def never(call, _):
 
 async def tell_load(rig, worker, *, active, total=100):
     """The worker publishes its load."""
-    publisher = publish.Publisher(
-        worker.runtime.events,
-        namespace=NAME.namespace,
-        component=NAME.component,
-        worker_id=worker.instance.instance_id,
-    )
-    await publisher.advertise()
+    topic = f"{NAME.namespace}/{NAME.component}/kv_metrics"
+    await worker.runtime.events.advertise(topic)
     metrics = load.ForwardPassMetrics(
         worker_stats=load.WorkerStats(
             request_active_slots=0, request_total_slots=8, num_requests_waiting=0
@@ -84,8 +79,7 @@ async def tell_load(rig, worker, *, active, total=100):
         kv_stats=load.KvStats(kv_active_blocks=active, kv_total_blocks=total),
     )
     event = load.LoadEvent(worker_id=worker.instance.instance_id, data=metrics)
-    topic = f"{NAME.namespace}/{NAME.component}/kv_metrics"
-    worker.runtime.events.publish(topic, publisher._encode(event))
+    worker.runtime.events.publish(topic, msgspec.msgpack.encode(event))
 
 
 async def busy_rig(rig, **settings):
@@ -295,7 +289,7 @@ async def test_a_request_waits_in_line_until_a_worker_is_free(bare):
     rig = await busy_rig(bare, queue_limit=2)
     asking = rig.start_task(rig.chat())
     row = (
-        'dynamo_frontend_router_queue_pending_requests{model="m",policy_class="default",'
+        'dynamo_frontend_admission_queue_pending_requests{model="m",policy_class="default",'
         'worker_type="aggregated"}'
     )
     async with asyncio.timeout(5):

@@ -92,8 +92,8 @@ async def test_the_line_goes_by_priority_and_then_by_arrival_and_nobody_overtake
     waiting = [asyncio.ensure_future(rig.enter(*who)) for who in (("a",), ("b",))]
     waiting.append(asyncio.ensure_future(rig.enter("urgent", priority=5)))
     await turns()
-    pending = rig.row("f_router_queue_pending_requests{")
-    tokens = rig.row("f_router_queue_pending_isl_tokens{")
+    pending = rig.row("f_admission_queue_pending_requests{")
+    tokens = rig.row("f_admission_queue_pending_isl_tokens{")
     rig.gate.leave()
     late = asyncio.ensure_future(rig.enter("late"))
     for _ in range(3):
@@ -103,7 +103,7 @@ async def test_the_line_goes_by_priority_and_then_by_arrival_and_nobody_overtake
 
     assert rig.entered == ["inside", "urgent", "a", "b", "late"]
     assert (pending, tokens) == ([3], [21])
-    assert rig.row("f_router_queue_pending_requests{") == [0]
+    assert rig.row("f_admission_queue_pending_requests{") == [0]
 
 
 async def test_each_look_lets_one_in_for_each_free_worker():
@@ -134,7 +134,7 @@ async def test_a_full_line_refuses_at_once():
     await waiting
 
     assert rig.row(
-        'f_router_queue_backpressure_total{model="m",policy_class="default",reason="full"'
+        'f_admission_queue_backpressure_total{model="m",policy_class="default",reason="full"'
     ) == [1]
 
 
@@ -148,9 +148,9 @@ async def test_who_waits_too_long_is_refused_and_leaves_the_line():
 
     assert rig.entered[-1] == "next"
     assert rig.row(
-        'f_router_queue_backpressure_total{model="m",policy_class="default",reason="timeout"'
+        'f_admission_queue_backpressure_total{model="m",policy_class="default",reason="timeout"'
     ) == [1]
-    assert rig.row("f_router_queue_pending_requests{") == [0]
+    assert rig.row("f_admission_queue_pending_requests{") == [0]
 
 
 async def test_a_client_that_goes_away_leaves_the_line_at_once():

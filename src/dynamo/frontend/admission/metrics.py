@@ -28,13 +28,13 @@ class AdmissionMetrics:
         )
         queue = ("model", "policy_class", "worker_type")
         self._pending = registry.gauge(
-            "router_queue_pending_requests", "Requests that wait for room", queue
+            "admission_queue_pending_requests", "Requests that wait for room", queue
         )
         self._pending_tokens = registry.gauge(
-            "router_queue_pending_isl_tokens", "Tokens of the prompts that wait for room", queue
+            "admission_queue_pending_isl_tokens", "Tokens of the prompts that wait for room", queue
         )
         self._backpressure = registry.counter(
-            "router_queue_backpressure_total",
+            "admission_queue_backpressure_total",
             "Requests that could not wait (reason: full), or waited in vain (timeout)",
             ("model", "policy_class", "reason", "worker_type"),
         )

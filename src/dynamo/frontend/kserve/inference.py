@@ -13,17 +13,12 @@ from dynamo.protocols import kserve_errors
 from dynamo.runtime.http import exchange, router
 
 
-class Refused(errors.DynamoError):
-    """HTTP would have answered by this status."""
+class Refused(Exception):
+    """HTTP would have answered by this status. No `DynamoError`: what that was, is known no more."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-def status_of(error: errors.DynamoError) -> int:
-    """The HTTP status of an error that is raised here."""
-    return error.status if isinstance(error, Refused) else kserve_errors.status_of(error)
 
 
 class Inference:
@@ -40,16 +35,20 @@ class Inference:
     async def answer(
         self, request: Any, headers: Mapping[str, str], peer: str, *, can_stream: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The pieces of the answer to a ModelInferRequest. Raises InvalidRequest or Refused before the first.
+        """The pieces of the answer to a ModelInferRequest. Raises Refused, most often before the first.
 
         Closing it before its end is how a client leaves: the worker is told.
         """
         path = path_of(request.model_name, request.model_version)
         path += "/infer_stream" if can_stream else "/infer"
-        body = transcode.body_of(request)
-        async with contextlib.aclosing(self._ask("POST", path, body, headers, peer)) as pieces:
-            async for piece in pieces:
-                yield piece
+        try:
+            body = transcode.body_of(request)
+            asked = self._ask("POST", path, body, headers, peer)
+            async with contextlib.aclosing(asked) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except errors.DynamoError as error:
+            raise Refused(kserve_errors.status_of(error), str(error)) from error
 
     async def _ask(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], peer: str

@@ -162,7 +162,7 @@ class GrpcServer:
             try:
                 async for piece in pieces:
                     yield transcode.stream_response(piece, is_raw=is_raw, request_id=request.id)
-            except errors.DynamoError as error:
+            except inference.Refused as error:
                 yield transcode.failure(str(error), request.id)
 
 
@@ -191,10 +191,10 @@ async def _aborting(context: Any, *, but: tuple[int, ...] = ()) -> AsyncIterator
     """An error within ends the call by its status code, except for these HTTP statuses, which end only the block."""
     try:
         yield
-    except errors.DynamoError as error:
-        status = inference.status_of(error)
-        if status not in but:
-            await context.abort(_CODE_BY_STATUS.get(status, grpc.StatusCode.INTERNAL), str(error))
+    except inference.Refused as refused:
+        if refused.status not in but:
+            code = _CODE_BY_STATUS.get(refused.status, grpc.StatusCode.INTERNAL)
+            await context.abort(code, str(refused))
 
 
 def _who(context: Any) -> tuple[dict[str, str], str]:

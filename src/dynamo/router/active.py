@@ -1,0 +1,197 @@
+"""The requests in flight: how much each worker has to do, and which blocks it holds because of them.
+
+    add ──▶ prefill_completed (its first output) ──▶ free
+
+Blocks are counted once per worker, however many of its requests share them (`chain_holders`). A request that arrives,
+runs or ends costs its own blocks, never those of others; 512 new ones are three calls into C.
+Unknown requests and workers are no error: messages of replicas, and of workers that have died, may come late. Nor are
+names that are no chain (a replica's mistake): some may be counted wrongly, and nothing else happens.
+"""
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dynamo.protocols import active_sequences as protocol
+from dynamo.router.api import Worker
+from dynamo.router.chain_holders import ChainHolders
+from dynamo.router.load import Capacity, Load, Pace
+from dynamo.router.pressure import Pressure
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    worker: Worker
+    hashes: Sequence[int]
+    isl: int
+    overlap: float
+    num_grown: int = 0
+    is_prefill_completed: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """A worker, and how many *further* of its requests hold a block that one holds already."""
+
+    load: Load
+    shared: dict[int, int]
+    request_ids: set[str]
+
+
+class ActiveSequences:
+    """Mutable; one event loop owns it."""
+
+    def __init__(self, block_size: int, pace: Pace | None = None) -> None:
+        self.loads: dict[Worker, Load] = {}
+        self.pace = pace or Pace()
+        self._block_size = block_size
+        self._pressure = Pressure(self.loads)
+        self._requests: dict[str, _Request] = {}
+        self._slots: dict[Worker, _Slot] = {}
+        self._holders = ChainHolders()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def set_workers(self, workers: Mapping[Worker, Capacity]) -> list[Worker]:
+        """Who is there now. Requests of those who are not any more are forgotten; returns these workers."""
+        gone = [worker for worker in self._slots if worker not in workers]
+        for worker in gone:
+            self._remove(worker)
+        for worker, capacity in workers.items():
+            if worker in self._slots:
+                self.loads[worker].capacity = capacity
+            else:
+                self._insert(worker, capacity)
+        self._pressure.resize(block_size=self._block_size)
+        return gone
+
+    def add(
+        self,
+        request_id: str,
+        worker: Worker,
+        sequence_hashes: Sequence[int],
+        *,
+        isl: int,
+        overlap: float,
+        now: float,
+    ) -> None:
+        """A prompt of `isl` tokens, of which `overlap` blocks need not be computed, goes to a worker."""
+        slot = self._slots.get(worker)
+        if slot is None or request_id in self._requests:
+            return
+        request = _Request(worker=worker, hashes=sequence_hashes, isl=isl, overlap=overlap)
+        self._requests[request_id] = request
+        slot.request_ids.add(request_id)
+        num_new = max(0, isl - int(overlap * self._block_size))
+        slot.load.num_requests += 1
+        slot.load.active_blocks += self._hold(worker, sequence_hashes)
+        slot.load.enter(request_id, num_new, now)
+        self._pressure.insert(slot.load, num_new)
+
+    def prefill_completed(self, request_id: str, now: float) -> None:
+        """Its first output came; what else does not matter."""
+        request = self._requests.get(request_id)
+        if request is None or request.is_prefill_completed:
+            return
+        request.is_prefill_completed = True
+        load = self._slots[request.worker].load
+        self.pace.observe(load.waiting[request_id], now - load.head_since)
+        load.leave(request_id, now)
+
+    def grow(self, request_id: str, num_blocks: int) -> None:
+        """Its answer fills so many more blocks."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.num_grown += num_blocks
+            self._slots[request.worker].load.active_blocks += num_blocks
+
+    def free(self, request_id: str, now: float) -> None:
+        """It ended, however it ended."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        slot = self._slots[request.worker]
+        slot.request_ids.discard(request_id)
+        slot.load.leave(request_id, now)
+        slot.load.num_requests -= 1
+        num_gone = self._let_go(request.worker, request.hashes) + request.num_grown
+        slot.load.active_blocks = (
+            max(0, slot.load.active_blocks - num_gone) if slot.request_ids else 0
+        )
+
+    def runs(self, sequence_hashes: Sequence[int]) -> dict[Worker, int]:
+        """How many leading blocks of this chain each worker holds for requests in flight; those with none left out."""
+        return self._holders.runs(sequence_hashes)
+
+    def snapshot(self, router_id: str) -> Iterator[protocol.ActiveSequenceEvent]:
+        """All that is in flight, for a replica that joins late."""
+        for request_id, request in self._requests.items():
+            yield protocol.ActiveSequenceEvent(
+                request_id=request_id,
+                worker_id=request.worker.instance_id,
+                dp_rank=request.worker.dp_rank,
+                router_id=router_id,
+                data=protocol.AddRequest(
+                    token_sequence=tuple(request.hashes),
+                    isl=request.isl,
+                    overlap=request.overlap,
+                    is_prefill_completed=request.is_prefill_completed,
+                ),
+            )
+
+    def apply(self, event: protocol.ActiveSequenceEvent, now: float) -> None:
+        """What another router did."""
+        match event.data:
+            case protocol.AddRequest() as added:
+                self.add(
+                    event.request_id,
+                    Worker(event.worker_id, event.dp_rank),
+                    tuple(dict.fromkeys(added.token_sequence)),
+                    isl=added.isl,
+                    overlap=added.overlap,
+                    now=now,
+                )
+                if added.is_prefill_completed and event.request_id in self._requests:
+                    self._skip_prefill(event.request_id, now)
+            case protocol.MarkPrefillCompleted():
+                self.prefill_completed(event.request_id, now)
+            case protocol.Free():
+                self.free(event.request_id, now)
+
+    def _skip_prefill(self, request_id: str, now: float) -> None:
+        """Its prompt was computed before we heard of it: nothing to learn of the pace."""
+        request = self._requests[request_id]
+        request.is_prefill_completed = True
+        self.loads[request.worker].leave(request_id, now)
+
+    def _insert(self, worker: Worker, capacity: Capacity) -> None:
+        self._holders.insert(worker)
+        load = self.loads[worker] = Load(capacity, self.pace)
+        self._slots[worker] = _Slot(load=load, shared={}, request_ids=set())
+
+    def _remove(self, worker: Worker) -> None:
+        for request_id in self._slots[worker].request_ids:
+            self._let_go(worker, self._requests.pop(request_id).hashes)
+        self._holders.remove(worker)
+        del self._slots[worker], self.loads[worker]
+
+    def _hold(self, worker: Worker, hashes: Sequence[int]) -> int:
+        """Count a chain for a worker; returns how many of its blocks are new there."""
+        shared, run = self._slots[worker].shared, self._holders.run(worker, hashes)
+        for name in hashes[:run]:
+            shared[name] = shared.get(name, 0) + 1
+        self._holders.hold(worker, hashes, run)
+        return len(hashes) - run
+
+    def _let_go(self, worker: Worker, hashes: Sequence[int]) -> int:
+        """The opposite; returns how many of its blocks the worker holds no more."""
+        shared = self._slots[worker].shared
+        run = bisect.bisect_left(hashes, True, key=lambda name: name not in shared)
+        for name in hashes[:run]:
+            if shared.get(name, 0) > 1:
+                shared[name] -= 1
+            else:
+                shared.pop(name, None)
+        self._holders.let_go(worker, hashes[run:])
+        return len(hashes) - run

@@ -1,0 +1,188 @@
+"""All chains of blocks that somebody holds, as segments: the store under the prefix index.
+
+One dictionary leads from a block's name to its segment's number. Its values are ints, one object per segment, so
+the garbage collector never walks it: a million blocks cost it nothing. What nobody holds is not kept, but for holes:
+a block inside of a segment keeps its place until the blocks behind it go too, so that it comes back where it was.
+
+**Bounded.** Beyond `max_blocks` the oldest segments are forgotten, tails before heads; one that several hold (a system
+prompt, say) is passed over a few times. A block that was forgotten is as if nobody had ever told of it.
+
+**Nothing stalls.** `forget` only notes who is gone; `sweep` then cleans a bounded number of segments at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from dynamo.router import segment as segments
+
+_NUM_PASSES = 8  # how many shared segments are passed over to find one to forget
+
+
+class Chains:
+    """Who holds what; holders are bits. Names are sequence hashes (`protocols.blocks`)."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._segment_by_name: dict[int, int] = {}
+        self._segments: dict[int, segments.Segment] = {}  # oldest first
+        self._num_made = 0
+        self._gone = 0  # holders that are being swept
+        self._unswept: list[int] = []
+
+    def __len__(self) -> int:
+        """Blocks, holes among them."""
+        return len(self._segment_by_name)
+
+    def runs(self, names: Sequence[int], among: int) -> list[tuple[int, int]]:
+        """(holders, how many leading blocks of `names` they have), for those of `among` that have any."""
+        found: list[tuple[int, int]] = []
+        depth, alive, total = 0, among, len(names)
+        while alive and depth < total:
+            number = self._segment_by_name.get(names[depth])
+            if number is None:
+                break
+            segment = self._segments[number]
+            position = segment.position_of(names[depth], 0)
+            length = segment.match(position, names, depth)
+            alive = _go_on(segment, position, length, alive, depth, found)
+            depth += length
+        if alive and depth:
+            found.append((alive, depth))
+        return found
+
+    def hold(self, holder: int, names: Sequence[int], parent: int | None = None) -> None:
+        """`holder` has these consecutive blocks, the first of which follows `parent`."""
+        done = 0
+        while done < len(names):
+            number = self._segment_by_name.get(names[done])
+            if number is None:
+                done += self._hold_new(holder, names[done:], names[done - 1] if done else parent)
+            else:
+                done += self._hold_known(holder, number, names, done)
+        if len(self._segment_by_name) > self._max_blocks:
+            self._prune()
+
+    def drop(self, holder: int, names: Iterable[int]) -> None:
+        """`holder` has these blocks no more."""
+        positions_by_segment: dict[int, int] = {}
+        position = 0
+        for name in names:
+            number = self._segment_by_name.get(name)
+            if number is not None:  # eviction goes from the tail
+                position = self._segments[number].position_of(name, position - 1)
+                known = positions_by_segment.get(number, 0)
+                positions_by_segment[number] = known | 1 << position
+        for number, positions in positions_by_segment.items():
+            self._segments[number].drop(holder, positions)
+            self._trim(number)
+
+    def forget(self, holders: int) -> None:
+        """Begin to clean up after holders that are gone; only when no other sweep is on."""
+        self._gone = holders
+        self._unswept = list(self._segments)
+
+    def sweep(self, num_segments: int) -> bool:
+        """Clean some segments of who is gone; says whether all are clean."""
+        for _ in range(min(num_segments, len(self._unswept))):
+            number = self._unswept.pop()
+            if number in self._segments:
+                self._segments[number].forget(self._gone)
+                self._trim(number)
+        return not self._unswept
+
+    def held_by(self, holder: int) -> Iterator[Sequence[int]]:
+        """The stretches of consecutive blocks that `holder` has."""
+        for segment in self._segments.values():
+            yield from segment.runs_held_by(holder)
+
+    def _hold_known(self, holder: int, number: int, names: Sequence[int], start: int) -> int:
+        """Hold what a segment has of `names[start:]`; gives how many blocks that is."""
+        segment = self._segments[number]
+        position = segment.position_of(names[start], 0)
+        length = segment.match(position, names, start)
+        is_new = not holder & segment.full and holder not in segment.partial
+        if is_new and position == 0 and length < len(segment):
+            self._split(number, length)  # where chains part, so that most holders hold all
+        segment.hold(holder, position, length)
+        return length
+
+    def _hold_new(self, holder: int, names: Sequence[int], parent: int | None) -> int:
+        """Hold those leading blocks that nobody knows; gives how many they are."""
+        if not self._segment_by_name.keys().isdisjoint(names):
+            names = names[: next(i for i, n in enumerate(names) if n in self._segment_by_name)]
+        appended = self._append(holder, names, parent)
+        step = segments.MAX_BLOCKS  # tails first, so that they are older and go before their heads
+        for start in reversed(range(appended, len(names), step)):
+            piece = names[start : start + step]
+            self._add(segments.Segment(piece, holder), piece)
+        return len(names)
+
+    def _append(self, holder: int, names: Sequence[int], parent: int | None) -> int:
+        """Continue the segment that ends with `parent`, if the holder alone has it; gives by how many blocks."""
+        number = None if parent is None else self._segment_by_name.get(parent)
+        if number is None:
+            return 0
+        segment = self._segments[number]
+        room = segments.MAX_BLOCKS - len(segment)
+        if segment.full != holder or segment.partial or segment.names[-1] != parent or not room:
+            return 0
+        added = names[:room]
+        segment.extend(added)
+        self._segment_by_name.update(dict.fromkeys(added, number))
+        return len(added)
+
+    def _add(self, segment: segments.Segment, names: Sequence[int]) -> int:
+        self._num_made += 1
+        self._segments[self._num_made] = segment
+        self._segment_by_name.update(dict.fromkeys(names, self._num_made))
+        return self._num_made
+
+    def _split(self, number: int, num_blocks: int) -> None:
+        rest = self._segments[number].split(num_blocks)
+        added = self._add(rest, rest.names)
+        if self._unswept:
+            self._unswept.append(added)
+        self._trim(added)
+
+    def _trim(self, number: int) -> None:
+        segment = self._segments[number]
+        for name in segment.trim():
+            self._segment_by_name.pop(name, None)
+        if not segment.names:
+            del self._segments[number]
+
+    def _prune(self) -> None:
+        passes = _NUM_PASSES
+        while len(self._segment_by_name) > self._max_blocks:
+            number = next(iter(self._segments))
+            segment = self._segments.pop(number)
+            if segment.num_holders > 1 and passes:
+                passes -= 1
+                self._segments[number] = segment
+                continue
+            passes = _NUM_PASSES
+            for name in segment.names:
+                self._segment_by_name.pop(name, None)
+
+
+def _go_on(
+    segment: segments.Segment,
+    position: int,
+    length: int,
+    alive: int,
+    depth: int,
+    found: list[tuple[int, int]],
+) -> int:
+    """Who of `alive` holds the next `length` blocks as well; those whose run ends go to `found`."""
+    staying, ended = alive & segment.full, 0
+    for holder in segment.partial:
+        if not holder & alive:
+            continue
+        run = segment.run_of(holder, position)
+        if run >= length:
+            staying |= holder
+        elif depth + run:
+            ended |= holder
+            found.append((holder, depth + run))
+    if depth and (missing := alive & ~staying & ~ended):
+        found.append((missing, depth))
+    return staying

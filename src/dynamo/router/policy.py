@@ -1,0 +1,92 @@
+"""The seam of a policy: what it sees of a prompt and of the workers, and what it answers.
+
+A policy is a plain object: no clock (`now` is an argument), no chance of its own (`draw` is injected), no I/O. It sees
+*live* loads, which `active.ActiveSequences` keeps up to date, so that a decision copies nothing. `selection.Selector`
+joins index, loads, policy and queue; who asks for decisions talks to that alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from dynamo.protocols import blocks
+from dynamo.router.api import Worker
+from dynamo.router.load import Load
+
+Draw = Callable[[], float]  # a number in [0, 1): random.Random(seed).random
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What may be known of a request when its worker is chosen. Hashes are those of its full blocks."""
+
+    num_tokens: int
+    block_size: int
+    local_hashes: Sequence[int]
+    sequence_hashes: Sequence[int]
+    priority: float = 0.0  # above 0: sooner (see `queue`)
+    deadline: float | None = None  # when its first token is wanted, on the clock of `now`
+    pinned: Worker | None = None  # the caller has chosen already
+    among: frozenset[int] | None = None  # instances that may be chosen; None: all
+
+    @classmethod
+    def from_tokens(
+        cls,
+        packed: bytes,
+        block_size: int,
+        *,
+        priority: float = 0.0,
+        deadline: float | None = None,
+        pinned: Worker | None = None,
+    ) -> "Prompt":
+        """The prompt of these tokens (`blocks.pack`)."""
+        local = blocks.local_hashes(packed, block_size)
+        return cls(
+            num_tokens=blocks.count(packed),
+            block_size=block_size,
+            local_hashes=local,
+            sequence_hashes=blocks.sequence_hashes(local),
+            priority=priority,
+            deadline=deadline,
+            pinned=pinned,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The workers, as one prompt sees them. A worker that is left out of `cached` or `in_flight` has none.
+
+    `cached` counts the prompt's blocks that need not be computed: 1 for a block in device memory, less for those of
+    slower tiers. `in_flight` counts its leading blocks that belong to requests which run there now or wait there: by
+    the time that this prompt is computed, they will be cached too.
+    """
+
+    loads: Mapping[Worker, Load]
+    cached: Mapping[Worker, float]
+    in_flight: Mapping[Worker, int]
+
+    def overlap(self, worker: Worker) -> float:
+        """Blocks of the prompt that this worker will not have to compute."""
+        return max(self.cached.get(worker, 0), self.in_flight.get(worker, 0))
+
+
+class Decision(NamedTuple):
+    """Where a request goes, and how many blocks of its prompt are expected not to be computed there."""
+
+    worker: Worker
+    overlap_blocks: float
+
+
+class Policy(Protocol):
+    """How a worker is chosen."""
+
+    looks: ClassVar[
+        bool
+    ]  # whether it wants to know what is cached; False: its view says nothing of it
+    waits: ClassVar[
+        bool
+    ]  # whether a request waits for the chosen worker's room, or only while no worker has any
+
+    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
+        """One of `view.loads`, of which there is at least one."""
+        ...

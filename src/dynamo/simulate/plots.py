@@ -1,0 +1,104 @@
+"""The plots of a simulation, as PNG, and one HTML page that holds them all. The only door to matplotlib.
+
+Figures are built as objects, without pyplot's global state and without a display.
+"""
+
+import base64
+import html
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib import axes, figure
+
+from dynamo.simulate.results import Summary
+from dynamo.simulate.screen import COLUMNS, cells
+
+Plot = Callable[[axes.Axes, Sequence[Summary]], None]
+_STYLE = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:right}img{max-width:100%}"
+
+
+def write(summaries: Sequence[Summary], caption: str, directory: Path) -> Path:
+    """ttft.png, hit_rate.png, balance.png and report.html, which contains them. Returns the page's path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    pictures = {
+        "ttft": _draw(summaries, _ttft),
+        "hit_rate": _draw(summaries, _hit_rate),
+        "balance": _draw(summaries, _balance),
+    }
+    for name, png in pictures.items():
+        (directory / f"{name}.png").write_bytes(png)
+    page = directory / "report.html"
+    page.write_text(_page(summaries, caption, list(pictures.values())), "utf-8")
+    return page
+
+
+def _draw(summaries: Sequence[Summary], plot: Plot) -> bytes:
+    canvas = figure.Figure(figsize=(9, 5), dpi=110, layout="constrained")
+    plot(canvas.add_subplot(), summaries)
+    buffer = io.BytesIO()
+    canvas.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _ttft(ax: axes.Axes, summaries: Sequence[Summary]) -> None:
+    """Below which time so many requests had their first token."""
+    for summary in summaries:
+        ttfts = [max(ttft, 1e-4) for ttft in summary.curves.ttfts]
+        shares = [(i + 1) / len(ttfts) for i in range(len(ttfts))]
+        ax.plot(ttfts, shares, label=f"{summary.policy}, mean {summary.mean_ttft:.2f} s")
+    ax.set(xscale="log", xlabel="time to first token, s", ylabel="share of requests", ylim=(0, 1))
+    ax.set_title("Time to first token")
+    _finish(ax)
+
+
+def _hit_rate(ax: axes.Axes, summaries: Sequence[Summary]) -> None:
+    for summary in summaries:
+        times, rates = zip(*summary.curves.hit_rates, strict=True)
+        ax.plot(
+            times, [100 * rate for rate in rates], label=f"{summary.policy}, {summary.hit_rate:.1%}"
+        )
+    ax.set(xlabel="arrival, s", ylabel="cached prompt tokens, %", ylim=(0, None))
+    ax.set_title("Hit rate over time")
+    _finish(ax)
+
+
+def _balance(ax: axes.Axes, summaries: Sequence[Summary]) -> None:
+    for summary in summaries:
+        shares = summary.curves.shares
+        ax.plot(
+            range(1, len(shares) + 1),
+            shares,
+            marker=".",
+            label=f"{summary.policy}, {summary.imbalance:.2f}",
+        )
+    ax.axhline(1, color="grey", linewidth=0.8)
+    ax.set(
+        xlabel="worker, the busiest first",
+        ylabel="computed prompt tokens over the mean",
+        ylim=(0, None),
+    )
+    ax.set_title("Balance of work")
+    _finish(ax)
+
+
+def _finish(ax: axes.Axes) -> None:
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize="small")
+
+
+def _page(summaries: Sequence[Summary], caption: str, pictures: Sequence[bytes]) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(summary)) + "</tr>"
+        for summary in summaries
+    )
+    images = "".join(
+        f'<p><img alt="plot" src="data:image/png;base64,{base64.b64encode(png).decode()}"></p>'
+        for png in pictures
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>Routing simulation</title><style>{_STYLE}</style>"
+        f"<h1>Routing simulation</h1><p>{html.escape(caption)}</p>"
+        f"<table><tr>{head}</tr>{rows}</table>{images}</html>\n"
+    )

@@ -1,0 +1,185 @@
+"""What is asked of the simulated workers: a recorded trace, or a made-up crowd that shares prompts.
+
+    {"timestamp": 3052, "input_length": 6758, "output_length": 500, "hash_ids": [0, 14, 15]}
+
+is a line of a trace in Mooncake's format: milliseconds, tokens, and an id for each block of 512 tokens, where equal ids
+mean that everything up to there is equal.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from dynamo.base import errors
+
+TRACE_BLOCK_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request. `names` are its blocks, the last of which may be partly filled."""
+
+    at: float  # seconds since the beginning
+    num_tokens: int
+    num_output: int
+    names: Sequence[int]
+
+
+class Workload(Protocol):
+    """Where requests come from."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        ...
+
+    def first(self) -> Sequence[Arrival]:
+        """Those that come whatever happens, in order of time."""
+        ...
+
+    def next(self, now: float) -> Arrival | None:
+        """What comes because a request has ended; None: nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests that come when they came."""
+
+    arrivals: Sequence[Arrival]
+    block_size: int = TRACE_BLOCK_SIZE
+
+    def first(self) -> Sequence[Arrival]:
+        """All."""
+        return self.arrivals
+
+    def next(self, now: float) -> Arrival | None:
+        """Nobody waits for an answer to ask again."""
+        return None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of all."""
+        return sum(arrival.num_tokens for arrival in self.arrivals)
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the last."""
+        return self.arrivals[-1].at - self.arrivals[0].at
+
+
+class _Line(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def read_trace(path: Path, *, limit: int | None = None) -> Trace:
+    """A trace from its file, at most `limit` lines of it. Raises ConfigError, naming file and line."""
+    arrivals: list[Arrival] = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if limit is not None and len(arrivals) >= limit:
+                    break
+                if line.strip():
+                    arrivals.append(_read_line(line, f"{path}:{number}", arrivals))
+    except OSError as error:
+        raise errors.ConfigError(f"--trace {path}: cannot be read: {error.strerror}") from error
+    if len(arrivals) < 2 or arrivals[0].at == arrivals[-1].at:
+        raise errors.ConfigError(f"--trace {path}: expected requests at two times at least")
+    return Trace(arrivals)
+
+
+def _read_line(line: bytes, where: str, earlier: Sequence[Arrival]) -> Arrival:
+    try:
+        row = msgspec.json.decode(line, type=_Line)
+    except msgspec.MsgspecError as error:
+        raise errors.ConfigError(f"{where}: no line of a Mooncake trace: {error}") from error
+    num_blocks = -(-row.input_length // TRACE_BLOCK_SIZE)
+    if row.input_length < 1 or len(row.hash_ids) != num_blocks:
+        raise errors.ConfigError(
+            f"{where}: expected {max(1, num_blocks)} hash_ids for input_length {row.input_length}"
+            f" (one for each {TRACE_BLOCK_SIZE} tokens), got {len(row.hash_ids)}"
+        )
+    if len(set(row.hash_ids)) < num_blocks:
+        raise errors.ConfigError(
+            f"{where}: expected different hash_ids, as each names all before it"
+        )
+    at = row.timestamp / 1000
+    if earlier and at < earlier[-1].at:
+        raise errors.ConfigError(f"{where}: expected times in rising order, got {row.timestamp}")
+    return Arrival(
+        at=at, num_tokens=row.input_length, num_output=max(1, row.output_length), names=row.hash_ids
+    )
+
+
+def spread(trace: Trace) -> Trace:
+    """Requests with the same time stamp, evenly over the time until the next one.
+
+    Some traces are recorded in steps of seconds; such bursts make the order of a queue matter more than it would.
+    """
+    groups = [list(group) for _, group in groupby(trace.arrivals, key=lambda arrival: arrival.at)]
+    ends = [group[0].at for group in groups[1:]] + [2 * groups[-1][0].at - groups[-2][0].at]
+    arrivals = [
+        replace(arrival, at=arrival.at + (end - arrival.at) * i / len(group))
+        for group, end in zip(groups, ends, strict=True)
+        for i, arrival in enumerate(group)
+    ]
+    return Trace(arrivals, trace.block_size)
+
+
+class SharedPrefixes:
+    """Clients who ask again at once, each time with one of a few long prefixes, drawn, and a short end of its own."""
+
+    def __init__(
+        self,
+        *,
+        num_prefixes: int,
+        prefix_tokens: int,
+        suffix_tokens: int,
+        output_tokens: int,
+        num_requests: int,
+        concurrency: int,
+        block_size: int,
+        seed: int,
+    ) -> None:
+        self.block_size = block_size
+        self._lengths = (prefix_tokens, suffix_tokens, output_tokens)
+        self._num_prefixes = num_prefixes
+        self._num_left = num_requests
+        self._concurrency = concurrency
+        self._random = random.Random(seed)
+        self._fresh = self._fresh_names(num_prefixes)
+
+    def first(self) -> Sequence[Arrival]:
+        """One of each client."""
+        arrivals = (self.next(0.0) for _ in range(self._concurrency))
+        return [arrival for arrival in arrivals if arrival is not None]
+
+    def next(self, now: float) -> Arrival | None:
+        """The same client's next, until all are asked."""
+        if not self._num_left:
+            return None
+        self._num_left -= 1
+        num_prefix, num_suffix, num_output = self._lengths
+        prefix = self._random.randrange(self._num_prefixes)
+        num_shared = num_prefix // self.block_size
+        num_blocks = -(-(num_prefix + num_suffix) // self.block_size)
+        names = [prefix * num_shared + i for i in range(num_shared)]
+        names += (next(self._fresh) for _ in range(num_blocks - num_shared))
+        return Arrival(
+            at=now, num_tokens=num_prefix + num_suffix, num_output=num_output, names=names
+        )
+
+    def _fresh_names(self, num_prefixes: int) -> Iterator[int]:
+        name = num_prefixes * (self._lengths[0] // self.block_size)
+        while True:
+            yield name
+            name += 1

@@ -1,0 +1,298 @@
+"""A fed index equals what the workers hold, over real planes: whatever was missed, whoever came late or died."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.engine import api as engines
+from dynamo.protocols import blocks, instances, kv_events, model_card
+from dynamo.router import api, feed, prefix_index
+from dynamo.runtime import component
+from dynamo.worker import host, kv_record, publish
+
+GENERATE = instances.EndpointName("n", "backend", "generate")
+FACTS = engines.EngineFacts(
+    context_length=64,
+    kv_block_size=4,
+    total_kv_blocks=8,
+    max_num_seqs=1,
+    max_num_batched_tokens=64,
+)
+
+
+class Engine:
+    """Only speaks of blocks, when the test says so."""
+
+    async def start(self, sink):
+        return FACTS
+
+    async def stop(self):
+        pass
+
+    def load(self):
+        return None
+
+
+class LosingPlane:
+    """An event plane on whose way messages can be lost."""
+
+    def __init__(self, plane):
+        self._plane, self.is_losing = plane, False
+
+    def publish(self, topic, payload):
+        if not self.is_losing:
+            self._plane.publish(topic, payload)
+
+    def __getattr__(self, name):
+        return getattr(self._plane, name)
+
+
+class Worker:
+    """A real host around an engine that the test plays."""
+
+    @classmethod
+    async def start(cls, runtime):
+        worker = cls()
+        worker.runtime, runtime.events = runtime, LosingPlane(runtime.events)
+        worker.id = runtime.instance_id
+        worker.host = host.Host(
+            Engine(),
+            runtime,
+            GENERATE,
+            make_card=lambda facts: model_card.ModelCard(
+                display_name="m", source_path="/m", context_length=64, kv_cache_block_size=4
+            ),
+            request_limit=1,
+            clock=clocks.SystemClock(),
+        )
+        await worker.host.start()
+        return worker
+
+    def store(self, local_hashes, dp_rank=0):
+        names = blocks.sequence_hashes(local_hashes)
+        pairs = tuple(map(kv_events.StoredBlock, names, local_hashes))
+        self.host.kv_events([kv_events.Stored(parent_hash=None, blocks=pairs)], dp_rank)
+
+    def remove(self, local_hashes, dp_rank=0):
+        name = blocks.sequence_hashes(local_hashes)[-1]
+        self.host.kv_events([kv_events.Removed(block_hashes=(name,))], dp_rank)
+
+    def lose(self, is_losing=True):
+        self.runtime.events.is_losing = is_losing
+
+    async def die(self):
+        await self.host.stop(0)
+        await self.runtime.close()
+
+
+class Router:
+    """A fed index."""
+
+    @classmethod
+    async def start(cls, runtime, saved=None):
+        router = cls()
+        router.runtime, router.index = runtime, prefix_index.PrefixIndex()
+        router.feed = feed.KvFeed(
+            runtime,
+            router.index,
+            namespace="n",
+            component_name="backend",
+            clock=clocks.SystemClock(),
+        )
+        await router.feed.start(saved)
+        return router
+
+    def held(self):
+        """Names by worker."""
+        held = {}
+        for worker, _, names in self.index.holdings():
+            held.setdefault(worker, set()).update(names)
+        return held
+
+    async def await_held(self, expected):
+        async with asyncio.timeout(10):
+            while self.held() != expected or not self.feed.is_current:
+                await asyncio.sleep(0.005)
+
+    async def close(self):
+        await self.feed.close()
+        await self.runtime.close()
+
+
+def names(*chains):
+    return {name for chain in chains for name in blocks.sequence_hashes(chain)}
+
+
+@pytest.fixture(params=["memory", "zmq and tcp"])
+async def join(request):
+    """Makes runtimes that find each other."""
+    cluster, made = component.MemoryCluster(), []
+    planes = ("memory", "memory") if request.param == "memory" else ("tcp", "zmq")
+
+    async def join():
+        settings = component.RuntimeConfig(
+            discovery_backend="mem", request_plane=planes[0], event_plane=planes[1]
+        )
+        made.append(await component.DistributedRuntime.open(settings, cluster))
+        return made[-1]
+
+    yield join
+    for runtime in made:
+        await runtime.close()
+
+
+@pytest.fixture
+async def worker(join):
+    worker = await Worker.start(await join())
+    yield worker
+    await worker.die()
+
+
+@pytest.fixture
+async def router(join):
+    router = await Router.start(await join())
+    yield router
+    await router.close()
+
+
+async def test_who_comes_late_learns_what_is_held_and_then_what_happens(worker, join):
+    worker.store([1, 2, 3])
+    worker.remove([1, 2, 3])
+    router = await Router.start(await join())
+    await router.await_held({api.Worker(worker.id): names([1, 2])})
+    worker.store([1, 2, 4])
+    await router.await_held({api.Worker(worker.id): names([1, 2, 4])})
+    await router.close()
+
+
+async def test_ranks_are_workers_of_their_own(worker, router):
+    worker.store([1, 2], dp_rank=0)
+    worker.store([1, 3], dp_rank=1)
+
+    await router.await_held(
+        {api.Worker(worker.id, 0): names([1, 2]), api.Worker(worker.id, 1): names([1, 3])}
+    )
+
+
+@pytest.mark.parametrize("num_remembered", [100, 1], ids=["remembered", "forgotten"])
+async def test_lost_messages_are_asked_for(worker, router, monkeypatch, num_remembered):
+    monkeypatch.setattr(kv_record, "RECENT_EVENTS", num_remembered)
+    worker.store([1, 2])
+    await router.await_held({api.Worker(worker.id): names([1, 2])})
+    worker.lose()
+    worker.store([3, 4])
+    worker.remove([1, 2])
+    worker.lose(False)
+    worker.store([5])
+
+    await router.await_held({api.Worker(worker.id): names([1], [3, 4], [5])})
+
+
+async def test_a_lost_last_message_is_noticed(worker, router, monkeypatch):
+    monkeypatch.setattr(publish, "HEARTBEAT_S", 0.02)
+    worker.store([1])
+    await router.await_held({api.Worker(worker.id): names([1])})
+    worker.lose()
+    worker.store([2])
+    worker.lose(False)
+
+    await router.await_held({api.Worker(worker.id): names([1], [2])})
+
+
+async def test_a_worker_that_died_is_forgotten_and_its_successor_is_known(router, join):
+    first = await Worker.start(await join())
+    first.store([1, 2])
+    await router.await_held({api.Worker(first.id): names([1, 2])})
+    await first.die()
+    await router.await_held({})
+    async with asyncio.timeout(10):
+        while router.index.num_blocks:  # it is swept without any event
+            await asyncio.sleep(0)
+    second = await Worker.start(await join())
+    second.store([1])
+    await router.await_held({api.Worker(second.id): names([1])})
+    await second.die()
+
+
+async def test_a_large_cache_is_told_in_parts(worker, join, monkeypatch):
+    monkeypatch.setattr(kv_record, "RECENT_BLOCKS", 1)
+    chains = [list(range(start, start + 500)) for start in range(1, 10_000, 500)]
+    for chain in chains:
+        worker.store(chain)
+    router = await Router.start(await join())
+    await router.await_held({api.Worker(worker.id): names(*chains)})
+    await router.close()
+
+
+async def test_after_a_snapshot_only_what_happened_since_is_told(worker, router, join, monkeypatch):
+    worker.store([1, 2, 3])
+    await router.await_held({api.Worker(worker.id): names([1, 2, 3])})
+    saved = router.feed.snapshot()
+    worker.remove([1, 2, 3])
+    monkeypatch.setattr(kv_record.KvRecord, "held", None)  # nobody may ask for all
+    restored = await Router.start(await join(), saved)
+    await restored.await_held({api.Worker(worker.id): names([1, 2])})
+    await restored.close()
+
+
+async def test_a_snapshot_brings_no_dead_worker_back(router, join):
+    dead = await Worker.start(await join())
+    dead.store([1])
+    await router.await_held({api.Worker(dead.id): names([1])})
+    saved = router.feed.snapshot()
+    await dead.die()
+    living = await Worker.start(await join())
+    living.store([2])
+    restored = await Router.start(await join(), saved)
+    await restored.await_held({api.Worker(living.id): names([2])})
+    await restored.close()
+    await living.die()
+
+
+async def test_a_refused_question_is_asked_again(router, join):
+    runtime, num_asked = await join(), 0
+
+    def answer(call):
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked < 3:
+            call.fail(errors.EngineFailed("not now"))
+            return
+        stored = kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(7, 7),))
+        call.reply(kv_events.ReplayPart(dp_rank=0, begins_anew=True, events=(stored,)))
+        call.reply(kv_events.ReplayPart(dp_rank=0, position=kv_events.Position(1, 1)))
+        call.finish()
+
+    await runtime.register(
+        instances.EndpointName("n", "backend", instances.KV_EVENTS_REPLAY), answer
+    )
+
+    await router.await_held({api.Worker(runtime.instance_id): {7}})
+    assert num_asked == 3
+
+
+async def test_noise_on_the_topic_harms_nobody(worker, router):
+    worker.store([1])
+    await router.await_held({api.Worker(worker.id): names([1])})
+    plane = worker.runtime.events
+    stranger = kv_events.EventBatch(worker_id=99, epoch=1, first_event_id=0)
+    for payload in (b"noise", msgspec.msgpack.encode(stranger)):
+        plane.publish("n/backend/kv_events", payload)
+    worker.store([-1])
+    worker.store([2])
+
+    await router.await_held({api.Worker(worker.id): names([1], [2])})
+
+
+async def test_a_request_that_is_none_is_refused(worker, join):
+    runtime = await join()
+    client = runtime.client(instances.EndpointName("n", "backend", instances.KV_EVENTS_REPLAY))
+    await client.wait_for_instances(5)
+    answer = feed.Answer(lambda part: None)
+    await client.open("noise", answer)
+
+    with pytest.raises(errors.RemoteProtocolError, match="a replay"):
+        await answer.is_complete

@@ -1,0 +1,93 @@
+"""Requests go where their prefix is: frontends in kv mode, simulated workers, all of them real processes."""
+
+import concurrent.futures
+import random
+
+import httpx
+from deployment import MODEL, eventually
+
+NUM_PREFIXES, REPEATS = 8, 6
+# each cache holds half of the prefixes
+WORKER = ("--speedup-ratio", "50", "--block-size", "16", "--num-gpu-blocks-override", "160")
+KV = ("--router-mode", "kv")
+
+
+def prefix(number):
+    words = random.Random(number).choices(
+        ("one", "story", "about", "small", "river", "bird"), k=300
+    )
+    return f"{number} " + " ".join(words)
+
+
+def ask(frontend, text):
+    """The usage of an answer."""
+    body = {"model": MODEL, "prompt": text, "max_tokens": 4}
+    answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]
+
+
+def load(frontends):
+    """Each prefix some times in random order, four at once; gives the share of prompt tokens that were cached."""
+    texts = [f"{prefix(n)} {turn}" for turn in range(REPEATS) for n in range(NUM_PREFIXES)]
+    random.Random(1).shuffle(texts)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        asked = [
+            pool.submit(ask, frontends[number % len(frontends)], text)
+            for number, text in enumerate(texts)
+        ]
+        told = [one.result() for one in asked]
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in told)
+    return cached / sum(usage["prompt_tokens"] for usage in told)
+
+
+def is_listing(frontend, num_workers):
+    answer = httpx.get(f"{frontend.url}/health", timeout=5).json()
+    return len(answer["instances"]) == num_workers
+
+
+def start(deployment, num_frontends, *flags):
+    workers = [deployment.mocker(*WORKER) for _ in range(3)]
+    frontends = [deployment.frontend(*KV, *flags) for _ in range(num_frontends)]
+    for frontend in frontends:
+        frontend.await_models([MODEL])
+        eventually(lambda f=frontend: is_listing(f, 3), within_s=30, what="three workers")
+    return workers, frontends
+
+
+def test_what_is_cached_is_found_again(deployment):
+    _, frontends = start(deployment, 1)
+
+    assert load(frontends) > 0.7  # in turn it would be about 0.5
+
+
+def test_two_frontends_in_step_find_as_much_as_one(deployment):
+    _, alone = start(deployment, 1)
+    found_alone = load(alone)
+    httpx.post(f"{alone[0].url}/clear_kv_blocks", timeout=10)
+    pair = [deployment.frontend(*KV, "--router-replica-sync") for _ in range(2)]
+    for frontend in pair:
+        frontend.await_models([MODEL])
+
+    assert load(pair) > found_alone - 0.03
+
+
+def test_a_killed_worker_gets_nothing_after_it_was_noticed(deployment):
+    workers, (frontend,) = start(deployment, 1)
+    load([frontend])
+    workers[0].kill()
+    eventually(lambda: is_listing(frontend, 2), within_s=5, what="two workers")
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(lambda n: ask(frontend, prefix(n)), range(NUM_PREFIXES)))
+
+    assert all(usage["completion_tokens"] == 4 for usage in told)
+
+
+def test_the_standalone_router_starts_and_stops(deployment):
+    router = deployment.run("dynamo.router")
+    eventually(lambda: "routing to" in router.log.read_text(), within_s=30, what="a router")
+
+    router.end()
+
+    assert router.exit_code() == 0

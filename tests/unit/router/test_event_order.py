@@ -1,0 +1,209 @@
+"""Whatever is lost, doubled or begun anew: in the end we know what the worker holds."""
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo.protocols import blocks, kv_events
+from dynamo.router import event_order
+from dynamo.worker import publish
+
+STORED = kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(1, 1),))
+REMOVED = kv_events.Removed(block_hashes=(1,))
+CLEARED = kv_events.Cleared()
+
+
+def batch(first, *events, epoch=1):
+    return kv_events.EventBatch(worker_id=9, epoch=epoch, first_event_id=first, events=events)
+
+
+def part(*events, at=None, epoch=1, anew=False):
+    position = None if at is None else kv_events.Position(epoch, at)
+    return kv_events.ReplayPart(dp_rank=0, events=events, begins_anew=anew, position=position)
+
+
+def caught_up(at=0, epoch=1):
+    order = event_order.EventOrder()
+    order.replayed(part(anew=True))
+    order.replayed(part(at=at, epoch=epoch))
+    return order
+
+
+def test_nothing_is_applied_before_the_worker_has_told_what_it_holds():
+    order = event_order.EventOrder()
+
+    assert order.is_behind
+    assert order.take(batch(0, STORED)) == ()
+    assert order.ask() is None
+
+
+def test_events_in_order_are_applied_and_doubled_ones_are_not():
+    order = caught_up()
+
+    assert order.take(batch(0, STORED, REMOVED)) == (STORED, REMOVED)
+    assert order.take(batch(0, STORED, REMOVED)) == ()
+    assert order.take(batch(1, REMOVED, CLEARED)) == (CLEARED,)
+    assert not order.is_behind
+
+
+def test_a_hole_waits_until_what_was_missed_has_come_whole():
+    order = caught_up()
+    held_back = order.take(batch(2, CLEARED))
+    position = order.ask()
+    first = order.replayed(part(STORED))
+    rest = order.replayed(part(REMOVED, at=2))
+
+    assert (held_back, position, first) == ((), kv_events.Position(1, 0), ())
+    assert rest == [STORED, REMOVED, CLEARED]
+    assert not order.is_behind
+
+
+def test_a_lost_last_batch_shows_by_the_sign_of_life():
+    order = caught_up(at=3)
+    order.take(batch(4))
+
+    assert order.is_behind
+
+
+def test_an_answer_that_broke_off_leaves_nothing_behind():
+    order = caught_up()
+    order.take(batch(2, CLEARED))
+    order.ask()
+    order.replayed(part(STORED))
+    position = order.ask()
+    answered = order.replayed(part(STORED, REMOVED, at=2))
+
+    assert position == kv_events.Position(1, 0)
+    assert answered == [STORED, REMOVED, CLEARED]
+
+
+def test_a_worker_that_began_anew_holds_nothing_of_before():
+    order = caught_up(at=7)
+
+    assert order.take(batch(0, STORED, epoch=2)) == (CLEARED, STORED)
+    assert order.take(batch(1, REMOVED, epoch=2)) == (REMOVED,)
+
+
+def test_what_comes_between_question_and_answer_is_applied_after_it():
+    order = caught_up()
+    order.ask()
+    meanwhile = order.take(batch(0, STORED, REMOVED))
+
+    assert meanwhile == ()
+    assert order.replayed(part(STORED, at=1)) == [STORED, REMOVED]
+
+
+def test_what_waited_from_a_former_life_is_dropped():
+    order = event_order.EventOrder()
+    order.take(batch(5, STORED, epoch=1))
+    order.replayed(part(anew=True))
+
+    assert order.replayed(part(at=3, epoch=2)) == []
+    assert order.position == kv_events.Position(2, 3)
+    assert not order.is_behind
+
+
+def test_a_full_replay_that_breaks_off_is_asked_for_again_from_nothing():
+    order = caught_up(at=7)
+    order.ask()
+
+    assert list(order.replayed(part(anew=True))) == [CLEARED]
+    assert order.ask() is None
+
+
+def test_what_waits_is_bounded_and_the_hole_is_seen_afterwards():
+    order = event_order.EventOrder()
+    for number in range(event_order.MAX_WAITING + 1):
+        order.take(batch(number, STORED))
+    order.replayed(part(anew=True))
+
+    assert order.replayed(part(at=1)) == []
+    assert order.is_behind
+
+
+class Line:
+    """From a publisher that may begin anew, over a plane that loses and doubles, to an order."""
+
+    def __init__(self):
+        self.epoch, self.sent, self.held = 0, [], {}
+        self.order = event_order.EventOrder()
+        self.begin_anew()
+
+    def begin_anew(self):
+        self.epoch += 1
+        self.publisher = publish.Publisher(
+            self, namespace="n", component="c", worker_id=9, epoch=self.epoch
+        )
+        self.publisher.publish_kv_events([])
+
+    def publish(self, topic, payload):
+        self.sent.append(msgspec.msgpack.decode(payload, type=kv_events.EventBatch))
+
+    def tell(self, chains):
+        self.publisher.publish_kv_events([event(*chain) for chain in chains])
+
+    def deliver(self, times):
+        if self.sent:
+            message = self.sent.pop(0)
+            for _ in range(times):
+                self.apply(self.order.take(message))
+
+    def replay(self, num_parts):
+        """Ask; the answer breaks off after so many parts."""
+        position = self.order.ask()
+        request = kv_events.ReplayRequest(positions={} if position is None else {0: position})
+        for told in list(self.publisher.replay(request))[:num_parts]:
+            self.apply(self.order.replayed(told))
+
+    def apply(self, events):
+        for told in events:
+            apply_to(self.held, told)
+
+
+def event(chain, is_stored):
+    names = blocks.sequence_hashes(chain)
+    if not is_stored:
+        return kv_events.Removed(block_hashes=(names[-1],))
+    pairs = tuple(map(kv_events.StoredBlock, names, chain))
+    return kv_events.Stored(parent_hash=None, blocks=pairs)
+
+
+def apply_to(held, told):
+    match told:
+        case kv_events.Stored():
+            held.update((block.block_hash, block.tokens_hash) for block in told.blocks)
+        case kv_events.Removed():
+            for name in told.block_hashes:
+                held.pop(name, None)
+        case kv_events.Cleared():
+            held.clear()
+
+
+CHAIN = st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=3), st.booleans())
+STEP = st.one_of(
+    st.tuples(st.just("tell"), st.lists(CHAIN, max_size=3)),
+    st.tuples(st.just("deliver"), st.sampled_from((0, 1, 1, 2))),
+    st.tuples(st.just("replay"), st.integers(0, 4)),
+    st.tuples(st.just("begin_anew")),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STEP, max_size=30))
+def test_in_the_end_we_know_what_the_worker_holds(steps):
+    line = Line()
+    for name, *arguments in steps:
+        getattr(line, name)(*arguments)
+    line.tell([])  # a sign of life, which is what shows that the last message was lost
+    while line.sent:
+        line.deliver(1)
+    for _ in range(3):  # old messages that waited may mislead once
+        if line.order.is_behind:
+            line.replay(None)
+    holds = {}
+    for told in line.publisher.replay(kv_events.ReplayRequest()):
+        for one in told.events:
+            apply_to(holds, one)
+
+    assert not line.order.is_behind
+    assert line.held == holds

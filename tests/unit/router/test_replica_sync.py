@@ -1,0 +1,145 @@
+"""Routers that tell each other what is in flight, over the planes of one process."""
+
+import asyncio
+
+import pytest
+
+from dynamo.protocols import active_sequences as protocol
+from dynamo.router import api, replica_sync
+from dynamo.router.policy import Decision, Prompt
+from dynamo.runtime import component
+
+PROMPT = Prompt(num_tokens=8, block_size=4, local_hashes=[1, 2], sequence_hashes=[1, 2])
+
+
+class Router:
+    """One of them, and what it believes the others have in flight: key to whether the prompt is computed."""
+
+    def __init__(self, runtime):
+        self.runtime = runtime
+        self.others = {}
+        self.heard = asyncio.Event()
+        self.sync = replica_sync.ReplicaSync(
+            runtime, namespace="n", component_name="backend", apply=self.apply
+        )
+
+    def apply(self, event):
+        match event.data:
+            case protocol.AddRequest(is_prefill_completed=computed):
+                self.others[event.request_id] = computed
+            case protocol.MarkPrefillCompleted():
+                self.others[event.request_id] = True
+            case protocol.Free():
+                self.others.pop(event.request_id, None)
+        self.heard.set()
+
+    def send(self, key):
+        self.sync.added(key, Decision(api.Worker(7), 1.0), PROMPT)
+
+    async def until(self, **others):
+        async with asyncio.timeout(5):
+            while self.others != others:
+                self.heard.clear()
+                await self.heard.wait()
+
+
+@pytest.fixture
+async def join():
+    cluster, routers = component.MemoryCluster(), []
+
+    async def make():
+        router = Router(await component.DistributedRuntime.in_memory(cluster))
+        await router.sync.start()
+        routers.append(router)
+        return router
+
+    yield make
+    for router in routers:
+        await router.sync.close()
+        await router.runtime.close()
+
+
+async def meet(*routers):
+    """Until each has told one request of its own to all others, and ended it."""
+    for router in routers:
+        router.send("hello")
+        await asyncio.gather(
+            *(other.until(hello=False) for other in routers if other is not router)
+        )
+        router.sync.freed("hello")
+        await asyncio.gather(*(other.until() for other in routers if other is not router))
+
+
+async def test_what_one_does_the_other_hears(join):
+    here, there = await join(), await join()
+    await meet(here, there)
+
+    here.send("a")
+    await there.until(a=False)
+    here.sync.prefill_completed("a")
+    await there.until(a=True)
+    here.sync.freed("a")
+
+    await there.until()
+
+
+async def test_one_that_joins_late_learns_what_is_in_flight(join):
+    here = await join()
+    here.send("a")
+    here.send("b")
+    here.sync.prefill_completed("b")
+
+    late = await join()
+
+    await late.until(a=False, b=True)
+
+
+async def test_what_a_router_had_in_flight_is_freed_when_it_vanishes(join):
+    here, there = await join(), await join()
+    await meet(here, there)
+    here.send("a")
+    await there.until(a=False)
+
+    await here.runtime.close()
+
+    await there.until()
+
+
+async def test_a_message_that_was_lost_is_made_up_for(join):
+    here, there = await join(), await join()
+    await meet(here, there)
+    publish = here.runtime.events.publish
+    here.runtime.events.publish = lambda topic, payload: publish("elsewhere", payload)
+    here.send("lost")
+    await asyncio.sleep(0)  # the turn of the loop after which it is published
+    here.runtime.events.publish = publish
+    number = len(there.others)
+    assert not number
+
+    there.sync.catch_up()
+
+    await there.until(lost=False)
+
+
+async def test_events_of_one_turn_leave_as_one_message(join):
+    here, there = await join(), await join()
+    await meet(here, there)
+    published = []
+    here.runtime.events.publish = lambda topic, payload: published.append(payload)
+
+    for number in range(5):
+        here.send(str(number))
+    await asyncio.sleep(0)
+
+    assert len(published) == 1
+
+
+async def test_what_has_ended_is_told_no_more(join):
+    here, there = await join(), await join()
+    await meet(here, there)
+
+    here.sync.freed("never seen")
+    here.sync.prefill_completed("never seen")
+    here.send("a")
+
+    await there.until(a=False)

@@ -1,0 +1,109 @@
+"""The standalone router, asked over the request plane."""
+
+import contextlib
+
+import msgspec
+import pytest
+from routing_rig import NAME, Receiver, Worker, World, card, request
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.observability import metrics
+from dynamo.protocols import generate, instances
+from dynamo.router import config, routes, service
+from dynamo.runtime import requests
+
+
+class Served(World):
+    """A standalone router, two workers behind it, and somebody who asks."""
+
+    async def start(self):
+        own = await self.runtime()
+        made = routes.Routes(
+            config.RoutingConfig(router_mode="kv"), own, clocks.SystemClock(), metrics.Registry("x")
+        )
+        self.service = service.RouterService(own, NAME, made)
+        await self.service.start()
+        self._stack.push_async_callback(self.service.close)
+        for _ in range(2):
+            runtime = await self.runtime()
+            self.workers.append(worker := Worker(runtime, {}))
+            await runtime.register(NAME, worker.take, card())
+        self.asker = await self.runtime()
+        await self.until(lambda: self.service._router is not None)
+        await self.until(lambda: len(self.service._client.instances) == 2)
+        await self.until(lambda: len(self.service._cards) == 2)
+
+    async def ask(self, endpoint, value, reply_type=dict):
+        client = self.asker.client(instances.EndpointName("dynamo", "router", endpoint))
+        await client.wait_for_instances(5)
+        (found,) = client.instances.values()
+        return await requests.ask(
+            self.asker.requests, found.transport["memory"], found.name.path, value,
+            reply_type=reply_type, timeout_s=5,
+        )  # fmt: skip
+
+    def best(self, tokens, **fields):
+        question = service.Question(token_ids=list(tokens), **fields)
+        return self.ask("best_worker_id", question, service.Answer)
+
+
+@pytest.fixture
+async def served():
+    async with contextlib.AsyncExitStack() as stack:
+        made = Served(stack)
+        await made.start()
+        yield made
+
+
+async def test_a_question_names_a_worker_and_changes_nothing(served):
+    first = await served.best(range(100))
+    again = await served.best(range(1000, 1100))
+
+    assert first.worker_id == again.worker_id  # nobody is busy
+    assert first.overlap_blocks == 0
+
+
+async def test_a_question_that_counts_makes_the_worker_busy_until_it_is_freed(served):
+    first = await served.best(range(100), request_id="a", update_states=True)
+    other = await served.best(range(1000, 1100))
+    assert other.worker_id != first.worker_id
+
+    await served.ask("mark_prefill_complete", service.About(request_id="a"))
+    await served.ask("free", service.About(request_id="a"))
+
+    loads = served.service._router.selector.active.loads.values()
+    assert [(load.num_requests, load.prefill_tokens) for load in loads] == [(0, 0)] * 2
+
+
+async def test_a_request_is_passed_to_a_worker_and_its_answer_back(served):
+    client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
+    await client.wait_for_instances(5)
+    receiver = Receiver()
+    await client.open(request(*range(100)), receiver)
+    await served.until(lambda: served.num_calls == 1)
+    worker = next(worker for worker in served.workers if worker.calls)
+
+    worker.answer()
+    worker.finish()
+
+    assert await receiver.over is None
+    assert [output.token_ids for output in receiver.outputs] == [(1,), (2,)]
+    assert receiver.outputs[-1].finish_reason is generate.FinishReason.LENGTH
+
+
+async def test_who_goes_away_frees_the_worker(served):
+    client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
+    await client.wait_for_instances(5)
+    stream = await client.open(request(*range(100)), Receiver())
+    await served.until(lambda: served.num_calls == 1)
+
+    stream.cancel()
+
+    loads = served.service._router.selector.active.loads.values()
+    await served.until(lambda: sum(load.num_requests for load in loads) == 0)
+
+
+async def test_what_is_no_question_is_refused(served):
+    with pytest.raises(errors.InvalidRequest, match="expected a Question"):
+        await served.ask("best_worker_id", {"tokens": 3}, msgspec.Raw)
