@@ -58,6 +58,7 @@ class Frontend:
             counted,
             now,
             namespace=settings.namespace,
+            tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )
         timeout_s = settings.request_timeout_secs or None
         answers = roads.Roads(
