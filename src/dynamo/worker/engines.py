@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dynamo.base import errors
+from dynamo.base import errors, extras
 from dynamo.engine import api
 
 
@@ -94,12 +94,7 @@ def _load_part(name: str, target: str) -> Any:
 
 def _load(name: str, target: str) -> Any:
     module, _, attribute = target.partition(":")
-    try:
+    extra = KIND_BY_NAME[name].extra
+    if extra is None:
         return getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        extra = KIND_BY_NAME[name].extra
-        if extra is None or (error.name or "").startswith("dynamo"):
-            raise
-        raise errors.ConfigError(
-            f"the {name} engine needs {error.name}, which is not installed: pip install 'pydynamo[{extra}]'"
-        ) from error
+    return getattr(extras.load(module, what=f"the {name} engine", extra=extra), attribute)
