@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt bench bench-router simulate-routing docs clean
+.PHONY: help setup run test check fmt bench bench-frontend bench-engine bench-router simulate-routing docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -20,6 +20,7 @@ run: $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or
 	@exec $(BIN)/dynamo serve $(MODEL) --http-port $(PORT)
 
 test: $(VENV)/.dev  ## run every test
+	@tests/install_services.sh
 	@$(BIN)/python -m pytest
 
 check: $(VENV)/.dev  ## format, lint, types, import contracts, house rules
@@ -31,8 +32,13 @@ check: $(VENV)/.dev  ## format, lint, types, import contracts, house rules
 fmt: $(VENV)/.dev  ## format the code
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev  ## measure frontend and engine (beside the real Dynamo, if PEER=its python)
-	@$(BIN)/python -m benchmarks.run $(if $(PEER),--peer $(PEER))
+bench: bench-frontend bench-engine bench-router  ## measure frontend, engine and router
+
+bench-frontend: $(VENV)/.dev  ## measure the frontend against its goals (beside the real Dynamo: PEER=its python; NOISE=1: ours beside ours)
+	@$(BIN)/python -m benchmarks.frontend $(if $(PEER),--peer $(PEER)) $(if $(NOISE),--noise)
+
+bench-engine: $(VENV)/.dev  ## measure the native engine on the built-in model
+	@$(BIN)/python -m benchmarks.engine_step
 
 bench-router: $(VENV)/.dev  ## measure the router (beside the real Dynamo, if PEER=its python)
 	@$(BIN)/python -m benchmarks.router_index $(if $(PEER),--peer $(PEER))
