@@ -7,7 +7,7 @@ import signal
 import sys
 
 from dynamo.base import config as configuration
-from dynamo.base import errors
+from dynamo.base import errors, garbage
 from dynamo.frontend import config, http_workers, service
 from dynamo.observability import logs
 from dynamo.router import config as router_config
@@ -37,6 +37,7 @@ def main() -> int:
 
 async def serve(door: config.FrontendConfig, routing: router_config.RoutingConfig) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
+    garbage.collect_rarely()
     async with await component.DistributedRuntime.open(door) as runtime:
         stop = asyncio.Event()  # until here a signal ends the process at once: nothing runs yet
         loop = asyncio.get_running_loop()

@@ -22,6 +22,7 @@ class EngineKind:
 
     settings: str  # a dataclass, importable without the extra
     engine: str  # called with the model's directory and the settings
+    embedder: str  # likewise
     requires: str | None = None  # a package that only an extra of our distribution brings
     extra: str | None = None
     needs_weights: bool = True
@@ -32,6 +33,7 @@ KIND_BY_NAME = {
     "native": EngineKind(
         settings="dynamo.engine.native.settings:NativeConfig",
         engine="dynamo.engine.native.engine:NativeEngine",
+        embedder="dynamo.engine.native.embedder:NativeEmbedder",
         requires="torch",
         extra="native",
         environment={
@@ -45,6 +47,7 @@ KIND_BY_NAME = {
     "mocker": EngineKind(
         settings="dynamo.engine.mock.engine:MockConfig",
         engine="dynamo.worker.mocking:build",
+        embedder="dynamo.worker.mocking:build_embedder",
         needs_weights=False,
     ),
 }
@@ -67,17 +70,26 @@ def settings_of(name: str) -> type:
 
 def build(name: str, directory: Path, settings: Any) -> api.Engine:
     """An engine, not yet started. Raises ConfigError if what it needs is not installed."""
-    kind = KIND_BY_NAME[name]
-    for variable, value in kind.environment.items():
-        os.environ.setdefault(variable, value)
-    engine: api.Engine = _load(name, kind.engine)(directory, settings)
+    engine: api.Engine = _load_part(name, KIND_BY_NAME[name].engine)(directory, settings)
     return engine
+
+
+def build_embedder(name: str, directory: Path, settings: Any) -> api.Embedder:
+    """An embedder, not yet started. Raises ConfigError as `build` does."""
+    embedder: api.Embedder = _load_part(name, KIND_BY_NAME[name].embedder)(directory, settings)
+    return embedder
 
 
 def is_installed(name: str) -> bool:
     """Can it be built here?"""
     requires = KIND_BY_NAME[name].requires
     return requires is None or importlib.util.find_spec(requires) is not None
+
+
+def _load_part(name: str, target: str) -> Any:
+    for variable, value in KIND_BY_NAME[name].environment.items():
+        os.environ.setdefault(variable, value)
+    return _load(name, target)
 
 
 def _load(name: str, target: str) -> Any:
