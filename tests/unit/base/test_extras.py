@@ -1,7 +1,5 @@
 """What an extra brings is asked for by its name."""
 
-import sys
-
 import pytest
 
 from dynamo.base import errors, extras
@@ -11,15 +9,15 @@ def test_a_module_is_loaded():
     assert extras.load("dynamo.base.errors", what="x", extra="x") is errors
 
 
-def test_who_lacks_a_package_is_told_the_extra(monkeypatch):
-    monkeypatch.delitem(sys.modules, "dynamo.runtime.backends.etcd.connection", raising=False)
-    monkeypatch.delitem(sys.modules, "dynamo.runtime.backends.etcd.discovery", raising=False)
-    monkeypatch.setitem(sys.modules, "grpc", None)
+def test_who_lacks_a_package_is_told_the_extra(monkeypatch, tmp_path):
+    (tmp_path / "part_of_ours.py").write_text("import a_package_of_an_extra\n")
+    monkeypatch.syspath_prepend(tmp_path)
 
     with pytest.raises(
-        errors.ConfigError, match=r"etcd discovery needs grpc.*pip install 'pydynamo\[etcd\]'"
+        errors.ConfigError,
+        match=r"the part needs a_package_of_an_extra.*pip install 'pydynamo\[more\]'",
     ):
-        extras.load("dynamo.runtime.backends.etcd.discovery", what="etcd discovery", extra="etcd")
+        extras.load("part_of_ours", what="the part", extra="more")
 
 
 def test_a_module_of_ours_that_is_missing_is_a_mistake_of_ours():

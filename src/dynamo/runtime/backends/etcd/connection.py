@@ -41,9 +41,10 @@ _REFUSALS = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.FAILED_PRECONDITION,
 )
+_NEW_RIGHTS = "auth store is old"  # somebody changed users or roles: log in anew
 
 
-class HistoryLost(errors.DynamoError):
+class HistoryLost(Exception):
     """etcd cannot tell what changed since that revision: read anew."""
 
 
@@ -160,7 +161,7 @@ class Connection:
             yield
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
-            if error.code() in _REFUSALS:
+            if error.code() in _REFUSALS and _NEW_RIGHTS not in reason:
                 raise errors.ConfigError(f"etcd at {self.address} refuses: {reason}") from error
             if error.code() is grpc.StatusCode.OUT_OF_RANGE:  # between two pages
                 raise HistoryLost(reason) from error

@@ -87,8 +87,8 @@ class EtcdDiscovery:
             raise
 
     async def delete(self, key: str) -> None:
-        if not self._is_open or not self._lease.forget(key):
-            return
+        if not self._is_open or not self._lease.forget(key) or self._etcd is None:
+            return  # while etcd is away nobody waits: it is done when it is back
         try:
             await self._ask(lambda etcd: self._lease.write(etcd, key), LEAVE_TIMEOUT_S)
         except errors.Unavailable as error:
@@ -181,6 +181,7 @@ class EtcdDiscovery:
         self, act: Callable[[connection.Connection], Awaitable[T]], within_s: float
     ) -> T:
         """Do it on whichever connection answers. Raises Unavailable if none does in time."""
+        trouble = self._trouble
         try:
             async with asyncio.timeout(within_s):
                 while True:
@@ -188,13 +189,13 @@ class EtcdDiscovery:
                     try:
                         if self._etcd is not None:
                             return await act(self._etcd)
-                    except errors.Unavailable:
+                    except errors.Unavailable as error:
+                        trouble = error
                         self._lease.look_now()
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError:
-            raise errors.Unavailable(
-                f"etcd did not answer within {within_s:g} s: {self._trouble}"
-            ) from None
+            trouble = self._trouble or trouble
+            raise errors.Unavailable(f"not done within {within_s:g} s: {trouble}") from None
 
 
 _ADVICE = "Start etcd, or set ETCD_ENDPOINTS; without etcd, on one host: --discovery-backend file"
