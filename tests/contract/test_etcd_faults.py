@@ -251,6 +251,31 @@ async def test_of_several_endpoints_the_next_is_tried_when_one_fails(etcd, join,
     assert await take(watch, 1) == [Put(key="v1/b", value=b"")]
 
 
+async def test_of_a_cluster_any_one_may_die_the_leader_too(tmp_path):
+    servers = [EtcdServer(tmp_path / name, name=name) for name in ("one", "two", "three")]
+    try:
+        for server in servers:
+            server.cluster = servers
+            server.start(wait=False)
+        for server in servers:
+            await asyncio.to_thread(server.await_health)
+        whereto = access.Access(addresses=tuple(server.address for server in servers))
+        a, b = [await EtcdDiscovery.open(whereto, n, lease_ttl_s=10) for n in (1, 2)]
+        watch = b.watch("v1/")
+        for number, server in enumerate(servers):
+            server.stop()
+            await a.put(f"v1/{number}", b"")
+
+            assert await take(watch, 1) == [Put(key=f"v1/{number}", value=b"")]
+            server.start(wait=False)
+            await asyncio.to_thread(server.await_health)
+        await a.close()
+        await b.close()
+    finally:
+        for server in servers:
+            server.stop()
+
+
 async def test_what_is_put_and_deleted_while_etcd_is_away_is_so_when_it_is_back(etcd, join):
     a = await join()
     await a.put("v1/old", b"")

@@ -50,7 +50,7 @@ class RuntimeConfig(tracing.TracingConfig):
         120.0,
         env="DYN_ETCD_START_TIMEOUT_SECS",
         help="for how long a process that starts waits for etcd",
-        least=0,
+        least=1,
     )
     file_kv: str | None = config.option(
         None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"

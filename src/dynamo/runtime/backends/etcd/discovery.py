@@ -26,9 +26,7 @@ PUT_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 2.0  # what etcd cannot be told in time it finds out when the lease ends
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = (
-    1.0  # much less than the lease's time: who lives is back before anybody thinks him dead
-)
+_LONGEST_PAUSE_S = 1.0  # so that who lives is back long before anybody thinks him dead
 _GOOD_S = 5.0  # a connection that lasted so long is followed by a quick attempt
 _RETRY_S = 0.05
 
