@@ -152,7 +152,7 @@ def percentiles_ms(values):
     return {
         name: round(1000 * values[min(len(values) - 1, int(q * len(values)))], 3)
         for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
-    }
+    } | {"mean": round(1000 * sum(values) / len(values), 3)}
 
 
 def build_requests(args, host, port):
@@ -179,16 +179,16 @@ def build_requests(args, host, port):
 
 
 async def main(args):
-    url = urllib.parse.urlsplit(args.url)
-    host, port = url.hostname, url.port or 80
+    doors = [urllib.parse.urlsplit(url) for url in args.url.split(",")]
+    host, port = doors[0].hostname, doors[0].port or 80
     run = Run(build_requests(args, host, port), args.n, args.conc, args.stream)
     named = dict(item.split("=", 1) for item in args.pids.split(",") if item)
     trees = {k: [p for pid in v.split("+") for p in tree(int(pid))] for k, v in named.items()}
     before = {k: cpu_seconds(pids) for k, pids in trees.items()}
     own, start = time.process_time(), time.perf_counter()
     loop = asyncio.get_running_loop()
-    for _ in range(args.conc):
-        await loop.create_connection(lambda: Connection(run), host, port)
+    for _, door in zip(range(args.conc), itertools.cycle(doors)):
+        await loop.create_connection(lambda: Connection(run), door.hostname, door.port or 80)
     await run.done
     wall = time.perf_counter() - start
     cpu = {k: cpu_seconds(pids) - before[k] for k, pids in trees.items()}
@@ -217,7 +217,9 @@ def arguments():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--url", default="http://127.0.0.1:8100")
+    p.add_argument(
+        "--url", default="http://127.0.0.1:8100", help="or several, comma-separated, used in turn"
+    )
     p.add_argument("--path", default="/v1/chat/completions")
     p.add_argument("--model", default="m")
     p.add_argument(

@@ -7,10 +7,12 @@
 """
 
 import asyncio
+import functools
 import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from dynamo.base import clock as clocks
@@ -20,7 +22,16 @@ from dynamo.observability import logs
 from dynamo.preprocess import loading
 from dynamo.protocols import model_card
 from dynamo.runtime import component
-from dynamo.worker import card, engines, host, model_source, settings, system
+from dynamo.worker import (
+    card,
+    engines,
+    fleet,
+    host,
+    metrics,
+    model_source,
+    settings,
+    system,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -35,8 +46,8 @@ def main(engine_name: str) -> int:
         logs.configure()
         kind = engines.kind_of(engine_name)
         directory = model_source.resolve(worker.model, with_weights=kind.needs_weights)
-        engine = engines.build(engine_name, directory, own)
-        asyncio.run(_serve(worker, engine, directory))
+        built = engines.build_all(engine_name, directory, own)
+        asyncio.run(_serve(worker, built, directory))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
@@ -51,9 +62,15 @@ def main(engine_name: str) -> int:
     return 0
 
 
-async def _serve(worker: settings.WorkerConfig, engine: api.Engine, directory: Path) -> None:
+async def _serve(
+    worker: settings.WorkerConfig, built: Sequence[api.Engine], directory: Path
+) -> None:
     async with await component.DistributedRuntime.open(worker) as runtime:
-        served = make_host(worker, engine, runtime, directory)
+        served = (
+            make_host(worker, built[0], runtime, directory)
+            if len(built) == 1
+            else _make_fleet(worker, built, runtime, directory)
+        )
         try:
             if worker.system_port != system.PORT_DISABLED:
                 await served.open_system_port(worker.system_host, worker.system_port)
@@ -71,6 +88,44 @@ def make_host(
 ) -> host.Host:
     """The host of the model in `directory`, as these settings want it."""
     clock = clocks.SystemClock()
+    return host.Host(
+        engine,
+        runtime,
+        worker.endpoint_name,
+        make_card=_card_maker(worker, directory, clock),
+        request_limit=worker.engine_request_limit,
+        clock=clock,
+    )
+
+
+def _make_fleet(
+    worker: settings.WorkerConfig,
+    built: Sequence[api.Engine],
+    runtime: component.DistributedRuntime,
+    directory: Path,
+) -> fleet.Fleet:
+    """The hosts of several engines, with one card and one set of counts."""
+    clock = clocks.SystemClock()
+    counts = metrics.WorkerMetrics(worker.endpoint_name, clock)
+    make_card = functools.cache(_card_maker(worker, directory, clock))
+
+    def make_one(engine: api.Engine, sibling: component.DistributedRuntime) -> host.Host:
+        return host.Host(
+            engine,
+            sibling,
+            worker.endpoint_name,
+            make_card=make_card,
+            request_limit=worker.engine_request_limit,
+            clock=clock,
+            counts=counts,
+        )
+
+    return fleet.Fleet(built, runtime, make_one, counts)
+
+
+def _card_maker(
+    worker: settings.WorkerConfig, directory: Path, clock: clocks.Clock
+) -> host.MakeCard:
     name = worker.model_name or model_source.display_name(worker.model)
 
     def make_card(facts: api.EngineFacts) -> model_card.ModelCard:
@@ -86,14 +141,7 @@ def make_host(
         loading.load(made, clock)  # what no frontend could read is better refused here than there
         return made
 
-    return host.Host(
-        engine,
-        runtime,
-        worker.endpoint_name,
-        make_card=make_card,
-        request_limit=worker.engine_request_limit,
-        clock=clock,
-    )
+    return make_card
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.mock.engine import MockConfig, MockEngine
+from dynamo.engine.mock.answers import Cycle
+from dynamo.engine.mock.engine import MockEngine
+from dynamo.engine.mock.settings import MockConfig
 from dynamo.protocols import blocks, generate
 
 
@@ -35,13 +37,15 @@ class Times:
         if batch[-1].output.finish_reason:
             self.ended.set()
 
-    def kv_events(self, events):
+    def kv_events(self, events, dp_rank):
         pass
 
 
 async def times_of_tokens(num_tokens, **settings):
     clock = FakeClock()
-    engine = MockEngine(MockConfig(**settings), token_ids=[1, 2], context_length=100, clock=clock)
+    engine = MockEngine(
+        MockConfig(**settings), cycle=Cycle([1, 2]), context_length=100, clock=clock
+    )
     sink = Times(clock)
     await engine.start(sink)
     engine.submit(
@@ -81,4 +85,4 @@ async def test_at_once_is_at_once():
 )
 def test_settings_that_cannot_be_are_refused(settings, message):
     with pytest.raises(errors.ConfigError, match=message):
-        MockEngine(MockConfig(**settings), token_ids=[1], context_length=100)
+        MockEngine(MockConfig(**settings), cycle=Cycle([1]), context_length=100)

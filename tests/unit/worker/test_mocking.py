@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from dynamo.base import errors
-from dynamo.engine.mock import engine as mock
+from dynamo.engine.mock import settings as mock
 from dynamo.worker import mocking
 
 

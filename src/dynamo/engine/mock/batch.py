@@ -2,8 +2,8 @@
 
     schedule() → plan (how much work) → time passes → commit() → outputs
 
-First come, first served. If a choice needs a block and there is none, the one that was admitted last is preempted: it
-waits, with what it has written as a longer prompt.
+First come, first served. If a choice needs a block and there is none, the one that was admitted last (or first, if
+`Limits` say so) is preempted: it waits, with what it has written as a longer prompt.
 
 It stands behind benchmarks of everything else, so a token must cost next to nothing: a choice is looked at closely
 only at its next `event` (its end, or that of its blocks); in between it sends prepared outputs.
@@ -21,11 +21,13 @@ from dynamo.protocols import generate, kv_events, load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a step, and a sequence, may not exceed."""
+    """What a step, and a sequence, may not exceed; and who gives way."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    context_length: int
+    context_length: int  # at most a step's tokens, where prompts are computed whole
+    chunked_prefill: bool = True
+    preempts_newest: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,9 @@ class Batch:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)
 
     def submit(self, request: generate.Request) -> None:
         """Take a request that fits (`engine.refusal`), and whose id is not in use."""
@@ -100,7 +105,7 @@ class Batch:
         """What became findable, and what no longer is, since the last call."""
         return self._memory.pool.take_events()
 
-    def load(self) -> load.ForwardPassMetrics:
+    def load(self, dp_rank: int = 0) -> load.ForwardPassMetrics:
         """How busy it is. Slots are choices."""
         return load.ForwardPassMetrics(
             worker_stats=load.WorkerStats(
@@ -111,6 +116,7 @@ class Batch:
                     choice.num_tokens - choice.num_computed
                     for choice in (*self._prefilling, *self._waiting)
                 ),
+                data_parallel_rank=dp_rank,
             ),
             kv_stats=load.KvStats(
                 kv_active_blocks=self._memory.pool.num_active,
@@ -159,11 +165,16 @@ class Batch:
         full, self._full = self._full, []
         for choice in full:
             while choice.block_ids and not self._memory.grow(choice):
-                self._preempt((self._prefilling or self._decoding)[-1])
+                self._preempt(self._victim())
                 is_short = True
             if choice.block_ids:  # it was not preempted itself
                 self._set_event(choice)
         return is_short
+
+    def _victim(self) -> Choice:
+        if self._limits.preempts_newest:
+            return (self._prefilling or self._decoding)[-1]
+        return (self._decoding or self._prefilling)[0]
 
     def _preempt(self, choice: Choice) -> None:
         self._leave(choice)
@@ -176,7 +187,11 @@ class Batch:
             if self._memory.prefix_caching and choice.leader and not choice.leader.num_output:
                 i += 1
                 continue
-            if not self._memory.admit(choice, is_alone=not self._prefilling and not self._decoding):
+            if not self._memory.admit(
+                choice,
+                is_alone=not self._prefilling and not self._decoding,
+                max_new=None if self._limits.chunked_prefill else num_left,
+            ):
                 break
             del self._waiting[i]
             self._prefilling.append(choice)
