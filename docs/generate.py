@@ -10,8 +10,9 @@ import prometheus_client
 from dynamo.base import clock
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
+from dynamo.frontend import records
 from dynamo.frontend.admission import metrics as admission_metrics
-from dynamo.observability import metrics
+from dynamo.observability import loop_delay, metrics
 from dynamo.protocols import instances
 from dynamo.router import __main__ as router_main
 from dynamo.router import config as router_config
@@ -26,8 +27,9 @@ Written by `make docs` from the code.
 Each setting can be given in a TOML file (`--config FILE`, by the name of the flag with `_` for `-`), by its variable,
 or by its flag; the later in this list wins.
 
-Every process also reads `DYN_LOG` (levels: `info`, `debug`, `warn,dynamo.runtime=debug`, `off`) and
-`DYN_LOGGING_JSONL` (`1`: JSON lines).
+Every process also reads `DYN_LOG` (levels: `info`, `debug`, `warn,dynamo.runtime=debug`, `off`),
+`DYN_LOGGING_CONFIG_PATH` (a TOML file with `log_level` and a table `log_filters`; `DYN_LOG` goes beyond it),
+`DYN_LOGGING_JSONL` (`1`: JSON lines) and `DYN_LOG_USE_LOCAL_TZ` (`1`: times of this place).
 """
 
 
@@ -70,6 +72,8 @@ def _settings(command: str, *parts: type) -> Iterator[str]:
 def _frontend_registry() -> prometheus_client.CollectorRegistry:
     registry = metrics.Registry("dynamo_frontend")
     frontend_metrics.FrontendMetrics(registry, clock.SystemClock().now)
+    loop_delay.LoopDelay(registry, clock.SystemClock())
+    records.Records(frontend_config.FrontendConfig(), registry, clock.SystemClock())
     admission_metrics.AdmissionMetrics(registry)
     router_metrics.RouterMetrics(registry, "")
     return registry.collectors

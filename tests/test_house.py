@@ -14,7 +14,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold. Raising one is a line in the diff, so a reviewer sees it.
 BUDGET = {
     "base": 750,
-    "protocols": 2600,
+    "protocols": 3100,
     "observability": 1100,
     "runtime": 3700,
     "transfer": 1800,
@@ -22,10 +22,10 @@ BUDGET = {
     "engine": 5500,
     "router": 4000,
     "semantic": 1000,
-    "preprocess": 2400,
+    "preprocess": 2700,
     "disagg": 800,
-    "frontend": 5600,
-    "worker": 1300,
+    "frontend": 6700,
+    "worker": 1450,
     "planner": 2000,
     "operator": 2000,
     "cli": 1250,

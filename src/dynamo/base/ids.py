@@ -1,5 +1,6 @@
 """Identifiers, as types, and how new ones are made."""
 
+import random
 import secrets
 import uuid
 from typing import NewType
@@ -23,3 +24,13 @@ def new_request_id() -> RequestId:
 def new_tool_call_id() -> str:
     """Nine letters and digits: the templates of Mistral's models refuse any other length."""
     return secrets.token_hex(5)[:9]
+
+
+def new_trace_id() -> str:
+    """32 hexadecimal digits, not all zero (W3C Trace Context). No secret, so the fast generator will do."""
+    return f"{random.getrandbits(128) or 1:032x}"
+
+
+def new_span_id() -> str:
+    """16 hexadecimal digits, likewise."""
+    return f"{random.getrandbits(64) or 1:016x}"

@@ -29,6 +29,7 @@ class EngineFacts:
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
+    supports_guided: bool = False  # can it hold an answer to a grammar?
 
 
 class EngineOutput(NamedTuple):

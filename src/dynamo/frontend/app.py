@@ -9,6 +9,7 @@ from dynamo.frontend import (
     apis,
     clearing,
     delivery,
+    description,
     merged_metrics,
     models,
     pipeline,
@@ -58,6 +59,7 @@ class App:
         self._desk = counter
         self._siblings = others
         self.is_draining = False
+        self._description = description.Description()
         counts = token_counts.TokenCounts(known, remembered)
         self.routes = router.Router(
             {
@@ -83,6 +85,8 @@ class App:
                 ("GET", "/health"): self._health,
                 ("GET", "/live"): _live,
                 ("GET", "/metrics"): self._all_metrics if others.name else self._metrics,
+                ("GET", "/openapi.json"): self._description.show,
+                ("GET", "/docs"): self._docs,
                 ("GET", "/"): self._status_page,
             },
             error_body=error_body,
@@ -161,6 +165,10 @@ class App:
     def _metrics(self, caller: exchange.Exchange) -> None:
         caller.respond(200, self._registry.render(), content_type=metrics.CONTENT_TYPE)
 
+    def _docs(self, caller: exchange.Exchange) -> None:
+        ready = self._models.ready
+        self._description.show_page(caller, ready[0].name if ready else "MODEL")
+
     async def _all_metrics(self, caller: exchange.Exchange) -> None:
         """Those of all processes at this port."""
         found = await self._siblings.ask("GET", "/metrics")
@@ -181,7 +189,7 @@ class App:
         )
         links = "".join(
             f'<li><a href="{path}">{path}</a></li>'
-            for path in ("/v1/models", "/health", "/metrics")
+            for path in ("/docs", "/v1/models", "/health", "/metrics")
         )
         posts = "".join(f"<li>POST {path}</li>" for path in self.routes.paths("POST"))
         page = (

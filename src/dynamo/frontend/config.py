@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from dynamo.base import config, errors
-from dynamo.runtime import component
+from dynamo.frontend import record_config
+from dynamo.observability import row_writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendConfig(component.RuntimeConfig):
+class FrontendConfig(record_config.RecordConfig):
     """The OpenAI-compatible HTTP door: finds workers, and passes requests to them."""
 
     http_host: str = config.option(
@@ -112,6 +113,8 @@ class FrontendConfig(component.RuntimeConfig):
             raise errors.ConfigError(
                 "--tls-cert-path and --tls-key-path: expected both or neither, got one of them"
             )
+        row_writer.check(self.audit_options)
+        row_writer.check(self.request_trace_options)
         if self.tls_client_ca_cert_path is not None and self.tls_cert_path is None:
             raise errors.ConfigError(
                 "--tls-client-ca-cert-path: clients show certificates only to a server that has one: "

@@ -3,14 +3,17 @@
 Labels are looked up once per model or once per request. A token costs one observation and one addition.
 The life of a request as the gauges tell it: *inflight* from its arrival to its end, *queued* until its first
 token, *active* while a worker has it.
+
+A `RequestMeter` also remembers when each stage of its request was over. Whoever wants to tell more of requests than
+numbers (spans, request trace) is an `Observer`: it is given the meter once, when the request has ended.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
 from dynamo.observability import metrics
-from dynamo.protocols import model_card
+from dynamo.protocols import generate, model_card, trace_context
 
 _TOKENS_IN = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 _TOKENS_OUT = (0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
@@ -20,6 +23,7 @@ _ITL = (
     *(0, 0.0018, 0.0033, 0.0059, 0.011, 0.02, 0.035, 0.064, 0.12, 0.21, 0.38, 0.69),
     *(1.2, 2.3, 4.1, 7.4, 13, 24, 44, 80),
 )
+_STAGE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5)
 _CARD_GAUGES: dict[str, Callable[[model_card.ModelCard], int]] = {
     "model_context_length": lambda card: card.context_length,
     "model_kv_cache_block_size": lambda card: card.kv_cache_block_size,
@@ -38,11 +42,22 @@ class Timed(Protocol):
     last_at: float | None
 
 
+class Observer(Protocol):
+    """Who wants to know of each request that has ended."""
+
+    def ended(self, request: "RequestMeter") -> None:
+        """It is over. Returns at once."""
+        ...
+
+
 class FrontendMetrics:
     """All families of the frontend."""
 
-    def __init__(self, registry: metrics.Registry, now: Now) -> None:
+    def __init__(
+        self, registry: metrics.Registry, now: Now, observers: Sequence[Observer] = ()
+    ) -> None:
         self.now = now
+        self.observers = tuple(observers)
         by_model = ("model",)
         self.started = registry.counter(
             "requests_started_total", "Requests that arrived", ("endpoint", "model", "request_type")
@@ -54,6 +69,12 @@ class FrontendMetrics:
         )
         self.disconnected = registry.gauge(
             "disconnected_clients", "Clients that went away before their answer was complete"
+        )
+        self.failures = registry.counter(
+            "failures_total", "Requests that ended by an error, by its kind", ("class", "reason")
+        )
+        self.cancelled = registry.counter(
+            "model_cancellation_total", "Requests whose client went away", by_model
         )
         self.inflight = registry.gauge(
             "inflight_requests", "Requests between arrival and end", by_model
@@ -86,6 +107,12 @@ class FrontendMetrics:
         self.itl = registry.fast_histogram(
             "inter_token_latency_seconds", "Between two tokens of a choice", by_model, buckets=_ITL
         )
+        stages = registry.fast_histogram(
+            "stage_duration_seconds", "Of the stages of a request", ("stage",), buckets=_STAGE
+        )
+        self.preprocess = stages.labels("preprocess")
+        self.route = stages.labels("route")
+        self.roundtrip = stages.labels("transport_roundtrip")
         self._card_gauges = {
             name: registry.gauge(name, "From the model's card", by_model) for name in _CARD_GAUGES
         }
@@ -104,6 +131,7 @@ class FrontendMetrics:
         label = card.display_name.lower()
         self.workers.labels(label).set(num_workers)
         self.ready.labels(label).set(int(is_ready))
+        self.of_model(label).block_size = card.kv_cache_block_size
         for name, fact in _CARD_GAUGES.items():
             self._card_gauges[name].labels(label).set(fact(card))
 
@@ -114,6 +142,8 @@ class ModelMetrics:
     def __init__(self, families: FrontendMetrics, label: str) -> None:
         self.label = label
         self.families = families
+        self.block_size = 0  # tokens; 0 as long as it is not known
+        self.cancelled = families.cancelled.labels(label)
         self.inflight = families.inflight.labels(label)
         self.queued = families.queued.labels(label)
         self.active = families.active.labels(label)
@@ -126,59 +156,100 @@ class ModelMetrics:
         self.itl = families.itl.labels(label)
 
 
+class Arrival(NamedTuple):
+    """When a request came, and what it is called."""
+
+    at: float  # of the steady clock
+    id: str = ""  # ours
+    told_id: str = ""  # the caller's own, if there is one, else ours
+    trace: trace_context.TraceContext | None = None
+    parent_id: str | None = None  # the span that asked
+
+
 class RequestMeter:
-    """One request, from its arrival to its one end."""
+    """One request, from its arrival to its one end. Times are of the steady clock, None until they come."""
 
     __slots__ = (
-        "_endpoint",
-        "_is_active",
         "_is_over",
         "_is_queued",
-        "_model",
         "_now",
-        "_num_tokens",
         "_observe_itl",
-        "_request_type",
-        "_started_at",
+        "arrival",
+        "arrived_at",
+        "ended_at",
+        "endpoint",
+        "error_type",
+        "first_token_at",
+        "model",
+        "num_cached",
+        "num_prompts",
+        "num_tokens",
         "on_end",
+        "opened_at",
+        "prepared_at",
+        "request",
+        "request_type",
     )
 
-    def __init__(self, model: ModelMetrics, endpoint: str, *, is_stream: bool) -> None:
-        self._model = model
-        self._endpoint = endpoint
-        self._request_type = "stream" if is_stream else "unary"
+    def __init__(
+        self,
+        model: ModelMetrics,
+        endpoint: str,
+        *,
+        is_stream: bool,
+        arrival: Arrival | None = None,
+    ) -> None:
+        self.model = model
+        self.endpoint = endpoint
+        self.request_type = "stream" if is_stream else "unary"
         self._now = model.families.now
         self._observe_itl = model.itl.observe
-        self._started_at = self._now()
-        self._num_tokens = 0
-        self._is_active = self._is_over = False
+        self.arrival = arrival or Arrival(self._now())
+        self.arrived_at = self.arrival.at
+        self.prepared_at: float | None = None  # its tokens are known, and the first prompt goes out
+        self.opened_at: float | None = None  # a worker has the last prompt
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+        self.request: generate.Request | None = None  # of the first prompt
+        self.num_prompts = self.num_tokens = self.num_cached = 0
+        self.error_type = ""
+        self._is_over = False
         self._is_queued = True
         self.on_end: Callable[[int], None] | None = None  # told once, with the tokens generated
-        model.families.started.labels(endpoint, model.label, self._request_type).inc()
+        model.families.started.labels(endpoint, model.label, self.request_type).inc()
         model.inflight.inc()
         model.queued.inc()
 
-    def prompt(self, num_tokens: int) -> None:
+    def prompt(self, request: generate.Request) -> None:
         """A prompt goes to a worker."""
-        self._model.input_len.observe(num_tokens)
-        if not self._is_active:
-            self._is_active = True
-            self._model.active.inc()
+        self.num_prompts += 1
+        self.model.input_len.observe(request.prompt_len)
+        if self.request is None:
+            self.request = request
+            self.prepared_at = now = self._now()
+            self.model.families.preprocess.observe(now - self.arrived_at)
+            self.model.active.inc()
+
+    def opened(self) -> None:
+        """The workers have all prompts."""
+        if self.prepared_at is not None:
+            self.opened_at = now = self._now()
+            self.model.families.route.observe(now - self.prepared_at)
 
     def cached(self, num_tokens: int) -> None:
         """The worker has told how much of a prompt it had."""
-        self._model.cached_len.observe(num_tokens)
+        self.num_cached += num_tokens
+        self.model.cached_len.observe(num_tokens)
 
     def tokens(self, choice: Timed, num_tokens: int) -> None:
         """Tokens came for a choice. The one call per token."""
         now = self._now()
         last, choice.last_at = choice.last_at, now
-        self._num_tokens += num_tokens
+        self.num_tokens += num_tokens
         if last is not None:
             self._observe_itl((now - last) / (num_tokens or 1), num_tokens)
         elif self._is_queued:
-            self._leave_queue()
-            self._model.ttft.observe(now - self._started_at)
+            self._first_token(now)
 
     def succeeded(self) -> None:
         """The answer is complete."""
@@ -186,36 +257,50 @@ class RequestMeter:
 
     def failed(self, error: errors.DynamoError) -> None:
         """It ended by an error."""
+        if not self._is_over:
+            self.model.families.failures.labels(type(error).__name__, error.code).inc()
         self._end("error", _error_type(error))
 
     def disconnected(self) -> None:
         """The client went away."""
         if not self._is_over:
-            self._model.families.disconnected.inc()
+            self.model.families.disconnected.inc()
+            self.model.cancelled.inc()
             self._end("error", "cancelled")
+
+    def _first_token(self, now: float) -> None:
+        self._leave_queue()
+        self.first_token_at = now
+        self.model.ttft.observe(now - self.arrived_at)
+        if self.prepared_at is not None:
+            self.model.families.roundtrip.observe(now - self.prepared_at)
 
     def _leave_queue(self) -> None:
         if self._is_queued:
             self._is_queued = False
-            self._model.queued.dec()
+            self.model.queued.dec()
 
     def _end(self, status: str, error_type: str) -> None:
         if self._is_over:
             return
         self._is_over = True
-        model = self._model
+        self.ended_at = self._now()
+        self.error_type = error_type
+        model = self.model
         self._leave_queue()
-        if self._is_active:
+        if self.request is not None:
             model.active.dec()
-            model.output_len.observe(self._num_tokens)
-            model.output_tokens.inc(self._num_tokens)
+            model.output_len.observe(self.num_tokens)
+            model.output_tokens.inc(self.num_tokens)
         model.inflight.dec()
-        model.duration.observe(self._now() - self._started_at)
+        model.duration.observe(self.ended_at - self.arrived_at)
         model.families.requests.labels(
-            self._endpoint, error_type, model.label, self._request_type, status
+            self.endpoint, error_type, model.label, self.request_type, status
         ).inc()
         if self.on_end is not None:
-            self.on_end(self._num_tokens)
+            self.on_end(self.num_tokens)
+        for observer in model.families.observers:
+            observer.ended(self)
 
 
 def _error_type(error: errors.DynamoError) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dynamo.base import clock, errors, ids
 from dynamo.frontend import (
     apis,
+    audit,
     delivery,
     extras,
     identity,
@@ -23,7 +24,8 @@ from dynamo.frontend import (
 )
 from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
-from dynamo.protocols import openai_fields
+from dynamo.observability import logs, spans
+from dynamo.protocols import generate, openai_fields
 from dynamo.runtime.http import exchange
 
 _CALLERS_ID = re.compile(r"[!-~]{1,200}")
@@ -39,11 +41,15 @@ class Pipeline:
         counted: metrics.FrontendMetrics,
         time: clock.Clock,
         timeout_s: float | None,
+        enter_trace: spans.Enter = spans.pass_on,
+        watch: audit.Watch | None = None,
     ) -> None:
         self._models = known
         self._metrics = counted
         self._clock = time
         self._timeout_s = timeout_s
+        self._enter_trace = enter_trace
+        self._watch = watch
         self._admission: desk.Desk | None = None  # None: everybody comes in
 
     def admit_by(self, admission: desk.Desk) -> None:
@@ -52,18 +58,24 @@ class Pipeline:
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
+        arrival = self._arrive(caller)
+        if self._watch is not None:
+            caller = self._watch(caller)
         try:
             request = api.decode(caller.request.body)
             model = self._models.find(request.model)
         except errors.DynamoError as error:
-            self._refuse(api, caller, error)
+            self._refuse(api, caller, arrival, error)
             return
         meter = metrics.RequestMeter(
-            self._metrics.of_model(model.name), api.endpoint, is_stream=bool(request.stream)
+            self._metrics.of_model(model.name),
+            api.endpoint,
+            is_stream=bool(request.stream),
+            arrival=arrival,
         )
         try:
             routing = routing_headers.read(caller.request.headers)
-            order = await self._prepare(api, model, request, caller, routing)
+            order = await self._prepare(api, model, request, arrival, routing)
             instance_id = routing.instance_of(request)
             if self._admission is not None:
                 prompts = [one.request for one in order.prompts]
@@ -74,29 +86,43 @@ class Pipeline:
                 return
         except errors.DynamoError as error:
             meter.failed(error)
-            delivery.respond_error(caller, error, api.dialect, id_headers(caller, api.id_headers))
+            delivery.respond_error(caller, error, api.dialect, _told(api, arrival))
             return
         deliver = api.stream if request.stream else whole_delivery.WholeDelivery
         reply = deliver(caller, order, meter)
         await self._dispatch(model, reply, meter, instance_id)
+
+    def _arrive(self, caller: exchange.Exchange) -> metrics.Arrival:
+        """Note when it came and what it is called; all that is logged from here on says so."""
+        at = self._metrics.now()
+        made = ids.new_request_id()
+        told = callers_id(caller) or made
+        trace, parent_id = self._enter_trace(caller.request.headers)
+        logs.about.set(logs.Subject("http-request", told, trace))
+        return metrics.Arrival(at, made, told, trace, parent_id)
 
     async def _prepare(
         self,
         api: apis.Api[apis.R, apis.S],
         model: ServedModel,
         request: apis.R,
-        caller: exchange.Exchange,
+        arrival: metrics.Arrival,
         routing: routing_headers.RoutingHeaders,
     ) -> delivery.Order[apis.S]:
         """Text to tokens, and all that the answer will need."""
+        if request.store and self._watch is None:
+            raise errors.InvalidRequest(
+                "store: answers are not kept here; expected false or nothing, got true",
+                param="store",
+            )
         _check_logprobs(model, request)
-        request_id = ids.new_request_id()
         preparer = model.preparer
         wanted = request.extensions.extra_fields
         timed = extras.Extras(wanted, self._clock) if wanted else None  # from here on
-        prompts = await api.prepare(preparer, request, request_id)
+        prompts = await api.prepare(preparer, request, arrival.id)
+        _check_guided(model, prompts[0].request.sampling_options.guided_decoding)
         who = identity.Identity(
-            request_id=request_id,
+            request_id=arrival.id,
             created=int(self._clock.wall()),
             model=model.name,
             fingerprint=model.fingerprint,
@@ -108,7 +134,7 @@ class Pipeline:
             preparer=preparer,
             prompts=[one._replace(request=routing.apply(one.request)) for one in prompts],
             request=request,
-            headers=id_headers(caller, api.id_headers, request_id),
+            headers=_told(api, arrival),
             extra=timed,
         )
 
@@ -133,18 +159,21 @@ class Pipeline:
         instance_id: int | None,
     ) -> None:
         """Each prompt to a worker."""
+        headers = dict(reply.order.headers)
+        if meter.arrival.trace is not None:
+            headers |= meter.arrival.trace.headers()
         avoid = self._busy_workers(model)
         for number, prompt in enumerate(reply.order.prompts):
             if reply.is_over:  # the client has gone, or an earlier prompt has failed
                 return
-            meter.prompt(prompt.request.prompt_len)
+            meter.prompt(prompt.request)
             try:
                 stream = await model.open(
                     prompt.request,
                     reply.receiver(number),
                     instance_id=instance_id,
                     avoid=avoid,
-                    headers=dict(reply.order.headers),
+                    headers=headers,
                     timeout_s=self._timeout_s,
                     on_gone=reply.on_gone,
                     on_asked=reply.order.extra.asked if reply.order.extra else None,
@@ -153,31 +182,50 @@ class Pipeline:
                 reply.fail(error)
                 return
             reply.opened(number, stream)
+        meter.opened()
 
     def _busy_workers(self, model: ServedModel) -> Collection[int]:
         """Who should get nothing now."""
         return self._admission.busy_workers(model) if self._admission is not None else ()
 
     def _refuse(
-        self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange, error: errors.DynamoError
+        self,
+        api: apis.Api[apis.R, apis.S],
+        caller: exchange.Exchange,
+        arrival: metrics.Arrival,
+        error: errors.DynamoError,
     ) -> None:
         """Before it is known which model was meant."""
         unknown = self._metrics.of_model(metrics.UNKNOWN_MODEL)
-        metrics.RequestMeter(unknown, api.endpoint, is_stream=False).failed(error)
-        delivery.respond_error(caller, error, api.dialect, id_headers(caller, api.id_headers))
+        metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival).failed(error)
+        delivery.respond_error(caller, error, api.dialect, _told(api, arrival))
 
 
-def id_headers(
-    caller: exchange.Exchange, names: Sequence[str], made: str | None = None
-) -> exchange.Headers:
-    """The caller's own id for its request, if it has a sane one; else the one that we made."""
+def callers_id(caller: exchange.Exchange) -> str | None:
+    """The caller's own id for its request, if it has a sane one."""
     for name in apis.REQUEST_ID_HEADERS:
         given = caller.request.headers.get(name)
         if given is not None and _CALLERS_ID.fullmatch(given):
-            made = given
-            break
-    made = made or ids.new_request_id()
-    return tuple((name, made) for name in names)
+            return given
+    return None
+
+
+def id_headers(caller: exchange.Exchange, names: Sequence[str]) -> exchange.Headers:
+    """What tells the caller its request's id; if it has none, we make one."""
+    told = callers_id(caller) or ids.new_request_id()
+    return tuple((name, told) for name in names)
+
+
+def _told(api: apis.Api[apis.R, apis.S], arrival: metrics.Arrival) -> exchange.Headers:
+    return tuple((name, arrival.told_id) for name in api.id_headers)
+
+
+def _check_guided(model: ServedModel, asked: generate.GuidedDecoding | None) -> None:
+    if asked is not None and not model.card.runtime_config.supports_guided:
+        raise errors.InvalidRequest(
+            f"{asked.param}: the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
+            param=asked.param,
+        )
 
 
 def _check_logprobs(model: ServedModel, request: openai_fields.GenerationFields) -> None:

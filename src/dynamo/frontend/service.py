@@ -14,12 +14,14 @@ from dynamo.frontend import (
     metrics,
     models,
     pipeline,
+    records,
     response_store,
     responses,
     shared_responses,
     siblings,
 )
 from dynamo.frontend.admission import control
+from dynamo.observability import loop_delay
 from dynamo.observability import metrics as observed
 from dynamo.router import config as router_config
 from dynamo.router import routes
@@ -40,11 +42,12 @@ class Frontend:
     ) -> None:
         settings.check()
         registry = observed.Registry(settings.metrics_prefix)
-        counted = metrics.FrontendMetrics(registry, time.monotonic)
         now = clock.SystemClock()
         self._routes = routes.Routes(
             routing or router_config.RoutingConfig(), runtime, now, registry
         )
+        self._records = records.Records(settings, registry, now)
+        counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers)
         self.models = models.Models(
             runtime.discovery,
             runtime.client,
@@ -58,6 +61,8 @@ class Frontend:
             counted,
             now,
             settings.request_timeout_secs or None,
+            self._records.enter_trace,
+            self._records.watch,
         )
         store = response_store.ResponseStore(
             max_items=settings.response_store_items,
@@ -79,6 +84,7 @@ class Frontend:
             self._siblings,
             shared_responses.SharedResponses(store, self._siblings),
         )
+        self._loop_delay = loop_delay.LoopDelay(registry, now)
         self._settings = settings
         self._server = server.HttpServer(
             self._admission.around(self._app.routes, app.dialect_of),
@@ -98,6 +104,7 @@ class Frontend:
         await self._siblings.start(self._app.sibling_routes)
         self._admission.start(self._tasks)
         self._tasks.start("watch models", self.models.watch())
+        self._tasks.start("watch the event loop", self._loop_delay.watch())
         _logger.info("listening on %s", self.url)
         return self
 
@@ -111,6 +118,7 @@ class Frontend:
         await self._siblings.close()
         await self._tasks.close()
         await self._routes.close()
+        await self._records.close()
 
     @property
     def url(self) -> str:

@@ -1,22 +1,30 @@
 """Logging for every process: levels by module that really apply, as text for people or as JSON lines for machines.
 
-    DYN_LOG              a default level and levels by module: `info`, `debug`, `warn,dynamo.runtime=debug`, `off`
-    DYN_LOGGING_JSONL    1: one JSON object per line (time, level, target, message, and the error's trace)
+    DYN_LOG                  a default level and levels by module: `info`, `debug`, `warn,dynamo.runtime=debug`, `off`
+    DYN_LOGGING_JSONL        1: one JSON object per line (time, level, target, message, and the error's trace)
+    DYN_LOGGING_CONFIG_PATH  a TOML file with `log_level` and a table `log_filters`, which DYN_LOG goes beyond
+    DYN_LOG_USE_LOCAL_TZ     1: times of this place, with their offset, instead of UTC
 
-`configure` is called once, by a process's main; importing a module never configures anything. Logs go to standard
-error. Colours are used only on a terminal, and never if NO_COLOR or DYN_SDK_DISABLE_ANSI_LOGGING is set.
+What is logged while a request is worked on carries its id and trace: `about` says which request that is, and the
+formatter asks. `configure` is called once, by a process's main; importing a module never configures anything.
+Logs go to standard error. Colours are used only on a terminal, and never if NO_COLOR or DYN_SDK_DISABLE_ANSI_LOGGING
+is set.
 """
 
+import contextvars
 import datetime
 import logging
 import os
 import sys
+import tomllib
 from collections.abc import Mapping
-from typing import TextIO
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
 from dynamo.base import errors
+from dynamo.protocols import trace_context
 
 _OFF = logging.CRITICAL + 10
 _LEVELS = {
@@ -31,16 +39,41 @@ _LEVELS = {
 _COLOURS = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
 
 
+_TRUE = ("1", "true", "yes", "on")
+
+
+class Subject(NamedTuple):
+    """The request that is worked on."""
+
+    span_name: str
+    request_id: str | None = None
+    trace: trace_context.TraceContext | None = None
+
+    def fields(self) -> dict[str, str]:
+        """What a line tells of it."""
+        told = {"span_name": self.span_name}
+        if self.request_id is not None:
+            told["x_request_id"] = self.request_id
+        if self.trace is not None:
+            told |= {"trace_id": self.trace.trace_id, "span_id": self.trace.span_id}
+        return told
+
+
+about: contextvars.ContextVar[Subject | None] = contextvars.ContextVar("about", default=None)
+
+
 def configure(environ: Mapping[str, str] = os.environ, stream: TextIO | None = None) -> None:
-    """Send the logs of this process to `stream` (standard error). Raises ConfigError for a bad DYN_LOG."""
+    """Send the logs of this process to `stream` (standard error). Raises ConfigError for a bad setting."""
     stream = stream or sys.stderr
-    default, by_module = parse_levels(environ.get("DYN_LOG", "info"))
+    default, by_module = _levels(environ)
+    in_local_time = _is_on(environ, "DYN_LOG_USE_LOCAL_TZ")
     handler = logging.StreamHandler(stream)
-    if environ.get("DYN_LOGGING_JSONL", "").lower() in ("1", "true", "yes", "on"):
-        handler.setFormatter(JsonFormatter())
+    if _is_on(environ, "DYN_LOGGING_JSONL"):
+        handler.setFormatter(JsonFormatter(in_local_time=in_local_time))
     else:
         plain = environ.get("NO_COLOR") or environ.get("DYN_SDK_DISABLE_ANSI_LOGGING")
-        handler.setFormatter(TextFormatter(colour=stream.isatty() and not plain))
+        colour = stream.isatty() and not plain
+        handler.setFormatter(TextFormatter(colour=colour, in_local_time=in_local_time))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(default, logging.WARNING))  # of foreign libraries, only what matters
@@ -49,58 +82,108 @@ def configure(environ: Mapping[str, str] = os.environ, stream: TextIO | None = N
         logging.getLogger(module).setLevel(level)
 
 
-def parse_levels(text: str) -> tuple[int, dict[str, int]]:
-    """`warn,dynamo.runtime=debug` → the default level and levels by module. Raises ConfigError."""
-    default, by_module = logging.INFO, {}
+def parse_levels(text: str) -> tuple[int | None, dict[str, int]]:
+    """`warn,dynamo.runtime=debug` → the default level, if it is told, and levels by module. Raises ConfigError."""
+    default, by_module = None, {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         module, _, word = part.rpartition("=")
-        level = _LEVELS.get(word.lower())
-        if level is None:
-            raise errors.ConfigError(
-                f"DYN_LOG: expected levels out of {', '.join(_LEVELS)}, like "
-                f"'warn,dynamo.runtime=debug', got {part!r}"
-            )
+        level = _level(word, "DYN_LOG", part)
         if module:
-            by_module[module.strip()] = level
+            by_module[_name(module)] = level
         else:
             default = level
     return default, by_module
 
 
-def _timestamp(record: logging.LogRecord) -> str:
-    moment = datetime.datetime.fromtimestamp(record.created, tz=datetime.UTC)
-    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+def _levels(environ: Mapping[str, str]) -> tuple[int, dict[str, int]]:
+    """From the file, if there is one, and then from DYN_LOG."""
+    path = environ.get("DYN_LOGGING_CONFIG_PATH")
+    default, by_module = _read_file(Path(path)) if path else (logging.INFO, {})
+    given, given_by_module = parse_levels(environ.get("DYN_LOG", ""))
+    return default if given is None else given, by_module | given_by_module
 
 
-class TextFormatter(logging.Formatter):
-    """`2026-09-07T07:05:29.076928Z  INFO dynamo.worker.host: message`."""
+def _read_file(path: Path) -> tuple[int, dict[str, int]]:
+    place = f"DYN_LOGGING_CONFIG_PATH ({path})"
+    try:
+        found = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise errors.ConfigError(f"{place}: expected a TOML file: {error}") from error
+    if unknown := sorted(found.keys() - {"log_level", "log_filters"}):
+        raise errors.ConfigError(f"{place}: expected log_level and log_filters, got {unknown[0]!r}")
+    filters = found.get("log_filters", {})
+    if not isinstance(filters, dict):
+        raise errors.ConfigError(f"{place}: expected log_filters to be a table, got {filters!r}")
+    by_module = {_name(module): _level(word, place, word) for module, word in filters.items()}
+    return _level(found.get("log_level", "info"), place, found.get("log_level")), by_module
 
-    def __init__(self, *, colour: bool) -> None:
+
+def _level(word: Any, place: str, shown: Any) -> int:
+    level = _LEVELS.get(word.lower()) if isinstance(word, str) else None
+    if level is None:
+        raise errors.ConfigError(
+            f"{place}: expected levels out of {', '.join(_LEVELS)}, like "
+            f"'warn,dynamo.runtime=debug', got {shown!r}"
+        )
+    return level
+
+
+def _name(module: str) -> str:
+    """A logger's name; the original writes its modules with `::`."""
+    return module.strip().replace("::", ".")
+
+
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").lower() in _TRUE
+
+
+class _Formatter(logging.Formatter):
+    """What both have."""
+
+    def __init__(self, *, in_local_time: bool = False) -> None:
         super().__init__()
+        self._in_local_time = in_local_time
+
+    def _timestamp(self, record: logging.LogRecord) -> str:
+        moment = datetime.datetime.fromtimestamp(record.created, tz=datetime.UTC)
+        if self._in_local_time:
+            return moment.astimezone().isoformat(timespec="microseconds")
+        return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+class TextFormatter(_Formatter):
+    """`2026-09-07T07:05:29.076928Z  INFO dynamo.worker.host: message`, and the request it is about."""
+
+    def __init__(self, *, colour: bool, in_local_time: bool = False) -> None:
+        super().__init__(in_local_time=in_local_time)
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname:>5}"
         if self._colour and record.levelname in _COLOURS:
             level = f"\x1b[{_COLOURS[record.levelname]}m{level}\x1b[0m"
-        line = f"{_timestamp(record)} {level} {record.name}: {record.getMessage()}"
+        line = f"{self._timestamp(record)} {level} {record.name}: {record.getMessage()}"
+        if subject := about.get():
+            line += "".join(f" {name}={value}" for name, value in subject.fields().items())
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_Formatter):
     """One object per line; the fields are those that the original's users parse."""
 
     def format(self, record: logging.LogRecord) -> str:
         row = {
-            "time": _timestamp(record),
+            "time": self._timestamp(record),
             "level": record.levelname,
             "target": record.name,
             "message": record.getMessage(),
             "file": record.pathname,
             "line": record.lineno,
         }
+        if subject := about.get():
+            row |= subject.fields()
         if record.exc_info:
             row["error"] = self.formatException(record.exc_info)
         return msgspec.json.encode(row).decode()

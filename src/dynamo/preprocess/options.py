@@ -18,6 +18,7 @@ def sampling(
     request: openai_fields.GenerationFields,
     defaults: generation_defaults.GenerationDefaults,
     vocab_size: int,
+    guided: generate.GuidedDecoding | None = None,
 ) -> generate.SamplingOptions:
     """How to draw tokens. Raises InvalidRequest."""
     extensions = request.extensions
@@ -42,6 +43,7 @@ def sampling(
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=request.seed,
         logit_bias=request.logit_bias or {},
+        guided_decoding=guided,
     )
 
 

@@ -47,6 +47,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
+    supports_guided: bool = False  # can its answers be held to a grammar?
     runtime_data: dict[str, Any] = {}
 
 

@@ -4,7 +4,8 @@
 
 Blocks are counted once per worker, however many of its requests share them (`chain_holders`). A request that arrives,
 runs or ends costs its own blocks, never those of others; 512 new ones are three calls into C.
-Unknown requests and workers are no error: messages of replicas, and of workers that have died, may come late.
+Unknown requests and workers are no error: messages of replicas, and of workers that have died, may come late. Nor are
+names that are no chain (a replica's mistake): some may be counted wrongly, and nothing else happens.
 """
 
 import bisect
@@ -114,7 +115,10 @@ class ActiveSequences:
         slot.request_ids.discard(request_id)
         slot.load.leave(request_id, now)
         slot.load.num_requests -= 1
-        slot.load.active_blocks -= self._let_go(request.worker, request.hashes) + request.num_grown
+        num_gone = self._let_go(request.worker, request.hashes) + request.num_grown
+        slot.load.active_blocks = (
+            max(0, slot.load.active_blocks - num_gone) if slot.request_ids else 0
+        )
 
     def runs(self, sequence_hashes: Sequence[int]) -> dict[Worker, int]:
         """How many leading blocks of this chain each worker holds for requests in flight; those with none left out."""
@@ -143,7 +147,7 @@ class ActiveSequences:
                 self.add(
                     event.request_id,
                     Worker(event.worker_id, event.dp_rank),
-                    added.token_sequence,
+                    tuple(dict.fromkeys(added.token_sequence)),
                     isl=added.isl,
                     overlap=added.overlap,
                     now=now,
@@ -185,9 +189,9 @@ class ActiveSequences:
         shared = self._slots[worker].shared
         run = bisect.bisect_left(hashes, True, key=lambda name: name not in shared)
         for name in hashes[:run]:
-            if shared[name] > 1:
+            if shared.get(name, 0) > 1:
                 shared[name] -= 1
             else:
-                del shared[name]
+                shared.pop(name, None)
         self._holders.let_go(worker, hashes[run:])
         return len(hashes) - run

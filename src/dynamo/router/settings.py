@@ -47,11 +47,11 @@ class RouterConfig:
         least=0,
     )
     router_locality: float = config.option(
-        5.0,
+        8.0,
         env="DYN_ROUTER_LOCALITY",
-        help="policy estimated-ttft: how many tokens of queue a prompt bears to save computing one;"
+        help="policy estimated-ttft: how many tokens of queue a prompt bears, when all are busy, to save computing one;"
         " less: even load, more: more found in caches",
-        least=0,
+        least=1,
     )
     router_queue_threshold: float | None = config.option(
         None,

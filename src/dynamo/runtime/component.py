@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from dynamo.base import config, ids
+from dynamo.observability import tracing
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import client, discovery, events, requests
 from dynamo.runtime.backends import (
@@ -33,7 +34,7 @@ from dynamo.runtime.backends import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeConfig:
+class RuntimeConfig(tracing.TracingConfig):
     """What every process has; a process's own configuration inherits it."""
 
     namespace: str = config.option("dynamo", env="DYN_NAMESPACE", help="namespace of our endpoints")

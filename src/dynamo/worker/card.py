@@ -85,4 +85,5 @@ def _runtime_config(facts: api.EngineFacts) -> model_card.RuntimeConfig:
         supports_logprobs=facts.supports_logprobs,
         max_top_logprobs=facts.max_top_logprobs,
         supports_prompt_logprobs=facts.supports_prompt_logprobs,
+        supports_guided=facts.supports_guided,
     )

@@ -18,9 +18,10 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids, tasks
 from dynamo.engine import api
+from dynamo.observability import tracing
 from dynamo.protocols import instances, kv_events, model_card
 from dynamo.runtime import component, requests
-from dynamo.worker import inflight, metrics, publish, system
+from dynamo.worker import call_trace, inflight, metrics, publish, system
 
 _logger = logging.getLogger(__name__)
 MakeCard = Callable[[api.EngineFacts], model_card.ModelCard]
@@ -39,6 +40,7 @@ class Host:
         request_limit: int,
         clock: clocks.Clock,
         counts: metrics.WorkerMetrics | None = None,
+        traces: tracing.TracingConfig | None = None,
     ) -> None:
         self._engine = engine
         self._runtime = runtime
@@ -49,6 +51,11 @@ class Host:
         self._requests = inflight.InFlight(
             engine, limit=request_limit, counts=self._counts, clock=clock
         )
+        self._take = call_trace.logged(self._requests.take)
+        self._exporter = tracing.exporter(traces) if traces is not None else None
+        if traces is not None and self._exporter is not None:
+            ratio = traces.otel_traces_sampler_arg
+            self._take = call_trace.traced(self._take, self._exporter, ratio, clock)
         self._publisher = publish.Publisher(
             runtime.events,
             namespace=endpoint.namespace,
@@ -82,7 +89,7 @@ class Host:
                 ),
                 handler,
             )
-        await self._runtime.register(self._endpoint, self._requests.take, card)
+        await self._runtime.register(self._endpoint, self._take, card)
         self._is_ready = True
         _logger.info("serving %s at %s", card.display_name, self._endpoint)
         return card
@@ -117,6 +124,8 @@ class Host:
         await self._running.close()
         if self._system is not None:
             await self._system.close()
+        if self._exporter is not None:
+            await asyncio.to_thread(self._exporter.close)
         _logger.info("stopped")
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:

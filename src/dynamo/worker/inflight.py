@@ -5,6 +5,7 @@ all in one turn of the event loop, so that the request plane makes one frame of 
 `n` choices ended, when the engine gives it up, or when its caller goes away (then the engine is told to stop).
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from dynamo.protocols import blocks, generate
 from dynamo.runtime import requests
 from dynamo.worker import metrics
 
+_logger = logging.getLogger(__name__)
 _decode = msgspec.msgpack.Decoder(generate.Request).decode
 
 
@@ -56,8 +58,10 @@ class InFlight:
             self._submit(request)
         except errors.DynamoError as error:
             self._counts.ended(self._clock.now() - taken_at, error)
+            _logger.debug("refused a request: %s", error)
             call.fail(error)
         else:
+            _logger.debug("took %s: %d prompt tokens", request.id, request.prompt_len)
             call.on_cancel(lambda: self._cancelled(request.id))
             if request.sampling_options.n > 1:
                 call.on_choice_cancel(lambda index: self._choice_cancelled(request.id, index))

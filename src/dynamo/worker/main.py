@@ -85,6 +85,9 @@ def make_host(
     engine: api.Engine,
     runtime: component.DistributedRuntime,
     directory: Path,
+    *,
+    make_card: host.MakeCard | None = None,
+    counts: metrics.WorkerMetrics | None = None,
 ) -> host.Host:
     """The host of the model in `directory`, as these settings want it."""
     clock = clocks.SystemClock()
@@ -92,9 +95,11 @@ def make_host(
         engine,
         runtime,
         worker.endpoint_name,
-        make_card=_card_maker(worker, directory, clock),
+        make_card=make_card or _card_maker(worker, directory, clock),
         request_limit=worker.engine_request_limit,
         clock=clock,
+        counts=counts,
+        traces=worker,
     )
 
 
@@ -110,15 +115,7 @@ def _make_fleet(
     make_card = functools.cache(_card_maker(worker, directory, clock))
 
     def make_one(engine: api.Engine, sibling: component.DistributedRuntime) -> host.Host:
-        return host.Host(
-            engine,
-            sibling,
-            worker.endpoint_name,
-            make_card=make_card,
-            request_limit=worker.engine_request_limit,
-            clock=clock,
-            counts=counts,
-        )
+        return make_host(worker, engine, sibling, directory, make_card=make_card, counts=counts)
 
     return fleet.Fleet(built, runtime, make_one, counts)
 

@@ -17,3 +17,8 @@ def test_the_id_of_a_tool_call_is_one_that_mistrals_templates_take():
 
     assert len(made) == 100
     assert all(len(one) == 9 and one.isalnum() for one in made)
+
+
+def test_ids_of_traces_and_spans_have_the_lengths_of_w3c():
+    assert len(ids.new_trace_id()) == 32
+    assert len(ids.new_span_id()) == 16

@@ -93,3 +93,45 @@ def test_a_step_of_several_tokens_counts_each_of_them():
 
     assert (itl.count, itl.sum) == (4, 2.0)
     assert families.of_model("m").ttft.sum == 1.0
+
+
+async def test_stages_are_counted_once_for_a_request(rig):
+    await rig.chat(stream=True)
+    counted = await rig.metrics()
+
+    for stage in ("preprocess", "route", "transport_roundtrip"):
+        assert counted[P + f'stage_duration_seconds_count{{stage="{stage}"}}'] == 1
+
+
+async def test_failures_are_counted_by_class_and_code(rig):
+    await rig.chat(model="made-up")
+    await rig.chat(n=0)
+    counted = await rig.metrics()
+
+    assert counted[P + 'failures_total{class="ModelNotFound",reason="model_not_found"}'] == 1
+    assert sum(value for name, value in counted.items() if "failures_total" in name) == 2
+
+
+class Observer:
+    def __init__(self):
+        self.seen = []
+
+    def ended(self, request):
+        self.seen.append(request)
+
+
+def test_an_observer_is_told_once_and_finds_the_times():
+    now = iter([1.0, 2.0, 3.0, 5.0, 8.0])
+    observer = Observer()
+    families = metrics.FrontendMetrics(observed.Registry("t"), lambda: next(now), [observer])
+    meter = metrics.RequestMeter(families.of_model("m"), "completions", is_stream=True)
+    meter.prompt(generate.Request(id="r", model="m", token_ids=b"0123"))
+    meter.opened()
+    meter.tokens(Choice(), 1)
+    meter.succeeded()
+    meter.disconnected()
+
+    assert observer.seen == [meter]
+    assert (meter.arrived_at, meter.prepared_at, meter.opened_at) == (1.0, 2.0, 3.0)
+    assert (meter.first_token_at, meter.ended_at, meter.num_tokens) == (5.0, 8.0, 1)
+    assert families.roundtrip.sum == 3.0

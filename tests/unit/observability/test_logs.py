@@ -3,11 +3,13 @@
 import io
 import json
 import logging
+import time
 
 import pytest
 
 from dynamo.base import errors
 from dynamo.observability import logs
+from dynamo.protocols import trace_context
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +79,63 @@ def test_an_error_brings_its_trace():
 def test_an_unknown_level_is_refused_with_the_list():
     with pytest.raises(errors.ConfigError, match=r"expected levels out of .*got 'loud'"):
         logs.parse_levels("loud")
+
+
+def test_a_line_tells_which_request_it_is_about():
+    trace = trace_context.TraceContext("a" * 32, "b" * 16)
+    token = logs.about.set(logs.Subject("http-request", "mine", trace))
+    try:
+        line = written({"DYN_LOGGING_JSONL": "1"}, ("dynamo.frontend", logging.INFO, "x"))
+        text = written({}, ("dynamo.frontend", logging.INFO, "x"))
+    finally:
+        logs.about.reset(token)
+    row = json.loads(line)
+
+    assert (row["trace_id"], row["span_id"]) == ("a" * 32, "b" * 16)
+    assert (row["x_request_id"], row["span_name"]) == ("mine", "http-request")
+    assert "x_request_id=mine" in text
+
+
+def test_a_file_gives_levels_and_the_variable_goes_beyond_it(tmp_path):
+    path = tmp_path / "logging.toml"
+    path.write_text('log_level = "error"\n[log_filters]\n"dynamo::runtime" = "debug"\n')
+    environ = {"DYN_LOGGING_CONFIG_PATH": str(path)}
+    records = (
+        ("dynamo.runtime", logging.DEBUG, "one"),
+        ("dynamo.frontend", logging.WARNING, "two"),
+    )
+
+    assert written(environ, *records).count("\n") == 1
+    assert "two" in written(environ | {"DYN_LOG": "info"}, *records)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "expected a TOML file"),
+        ("log_level = ", "expected a TOML file"),
+        ('log_level = "loud"', "expected levels out of .* got 'loud'"),
+        ("log_level = 3", "expected levels out of .* got 3"),
+        ('log_filters = "x"', "expected log_filters to be a table"),
+        ('level = "info"', "expected log_level and log_filters, got 'level'"),
+    ],
+)
+def test_a_broken_file_is_one_sentence(tmp_path, content, sentence):
+    path = tmp_path / "logging.toml"
+    if content is not None:
+        path.write_text(content)
+
+    with pytest.raises(errors.ConfigError, match=sentence):
+        logs.configure({"DYN_LOGGING_CONFIG_PATH": str(path)}, io.StringIO())
+
+
+def test_times_may_be_those_of_this_place(monkeypatch):
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        line = written({"DYN_LOG_USE_LOCAL_TZ": "1"}, ("dynamo", logging.INFO, "x"))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+    assert line.partition(" ")[0].endswith("+09:00")

@@ -15,7 +15,7 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0)] | msgspec.UnsetType | None
 _Batches = Annotated[float, msgspec.Meta(ge=0)] | msgspec.UnsetType | None
 
 
-class _Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a caller wants; what it leaves out stays, and null is no threshold."""
 
     model: str
@@ -24,7 +24,7 @@ class _Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     active_prefill_tokens_threshold_frac: _Batches = msgspec.UNSET
 
 
-_decode = msgspec.json.Decoder(_Change).decode
+_decode = msgspec.json.Decoder(Change).decode
 
 
 class ThresholdBook:

@@ -15,6 +15,7 @@ class Router:
         self._exact: dict[str, dict[str, Handler]] = {}
         self._prefixes: dict[str, dict[str, Handler]] = {}
         self._error_body = error_body
+        self.table = frozenset(table)
         for (method, pattern), handler in table.items():
             where = self._prefixes if pattern.endswith("/*") else self._exact
             where.setdefault(pattern.removesuffix("*"), {})[method] = handler

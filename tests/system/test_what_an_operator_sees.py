@@ -1,0 +1,104 @@
+"""One request, seen in the traces, logs and records of two real processes."""
+
+import json
+
+import httpx
+import pytest
+from deployment import MODEL, chat, eventually
+
+import collector
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+FAST = ("--speedup-ratio", "1000000")
+
+
+def rows_of(log):
+    """The lines of JSON in a log."""
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+
+
+def test_a_trace_goes_through_frontend_and_worker(deployment):
+    with collector.running() as found:
+        deployment.environ |= {
+            "OTEL_EXPORT_ENABLED": "true",
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": found.endpoint,
+            "OTEL_SERVICE_NAME": "here",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
+        frontend, worker = deployment.frontend(), deployment.mocker(*FAST)
+        frontend.others = [worker]
+        frontend.await_models([MODEL])
+        httpx.post(
+            f"{frontend.url}/v1/chat/completions",
+            json=chat("hi", max_tokens=4),
+            headers={"traceparent": f"00-{TRACE}-{SPAN}-01"},
+        )
+        spans = found.await_names("http-request", "preprocess", "handle_payload", "prefill")
+
+    assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
+    assert spans["http-request"].parent_span_id.hex() == SPAN
+    assert spans["handle_payload"].parent_span_id == spans["http-request"].span_id
+    assert spans["prefill"].parent_span_id == spans["handle_payload"].span_id
+    assert found.services == {"here"}
+
+
+def test_the_logs_of_both_name_the_request(deployment):
+    deployment.environ |= {
+        "DYN_LOG": "warn,dynamo.frontend.request_log=debug,dynamo.worker.inflight=debug",
+        "DYN_LOGGING_JSONL": "1",
+    }
+    frontend, worker = deployment.frontend(), deployment.mocker(*FAST)
+    frontend.others = [worker]
+    frontend.await_models([MODEL])
+    httpx.post(
+        f"{frontend.url}/v1/chat/completions",
+        json=chat("hi", max_tokens=4),
+        headers={"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": "mine"},
+    )
+    eventually(lambda: rows_of(frontend.log), within_s=10, what="a line of the frontend")
+    (at_door,), (at_worker,) = rows_of(frontend.log), rows_of(worker.log)
+
+    for row, name in ((at_door, "http-request"), (at_worker, "handle_payload")):
+        assert (row["level"], row["span_name"], row["x_request_id"]) == ("DEBUG", name, "mine")
+        assert row["trace_id"] == TRACE
+    assert at_worker["message"].startswith("took ")
+
+
+def test_what_waits_is_written_when_a_frontend_stops(deployment, tmp_path):
+    frontend = deployment.frontend(
+        *("--audit-sinks", "jsonl", "--audit-output-path", str(tmp_path / "audit")),
+        *("--audit-jsonl-flush-interval-ms", "600000"),
+        *("--request-trace", "--request-trace-sinks", "jsonl"),
+        *("--request-trace-output-path", str(tmp_path / "trace")),
+    )
+    frontend.others = [deployment.mocker(*FAST)]
+    frontend.await_models([MODEL])
+    frontend.chat("hi", max_tokens=4, store=True)
+    frontend.end()
+    (audited,), (traced,) = rows_of(tmp_path / "audit.jsonl"), rows_of(tmp_path / "trace.jsonl")
+
+    assert audited["response"]["usage"]["completion_tokens"] == 4
+    assert traced["request"]["output_tokens"] == 4
+    assert traced["request"]["request_id"] == audited["request_id"]
+
+
+BROKEN = [
+    ("dynamo.frontend", "DYN_LOG", "loud", "DYN_LOG"),
+    ("dynamo.mocker", "DYN_LOG", "loud", "DYN_LOG"),
+    ("dynamo.frontend", "DYN_LOGGING_CONFIG_PATH", "/nowhere.toml", "DYN_LOGGING_CONFIG_PATH"),
+    ("dynamo.mocker", "OTEL_TRACES_SAMPLER_ARG", "2", "OTEL_TRACES_SAMPLER_ARG"),
+    ("dynamo.frontend", "DYN_AUDIT_SINKS", "nats", "not supported yet"),
+    ("dynamo.frontend", "DYN_AUDIT_CAPACITY", "0", "DYN_AUDIT_CAPACITY"),
+]
+
+
+@pytest.mark.parametrize(("module", "variable", "value", "named"), BROKEN)
+def test_a_broken_setting_is_one_sentence(deployment, module, variable, value, named):
+    deployment.environ |= {variable: value}
+    process = deployment.run(module)
+    process.may_end = True
+
+    assert process.exit_code() == 2
+    said = process.log.read_text()
+    assert said.count("\n") == 1
+    assert named in said

@@ -1,0 +1,99 @@
+"""The audit log has what was said, of those who allow it, and no key."""
+
+import json
+
+import pytest
+from frontend_rig import outputs
+
+CHAT = "/v1/chat/completions"
+
+
+def body(**fields):
+    return {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+@pytest.fixture
+async def audited(bare, tmp_path):
+    bare.path = tmp_path / "audit.jsonl"
+    await bare.start(audit_sinks=("jsonl",), audit_output_path=str(bare.path))
+    bare.one = await bare.worker()
+    return bare
+
+
+async def rows(rig):
+    await rig.frontend._records.close()
+    return [json.loads(line) for line in rig.path.read_text().splitlines()]
+
+
+async def test_a_whole_answer_stands_beside_its_request(audited):
+    text = json.dumps(body(store=True), indent=2)  # on several lines
+    answer = await audited.client.post(
+        CHAT,
+        content=text,
+        headers={"authorization": "Bearer secret-key", "x-request-id": "mine"},
+    )
+    (row,) = await rows(audited)
+
+    assert (row["schema_version"], row["request_id"], row["model"]) == (1, "mine", "m")
+    assert (row["requested_streaming"], row["status"], row["is_complete"]) == (False, 200, True)
+    assert row["request"] == body(store=True)
+    assert row["response"] == answer.json()
+    assert "secret-key" not in audited.path.read_text()
+
+
+async def test_a_stream_is_told_by_its_events(audited):
+    audited.one.script = outputs("hey")
+    await audited.client.post(CHAT, json=body(store=True, stream=True))
+    (row,) = await rows(audited)
+    said = [choice["delta"].get("content", "") for e in row["response"] for choice in e["choices"]]
+
+    assert row["requested_streaming"] is True
+    assert "".join(said) == "hey"
+
+
+async def test_a_refusal_is_told_too(audited):
+    await audited.client.post(CHAT, json=body(store=True, temperature=9))
+    (row,) = await rows(audited)
+
+    assert row["status"] == 400
+    assert row["response"]["error"]["param"] == "temperature"
+
+
+@pytest.mark.parametrize("fields", [{}, {"store": False}, {"store": None}])
+async def test_who_does_not_allow_it_is_not_written(audited, fields):
+    await audited.client.post(CHAT, json=body(**fields))
+    await audited.client.post(CHAT, content=b"no json")
+
+    assert await rows(audited) == []
+
+
+async def test_an_operator_may_force_it(bare, tmp_path):
+    bare.path = tmp_path / "audit.jsonl"
+    await bare.start(
+        audit_sinks=("jsonl",), audit_output_path=str(bare.path), audit_force_logging=True
+    )
+    bare.one = await bare.worker()
+    await bare.chat()
+    (row,) = await rows(bare)
+
+    assert row["response"]["choices"][0]["message"]["content"] == "hello"
+
+
+async def test_a_client_that_leaves_is_told_with_what_it_got(audited):
+    audited.one.script = outputs("hey", reason=None)  # and never ends
+    async with audited.client.stream("POST", CHAT, json=body(store=True, stream=True)) as answer:
+        async for line in answer.aiter_lines():
+            if "y" in line:
+                break
+    await audited.until(lambda: audited.one.num_cancelled)
+    (row,) = await rows(audited)
+
+    assert row["is_complete"] is False
+    assert len(row["response"]) == 3
+
+
+async def test_without_an_audit_log_store_is_refused(rig):
+    answer = await rig.chat(store=True)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "store"

@@ -1,0 +1,128 @@
+"""`/openapi.json` and `/docs` describe what is served: every route, and nothing else."""
+
+import dataclasses
+
+import jsonschema_rs
+import msgspec
+import pytest
+from frontend_rig import events, outputs
+
+from dynamo.frontend import docs_page, field_details, openapi, operations
+from dynamo.protocols import openai_chat
+
+DOCUMENT = openapi.document(operations.OPERATIONS, field_details.DETAILS, "1.2.3")
+
+
+async def test_every_route_is_described_and_every_description_is_of_a_route(rig):
+    served = rig.frontend._app.routes.table
+
+    assert served - operations.OPERATIONS.keys() == set(), "add them to frontend/operations.py"
+    assert operations.OPERATIONS.keys() - served == set()
+
+
+async def test_the_document_is_served(rig):
+    answer = await rig.client.get("/openapi.json")
+
+    assert answer.json()["paths"].keys() == DOCUMENT["paths"].keys()
+    assert answer.json()["openapi"] == "3.1.0"
+
+
+def test_it_is_openapi():
+    ids = [one["operationId"] for path in DOCUMENT["paths"].values() for one in path.values()]
+    references = set()
+
+    def walk(value):
+        if isinstance(value, dict):
+            references.add(value.get("$ref"))
+            for inner in value.values():
+                walk(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                walk(inner)
+
+    walk(DOCUMENT)
+    known = {f"#/components/schemas/{name}" for name in DOCUMENT["components"]["schemas"]}
+
+    assert len(ids) == len(set(ids))
+    assert references - {None} <= known
+    for schema in DOCUMENT["components"]["schemas"].values():
+        jsonschema_rs.meta.validate(schema)
+
+
+def test_limits_are_those_of_the_decoder():
+    fields = DOCUMENT["components"]["schemas"]["ChatRequest"]["properties"]
+
+    assert {"type": "number", "minimum": 0, "maximum": 2} in fields["temperature"]["anyOf"]
+    assert fields["audio"] == {"type": "null", "default": None}
+    assert fields.keys() == {
+        field.name for field in msgspec.structs.fields(openai_chat.ChatRequest)
+    }
+
+
+def schema(name):
+    return {"$ref": f"#/components/schemas/{name}", "components": DOCUMENT["components"]}
+
+
+ANSWERS = {
+    "/v1/chat/completions": ("ChatCompletion", {"messages": [{"role": "user", "content": "x"}]}),
+    "/v1/completions": ("Completion", {"prompt": "x"}),
+    "/v1/responses": ("Response", {"input": "x"}),
+    "/v1/messages": (
+        "MessageAnswer",
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
+    ),
+}
+EVENTS = {
+    "/v1/chat/completions": "ChatChunk",
+    "/v1/completions": "Completion",
+    "/v1/responses": "ResponseEvent",
+    "/v1/messages": "MessageEvent",
+}
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+async def test_answers_are_as_described(rig, path):
+    name, body = ANSWERS[path]
+    whole = await rig.client.post(path, json={"model": "m", **body})
+    rig.one.script = outputs("hey")
+    stream = await rig.client.post(path, json={"model": "m", "stream": True, **body})
+    found = [part.partition("data: ")[2] for part in stream.text.split("\n\n") if part]
+
+    jsonschema_rs.validate(schema(name), whole.json())
+    for data in events("\n\n".join(found)):
+        if data != "[DONE]":
+            jsonschema_rs.validate(schema(EVENTS[path]), data)
+
+
+@pytest.mark.parametrize("pattern", [p for m, p in operations.OPERATIONS if m == "POST"])
+async def test_examples_are_answered(rig, pattern):
+    operation = operations.OPERATIONS["POST", pattern]
+    answer = await rig.client.post(pattern, json={"model": "m", **operation.example})
+
+    assert answer.status_code == 200, answer.text
+
+
+async def test_the_page_names_every_route_and_loads_nothing(rig):
+    answer = await rig.client.get("/docs")
+
+    for path in DOCUMENT["paths"]:
+        assert f"<code>{path}</code>" in answer.text
+    assert f"curl {rig.frontend.url}/v1/chat/completions" in answer.text
+    assert "stream_options.include_usage" in answer.text
+    assert "src=" not in answer.text
+    assert "<script" not in answer.text
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_nobody_writes_into_the_page():
+    evil = "<script>alert(1)</script>"
+    page = docs_page.page(DOCUMENT, operations.OPERATIONS, host=evil, model=evil).decode()
+
+    assert "<script>" not in page
+
+
+def test_a_description_without_a_schema_is_told_by_its_media_type():
+    assert not dataclasses.asdict(operations.OPERATIONS["GET", "/metrics"])["errors"]
+    assert [*DOCUMENT["paths"]["/metrics"]["get"]["responses"]["200"]["content"]] == [
+        operations.OPERATIONS["GET", "/metrics"].answer
+    ]

@@ -1,0 +1,153 @@
+"""Rows reach their sinks; what there is no room for is counted, and nothing is held up."""
+
+import gzip
+import json
+import stat
+import threading
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.observability import metrics, row_writer
+
+SINKS = "DYN_AUDIT_SINKS"
+
+
+def options(path, /, **fields):
+    defaults = {"variable": SINKS, "sinks": ("jsonl",), "path": path, "capacity": 100,
+                "buffer_bytes": 2**20, "flush_s": 60.0, "roll_bytes": 0}  # fmt: skip
+    return row_writer.Options(**defaults | fields)
+
+
+@pytest.fixture
+def dropped():
+    return metrics.Registry("t").counter("dropped_total", "x")
+
+
+def number(value):
+    return value._value.get()
+
+
+def encode(row):
+    return json.dumps(row).encode()
+
+
+def test_rows_are_lines_of_the_file_in_order(tmp_path, dropped):
+    writer = row_writer.RowWriter(options(tmp_path / "a.jsonl"), encode, dropped)
+    for n in range(50):
+        writer.put({"n": n})
+    writer.close()
+    path = tmp_path / "a.jsonl"
+
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == list(range(50))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert number(dropped) == 0
+
+
+def test_enough_bytes_are_written_before_the_time_is_over(tmp_path, dropped):
+    written = threading.Event()
+
+    def tell(row):
+        written.set()
+        return encode(row)
+
+    writer = row_writer.RowWriter(options(tmp_path / "a", buffer_bytes=10), tell, dropped)
+    writer.put({}, 10)
+
+    assert written.wait(10)
+    writer.close()
+
+
+def test_compressed_files_roll(tmp_path, dropped):
+    wanted = options(tmp_path / "a.jsonl.gz", sinks=("jsonl_gz",), roll_lines=1, capacity=1000)
+    written = threading.Semaphore(0)
+
+    def tell(row):
+        written.release()
+        return encode(row)
+
+    writer = row_writer.RowWriter(wanted, tell, dropped)
+    for n in range(3):
+        writer.put({"n": n}, 2**21)  # more than enough to be written at once
+        assert written.acquire(timeout=10)
+    writer.close()
+    files = sorted(tmp_path.glob("a-*.jsonl.gz"))
+
+    assert [json.loads(gzip.decompress(f.read_bytes())) for f in files] == [
+        {"n": 0}, {"n": 1}, {"n": 2},
+    ]  # fmt: skip
+
+
+def test_what_finds_no_room_is_dropped_and_counted(tmp_path, dropped):
+    gate, is_busy = threading.Event(), threading.Event()
+
+    def wait(row):
+        is_busy.set()
+        gate.wait(10)
+        return encode(row)
+
+    writer = row_writer.RowWriter(options(tmp_path / "a", capacity=2), wait, dropped)
+    writer.put({"n": 0})  # half of the capacity: the thread takes it
+    assert is_busy.wait(10)
+    for n in range(1, 6):
+        writer.put({"n": n})
+    gate.set()
+    writer.close()
+
+    assert number(dropped) == 3
+    assert [json.loads(line)["n"] for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [
+        0,
+        1,
+        2,
+    ]
+
+
+def test_waiting_bytes_are_bounded(tmp_path, dropped):
+    writer = row_writer.RowWriter(options(tmp_path / "a"), encode, dropped)
+    writer.put({}, row_writer.MAX_WAITING_BYTES + 1)
+    writer.close()
+
+    assert number(dropped) == 1
+
+
+def test_what_comes_after_the_end_is_counted(tmp_path, dropped):
+    writer = row_writer.RowWriter(options(tmp_path / "a"), encode, dropped)
+    writer.close()
+    writer.put({})
+
+    assert number(dropped) == 1
+
+
+def test_rows_that_cannot_be_written_are_counted_and_told(tmp_path, dropped, caplog):
+    writer = row_writer.RowWriter(options(tmp_path / "a"), lambda row: 1 // row, dropped)
+    writer.put(0)
+    writer.close()
+
+    assert number(dropped) == 1
+    assert "DYN_AUDIT_SINKS: 1 rows could not be written" in caplog.text
+
+
+def test_standard_error_is_a_sink(capsys, dropped):
+    writer = row_writer.RowWriter(options(None, sinks=("stderr",)), encode, dropped)
+    writer.put({"n": 1})
+    writer.close()
+
+    assert capsys.readouterr().err == '{"n": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"sinks": ("nats",)}, "got 'nats' \\(not supported yet\\)"),
+        ({"sinks": ("jsonl", "disk")}, "expected sinks out of stderr, jsonl, jsonl_gz, got 'disk'"),
+        ({"path": None}, "the sink 'jsonl' needs a file: set DYN_AUDIT_OUTPUT_PATH"),
+    ],
+)
+def test_wrong_sinks_are_refused(tmp_path, fields, sentence):
+    with pytest.raises(errors.ConfigError, match=sentence):
+        row_writer.check(options(tmp_path / "a", **fields))
+
+
+def test_a_path_that_cannot_be_written_is_refused(tmp_path, dropped):
+    with pytest.raises(errors.ConfigError, match="cannot write to"):
+        row_writer.RowWriter(options(tmp_path / "none" / "a"), encode, dropped)

@@ -1,0 +1,120 @@
+"""A worker tells its logs and a collector which request it works on."""
+
+import pytest
+from worker_fakes import FakeCall, make_request
+
+from dynamo.base import errors
+from dynamo.observability import logs
+from dynamo.protocols import generate, trace_context
+from dynamo.worker import call_trace
+
+PARENT = trace_context.TraceContext("a" * 32, "b" * 16, 1)
+HEADERS = {**PARENT.headers(), "x-request-id": "mine"}
+OUTPUT = generate.Output((7,))
+
+
+class Exported:
+    def __init__(self):
+        self.spans = []
+
+    def export(self, found):
+        self.spans += found
+
+    def close(self):
+        """Nothing waits."""
+
+
+class Clock:
+    """Moves when told."""
+
+    at = 0.0
+
+    def now(self):
+        return self.at
+
+    def wall(self):
+        return 1000.0 + self.at
+
+
+def call(**headers):
+    made = FakeCall(make_request())
+    made.headers = headers
+    return made
+
+
+@pytest.fixture
+def exported():
+    return Exported()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def taken():
+    return []
+
+
+@pytest.fixture
+def take(exported, clock, taken):
+    return call_trace.traced(taken.append, exported, 1.0, clock)
+
+
+def test_what_is_logged_while_a_call_is_taken_names_it():
+    seen = []
+    take = call_trace.logged(lambda _: seen.append(logs.about.get()))
+    take(call(**HEADERS))
+
+    assert seen == [logs.Subject("handle_payload", "mine", PARENT)]
+    assert logs.about.get() is None
+
+
+def test_a_call_is_a_span_with_prefill_and_decode(take, taken, exported, clock):
+    first = call(**HEADERS)
+    take(first)
+    clock.at = 2.0
+    taken[0].send(OUTPUT)
+    clock.at = 3.0
+    taken[0].send(OUTPUT)
+    taken[0].finish()
+    root, prefill, decode = exported.spans
+
+    assert (root.name, root.parent_id, root.error) == ("handle_payload", PARENT.span_id, None)
+    assert (root.context.trace_id, root.attributes) == (PARENT.trace_id, {"x_request_id": "mine"})
+    assert (root.started_at, root.ended_at) == (1000.0, 1003.0)
+    assert (prefill.name, prefill.started_at, prefill.ended_at) == ("prefill", 1000.0, 1002.0)
+    assert (decode.name, decode.started_at, decode.ended_at) == ("decode", 1002.0, 1003.0)
+    assert {prefill.parent_id, decode.parent_id} == {root.context.span_id}
+    assert first.sent == [OUTPUT, OUTPUT]
+    assert first.num_finished == 1
+
+
+def test_after_the_first_token_nothing_stands_between(take, taken):
+    inner = call(**HEADERS)
+    take(inner)
+    taken[0].send(OUTPUT)
+
+    assert taken[0].send == inner.send
+
+
+def test_a_call_that_fails_or_is_cancelled_says_so(take, taken, exported):
+    failing, leaving = call(**HEADERS), call(**HEADERS)
+    take(failing)
+    take(leaving)
+    told = []
+    taken[1].on_cancel(lambda: told.append("left"))
+    taken[0].fail(errors.Overloaded("x"))
+    leaving.cancel()
+
+    assert [span.error for span in exported.spans] == ["overloaded", "cancelled"]
+    assert told == ["left"]
+
+
+def test_a_call_that_is_not_sampled_goes_through_as_it_is(take, taken, exported):
+    quiet = call(traceparent=f"00-{'a' * 32}-{'b' * 16}-00")
+    take(quiet)
+
+    assert taken == [quiet]
+    assert exported.spans == []
