@@ -27,6 +27,7 @@ class Rank:
 
     async def live(self, sink: api.EngineSink) -> None:
         """Step until cancelled."""
+        self._due = self._clock.now()
         while True:
             if not self.batch.has_work:
                 self._has_work.clear()
