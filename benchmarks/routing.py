@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import re
 import statistics
 import subprocess
@@ -23,9 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import tokenizers
-
-from benchmarks import run, systems
+from benchmarks import frontend, prompts, systems
 
 WORKERS = 4
 PREFIXES = 32
@@ -77,28 +74,7 @@ class Row:
     errors: int
 
 
-def write_prompts(model: Path, path: Path, num: int) -> None:
-    """Chats with one of the prefixes as their system prompt, drawn, and a short question of their own."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
-    words = [word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha()]
-    drawn = random.Random(7)
-
-    def text(num_tokens: int) -> str:
-        ids = tokenizer.encode(" ".join(drawn.choices(sorted(words), k=num_tokens))).ids
-        decoded: str = tokenizer.decode(ids[:num_tokens])
-        return decoded
-
-    prefixes = [text(PREFIX_TOKENS) for _ in range(PREFIXES)]
-    order = [number % PREFIXES for number in range(num)]
-    drawn.shuffle(order)
-    with path.open("w", encoding="utf-8") as file:
-        for i, number in enumerate(order):
-            system = {"role": "system", "content": prefixes[number]}
-            user = {"role": "user", "content": f"q{i} {text(32)}"}
-            file.write(json.dumps({"messages": [system, user]}) + "\n")
-
-
-def measure(way: Way, python: str, model: Path, prompts: Path, conc: int, num: int) -> Row:
+def measure(way: Way, python: str, model: Path, path: Path, conc: int, num: int) -> Row:
     """One cell on a fresh system."""
     with systems.running(
         way.name,
@@ -110,8 +86,8 @@ def measure(way: Way, python: str, model: Path, prompts: Path, conc: int, num: i
         num_frontends=way.num_frontends,
     ) as system:
         shape = ["--stream", "--osl", "16", "--conc", str(conc), "--n", str(num)]
-        command = [sys.executable, str(run.HERE / "load.py"), "--url", system.url, "--pids"]
-        command += [system.pids, "--prompts", str(prompts), *shape]
+        command = [sys.executable, str(frontend.HERE / "load.py"), "--url", system.url, "--pids"]
+        command += [system.pids, "--prompts", str(path), *shape]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"the load generator failed on {way.name}: {done.stderr[-500:]}")
@@ -140,11 +116,6 @@ def _row(way: Way, conc: int, told: dict, counts: dict[str, float]) -> Row:  # t
         router=sum(counts[name] for name in stages) / told["n"] if stages else None,
         errors=told["errs"],
     )
-
-
-def engine_alone(way: Way, python: str, model: Path, prompts: Path) -> Row:
-    """Lone requests, none of whose prefixes is known: what the engine itself takes for 2k tokens."""
-    return measure(way, python, model, prompts, 1, 8)
 
 
 def report(rows: list[Row]) -> None:
@@ -202,16 +173,15 @@ def main() -> None:
         "--keep", type=Path, help="append each cell to this file, one JSON object a line"
     )
     args = p.parse_args()
-    run.WORK.mkdir(parents=True, exist_ok=True)
-    model, _ = run.prepare()
-    prompts = (run.WORK / "prefixes.jsonl").resolve()
-    if not prompts.exists():
-        write_prompts(model, prompts, 1920)
+    files = frontend.Files()
+    path = (frontend.WORK / "prefixes.jsonl").resolve()
+    if not path.exists():
+        prompts.prefixed(path, files.sampler, PREFIXES, PREFIX_TOKENS, 1920)
     rows = []
     with contextlib.suppress(KeyboardInterrupt):
         for way, conc in cells(args):
             python = args.peer if way.is_peer else sys.executable
-            row = measure(way, python, model, prompts, conc, args.requests)
+            row = measure(way, python, files.model, path, conc, args.requests)
             rows.append(row)
             line = json.dumps({name: getattr(row, name) for name in Row.__slots__})
             print(f"{line}  load average {os.getloadavg()[0]:.1f}", flush=True)

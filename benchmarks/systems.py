@@ -9,7 +9,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +49,8 @@ def running(
     name: str,
     python: str,
     model: Path,
-    worker_flags: list[str],
-    frontend_flags: list[str],
+    worker_flags: Sequence[str] = (),
+    frontend_flags: Sequence[str] = (),
     *,
     num_workers: int = 1,
     num_frontends: int = 1,
@@ -59,11 +59,11 @@ def running(
     ports = [free_port() for _ in range(num_frontends)]
     serve = ["--model-path", str(model), "--model-name", "m", *worker_flags]
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        environ = _environ(directory, is_ours=python == sys.executable)
+        environ = _environ(python, directory)
         log = Path(directory) / "log"
         output = stack.enter_context(log.open("w"))
 
-        def start(module: str, flags: list[str]) -> "subprocess.Popen[bytes]":
+        def start(module: str, flags: Sequence[str]) -> "subprocess.Popen[bytes]":
             return _start(stack, [python, "-m", module, *flags], environ, output)
 
         frontends = [
@@ -81,7 +81,32 @@ def running(
         )
 
 
-def _environ(directory: str, *, is_ours: bool) -> dict[str, str]:
+def start_frontend_s(python: str) -> float:
+    """Seconds from the start of a frontend without workers to its first answer."""
+    port = free_port()
+    command = [python, "-m", "dynamo.frontend", "--http-port", str(port)]
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        log = stack.enter_context((Path(directory) / "log").open("w"))
+        begun = time.monotonic()
+        process = _start(stack, command, _environ(python, directory), log)
+        while process.poll() is None and time.monotonic() < begun + READY_LIMIT_S:
+            if _answers(f"http://127.0.0.1:{port}/health"):
+                return time.monotonic() - begun
+            time.sleep(0.002)
+        raise SystemExit(f"no frontend:\n{(Path(directory) / 'log').read_text()[-2000:]}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=2).close()
+    except urllib.error.HTTPError:
+        return True  # without workers it is up, and unhealthy
+    except (urllib.error.URLError, ConnectionError):
+        return False
+    return True
+
+
+def _environ(python: str, directory: str) -> dict[str, str]:
     environ = os.environ | {
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": directory,
@@ -92,7 +117,7 @@ def _environ(directory: str, *, is_ours: bool) -> dict[str, str]:
         "DYN_LOG": "warn",
         "HF_HUB_OFFLINE": "1",
     }
-    if not is_ours:
+    if python != sys.executable:
         environ.pop("PYTHONPATH", None)  # the other system must not find ours
     return environ
 

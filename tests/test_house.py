@@ -22,7 +22,7 @@ BUDGET = {
     "engine": 5500,
     "router": 4000,
     "semantic": 1000,
-    "preprocess": 2700,
+    "preprocess": 2950,
     "disagg": 800,
     "frontend": 6700,
     "worker": 1450,

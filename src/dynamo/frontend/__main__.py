@@ -7,7 +7,7 @@ import signal
 import sys
 
 from dynamo.base import config as configuration
-from dynamo.base import errors
+from dynamo.base import errors, garbage
 from dynamo.frontend import config, http_workers, service
 from dynamo.observability import logs
 from dynamo.router import config as router_config
@@ -39,6 +39,7 @@ async def serve(door: config.FrontendConfig, routing: router_config.RoutingConfi
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, stop, number)
+    garbage.collect_rarely()
     async with (
         await component.DistributedRuntime.open(door) as runtime,
         service.Frontend(door, runtime, routing) as frontend,

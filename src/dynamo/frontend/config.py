@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from dynamo.base import config, errors
 from dynamo.frontend import record_config
 from dynamo.observability import row_writer
+from dynamo.preprocess import tokenize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,12 @@ class FrontendConfig(record_config.RecordConfig):
     )
     http_body_limit_mb: int = config.option(
         192, env="DYN_HTTP_BODY_LIMIT_MB", help="largest request body", least=1
+    )
+    tokenizer_cache_mb: int = config.option(
+        tokenize.CACHE_BYTES // 2**20,
+        env="DYN_TOKENIZER_CACHE_MB",
+        help="memory per model for the tokens of prompts' turns, so that only new ones are tokenized; 0: none",
+        least=0,
     )
     response_store_items: int = config.option(
         10_000,

@@ -132,7 +132,7 @@ class Pipeline:
             shape=api.shape(request, who),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=[one._replace(request=routing.apply(one.request)) for one in prompts],
+            prompts=routing.apply(prompts),
             request=request,
             headers=_told(api, arrival),
             extra=timed,

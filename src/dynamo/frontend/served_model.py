@@ -26,6 +26,11 @@ class Replicas:
         found = self.client.instances
         return [found[one] for one in sorted(self.cards) if one in found]
 
+    @property
+    def is_living(self) -> bool:
+        """Is any of them registered now?"""
+        return not self.cards.keys().isdisjoint(self.client.instances)
+
     def among(self, avoid: Collection[int]) -> Collection[int] | None:
         """Whom to ask; None: anybody. Where all are to be avoided, it is any of them."""
         return self.cards.keys() - avoid or self.cards.keys() if avoid else None
@@ -114,7 +119,7 @@ class ServedModel:
         usable = [
             one
             for one in self.replicas.values()
-            if one.living and (instance_id is None or instance_id in one.cards)
+            if one.is_living and (instance_id is None or instance_id in one.cards)
         ]
         if avoid:
             free = [one for one in usable if any(i.instance_id not in avoid for i in one.living)]

@@ -55,6 +55,7 @@ class Frontend:
             counted,
             now,
             namespace=settings.namespace,
+            tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )
         answers = pipeline.Pipeline(
             self.models,

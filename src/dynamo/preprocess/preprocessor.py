@@ -95,7 +95,7 @@ class Preprocessor:
             prompt = conversation.raw_prompt(request.messages)
             return await self.read_text(prompt, add_special_tokens=True), prompt
         prompt = self._render(request)
-        return await self.read_text(prompt, add_special_tokens=False), prompt
+        return await self._tokenizer.encode_prompt(prompt), prompt
 
     async def read_text(self, text: str, *, add_special_tokens: bool) -> bytes:
         """Its packed token ids."""
