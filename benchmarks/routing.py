@@ -30,6 +30,7 @@ PREFIX_TOKENS = 2048
 WORKER = ["--speedup-ratio", "1", "--block-size", "16", "--num-gpu-blocks-override", "1536"]
 WORKER += ["--max-num-seqs", "64"]
 KV = ["--router-mode", "kv"]
+FASTOKENS = ["--tokenizer", "fastokens"]  # the faster of Dynamo's
 _METRIC = re.compile(r"^(\w+)(?:\{[^}]*\})? ([-+.\de]+)$", re.MULTILINE)
 
 
@@ -44,9 +45,13 @@ class Way:
 
 
 OURS = Way(name="ours, kv", flags=KV)
-THEIRS = Way(name="Dynamo 1.6.1, kv", flags=KV, is_peer=True)
+THEIRS = Way(name="Dynamo 1.6.1, kv", flags=[*KV, *FASTOKENS], is_peer=True)
 BASELINES = (
-    Way(name="Dynamo 1.6.1, round-robin", flags=["--router-mode", "round-robin"], is_peer=True),
+    Way(
+        name="Dynamo 1.6.1, round-robin",
+        flags=["--router-mode", "round-robin", *FASTOKENS],
+        is_peer=True,
+    ),
     Way(name="ours, its formula", flags=[*KV, "--router-policy", "dynamo"]),
     *(
         Way(name=f"ours, {mode}", flags=["--router-mode", mode])
@@ -72,9 +77,12 @@ class Row:
     frontend_cpu: float  # a request
     router: float | None  # the router's own account, a request
     errors: int
+    fresh: bool
 
 
-def measure(way: Way, python: str, model: Path, path: Path, conc: int, num: int) -> Row:
+def measure(
+    way: Way, python: str, model: Path, path: Path, conc: int, args: argparse.Namespace
+) -> Row:
     """One cell on a fresh system."""
     with systems.running(
         way.name,
@@ -85,13 +93,14 @@ def measure(way: Way, python: str, model: Path, path: Path, conc: int, num: int)
         num_workers=WORKERS,
         num_frontends=way.num_frontends,
     ) as system:
-        shape = ["--stream", "--osl", "16", "--conc", str(conc), "--n", str(num)]
+        shape = ["--stream", "--osl", "16", "--conc", str(conc), "--n", str(args.requests)]
+        shape += ["--fresh"] if args.fresh else []
         command = [sys.executable, str(frontend.HERE / "load.py"), "--url", system.url, "--pids"]
         command += [system.pids, "--prompts", str(path), *shape]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"the load generator failed on {way.name}: {done.stderr[-500:]}")
-        return _row(way, conc, json.loads(done.stdout), count(system))
+        return _row(way, conc, json.loads(done.stdout), count(system), args.fresh)
 
 
 def count(system: systems.System) -> dict[str, float]:
@@ -103,7 +112,7 @@ def count(system: systems.System) -> dict[str, float]:
     return found
 
 
-def _row(way: Way, conc: int, told: dict, counts: dict[str, float]) -> Row:  # type: ignore[type-arg]
+def _row(way: Way, conc: int, told: dict, counts: dict[str, float], fresh: bool) -> Row:  # type: ignore[type-arg]
     inputs = counts["dynamo_frontend_input_sequence_tokens_sum"]
     stages = [name for name in counts if re.search(r"router_overhead_total_ms_sum$", name)]
     return Row(
@@ -115,6 +124,7 @@ def _row(way: Way, conc: int, told: dict, counts: dict[str, float]) -> Row:  # t
         frontend_cpu=told["cpu_ms_per_req"]["fe"],
         router=sum(counts[name] for name in stages) / told["n"] if stages else None,
         errors=told["errs"],
+        fresh=fresh,
     )
 
 
@@ -167,6 +177,7 @@ def main() -> None:
     p.add_argument("what", nargs="?", default="kv", choices=("kv", "baselines", "replicas"))
     p.add_argument("--peer", help="a Python with the real Dynamo installed, to compare with")
     p.add_argument("--rounds", type=int, default=1)
+    p.add_argument("--fresh", action="store_true", help="a new connection for each request")
     p.add_argument("--requests", type=int, default=960)
     p.add_argument("--conc", type=int, nargs="*", default=[4, 16, 64])
     p.add_argument(
@@ -181,7 +192,7 @@ def main() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         for way, conc in cells(args):
             python = args.peer if way.is_peer else sys.executable
-            row = measure(way, python, files.model, path, conc, args.requests)
+            row = measure(way, python, files.model, path, conc, args)
             rows.append(row)
             line = json.dumps({name: getattr(row, name) for name in Row.__slots__})
             print(f"{line}  load average {os.getloadavg()[0]:.1f}", flush=True)

@@ -141,7 +141,16 @@ def test_the_choices_of_a_request_share_its_prompt():
         plans.append(batch.schedule().num_prompt_tokens)
         batch.commit()
 
-    assert plans[:2] == [9, 2]
+    assert plans == [9 + 1 + 1, 0, 0]
+
+
+def test_equal_prompts_of_one_step_are_computed_once():
+    batch = make_batch(budget=64)
+    batch.submit(make_request("a", range(10), max_tokens=1))
+    batch.submit(make_request("b", range(10), max_tokens=1))
+
+    assert batch.schedule().num_prompt_tokens == 10 + 2
+    assert [item.output.cached_tokens for item in batch.commit()] == [0, 8]
 
 
 requests = st.fixed_dictionaries(

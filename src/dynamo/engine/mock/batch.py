@@ -181,19 +181,15 @@ class Batch:
         self._waiting.insert(0, choice)
 
     def _admit(self, num_left: int) -> None:
-        i = 0
-        while i < len(self._waiting) and num_left > 0 and self._has_slot():
-            choice = self._waiting[i]
-            if self._memory.prefix_caching and choice.leader and not choice.leader.num_output:
-                i += 1
-                continue
+        while self._waiting and num_left > 0 and self._has_slot():
+            choice = self._waiting[0]
             if not self._memory.admit(
                 choice,
                 is_alone=not self._prefilling and not self._decoding,
                 max_new=None if self._limits.chunked_prefill else num_left,
             ):
                 break
-            del self._waiting[i]
+            del self._waiting[0]
             self._prefilling.append(choice)
             self._count_cached(choice)
             num_left -= self._plan(choice, num_left)
@@ -208,16 +204,17 @@ class Batch:
             self._num_prompt_tokens += choice.prompt_len
 
     def _plan(self, choice: Choice, num_left: int) -> int:
+        """What the step computes of it. Its blocks can be found from now on: who is planned later shares them."""
         num_tokens = min(num_left, choice.num_tokens - choice.num_computed)
         if num_tokens > 0:
             self._planned.append((choice, num_tokens))
+            self._memory.commit(choice, choice.num_computed + num_tokens)
         return num_tokens
 
     def _prefill(
         self, choice: Choice, num_tokens: int, batch: list[api.EngineOutput], ended: list[Choice]
     ) -> None:
         choice.num_computed += num_tokens
-        self._memory.commit(choice, choice.num_computed)
         if choice.num_computed < choice.num_tokens:
             return
         self._prefilling.remove(choice)

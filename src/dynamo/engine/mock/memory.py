@@ -20,7 +20,7 @@ class Choice:
     index: int
     answer: Answer
     outputs: Sequence[generate.Output]  # one for each token of the cycle
-    leader: "Choice | None"  # the choice whose prompt blocks this one waits for
+    leader: "Choice | None"  # the choice that tells what was cached; None: this one
     prompt_len: int
     num_output: int = 0
     num_computed: int = 0
