@@ -7,7 +7,8 @@ It is one asyncio.Protocol per connection (uvloop if installed), keep-alive, req
 parsed while it runs. It prints one JSON line: requests per second, latency and time to first token, SSE events
 per second, and the CPU seconds used by each named process tree and by this process.
 
---prompts is a file with one item a line: a JSON string (one user message) {"messages": [...]}, or a list of token ids; used in turn.
+--prompts is a file with one item a line: a JSON string (one user message), {"messages": [...]}, or a list of token ids
+(for /v1/completions), used in turn.
 --pids is NAME=PID[+PID...],... ; the children of each pid are counted with it.
 """
 
@@ -71,7 +72,7 @@ class Run:
 
     def __init__(self, requests, total, conc, stream, fresh=False):
         self.requests, self.stream = itertools.cycle(requests), stream
-        self.fresh = fresh
+        self.fresh, self.opening = fresh, set()
         self.total, self.issued, self.live = total, 0, conc
         self.latencies, self.first_texts = [], []
         self.errors = self.events = self.bytes = 0
@@ -101,7 +102,8 @@ class Connection(asyncio.Protocol):
             return
         if run.fresh and self.asked:
             self.transport.close()
-            asyncio.ensure_future(connect(run, self.door))
+            run.opening.add(opening := asyncio.ensure_future(connect(run, self.door)))
+            opening.add_done_callback(run.opening.discard)
             return
         self.asked += 1
         run.issued += 1
