@@ -25,7 +25,7 @@ BUDGET = {
     "preprocess": 2950,
     "disagg": 800,
     "frontend": 6700,
-    "worker": 1450,
+    "worker": 1550,
     "planner": 2000,
     "operator": 2000,
     "cli": 1250,
