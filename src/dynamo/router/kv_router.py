@@ -172,6 +172,7 @@ class KvRouter:
             sequence_hashes=sequence,
             priority=request.priority,
             pinned=self._pinned(request, instance_id),
+            dp_rank=request.data_parallel_rank,
         )
 
     def _pinned(self, request: generate.Request, instance_id: int | None) -> api.Worker | None:
