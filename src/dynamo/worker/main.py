@@ -12,8 +12,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
@@ -24,6 +25,7 @@ from dynamo.protocols import model_card
 from dynamo.runtime import component
 from dynamo.worker import (
     card,
+    embedding_host,
     engines,
     fleet,
     host,
@@ -34,6 +36,8 @@ from dynamo.worker import (
 )
 
 _logger = logging.getLogger(__name__)
+Served = host.Host | fleet.Fleet | embedding_host.EmbeddingHost
+MakeHost = Callable[[component.DistributedRuntime], Served]
 
 
 def main(engine_name: str) -> int:
@@ -46,8 +50,7 @@ def main(engine_name: str) -> int:
         logs.configure()
         kind = engines.kind_of(engine_name)
         directory = model_source.resolve(worker.model, with_weights=kind.needs_weights)
-        built = engines.build_all(engine_name, directory, own)
-        asyncio.run(_serve(worker, built, directory))
+        asyncio.run(_serve(worker, _host_maker(worker, engine_name, directory, own)))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
@@ -62,15 +65,22 @@ def main(engine_name: str) -> int:
     return 0
 
 
-async def _serve(
-    worker: settings.WorkerConfig, built: Sequence[api.Engine], directory: Path
-) -> None:
+def _host_maker(
+    worker: settings.WorkerConfig, engine_name: str, directory: Path, own: Any
+) -> MakeHost:
+    """Makes the host that the task wants, on a runtime. Raises ConfigError."""
+    if model_source.task(worker.task, directory) == "embed":
+        embedder = engines.build_embedder(engine_name, directory, own)
+        return lambda runtime: make_embedding_host(worker, embedder, runtime, directory)
+    built = engines.build_all(engine_name, directory, own)
+    if len(built) == 1:
+        return lambda runtime: make_host(worker, built[0], runtime, directory)
+    return lambda runtime: _make_fleet(worker, built, runtime, directory)
+
+
+async def _serve(worker: settings.WorkerConfig, make: MakeHost) -> None:
     async with await component.DistributedRuntime.open(worker) as runtime:
-        served = (
-            make_host(worker, built[0], runtime, directory)
-            if len(built) == 1
-            else _make_fleet(worker, built, runtime, directory)
-        )
+        served = make(runtime)
         try:
             if worker.system_port != system.PORT_DISABLED:
                 await served.open_system_port(worker.system_host, worker.system_port)
@@ -139,6 +149,31 @@ def _card_maker(
         return made
 
     return make_card
+
+
+def make_embedding_host(
+    worker: settings.WorkerConfig,
+    embedder: api.Embedder,
+    runtime: component.DistributedRuntime,
+    directory: Path,
+) -> embedding_host.EmbeddingHost:
+    """The host of the model in `directory`, for vectors."""
+    clock = clocks.SystemClock()
+    name = worker.model_name or model_source.display_name(worker.model)
+
+    def make_card(facts: api.EmbedderFacts) -> model_card.ModelCard:
+        made = card.build_embedding(directory, name=name, facts=facts, created=int(clock.wall()))
+        loading.load(made, clock)
+        return made
+
+    return embedding_host.EmbeddingHost(
+        embedder,
+        runtime,
+        worker.endpoint_for("embed"),
+        make_card=make_card,
+        request_limit=worker.engine_request_limit,
+        clock=clock,
+    )
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.engine.mock import answers, engine, profile
+from dynamo.engine.mock import answers, embedder, engine, profile
 from dynamo.engine.mock import settings as mock_settings
 from dynamo.preprocess import tokenize
 from dynamo.protocols import blocks
@@ -47,6 +47,14 @@ def _profile(path: str | None) -> profile.Profile | None:
         return profile.read(Path(path).read_bytes(), where)
     except OSError as error:
         raise errors.ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+
+
+def build_embedder(directory: Path, settings: mock_settings.MockConfig) -> embedder.MockEmbedder:
+    """An embedder for texts as long as the model takes. Raises ConfigError."""
+    return embedder.MockEmbedder(
+        context_length=settings.max_model_len or _context_length(directory),
+        dimensions=settings.embedding_dimensions,
+    )
 
 
 def _context_length(directory: Path) -> int:
