@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.protocols import load
+from dynamo.protocols import instances, load
 from dynamo.runtime import component
 from dynamo.worker import host, metrics, system
 
@@ -25,9 +25,12 @@ class Fleet:
         engines: Sequence[api.Engine],
         runtime: component.DistributedRuntime,
         make_host: MakeHost,
+        *,
+        endpoint: instances.EndpointName,
         counts: metrics.WorkerMetrics,
     ) -> None:
         self._engines = engines
+        self._endpoint = endpoint
         self._runtimes = [runtime.sibling() for _ in engines]
         self._hosts = [
             make_host(engine, sibling)
@@ -45,7 +48,7 @@ class Fleet:
     async def open_system_port(self, host: str, port: int) -> int:
         """Serve health and metrics of all; ready is who has started all."""
         self._system = system.SystemPort(
-            endpoints=("generate",),
+            endpoints=(self._endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._counts.uptime_s,
             render=lambda: self._counts.render(self._load() if self._is_ready else ()),

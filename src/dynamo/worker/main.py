@@ -127,7 +127,7 @@ def _make_fleet(
     def make_one(engine: api.Engine, sibling: component.DistributedRuntime) -> host.Host:
         return make_host(worker, engine, sibling, directory, make_card=make_card, counts=counts)
 
-    return fleet.Fleet(built, runtime, make_one, counts)
+    return fleet.Fleet(built, runtime, make_one, endpoint=worker.endpoint_name, counts=counts)
 
 
 def _card_maker(

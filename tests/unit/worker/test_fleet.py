@@ -58,7 +58,9 @@ class World:
                 counts=self.counts,
             )
 
-        self.fleet = fleet.Fleet(self.engines, runtime, make_host, self.counts)
+        self.fleet = fleet.Fleet(
+            self.engines, runtime, make_host, endpoint=ENDPOINT, counts=self.counts
+        )
 
     async def ask(self, instance_id):
         client = self.asker.client(ENDPOINT)
