@@ -171,3 +171,17 @@ async def test_an_id_is_in_use_whichever_rank_has_it(two_ranks):
 
     with pytest.raises(errors.InvalidRequest, match="'a' runs already"):
         submit(engine, "a", 1)
+
+
+async def test_without_a_prefix_cache_nothing_is_found_and_nothing_told():
+    settings = MockConfig(enable_prefix_caching=False, block_size=4, speedup_ratio=0)
+    engine = MockEngine(settings, cycle=Cycle([1, 2]), context_length=100, clock=FakeClock())
+    sink = Ranks()
+    await engine.start(sink)
+    for number in range(2):
+        submit(engine, str(number))
+        await sink.until_ended(number + 1)
+    await engine.stop()
+
+    assert sink.cached == [0, 0]
+    assert sink.stored == {}
