@@ -25,7 +25,7 @@ BUDGET = {
     "preprocess": 2950,
     "disagg": 800,
     "frontend": 8250,
-    "worker": 1850,
+    "worker": 1980,
     "planner": 2000,
     "operator": 2000,
     "cli": 1250,
