@@ -54,11 +54,12 @@ def serving(workers: tuple[tuple[str, ...], ...]) -> Iterator[str]:
         commands = [["dynamo.frontend", "--http-port", str(port)]]
         commands += [["dynamo.native", "--model-name", "m", *flags] for flags in workers]
         running = [
-            systems.start(stack, [sys.executable, "-m", *command], environ, log)
+            systems.launch(stack, [sys.executable, "-m", *command], environ, log)
             for command in commands
         ]
         url = f"http://127.0.0.1:{port}"
-        systems.wait_for_model(url, running, log_path)
+        num_answering = sum("--is-prefill-worker" not in flags for flags in workers)
+        systems.wait_for_workers(url, num_answering, running, log_path)
         time.sleep(SETTLE_S)
         yield url
 

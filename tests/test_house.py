@@ -13,10 +13,10 @@ SRC = pathlib.Path(__file__).parents[1] / "src" / "dynamo"
 FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold. Raising one is a line in the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 750,
-    "protocols": 3100,
+    "base": 780,
+    "protocols": 3450,
     "observability": 1100,
-    "runtime": 3700,
+    "runtime": 4450,
     "transfer": 1800,
     "kvbm": 2200,
     "engine": 5500,
@@ -24,8 +24,8 @@ BUDGET = {
     "semantic": 1000,
     "preprocess": 2950,
     "disagg": 800,
-    "frontend": 6700,
-    "worker": 1510,
+    "frontend": 8250,
+    "worker": 2180,
     "planner": 2000,
     "operator": 2000,
     "cli": 1250,

@@ -93,7 +93,7 @@ class Side:
 
     async def until_idle(self, num_active=0):
         async with asyncio.timeout(DEADLINE_S):
-            while self.engine.load().kv_stats.kv_active_blocks != num_active:
+            while self.engine.load()[0].kv_stats.kv_active_blocks != num_active:
                 await asyncio.sleep(0.005)
 
 

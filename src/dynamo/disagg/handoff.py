@@ -107,7 +107,7 @@ class Handoff:
         if len(away.dropped) == away.request.sampling_options.n:
             self.abort(request_id)
 
-    def load(self) -> load.ForwardPassMetrics:
+    def load(self) -> Sequence[load.ForwardPassMetrics]:
         """The engine's."""
         return self._engine.load()
 

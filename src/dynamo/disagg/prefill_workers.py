@@ -69,7 +69,7 @@ class PrefillWorkers:
             try:
                 instance_id = int(change.key.removeprefix(self._prefix), 16)
                 await self._apply(instance_id, change)
-            except ValueError as error:  # msgspec's errors and those of base64 are some too
+            except (ValueError, errors.TransferError) as error:  # msgspec's errors and those of base64 are some too
                 _logger.warning("ignored the prefill worker %s: %s", change.key, error)
 
     async def _apply(self, instance_id: int, change: discovery.Change) -> None:
@@ -112,8 +112,8 @@ class PrefillWorkers:
 
 
 def _metadata(card: model_card.ModelCard) -> bytes:
-    """Of its engine's agent. Raises ValueError."""
+    """Of its engine's agent. Raises TransferError, or ValueError for what is no base64."""
     said = card.runtime_config.runtime_data.get(kv_transfer.METADATA)
     if not isinstance(said, str):
-        raise ValueError(f"expected {kv_transfer.METADATA} in its card's runtime data")
+        raise errors.TransferError(f"expected {kv_transfer.METADATA} in its card's runtime data")
     return base64.b64decode(said, validate=True)

@@ -30,22 +30,22 @@ def main() -> int:
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 
 async def serve(door: config.FrontendConfig, routing: router_config.RoutingConfig) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, stop, number)
     garbage.collect_rarely()
-    async with (
-        await component.DistributedRuntime.open(door) as runtime,
-        service.Frontend(door, runtime, routing) as frontend,
-    ):
-        loop.add_signal_handler(signal.SIGHUP, frontend.reload_keys)
-        await frontend.run(stop)
+    async with await component.DistributedRuntime.open(door) as runtime:
+        stop = asyncio.Event()  # until here a signal ends the process at once: nothing runs yet
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _stop, stop, number)
+        async with service.Frontend(door, runtime, routing) as frontend:
+            loop.add_signal_handler(signal.SIGHUP, frontend.reload_keys)
+            await frontend.run(stop)
 
 
 def _stop(stop: asyncio.Event, number: int) -> None:

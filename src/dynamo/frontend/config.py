@@ -37,6 +37,18 @@ class FrontendConfig(record_config.RecordConfig):
     tls_key_path: str | None = config.option(
         None, env="DYN_TLS_KEY_PATH", help="private key (PEM) of the certificate"
     )
+    kserve_grpc_server: bool = config.option(
+        False,
+        env="DYN_KSERVE_GRPC_SERVER",
+        help="serve KServe's v2 protocol over gRPC too; its HTTP form is always there",
+    )
+    kserve_grpc_port: int = config.option(
+        8001,
+        env="DYN_KSERVE_GRPC_PORT",
+        help="port of the gRPC server; 0: any",
+        least=0,
+        most=65535,
+    )
     tls_client_ca_cert_path: str | None = config.option(
         None,
         env="DYN_TLS_CLIENT_CA_CERT_PATH",
@@ -119,6 +131,10 @@ class FrontendConfig(record_config.RecordConfig):
         if (self.tls_cert_path is None) != (self.tls_key_path is None):
             raise errors.ConfigError(
                 "--tls-cert-path and --tls-key-path: expected both or neither, got one of them"
+            )
+        if self.kserve_grpc_server and self.http_workers > 1 and not self.kserve_grpc_port:
+            raise errors.ConfigError(
+                "--kserve-grpc-port: expected a port that all processes of --http-workers share, got 0"
             )
         row_writer.check(self.audit_options)
         row_writer.check(self.request_trace_options)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
 from dynamo.observability import metrics
-from dynamo.protocols import generate, model_card, trace_context
+from dynamo.protocols import embed, generate, model_card, trace_context
 
 _TOKENS_IN = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 _TOKENS_OUT = (0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
@@ -245,12 +245,12 @@ class RequestMeter:
         model.inflight.inc()
         model.queued.inc()
 
-    def prompt(self, request: generate.Request) -> None:
-        """A prompt goes to a worker."""
+    def prompt(self, request: generate.Request | embed.Request) -> None:
+        """A prompt, or the inputs of a request for vectors, go to a worker."""
         self.num_prompts += 1
         self.model.input_len.observe(request.prompt_len)
-        if self.request is None:
-            self.request = request
+        if self.prepared_at is None:
+            self.request = request if isinstance(request, generate.Request) else None
             self.prepared_at = now = self._now()
             self.model.families.preprocess.observe(now - self.arrived_at)
             self.model.active.inc()
@@ -313,7 +313,7 @@ class RequestMeter:
         self.error_type = error_type
         model = self.model
         self._leave_queue()
-        if self.request is not None:
+        if self.prepared_at is not None:
             model.active.dec()
             model.output_len.observe(self.num_tokens)
             model.output_tokens.inc(self.num_tokens)

@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from dynamo.base import errors
 from dynamo.frontend import identity
 from dynamo.preprocess import preprocessor
-from dynamo.protocols import generate, instances, model_card
+from dynamo.protocols import embed, generate, instances, model_card
 from dynamo.router import route as routing
 from dynamo.runtime import client, requests
 
@@ -75,9 +76,33 @@ class ServedModel:
             )
         return self._preparer
 
+    @property
+    def can_generate(self) -> bool:
+        """Does it make text?"""
+        return self.card.model_type != (model_card.ModelType.EMBEDDINGS,)
+
+    def check_can_generate(self) -> None:
+        """Raises InvalidRequest if it only makes embeddings."""
+        if not self.can_generate:
+            raise errors.InvalidRequest(
+                f"model: {self.name!r} makes embeddings, not text; ask /v1/embeddings",
+                param="model",
+            )
+
+    @property
+    def embedding(self) -> model_card.EmbeddingFacts:
+        """Of the vectors that it makes. Raises InvalidRequest if it makes none."""
+        if self.card.embedding is None:
+            raise errors.InvalidRequest(
+                f"model: {self.name!r} makes no embeddings; a worker that is started with "
+                "--task embed does",
+                param="model",
+            )
+        return self.card.embedding
+
     async def open(
         self,
-        request: generate.Request,
+        request: generate.Request | embed.Request,
         receiver: requests.Receiver,
         *,
         instance_id: int | None,
@@ -93,7 +118,7 @@ class ServedModel:
         """
         replicas = self._pick(instance_id, avoid)
         return await replicas.route.open(
-            request,
+            cast("generate.Request", request),  # the route of a model that embeds looks into none
             receiver,
             instance_id=instance_id,
             among=replicas.among(avoid),

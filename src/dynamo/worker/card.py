@@ -50,6 +50,25 @@ def build(
     )
 
 
+def build_embedding(
+    directory: Path, *, name: str, facts: api.EmbedderFacts, created: int
+) -> model_card.ModelCard:
+    """The card of the model in `directory`, as an embedder with these facts serves it."""
+    return model_card.ModelCard(
+        display_name=name,
+        source_path=str(directory),
+        context_length=facts.context_length,
+        kv_cache_block_size=0,
+        model_type=(model_card.ModelType.EMBEDDINGS,),
+        files=describe_files(directory),
+        runtime_config=model_card.RuntimeConfig(
+            max_num_batched_tokens=facts.max_num_batched_tokens
+        ),
+        embedding=facts.vectors,
+        created=created,
+    )
+
+
 def describe_files(directory: Path) -> dict[str, model_card.ModelFile]:
     """Those of a model directory that a frontend needs."""
     return {file: describe(directory / file) for file in FILES if (directory / file).is_file()}

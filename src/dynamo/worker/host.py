@@ -18,7 +18,6 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids, tasks
 from dynamo.engine import api
-from dynamo.observability import metrics as registries
 from dynamo.observability import tracing
 from dynamo.protocols import instances, kv_events, model_card
 from dynamo.runtime import component, requests
@@ -40,16 +39,15 @@ class Host:
         make_card: MakeCard,
         request_limit: int,
         clock: clocks.Clock,
+        counts: metrics.WorkerMetrics | None = None,
         traces: tracing.TracingConfig | None = None,
-        registry: registries.Registry | None = None,
     ) -> None:
-        """`registry` has what others beside it count of this worker."""
         self._engine = engine
         self._runtime = runtime
         self._endpoint = endpoint
         self._make_card = make_card
         self._clock = clock
-        self._counts = metrics.WorkerMetrics(endpoint, clock, registry)
+        self._counts = counts or metrics.WorkerMetrics(endpoint, clock)
         self._requests = inflight.InFlight(
             engine, limit=request_limit, counts=self._counts, clock=clock
         )
@@ -102,7 +100,7 @@ class Host:
             endpoints=(self._endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._counts.uptime_s,
-            render=lambda: self._counts.render(self._engine.load() if self._is_ready else None),
+            render=lambda: self._counts.render(self._engine.load() if self._is_ready else ()),
         )
         return await self._system.start(host, port)
 

@@ -27,9 +27,13 @@ class WorkerConfig(component.RuntimeConfig):
         aliases=("--served-model-name",),
         help="what clients call the model (default: the directory's name, or the hub name)",
     )
+    task: Literal["auto", "generate", "embed"] = config.option(
+        "auto",
+        help="what the model is for; auto: embed if it is an encoder or has a modules.json, else generate",
+    )
     endpoint: str | None = config.option(
         None,
-        help="where to serve (default: dyn://NAMESPACE.backend.generate, of a prefill worker dyn://NAMESPACE.prefill.generate)",
+        help="where to serve (default: dyn://NAMESPACE.backend.generate, ….prefill.generate, or ….backend.embed)",
     )
     is_prefill_worker: bool = config.option(
         False, help="compute prompts for decode workers; the same as --disaggregation-mode prefill"
@@ -106,8 +110,12 @@ class WorkerConfig(component.RuntimeConfig):
         """Where to serve. Raises ConfigError."""
         if self.endpoint is None and self.is_prefill:
             return self.prefill_endpoint_name
+        return self.endpoint_for("generate")
+
+    def endpoint_for(self, task: str) -> instances.EndpointName:
+        """Where to serve this task. Raises ConfigError."""
         return instances.EndpointName.parse(
-            self.endpoint or f"dyn://{self.namespace}.backend.generate"
+            self.endpoint or f"dyn://{self.namespace}.backend.{task}"
         )
 
     @property
