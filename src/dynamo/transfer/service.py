@@ -115,13 +115,13 @@ class Service:
     def _read(self, link: Link, request: messages.Read) -> None:
         limit, memory = Limit(request.timeout_s), self._exposed.region.memory
         spans = messages.unpack(request.pieces, len(memory))
-        link.send(messages.Done(), limit)
-        link.send_spans(memory, spans, limit)
+        link.send(messages.Done(), limit, is_more=True)
+        link.send_spans(memory, spans, limit, is_summed=request.is_summed)
 
     def _write(self, link: Link, request: messages.Write) -> None:
         limit, memory = Limit(request.timeout_s), self._exposed.region.memory
         spans = messages.unpack(request.pieces, len(memory))
-        link.receive_spans(memory, spans, limit)
+        link.receive_spans(memory, spans, limit, is_summed=request.is_summed)
         link.send(messages.Done(), limit)
 
     def _notify(self, link: Link, sender: str, request: messages.Notify) -> None:
