@@ -1,9 +1,10 @@
 """KV blocks between two processes, beside the plainest copies of the same bytes in the same run.
 
-`shm` beside a memcpy within one process, `tcp` beside a loop of `sendall` and `recv_into` over one loopback connection. The
-pool is that of a model with 16 layers and 8 KV heads of 128 in bfloat16: a block of 16 tokens is 1 MiB, 64 KiB per layer.
-Everything takes turns, so that a busy machine is busy for all. CPU seconds are those of both processes together, medians of the
-rounds; on a shared machine they are the figure to trust. Wall seconds are medians, and the best behind the comma.
+`shm` beside a memcpy within one process, `tcp` beside a loop of `sendall` and `recv_into` over one loopback connection.
+The pool is that of a model with 16 layers and 8 KV heads of 128 in bfloat16: a block of 16 tokens is 1 MiB, 64 KiB per
+layer. *Neighbours* are blocks in a row, *scattered* ones random. Everything takes turns, so that a busy machine is busy
+for all. CPU seconds are those of both processes together, medians of the rounds; on a shared machine they are the
+figure to trust. Wall seconds are medians, and the best behind the comma.
 """
 
 import argparse

@@ -22,6 +22,17 @@ def test_two_mappings_of_one_pool_show_the_same_bytes():
     shared.close()
 
 
+def test_a_tensor_over_a_pool_writes_what_peers_see():
+    torch = pytest.importorskip("torch")
+    shared = memory.SharedMemory(4096)
+    mapped = memory.map_peers(os.dup(shared.fd), 4096)
+
+    torch.frombuffer(shared.memory, dtype=torch.uint8).view(64, 64)[1, 1] = 42
+
+    assert mapped[65] == 42
+    shared.close()
+
+
 def test_the_size_of_a_pool_cannot_be_changed_under_its_peers():
     shared = memory.SharedMemory(4096)
 
