@@ -18,16 +18,27 @@ Draw = Callable[[], float]  # a number in [0, 1): random.Random(seed).random
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What may be known of a request when its worker is chosen. Hashes are those of its full blocks."""
+    """What may be known of a request when its worker is chosen. `sequence_hashes` name its full blocks."""
 
     num_tokens: int
     block_size: int
-    local_hashes: Sequence[int]
     sequence_hashes: Sequence[int]
     priority: float = 0.0  # above 0: sooner (see `queue`)
     deadline: float | None = None  # when its first token is wanted, on the clock of `now`
     pinned: Worker | None = None  # the caller has chosen already
     among: frozenset[int] | None = None  # instances that may be chosen; None: all
+    dp_rank: int | None = None  # the rank that the caller wants, of whichever worker; None: any
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every worker may be chosen."""
+        return self.among is None and self.dp_rank is None
+
+    def allows(self, worker: Worker) -> bool:
+        """Whether this one may."""
+        return (self.among is None or worker.instance_id in self.among) and (
+            self.dp_rank is None or worker.dp_rank == self.dp_rank
+        )
 
     @classmethod
     def from_tokens(
@@ -40,12 +51,10 @@ class Prompt:
         pinned: Worker | None = None,
     ) -> "Prompt":
         """The prompt of these tokens (`blocks.pack`)."""
-        local = blocks.local_hashes(packed, block_size)
         return cls(
             num_tokens=blocks.count(packed),
             block_size=block_size,
-            local_hashes=local,
-            sequence_hashes=blocks.sequence_hashes(local),
+            sequence_hashes=blocks.sequence_hashes(blocks.local_hashes(packed, block_size)),
             priority=priority,
             deadline=deadline,
             pinned=pinned,

@@ -6,17 +6,20 @@
         ...
         await runtime.drain(timeout_s)                  # vanish from discovery, finish what runs
 
-Several runtimes can live in one process, for tests and for `dynamo run`: they share a `MemoryCluster`.
+Several runtimes can live in one process. For tests and for `dynamo run` they share a `MemoryCluster`; a process that
+hosts many workers makes one `sibling` for each, because a lease and a listener per worker would cost threads.
 """
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal
 
 import msgspec
 
-from dynamo.base import config, ids
+from dynamo.base import config, extras, ids
 from dynamo.observability import tracing
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import client, discovery, events, requests
@@ -28,6 +31,7 @@ from dynamo.runtime.backends import (
     tcp,
     zmq,
 )
+from dynamo.runtime.backends.etcd import access
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +39,21 @@ class RuntimeConfig(tracing.TracingConfig):
     """What every process has; a process's own configuration inherits it."""
 
     namespace: str = config.option("dynamo", env="DYN_NAMESPACE", help="namespace of our endpoints")
-    discovery_backend: Literal["file", "mem"] = config.option(
+    discovery_backend: Literal["file", "etcd", "mem"] = config.option(
         "file",
         env="DYN_DISCOVERY_BACKEND",
-        help="how processes find each other: by a directory of this host, or not at all",
+        help="how processes find each other: by a directory of this host, by etcd, or not at all",
+    )
+    etcd_endpoints: tuple[str, ...] = config.option(
+        ("http://localhost:2379",),
+        env="ETCD_ENDPOINTS",
+        help="where etcd listens; of several, the first that answers is used",
+    )
+    etcd_start_timeout_secs: float = config.option(
+        120.0,
+        env="DYN_ETCD_START_TIMEOUT_SECS",
+        help="for how long a process that starts waits for etcd",
+        least=1,
     )
     file_kv: str | None = config.option(
         None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"
@@ -85,14 +100,18 @@ class DistributedRuntime:
         instance_id: ids.InstanceId,
         registry: discovery.Discovery,
         plane: requests.RequestPlane,
+        new_plane: Callable[[], requests.RequestPlane],
         event_plane: events.EventPlane,
         inhibited_s: float = 5.0,
+        is_sibling: bool = False,
     ) -> None:
         self.instance_id = instance_id
         self.discovery = registry
         self.requests = plane
         self.events = event_plane
+        self._new_plane = new_plane
         self._inhibited_s = inhibited_s
+        self._is_sibling = is_sibling
         self._keys: list[str] = []
         self._clients: list[client.EndpointClient] = []
 
@@ -103,12 +122,14 @@ class DistributedRuntime:
         """Join as the settings say; what they want in memory is in `cluster`. Raises ConfigError."""
         cluster = cluster or MemoryCluster()
         instance_id = ids.new_instance_id()
-        plane = _request_plane(settings, cluster)
+        new_plane = functools.partial(_request_plane, settings, cluster)
+        plane = new_plane()
         registry = await _discovery(settings, cluster, instance_id)
         return cls(
             instance_id=instance_id,
             registry=registry,
             plane=plane,
+            new_plane=new_plane,
             event_plane=_event_plane(settings, cluster, registry, instance_id),
             inhibited_s=settings.inhibited_duration_secs,
         )
@@ -120,6 +141,21 @@ class DistributedRuntime:
             discovery_backend="mem", request_plane="memory", event_plane="memory"
         )
         return await cls.open(settings, cluster)
+
+    def sibling(self) -> "DistributedRuntime":
+        """Another instance in this process, asked at an address of its own; close it before us.
+
+        It lives under our lease, and is heard through our event plane.
+        """
+        return DistributedRuntime(
+            instance_id=ids.new_instance_id(),
+            registry=self.discovery,
+            plane=self._new_plane(),
+            new_plane=self._new_plane,
+            event_plane=self.events,
+            inhibited_s=self._inhibited_s,
+            is_sibling=True,
+        )
 
     async def register(
         self,
@@ -173,8 +209,9 @@ class DistributedRuntime:
         for made in self._clients:
             await made.close()
         await self.requests.close()
-        await self.events.close()
-        await self.discovery.close()
+        if not self._is_sibling:
+            await self.events.close()
+            await self.discovery.close()
 
     async def __aenter__(self) -> "DistributedRuntime":
         return self
@@ -203,8 +240,21 @@ async def _discovery(
 ) -> discovery.Discovery:
     if settings.discovery_backend == "mem":
         return memory_discovery.MemoryDiscovery(cluster.registry)
+    if settings.discovery_backend == "etcd":
+        return await _etcd(settings, instance_id)
     environ = {"DYN_FILE_KV": settings.file_kv} if settings.file_kv else os.environ
     return await file.FileDiscovery.open(file.default_directory(environ), instance_id)
+
+
+async def _etcd(settings: RuntimeConfig, instance_id: ids.InstanceId) -> discovery.Discovery:
+    whereto = access.read(settings.etcd_endpoints, os.environ)
+    backend = extras.load(
+        "dynamo.runtime.backends.etcd.discovery", what="etcd discovery", extra="etcd"
+    )
+    opened: discovery.Discovery = await backend.EtcdDiscovery.open(
+        whereto, instance_id, start_timeout_s=settings.etcd_start_timeout_secs
+    )
+    return opened
 
 
 def _event_plane(

@@ -7,11 +7,14 @@
 """
 
 import asyncio
+import functools
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
@@ -20,9 +23,21 @@ from dynamo.observability import logs
 from dynamo.preprocess import loading
 from dynamo.protocols import model_card
 from dynamo.runtime import component
-from dynamo.worker import card, engines, host, model_source, settings, system
+from dynamo.worker import (
+    card,
+    embedding_host,
+    engines,
+    fleet,
+    host,
+    metrics,
+    model_source,
+    settings,
+    system,
+)
 
 _logger = logging.getLogger(__name__)
+Served = host.Host | fleet.Fleet | embedding_host.EmbeddingHost
+MakeHost = Callable[[component.DistributedRuntime], Served]
 
 
 def main(engine_name: str) -> int:
@@ -35,8 +50,7 @@ def main(engine_name: str) -> int:
         logs.configure()
         kind = engines.kind_of(engine_name)
         directory = model_source.resolve(worker.model, with_weights=kind.needs_weights)
-        engine = engines.build(engine_name, directory, own)
-        asyncio.run(_serve(worker, engine, directory))
+        asyncio.run(_serve(worker, _host_maker(worker, engine_name, directory, own)))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
@@ -51,9 +65,22 @@ def main(engine_name: str) -> int:
     return 0
 
 
-async def _serve(worker: settings.WorkerConfig, engine: api.Engine, directory: Path) -> None:
+def _host_maker(
+    worker: settings.WorkerConfig, engine_name: str, directory: Path, own: Any
+) -> MakeHost:
+    """Makes the host that the task wants, on a runtime. Raises ConfigError."""
+    if model_source.task(worker.task, directory) == "embed":
+        embedder = engines.build_embedder(engine_name, directory, own)
+        return lambda runtime: make_embedding_host(worker, embedder, runtime, directory)
+    built = engines.build_all(engine_name, directory, own)
+    if len(built) == 1:
+        return lambda runtime: make_host(worker, built[0], runtime, directory)
+    return lambda runtime: _make_fleet(worker, built, runtime, directory)
+
+
+async def _serve(worker: settings.WorkerConfig, make: MakeHost) -> None:
     async with await component.DistributedRuntime.open(worker) as runtime:
-        served = make_host(worker, engine, runtime, directory)
+        served = make(runtime)
         try:
             if worker.system_port != system.PORT_DISABLED:
                 await served.open_system_port(worker.system_host, worker.system_port)
@@ -68,9 +95,44 @@ def make_host(
     engine: api.Engine,
     runtime: component.DistributedRuntime,
     directory: Path,
+    *,
+    make_card: host.MakeCard | None = None,
+    counts: metrics.WorkerMetrics | None = None,
 ) -> host.Host:
     """The host of the model in `directory`, as these settings want it."""
     clock = clocks.SystemClock()
+    return host.Host(
+        engine,
+        runtime,
+        worker.endpoint_name,
+        make_card=make_card or _card_maker(worker, directory, clock),
+        request_limit=worker.engine_request_limit,
+        clock=clock,
+        counts=counts,
+        traces=worker,
+    )
+
+
+def _make_fleet(
+    worker: settings.WorkerConfig,
+    built: Sequence[api.Engine],
+    runtime: component.DistributedRuntime,
+    directory: Path,
+) -> fleet.Fleet:
+    """The hosts of several engines, with one card and one set of counts."""
+    clock = clocks.SystemClock()
+    counts = metrics.WorkerMetrics(worker.endpoint_name, clock)
+    make_card = functools.cache(_card_maker(worker, directory, clock))
+
+    def make_one(engine: api.Engine, sibling: component.DistributedRuntime) -> host.Host:
+        return make_host(worker, engine, sibling, directory, make_card=make_card, counts=counts)
+
+    return fleet.Fleet(built, runtime, make_one, endpoint=worker.endpoint_name, counts=counts)
+
+
+def _card_maker(
+    worker: settings.WorkerConfig, directory: Path, clock: clocks.Clock
+) -> host.MakeCard:
     name = worker.model_name or model_source.display_name(worker.model)
 
     def make_card(facts: api.EngineFacts) -> model_card.ModelCard:
@@ -86,14 +148,31 @@ def make_host(
         loading.load(made, clock)  # what no frontend could read is better refused here than there
         return made
 
-    return host.Host(
-        engine,
+    return make_card
+
+
+def make_embedding_host(
+    worker: settings.WorkerConfig,
+    embedder: api.Embedder,
+    runtime: component.DistributedRuntime,
+    directory: Path,
+) -> embedding_host.EmbeddingHost:
+    """The host of the model in `directory`, for vectors."""
+    clock = clocks.SystemClock()
+    name = worker.model_name or model_source.display_name(worker.model)
+
+    def make_card(facts: api.EmbedderFacts) -> model_card.ModelCard:
+        made = card.build_embedding(directory, name=name, facts=facts, created=int(clock.wall()))
+        loading.load(made, clock)
+        return made
+
+    return embedding_host.EmbeddingHost(
+        embedder,
         runtime,
-        worker.endpoint_name,
+        worker.endpoint_for("embed"),
         make_card=make_card,
         request_limit=worker.engine_request_limit,
         clock=clock,
-        traces=worker,
     )
 
 
