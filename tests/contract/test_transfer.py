@@ -175,11 +175,26 @@ async def test_after_disconnect_nothing_goes_to_that_peer(backend):
 
 @pytest.mark.parametrize("backend", ["local", *ACROSS])
 async def test_a_peer_that_fits_not_is_refused_by_both_names(backend):
-    async with connected(backend) as (ours, process, _):
+    async with connected(backend) as (ours, process, peer):
+        await ours.agent.disconnect(peer)
         metadata = process.metadata.replace(b"\xaablock_size\x04", b"\xaablock_size\x08")
 
         with pytest.raises(errors.TransferError, match="block_size is 4 here and 8 at prefill-0"):
             await ours.agent.connect(metadata, deadline_s=LONG_S)
+
+
+@pytest.mark.parametrize("backend", ["local", *ACROSS])
+async def test_the_same_peer_is_connected_once(backend):
+    async with connected(backend) as (ours, process, peer):
+        same = await ours.agent.connect(process.metadata, deadline_s=LONG_S)
+        await ours.agent.disconnect(peer)
+
+        connect = [ours.agent.connect(process.metadata, deadline_s=LONG_S) for _ in range(5)]
+        again = await asyncio.gather(*connect)
+
+        assert same is peer
+        assert len(set(again)) == 1
+        assert peer not in again
 
 
 async def test_a_frozen_peer_is_given_up_at_the_deadline_over_tcp():
@@ -199,6 +214,7 @@ async def test_a_frozen_peer_hears_nothing_and_accepts_nobody(backend):
 
         with pytest.raises(errors.TransferError, match=r"within 0\.3 s"):
             await ours.agent.notify(peer, b"hello", deadline_s=SOON_S)
+        await ours.agent.disconnect(peer)
         with pytest.raises(errors.TransferError, match=r"within 0\.3 s"):
             await ours.agent.connect(process.metadata, deadline_s=SOON_S)
 
@@ -244,7 +260,8 @@ async def test_shared_memory_outlives_its_owner():
 
 @pytest.mark.parametrize("backend", ACROSS)
 async def test_nobody_is_there(backend):
-    async with connected(backend) as (ours, process, _):
+    async with connected(backend) as (ours, process, peer):
+        await ours.agent.disconnect(peer)
         process.kill()
 
         with pytest.raises(errors.TransferError, match="cannot connect"):
@@ -260,10 +277,11 @@ async def test_a_restarted_worker_is_another_peer():
         )
 
         try:
-            with pytest.raises(errors.TransferError, match="has restarted"):
-                await ours.agent.connect(process.metadata, deadline_s=LONG_S)
             with pytest.raises(errors.TransferError):
                 await move(ours, READ, peer, [1], [2])
+            await ours.agent.disconnect(peer)
+            with pytest.raises(errors.TransferError, match="has restarted"):
+                await ours.agent.connect(process.metadata, deadline_s=LONG_S)
             renewed = await ours.agent.connect(again.metadata, deadline_s=LONG_S)
             await move(ours, READ, renewed, [1], [2])
         finally:
