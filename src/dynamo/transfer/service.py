@@ -90,9 +90,9 @@ class Service:
             log.warning("dropping a peer of %s: %s", self._exposed.name, error)
             self._say_why(link, error)
         finally:
-            link.close()
-            with self._lock:
+            with self._lock:  # first, so that who sees the end of one connection has room for another
                 self._links.pop(link, None)
+            link.close()
 
     def _converse(self, link: Link) -> None:
         self._check(link)
