@@ -174,7 +174,10 @@ class Agent:
         if self._on_notification is None:
             raise errors.TransferError(f"{self.name} takes no notifications")
         heard = threading.Event()
-        self._loop.call_soon_threadsafe(self._hear, sender, message, heard)
+        try:
+            self._loop.call_soon_threadsafe(self._hear, sender, message, heard)
+        except RuntimeError as error:  # its loop is closed
+            raise errors.TransferError(f"{self.name} has ended") from error
         if not heard.wait(limit.remaining_s()):
             raise errors.TransferError(f"{self.name} is too busy to listen")
 

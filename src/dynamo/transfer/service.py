@@ -90,7 +90,9 @@ class Service:
             log.warning("dropping a peer of %s: %s", self._exposed.name, error)
             self._say_why(link, error)
         finally:
-            with self._lock:  # first, so that who sees the end of one connection has room for another
+            with (
+                self._lock
+            ):  # first, so that who sees the end of one connection has room for another
                 self._links.pop(link, None)
             link.close()
 
