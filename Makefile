@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt bench bench-frontend bench-engine bench-router simulate-routing simulate-check docs clean
+.PHONY: help setup run test check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer simulate-routing simulate-check docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,9 @@ simulate-check: $(VENV)/.dev  ## does the simulator foretell what real processes
 
 bench-disagg: $(VENV)/.dev  ## measure what prefill in a worker of its own brings, and costs
 	@$(BIN)/python -m benchmarks.disagg
+
+bench-transfer: $(VENV)/.dev  ## measure how fast KV blocks move between processes
+	@$(BIN)/python -m benchmarks.transfer
 
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate

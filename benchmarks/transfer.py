@@ -1,20 +1,24 @@
 """KV blocks between two processes, beside the plainest copies of the same bytes in the same run.
 
-`shm` beside a memcpy within one process, `tcp` beside a loop of `sendall` and `recv_into` over one loopback connection. The
-pool is that of a model with 16 layers and 8 KV heads of 128 in bfloat16: a block of 16 tokens is 1 MiB, 64 KiB per layer.
-Everything takes turns, so that a busy machine is busy for all; medians of the rounds' seconds.
+`shm` beside a memcpy within one process, `tcp` beside a loop of `sendall` and `recv_into` over one loopback connection.
+The pool is that of a model with 16 layers and 8 KV heads of 128 in bfloat16: a block of 16 tokens is 1 MiB, 64 KiB per
+layer. *Neighbours* are blocks in a row, *scattered* ones random. Everything takes turns, so that a busy machine is busy
+for all. CPU seconds are those of both processes together, medians of the rounds; on a shared machine they are the
+figure to trust. Wall seconds are medians, and the best behind the comma.
 """
 
 import argparse
 import asyncio
 import ctypes
 import multiprocessing
+import os
 import random
 import socket
 import statistics
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from dynamo.transfer import agent, api, descriptors, memory
@@ -56,7 +60,8 @@ async def _serve(control: Connection) -> None:
     agents = [await start("shm"), await start("tcp")]
     listening = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=answer_plainly, args=(listening,), daemon=True).start()
-    control.send(([a.export_metadata() for a in agents], listening.getsockname()[1]))
+    port = listening.getsockname()[1]
+    control.send(([a.export_metadata() for a in agents], port, os.getpid()))
     await asyncio.to_thread(control.recv)
     for each in agents:
         await each.close()
@@ -83,14 +88,16 @@ def answer_plainly(listening: socket.socket) -> None:
 
 
 async def measure(control: Connection, rounds: int) -> None:
-    metadata, port = await asyncio.to_thread(control.recv)
+    metadata, port, peer_pid = await asyncio.to_thread(control.recv)
     agents = [await start("shm"), await start("tcp")]
     peers = [
         await mine.connect(theirs, deadline_s=DEADLINE_S)
         for mine, theirs in zip(agents, metadata, strict=True)
     ]
     plain = socket.create_connection(("127.0.0.1", port))
-    print("| bytes | copy | ms | GB/s | of the plain copy |\n|---|---|---|---|---|")
+    print(
+        "| bytes | copy | CPU ms | CPU, of plain | wall ms | wall, of plain |\n|---|---|---|---|---|---|"
+    )
     for num_blocks in (2, 64):
         copies = {
             "memcpy": memcpy(num_blocks * MIB),
@@ -100,29 +107,50 @@ async def measure(control: Connection, rounds: int) -> None:
             "tcp, neighbours": pull(agents[1], peers[1], num_blocks, is_scattered=False),
             "tcp, scattered": pull(agents[1], peers[1], num_blocks, is_scattered=True),
         }
-        report(num_blocks * MIB, await take_turns(copies, rounds, repeats=64 // num_blocks))
+        repeats = 64 // num_blocks
+        report(num_blocks * MIB, await take_turns(copies, rounds, repeats, peer_pid))
     plain.close()
     for mine in agents:
         await mine.close()
 
 
-async def take_turns(copies: dict[str, Copy], rounds: int, repeats: int) -> dict[str, float]:
-    """Median seconds of one copy, by name."""
-    seconds: dict[str, list[float]] = {name: [] for name in copies}
-    for _ in range(rounds + 1):  # the first one touches the pages
+@dataclass(frozen=True)
+class Taken:
+    """Seconds of one copy, a value per round."""
+
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+
+
+async def take_turns(
+    copies: dict[str, Copy], rounds: int, repeats: int, peer_pid: int
+) -> dict[str, Taken]:
+    taken = {name: Taken() for name in copies}
+    for turn in range(rounds + 1):
         for name, copy in copies.items():
-            begun = time.perf_counter()
+            cpu, wall = cpu_s(peer_pid), time.perf_counter()
             for _ in range(repeats):
                 await copy()
-            seconds[name].append((time.perf_counter() - begun) / repeats)
-    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+            if turn:  # the first one touches the pages
+                taken[name].wall.append((time.perf_counter() - wall) / repeats)
+                taken[name].cpu.append((cpu_s(peer_pid) - cpu) / repeats)
+    return taken
 
 
-def report(num_bytes: int, seconds: dict[str, float]) -> None:
-    for name, taken in seconds.items():
-        plain = seconds["memcpy" if name.startswith(("memcpy", "shm")) else "sendall, recv_into"]
+def cpu_s(peer_pid: int) -> float:
+    """Of this process and the peer so far: Linux names the clock of a process by its id (clock_getcpuclockid)."""
+    return time.process_time() + time.clock_gettime((~peer_pid << 3) | 2)
+
+
+def report(num_bytes: int, taken: dict[str, Taken]) -> None:
+    for name, times in taken.items():
+        plain = taken["memcpy" if name.startswith(("memcpy", "shm")) else "sendall, recv_into"]
+        cpu, wall = statistics.median(times.cpu), statistics.median(times.wall)
+        of_cpu, of_wall = statistics.median(plain.cpu) / cpu, statistics.median(plain.wall) / wall
+        best, of_best = min(times.wall), min(plain.wall) / min(times.wall)
         print(
-            f"| {num_bytes // MIB} MiB | {name} | {taken * 1e3:.2f} | {num_bytes / taken / 1e9:.1f} | {plain / taken:.2f} |"
+            f"| {num_bytes // MIB} MiB | {name} | {cpu * 1e3:.3f} | {of_cpu:.2f}"
+            f" | {wall * 1e3:.3f}, {best * 1e3:.3f} | {of_wall:.2f}, {of_best:.2f} |"
         )
 
 

@@ -85,7 +85,9 @@ class ProcessPeer:
         return self._ask("descriptors")
 
     def freeze(self):
+        """Returns when all its threads have stopped: the signal takes its time."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
 
     def kill(self):
         self._process.kill()

@@ -26,7 +26,9 @@ LONG_S = 30.0
 
 @contextlib.asynccontextmanager
 async def worker(token=b""):
-    made = await transfer_peer.Worker("prefill-0", tcp.TcpBackend(token=token), seed=2).start()
+    made = await transfer_peer.Worker(
+        "prefill-0", tcp.TcpBackend(token=token, is_always_summed=True), seed=2
+    ).start()
     try:
         yield made
     finally:
@@ -117,7 +119,7 @@ async def test_garbage_after_the_handshake_ends_the_connection_only():
 async def test_pieces_outside_the_pool_are_refused(kind, spans):
     async with worker() as served:
         link = await asyncio.to_thread(enter, served.metadata)
-        link.send(kind(messages.pack(spans), 5.0), Limit(10))
+        link.send(kind(messages.pack(spans), True, 5.0), Limit(10))
 
         with pytest.raises(errors.TransferError, match="refused"):
             await asyncio.to_thread(receive, link)
@@ -127,7 +129,7 @@ async def test_pieces_outside_the_pool_are_refused(kind, spans):
 async def test_a_write_whose_checksum_is_wrong_is_not_confirmed():
     async with worker() as served:
         link = await asyncio.to_thread(enter, served.metadata)
-        link.send(messages.Write(messages.pack([(0, 4)]), 5.0), Limit(10))
+        link.send(messages.Write(messages.pack([(0, 4)]), True, 5.0), Limit(10))
         link._send([memoryview(b"abcd" + bytes(8))], Limit(10))
 
         with pytest.raises(errors.TransferError):

@@ -34,7 +34,8 @@ class Agent:
         self._metadata: descriptors.Metadata | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting = ThreadPoolExecutor(NUM_CONNECTING, "transfer-connect")
-        self._peers: set[ConnectedPeer] = set()
+        self._peer_by_epoch: dict[str, ConnectedPeer] = {}
+        self._is_closed = False
 
     def allocate(self, num_bytes: int) -> memoryview:
         if self._shared is not None:
@@ -81,6 +82,8 @@ class Agent:
 
     async def connect(self, metadata: bytes, *, deadline_s: float) -> ConnectedPeer:
         mine, theirs = self._started(), descriptors.decode(metadata)
+        if known := self._peer_by_epoch.get(theirs.epoch):
+            return known
         plan.check_fit(mine.layout, theirs.layout, theirs.name)
         backend = self._backends[choice.choose_backend(mine, theirs)]
         target = routes.Target(
@@ -95,15 +98,11 @@ class Agent:
             deadline_s=deadline_s,
             discard=lambda route: route.close(),
         )
-        peer = ConnectedPeer(theirs, backend, await job.outcome)
-        self._peers.add(peer)
-        return peer
+        return await self._keep(ConnectedPeer(theirs, backend, await job.outcome))
 
     async def disconnect(self, peer: api.Peer) -> None:
-        if peer in self._peers:
-            assert isinstance(peer, ConnectedPeer)
-            self._peers.discard(peer)
-            await peer.close()
+        if self._peer_by_epoch.get(peer.epoch) is peer:
+            await self._peer_by_epoch.pop(peer.epoch).close()
 
     def prepare(
         self,
@@ -133,7 +132,8 @@ class Agent:
         ).outcome
 
     async def close(self) -> None:
-        for peer in list(self._peers):
+        self._is_closed = True
+        for peer in list(self._peer_by_epoch.values()):
             await self.disconnect(peer)
         for backend in self._backends.values():
             await asyncio.to_thread(backend.close)
@@ -153,10 +153,20 @@ class Agent:
         return self._shared if is_ours else None
 
     def _reached(self, peer: api.Peer) -> ConnectedPeer:
-        if peer not in self._peers:
+        reached = self._peer_by_epoch.get(peer.epoch)
+        if reached is not peer:
             raise errors.TransferError(f"{peer.name} is not connected (any more)")
-        assert isinstance(peer, ConnectedPeer)
-        return peer
+        return reached
+
+    async def _keep(self, made: ConnectedPeer) -> ConnectedPeer:
+        """This one, or that which another task has connected meanwhile."""
+        if self._is_closed:
+            await made.close()
+            raise errors.TransferError(f"{self.name} was closed while it connected")
+        kept = self._peer_by_epoch.setdefault(made.epoch, made)
+        if kept is not made:
+            await made.close()
+        return kept
 
     def _deliver(self, sender: str, message: bytes, limit: Limit) -> None:
         """On a thread of a backend."""
@@ -164,7 +174,10 @@ class Agent:
         if self._on_notification is None:
             raise errors.TransferError(f"{self.name} takes no notifications")
         heard = threading.Event()
-        self._loop.call_soon_threadsafe(self._hear, sender, message, heard)
+        try:
+            self._loop.call_soon_threadsafe(self._hear, sender, message, heard)
+        except RuntimeError as error:  # its loop is closed
+            raise errors.TransferError(f"{self.name} has ended") from error
         if not heard.wait(limit.remaining_s()):
             raise errors.TransferError(f"{self.name} is too busy to listen")
 

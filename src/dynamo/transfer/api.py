@@ -160,6 +160,8 @@ class Agent(Protocol):
     async def connect(self, metadata: bytes, *, deadline_s: float) -> Peer:
         """Import a peer's metadata and open the best way to it. To be called ahead of need.
 
+        A peer that is connected already, which its epoch tells, is given again; nothing is asked of it.
+
         Raises TransferError: not metadata, a layout that does not fit (both are named), no way in common, nobody there,
         the wrong cluster token, or an agent that has restarted since it exported this.
         """

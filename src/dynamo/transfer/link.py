@@ -2,8 +2,9 @@
 
 The socket blocks, and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): a socket with Python's own timeout needs a
 poll before every call and returns what has come so far, while a blocking one fills a whole list of buffers in one call.
-Bytes go straight from and to the pool. They are moved in *bites* that stay in the processor's cache until they are
-summed.
+Bytes go straight from and to the pool. They are moved in *bites*: few, because each costs a system call and often a
+change of threads, but not so long that the processor's cache has lost them when they are summed. All that belongs
+together is sent so that the kernel need not wake the receiver for a part of it (MSG_MORE).
 """
 
 import socket
@@ -19,7 +20,7 @@ from dynamo.transfer import messages
 from dynamo.transfer.limit import Limit
 
 GREETING_LIMIT_S = 5.0
-_BITE_BYTES = 512 * 1024
+_BITE_BYTES = 2 * 2**20
 _BITE_BUFFERS = 512  # the kernel takes 1,024 (IOV_MAX)
 _LENGTH = struct.Struct("!I")
 _TIMEVAL = struct.Struct("ll")
@@ -51,10 +52,10 @@ class Link:
         credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return int(struct.unpack("iII", credentials)[1])
 
-    def send(self, message: msgspec.Struct, limit: Limit) -> None:
-        """Raises TransferError."""
+    def send(self, message: msgspec.Struct, limit: Limit, *, is_more: bool = False) -> None:
+        """`is_more`: bytes follow at once. Raises TransferError."""
         body = msgspec.msgpack.encode(message)
-        self._send([memoryview(_LENGTH.pack(len(body)) + body)], limit)
+        self._send([memoryview(_LENGTH.pack(len(body)) + body)], limit, is_more=is_more)
 
     def receive(self, *kinds: type[M], limit: Limit | None, max_bytes: int) -> M:
         """The next message, of one of these kinds; a limit of None waits for as long as the peer is there.
@@ -72,24 +73,29 @@ class Link:
         self._receive([memoryview(body)], limit or Limit(GREETING_LIMIT_S))
         return _decode(bytes(body), kinds)
 
-    def send_spans(self, memory: memoryview, spans: Sequence[messages.Span], limit: Limit) -> None:
-        """These bytes, then their checksum. Raises TransferError."""
+    def send_spans(
+        self, memory: memoryview, spans: Sequence[messages.Span], limit: Limit, *, is_summed: bool
+    ) -> None:
+        """These bytes, then their checksum if wanted. Raises TransferError."""
         checksum = xxhash.xxh3_64()
         for bite in _bites(memory, spans):
-            for part in bite:
-                checksum.update(part)
-            self._send(bite, limit)
-        self._send([memoryview(checksum.digest())], limit)
+            if is_summed:
+                _add(checksum, bite)
+            self._send(bite, limit, is_more=is_summed)
+        if is_summed:
+            self._send([memoryview(checksum.digest())], limit)
 
     def receive_spans(
-        self, memory: memoryview, spans: Sequence[messages.Span], limit: Limit
+        self, memory: memoryview, spans: Sequence[messages.Span], limit: Limit, *, is_summed: bool
     ) -> None:
         """Fill these bytes. Raises TransferError, also if their checksum is wrong."""
         checksum = xxhash.xxh3_64()
         for bite in _bites(memory, spans):
             self._receive(bite, limit)
-            for part in bite:
-                checksum.update(part)
+            if is_summed:
+                _add(checksum, bite)
+        if not is_summed:
+            return
         sent = bytearray(messages.CHECKSUM_BYTES)
         self._receive([memoryview(sent)], limit)
         if sent != checksum.digest():
@@ -114,11 +120,12 @@ class Link:
             raise errors.TransferError("the peer did not send its memory's descriptor")
         return descriptors[0]
 
-    def _send(self, buffers: list[memoryview], limit: Limit) -> None:
+    def _send(self, buffers: list[memoryview], limit: Limit, *, is_more: bool = False) -> None:
+        flags = socket.MSG_MORE if is_more else 0
         while buffers:
             self._allow(limit, socket.SO_SNDTIMEO)
             try:
-                num_sent = self._sock.sendmsg(buffers)
+                num_sent = self._sock.sendmsg(buffers, (), flags)
             except BlockingIOError:
                 continue  # its time is over: _allow says so
             except OSError as error:
@@ -175,6 +182,11 @@ def _bites(memory: memoryview, spans: Sequence[messages.Span]) -> Iterator[list[
                 bite, room = [], _BITE_BYTES
     if bite:
         yield bite
+
+
+def _add(checksum: xxhash.xxh3_64, bite: list[memoryview]) -> None:
+    for part in bite:
+        checksum.update(part)
 
 
 def _rest(buffers: list[memoryview], num_done: int) -> list[memoryview]:

@@ -5,14 +5,14 @@
                             ◀──     Hello(epoch it expects, nonce, proof)
     Welcome(proof)          ──▶
                             ◀──     Attach                      shared memory: the answer brings a descriptor
-                            ◀──     Read(pieces)                bytes follow the answer, then their checksum
-                            ◀──     Write(pieces), bytes, checksum
+                            ◀──     Read(pieces)                bytes follow the answer (and their checksum)
+                            ◀──     Write(pieces), bytes (and their checksum)
                             ◀──     Notify
     Done or Refused         ──▶     to each; then the next
 
 One operation at a time; who wants more opens more connections. Pieces are pairs of 64-bit offset and length in the
-server's pool. The checksum is xxh3 over all bytes of the operation: TCP's own 16 bits let one damaged segment in
-65,536 pass.
+server's pool. Where bytes leave the machine, xxh3 over all bytes of the operation follows them: TCP's own 16 bits
+let one damaged segment in 65,536 pass. On loopback they do not leave memory, and nothing follows.
 """
 
 import array
@@ -52,11 +52,13 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
     pieces: bytes
+    is_summed: bool
     timeout_s: float
 
 
 class Write(msgspec.Struct, frozen=True, tag="write"):
     pieces: bytes
+    is_summed: bool
     timeout_s: float
 
 

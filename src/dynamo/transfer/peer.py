@@ -53,6 +53,7 @@ class PreparedTransfer:
         self._job: Job[None] | None = None
         self._outcome: asyncio.Future[None] | None = None
         self._is_released = False
+        self._quick_pieces = list(copies.pieces()) if self._is_quick else None
 
     @property
     def num_bytes(self) -> int:
@@ -67,8 +68,9 @@ class PreparedTransfer:
             is_what = "released" if self._is_released else "running"
             raise errors.LocalProtocolError(f"cannot post a transfer that is {is_what}")
         check_message(notification or b"")
-        if self._is_quick and notification is None and not self._peer.is_closed:
-            self._job, self._outcome = None, self._move_now(Limit(deadline_s))
+        quick = self._quick_pieces
+        if quick is not None and notification is None and not self._peer.is_closed:
+            self._job, self._outcome = None, self._move_now(quick, Limit(deadline_s))
         else:
             self._job = self._peer.submit(self._work(notification), deadline_s=deadline_s)
             self._outcome = self._job.outcome
@@ -95,10 +97,10 @@ class PreparedTransfer:
             and self.num_pieces <= QUICK_PIECES
         )
 
-    def _move_now(self, limit: Limit) -> asyncio.Future[None]:
+    def _move_now(self, pieces: list[plan.Piece], limit: Limit) -> asyncio.Future[None]:
         outcome = asyncio.get_running_loop().create_future()
         try:
-            self._peer.route.move(self._operation, self._plan.pieces(), limit)
+            self._peer.route.move(self._operation, pieces, limit)
         except errors.TransferError as error:
             outcome.set_exception(error)
         else:

@@ -5,6 +5,7 @@ stalled peer can hold. The number of connections is bounded, strangers have seco
 operation has the time that its asker gave it.
 """
 
+import contextlib
 import logging
 import socket
 import threading
@@ -21,6 +22,7 @@ from dynamo.transfer.routes import Exposed
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 _JOIN_S = 5.0
+_PAUSE_S = 0.1
 
 
 class Service:
@@ -39,7 +41,7 @@ class Service:
         self._sock, self._exposed, self._token, self._check = sock, exposed, token, check
         self._max_connections = max_connections
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._closed = threading.Event()
         self._links: dict[Link, threading.Thread] = {}
         sock.listen(128)
         self._accepting = threading.Thread(target=self._accept, name="transfer-accept", daemon=True)
@@ -48,9 +50,10 @@ class Service:
     def close(self) -> None:
         """Break all connections and wait for their threads. Idempotent."""
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
             serving = dict(self._links)
-        Link(self._sock).interrupt()  # wakes the accept
+        with contextlib.suppress(OSError):  # closed already
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the accept
         self._accepting.join(_JOIN_S)
         self._sock.close()
         for link, thread in serving.items():
@@ -58,25 +61,25 @@ class Service:
             thread.join(_JOIN_S)
 
     def _accept(self) -> None:
-        while not self._is_closed:
+        while not self._closed.is_set():
             try:
                 sock, _ = self._sock.accept()
-            except OSError:
-                if not self._is_closed:
-                    log.exception("the transfer agent %s hears no more peers", self._exposed.name)
-                return
+            except OSError as error:  # closed, or for a while there are no descriptors left
+                if not self._closed.wait(_PAUSE_S):
+                    log.warning("%s cannot take a peer's connection: %s", self._exposed.name, error)
+                continue
             self._begin(Link(sock))
 
     def _begin(self, link: Link) -> None:
         with self._lock:
-            if self._is_closed or len(self._links) >= self._max_connections:
+            if self._closed.is_set() or len(self._links) >= self._max_connections:
                 link.close()
                 return
             thread = threading.Thread(
                 target=self._serve, args=(link,), name="transfer-serve", daemon=True
             )
             self._links[link] = thread
-        thread.start()
+            thread.start()
 
     def _serve(self, link: Link) -> None:
         try:
@@ -87,9 +90,11 @@ class Service:
             log.warning("dropping a peer of %s: %s", self._exposed.name, error)
             self._say_why(link, error)
         finally:
-            link.close()
-            with self._lock:
+            with (
+                self._lock
+            ):  # first, so that who sees the end of one connection has room for another
                 self._links.pop(link, None)
+            link.close()
 
     def _converse(self, link: Link) -> None:
         self._check(link)
@@ -115,13 +120,13 @@ class Service:
     def _read(self, link: Link, request: messages.Read) -> None:
         limit, memory = Limit(request.timeout_s), self._exposed.region.memory
         spans = messages.unpack(request.pieces, len(memory))
-        link.send(messages.Done(), limit)
-        link.send_spans(memory, spans, limit)
+        link.send(messages.Done(), limit, is_more=True)
+        link.send_spans(memory, spans, limit, is_summed=request.is_summed)
 
     def _write(self, link: Link, request: messages.Write) -> None:
         limit, memory = Limit(request.timeout_s), self._exposed.region.memory
         spans = messages.unpack(request.pieces, len(memory))
-        link.receive_spans(memory, spans, limit)
+        link.receive_spans(memory, spans, limit, is_summed=request.is_summed)
         link.send(messages.Done(), limit)
 
     def _notify(self, link: Link, sender: str, request: messages.Notify) -> None:

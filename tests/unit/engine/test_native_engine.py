@@ -102,7 +102,7 @@ def fake_assembly(runner):
 @pytest.fixture
 def runner(monkeypatch):
     runner = HeldRunner()
-    monkeypatch.setattr(engines, "assemble", lambda path, settings: fake_assembly(runner))
+    monkeypatch.setattr(engines, "assemble", lambda path, settings, allocate: fake_assembly(runner))
     return runner
 
 
@@ -137,7 +137,7 @@ async def test_a_model_that_is_not_there_is_the_users_error(tmp_path):
 
 
 async def test_a_failure_to_load_says_what_happened(tmp_path, monkeypatch):
-    def break_down(path, settings):
+    def break_down(path, settings, allocate):
         raise MemoryError("not so much")
 
     monkeypatch.setattr(engines, "assemble", break_down)
@@ -148,7 +148,7 @@ async def test_a_failure_to_load_says_what_happened(tmp_path, monkeypatch):
 async def test_whoever_stops_waiting_for_the_start_leaves_no_thread(tmp_path, monkeypatch):
     may_load, runner = threading.Event(), HeldRunner()
 
-    def load(path, settings):
+    def load(path, settings, allocate):
         assert may_load.wait(DEADLINE_S)
         return fake_assembly(runner)
 

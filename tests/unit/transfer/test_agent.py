@@ -1,11 +1,13 @@
 """What an agent refuses by itself; what it does with others is in the contract suite."""
 
+import asyncio
+
 import pytest
 
 import transfer_peer
 from dynamo.base import errors
 from dynamo.transfer import agent, descriptors
-from dynamo.transfer.backends import shm, tcp
+from dynamo.transfer.backends import local, shm, tcp
 from transfer_peer import LAYOUT
 
 
@@ -68,3 +70,35 @@ async def test_an_agent_that_takes_no_notifications_says_so():
 
 def test_two_starts_of_one_name_are_two_epochs():
     assert agent.Agent("a", backends=[]).epoch != agent.Agent("a", backends=[]).epoch
+
+
+def test_an_agent_whose_loop_is_over_says_so():
+    room = local.Room()
+    gone = transfer_peer.Worker("prefill-0", local.LocalBackend(room), seed=1)
+    asyncio.run(gone.start())
+
+    async def tell():
+        worker = transfer_peer.Worker("decode-0", local.LocalBackend(room), seed=1)
+        await worker.start()
+        peer = await worker.agent.connect(gone.metadata, deadline_s=10)
+        try:
+            await worker.agent.notify(peer, b"hello", deadline_s=10)
+        finally:
+            await worker.close()
+
+    with pytest.raises(errors.TransferError, match="prefill-0 has ended"):
+        asyncio.run(tell())
+
+
+async def test_a_peer_that_does_not_listen_in_time_is_an_error():
+    room = local.Room()
+    worker = await transfer_peer.Worker("decode-0", local.LocalBackend(room), seed=1).start()
+    busy = transfer_peer.Worker("prefill-0", local.LocalBackend(room), seed=1)
+    loop = asyncio.new_event_loop()
+    await asyncio.to_thread(loop.run_until_complete, busy.start())  # and turns no more
+    peer = await worker.agent.connect(busy.metadata, deadline_s=10)
+
+    with pytest.raises(errors.TransferError, match="prefill-0 is too busy to listen"):
+        await worker.agent.notify(peer, b"hello", deadline_s=0.05)
+    await worker.close()
+    loop.close()

@@ -1,5 +1,6 @@
 """Plans move each byte to where it belongs: compared with copying token by token by the definition of the layout."""
 
+import itertools
 import random
 
 import msgspec
@@ -84,9 +85,7 @@ def test_runs_are_the_pairs_again_and_cannot_be_merged_further(local, remote):
 
     unfolded = [(a + i, b + i) for a, b, num_blocks in runs for i in range(num_blocks)]
     assert unfolded == pairs
-    assert not any(
-        (a + n, b + n) == (c, d) for (a, b, n), (c, d, _) in zip(runs, runs[1:], strict=False)
-    )
+    assert not any((a + n, b + n) == (c, d) for (a, b, n), (c, d, _) in itertools.pairwise(runs))
 
 
 @pytest.mark.parametrize(

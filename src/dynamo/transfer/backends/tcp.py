@@ -26,8 +26,18 @@ class TcpBackend:
         can_read=True, can_write=True, can_notify=True, is_same_host=False
     )
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, token: bytes = b"") -> None:
-        """Raises ConfigError for a host that is no address to give to others, or needs a token."""
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: bytes = b"",
+        is_always_summed: bool = False,
+    ) -> None:
+        """`is_always_summed`: checksums on loopback, too, as for tunnels that end there.
+
+        Raises ConfigError for a host that is no address to give to others, or needs a token.
+        """
         if host in _WILDCARDS:
             raise errors.ConfigError(
                 f"the transfer host is {host!r}: expected the address by which other workers reach this one"
@@ -37,6 +47,7 @@ class TcpBackend:
                 f"transfers on {host} are open to its whole network: give a cluster token, or listen on 127.0.0.1"
             )
         self._host, self._port, self._token = host, port, token
+        self._is_always_summed = is_always_summed
         self._service: service.Service | None = None
         self._exposed: routes.Exposed | None = None
 
@@ -69,7 +80,8 @@ class TcpBackend:
 
         peer = links.Links(lambda limit: _connect(host, port, limit), greet)
         peer.warm(limit)
-        return TcpRoute(mine.region.memory, peer)
+        is_summed = self._is_always_summed or not _is_loopback(host)
+        return TcpRoute(mine.region.memory, peer, is_summed=is_summed)
 
     def close(self) -> None:
         if self._service is not None:
@@ -79,8 +91,8 @@ class TcpBackend:
 class TcpRoute:
     """Each thread that moves something has a connection for itself."""
 
-    def __init__(self, memory: memoryview, peer: links.Links) -> None:
-        self._memory, self._links = memory, peer
+    def __init__(self, memory: memoryview, peer: links.Links, *, is_summed: bool) -> None:
+        self._memory, self._links, self._is_summed = memory, peer, is_summed
 
     def move(self, operation: api.Operation, pieces: Iterable[Piece], limit: Limit) -> None:
         step = self._pull if operation is api.Operation.READ else self._push
@@ -95,13 +107,14 @@ class TcpRoute:
         self._links.close()
 
     def _pull(self, link: Link, batch: list[Piece], limit: Limit) -> None:
-        link.send(messages.Read(_remote(batch), limit.remaining_s()), limit)
+        link.send(messages.Read(_remote(batch), self._is_summed, limit.remaining_s()), limit)
         link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
-        link.receive_spans(self._memory, _local(batch), limit)
+        link.receive_spans(self._memory, _local(batch), limit, is_summed=self._is_summed)
 
     def _push(self, link: Link, batch: list[Piece], limit: Limit) -> None:
-        link.send(messages.Write(_remote(batch), limit.remaining_s()), limit)
-        link.send_spans(self._memory, _local(batch), limit)
+        request = messages.Write(_remote(batch), self._is_summed, limit.remaining_s())
+        link.send(request, limit, is_more=True)
+        link.send_spans(self._memory, _local(batch), limit, is_summed=self._is_summed)
         link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
 
 
