@@ -3,6 +3,7 @@
 PYTHON ?= python3
 MODEL ?=
 PORT ?= 8000
+TOPOLOGY ?= agg
 TRACE ?= ../shared/data/traces/mooncake_conversation_trace.jsonl
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ help:  ## say what can be made
 setup: $(VENV)/.run  ## create .venv and install what serving needs
 
 run: $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or hub name, PORT=8000)
-	@exec $(BIN)/dynamo serve $(MODEL) --http-port $(PORT)
+	@exec $(BIN)/dynamo serve $(MODEL) --http-port $(PORT) $(if $(filter disagg,$(TOPOLOGY)),--prefill 1 --decode 1)
 
 test: $(VENV)/.dev  ## run every test
 	@tests/install_services.sh

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 
+import httpx
 import pytest
 from deployment import Frontend, Process, eventually, free_port
 
@@ -139,3 +140,23 @@ def test_a_mistake_is_one_sentence_at_once(deployment, arguments, expected):
     assert process.exit_code(15) == 2
     assert expected in last_line(process)
     assert "Traceback" not in process.log.read_text()
+
+
+def test_prompts_can_be_computed_by_a_worker_of_their_own(deployment):
+    process = serve(
+        deployment, free_port(), "--prefill", "1", "--decode", "1",
+        "--worker-flags", "--max-local-prefill-length 0",
+    )  # fmt: skip
+    url = re.search(r"answers at (\S+)", process.log.read_text())[1]
+    eventually(
+        lambda: "is connected" in process.log.read_text(), within_s=30, what="they know each other"
+    )
+    body = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    pids = pids_of(process)
+    process.signal(signal.SIGINT)
+
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert len(pids) == 4
+    assert process.exit_code() == 0
+    assert not any(map(is_alive, pids))

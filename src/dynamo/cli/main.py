@@ -61,12 +61,17 @@ def dynamo(
 
 
 @app.command("serve")
-def serve_command(
+def serve_command(  # noqa: PLR0913 - as many as the command has flags
     *,
     model: Annotated[str | None, typer.Argument(help=_MODEL)] = None,
     http_port: Port = 8000,
     http_host: Host = "127.0.0.1",
-    workers: Annotated[int, typer.Option(min=1, help="worker processes")] = 1,
+    workers: Annotated[
+        int, typer.Option("--workers", "--decode", min=1, help="worker processes that answer")
+    ] = 1,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="more worker processes, that compute long prompts for them")
+    ] = 0,
     engine: Annotated[str, typer.Option(help="native or mocker")] = "native",
     model_name: Annotated[str | None, typer.Option(help="what clients call the model")] = None,
     worker_flags: Annotated[
@@ -81,6 +86,7 @@ def serve_command(
             model_name=model_name,
             engine=engine,
             num_workers=workers,
+            num_prefill=prefill,
             http_host=http_host,
             http_port=http_port,
             ready_timeout_s=ready_timeout,

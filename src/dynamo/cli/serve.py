@@ -31,6 +31,7 @@ PROBE_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 35.0  # a worker drains for at most 30 s
 PROMPT = "Tell me a story about a brave cat"
 _DISCOVERY = "DYN_FILE_KV"
+_ANSWERS = ("--disaggregation-mode", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class ServeOptions:
     http_port: int
     ready_timeout_s: float
     worker_flags: tuple[str, ...] = ()
+    num_prefill: int = 0  # workers beside the others that only compute prompts
 
 
 def serve(options: ServeOptions) -> int:
@@ -99,7 +101,13 @@ class _Supervisor:
         self._stop = asyncio.Event()
         self._death: processes.ChildDied | None = None
         self._child_by_name: dict[str, processes.Child] = {}
-        self._worker_names = [f"worker {n + 1}" for n in range(options.num_workers)]
+        self._argv_by_worker = {
+            f"worker {n + 1}": self._worker_argv(*_ANSWERS if options.num_prefill else ())
+            for n in range(options.num_workers)
+        } | {
+            f"prefill worker {n + 1}": self._worker_argv("--is-prefill-worker")
+            for n in range(options.num_prefill)
+        }
 
     async def run(self) -> int:
         """Serve until told to stop, or until a child dies that we need; leave no process behind."""
@@ -118,8 +126,8 @@ class _Supervisor:
     async def _serve(self) -> None:
         """Start, wait until the model answers, watch. Raises ChildDied."""
         await self._start("frontend", self._frontend_argv())
-        for name in self._worker_names:
-            await self._start(name, self._worker_argv())
+        for name, argv in self._argv_by_worker.items():
+            await self._start(name, argv)
         if await self._until_ready():
             print(self._banner(), flush=True)
             await self._watch()
@@ -154,10 +162,10 @@ class _Supervisor:
         flags = ["--http-host", options.http_host, "--http-port", str(options.http_port)]
         return [sys.executable, "-m", "dynamo.frontend", *flags]
 
-    def _worker_argv(self) -> list[str]:
+    def _worker_argv(self, *role: str) -> list[str]:
         flags = ["--model", str(self._directory), "--model-name", self._name]
         module = f"dynamo.{self._options.engine}"
-        return [sys.executable, "-m", module, *flags, *self._options.worker_flags]
+        return [sys.executable, "-m", module, *flags, *role, *self._options.worker_flags]
 
     async def _until_ready(self) -> bool:
         """Wait for the model to answer; False if we were told to stop. Raises ChildDied."""
@@ -172,7 +180,7 @@ class _Supervisor:
             if await readiness.lists_model(options.http_host, options.http_port, self._name):
                 return True
             if progress.is_over:
-                words = self._child_by_name[self._worker_names[0]].last_words
+                words = self._child_by_name["worker 1"].last_words
                 raise processes.ChildDied(
                     f"{self._name} did not answer within {options.ready_timeout_s:g} s; "
                     f"the worker's last words: {words}"
@@ -185,7 +193,7 @@ class _Supervisor:
     async def _watch(self) -> None:
         """Until told to stop. Raises ChildDied when serving has become impossible."""
         self._running.start("watch over the frontend", self._watch_frontend())
-        for name in self._worker_names:
+        for name in self._argv_by_worker:
             self._running.start(f"watch over {name}", self._watch_worker(name))
         await self._running.run_until(self._stop)
         if self._death is not None:
@@ -213,7 +221,7 @@ class _Supervisor:
             readiness.say(f"{death}; starting it again in {pause_s:g} s")
             await self._clock.sleep(pause_s)
             if not self._stop.is_set():
-                await self._start(name, self._worker_argv())
+                await self._start(name, self._argv_by_worker[name])
 
     def _banner(self) -> str:
         options = self._options
@@ -224,7 +232,7 @@ class _Supervisor:
             f"\n{self._name} answers at {url}\n\n"
             f"  pids    dynamo {os.getpid()}, {pids}\n"
             f"  engine  {options.engine}, model {self._directory}\n"
-            f"  join    {_DISCOVERY}={self._environ[_DISCOVERY]} {shlex.join(self._worker_argv())}\n"
+            f"  join    {_DISCOVERY}={self._environ[_DISCOVERY]} {shlex.join(self._argv_by_worker['worker 1'])}\n"
             f"  stop    Ctrl-C\n\n"
             f"  {curl_line(url, self._name)}\n"
         )

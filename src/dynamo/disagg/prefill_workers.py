@@ -69,7 +69,10 @@ class PrefillWorkers:
             try:
                 instance_id = int(change.key.removeprefix(self._prefix), 16)
                 await self._apply(instance_id, change)
-            except (ValueError, errors.TransferError) as error:  # msgspec's errors and those of base64 are some too
+            except (
+                ValueError,
+                errors.TransferError,
+            ) as error:  # msgspec's errors and those of base64 are some too
                 _logger.warning("ignored the prefill worker %s: %s", change.key, error)
 
     async def _apply(self, instance_id: int, change: discovery.Change) -> None:
