@@ -11,7 +11,9 @@ from dynamo.frontend import (
     app,
     clearing,
     config,
+    dispatch,
     metrics,
+    migration,
     models,
     pipeline,
     records,
@@ -47,7 +49,10 @@ class Frontend:
             routing or router_config.RoutingConfig(), runtime, now, registry
         )
         self._records = records.Records(settings, registry, now)
-        counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers)
+        rules = _migration_rules(settings)
+        counted = metrics.FrontendMetrics(
+            registry, time.monotonic, self._records.observers, rules.limit_of
+        )
         self.models = models.Models(
             runtime.discovery,
             runtime.client,
@@ -56,11 +61,14 @@ class Frontend:
             now,
             namespace=settings.namespace,
         )
+        self._dispatcher = dispatch.Dispatcher(
+            self.models.find, rules, now, settings.request_timeout_secs or None
+        )
         answers = pipeline.Pipeline(
             self.models,
             counted,
             now,
-            settings.request_timeout_secs or None,
+            self._dispatcher,
             self._records.enter_trace,
             self._records.watch,
         )
@@ -115,6 +123,7 @@ class Frontend:
         trace: TracebackType | None,
     ) -> None:
         await self._server.close()
+        await self._dispatcher.close()
         await self._siblings.close()
         await self._tasks.close()
         await self._routes.close()
@@ -143,6 +152,14 @@ class Frontend:
         _logger.info("stopping: running answers may take %g s to finish", limit_s)
         if not await self._server.drain(limit_s):
             _logger.warning("answers still running after %g s are cut off", limit_s)
+
+
+def _migration_rules(settings: config.FrontendConfig) -> migration.Rules:
+    return migration.Rules(
+        limit=settings.migration_limit,
+        max_seq_len=settings.migration_max_seq_len,
+        wait_s=settings.migration_wait_secs,
+    )
 
 
 def _tls(settings: config.FrontendConfig) -> ssl.SSLContext | None:

@@ -31,6 +31,7 @@ def build(
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
     infill_format: str | None = None,
+    migration_limit: int | None = None,
 ) -> model_card.ModelCard:
     """The card of the model in `directory`, as an engine with these facts serves it. Raises ConfigError."""
     files = {file: describe(directory / file) for file in FILES if (directory / file).is_file()}
@@ -41,6 +42,7 @@ def build(
         kv_cache_block_size=facts.kv_block_size,
         model_type=_model_types(directory),
         files=files,
+        migration_limit=migration_limit,
         runtime_config=msgspec.structs.replace(
             _runtime_config(facts),
             tool_call_parser=tool_call_parser,

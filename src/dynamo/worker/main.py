@@ -82,6 +82,7 @@ def make_host(
             tool_call_parser=worker.dyn_tool_call_parser,
             reasoning_parser=worker.dyn_reasoning_parser,
             infill_format=worker.dyn_infill_format,
+            migration_limit=worker.migration_limit,
         )
         loading.load(made, clock)  # what no frontend could read is better refused here than there
         return made

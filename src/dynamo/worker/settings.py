@@ -46,6 +46,12 @@ class WorkerConfig(component.RuntimeConfig):
     engine_request_limit: int = config.option(
         1024, help="requests that may run or wait here; more are refused as overload", least=1
     )
+    migration_limit: int | None = config.option(
+        None,
+        env="DYN_MIGRATION_LIMIT",
+        help="how often a request may go on at another worker, if less often than the frontend says",
+        least=0,
+    )
     graceful_shutdown_timeout_s: float = config.option(
         30.0,
         env="DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT",
