@@ -200,7 +200,9 @@ class Delivery(abc.ABC):
                 self._leg_of[choice.index].cancel_choice(choice)
             return False
         if any(one.is_cut for one in self.choices_of(prompt_number)):
-            self._cancel(self.choices_of(prompt_number))  # the engine does not know of stop strings and calls
+            self._cancel(
+                self.choices_of(prompt_number)
+            )  # the engine does not know of stop strings and calls
         self._num_open -= 1
         if not self._num_open:
             self._is_over = True

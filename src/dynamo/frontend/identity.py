@@ -65,5 +65,11 @@ class Identity:
 
 def fingerprint(card: model_card.ModelCard) -> str:
     """The same for the same model files, engine settings and release: with a seed, answers are then the same."""
-    facts = (_VERSION, card.checksums, card.context_length, card.kv_cache_block_size, card.runtime_config)
+    facts = (
+        _VERSION,
+        card.checksums,
+        card.context_length,
+        card.kv_cache_block_size,
+        card.runtime_config,
+    )
     return f"fp_{xxhash.xxh3_64_hexdigest(_encode(facts))[:10]}"

@@ -149,7 +149,9 @@ class Pipeline:
     ) -> None:
         """Who would be asked. Raises NoWorkers."""
         chosen = model.choose(
-            order.prompts[0].request, instance_id=instance_id, avoid=self._dispatcher.busy_workers(model)
+            order.prompts[0].request,
+            instance_id=instance_id,
+            avoid=self._dispatcher.busy_workers(model),
         )
         instance_query.respond(caller, order, chosen)
 

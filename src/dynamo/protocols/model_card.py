@@ -61,7 +61,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model_type: tuple[ModelType, ...] = (ModelType.CHAT, ModelType.COMPLETIONS)
     worker_type: WorkerType = WorkerType.AGGREGATED
     files: dict[str, ModelFile] = {}
-    migration_limit: int | None = None  # how often a request may be moved; None: as the frontend says
+    migration_limit: int | None = (
+        None  # how often a request may be moved; None: as the frontend says
+    )
     runtime_config: RuntimeConfig = RuntimeConfig()
     created: int = 0  # seconds since 1970
     user_data: dict[str, Any] = {}
