@@ -135,7 +135,7 @@ class Delivery(abc.ABC):
         return self.order.prompts[leg.choices[0].index // self.order.num_choices].request
 
     def split(self, leg: Leg, rest: Mapping[int, generate.Request]) -> Sequence[Leg]:
-        """Legs for these requests instead of one that broke off; each says which choice of the prompt it begins with."""
+        """Legs for these requests, by the choice of the prompt that they begin with, instead of one that broke off."""
         lost = leg.lost if leg.instance_id is None else leg.lost | {leg.instance_id}
         prompt_first = leg.choices[0].index // self.order.num_choices * self.order.num_choices
         made = []

@@ -58,7 +58,7 @@ class FrontendMetrics:
         registry: metrics.Registry,
         now: Now,
         observers: Sequence[Observer] = (),
-        limit_of: Callable[[int | None], int] = migration.Rules().limit_of,
+        migration_rules: migration.Rules = migration.Rules(),  # noqa: B008 (a frozen value)
     ) -> None:
         self.now = now
         self.observers = tuple(observers)
@@ -80,7 +80,7 @@ class FrontendMetrics:
         self.cancelled = registry.counter(
             "model_cancellation_total", "Requests whose client went away", by_model
         )
-        self._limit_of = limit_of
+        self._limit_of = migration_rules.limit_of
         self.migration_limit = registry.gauge(
             "model_migration_limit", "How often a request goes on at another worker", by_model
         )

@@ -4,7 +4,7 @@ The tokens that have come become the end of the prompt, marked as answer (`Reque
 penalties, grammars and limits of thinking go on as if nothing had happened. What counts for the client is kept by the
 delivery, which sees one answer all along: its text, its parsers, its usage.
 
-Only the loss of a worker is a reason (`WorkerLost`). An engine that cannot do a request would fail at the next worker too.
+Only the loss of a worker is a reason (`WorkerLost`): what one engine cannot do, another would not do either.
 """
 
 import enum

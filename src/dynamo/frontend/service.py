@@ -50,9 +50,7 @@ class Frontend:
         )
         self._records = records.Records(settings, registry, now)
         rules = _migration_rules(settings)
-        counted = metrics.FrontendMetrics(
-            registry, time.monotonic, self._records.observers, rules.limit_of
-        )
+        counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers, rules)
         self.models = models.Models(
             runtime.discovery,
             runtime.client,

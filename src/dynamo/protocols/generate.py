@@ -113,7 +113,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request as an engine sees it. `token_ids` is packed (`blocks.pack`).
 
     A *resumed* request goes on with an answer that is there in part: for penalties, grammars, thoughts and seeds its
-    last `num_resumed` tokens are output. What is limited or reported (max_tokens, min_tokens, logprobs) is what follows.
+    last `num_resumed` tokens are output. Limits (max_tokens, min_tokens) and logprobs are of what follows.
     """
 
     id: str

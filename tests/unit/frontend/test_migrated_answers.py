@@ -86,9 +86,12 @@ def told(answer):
 
 def by_choice(found):
     """Choices that move become faster or slower than others: their order says nothing."""
-    return sorted(
-        found, key=lambda one: one != "[DONE]" and [c["index"] for c in one["choices"]] or [9]
-    )
+    last = [9]  # what is of no choice
+    return sorted(found, key=lambda one: last if one == "[DONE]" else places(one) or last)
+
+
+def places(event):
+    return [choice["index"] for choice in event["choices"]]
 
 
 @pytest.fixture
@@ -284,12 +287,26 @@ async def test_who_named_an_instance_wants_that_one(workers):
     assert not workers.two.requests
 
 
-async def test_alone_it_waits_for_a_worker(rig):
-    rig.one.script = Speaker(cuts=[6])
-    rig.one.script.error = errors.WorkerLost("the worker stops")
+def leave_after(rig, worker, num_tokens):
+    """The worker leaves with its next request, of which it has said so much."""
+
+    async def leave(call):
+        await worker.runtime.deregister()
+        await rig.until(lambda: not rig.instances)
+        call.fail(errors.WorkerLost("the worker stops"))
+
+    def script(call, request):
+        for token in SAYS[:num_tokens].encode():
+            call.send(generate.Output((token,)))
+        rig.start_task(leave(call))
+
+    worker.script = script
+
+
+async def test_alone_it_waits_for_a_worker(rig, caplog):
+    leave_after(rig, rig.one, 6)
     answer = rig.start_task(rig.chat())
-    await rig.until(lambda: rig.one.requests)
-    await rig.one.runtime.deregister()
+    await rig.until(lambda: "recreating stream" in caplog.text)
     replacement = await rig.worker()
     replacement.script = Speaker()
 
@@ -298,28 +315,18 @@ async def test_alone_it_waits_for_a_worker(rig):
 
 async def test_and_not_for_ever(bare):
     await bare.start(migration_wait_secs=0.3)
-    one = await bare.worker()
-
-    def die(call, request):
-        call.send(generate.Output((104,)))
-        task = bare.start_task(one.runtime.close())
-        task.add_done_callback(lambda _: None)
-
-    one.script = die
+    leave_after(bare, await bare.worker(), 1)
     found = events((await bare.chat(stream=True)).text)
 
-    assert found[0]["choices"][0]["delta"]["content"] == "h"
-    assert found[-1]["error"]["type"] == "service_unavailable"
+    assert found[0]["choices"][0]["delta"]["content"] == SAYS[0]
+    assert found[-1]["error"]["code"] == "no_workers"
 
 
-async def test_another_model_of_the_same_name_does_not_go_on(bare, tmp_path):
+async def test_another_model_of_the_same_name_does_not_go_on(bare, tmp_path, caplog):
     await bare.start(migration_wait_secs=0.5)
-    one = await bare.worker()
-    one.script = Speaker(cuts=[3])
-    one.script.error = errors.WorkerLost("the worker stops")
+    leave_after(bare, await bare.worker(), 3)
     answer = bare.start_task(bare.chat())
-    await bare.until(lambda: one.requests)
-    await one.runtime.deregister()
+    await bare.until(lambda: "recreating stream" in caplog.text)
     bare.model_dir = shutil.copytree(bare.model_dir, tmp_path / "other")
     (bare.model_dir / "generation_config.json").write_text("{}")
     other = await bare.worker()
@@ -328,16 +335,13 @@ async def test_another_model_of_the_same_name_does_not_go_on(bare, tmp_path):
     assert not other.requests
 
 
-async def test_a_client_that_goes_while_its_request_moves_leaves_nothing_behind(rig):
-    rig.one.script = Speaker(cuts=[6])
-    rig.one.script.error = errors.WorkerLost("the worker stops")
+async def test_a_client_that_goes_while_its_request_moves_leaves_nothing_behind(rig, caplog):
+    leave_after(rig, rig.one, 6)
     async with httpx.AsyncClient(base_url=rig.frontend.url) as client:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            await anext(answer.aiter_lines())
-            await rig.one.runtime.deregister()
+        async with client.stream("POST", "/v1/chat/completions", json=body):
+            await rig.until(lambda: "recreating stream" in caplog.text)
     replacement = await rig.worker()
-    replacement.script = Speaker()
 
     async def is_over():
         return (await rig.metrics())['dynamo_frontend_inflight_requests{model="m"}'] == 0
