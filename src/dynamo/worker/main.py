@@ -95,6 +95,7 @@ def make_host(
         request_limit=worker.engine_request_limit,
         clock=clock,
         traces=worker,
+        patience=worker.patience,
     )
 
 
