@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt bench bench-router docs clean
+.PHONY: help setup run test check fmt bench bench-router chaos docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,9 @@ bench: $(VENV)/.dev  ## measure frontend and engine (beside the real Dynamo, if 
 
 bench-router: $(VENV)/.dev  ## measure the router (beside the real Dynamo, if PEER=its python)
 	@$(BIN)/python -m benchmarks.router_index $(if $(PEER),--peer $(PEER))
+
+chaos: $(VENV)/.dev  ## kill, stop and restart workers at random while clients ask (MINUTES=1)
+	@$(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),1)
 
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate

@@ -162,8 +162,13 @@ class Trip:
             except errors.DynamoError as error:
                 self._reply.fail(error)
             else:
-                self._meter.moved(now() - began_at, is_new=not leg.has_begun)
+                self._moved(leg, now() - began_at)
                 return
+
+    def _moved(self, leg: Leg, duration_s: float) -> None:
+        self._meter.moved(duration_s, is_new=not leg.has_begun)
+        num_tokens = leg.request.num_resumed
+        _logger.info("the stream goes on after %d tokens and %.1f ms", num_tokens, duration_s * 1e3)
 
     def _current_model(self) -> ServedModel:
         """The model may have vanished and come back. Raises NoWorkers."""
