@@ -11,6 +11,7 @@ streams whose one worker is killed, or stopped, go on at another.
 import argparse
 import asyncio
 import datetime
+import itertools
 import json
 import random
 import signal
@@ -43,7 +44,7 @@ class Answer:
 
     @property
     def longest_pause_s(self) -> float:
-        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+        return max((b - a for a, b in itertools.pairwise(self.times)), default=0.0)
 
 
 @dataclass
@@ -242,7 +243,7 @@ async def _times(client: httpx.AsyncClient, question: str) -> list[float]:
 def _longest_pause(times: list[float], cut_at: float) -> float:
     """From the cut on."""
     after = [cut_at, *(at for at in times if at > cut_at)]
-    return max(b - a for a, b in zip(after, after[1:], strict=False))
+    return max(b - a for a, b in itertools.pairwise(after))
 
 
 def _spread(values: list[float]) -> str:

@@ -51,9 +51,7 @@ def start(deployment, num_workers, kind="mocker", flags=PACED):
 def await_workers(frontend, number, within_s=40):
     frontend.await_models([MODEL])
     name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
-    eventually(
-        lambda: frontend.metric(name) == number, within_s=within_s, what=f"{number} workers"
-    )
+    eventually(lambda: frontend.metric(name) == number, within_s=within_s, what=f"{number} workers")
 
 
 @pytest.mark.parametrize(
@@ -99,9 +97,7 @@ def test_a_worker_that_is_stopped_is_left_within_seconds_and_does_no_harm_when_i
 
 
 def test_what_does_not_finish_in_the_grace_goes_on_elsewhere(deployment):
-    frontend, workers = start(
-        deployment, 2, flags=(*PACED, "--graceful-shutdown-timeout", "0.2")
-    )
+    frontend, workers = start(deployment, 2, flags=(*PACED, "--graceful-shutdown-timeout", "0.2"))
     with frontend.stream(QUESTION, **asked(max_tokens=300)) as lines:
         begun = [next(lines) for _ in range(20)]
         leaving = holder(workers)
