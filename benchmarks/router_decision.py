@@ -2,7 +2,7 @@
 
     python -m benchmarks.router_decision
 
-Microseconds of one process, best and median of rounds. The index is told of every block at once, and is always right.
+Microseconds of one process, best and median of rounds. The index knows every block of those before.
 """
 
 import os
@@ -11,13 +11,11 @@ import statistics
 import time
 from collections.abc import Callable
 
-from dynamo.protocols import blocks
-from dynamo.router import settings
+from dynamo.protocols import blocks, kv_events
+from dynamo.router import prefix_index, settings
 from dynamo.router.api import Worker
 from dynamo.router.load import Capacity
 from dynamo.router.policy import Prompt
-from dynamo.simulate.holdings import ExactIndex
-from dynamo.simulate.worker import Change
 
 BLOCK_SIZE = 16
 NUM_IN_FLIGHT = 16  # requests per worker while it is measured
@@ -44,13 +42,11 @@ Step = Callable[[int], None]
 def _case(policy: str, num_workers: int, num_blocks: int) -> tuple[Step, Step, Step, Step]:
     """Workers that hold and compute prompts; half of these begin with one of 100 prefixes of half their length."""
     rng = random.Random(1)
-    index = ExactIndex()
+    index = prefix_index.PrefixIndex()
     selector = settings.make_selector(
         settings.RouterConfig(router_policy=policy), index, block_size=BLOCK_SIZE, draw=rng.random
     )
     workers = [Worker(i) for i in range(num_workers)]
-    for worker in workers:
-        index.insert_worker(worker)
     selector.set_workers(dict.fromkeys(workers, Capacity(total_blocks=10**6)))
     size = num_blocks * BLOCK_SIZE * blocks.TOKEN_BYTES
     prefixes = [rng.randbytes(size // 2) for _ in range(100)]
@@ -63,14 +59,14 @@ def _case(policy: str, num_workers: int, num_blocks: int) -> tuple[Step, Step, S
     for worker in workers:
         for _ in range(NUM_IN_FLIGHT):
             prompt = Prompt.from_tokens(tokens(), BLOCK_SIZE)
-            index.apply(worker, [Change(True, prompt.sequence_hashes)])
+            index.hold(worker, kv_events.Tier.DEVICE, prompt.sequence_hashes)
             request_id = f"standing {rng.random()}"
-            selector.select(request_id, _by_names(prompt), 0.0)
+            selector.select(request_id, prompt, 0.0)
             selector.first_output(request_id, 0.0)
     packed = [tokens() for _ in range(NUM_ROUNDS)]
 
     def decide(i: int) -> None:
-        selector.select(str(i), _by_names(Prompt.from_tokens(packed[i], BLOCK_SIZE)), 1.0)
+        selector.select(str(i), Prompt.from_tokens(packed[i], BLOCK_SIZE), 1.0)
 
     def settle(i: int) -> None:
         selector.first_output(str(i), 1.0)
@@ -93,16 +89,6 @@ def _case(policy: str, num_workers: int, num_blocks: int) -> tuple[Step, Step, S
 
     prompts: list[Prompt] = []
     return decide, settle, hash_only, count
-
-
-def _by_names(prompt: Prompt) -> Prompt:
-    """This index finds by sequence hashes."""
-    return Prompt(
-        num_tokens=prompt.num_tokens,
-        block_size=prompt.block_size,
-        local_hashes=prompt.sequence_hashes,
-        sequence_hashes=prompt.sequence_hashes,
-    )
 
 
 def _measure(decide: Step, settle: Step, hash_only: Step, count: Step) -> tuple[float, ...]:

@@ -9,8 +9,9 @@ the client. Whatever still runs at a worker then is cancelled at once. A leg tha
 import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import choices, echo, extras, metrics, parsed_choice, sse
@@ -38,8 +39,7 @@ class Dialect(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order(Generic[S_co]):
+class Order(msgspec.Struct, Generic[S_co], frozen=True, kw_only=True):
     """What a client asked for, ready to be answered."""
 
     shape: S_co
@@ -101,6 +101,7 @@ class Delivery(abc.ABC):
         self.client = client
         self.order = order
         self.count_tokens = order.extra.counting(meter.tokens) if order.extra else meter.tokens
+        self.num_choices = order.num_choices  # of each prompt
         self.choices = order.new_choices()
         self._meter = meter
         self._leg_of: list[Leg] = []  # by choice
@@ -122,22 +123,21 @@ class Delivery(abc.ABC):
 
     def prompt_legs(self) -> Sequence[Leg]:
         """One for each prompt, to be sent."""
-        num = self.order.num_choices
         made = [
             Leg(self, prompt.request, self.choices_of(number))
             for number, prompt in enumerate(self.order.prompts)
         ]
-        self._leg_of = [leg for leg in made for _ in range(num)]
+        self._leg_of = [leg for leg in made for _ in range(self.num_choices)]
         return made
 
     def origin(self, leg: Leg) -> generate.Request:
         """What was asked for at first, before any worker was lost."""
-        return self.order.prompts[leg.choices[0].index // self.order.num_choices].request
+        return self.order.prompts[leg.choices[0].index // self.num_choices].request
 
     def split(self, leg: Leg, rest: Mapping[int, generate.Request]) -> Sequence[Leg]:
         """Legs for these requests, by the choice of the prompt that they begin with, instead of one that broke off."""
         lost = leg.lost if leg.instance_id is None else leg.lost | {leg.instance_id}
-        prompt_first = leg.choices[0].index // self.order.num_choices * self.order.num_choices
+        prompt_first = leg.choices[0].index // self.num_choices * self.num_choices
         made = []
         for place, request in rest.items():
             first = prompt_first + place
@@ -157,11 +157,11 @@ class Delivery(abc.ABC):
 
     def is_open(self, prompt_number: int) -> bool:
         """Does any choice of this prompt still grow?"""
-        return any(choice.finish_reason is None for choice in self.choices_of(prompt_number))
+        return None in [choice.finish_reason for choice in self.choices_of(prompt_number)]
 
     def choices_of(self, prompt_number: int) -> Sequence[choices.Choice]:
         """The n answers to one prompt."""
-        num = self.order.num_choices
+        num = self.num_choices
         return self.choices[prompt_number * num : (prompt_number + 1) * num]
 
     @abc.abstractmethod
@@ -187,22 +187,21 @@ class Delivery(abc.ABC):
         """Count the prompt tokens that the worker had, if this output tells. Of several workers the first counts."""
         if output.cached_tokens is None:
             return
-        prompt_number = choice.index // self.order.num_choices
+        prompt_number = choice.index // self.num_choices
         if prompt_number not in self._cached_by_prompt:
             self._cached_by_prompt[prompt_number] = output.cached_tokens
             self._meter.cached(output.cached_tokens)
 
     def settle(self, choice: choices.Choice) -> bool:
         """Look whether this choice was the last to end; says whether the answer is complete now."""
-        prompt_number = choice.index // self.order.num_choices
+        prompt_number = choice.index // self.num_choices
         if self.is_open(prompt_number):
             if choice.is_cut:
                 self._leg_of[choice.index].cancel_choice(choice)
             return False
-        if any(one.is_cut for one in self.choices_of(prompt_number)):
-            self._cancel(
-                self.choices_of(prompt_number)
-            )  # the engine does not know of stop strings and calls
+        mine = self.choices_of(prompt_number)
+        if True in [one.is_cut for one in mine]:
+            self._cancel(mine)  # the engine does not know of stop strings and calls
         self._num_open -= 1
         if not self._num_open:
             self._is_over = True

@@ -107,7 +107,7 @@ class Trip:
         if self._instance_id is not None or not self._is_lost(leg, error):
             return False
         rules, card = self._shared.rules, self._model.card
-        origin, num_choices = self._reply.origin(leg), self._reply.order.num_choices
+        origin, num_choices = self._reply.origin(leg), self._reply.num_choices
         answered = leg.answered(num_choices)
         verdict = rules.verdict(
             num_moves=leg.num_moves,

@@ -60,7 +60,7 @@ class Pipeline:
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
-        arrival = self._arrive(caller)
+        arrival = arrive(caller, self._metrics, self._enter_trace)
         if self._watch is not None:
             caller = self._watch(caller)
         try:
@@ -94,15 +94,6 @@ class Pipeline:
         reply = deliver(caller, order, meter)
         await self._dispatcher.begin(model, reply, meter, instance_id)
 
-    def _arrive(self, caller: exchange.Exchange) -> metrics.Arrival:
-        """Note when it came and what it is called; all that is logged from here on says so."""
-        at = self._metrics.now()
-        made = ids.new_request_id()
-        told = callers_id(caller) or made
-        trace, parent_id = self._enter_trace(caller.request.headers)
-        logs.about.set(logs.Subject("http-request", told, trace))
-        return metrics.Arrival(at, made, told, trace, parent_id)
-
     async def _prepare(
         self,
         api: apis.Api[apis.R, apis.S],
@@ -112,6 +103,7 @@ class Pipeline:
         routing: routing_headers.RoutingHeaders,
     ) -> delivery.Order[apis.S]:
         """Text to tokens, and all that the answer will need."""
+        model.check_can_generate()
         if request.store and self._watch is None:
             raise errors.InvalidRequest(
                 "store: answers are not kept here; expected false or nothing, got true",
@@ -134,7 +126,7 @@ class Pipeline:
             shape=api.shape(request, who),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=[one._replace(request=routing.apply(one.request)) for one in prompts],
+            prompts=routing.apply(prompts),
             request=request,
             headers=_told(api, arrival),
             extra=timed,
@@ -166,6 +158,18 @@ class Pipeline:
         unknown = self._metrics.of_model(metrics.UNKNOWN_MODEL)
         metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival).failed(error)
         delivery.respond_error(caller, error, api.dialect, _told(api, arrival))
+
+
+def arrive(
+    caller: exchange.Exchange, counted: metrics.FrontendMetrics, enter_trace: spans.Enter
+) -> metrics.Arrival:
+    """Note when it came and what it is called; all that is logged from here on says so."""
+    at = counted.now()
+    made = ids.new_request_id()
+    told = callers_id(caller) or made
+    trace, parent_id = enter_trace(caller.request.headers)
+    logs.about.set(logs.Subject("http-request", told, trace))
+    return metrics.Arrival(at, made, told, trace, parent_id)
 
 
 def callers_id(caller: exchange.Exchange) -> str | None:

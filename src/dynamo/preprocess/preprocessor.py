@@ -24,7 +24,14 @@ from dynamo.preprocess import (
     tokenize,
 )
 from dynamo.preprocess.parsers import events, formats
-from dynamo.protocols import anthropic_blocks, blocks, generate, openai_chat, openai_completions
+from dynamo.protocols import (
+    anthropic_blocks,
+    blocks,
+    generate,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+)
 
 DEFAULT_COMPLETION_LEN = 16  # of OpenAI's completions, where the request does not say
 
@@ -95,7 +102,7 @@ class Preprocessor:
             prompt = conversation.raw_prompt(request.messages)
             return await self.read_text(prompt, add_special_tokens=True), prompt
         prompt = self._render(request)
-        return await self.read_text(prompt, add_special_tokens=False), prompt
+        return await self._tokenizer.encode_prompt(prompt), prompt
 
     async def read_text(self, text: str, *, add_special_tokens: bool) -> bytes:
         """Its packed token ids."""
@@ -124,6 +131,12 @@ class Preprocessor:
             )
             for number, (token_ids, prompt) in enumerate(zip(packed, prompts, strict=True))
         ]
+
+    async def embedding(self, request: openai_embeddings.EmbeddingRequest) -> list[bytes]:
+        """Each input as packed token ids. Raises RequestError, which names the field."""
+        packed = await self._pack(request.inputs, "input")
+        options.check_inputs(list(map(blocks.count, packed)), self.context_length)
+        return packed
 
     def answer(self, request: generate.Request, *, shows_marks: bool = False) -> answer.AnswerText:
         """For one choice of this request: turns the engine's outputs into text, for a parser if it shows marks."""

@@ -51,6 +51,14 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     runtime_data: dict[str, Any] = {}
 
 
+class EmbeddingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The vectors of a model that embeds."""
+
+    dimensions: int
+    can_shorten: bool = False  # the beginning of a vector is a vector too (arXiv 2205.13147)
+    lengths: tuple[int, ...] = ()  # the only lengths to shorten to; none given: any
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One model as one worker serves it. `files` maps a file's name (tokenizer.json ...) to where it is."""
 
@@ -65,6 +73,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         None  # how often a request may be moved; None: as the frontend says
     )
     runtime_config: RuntimeConfig = RuntimeConfig()
+    embedding: EmbeddingFacts | None = None
     created: int = 0  # seconds since 1970
     user_data: dict[str, Any] = {}
 

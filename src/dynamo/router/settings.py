@@ -16,6 +16,10 @@ from dynamo.router import (
     selection,
 )
 
+_COUNTED_TOKENS = (
+    64  # blocks in flight are told apart to so many tokens; finer costs more than it tells
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -148,7 +152,7 @@ def make_selector(
     return selection.Selector(
         make_policy(settings, draw),
         index,
-        active.ActiveSequences(block_size),
+        active.ActiveSequences(block_size, stride=max(1, _COUNTED_TOKENS // block_size)),
         queue=make_queue(settings),
         max_backlog=max_backlog(settings),
         credits_=make_credits(settings),

@@ -13,8 +13,8 @@ WORKERS = [Worker(1), Worker(2), Worker(2, dp_rank=1)]
 BLOCK_SIZE = 4
 
 
-def tracker(workers=WORKERS):
-    active = ActiveSequences(BLOCK_SIZE)
+def tracker(workers=WORKERS, stride=1):
+    active = ActiveSequences(BLOCK_SIZE, stride=stride)
     active.set_workers(dict.fromkeys(workers, Capacity()))
     return active
 
@@ -86,6 +86,20 @@ def test_it_equals_a_naive_model_after_any_history(data):
         assert load.active_blocks == naive.blocks(worker)
         assert load.prefill_tokens == naive.tokens(worker)
         assert load.num_requests == sum(w == worker for w, _, _ in naive.requests.values())
+
+
+def test_a_stride_counts_shared_blocks_more_coarsely_and_forgets_none():
+    active = tracker(stride=4)
+    add(active, "a", WORKERS[0], list(range(11)))
+    add(active, "b", WORKERS[0], [*range(7), 70, 80, 90])
+    load = active.loads[WORKERS[0]]
+    both, run = load.active_blocks, active.runs([*range(7), 71, 81])
+
+    active.free("a", 1.0)
+    one = load.active_blocks
+    active.free("b", 1.0)
+
+    assert (both, run, one, load.active_blocks) == (11 + 6, {WORKERS[0]: 4}, 10, 0)
 
 
 def test_blocks_of_answers_count_until_their_request_ends():

@@ -18,8 +18,8 @@ class Index:
         self.known = None  # the first hash of the prompts that are known; None: all
         self.removed = []
 
-    def find(self, local_hashes):
-        is_known = self.known in (None, local_hashes[0])
+    def find(self, sequence_hashes):
+        is_known = self.known in (None, sequence_hashes[0])
         return api.Overlaps(device=self.device if is_known else {})
 
     def remove_worker(self, worker):
@@ -44,8 +44,8 @@ def test_the_prompt_of_tokens_has_its_full_blocks():
 
     made = policy.Prompt.from_tokens(packed, 4, priority=2.0)
 
-    assert (made.num_tokens, len(made.local_hashes), made.priority) == (10, 2, 2.0)
-    assert made.sequence_hashes == blocks.sequence_hashes(made.local_hashes)
+    assert (made.num_tokens, len(made.sequence_hashes), made.priority) == (10, 2, 2.0)
+    assert made.sequence_hashes == blocks.sequence_hashes(blocks.local_hashes(packed, 4))
 
 
 def test_without_workers_there_is_no_decision():
@@ -64,12 +64,12 @@ def test_what_the_index_tells_is_used_and_expected():
 
 
 def test_requests_in_flight_count_before_the_index_knows_of_them():
-    made, _ = selector()
-    first = made.select("a", prompt(), 0.0)
+    made, _ = selector(capacity=Capacity())
+    first = made.select("a", prompt(40), 0.0)
 
-    second = made.select("b", prompt(), 0.0)
+    second = made.select("b", prompt(42), 0.0)
 
-    assert second == (first.worker, 10)
+    assert second == (first.worker, 40)
 
 
 def test_who_comes_when_all_are_full_waits_and_goes_when_there_is_room():

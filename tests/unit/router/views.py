@@ -10,7 +10,6 @@ def prompt(num_blocks=10, block_size=16, *, first=1, **more):
     return Prompt(
         num_tokens=num_blocks * block_size,
         block_size=block_size,
-        local_hashes=names,
         sequence_hashes=names,
         **more,
     )

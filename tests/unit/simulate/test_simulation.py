@@ -3,14 +3,13 @@ import random
 import pytest
 from tests.unit.simulate import traces
 
-from dynamo.router import settings
-from dynamo.router.api import Overlaps, Worker
+from dynamo.router import prefix_index, settings
+from dynamo.router.api import Worker
 from dynamo.router.load import Capacity
 from dynamo.router.policy import Decision
-from dynamo.simulate import holdings, routing, simulation, workload
+from dynamo.simulate import routing, simulation, workload
 from dynamo.simulate.config import SimulateConfig
 from dynamo.simulate.fcfs_worker import FcfsWorker
-from dynamo.simulate.worker import Change
 
 
 def run(policy, trace, **told):
@@ -101,45 +100,37 @@ def test_the_same_seed_gives_the_same_run():
     assert run("power-of-two", trace).curves.ttfts == run("power-of-two", trace).curves.ttfts
 
 
-def test_the_exact_index_is_what_the_caches_are():
-    rng, index, caches = random.Random(5), holdings.ExactIndex(), {}
+def test_the_index_knows_what_the_caches_hold():
+    """So the router expects what the workers then find: a run's predicted and real hits are the same."""
+    rng, index, caches = random.Random(5), prefix_index.PrefixIndex(), {}
+    selector = settings.make_selector(
+        settings.RouterConfig(), index, block_size=16, draw=lambda: 0.0
+    )
     for i in range(3):
-        worker = Worker(i)
-        index.insert_worker(worker)
-        caches[worker] = FcfsWorker(tokens_per_s=1e9, num_blocks=12, block_size=16)
-    chains = [[100 * i + j for j in range(rng.randrange(1, 6))] for i in range(8)]
+        caches[Worker(i)] = FcfsWorker(tokens_per_s=1e9, num_blocks=12, block_size=16)
+    selector.set_workers(dict.fromkeys(caches, Capacity()))
+    chains = [tuple(100 * i + j for j in range(rng.randrange(1, 6))) for i in range(8)]
+    arrivals = [
+        workload.Arrival(at=float(at), num_tokens=100, num_output=1, names=rng.choice(chains))
+        for at in range(200)
+    ]
 
-    for step in range(200):
-        worker = rng.choice(list(caches))
-        asked = workload.Arrival(at=0.0, num_tokens=1000, num_output=1, names=rng.choice(chains))
-        caches[worker].submit("a", asked, float(step))
-        index.apply(worker, caches[worker].advance(caches[worker].next_time).changes)
+    simulation.Simulation(workload.Trace(arrivals, 16), caches, selector, index).run()
 
     for chain in chains:
-        expected = {}
-        for worker, simulated in caches.items():
-            held = [name in simulated._cache for name in chain]
-            expected[worker] = [*held, False].index(False)
-        assert index.find(chain) == Overlaps(device={w: n for w, n in expected.items() if n})
-
-
-def test_a_worker_that_leaves_the_exact_index_is_found_no_more():
-    index = holdings.ExactIndex()
-    for i in range(2):
-        index.insert_worker(Worker(i))
-        index.apply(Worker(i), [Change(True, [1, 2])])
-
-    index.remove_worker(Worker(0))
-
-    assert index.find([1, 2, 3]).device == {Worker(1): 2}
+        held = {w: [name in c._cache for name in chain] for w, c in caches.items()}
+        expected = {w: [*known, False].index(False) for w, known in held.items()}
+        assert index.find(chain).device == {w: n for w, n in expected.items() if n}
 
 
 def test_requests_wait_in_the_router_when_workers_are_full():
     selector = settings.make_selector(
-        settings.RouterConfig(), index := holdings.ExactIndex(), block_size=16, draw=lambda: 0.0
+        settings.RouterConfig(),
+        index := prefix_index.PrefixIndex(),
+        block_size=16,
+        draw=lambda: 0.0,
     )
     workers = {Worker(0): FcfsWorker(tokens_per_s=16.0, num_blocks=0, block_size=16)}
-    index.insert_worker(Worker(0))
     selector.set_workers({Worker(0): Capacity(max_num_batched_tokens=16)})
     arrivals = [
         workload.Arrival(

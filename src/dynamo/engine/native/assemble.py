@@ -9,7 +9,7 @@ import torch
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.native import config, runner, threads
+from dynamo.engine.native import config, encoder_config, runner, threads
 from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Limits, Scheduler
@@ -67,7 +67,7 @@ def assemble(model_path: Path, settings: NativeConfig) -> Assembly:
             dtype=settings.dtype,
             num_blocks=num_blocks,
             block_size=settings.block_size,
-            threads=_choose_threads(model, settings),
+            threads=choose_threads(model, settings),
         ),
     )
 
@@ -129,7 +129,10 @@ def choose_context(max_context: int, settings: NativeConfig, num_blocks: int) ->
     return wanted or min(max_context, capacity)
 
 
-def _choose_threads(model: config.ModelConfig, settings: NativeConfig) -> int:
+def choose_threads(
+    model: config.ModelConfig | encoder_config.EncoderConfig, settings: NativeConfig
+) -> int:
+    """How many CPU threads compute; the choice is logged."""
     choice = threads.choose(
         model,
         asked=settings.threads,
