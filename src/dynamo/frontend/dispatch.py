@@ -16,7 +16,7 @@ from dynamo.frontend import delivery, metrics, migration
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import logs
-from dynamo.protocols import generate
+from dynamo.protocols import blocks, generate
 from dynamo.runtime import requests
 
 PAUSE_S = 0.1  # until it is tried again to find a worker
@@ -112,7 +112,7 @@ class Trip:
         verdict = rules.verdict(
             num_moves=leg.num_moves,
             limit=rules.limit_of(card.migration_limit),
-            seq_len=origin.prompt_len + max(map(len, answered.values())) // 4,
+            seq_len=origin.prompt_len + max(map(blocks.count, answered.values())),
         )
         if verdict is not migration.Verdict.MOVE:
             self._refuse(verdict, error)
