@@ -5,7 +5,7 @@ the prompt is left. So only an engine that neither answers the question nor gets
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,12 @@ class Patience:
 
 
 class Canary:
-    """`take` is what handles requests; `measure` gives the load."""
+    """`take` is what handles requests; `measure` gives the load of each rank."""
 
     def __init__(
         self,
         take: requests.Handler,
-        measure: Callable[[], load.ForwardPassMetrics],
+        measure: Callable[[], Sequence[load.ForwardPassMetrics]],
         patience: Patience,
         clock: clocks.Clock,
     ) -> None:

@@ -41,16 +41,16 @@ class Host:
         make_card: MakeCard,
         request_limit: int,
         clock: clocks.Clock,
+        counts: metrics.WorkerMetrics | None = None,
         traces: tracing.TracingConfig | None = None,
-        patience: canary.Patience | None = None,
     ) -> None:
         self._engine = engine
         self._runtime = runtime
         self._endpoint = endpoint
         self._make_card = make_card
         self._clock = clock
-        self._patience = patience  # with an engine that does not answer; None: it is never asked
-        self._counts = metrics.WorkerMetrics(endpoint, clock)
+        self._patience: canary.Patience | None = None  # None: the engine is never asked
+        self._counts = counts or metrics.WorkerMetrics(endpoint, clock)
         self._requests = inflight.InFlight(
             engine, limit=request_limit, counts=self._counts, clock=clock
         )
@@ -71,6 +71,10 @@ class Host:
         self._over = asyncio.Event()
         self._death: errors.EngineFailed | None = None
         self._is_ready = False
+
+    def ask_when_quiet(self, patience: canary.Patience) -> None:
+        """From `start` on see to it that the engine still answers."""
+        self._patience = patience
 
     async def start(self) -> model_card.ModelCard:
         """Load the engine and serve it; gives the card under which it is known. Raises ConfigError, EngineFailed."""
@@ -108,7 +112,7 @@ class Host:
             endpoints=(self._endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._counts.uptime_s,
-            render=lambda: self._counts.render(self._engine.load() if self._is_ready else None),
+            render=lambda: self._counts.render(self._engine.load() if self._is_ready else ()),
         )
         return await self._system.start(host, port)
 

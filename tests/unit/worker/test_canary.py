@@ -19,7 +19,7 @@ class Asked:
         self.calls, self.cancelled = [], []
         self.load = make_load(1)
         self.answer = lambda call: None
-        watched = canary.Canary(self.take, lambda: self.load, PATIENCE, self.clock)
+        watched = canary.Canary(self.take, lambda: [self.load], PATIENCE, self.clock)
         self.verdict = asyncio.ensure_future(watched.watch())
 
     def take(self, call):

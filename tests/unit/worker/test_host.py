@@ -50,19 +50,15 @@ class World:
         world.engine = FakeEngine()
         world.runtime = await component.DistributedRuntime.in_memory(cluster)
         world.asker = await component.DistributedRuntime.in_memory(cluster)
-        world.host = world.make_host()
-        return world
-
-    def make_host(self, **settings):
-        return host.Host(
-            self.engine,
-            self.runtime,
+        world.host = host.Host(
+            world.engine,
+            world.runtime,
             ENDPOINT,
             make_card=make_card,
             request_limit=8,
             clock=clocks.SystemClock(),
-            **settings,
         )
+        return world
 
     async def ask(self, request=None):
         receiver = Receiver()
@@ -189,7 +185,7 @@ async def test_what_does_not_finish_in_time_is_given_back(world):
 async def test_an_engine_that_hangs_ends_the_worker(world, monkeypatch):
     monkeypatch.setattr(host, "ENGINE_STOP_S", 0)
     world.engine.stop = asyncio.Event().wait
-    world.host = world.make_host(patience=canary.Patience(wait_s=0, answer_s=0))
+    world.host.ask_when_quiet(canary.Patience(wait_s=0, answer_s=0))
     await world.host.start()
     receiver, _ = await world.ask()
     with pytest.raises(errors.EngineFailed, match="hangs"):
