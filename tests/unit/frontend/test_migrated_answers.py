@@ -277,6 +277,18 @@ async def test_what_is_no_loss_of_a_worker_is_told(workers, error):
     assert len(workers.one.requests + workers.two.requests) == 1
 
 
+async def test_a_moved_request_is_not_lost_because_the_next_worker_is_full(workers):
+    speaker = Speaker(cuts=[3, 0])
+
+    def script(call, request):
+        speaker.error = errors.Overloaded("full") if request.num_resumed else GONE
+        speaker(call, request)
+
+    workers.one.script = workers.two.script = script
+
+    assert (await workers.chat()).json()["choices"][0]["message"]["content"] == SAYS
+
+
 async def test_who_named_an_instance_wants_that_one(workers):
     workers.one.script = Speaker(cuts=[3])
     header = {"x-worker-instance-id": str(workers.one.instance.instance_id)}
