@@ -119,6 +119,24 @@ class FrontendConfig(record_config.RecordConfig):
         help="an answer that is not complete by then ends with an error; 0: no limit",
         least=0,
     )
+    migration_limit: int = config.option(
+        3,
+        env="DYN_MIGRATION_LIMIT",
+        help="how often a request goes on at another worker when its own is lost; 0: never",
+        least=0,
+    )
+    migration_max_seq_len: int | None = config.option(
+        None,
+        env="DYN_MIGRATION_MAX_SEQ_LEN",
+        help="not if prompt and answer have more tokens than this, which would be computed again",
+        least=1,
+    )
+    migration_wait_secs: float = config.option(
+        5.0,
+        env="DYN_MIGRATION_WAIT_SECS",
+        help="how long it then waits for a worker, if there is none",
+        least=0,
+    )
     http_graceful_shutdown_timeout_secs: float = config.option(
         5.0,
         env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",

@@ -101,7 +101,7 @@ def make_host(
 ) -> host.Host:
     """The host of the model in `directory`, as these settings want it."""
     clock = clocks.SystemClock()
-    return host.Host(
+    made = host.Host(
         engine,
         runtime,
         worker.endpoint_name,
@@ -111,6 +111,9 @@ def make_host(
         counts=counts,
         traces=worker,
     )
+    if worker.patience is not None:
+        made.ask_when_quiet(worker.patience)
+    return made
 
 
 def _make_fleet(
@@ -144,6 +147,7 @@ def _card_maker(
             tool_call_parser=worker.dyn_tool_call_parser,
             reasoning_parser=worker.dyn_reasoning_parser,
             infill_format=worker.dyn_infill_format,
+            migration_limit=worker.migration_limit,
         )
         loading.load(made, clock)  # what no frontend could read is better refused here than there
         return made
