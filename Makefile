@@ -19,6 +19,7 @@ run: $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or
 	@exec $(BIN)/dynamo serve $(MODEL) --http-port $(PORT)
 
 test: $(VENV)/.dev  ## run every test
+	@tests/install_services.sh
 	@$(BIN)/python -m pytest
 
 check: $(VENV)/.dev  ## format, lint, types, import contracts, house rules

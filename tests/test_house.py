@@ -13,10 +13,10 @@ SRC = pathlib.Path(__file__).parents[1] / "src" / "dynamo"
 FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold. Raising one is a line in the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 750,
+    "base": 780,
     "protocols": 2900,
     "observability": 1100,
-    "runtime": 3700,
+    "runtime": 4800,
     "transfer": 1800,
     "kvbm": 2200,
     "engine": 5500,

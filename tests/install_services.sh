@@ -1,0 +1,19 @@
+#!/bin/sh
+# The servers that some tests start: etcd and nats-server. Installs what is missing, on Debian and as root;
+# elsewhere says so, and those tests are skipped.
+set -eu
+
+missing=""
+command -v etcd > /dev/null || missing="$missing etcd-server"
+command -v nats-server > /dev/null || missing="$missing nats-server"
+[ -n "$missing" ] || exit 0
+
+if ! command -v apt-get > /dev/null || [ "$(id -u)" != 0 ]; then
+  echo "tests that need$missing will be skipped: as root on Debian, run tests/install_services.sh"
+  exit 0
+fi
+echo "installing$missing for the tests ..."
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq > /dev/null
+# shellcheck disable=SC2086  # several words
+apt-get install -y -qq --no-install-recommends $missing > /dev/null
