@@ -1,8 +1,8 @@
 """The request plane over NATS: the very ends that TCP has, on links of numbered messages. An address is a subject.
 
 Each process hears one subject, its *inbox*: `dynamo.link.{namespace}.{instance id}.*`. The last token names a link;
-the asker draws it (64 random bits, so that a third party cannot speak into it), and its own inbox with the same token is
-the reply subject of each message. What the ends write within one turn of the event loop is one message.
+the asker draws it (64 random bits, so that a third party cannot speak into it), and its own inbox with the same token
+is the reply subject of each message. What the ends write within one turn of the event loop is one message.
 
 How the loss of a peer is noticed, where NATS itself tells nothing:
 
