@@ -23,21 +23,21 @@ def _free_port() -> int:
 class NatsServer:
     """Started by `start`; ended, however it is, by `stop`. Skips the test if there is none on the machine."""
 
-    def __init__(self, directory: pathlib.Path, *flags: str) -> None:
+    def __init__(self, directory: pathlib.Path, *flags: str, jetstream: bool = True) -> None:
         if shutil.which("nats-server") is None:
             pytest.skip(
                 "nats-server is not installed: as root on Debian, tests/install_services.sh"
             )
         self._directory = directory
-        self._flags = flags
+        store = ("-js", "-sd", str(directory / "store")) if jetstream else ()
+        self._flags = (*store, *flags)
         self._port = _free_port()
         self._process: subprocess.Popen | None = None
         self.url = f"nats://127.0.0.1:{self._port}"
 
     def start(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        argv = ["nats-server", "-a", "127.0.0.1", "-p", str(self._port), "-js"]
-        argv += ["-sd", str(self._directory / "store"), *self._flags]
+        argv = ["nats-server", "-a", "127.0.0.1", "-p", str(self._port), *self._flags]
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log)
         until = time.monotonic() + START_S

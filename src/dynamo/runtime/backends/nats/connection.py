@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 Hear = Callable[[str, str, bytes], None]
 """Takes subject, reply subject and data. Empty data is the server's word that nobody hears what was said."""
 
-OUTBOX_BYTES = 64 * 2**20
+OUTBOX_BYTES = (
+    128 * 2**20
+)  # twice what a link may have waiting, so that links are dropped by name first
 _PENDING_BYTES = 2 * 2**20  # what nats-py may hold before its publish waits for the socket
 _UNHEARD_MESSAGES = 65_536  # that wait for one subscription before it misses some
 _UNHEARD_BYTES = 128 * 2**20
