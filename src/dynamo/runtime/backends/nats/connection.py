@@ -12,6 +12,7 @@ nats-py connects again by itself and restores the subscriptions. What it cannot 
 
 import asyncio
 import collections
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ _UNHEARD_BYTES = 128 * 2**20
 _PING_S = 2  # a server that does not answer three of them is left
 _AGAIN_S = 0.25  # between attempts to connect
 _CLOSE_S = 2.0
+_SETTLE_S = 2
 _WITHOUT = "to run without it: DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq"
 
 
@@ -109,19 +111,23 @@ class Connection:
         self._has_work.set()
 
     async def subscribe(self, subject: str, hear: Hear) -> "Subscription":
-        """Hear what is said to `subject`; after a server's restart, too."""
+        """Hear what is said to `subject`; after a server's restart, too. Raises Unavailable."""
 
         async def heard(message: Msg) -> None:
             hear(message.subject, message.reply, message.data)
 
-        made = await self._client.subscribe(
-            subject,
-            cb=heard,
-            pending_msgs_limit=_UNHEARD_MESSAGES,
-            pending_bytes_limit=_UNHEARD_BYTES,
-        )
-        if self._is_connected.is_set():
-            await self._client.flush()  # else the first words to us could be too early
+        try:
+            made = await self._client.subscribe(
+                subject,
+                cb=heard,
+                pending_msgs_limit=_UNHEARD_MESSAGES,
+                pending_bytes_limit=_UNHEARD_BYTES,
+            )
+        except nats.errors.Error as error:
+            raise errors.Unavailable(
+                f"NATS at {self.addresses} does not let us hear {subject!r}: {error}"
+            ) from error
+        await self._settle()
         return Subscription(made)
 
     async def close(self) -> None:
@@ -136,6 +142,15 @@ class Connection:
         except (TimeoutError, nats.errors.Error, OSError) as error:
             log.warning("left NATS at %s without a last word: %s", self.addresses, error)
         await self._tasks.close()
+
+    async def _settle(self) -> None:
+        """Until the server knows what we want to hear: else the first words to us could be too early.
+
+        One that is gone meanwhile is told again when it is back.
+        """
+        if self._is_connected.is_set():
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._client.flush(_SETTLE_S)
 
     async def _connect(self, name: str) -> None:
         access = self._access

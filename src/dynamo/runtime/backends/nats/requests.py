@@ -93,7 +93,7 @@ class NatsNetwork:
 
     def __init__(self, to_nats: connection.Connection, *, namespace: str, instance_id: int) -> None:
         self.connection = to_nats
-        self._inbox = f"dynamo.link.{_UNUSUAL.sub('_', namespace)}.{instance_id:x}"
+        self._inbox = f"dynamo.link.{_UNUSUAL.sub('_', namespace) or '_'}.{instance_id:x}"
         self._subscription: connection.Subscription | None = None
         self._subscribing = asyncio.Lock()
         self._make_link: multiplex.MakeLink | None = None
@@ -109,7 +109,10 @@ class NatsNetwork:
         if not _INBOX.fullmatch(address):
             raise errors.WorkerLost(f"{address!r} is no address: expected the subject of a process")
         await self.connection.wait_connected()
-        await self._hear_inbox()
+        try:
+            await self._hear_inbox()
+        except errors.Unavailable as error:
+            raise errors.WorkerLost(f"cannot reach the worker at {address}: {error}") from error
         token = secrets.token_hex(8)
         self._establish(token, f"{address}.{token}", make_link, is_asker=True)
 
