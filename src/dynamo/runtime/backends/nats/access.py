@@ -3,6 +3,7 @@
 Secrets come from the environment only, or stand in the URL: a flag can be read by everybody on the machine.
 """
 
+import os
 import ssl
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> Access:
         credentials_file=environ.get("NATS_AUTH_CREDENTIALS_FILE") or None,
         tls=_tls(environ, is_wanted=any(url.scheme == "tls" for url in urls)),
     )
-    _check_one_kind(access)
+    _check_credentials(access)
     return access
 
 
@@ -63,13 +64,18 @@ def _url(text: str) -> urllib.parse.SplitResult:
     return url
 
 
-def _check_one_kind(access: Access) -> None:
+def _check_credentials(access: Access) -> None:
     kinds = {
         "NATS_AUTH_USERNAME": access.username,
         "NATS_AUTH_TOKEN": access.token,
         "NATS_AUTH_NKEY": access.nkey_seed,
         "NATS_AUTH_CREDENTIALS_FILE": access.credentials_file,
     }
+    path = access.credentials_file
+    if path is not None and not os.access(path, os.R_OK):
+        raise errors.ConfigError(
+            f"NATS_AUTH_CREDENTIALS_FILE={path}: expected a file that we may read"
+        )
     given = [name for name, value in kinds.items() if value is not None]
     if len(given) > 1:
         raise errors.ConfigError(f"expected one kind of credentials, got {' and '.join(given)}")

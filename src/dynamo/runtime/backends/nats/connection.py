@@ -64,7 +64,7 @@ class Connection:
     async def open(cls, access: Access, *, name: str, start_timeout_s: float) -> "Connection":
         """Connect, and try again for a while if nobody is there yet. Raises ConfigError."""
         self = cls(access)
-        connecting = self._tasks.start("connect to NATS", self._connect(name))
+        connecting = asyncio.ensure_future(self._connect(name))
         try:
             await asyncio.wait(
                 (connecting, self._refusal),
@@ -74,6 +74,8 @@ class Connection:
             self._check_connected(connecting, start_timeout_s)
         except BaseException:
             await self.close()
+            connecting.cancel()
+            await asyncio.wait((connecting,))
             raise
         self._is_connected.set()
         self._tasks.start("speak to NATS", self._speak())
