@@ -52,18 +52,15 @@ class NatsServer:
             self._process.wait()
             self._process = None
 
+    def reload(self) -> None:
+        """Have it read its configuration again."""
+        self._process.send_signal(signal.SIGHUP)
+
     def freeze(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
         self._process.send_signal(signal.SIGCONT)
-
-    def cpu_seconds(self) -> float:
-        """What it used since its start."""
-        fields = (
-            pathlib.Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        )
-        return (int(fields[11]) + int(fields[12])) / 100
 
     def _is_listening(self) -> bool:
         with socket.socket() as probe:

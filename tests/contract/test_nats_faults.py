@@ -149,6 +149,25 @@ async def test_a_server_that_does_not_answer_is_left(server, monkeypatch):
         await asyncio.wait_for(to_nats.wait_connected(), WITHIN_S)
 
 
+async def test_a_server_that_dismisses_us_is_joined_again(tmp_path):
+    config = tmp_path / "config"
+    config.write_text("max_payload: 100000")
+    server = servers.NatsServer(tmp_path / "nats", "-c", str(config))
+    server.start()
+    async with asking(server) as (asker, address, calls, receiver, to_nats):
+        config.write_text("max_payload: 1000")
+        server.reload()
+        async with asyncio.timeout(WITHIN_S):
+            while not receiver.over.done():  # a violation, of which the server ends the connection
+                to_nats.publish("a", b"x" * 50_000)
+                await asyncio.sleep(0.05)
+
+        assert type(receiver.over.result()) is errors.StreamBroken
+        assert await serves_again(asker, address, calls)
+        assert to_nats.max_message_bytes == 1000
+    server.stop()
+
+
 async def test_a_lost_message_breaks_the_link_by_name(server, monkeypatch):
     async with asking(server) as (asker, address, calls, receiver, _):
         split = envelope.Writer.split

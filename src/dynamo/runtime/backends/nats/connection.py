@@ -46,7 +46,8 @@ _WITHOUT = "to run without it: DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq"
 class Connection:
     """Publish and subscribe. Made by `open`."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, name: str) -> None:
+        self._name = name
         self.addresses = access.addresses
         self._access = access
         self._client = Client()
@@ -57,14 +58,16 @@ class Connection:
         self._refusal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_lost: list[Callable[[str], None]] = []
         self._trouble = ""  # what the log was told last
+        self._subscriptions: set[Subscription] = set()
+        self._is_joined = False  # once, at least
         self._is_closing = False
         self._tasks = tasks.Tasks()
 
     @classmethod
     async def open(cls, access: Access, *, name: str, start_timeout_s: float) -> "Connection":
         """Connect, and try again for a while if nobody is there yet. Raises ConfigError."""
-        self = cls(access)
-        connecting = asyncio.ensure_future(self._connect(name))
+        self = cls(access, name)
+        connecting = asyncio.ensure_future(self._connect())
         try:
             await asyncio.wait(
                 (connecting, self._refusal),
@@ -77,6 +80,7 @@ class Connection:
             connecting.cancel()
             await asyncio.wait((connecting,))
             raise
+        self._is_joined = True
         self._is_connected.set()
         self._tasks.start("speak to NATS", self._speak())
         return self
@@ -115,22 +119,15 @@ class Connection:
     async def subscribe(self, subject: str, hear: Hear) -> "Subscription":
         """Hear what is said to `subject`; after a server's restart, too. Raises Unavailable."""
 
-        async def heard(message: Msg) -> None:
-            hear(message.subject, message.reply, message.data)
-
+        subscription = Subscription(subject, hear, self._subscriptions)
         try:
-            made = await self._client.subscribe(
-                subject,
-                cb=heard,
-                pending_msgs_limit=_UNHEARD_MESSAGES,
-                pending_bytes_limit=_UNHEARD_BYTES,
-            )
+            await subscription.begin(self._client)
         except nats.errors.Error as error:
             raise errors.Unavailable(
                 f"NATS at {self.addresses} does not let us hear {subject!r}: {error}"
             ) from error
         await self._settle()
-        return Subscription(made)
+        return subscription
 
     async def close(self) -> None:
         """Say what waits to be said, and leave; bounded in time."""
@@ -154,15 +151,16 @@ class Connection:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._client.flush(_SETTLE_S)
 
-    async def _connect(self, name: str) -> None:
+    async def _connect(self) -> None:
         access = self._access
         options: dict[str, Any] = {"tls": access.tls} if access.tls is not None else {}
         await self._client.connect(
             list(access.urls),
-            name=name,
+            name=self._name,
             error_cb=self._troubled,
             disconnected_cb=self._lost,
             reconnected_cb=self._found,
+            closed_cb=self._dismissed,
             max_reconnect_attempts=-1,
             reconnect_time_wait=_AGAIN_S,  # type: ignore[arg-type]  # it only sleeps so long
             ping_interval=_PING_S,
@@ -228,6 +226,19 @@ class Connection:
         for listener in self._on_lost:
             listener(f"NATS at {self.addresses} is gone")
 
+    async def _dismissed(self) -> None:
+        """nats-py ends for good after some of the server's complaints; a process that serves must not."""
+        if not self._is_closing and self._is_joined:
+            self._tasks.start("join NATS again", self._join_again())
+
+    async def _join_again(self) -> None:
+        await asyncio.sleep(_AGAIN_S)
+        self._client = Client()
+        await self._connect()
+        for subscription in list(self._subscriptions):
+            await subscription.begin(self._client)
+        await self._found()
+
     async def _found(self) -> None:
         self._trouble = ""
         self._is_connected.set()
@@ -235,14 +246,34 @@ class Connection:
 
 
 class Subscription:
-    """A standing wish to hear a subject."""
+    """A standing wish to hear a subject; `living` holds all of them."""
 
-    def __init__(self, subscription: NatsSubscription) -> None:
-        self._subscription = subscription
+    def __init__(self, subject: str, hear: Hear, living: "set[Subscription]") -> None:
+        self._subject = subject
+        self._hear = hear
+        self._living = living
+        self._at_client: NatsSubscription | None = None
+
+    async def begin(self, client: Client) -> None:
+        """At this client, which restores it by itself when its server restarts."""
+
+        async def heard(message: Msg) -> None:
+            self._hear(message.subject, message.reply, message.data)
+
+        self._at_client = await client.subscribe(
+            self._subject,
+            cb=heard,
+            pending_msgs_limit=_UNHEARD_MESSAGES,
+            pending_bytes_limit=_UNHEARD_BYTES,
+        )
+        self._living.add(self)
 
     async def close(self) -> None:
         """Hear nothing more. Idempotent."""
+        self._living.discard(self)
+        if self._at_client is None:
+            return
         try:
-            await self._subscription.unsubscribe()
+            await self._at_client.unsubscribe()
         except nats.errors.Error:
-            log.debug("%s was heard no more already", self._subscription.subject)
+            log.debug("%s was heard no more already", self._subject)
