@@ -3,15 +3,16 @@
 PYTHON ?= python3
 MODEL ?=
 PORT ?= 8000
+TRACE ?= ../shared/data/traces/mooncake_conversation_trace.jsonl
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt bench bench-router docs clean
+.PHONY: help setup run test check fmt bench bench-frontend bench-engine bench-router simulate-routing docs clean
 
 help:  ## say what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.run  ## create .venv and install what serving needs
 
@@ -31,11 +32,22 @@ check: $(VENV)/.dev  ## format, lint, types, import contracts, house rules
 fmt: $(VENV)/.dev  ## format the code
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev  ## measure frontend and engine (beside the real Dynamo, if PEER=its python)
-	@$(BIN)/python -m benchmarks.run $(if $(PEER),--peer $(PEER))
+bench: bench-frontend bench-engine bench-router  ## measure frontend, engine and router
+
+bench-frontend: $(VENV)/.dev  ## measure the frontend against its goals (beside the real Dynamo: PEER=its python; NOISE=1: ours beside ours)
+	@$(BIN)/python -m benchmarks.frontend $(if $(PEER),--peer $(PEER)) $(if $(NOISE),--noise)
+
+bench-engine: $(VENV)/.dev  ## measure the native engine on the built-in model
+	@$(BIN)/python -m benchmarks.engine_step
 
 bench-router: $(VENV)/.dev  ## measure the router (beside the real Dynamo, if PEER=its python)
 	@$(BIN)/python -m benchmarks.router_index $(if $(PEER),--peer $(PEER))
+	@$(BIN)/python -m benchmarks.router_decision
+
+simulate-routing: $(VENV)/.dev  ## compare routing policies on a trace (TRACE=file in Mooncake's format)
+	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 0.8
+	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 1.3
+	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --cache-tokens 0
 
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate

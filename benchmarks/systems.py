@@ -9,7 +9,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,23 +40,16 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(
-    name: str, python: str, model: Path, worker_flags: list[str], frontend_flags: list[str]
+    name: str,
+    python: str,
+    model: Path,
+    worker_flags: Sequence[str] = (),
+    frontend_flags: Sequence[str] = (),
 ) -> Iterator[System]:
     """The system while the block runs. `python` decides which: ours, or one with the real Dynamo installed."""
     port = free_port()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        environ = os.environ | {
-            "DYN_DISCOVERY_BACKEND": "file",
-            "DYN_FILE_KV": directory,
-            "DYN_REQUEST_PLANE": "tcp",
-            "DYN_EVENT_PLANE": "zmq",
-            "DYN_HTTP_HOST": "127.0.0.1",
-            "DYN_TCP_RPC_HOST": "127.0.0.1",
-            "DYN_LOG": "warn",
-            "HF_HUB_OFFLINE": "1",
-        }
-        if python != sys.executable:
-            environ.pop("PYTHONPATH", None)  # the other system must not find ours
+        environ = _environ(python, directory)
         log = stack.enter_context((Path(directory) / "log").open("w"))
         frontend = _start(
             stack,
@@ -82,6 +75,47 @@ def running(
         url = f"http://127.0.0.1:{port}"
         _wait_for_model(url, [frontend, worker], Path(directory) / "log")
         yield System(name=name, url=url, frontend_pid=frontend.pid, worker_pid=worker.pid)
+
+
+def start_frontend_s(python: str) -> float:
+    """Seconds from the start of a frontend without workers to its first answer."""
+    port = free_port()
+    command = [python, "-m", "dynamo.frontend", "--http-port", str(port)]
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        log = stack.enter_context((Path(directory) / "log").open("w"))
+        begun = time.monotonic()
+        process = _start(stack, command, _environ(python, directory), log)
+        while process.poll() is None and time.monotonic() < begun + READY_LIMIT_S:
+            if _answers(f"http://127.0.0.1:{port}/health"):
+                return time.monotonic() - begun
+            time.sleep(0.002)
+        raise SystemExit(f"no frontend:\n{(Path(directory) / 'log').read_text()[-2000:]}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=2).close()
+    except urllib.error.HTTPError:
+        return True  # without workers it is up, and unhealthy
+    except (urllib.error.URLError, ConnectionError):
+        return False
+    return True
+
+
+def _environ(python: str, directory: str) -> dict[str, str]:
+    environ = os.environ | {
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_FILE_KV": directory,
+        "DYN_REQUEST_PLANE": "tcp",
+        "DYN_EVENT_PLANE": "zmq",
+        "DYN_HTTP_HOST": "127.0.0.1",
+        "DYN_TCP_RPC_HOST": "127.0.0.1",
+        "DYN_LOG": "warn",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if python != sys.executable:
+        environ.pop("PYTHONPATH", None)  # the other system must not find ours
+    return environ
 
 
 def _start(

@@ -42,6 +42,29 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
 
+ENCODER_SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 130,
+    "initializer_range": 0.3,
+}
+ENCODERS = {
+    "bert": (transformers.BertConfig, transformers.BertModel),
+    "roberta": (transformers.RobertaConfig, transformers.RobertaModel),
+    "xlm-roberta": (transformers.XLMRobertaConfig, transformers.XLMRobertaModel),
+}
+
+
+def make_encoder(directory: Path, family: str, **overrides: Any) -> Path:
+    """Write an encoder's checkpoint of the family to the directory."""
+    make_config, make_model = ENCODERS[family]
+    torch.manual_seed(0)
+    _save(make_model(make_config(**ENCODER_SHAPE | overrides)), directory)
+    return directory
+
 
 def make_checkpoint(
     directory: Path,
@@ -57,12 +80,15 @@ def make_checkpoint(
     if family == "qwen2":
         del fields["head_dim"]
     torch.manual_seed(0)
-    model = make_model(make_config(**fields)).to(dtype)
+    _save(make_model(make_config(**fields)).to(dtype), directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def _save(model: Any, directory: Path, **options: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.lower().endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
-    return directory
+    model.save_pretrained(directory, **options)

@@ -9,7 +9,10 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.runtime.backends import file, memory_discovery
+from dynamo.runtime.backends.etcd import access
+from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
 from dynamo.runtime.discovery import Delete, Put
+from etcd_server import EtcdServer
 
 MORTAL = """
 import pathlib, sys, time
@@ -22,11 +25,47 @@ print("ready", flush=True)
 time.sleep(60)
 """
 
+ETCD_TTL_S = 2  # the least that etcd grants
+MORTAL_IN_ETCD = """
+import asyncio, sys
+from dynamo.runtime.backends.etcd import access
+from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
+async def main():
+    whereto = access.Access(addresses=(sys.argv[1],))
+    mortal = await EtcdDiscovery.open(whereto, int(sys.argv[2]), lease_ttl_s=int(sys.argv[3]))
+    for key in sys.argv[4:]:
+        await mortal.put(key, b"{}")
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+async def start_process(argv, processes):
+    """A mortal, ready; how to kill it."""
+    process = subprocess.Popen([sys.executable, "-c", *argv], stdout=subprocess.PIPE)
+    processes.append(process)
+    assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
+
+    def kill():
+        process.kill()
+        process.wait()
+
+    return kill
+
+
+def end_processes(processes):
+    for process in processes:
+        process.kill()
+        process.communicate()
+
 
 class MemoryHost:
     """Where members of one cluster live."""
 
-    def __init__(self, directory):
+    dead_within_s = 2
+
+    def __init__(self, request):
         self._cluster = memory_discovery.MemoryCluster()
         self._members = []
 
@@ -49,8 +88,10 @@ class MemoryHost:
 class FileHost:
     """The same, with a directory; the mortal is a process."""
 
-    def __init__(self, directory):
-        self._directory = directory
+    dead_within_s = 2
+
+    def __init__(self, request):
+        self._directory = request.getfixturevalue("tmp_path") / "kv"
         self._ids = itertools.count(1)
         self._members = []
         self._processes = []
@@ -60,28 +101,53 @@ class FileHost:
         return self._members[-1]
 
     async def start_mortal(self, *keys):
-        process = subprocess.Popen(
-            [sys.executable, "-c", MORTAL, self._directory, *keys], stdout=subprocess.PIPE
-        )
-        self._processes.append(process)
-        assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
-
-        def kill():
-            process.kill()
-            process.wait()
-
-        return kill
+        return await start_process([MORTAL, self._directory, *keys], self._processes)
 
     async def close(self):
-        for process in self._processes:
-            process.kill()
-            process.communicate()
+        end_processes(self._processes)
         await asyncio.gather(*(member.close() for member in self._members))
 
 
-@pytest.fixture(params=[MemoryHost, FileHost], ids=["memory", "file"])
-async def host(request, tmp_path):
-    host = request.param(tmp_path / "kv")
+class EtcdHost:
+    """The same, with a real etcd; the dead keep their keys until their lease ends."""
+
+    dead_within_s = (
+        ETCD_TTL_S + 3
+    )  # etcd looks for ended leases twice a second, on a busy machine more rarely
+
+    def __init__(self, request):
+        self._server = request.getfixturevalue("etcd")
+        self._ids = itertools.count(1)
+        self._members = []
+        self._processes = []
+
+    async def join(self):
+        whereto = access.Access(addresses=(self._server.address,))
+        member = await EtcdDiscovery.open(whereto, next(self._ids), lease_ttl_s=ETCD_TTL_S)
+        self._members.append(member)
+        return member
+
+    async def start_mortal(self, *keys):
+        argv = [MORTAL_IN_ETCD, self._server.address, str(next(self._ids)), str(ETCD_TTL_S), *keys]
+        return await start_process(argv, self._processes)
+
+    async def close(self):
+        end_processes(self._processes)
+        await asyncio.gather(*(member.close() for member in self._members))
+        self._server.wipe()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory):
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=[MemoryHost, FileHost, EtcdHost], ids=["memory", "file", "etcd"])
+async def host(request):
+    host = request.param(request)
     yield host
     await host.close()
 
@@ -224,7 +290,7 @@ async def test_who_has_left_can_put_nothing_and_may_leave_twice(host):
         await a.put("k", b"")
 
 
-async def test_the_keys_of_an_owner_that_is_killed_vanish_within_two_seconds(host):
+async def test_the_keys_of_an_owner_that_is_killed_vanish_in_time(host):
     kill = await host.start_mortal("v1/x/dead", "v1/y/dead")
     a, b = await host.join(), await host.join()
     await b.put("v1/x/alive", b"{}")
@@ -232,7 +298,7 @@ async def test_the_keys_of_an_owner_that_is_killed_vanish_within_two_seconds(hos
     for watch in watches:
         await take(watch, 3)
     kill()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(host.dead_within_s):
         told = [await take(watch, 2) for watch in watches]
 
     for changes in told:
@@ -245,6 +311,8 @@ async def test_no_snapshot_shows_the_keys_of_the_dead(host):
     assert await a.get_prefix("") == {"v1/x/dead": b"{}"}
 
     kill()
+    if isinstance(host, EtcdHost):  # which knows of the death when the lease ends
+        await take(a.watch(""), 2)
     late = await host.join()
     await late.put("v1/x/late", b"{}")
 

@@ -193,6 +193,16 @@ async def test_outputs_replies_and_a_failure_keep_their_order(held):
     assert (type(error), str(error)) == (errors.EngineFailed, "six")
 
 
+async def test_a_refusal_says_which_field_is_at_fault(held):
+    plane, holder, address = held
+    receiver = Recorder()
+    await plane.open(address, ECHO, None, receiver)
+    (await holder.call()).fail(errors.InvalidRequest("no such pattern", param="guided_regex"))
+    error = await receiver.end()
+
+    assert (type(error), error.param) == (errors.InvalidRequest, "guided_regex")
+
+
 async def test_what_many_streams_send_in_one_turn_is_one_frame(held, monkeypatch):
     plane, holder, address = held
     receivers = [Recorder() for _ in range(50)]

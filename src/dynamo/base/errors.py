@@ -173,9 +173,9 @@ def from_wire(
     code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
 ) -> DynamoError:
     """The error that a peer named by `code`; an unknown code is a plain DynamoError."""
-    cls = _CLASS_BY_CODE.get(code, DynamoError)
-    if issubclass(cls, RequestError):
-        return cls(message, param=param)
-    if issubclass(cls, Unavailable) and retry_after_s is not None:
-        return cls(message, retry_after_s=retry_after_s)
-    return cls(message)
+    error = _CLASS_BY_CODE.get(code, DynamoError)(message)
+    if isinstance(error, RequestError):
+        error.param = param
+    if isinstance(error, Unavailable | RateLimited) and retry_after_s is not None:
+        error.retry_after_s = retry_after_s
+    return error

@@ -9,7 +9,7 @@ from dynamo.runtime.backends import file
 from dynamo.worker import engines
 
 _PACKAGES = ("pydynamo", "torch", "tokenizers", "msgspec", "httptools", "pyzmq", "huggingface-hub")
-_VARIABLES = ("DYN_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_VARIABLES = ("DYN_", "ETCD_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _SECRET = ("TOKEN", "KEY", "PASSWORD", "SECRET")
 
 

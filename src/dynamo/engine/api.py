@@ -6,6 +6,9 @@ and a simulated one. So outputs go to one sink, in batches.
 
 Every method is called on the worker's event loop, and the sink is called there too.
 `tests/contract/test_engine.py` holds every engine to this.
+
+An `Embedder` is the smaller sibling: it has no state between batches, so it is asked and answers; who waits for what
+is the worker's matter. `tests/contract/test_embedder.py` holds every embedder to it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
-from dynamo.protocols import generate, kv_events, load
+from dynamo.protocols import generate, kv_events, load, model_card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class EngineFacts:
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
+    supports_guided: bool = False  # can it hold an answer to a grammar?
 
 
 class EngineOutput(NamedTuple):
@@ -87,4 +91,40 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End; requests in flight are dropped in silence. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedderFacts:
+    """What is known once an embedder has started."""
+
+    context_length: int  # tokens of one input
+    max_num_batched_tokens: int  # of all inputs of a batch; a single input may exceed it
+    vectors: model_card.EmbeddingFacts
+    vocab_size: int | None = None  # None: any token will do
+
+
+class EmbedInput(NamedTuple):
+    """One text, as packed token ids, and how long its vector is to be (None: as long as it is)."""
+
+    token_ids: bytes
+    dimensions: int | None = None
+
+
+class Embedder(Protocol):
+    """What embeds instead of generating. Life: start once, then one batch at a time, then stop once."""
+
+    async def start(self) -> EmbedderFacts:
+        """Load and be ready. Raises ConfigError (the model is not supported) or EngineFailed."""
+        ...
+
+    async def embed(self, batch: Sequence[EmbedInput]) -> list[bytes]:
+        """The unit vector of each, packed (`embed.pack`). Raises RequestError or EngineFailed.
+
+        A vector does not depend on what else is in the batch, beyond rounding.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """End. Idempotent."""
         ...

@@ -39,6 +39,7 @@ def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int 
         num_logprobs = getattr(request.output_options, name)
         if num_logprobs is not None and not 0 <= num_logprobs <= facts.max_top_logprobs:
             raise _invalid(name, f"from 0 to {facts.max_top_logprobs}", num_logprobs)
+    _check_guided(request, facts)
     if request.lora_name is not None:
         raise errors.InvalidRequest(
             f"this engine serves no LoRA adapters; {request.lora_name!r} was asked for",
@@ -48,6 +49,18 @@ def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int 
         raise _invalid(
             "data_parallel_rank", f"below {facts.data_parallel_size}", request.data_parallel_rank
         )
+
+
+def _check_guided(request: generate.Request, facts: api.EngineFacts) -> None:
+    guided = request.sampling_options.guided_decoding
+    if guided is None:
+        return
+    if not facts.supports_guided:
+        raise errors.InvalidRequest(
+            f"{guided.param}: this engine cannot hold an answer to a grammar", param=guided.param
+        )
+    if not request.eos_token_ids:
+        raise _invalid("eos_token_ids", "at least one, with which a guided answer can end", ())
 
 
 def _check_prompt(request: generate.Request, context_length: int) -> None:

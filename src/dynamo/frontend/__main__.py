@@ -7,7 +7,7 @@ import signal
 import sys
 
 from dynamo.base import config as configuration
-from dynamo.base import errors
+from dynamo.base import errors, garbage
 from dynamo.frontend import config, http_workers, service
 from dynamo.observability import logs
 from dynamo.router import config as router_config
@@ -30,21 +30,22 @@ def main() -> int:
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 
 async def serve(door: config.FrontendConfig, routing: router_config.RoutingConfig) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, stop, number)
-    async with (
-        await component.DistributedRuntime.open(door) as runtime,
-        service.Frontend(door, runtime, routing) as frontend,
-    ):
-        loop.add_signal_handler(signal.SIGHUP, frontend.reload_keys)
-        await frontend.run(stop)
+    garbage.collect_rarely()
+    async with await component.DistributedRuntime.open(door) as runtime:
+        stop = asyncio.Event()  # until here a signal ends the process at once: nothing runs yet
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _stop, stop, number)
+        async with service.Frontend(door, runtime, routing) as frontend:
+            loop.add_signal_handler(signal.SIGHUP, frontend.reload_keys)
+            await frontend.run(stop)
 
 
 def _stop(stop: asyncio.Event, number: int) -> None:

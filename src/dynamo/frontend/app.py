@@ -10,19 +10,22 @@ from dynamo.frontend import (
     clearing,
     delivery,
     description,
+    embeddings,
     merged_metrics,
     models,
     pipeline,
     responses,
+    roads,
     shared_responses,
     siblings,
     sse,
     token_counts,
 )
 from dynamo.frontend.admission import desk
+from dynamo.frontend.kserve import routes
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import metrics
-from dynamo.protocols import anthropic_errors, openai_errors
+from dynamo.protocols import anthropic_errors, kserve_errors, openai_errors
 from dynamo.runtime.http import exchange, router
 
 _MODELS = "/v1/models/"
@@ -36,7 +39,9 @@ def error_body(status: int, message: str, path: str) -> bytes:
 
 def dialect_of(path: str) -> delivery.Dialect:
     """How the API at this path tells errors."""
-    return anthropic_errors if path.startswith(_MESSAGES) else openai_errors
+    if path.startswith(_MESSAGES):
+        return anthropic_errors
+    return kserve_errors if path.startswith(routes.PREFIX) else openai_errors
 
 
 class App:
@@ -44,7 +49,7 @@ class App:
 
     def __init__(
         self,
-        answers: pipeline.Pipeline,
+        answers: roads.Roads,
         known: models.Models,
         remembered: responses.Responses,
         caches: clearing.CacheClearing,
@@ -53,7 +58,7 @@ class App:
         others: siblings.Siblings,
         shared: shared_responses.SharedResponses,
     ) -> None:
-        self._pipeline = answers
+        self._pipeline = answers.text
         self._models = known
         self._registry = registry
         self._desk = counter
@@ -61,6 +66,9 @@ class App:
         self.is_draining = False
         self._description = description.Description()
         counts = token_counts.TokenCounts(known, remembered)
+        tensors = routes.KserveRoutes(
+            answers.text, known, counter, self._accepts, is_draining=lambda: self.is_draining
+        )
         self.routes = router.Router(
             {
                 ("POST", "/v1/chat/completions"): self._generates(apis.CHAT),
@@ -75,11 +83,13 @@ class App:
                 ("POST", _MESSAGES + "/count_tokens"): self._computes(
                     counts.of_message, anthropic_errors
                 ),
+                ("POST", "/v1/embeddings"): self._embeds(answers.vectors),
                 ("POST", "/tokenize"): self._computes(counts.tokenize),
                 ("POST", "/detokenize"): self._computes(counts.detokenize),
                 ("POST", "/clear_kv_blocks"): caches.answer,
                 ("GET", "/busy_threshold"): counter.thresholds.show,
                 ("POST", "/busy_threshold"): self._computes(self._change_thresholds),
+                **tensors.table(),
                 ("GET", "/v1/models"): self._list_models,
                 ("GET", _MODELS + "*"): self._show_model,
                 ("GET", "/health"): self._health,
@@ -104,6 +114,11 @@ class App:
             )
 
         return handle
+
+    def _embeds(self, vectors: embeddings.Embeddings) -> router.Handler:
+        return lambda caller: (
+            vectors.answer(caller) if self._accepts(caller, openai_errors) else None
+        )
 
     def _computes(
         self,

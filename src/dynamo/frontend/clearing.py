@@ -37,7 +37,8 @@ class CacheClearing:
 
     async def clear(self) -> dict[str, Any]:
         """What came of it, as the original tells it."""
-        workers = [(model.name, one) for model in self._models.ready for one in model.instances]
+        caching = [model for model in self._models.ready if model.can_generate]
+        workers = [(model.name, one) for model in caching for one in model.instances]
         if not workers:
             return {"message": "No active worker groups found"}
         told = await asyncio.gather(*(self._clear_one(*worker) for worker in workers))

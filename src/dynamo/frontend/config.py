@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from dynamo.base import config, errors
 from dynamo.frontend import record_config
 from dynamo.observability import row_writer
+from dynamo.preprocess import tokenize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,18 @@ class FrontendConfig(record_config.RecordConfig):
     )
     tls_key_path: str | None = config.option(
         None, env="DYN_TLS_KEY_PATH", help="private key (PEM) of the certificate"
+    )
+    kserve_grpc_server: bool = config.option(
+        False,
+        env="DYN_KSERVE_GRPC_SERVER",
+        help="serve KServe's v2 protocol over gRPC too; its HTTP form is always there",
+    )
+    kserve_grpc_port: int = config.option(
+        8001,
+        env="DYN_KSERVE_GRPC_PORT",
+        help="port of the gRPC server; 0: any",
+        least=0,
+        most=65535,
     )
     tls_client_ca_cert_path: str | None = config.option(
         None,
@@ -86,6 +99,12 @@ class FrontendConfig(record_config.RecordConfig):
     http_body_limit_mb: int = config.option(
         192, env="DYN_HTTP_BODY_LIMIT_MB", help="largest request body", least=1
     )
+    tokenizer_cache_mb: int = config.option(
+        tokenize.CACHE_BYTES // 2**20,
+        env="DYN_TOKENIZER_CACHE_MB",
+        help="memory per model for the tokens of prompts' turns, so that only new ones are tokenized; 0: none",
+        least=0,
+    )
     response_store_items: int = config.option(
         10_000,
         env="DYN_RESPONSE_STORE_ITEMS",
@@ -112,6 +131,10 @@ class FrontendConfig(record_config.RecordConfig):
         if (self.tls_cert_path is None) != (self.tls_key_path is None):
             raise errors.ConfigError(
                 "--tls-cert-path and --tls-key-path: expected both or neither, got one of them"
+            )
+        if self.kserve_grpc_server and self.http_workers > 1 and not self.kserve_grpc_port:
+            raise errors.ConfigError(
+                "--kserve-grpc-port: expected a port that all processes of --http-workers share, got 0"
             )
         row_writer.check(self.audit_options)
         row_writer.check(self.request_trace_options)

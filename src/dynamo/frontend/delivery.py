@@ -9,7 +9,6 @@ import abc
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -40,8 +39,7 @@ class Dialect(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order(Generic[S_co]):
+class Order(msgspec.Struct, Generic[S_co], frozen=True, kw_only=True):
     """What a client asked for, ready to be answered."""
 
     shape: S_co
@@ -103,6 +101,7 @@ class Delivery(abc.ABC):
         self.client = client
         self.order = order
         self.count_tokens = order.extra.counting(meter.tokens) if order.extra else meter.tokens
+        self.num_choices = order.num_choices  # of each prompt
         self.choices = order.new_choices()
         self._meter = meter
         self._streams: dict[int, requests.Stream] = {}
@@ -133,11 +132,11 @@ class Delivery(abc.ABC):
 
     def is_open(self, prompt_number: int) -> bool:
         """Does any choice of this prompt still grow?"""
-        return any(choice.finish_reason is None for choice in self.choices_of(prompt_number))
+        return None in [choice.finish_reason for choice in self.choices_of(prompt_number)]
 
     def choices_of(self, prompt_number: int) -> Sequence[choices.Choice]:
         """The n answers to one prompt."""
-        num = self.order.num_choices
+        num = self.num_choices
         return self.choices[prompt_number * num : (prompt_number + 1) * num]
 
     @abc.abstractmethod
@@ -167,12 +166,12 @@ class Delivery(abc.ABC):
 
     def settle(self, choice: choices.Choice) -> bool:
         """Look whether this choice was the last to end; says whether the answer is complete now."""
-        prompt_number = choice.index // self.order.num_choices
+        prompt_number = choice.index // self.num_choices
         if self.is_open(prompt_number):
             if choice.is_cut:
                 self._cancel_choice(prompt_number, choice)
             return False
-        if any(one.is_cut for one in self.choices_of(prompt_number)):
+        if True in [one.is_cut for one in self.choices_of(prompt_number)]:
             self._cancel(prompt_number)  # the engine does not know of stop strings and calls
         self._num_open -= 1
         if not self._num_open:
@@ -253,7 +252,7 @@ class PromptReceiver:
     def __init__(self, delivery: Delivery, prompt_number: int) -> None:
         self._delivery = delivery
         self._prompt_number = prompt_number
-        first = prompt_number * delivery.order.num_choices
+        first = prompt_number * delivery.num_choices
         # called per token: with one prompt, which is nearly always so, nothing stands between
         self.receive: Callable[[generate.Output], None] = (
             functools.partial(delivery.deliver, first=first) if first else delivery.deliver

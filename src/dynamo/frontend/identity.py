@@ -1,7 +1,6 @@
 """What an answer says of itself: its id, when it was made, by which model and which version of it."""
 
 import importlib.metadata
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -38,8 +37,7 @@ class NumberedTokens:
         return f"token_id:{token_id}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Of one answer."""
 
     request_id: str

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
 from dynamo.observability import metrics
-from dynamo.protocols import generate, model_card, trace_context
+from dynamo.protocols import embed, generate, model_card, trace_context
 
 _TOKENS_IN = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 _TOKENS_OUT = (0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
@@ -59,10 +59,10 @@ class FrontendMetrics:
         self.now = now
         self.observers = tuple(observers)
         by_model = ("model",)
-        self.started = registry.counter(
+        self.started = registry.fast_counter(
             "requests_started_total", "Requests that arrived", ("endpoint", "model", "request_type")
         )
-        self.requests = registry.counter(
+        self.requests = registry.fast_counter(
             "requests_total",
             "Requests that ended",
             ("endpoint", "error_type", "model", "request_type", "status"),
@@ -76,16 +76,18 @@ class FrontendMetrics:
         self.cancelled = registry.counter(
             "model_cancellation_total", "Requests whose client went away", by_model
         )
-        self.inflight = registry.gauge(
+        self.inflight = registry.fast_gauge(
             "inflight_requests", "Requests between arrival and end", by_model
         )
-        self.queued = registry.gauge(
+        self.queued = registry.fast_gauge(
             "queued_requests", "Requests that wait for their first token", by_model
         )
-        self.active = registry.gauge("active_requests", "Requests that a worker has", by_model)
+        self.active = registry.fast_gauge("active_requests", "Requests that a worker has", by_model)
         self.ready = registry.gauge("model_ready", "1 if the model can be asked", by_model)
         self.workers = registry.gauge("model_workers", "Instances that serve the model", by_model)
-        self.output_tokens = registry.counter("output_tokens_total", "Generated tokens", by_model)
+        self.output_tokens = registry.fast_counter(
+            "output_tokens_total", "Generated tokens", by_model
+        )
         self.duration = registry.fast_histogram(
             "request_duration_seconds", "From arrival to end", by_model, buckets=_DURATION
         )
@@ -106,6 +108,18 @@ class FrontendMetrics:
         )
         self.itl = registry.fast_histogram(
             "inter_token_latency_seconds", "Between two tokens of a choice", by_model, buckets=_ITL
+        )
+        self.segment_hits = registry.fast_counter(
+            "tokenizer_cache_hits_total", "Segments of prompts whose tokens were known", ()
+        ).labels()
+        self.segment_misses = registry.fast_counter(
+            "tokenizer_cache_misses_total", "Segments of prompts that had to be tokenized", ()
+        ).labels()
+        self.cached_tokens = registry.fast_counter(
+            "tokenizer_cache_cached_tokens_total", "Prompt tokens of known segments", by_model
+        )
+        self.uncached_tokens = registry.fast_counter(
+            "tokenizer_cache_uncached_tokens_total", "Prompt tokens of new segments", by_model
         )
         stages = registry.fast_histogram(
             "stage_duration_seconds", "Of the stages of a request", ("stage",), buckets=_STAGE
@@ -154,6 +168,17 @@ class ModelMetrics:
         self.cached_len = families.cached_len.labels(label)
         self.ttft = families.ttft.labels(label)
         self.itl = families.itl.labels(label)
+        self.cached_tokens = families.cached_tokens.labels(label)
+        self.uncached_tokens = families.uncached_tokens.labels(label)
+
+    def looked_up(
+        self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
+    ) -> None:
+        """A prompt was tokenized, in part from the cache (`preprocess.tokenize.Counted`)."""
+        self.families.segment_hits.inc(hits)
+        self.families.segment_misses.inc(misses)
+        self.cached_tokens.inc(cached_tokens)
+        self.uncached_tokens.inc(uncached_tokens)
 
 
 class Arrival(NamedTuple):
@@ -220,12 +245,12 @@ class RequestMeter:
         model.inflight.inc()
         model.queued.inc()
 
-    def prompt(self, request: generate.Request) -> None:
-        """A prompt goes to a worker."""
+    def prompt(self, request: generate.Request | embed.Request) -> None:
+        """A prompt, or the inputs of a request for vectors, go to a worker."""
         self.num_prompts += 1
         self.model.input_len.observe(request.prompt_len)
-        if self.request is None:
-            self.request = request
+        if self.prepared_at is None:
+            self.request = request if isinstance(request, generate.Request) else None
             self.prepared_at = now = self._now()
             self.model.families.preprocess.observe(now - self.arrived_at)
             self.model.active.inc()
@@ -288,7 +313,7 @@ class RequestMeter:
         self.error_type = error_type
         model = self.model
         self._leave_queue()
-        if self.request is not None:
+        if self.prepared_at is not None:
             model.active.dec()
             model.output_len.observe(self.num_tokens)
             model.output_tokens.inc(self.num_tokens)

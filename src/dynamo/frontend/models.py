@@ -15,7 +15,7 @@ import msgspec
 from dynamo.base import clock, errors
 from dynamo.frontend import metrics
 from dynamo.frontend.served_model import Replicas, ServedModel
-from dynamo.preprocess import loading
+from dynamo.preprocess import loading, tokenize
 from dynamo.protocols import instances, model_card
 from dynamo.router import route
 from dynamo.runtime import client, discovery
@@ -44,6 +44,7 @@ class Models:
         time: clock.Clock,
         *,
         namespace: str = "",
+        tokenizer_cache_bytes: int = tokenize.CACHE_BYTES,
     ) -> None:
         self._registry = registry
         self._connect = connect
@@ -51,6 +52,7 @@ class Models:
         self._metrics = counted
         self._clock = time
         self._namespace = namespace
+        self._tokenizer_cache_bytes = tokenizer_cache_bytes
         self._records: dict[str, model_card.CardRecord] = {}  # by key, oldest first
         self._models: dict[str, ServedModel] = {}
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
@@ -130,7 +132,13 @@ class Models:
 
     async def _load(self, card: model_card.ModelCard) -> ServedModel:
         try:
-            made = await asyncio.to_thread(loading.load, card, self._clock)
+            made = await asyncio.to_thread(
+                loading.load,
+                card,
+                self._clock,
+                cache_bytes=self._tokenizer_cache_bytes,
+                counted=self._metrics.of_model(card.display_name),
+            )
         except errors.ConfigError as error:
             _logger.error("cannot serve the model %r: %s", card.display_name, error)  # noqa: TRY400
             return ServedModel(card, None, str(error))

@@ -27,6 +27,7 @@ _REASONS = {
     401: "No API key, or one that is not known",
     403: "This API key does not allow it",
     404: "There is no such thing, or no such model",
+    405: "There is another method at this path",
     408: "The request did not arrive in time",
     413: "The body is too large",
     415: "The body is not JSON",

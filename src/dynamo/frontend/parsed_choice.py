@@ -55,6 +55,10 @@ class ParsedChoice(choices.Choice):
             if text:
                 self._pieces.append(text)
             return text, reports
+        if len(output.token_ids) == 1 and self.reporter is None:  # nearly always so
+            text, _ = super().read(output)
+            self._parse(text, 1)
+            return text, None
         return self._read_one_by_one(output)
 
     def _read_one_by_one(
@@ -71,11 +75,14 @@ class ParsedChoice(choices.Choice):
         return told, found if self.reporter is not None else None
 
     def _parse(self, text: str, num_tokens: int) -> None:
-        was_reasoning = self._parser.is_reasoning
-        found = [*self._parser.push(text), *(self._parser.finish() if self.is_over else ())]
-        if was_reasoning or self._parser.is_reasoning:
+        parser = self._parser
+        was_reasoning = parser.is_reasoning
+        found = parser.push(text)
+        if self.is_over:
+            found = [*found, *parser.finish()]
+        self._is_plain_now = parser.is_plain
+        if was_reasoning or (not self._is_plain_now and parser.is_reasoning):
             self.num_reasoning_tokens += num_tokens
-        self._is_plain_now = self._parser.is_plain
         for event in found:
             self._take(event)
             if self._is_enough:
@@ -96,7 +103,9 @@ class ParsedChoice(choices.Choice):
                     self.finish_reason = generate.FinishReason.STOP
 
 
-def _joined(pieces: Sequence[choices.Piece]) -> list[choices.Piece]:
+def _joined(pieces: list[choices.Piece]) -> list[choices.Piece]:
+    if len(pieces) < 2:
+        return pieces
     return [piece for _, same in itertools.groupby(pieces, type) for piece in _join(same)]
 
 

@@ -25,7 +25,7 @@ from dynamo.frontend import (
 from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import logs, spans
-from dynamo.protocols import openai_fields
+from dynamo.protocols import generate, openai_fields
 from dynamo.runtime.http import exchange
 
 _CALLERS_ID = re.compile(r"[!-~]{1,200}")
@@ -58,7 +58,7 @@ class Pipeline:
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
-        arrival = self._arrive(caller)
+        arrival = arrive(caller, self._metrics, self._enter_trace)
         if self._watch is not None:
             caller = self._watch(caller)
         try:
@@ -92,15 +92,6 @@ class Pipeline:
         reply = deliver(caller, order, meter)
         await self._dispatch(model, reply, meter, instance_id)
 
-    def _arrive(self, caller: exchange.Exchange) -> metrics.Arrival:
-        """Note when it came and what it is called; all that is logged from here on says so."""
-        at = self._metrics.now()
-        made = ids.new_request_id()
-        told = callers_id(caller) or made
-        trace, parent_id = self._enter_trace(caller.request.headers)
-        logs.about.set(logs.Subject("http-request", told, trace))
-        return metrics.Arrival(at, made, told, trace, parent_id)
-
     async def _prepare(
         self,
         api: apis.Api[apis.R, apis.S],
@@ -110,6 +101,7 @@ class Pipeline:
         routing: routing_headers.RoutingHeaders,
     ) -> delivery.Order[apis.S]:
         """Text to tokens, and all that the answer will need."""
+        model.check_can_generate()
         if request.store and self._watch is None:
             raise errors.InvalidRequest(
                 "store: answers are not kept here; expected false or nothing, got true",
@@ -120,6 +112,7 @@ class Pipeline:
         wanted = request.extensions.extra_fields
         timed = extras.Extras(wanted, self._clock) if wanted else None  # from here on
         prompts = await api.prepare(preparer, request, arrival.id)
+        _check_guided(model, prompts[0].request.sampling_options.guided_decoding)
         who = identity.Identity(
             request_id=arrival.id,
             created=int(self._clock.wall()),
@@ -131,7 +124,7 @@ class Pipeline:
             shape=api.shape(request, who),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=[one._replace(request=routing.apply(one.request)) for one in prompts],
+            prompts=routing.apply(prompts),
             request=request,
             headers=_told(api, arrival),
             extra=timed,
@@ -200,6 +193,18 @@ class Pipeline:
         delivery.respond_error(caller, error, api.dialect, _told(api, arrival))
 
 
+def arrive(
+    caller: exchange.Exchange, counted: metrics.FrontendMetrics, enter_trace: spans.Enter
+) -> metrics.Arrival:
+    """Note when it came and what it is called; all that is logged from here on says so."""
+    at = counted.now()
+    made = ids.new_request_id()
+    told = callers_id(caller) or made
+    trace, parent_id = enter_trace(caller.request.headers)
+    logs.about.set(logs.Subject("http-request", told, trace))
+    return metrics.Arrival(at, made, told, trace, parent_id)
+
+
 def callers_id(caller: exchange.Exchange) -> str | None:
     """The caller's own id for its request, if it has a sane one."""
     for name in apis.REQUEST_ID_HEADERS:
@@ -217,6 +222,14 @@ def id_headers(caller: exchange.Exchange, names: Sequence[str]) -> exchange.Head
 
 def _told(api: apis.Api[apis.R, apis.S], arrival: metrics.Arrival) -> exchange.Headers:
     return tuple((name, arrival.told_id) for name in api.id_headers)
+
+
+def _check_guided(model: ServedModel, asked: generate.GuidedDecoding | None) -> None:
+    if asked is not None and not model.card.runtime_config.supports_guided:
+        raise errors.InvalidRequest(
+            f"{asked.param}: the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
+            param=asked.param,
+        )
 
 
 def _check_logprobs(model: ServedModel, request: openai_fields.GenerationFields) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from dynamo.base import errors
 from dynamo.frontend import choices, response_items, sse
 from dynamo.protocols import openai_responses, openai_usage
@@ -223,7 +225,7 @@ def _fixed_fields(
         "service_tier": "default",
         "store": asked.is_kept,
         "temperature": asked.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _text_format(asked)},
         "tool_choice": asked.tool_choice or "auto",
         "tools": asked.tools or [],
         "top_logprobs": 0,
@@ -231,3 +233,10 @@ def _fixed_fields(
         "truncation": "disabled",
         "user": asked.user,
     }
+
+
+def _text_format(asked: openai_responses.ResponsesRequest) -> dict[str, Any]:
+    """As it was asked for."""
+    form = asked.text.format if asked.text is not None else None
+    told = {"type": "text"} if form is None else msgspec.to_builtins(form)
+    return {name: value for name, value in told.items() if value is not None}

@@ -25,6 +25,10 @@ class Turn(openai_chat.ChatRequest, frozen=True, kw_only=True):
     ]  # `messages` without the instructions, which are for this turn only
 
     @property
+    def format_param(self) -> str:
+        return "text.format"
+
+    @property
     def effort_param(self) -> str:
         return "reasoning.effort"
 
@@ -56,7 +60,7 @@ class Responses:
             model=prompted.model,
             messages=messages,
             tools=openai_items.tools(prompted.tools or []),
-            tool_choice=prompted.tool_choice,
+            tool_choice=prompted.chat_tool_choice,
             reasoning_effort=prompted.effort,
         )
 
@@ -97,7 +101,8 @@ class Responses:
             top_p=asked.top_p,
             stream=asked.stream,
             tools=openai_items.tools(asked.tools or []),
-            tool_choice=asked.tool_choice,
+            tool_choice=asked.chat_tool_choice,
+            response_format=asked.chat_format,
             reasoning_effort=asked.effort,
             parallel_tool_calls=asked.parallel_tool_calls,
         )

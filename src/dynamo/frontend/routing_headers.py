@@ -1,11 +1,12 @@
 """Headers by which a gateway before us says where a request shall go. They count more than the body's `nvext`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from dynamo.base import errors
+from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate, openai_fields
 
 INSTANCE = ("x-worker-instance-id", "x-dynamo-worker-instance-id")
@@ -23,10 +24,13 @@ class RoutingHeaders:
     data_parallel_rank: int | None = None
     session_id: str | None = None
 
-    def apply(self, request: generate.Request) -> generate.Request:
-        """The request, with what they say of it."""
+    def apply(self, prompts: Sequence[preprocessor.Prepared]) -> Sequence[preprocessor.Prepared]:
+        """The requests, with what they say of them."""
         if self is NOTHING:
-            return request
+            return prompts
+        return [one._replace(request=self._tell(one.request)) for one in prompts]
+
+    def _tell(self, request: generate.Request) -> generate.Request:
         told = {"data_parallel_rank": self.data_parallel_rank, "session_id": self.session_id}
         return msgspec.structs.replace(
             request, **{name: value for name, value in told.items() if value is not None}

@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from dynamo.base import errors
 from dynamo.frontend import identity
 from dynamo.preprocess import preprocessor
-from dynamo.protocols import generate, instances, model_card
+from dynamo.protocols import embed, generate, instances, model_card
 from dynamo.router import route as routing
 from dynamo.runtime import client, requests
 
@@ -25,6 +26,11 @@ class Replicas:
         """Those that are registered now."""
         found = self.client.instances
         return [found[one] for one in sorted(self.cards) if one in found]
+
+    @property
+    def is_living(self) -> bool:
+        """Is any of them registered now?"""
+        return not self.cards.keys().isdisjoint(self.client.instances)
 
     def among(self, avoid: Collection[int]) -> Collection[int] | None:
         """Whom to ask; None: anybody. Where all are to be avoided, it is any of them."""
@@ -70,9 +76,33 @@ class ServedModel:
             )
         return self._preparer
 
+    @property
+    def can_generate(self) -> bool:
+        """Does it make text?"""
+        return self.card.model_type != (model_card.ModelType.EMBEDDINGS,)
+
+    def check_can_generate(self) -> None:
+        """Raises InvalidRequest if it only makes embeddings."""
+        if not self.can_generate:
+            raise errors.InvalidRequest(
+                f"model: {self.name!r} makes embeddings, not text; ask /v1/embeddings",
+                param="model",
+            )
+
+    @property
+    def embedding(self) -> model_card.EmbeddingFacts:
+        """Of the vectors that it makes. Raises InvalidRequest if it makes none."""
+        if self.card.embedding is None:
+            raise errors.InvalidRequest(
+                f"model: {self.name!r} makes no embeddings; a worker that is started with "
+                "--task embed does",
+                param="model",
+            )
+        return self.card.embedding
+
     async def open(
         self,
-        request: generate.Request,
+        request: generate.Request | embed.Request,
         receiver: requests.Receiver,
         *,
         instance_id: int | None,
@@ -88,7 +118,7 @@ class ServedModel:
         """
         replicas = self._pick(instance_id, avoid)
         return await replicas.route.open(
-            request,
+            cast("generate.Request", request),  # the route of a model that embeds looks into none
             receiver,
             instance_id=instance_id,
             among=replicas.among(avoid),
@@ -114,7 +144,7 @@ class ServedModel:
         usable = [
             one
             for one in self.replicas.values()
-            if one.living and (instance_id is None or instance_id in one.cards)
+            if one.is_living and (instance_id is None or instance_id in one.cards)
         ]
         if avoid:
             free = [one for one in usable if any(i.instance_id not in avoid for i in one.living)]

@@ -11,16 +11,19 @@ from dynamo.frontend import (
     app,
     clearing,
     config,
+    embeddings,
     metrics,
     models,
     pipeline,
     records,
     response_store,
     responses,
+    roads,
     shared_responses,
     siblings,
 )
 from dynamo.frontend.admission import control
+from dynamo.frontend.kserve import loading
 from dynamo.observability import loop_delay
 from dynamo.observability import metrics as observed
 from dynamo.router import config as router_config
@@ -55,14 +58,19 @@ class Frontend:
             counted,
             now,
             namespace=settings.namespace,
+            tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )
-        answers = pipeline.Pipeline(
-            self.models,
-            counted,
-            now,
-            settings.request_timeout_secs or None,
-            self._records.enter_trace,
-            self._records.watch,
+        timeout_s = settings.request_timeout_secs or None
+        answers = roads.Roads(
+            pipeline.Pipeline(
+                self.models,
+                counted,
+                now,
+                timeout_s,
+                self._records.enter_trace,
+                self._records.watch,
+            ),
+            embeddings.Embeddings(self.models, counted, timeout_s, self._records.enter_trace),
         )
         store = response_store.ResponseStore(
             max_items=settings.response_store_items,
@@ -86,14 +94,17 @@ class Frontend:
         )
         self._loop_delay = loop_delay.LoopDelay(registry, now)
         self._settings = settings
+        handler = self._admission.around(self._app.routes, app.dialect_of)
         self._server = server.HttpServer(
-            self._admission.around(self._app.routes, app.dialect_of),
+            handler,
             limits=limits.Limits(body_bytes=settings.http_body_limit_mb * 2**20),
             tls=_tls(settings),
             error_body=app.error_body,
         )
+        self._grpc = loading.build(settings, handler)
         self._tasks = tasks.Tasks()
         self.port = 0
+        self.grpc_port = 0
 
     async def __aenter__(self) -> "Frontend":
         self._admission.load()
@@ -101,6 +112,11 @@ class Frontend:
         self.port = await self._server.start(
             host, port, shares_port=self._siblings.name is not None
         )
+        try:
+            self.grpc_port = await self._grpc.start(host, self._settings.kserve_grpc_port)
+        except errors.ConfigError:
+            await self._server.close()
+            raise
         await self._siblings.start(self._app.sibling_routes)
         self._admission.start(self._tasks)
         self._tasks.start("watch models", self.models.watch())
@@ -114,6 +130,7 @@ class Frontend:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self._grpc.stop(0)
         await self._server.close()
         await self._siblings.close()
         await self._tasks.close()
@@ -141,7 +158,10 @@ class Frontend:
         self._app.is_draining = True
         limit_s = self._settings.http_graceful_shutdown_timeout_secs
         _logger.info("stopping: running answers may take %g s to finish", limit_s)
-        if not await self._server.drain(limit_s):
+        has_finished, _ = await asyncio.gather(
+            self._server.drain(limit_s), self._grpc.stop(limit_s)
+        )
+        if not has_finished:
             _logger.warning("answers still running after %g s are cut off", limit_s)
 
 

@@ -5,7 +5,6 @@ a chunk with a mark in the place of the text.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -33,8 +32,7 @@ class Template(NamedTuple):
     tail: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class WholeChoice:
+class WholeChoice(msgspec.Struct, frozen=True):
     """A complete choice of an answer that was not streamed."""
 
     index: int

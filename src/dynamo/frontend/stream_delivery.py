@@ -13,6 +13,8 @@ METRICS = "llm_metrics"  # the annotation that comes before each chunk
 class StreamDelivery(delivery.Delivery):
     """Writes events as outputs come. Nothing is sent before the first of them, so an early failure has its status."""
 
+    last_word = sse.DONE
+
     def __init__(
         self,
         client: exchange.Exchange,
@@ -131,4 +133,4 @@ class StreamDelivery(delivery.Delivery):
             return
         if self._has_usage:
             event += sse.event(self._shape.usage_chunk(self.usage()))
-        self.client.end(event + sse.DONE)
+        self.client.end(event + self.last_word)

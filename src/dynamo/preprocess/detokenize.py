@@ -71,13 +71,15 @@ class TextDecoder:
 
     def new(self, prompt: bytes = b"", *, skip_special_tokens: bool = True) -> Detokenizer:
         """For one choice that follows `prompt` (packed ids)."""
-        context = blocks.unpack(prompt[-_CONTEXT_LEN * blocks.TOKEN_BYTES :])
-        if not self._pieces:
-            hidden = self._hidden if skip_special_tokens else frozenset[int]()
-            return WindowDetokenizer(self._tokenizer, context, hidden)
-        begins_text = self._drops_space and self._tokenizer.special_ids.issuperset(context)
         pieces = self._visible if skip_special_tokens else self._pieces
-        return TableDetokenizer(pieces, drop_space=begins_text)
+        if pieces and not self._drops_space:
+            return TableDetokenizer(pieces, drop_space=False)
+        context = blocks.unpack(prompt[-_CONTEXT_LEN * blocks.TOKEN_BYTES :])
+        if pieces:
+            begins_text = self._tokenizer.special_ids.issuperset(context)
+            return TableDetokenizer(pieces, drop_space=begins_text)
+        hidden = self._hidden if skip_special_tokens else frozenset[int]()
+        return WindowDetokenizer(self._tokenizer, context, hidden)
 
     def decode(self, packed: bytes) -> str:
         """A whole text, special tokens included."""

@@ -14,7 +14,13 @@ from dynamo.preprocess.parsers import formats
 from dynamo.protocols import model_card
 
 
-def load(card: model_card.ModelCard, clock: clock.Clock) -> preprocessor.Preprocessor:
+def load(
+    card: model_card.ModelCard,
+    clock: clock.Clock,
+    *,
+    cache_bytes: int = tokenize.CACHE_BYTES,
+    counted: tokenize.Counted = tokenize.Uncounted(),  # noqa: B008 (it has no state)
+) -> preprocessor.Preprocessor:
     """Reads files and takes some tenths of a second: call it in a thread. Raises ConfigError."""
     files = model_files.ModelFiles(card)
     definition = files.read("tokenizer.json")
@@ -23,7 +29,7 @@ def load(card: model_card.ModelCard, clock: clock.Clock) -> preprocessor.Preproc
             f"model {card.display_name!r}: expected a tokenizer.json among its files; "
             "transformers' save_pretrained writes one"
         )
-    tokenizer = tokenize.Tokenizer(definition)
+    tokenizer = tokenize.Tokenizer(definition, cache_bytes=cache_bytes, counted=counted)
     config, generation_config = (
         files.read_json("config.json"),
         files.read_json("generation_config.json"),

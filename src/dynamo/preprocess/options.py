@@ -4,12 +4,12 @@ Of several places that say something, the first counts: the request's root, its 
 default.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from dynamo.base import errors
 from dynamo.preprocess import generation_defaults
-from dynamo.protocols import generate, openai_fields
+from dynamo.protocols import generate, openai_embeddings, openai_fields
 
 T = TypeVar("T")
 
@@ -18,6 +18,7 @@ def sampling(
     request: openai_fields.GenerationFields,
     defaults: generation_defaults.GenerationDefaults,
     vocab_size: int,
+    guided: generate.GuidedDecoding | None = None,
 ) -> generate.SamplingOptions:
     """How to draw tokens. Raises InvalidRequest."""
     extensions = request.extensions
@@ -42,6 +43,7 @@ def sampling(
         frequency_penalty=request.frequency_penalty or 0.0,
         seed=request.seed,
         logit_bias=request.logit_bias or {},
+        guided_decoding=guided,
     )
 
 
@@ -98,6 +100,28 @@ def answer_len(
             param=param,
         )
     return min(_first(asked, default, default=left), left)
+
+
+def check_inputs(lengths: Sequence[int], context_length: int) -> None:
+    """Whether inputs of so many tokens can be embedded. Raises RequestError."""
+    for number, length in enumerate(lengths):
+        if not length:
+            raise errors.InvalidRequest(
+                f"input: expected at least one token in each, got none in number {number}",
+                param="input",
+            )
+        if length > context_length:
+            raise errors.ContextTooLong(
+                f"This model's maximum context length is {context_length} tokens. However, input number "
+                f"{number} has {length} tokens. Please reduce its length.",
+                param="input",
+            )
+    if sum(lengths) > openai_embeddings.MAX_TOKENS:
+        raise errors.InvalidRequest(
+            f"input: expected at most {openai_embeddings.MAX_TOKENS} tokens in all inputs together, "
+            f"got {sum(lengths)}",
+            param="input",
+        )
 
 
 def check_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:

@@ -3,8 +3,11 @@
 One `Preprocessor` stands for one model, made from its card (`loading`). It also knows the way back (`answer`).
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from dynamo.base import errors
 from dynamo.preprocess import (
@@ -13,6 +16,7 @@ from dynamo.preprocess import (
     detokenize,
     effort,
     generation_defaults,
+    guiding,
     infill,
     options,
     template,
@@ -20,7 +24,14 @@ from dynamo.preprocess import (
     tokenize,
 )
 from dynamo.preprocess.parsers import events, formats
-from dynamo.protocols import blocks, generate, openai_chat, openai_completions
+from dynamo.protocols import (
+    anthropic_blocks,
+    blocks,
+    generate,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+)
 
 DEFAULT_COMPLETION_LEN = 16  # of OpenAI's completions, where the request does not say
 
@@ -72,13 +83,14 @@ class Preprocessor:
             context_length=self.context_length,
             param=param,
         )
+        guided = self._guide(request, prompt)
         limit = thinking_limit.of(request, prompt, self._answer_format, self._tokenizer.id_of)
-        prepared = self._assemble(request, request_id, token_ids, max_tokens, limit)
+        prepared = self._assemble(request, request_id, token_ids, max_tokens, guided, limit)
         return Prepared(
             prepared,
             prompt,
             new_parser=self._parser_of(request, prompt),
-            is_single_call=request.parallel_tool_calls is False,
+            is_single_call=request.parallel_tool_calls is False or request.forced_tool is not None,
         )
 
     async def read_chat(self, request: openai_chat.ChatRequest) -> tuple[bytes, str]:
@@ -90,7 +102,7 @@ class Preprocessor:
             prompt = conversation.raw_prompt(request.messages)
             return await self.read_text(prompt, add_special_tokens=True), prompt
         prompt = self._render(request)
-        return await self.read_text(prompt, add_special_tokens=False), prompt
+        return await self._tokenizer.encode_prompt(prompt), prompt
 
     async def read_text(self, text: str, *, add_special_tokens: bool) -> bytes:
         """Its packed token ids."""
@@ -120,16 +132,38 @@ class Preprocessor:
             for number, (token_ids, prompt) in enumerate(zip(packed, prompts, strict=True))
         ]
 
+    async def embedding(self, request: openai_embeddings.EmbeddingRequest) -> list[bytes]:
+        """Each input as packed token ids. Raises RequestError, which names the field."""
+        packed = await self._pack(request.inputs, "input")
+        options.check_inputs(list(map(blocks.count, packed)), self.context_length)
+        return packed
+
     def answer(self, request: generate.Request, *, shows_marks: bool = False) -> answer.AnswerText:
         """For one choice of this request: turns the engine's outputs into text, for a parser if it shows marks."""
         decoder = self._marked_text if shows_marks else self.text
         return answer.AnswerText(decoder.new(request.token_ids), request.stop_conditions)
+
+    def _guide(
+        self, request: openai_chat.ChatRequest, prompt: str
+    ) -> generate.GuidedDecoding | None:
+        """What the answer must look like, once it has thought. Raises InvalidRequest."""
+        guided = guiding.of_chat(request, self._answer_format)
+        if guided is None:
+            return None
+        try:
+            may_think = request.template_args.get(anthropic_blocks.THINKING) is not False
+            thoughts = self._answer_format.thoughts(prompt, may_think=may_think)
+        except errors.InvalidRequest as error:
+            raise errors.InvalidRequest(f"{guided.param}: {error}", param=guided.param) from error
+        return msgspec.structs.replace(guided, thoughts=thoughts)
 
     def _parser_of(
         self, request: openai_chat.ChatRequest, prompt: str
     ) -> Callable[[], events.Parser] | None:
         """Makes a parser for each choice; None if none is needed. Raises InvalidRequest."""
         form = self._answer_format
+        if request.must_call:
+            form = dataclasses.replace(form, tools=form.forced)
         if request.allows_calls and form.tools is None:
             raise errors.InvalidRequest(
                 f"tools: it is not known how the model {request.model!r} writes tool calls; leave them out, "
@@ -191,7 +225,8 @@ class Preprocessor:
             context_length=self.context_length,
             param="prompt",
         )
-        prepared = self._assemble(request, request_id, token_ids, max_tokens)
+        guided = guiding.of_fields(request)
+        prepared = self._assemble(request, request_id, token_ids, max_tokens, guided)
         return Prepared(prepared, prompt if isinstance(prompt, str) else None)
 
     def _assemble(
@@ -200,6 +235,7 @@ class Preprocessor:
         request_id: str,
         token_ids: bytes,
         max_tokens: int,
+        guided: generate.GuidedDecoding | None,
         limit: generate.ThinkingLimit | None = None,
     ) -> generate.Request:
         hints = request.extensions.agent_hints
@@ -208,7 +244,7 @@ class Preprocessor:
             model=request.model,
             token_ids=token_ids,
             stop_conditions=options.stop_conditions(request, max_tokens, self._vocab_size),
-            sampling_options=options.sampling(request, self._defaults, self._vocab_size),
+            sampling_options=options.sampling(request, self._defaults, self._vocab_size, guided),
             output_options=options.output(request),
             eos_token_ids=self._eos_token_ids,
             annotations=tuple(request.extensions.annotations or ()),

@@ -1,19 +1,23 @@
 """From text to token ids and back: the door to Hugging Face's `tokenizers`.
 
-Ids leave packed (`blocks.pack`). A short text is encoded on the spot; a long one in a thread, so that the streams of
-others go on: `encode_batch_fast` releases the interpreter lock, which `encode` holds.
+Ids leave packed (`blocks.pack`). Of a prompt only what no earlier prompt had is encoded (`segments`). A short text is
+encoded on the spot; a long one in a thread, so that the streams of others go on: `encode_batch_fast` releases the
+interpreter lock, which `encode` holds.
 """
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import tokenizers
 
 from dynamo.base import errors
+from dynamo.preprocess import segments
 from dynamo.protocols import blocks
 
+CACHE_BYTES = 16 * 2**20  # some sixty prompts of 32,000 tokens
+SHORT_TEXT = 512  # characters, which are as quickly encoded as cut and looked up
 LONG_TEXT = 4096  # characters, about 2 ms of work
 
 
@@ -21,16 +25,66 @@ class _Definition(msgspec.Struct, frozen=True):
     """What we read in tokenizer.json ourselves."""
 
     decoder: dict[str, Any] | None = None
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+
+    @property
+    def splits_words(self) -> bool:
+        """Does it cut a text by patterns into words, and leave the rest of it as it is, wherever it stands?"""
+        steps = _steps(self.pre_tokenizer, "pretokenizers")
+        return (
+            all(step["type"] in _COMPOSING for step in _steps(self.normalizer, "normalizers"))
+            and [step["type"] for step in steps[-1:]] == ["ByteLevel"]
+            and not steps[-1]["add_prefix_space"]
+            and all(
+                step["type"] == "Split" and step["behavior"] == "Isolated" for step in steps[:-1]
+            )
+        )
+
+
+_COMPOSING = ("NFC", "NFD", "NFKC", "NFKD")  # of letters and the accents after them
+
+
+def _steps(definition: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """What a definition consists of; a sequence has its steps under this name."""
+    if definition is None:
+        return []
+    return definition[name] if definition["type"] == "Sequence" else [definition]
+
+
+class Counted(Protocol):
+    """Who wants to know what the cache was good for."""
+
+    def looked_up(
+        self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
+    ) -> None:
+        """The segments of one prompt, and their tokens, that were known and that were not."""
+        ...
+
+
+class Uncounted:
+    """Nobody does."""
+
+    def looked_up(
+        self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
+    ) -> None:
+        pass
 
 
 class Tokenizer:
-    """One model's tokenizer. Immutable, and shared by all requests."""
+    """One model's tokenizer, shared by all requests. Except for its cache it is immutable."""
 
-    def __init__(self, definition: bytes) -> None:
-        """`definition` is the content of tokenizer.json. Raises ConfigError."""
+    def __init__(
+        self,
+        definition: bytes,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        counted: Counted = Uncounted(),  # noqa: B008 (it has no state)
+    ) -> None:
+        """`definition` is the content of tokenizer.json; `cache_bytes` 0: no cache. Raises ConfigError."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(definition.decode())
-            decoder = msgspec.json.decode(definition, type=_Definition).decoder
+            parts = msgspec.json.decode(definition, type=_Definition)
         except Exception as error:  # the library raises bare Exceptions
             raise errors.ConfigError(
                 f"tokenizer.json: expected a definition that tokenizers {tokenizers.__version__} "
@@ -40,7 +94,13 @@ class Tokenizer:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
-        self.decoder_definition = decoder or {}  # how tokens become text
+        self._counted = counted
+        self._cutter = self._find_cutter(list(added.values()), parts) if cache_bytes else None
+        self._cache = segments.SegmentCache(
+            {name: self._encode(name) for name in self._cutter.tokens} if self._cutter else {},
+            max_bytes=cache_bytes,
+        )
+        self.decoder_definition = parts.decoder or {}  # how tokens become text
         self.tokens = _by_id(self._tokenizer.get_vocab())  # as the vocabulary writes them
 
     @property
@@ -60,6 +120,59 @@ class Tokenizer:
         return await asyncio.to_thread(
             self.encode_now, texts, add_special_tokens=add_special_tokens
         )
+
+    async def encode_prompt(self, text: str) -> bytes:
+        """Packed ids of a text that has its special tokens in it, as far as possible from earlier prompts."""
+        if self._cutter is None or len(text) < SHORT_TEXT:
+            return (await self.encode([text], add_special_tokens=False))[0]
+        cut = self._cutter.cut(text)
+        found = [self._cache.find(segment) for segment in cut]
+        new = [segment for segment, packed in zip(cut, found, strict=True) if packed is None]
+        if not new:
+            made: list[bytes] = []
+        elif len(new) == 1 and len(new[0]) < LONG_TEXT:
+            made = [self._encode(new[0])]
+        else:
+            made = await self.encode(new, add_special_tokens=False)
+        return self._join(found, new, made)
+
+    def _join(self, found: list[bytes | None], new: Sequence[str], made: Sequence[bytes]) -> bytes:
+        """All ids in order, where `made` stands in for what was not found; that is kept, and counted."""
+        for segment, packed in zip(new, made, strict=True):
+            self._cache.keep(segment, packed)
+        rest = iter(made)
+        whole = b"".join([next(rest) if packed is None else packed for packed in found])
+        num_new = blocks.count(b"".join(made))
+        self._counted.looked_up(
+            hits=len(found) - len(new),
+            misses=len(new),
+            cached_tokens=blocks.count(whole) - num_new,
+            uncached_tokens=num_new,
+        )
+        return whole
+
+    def _encode(self, text: str) -> bytes:
+        return blocks.pack(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _find_cutter(
+        self, added: Sequence[tokenizers.AddedToken], parts: _Definition
+    ) -> segments.Cutter | None:
+        """Cuts at the tokens that the tokenizer takes out of the text as it came; None if that changes anything."""
+        tokens = [token for token in added if not token.normalized]
+        if not tokens or any(one.lstrip or one.rstrip or one.single_word for one in tokens):
+            return None
+        others = [token.content for token in added if token.normalized]
+        at_lines = parts.splits_words and not any("\n" in one for one in others)
+        cutter = segments.Cutter(
+            [token.content for token in tokens],
+            at_lines=at_lines and segments.ends_words_at_lines(self._word_starts),
+        )
+        return cutter if segments.agrees(cutter, self._encode) else None
+
+    def _word_starts(self, text: str) -> list[int]:
+        """Where the parts begin that the tokenizer's model sees one at a time."""
+        words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        return [start for _, (start, _) in words]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of all these tokens together; ids that do not exist count for nothing."""

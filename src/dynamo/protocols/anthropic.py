@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import openai_decode, openai_fields
+from dynamo.protocols import openai_decode, openai_fields, openai_guided
 
 MAX_STOP_SEQUENCES = 64
 StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -43,18 +43,25 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     display: None = None
 
 
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The shape of the answer's text."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the answer shall be."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    # refused, unless they ask for nothing
-    format: None = None
+    format: OutputFormat | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether the model may call a tool, and whether more than one."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -78,8 +85,22 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Shall the model think, and tell its thoughts? As with Anthropic, only if they ask for it."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
+    @property
+    def chat_format(self) -> openai_guided.ResponseFormat | None:
+        """`output_config.format`, as a chat has it."""
+        if self.output_config is None or self.output_config.format is None:
+            return None
+        schema = openai_guided.JsonSchema(name="output", schema=self.output_config.format.schema)
+        return openai_guided.ResponseFormat(type="json_schema", json_schema=schema)
+
     def check(self) -> None:
         """What the types cannot say. Raises InvalidRequest."""
+        choice = self.tool_choice
+        if choice is not None and (choice.type == "tool") != (choice.name is not None):
+            raise errors.InvalidRequest(
+                "tool_choice.name: expected with type tool, and with no other",
+                param="tool_choice.name",
+            )
         if not self.messages:
             raise errors.InvalidRequest(
                 "messages: expected at least one, got an empty list", param="messages"

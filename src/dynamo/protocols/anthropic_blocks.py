@@ -67,6 +67,10 @@ class MessageChat(openai_chat.ChatRequest, frozen=True, kw_only=True):
         return "output_config.effort"
 
     @property
+    def format_param(self) -> str:
+        return "output_config.format"
+
+    @property
     def must_limit_thinking(self) -> bool:
         return False
 
@@ -96,9 +100,10 @@ def chat(conversation: anthropic.Conversation, **fields: Any) -> openai_chat.Cha
     choice = conversation.tool_choice
     return MessageChat(
         model=conversation.model,
+        response_format=conversation.chat_format,
         messages=turns.messages,
         tools=anthropic_tools.chat(conversation.tools or []),
-        tool_choice=choice.type if choice else None,
+        tool_choice=anthropic_tools.choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         chat_template_kwargs={THINKING: conversation.is_thinking},
         reasoning_effort=conversation.output_config.effort if conversation.output_config else None,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import anthropic, openai_chat, openai_decode
+from dynamo.protocols import anthropic, openai_chat, openai_decode, openai_guided
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +30,24 @@ def chat(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
             f"tools: expected at most {openai_chat.MAX_TOOLS}, got {len(tools)}", param="tools"
         )
     return [_chat_one(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+
+
+def choice(
+    asked: anthropic.ToolChoice | None,
+) -> Literal["none", "auto", "required"] | openai_guided.NamedTool | None:
+    """The same choice, as a chat has it."""
+    match asked:
+        case None:
+            return None
+        case anthropic.ToolChoice(type="any"):
+            return "required"
+        case anthropic.ToolChoice(type="tool", name=str(name)):
+            function = openai_guided.Function(name=name)
+            return openai_guided.NamedTool(type="function", function=function)
+        case anthropic.ToolChoice(type="none"):
+            return "none"
+        case _:
+            return "auto"
 
 
 def _chat_one(value: dict[str, Any], place: str) -> dict[str, Any]:

@@ -35,6 +35,46 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
 
 
+class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What may stand before a guided answer: free text that ends with one of `closes`.
+
+    It must begin with one of `opens`, and may be left out; without any `opens` the prompt has begun it already.
+    """
+
+    opens: tuple[str, ...] = ()
+    closes: tuple[str, ...]
+
+
+class ToolSchema(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool that may be called, and the JSON schema of its arguments, which are an object."""
+
+    name: str
+    parameters: str
+
+
+class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Calls of tools: `begin`, one or more `{"name": ..., "arguments": ...}` with `between` between them, `end`."""
+
+    tools: tuple[ToolSchema, ...]
+    begin: str
+    between: str
+    end: str
+    max_calls: int = 1
+
+
+class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must look like: one of `json`, `regex`, `choice`, `grammar`, or `calls`, or either of two."""
+
+    json: str | None = None  # a JSON schema
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None  # Lark, or GBNF
+    calls: Calls | None = None
+    backend: str | None = None  # the library that is wanted
+    thoughts: Thoughts | None = None
+    param: str = "guided_decoding"  # what the caller called it: a refusal names it
+
+
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a token is drawn. Temperature 0 is greedy: the rest of the shape does not matter then."""
 
@@ -48,6 +88,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] = {}
+    guided_decoding: GuidedDecoding | None = None
 
 
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -47,7 +47,16 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
+    supports_guided: bool = False  # can its answers be held to a grammar?
     runtime_data: dict[str, Any] = {}
+
+
+class EmbeddingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The vectors of a model that embeds."""
+
+    dimensions: int
+    can_shorten: bool = False  # the beginning of a vector is a vector too (arXiv 2205.13147)
+    lengths: tuple[int, ...] = ()  # the only lengths to shorten to; none given: any
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -62,6 +71,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: dict[str, ModelFile] = {}
     migration_limit: int = 0
     runtime_config: RuntimeConfig = RuntimeConfig()
+    embedding: EmbeddingFacts | None = None
     created: int = 0  # seconds since 1970
     user_data: dict[str, Any] = {}
 

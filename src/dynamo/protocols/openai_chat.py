@@ -8,16 +8,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import openai_decode, openai_fields, openai_messages
+from dynamo.protocols import openai_decode, openai_fields, openai_guided, openai_messages
 
 MAX_TOOLS = 128
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shape of the answer; free text only, in this version."""
-
-    type: Literal["text"]
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,8 +31,8 @@ class ChatRequest(
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    response_format: ResponseFormat | None = None
+    tool_choice: Literal["none", "auto", "required"] | openai_guided.NamedTool | None = None
+    response_format: openai_guided.ResponseFormat | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -80,6 +74,22 @@ class ChatRequest(
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
+    def must_call(self) -> bool:
+        """Must the answer call a tool?"""
+        return self.tool_choice == "required" or self.forced_tool is not None
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The name of the tool that must be called."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, openai_guided.NamedTool) else None
+
+    @property
+    def format_param(self) -> str:
+        """What the caller calls the shape of the answer."""
+        return "response_format"
+
+    @property
     def template_args(self) -> dict[str, Any]:
         """What the caller tells the template, from either field."""
         return {**(self.chat_template_kwargs or {}), **(self.chat_template_args or {})}
@@ -90,6 +100,8 @@ class ChatRequest(
         openai_messages.check(self.messages)
         if self.tools:
             openai_messages.check_tools(self.tools)
+        if self.response_format is not None:
+            self.response_format.check()
         if self.top_logprobs is not None and not self.logprobs:
             raise errors.InvalidRequest(
                 "top_logprobs: only allowed when logprobs is true", param="top_logprobs"

@@ -160,7 +160,8 @@ def _phrase(expected: msgspec.inspect.Type) -> str:
         case msgspec.inspect.FloatType() | msgspec.inspect.IntType():
             return _phrase_number(expected)
         case msgspec.inspect.StrType():
-            return "a string" + _phrase_length(expected.max_length, " characters")
+            form = f" like {expected.pattern}" if expected.pattern else ""
+            return "a string" + _phrase_length(expected.max_length, " characters") + form
         case msgspec.inspect.BoolType():
             return "true or false"
         case msgspec.inspect.ListType():

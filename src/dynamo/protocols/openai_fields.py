@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import openai_nvext
+from dynamo.protocols import openai_guided, openai_nvext
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 UInt32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -36,7 +36,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     continuous_usage_stats: bool | None = None  # beyond OpenAI
 
 
-class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NvExt(openai_guided.GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Extensions that the original keeps in a field of their own. What also stands at the root is taken from there."""
 
     ignore_eos: bool | None = None
@@ -57,17 +57,14 @@ class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_thinking_tokens: UInt32 | None = None
     # refused, unless they ask for nothing
     prefill_worker_id: None = None
-    guided_json: None = None
-    guided_regex: None = None
-    guided_grammar: None = None
-    guided_choice: None = None
-    guided_decoding_backend: None = None
 
 
 _NO_NVEXT = NvExt()
 
 
-class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(
+    openai_guided.GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """What chat and completions share."""
 
     model: str
@@ -96,12 +93,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     priority: openai_nvext.Priority | None = None  # as vLLM has it: the lower is served first
     return_tokens_as_token_ids: bool | None = None
     nvext: NvExt | None = None
-    # refused, unless they ask for nothing
-    guided_json: None = None
-    guided_regex: None = None
-    guided_grammar: None = None
-    guided_choice: None = None
-    guided_decoding_backend: None = None
 
     @property
     def extensions(self) -> NvExt:

@@ -5,13 +5,38 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import openai_chat, openai_decode, openai_fields
+from dynamo.protocols import openai_chat, openai_decode, openai_fields, openai_guided
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shape of the answer; free text only, in this version."""
+    """The shape of the answer: a chat's response format, its parts side by side."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: openai_guided.FormatName | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @property
+    def as_in_chat(self) -> openai_guided.ResponseFormat:
+        """The same, as a chat has it. Raises InvalidRequest."""
+        if self.type != "json_schema":
+            return openai_guided.ResponseFormat(type=self.type)
+        for param in ("name", "schema"):
+            if getattr(self, param) is None:
+                where = f"text.format.{param}"
+                raise errors.InvalidRequest(
+                    f"{where}: required with json_schema, but missing", param=where
+                )
+        schema = openai_guided.JsonSchema(name=self.name or "", schema=self.schema)
+        return openai_guided.ResponseFormat(type=self.type, json_schema=schema)
+
+
+class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    name: str
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +74,7 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tools: (
         Annotated[list[dict[str, Any]], msgspec.Meta(max_length=openai_chat.MAX_TOOLS)] | None
     ) = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     reasoning: Reasoning | None = None
@@ -60,6 +85,22 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def effort(self) -> openai_chat.ReasoningEffort | None:
         """How hard the model shall think."""
         return self.reasoning.effort if self.reasoning is not None else None
+
+    @property
+    def chat_format(self) -> openai_guided.ResponseFormat | None:
+        """`text.format`, as a chat has it. Raises InvalidRequest."""
+        asked = self.text.format if self.text is not None else None
+        return asked.as_in_chat if asked is not None else None
+
+    @property
+    def chat_tool_choice(
+        self,
+    ) -> Literal["none", "auto", "required"] | openai_guided.NamedTool | None:
+        """`tool_choice`, as a chat has it."""
+        if not isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice
+        function = openai_guided.Function(name=self.tool_choice.name)
+        return openai_guided.NamedTool(type="function", function=function)
 
     def check(self) -> None:
         """What the types cannot say. Raises InvalidRequest."""

@@ -37,6 +37,8 @@ def main() -> int:
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -44,10 +46,10 @@ async def serve(
     own: ServiceConfig, wanted: router_config.RoutingConfig, target: instances.EndpointName
 ) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _stop, stop, number)
     async with await component.DistributedRuntime.open(own) as runtime:
+        stop = asyncio.Event()  # until here a signal ends the process at once: nothing runs yet
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, _stop, stop, number)
         made = routes.Routes(
             wanted, runtime, clocks.SystemClock(), observed.Registry("dynamo_component")
         )

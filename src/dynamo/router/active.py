@@ -3,8 +3,13 @@
     add ──▶ prefill_completed (its first output) ──▶ free
 
 Blocks are counted once per worker, however many of its requests share them (`chain_holders`). A request that arrives,
-runs or ends costs its own blocks, never those of others; 512 new ones are three calls into C.
-Unknown requests and workers are no error: messages of replicas, and of workers that have died, may come late.
+runs or ends costs its own blocks, never those of others.
+
+With a `stride` only every so many-th block is kept by name: counting a prompt in is that much cheaper, and what it
+shares with others is known that much more coarsely.
+
+Unknown requests and workers are no error: messages of replicas, and of workers that have died, may come late. Nor are
+names that are no chain (a replica's mistake): some may be counted wrongly, and nothing else happens.
 """
 
 import bisect
@@ -40,10 +45,11 @@ class _Slot:
 class ActiveSequences:
     """Mutable; one event loop owns it."""
 
-    def __init__(self, block_size: int, pace: Pace | None = None) -> None:
+    def __init__(self, block_size: int, *, stride: int = 1) -> None:
         self.loads: dict[Worker, Load] = {}
-        self.pace = pace or Pace()
+        self.pace = Pace()
         self._block_size = block_size
+        self._stride = stride
         self._pressure = Pressure(self.loads)
         self._requests: dict[str, _Request] = {}
         self._slots: dict[Worker, _Slot] = {}
@@ -114,11 +120,17 @@ class ActiveSequences:
         slot.request_ids.discard(request_id)
         slot.load.leave(request_id, now)
         slot.load.num_requests -= 1
-        slot.load.active_blocks -= self._let_go(request.worker, request.hashes) + request.num_grown
+        num_gone = self._let_go(request.worker, request.hashes) + request.num_grown
+        slot.load.active_blocks = (
+            max(0, slot.load.active_blocks - num_gone) if slot.request_ids else 0
+        )
 
     def runs(self, sequence_hashes: Sequence[int]) -> dict[Worker, int]:
         """How many leading blocks of this chain each worker holds for requests in flight; those with none left out."""
-        return self._holders.runs(sequence_hashes)
+        if self._stride == 1:
+            return self._holders.runs(sequence_hashes)
+        runs = self._holders.runs(self._kept(sequence_hashes))
+        return {worker: run * self._stride for worker, run in runs.items()}
 
     def snapshot(self, router_id: str) -> Iterator[protocol.ActiveSequenceEvent]:
         """All that is in flight, for a replica that joins late."""
@@ -143,7 +155,7 @@ class ActiveSequences:
                 self.add(
                     event.request_id,
                     Worker(event.worker_id, event.dp_rank),
-                    added.token_sequence,
+                    tuple(dict.fromkeys(added.token_sequence)),
                     isl=added.isl,
                     overlap=added.overlap,
                     now=now,
@@ -174,20 +186,24 @@ class ActiveSequences:
 
     def _hold(self, worker: Worker, hashes: Sequence[int]) -> int:
         """Count a chain for a worker; returns how many of its blocks are new there."""
-        shared, run = self._slots[worker].shared, self._holders.run(worker, hashes)
-        for name in hashes[:run]:
+        names = self._kept(hashes)
+        shared, run = self._slots[worker].shared, self._holders.run(worker, names)
+        for name in names[:run]:
             shared[name] = shared.get(name, 0) + 1
-        self._holders.hold(worker, hashes, run)
-        return len(hashes) - run
+        self._holders.hold(worker, names, run)
+        return len(hashes) - run * self._stride
 
     def _let_go(self, worker: Worker, hashes: Sequence[int]) -> int:
         """The opposite; returns how many of its blocks the worker holds no more."""
-        shared = self._slots[worker].shared
-        run = bisect.bisect_left(hashes, True, key=lambda name: name not in shared)
-        for name in hashes[:run]:
-            if shared[name] > 1:
+        names, shared = self._kept(hashes), self._slots[worker].shared
+        run = bisect.bisect_left(names, True, key=lambda name: name not in shared)
+        for name in names[:run]:
+            if shared.get(name, 0) > 1:
                 shared[name] -= 1
             else:
-                del shared[name]
-        self._holders.let_go(worker, hashes[run:])
-        return len(hashes) - run
+                shared.pop(name, None)
+        self._holders.let_go(worker, names[run:])
+        return len(hashes) - run * self._stride
+
+    def _kept(self, hashes: Sequence[int]) -> Sequence[int]:
+        return hashes[self._stride - 1 :: self._stride]

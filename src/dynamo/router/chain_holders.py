@@ -8,6 +8,7 @@ evicts from the tail.
 """
 
 import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 
 from dynamo.router.api import Worker
@@ -37,7 +38,10 @@ class ChainHolders:
 
     def run(self, worker: Worker, chain: Sequence[int]) -> int:
         """How many leading blocks of the chain this worker holds."""
-        return self._end(chain, self._bits[worker])
+        bit = self._bits[worker]
+        if not chain or not self._masks.get(chain[0], 0) & bit:
+            return 0
+        return self._end(chain, bit)
 
     def runs(self, chain: Sequence[int]) -> dict[Worker, int]:
         """How many leading blocks of the chain each worker holds; who holds none is left out."""
@@ -57,19 +61,21 @@ class ChainHolders:
     def hold(self, worker: Worker, chain: Sequence[int], start: int) -> None:
         """The worker holds the blocks from `start` on as well. What nobody holds yet costs next to nothing."""
         masks, bit = self._masks, self._bits[worker]
-        fresh = bisect.bisect_left(chain, True, start, key=lambda name: name not in masks)
+        fresh = start
+        if start < len(chain) and chain[start] in masks:
+            fresh = bisect.bisect_left(chain, True, start, key=lambda name: name not in masks)
         for name in chain[start:fresh]:
             masks[name] |= bit
-        masks.update(dict.fromkeys(chain[fresh:], bit))
+        masks.update(zip(chain[fresh:], itertools.repeat(bit), strict=False))
 
     def let_go(self, worker: Worker, names: Sequence[int]) -> None:
-        """The worker holds these blocks no more; it must have held them."""
-        masks, bit = self._masks, self._bits[worker]
+        """The worker holds these blocks no more."""
+        masks, others = self._masks, ~self._bits[worker]
         for name in names:
-            if rest := masks[name] ^ bit:
+            if rest := masks.get(name, 0) & others:
                 masks[name] = rest
             else:
-                del masks[name]
+                masks.pop(name, None)
 
     def _end(self, chain: Sequence[int], mask: int, start: int = 0) -> int:
         """Where the blocks end that all workers of the mask hold."""

@@ -168,7 +168,6 @@ class KvRouter:
         return Prompt(
             num_tokens=request.prompt_len,
             block_size=self._block_size,
-            local_hashes=local,
             sequence_hashes=sequence,
             priority=request.priority,
             pinned=self._pinned(request, instance_id),

@@ -24,17 +24,22 @@ class Pace:
     One for all workers: they serve the same model, and what one of them was slow at, others will be too.
     """
 
-    def __init__(self, tokens_per_s: float = _PRIOR_TOKENS_PER_S) -> None:
-        self.tokens_per_s = tokens_per_s
+    def __init__(self) -> None:
+        self.measured = 0.0  # tokens per second; 0: nothing is known yet
         self._num_tokens = 0.0
         self._seconds = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """As measured, or else a guess."""
+        return self.measured or _PRIOR_TOKENS_PER_S
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A prompt was computed; 0 seconds if it came in one step with the one before."""
         self._num_tokens = self._num_tokens * _MEMORY + num_tokens
         self._seconds = self._seconds * _MEMORY + seconds
         if self._num_tokens and self._seconds:
-            self.tokens_per_s = self._num_tokens / self._seconds
+            self.measured = self._num_tokens / self._seconds
 
 
 @dataclass(slots=True)
@@ -57,7 +62,7 @@ class Load:
         """Prompt tokens that it has still to compute before it comes to a new one."""
         if not self.prefill_tokens:
             return self.reserved_tokens
-        done = (now - self.head_since) * self.pace.tokens_per_s
+        done = (now - self.head_since) * self.pace.measured
         return (
             self.prefill_tokens
             - min(done, next(iter(self.waiting.values())))

@@ -18,11 +18,10 @@ Draw = Callable[[], float]  # a number in [0, 1): random.Random(seed).random
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What may be known of a request when its worker is chosen. Hashes are those of its full blocks."""
+    """What may be known of a request when its worker is chosen. `sequence_hashes` name its full blocks."""
 
     num_tokens: int
     block_size: int
-    local_hashes: Sequence[int]
     sequence_hashes: Sequence[int]
     priority: float = 0.0  # above 0: sooner (see `queue`)
     deadline: float | None = None  # when its first token is wanted, on the clock of `now`
@@ -40,12 +39,10 @@ class Prompt:
         pinned: Worker | None = None,
     ) -> "Prompt":
         """The prompt of these tokens (`blocks.pack`)."""
-        local = blocks.local_hashes(packed, block_size)
         return cls(
             num_tokens=blocks.count(packed),
             block_size=block_size,
-            local_hashes=local,
-            sequence_hashes=blocks.sequence_hashes(local),
+            sequence_hashes=blocks.sequence_hashes(blocks.local_hashes(packed, block_size)),
             priority=priority,
             deadline=deadline,
             pinned=pinned,

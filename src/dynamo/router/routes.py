@@ -54,6 +54,8 @@ class Routes:
     def make(self, asked: client.EndpointClient, card: model_card.ModelCard) -> route.Route:
         """The way to those who serve this model at the endpoint that `asked` follows."""
         mode = _PLAIN.get(self._settings.router_mode)
+        if card.embedding is not None:  # nothing is cached, and load is not told
+            return plain_route.PlainRoute(asked, mode or "round-robin")
         if mode is not None:
             return plain_route.PlainRoute(asked, mode)
         return self.make_kv(asked, card)

@@ -16,6 +16,10 @@ from dynamo.router import (
     selection,
 )
 
+_COUNTED_TOKENS = (
+    64  # blocks in flight are told apart to so many tokens; finer costs more than it tells
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -47,11 +51,11 @@ class RouterConfig:
         least=0,
     )
     router_locality: float = config.option(
-        5.0,
+        8.0,
         env="DYN_ROUTER_LOCALITY",
-        help="policy estimated-ttft: how many tokens of queue a prompt bears to save computing one;"
+        help="policy estimated-ttft: how many tokens of queue a prompt bears, when all are busy, to save computing one;"
         " less: even load, more: more found in caches",
-        least=0,
+        least=1,
     )
     router_queue_threshold: float | None = config.option(
         None,
@@ -148,7 +152,7 @@ def make_selector(
     return selection.Selector(
         make_policy(settings, draw),
         index,
-        active.ActiveSequences(block_size),
+        active.ActiveSequences(block_size, stride=max(1, _COUNTED_TOKENS // block_size)),
         queue=make_queue(settings),
         max_backlog=max_backlog(settings),
         credits_=make_credits(settings),

@@ -29,6 +29,7 @@ from dynamo.runtime.backends import (
     tcp,
     zmq,
 )
+from dynamo.runtime.backends.etcd import access as etcd_access
 from dynamo.runtime.backends.nats import access as nats_access
 
 
@@ -37,10 +38,21 @@ class RuntimeConfig(tracing.TracingConfig):
     """What every process has; a process's own configuration inherits it."""
 
     namespace: str = config.option("dynamo", env="DYN_NAMESPACE", help="namespace of our endpoints")
-    discovery_backend: Literal["file", "mem"] = config.option(
+    discovery_backend: Literal["file", "etcd", "mem"] = config.option(
         "file",
         env="DYN_DISCOVERY_BACKEND",
-        help="how processes find each other: by a directory of this host, or not at all",
+        help="how processes find each other: by a directory of this host, by etcd, or not at all",
+    )
+    etcd_endpoints: tuple[str, ...] = config.option(
+        ("http://localhost:2379",),
+        env="ETCD_ENDPOINTS",
+        help="where etcd listens; of several, the first that answers is used",
+    )
+    etcd_start_timeout_secs: float = config.option(
+        120.0,
+        env="DYN_ETCD_START_TIMEOUT_SECS",
+        help="for how long a process that starts waits for etcd",
+        least=0,
     )
     file_kv: str | None = config.option(
         None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"
@@ -250,8 +262,21 @@ async def _discovery(
 ) -> discovery.Discovery:
     if settings.discovery_backend == "mem":
         return memory_discovery.MemoryDiscovery(cluster.registry)
+    if settings.discovery_backend == "etcd":
+        return await _etcd(settings, instance_id)
     environ = {"DYN_FILE_KV": settings.file_kv} if settings.file_kv else os.environ
     return await file.FileDiscovery.open(file.default_directory(environ), instance_id)
+
+
+async def _etcd(settings: RuntimeConfig, instance_id: ids.InstanceId) -> discovery.Discovery:
+    whereto = etcd_access.read(settings.etcd_endpoints, os.environ)
+    backend = extras.load(
+        "dynamo.runtime.backends.etcd.discovery", what="etcd discovery", extra="etcd"
+    )
+    opened: discovery.Discovery = await backend.EtcdDiscovery.open(
+        whereto, instance_id, start_timeout_s=settings.etcd_start_timeout_secs
+    )
+    return opened
 
 
 def _event_plane(

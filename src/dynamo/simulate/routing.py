@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.router import api, load, settings
+from dynamo.router import api, load, prefix_index, settings
 from dynamo.simulate import results
 from dynamo.simulate.batch_worker import BatchWorker
 from dynamo.simulate.config import SimulateConfig
 from dynamo.simulate.fcfs_worker import FcfsWorker
-from dynamo.simulate.holdings import ExactIndex
 from dynamo.simulate.simulation import Simulation
 from dynamo.simulate.worker import SimulatedWorker
 from dynamo.simulate.workload import SharedPrefixes, Trace, Workload, read_trace, spread
@@ -52,7 +51,7 @@ def run(
 ) -> results.Summary:
     """One policy. `now` says how long the simulation itself takes."""
     workload = trace if trace is not None else _made_up(config)
-    index = ExactIndex()
+    index = prefix_index.PrefixIndex()
     selector = settings.make_selector(
         replace(router, router_policy=typing.cast(typing.Any, policy)),
         index,
@@ -60,8 +59,6 @@ def run(
         draw=random.Random(config.seed).random,
     )
     workers = _workers(config, workload)
-    for worker in workers:
-        index.insert_worker(worker)
     selector.set_workers(dict.fromkeys(workers, _told(config, workload.block_size)))
     started = now()
     record = Simulation(workload, workers, selector, index, on_progress).run()

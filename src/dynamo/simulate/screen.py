@@ -9,8 +9,8 @@ from rich import box, console, progress, table
 from dynamo.simulate.results import Summary
 from dynamo.simulate.routing import OnProgress
 
-# TTFT: mean; cached: share of prompt tokens; balance: work of the busiest worker over the mean; queue: most that waited
-# in the router; speed: simulated over real time
+# TTFT: mean; cached: share of prompt tokens; balance: work of the busiest worker over the mean; queue: most that
+# waited in the router; speed: simulated over real time
 COLUMNS = (
     "policy", "requests", "TTFT s", "p50", "p99", "max", "cached", "balance", "queue", "speed",
 )  # fmt: skip

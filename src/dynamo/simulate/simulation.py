@@ -7,9 +7,9 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dynamo.router import api, policy, selection
-from dynamo.simulate.holdings import ExactIndex
-from dynamo.simulate.worker import SimulatedWorker
+from dynamo.protocols import kv_events
+from dynamo.router import api, policy, prefix_index, selection
+from dynamo.simulate.worker import Change, SimulatedWorker
 from dynamo.simulate.workload import Arrival, Workload
 
 _ARRIVAL = operator.attrgetter("at")
@@ -48,7 +48,7 @@ class Simulation:
         workload: Workload,
         workers: Mapping[api.Worker, SimulatedWorker],
         selector: selection.Selector,
-        index: ExactIndex,
+        index: prefix_index.PrefixIndex,
         on_progress: Callable[[int], None] = lambda num_done: None,
     ) -> None:
         self._workload = workload
@@ -101,7 +101,6 @@ class Simulation:
         return policy.Prompt(
             num_tokens=arrival.num_tokens,
             block_size=self._workload.block_size,
-            local_hashes=arrival.names,
             sequence_hashes=arrival.names,
         )
 
@@ -120,13 +119,21 @@ class Simulation:
 
     def _step(self, now: float, worker: api.Worker) -> None:
         progress = self._workers[worker].advance(now)
-        self._index.apply(worker, progress.changes)
+        self._tell(worker, progress.changes)
         for request_id, num_cached in progress.first_outputs:
             outcome = self._open[request_id]
             outcome.first_output_at, outcome.num_cached = now, num_cached
             self._selector.first_output(request_id, now)
         self._expect(worker, math.inf)
         self._end(progress.ended, now)
+
+    def _tell(self, worker: api.Worker, changes: Sequence[Change]) -> None:
+        """The index hears at once what a cache took in, and what it forgot."""
+        for is_stored, names in changes:
+            if is_stored:
+                self._index.hold(worker, kv_events.Tier.DEVICE, names)
+            else:
+                self._index.drop(worker, kv_events.Tier.DEVICE, names)
 
     def _end(self, request_ids: Sequence[str], now: float) -> None:
         for request_id in request_ids:

@@ -108,6 +108,10 @@ def _read_line(line: bytes, where: str, earlier: Sequence[Arrival]) -> Arrival:
             f"{where}: expected {max(1, num_blocks)} hash_ids for input_length {row.input_length}"
             f" (one for each {TRACE_BLOCK_SIZE} tokens), got {len(row.hash_ids)}"
         )
+    if len(set(row.hash_ids)) < num_blocks:
+        raise errors.ConfigError(
+            f"{where}: expected different hash_ids, as each names all before it"
+        )
     at = row.timestamp / 1000
     if earlier and at < earlier[-1].at:
         raise errors.ConfigError(f"{where}: expected times in rising order, got {row.timestamp}")

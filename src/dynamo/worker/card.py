@@ -33,14 +33,13 @@ def build(
     infill_format: str | None = None,
 ) -> model_card.ModelCard:
     """The card of the model in `directory`, as an engine with these facts serves it. Raises ConfigError."""
-    files = {file: describe(directory / file) for file in FILES if (directory / file).is_file()}
     return model_card.ModelCard(
         display_name=name,
         source_path=str(directory),
         context_length=facts.context_length,
         kv_cache_block_size=facts.kv_block_size,
         model_type=_model_types(directory),
-        files=files,
+        files=_files(directory),
         runtime_config=msgspec.structs.replace(
             _runtime_config(facts),
             tool_call_parser=tool_call_parser,
@@ -49,6 +48,29 @@ def build(
         ),
         created=created,
     )
+
+
+def build_embedding(
+    directory: Path, *, name: str, facts: api.EmbedderFacts, created: int
+) -> model_card.ModelCard:
+    """The card of the model in `directory`, as an embedder with these facts serves it."""
+    return model_card.ModelCard(
+        display_name=name,
+        source_path=str(directory),
+        context_length=facts.context_length,
+        kv_cache_block_size=0,
+        model_type=(model_card.ModelType.EMBEDDINGS,),
+        files=_files(directory),
+        runtime_config=model_card.RuntimeConfig(
+            max_num_batched_tokens=facts.max_num_batched_tokens
+        ),
+        embedding=facts.vectors,
+        created=created,
+    )
+
+
+def _files(directory: Path) -> dict[str, model_card.ModelFile]:
+    return {file: describe(directory / file) for file in FILES if (directory / file).is_file()}
 
 
 def describe(path: Path) -> model_card.ModelFile:
@@ -85,4 +107,5 @@ def _runtime_config(facts: api.EngineFacts) -> model_card.RuntimeConfig:
         supports_logprobs=facts.supports_logprobs,
         max_top_logprobs=facts.max_top_logprobs,
         supports_prompt_logprobs=facts.supports_prompt_logprobs,
+        supports_guided=facts.supports_guided,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dynamo.base import errors
+from dynamo.base import errors, extras
 from dynamo.engine import api
 
 
@@ -22,6 +22,7 @@ class EngineKind:
 
     settings: str  # a dataclass, importable without the extra
     engine: str  # called with the model's directory and the settings
+    embedder: str  # likewise
     requires: str | None = None  # a package that only an extra of our distribution brings
     extra: str | None = None
     needs_weights: bool = True
@@ -32,6 +33,7 @@ KIND_BY_NAME = {
     "native": EngineKind(
         settings="dynamo.engine.native.settings:NativeConfig",
         engine="dynamo.engine.native.engine:NativeEngine",
+        embedder="dynamo.engine.native.embedder:NativeEmbedder",
         requires="torch",
         extra="native",
         environment={
@@ -45,6 +47,7 @@ KIND_BY_NAME = {
     "mocker": EngineKind(
         settings="dynamo.engine.mock.engine:MockConfig",
         engine="dynamo.worker.mocking:build",
+        embedder="dynamo.worker.mocking:build_embedder",
         needs_weights=False,
     ),
 }
@@ -67,11 +70,14 @@ def settings_of(name: str) -> type:
 
 def build(name: str, directory: Path, settings: Any) -> api.Engine:
     """An engine, not yet started. Raises ConfigError if what it needs is not installed."""
-    kind = KIND_BY_NAME[name]
-    for variable, value in kind.environment.items():
-        os.environ.setdefault(variable, value)
-    engine: api.Engine = _load(name, kind.engine)(directory, settings)
+    engine: api.Engine = _load_part(name, KIND_BY_NAME[name].engine)(directory, settings)
     return engine
+
+
+def build_embedder(name: str, directory: Path, settings: Any) -> api.Embedder:
+    """An embedder, not yet started. Raises ConfigError as `build` does."""
+    embedder: api.Embedder = _load_part(name, KIND_BY_NAME[name].embedder)(directory, settings)
+    return embedder
 
 
 def is_installed(name: str) -> bool:
@@ -80,14 +86,15 @@ def is_installed(name: str) -> bool:
     return requires is None or importlib.util.find_spec(requires) is not None
 
 
+def _load_part(name: str, target: str) -> Any:
+    for variable, value in KIND_BY_NAME[name].environment.items():
+        os.environ.setdefault(variable, value)
+    return _load(name, target)
+
+
 def _load(name: str, target: str) -> Any:
     module, _, attribute = target.partition(":")
-    try:
+    extra = KIND_BY_NAME[name].extra
+    if extra is None:
         return getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        extra = KIND_BY_NAME[name].extra
-        if extra is None or (error.name or "").startswith("dynamo"):
-            raise
-        raise errors.ConfigError(
-            f"the {name} engine needs {error.name}, which is not installed: pip install 'pydynamo[{extra}]'"
-        ) from error
+    return getattr(extras.load(module, what=f"the {name} engine", extra=extra), attribute)

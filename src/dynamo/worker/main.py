@@ -11,7 +11,9 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
@@ -20,9 +22,10 @@ from dynamo.observability import logs
 from dynamo.preprocess import loading
 from dynamo.protocols import model_card
 from dynamo.runtime import component
-from dynamo.worker import card, engines, host, model_source, settings, system
+from dynamo.worker import card, embedding_host, engines, host, model_source, settings, system
 
 _logger = logging.getLogger(__name__)
+MakeHost = Callable[[component.DistributedRuntime], host.Host | embedding_host.EmbeddingHost]
 
 
 def main(engine_name: str) -> int:
@@ -35,8 +38,7 @@ def main(engine_name: str) -> int:
         logs.configure()
         kind = engines.kind_of(engine_name)
         directory = model_source.resolve(worker.model, with_weights=kind.needs_weights)
-        engine = engines.build(engine_name, directory, own)
-        asyncio.run(_serve(worker, engine, directory))
+        asyncio.run(_serve(worker, _host_maker(worker, engine_name, directory, own)))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
@@ -51,9 +53,20 @@ def main(engine_name: str) -> int:
     return 0
 
 
-async def _serve(worker: settings.WorkerConfig, engine: api.Engine, directory: Path) -> None:
+def _host_maker(
+    worker: settings.WorkerConfig, engine_name: str, directory: Path, own: Any
+) -> MakeHost:
+    """Makes the host that the task wants, on a runtime. Raises ConfigError."""
+    if model_source.task(worker.task, directory) == "embed":
+        embedder = engines.build_embedder(engine_name, directory, own)
+        return lambda runtime: make_embedding_host(worker, embedder, runtime, directory)
+    engine = engines.build(engine_name, directory, own)
+    return lambda runtime: make_host(worker, engine, runtime, directory)
+
+
+async def _serve(worker: settings.WorkerConfig, make: MakeHost) -> None:
     async with await component.DistributedRuntime.open(worker) as runtime:
-        served = make_host(worker, engine, runtime, directory)
+        served = make(runtime)
         try:
             if worker.system_port != system.PORT_DISABLED:
                 await served.open_system_port(worker.system_host, worker.system_port)
@@ -94,6 +107,31 @@ def make_host(
         request_limit=worker.engine_request_limit,
         clock=clock,
         traces=worker,
+    )
+
+
+def make_embedding_host(
+    worker: settings.WorkerConfig,
+    embedder: api.Embedder,
+    runtime: component.DistributedRuntime,
+    directory: Path,
+) -> embedding_host.EmbeddingHost:
+    """The host of the model in `directory`, for vectors."""
+    clock = clocks.SystemClock()
+    name = worker.model_name or model_source.display_name(worker.model)
+
+    def make_card(facts: api.EmbedderFacts) -> model_card.ModelCard:
+        made = card.build_embedding(directory, name=name, facts=facts, created=int(clock.wall()))
+        loading.load(made, clock)
+        return made
+
+    return embedding_host.EmbeddingHost(
+        embedder,
+        runtime,
+        worker.endpoint_for("embed"),
+        make_card=make_card,
+        request_limit=worker.engine_request_limit,
+        clock=clock,
     )
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.engine.mock import engine
+from dynamo.engine.mock import embedder, engine
 from dynamo.preprocess import tokenize
 from dynamo.protocols import blocks
 
@@ -22,6 +22,14 @@ def build(directory: Path, settings: engine.MockConfig) -> engine.MockEngine:
     token_ids = blocks.unpack(packed)
     return engine.MockEngine(
         settings, token_ids=token_ids or [0], context_length=_context_length(directory)
+    )
+
+
+def build_embedder(directory: Path, settings: engine.MockConfig) -> embedder.MockEmbedder:
+    """An embedder for texts as long as the model takes. Raises ConfigError."""
+    return embedder.MockEmbedder(
+        context_length=settings.max_model_len or _context_length(directory),
+        dimensions=settings.embedding_dimensions,
     )
 
 

@@ -18,6 +18,7 @@ from huggingface_hub import errors as hub_errors
 
 from dynamo.base import errors
 from dynamo.engine import native
+from dynamo.engine.native import encoder_config, sentence
 
 BUILT_IN = "storyteller"
 HUB_TIMEOUT_S = 5.0
@@ -52,6 +53,14 @@ def resolve(model: str | None, *, with_weights: bool = True) -> Path:
 def built_in() -> Path:
     """Where the built-in model lies."""
     return _checked(Path(native.__path__[0]) / BUILT_IN)
+
+
+def task(asked: str, directory: Path) -> str:
+    """`generate` or `embed`: what is asked, or if that is `auto`, what the files speak for. Raises ConfigError."""
+    if asked != "auto":
+        return asked
+    embeds = sentence.is_described(directory) or encoder_config.is_encoder(directory)
+    return "embed" if embeds else "generate"
 
 
 def display_name(model: str | None) -> str:

@@ -1,6 +1,7 @@
 """What a worker is told, whichever engine it hosts; the engine's own settings stand beside it on the command line."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dynamo.base import config
 from dynamo.preprocess import infill
@@ -25,8 +26,12 @@ class WorkerConfig(component.RuntimeConfig):
         aliases=("--served-model-name",),
         help="what clients call the model (default: the directory's name, or the hub name)",
     )
+    task: Literal["auto", "generate", "embed"] = config.option(
+        "auto",
+        help="what the model is for; auto: embed if it is an encoder or has a modules.json, else generate",
+    )
     endpoint: str | None = config.option(
-        None, help="where to serve (default: dyn://NAMESPACE.backend.generate)"
+        None, help="where to serve (default: dyn://NAMESPACE.backend.generate, or ….embed)"
     )
     dyn_tool_call_parser: str | None = config.option(
         None,
@@ -72,6 +77,10 @@ class WorkerConfig(component.RuntimeConfig):
     @property
     def endpoint_name(self) -> instances.EndpointName:
         """Where to serve. Raises ConfigError."""
+        return self.endpoint_for("generate")
+
+    def endpoint_for(self, task: str) -> instances.EndpointName:
+        """Where to serve this task. Raises ConfigError."""
         return instances.EndpointName.parse(
-            self.endpoint or f"dyn://{self.namespace}.backend.generate"
+            self.endpoint or f"dyn://{self.namespace}.backend.{task}"
         )

@@ -13,8 +13,10 @@ from openai.types.responses import response_create_params as response_params
 
 from dynamo.protocols import (
     anthropic,
+    kserve,
     openai_chat,
     openai_completions,
+    openai_embeddings,
     openai_fields,
     openai_responses,
     tokenization,
@@ -29,6 +31,9 @@ REQUEST_BY_TITLE = {
     "POST /v1/completions": openai_completions.CompletionRequest,
     "POST /v1/responses": openai_responses.ResponsesRequest,
     "POST /v1/messages": anthropic.MessageRequest,
+    "POST /v1/embeddings": openai_embeddings.EmbeddingRequest,
+    "POST /v2/models/{name}/infer": kserve.InferBody,
+    "POST /v2/models/{name}/generate": kserve.GenerateBody,
     "POST /tokenize": tokenization.TokenizeRequest,
     "POST /detokenize": tokenization.DetokenizeRequest,
 }

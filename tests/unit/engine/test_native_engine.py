@@ -22,6 +22,7 @@ FACTS = api.EngineFacts(
     total_kv_blocks=16,
     max_num_seqs=2,
     max_num_batched_tokens=16,
+    supports_guided=True,
 )
 
 
@@ -32,6 +33,7 @@ class HeldRunner:
         self.may_run = threading.Semaphore(0)
         self.is_running = threading.Semaphore(0)
         self.forgotten = []
+        self.grammars = HeldGrammars()
 
     def run(self, chunks):
         self.is_running.release()
@@ -64,6 +66,27 @@ class Sink:
             return await self.said.get()
 
 
+class HeldGrammars:
+    """Has the grammars that it is given, when it is given them."""
+
+    def __init__(self):
+        self.wanted = []
+        self.is_stopped = False
+
+    def make(self, guided, eos, made):
+        self.wanted.append(made)
+
+    def stop(self):
+        self.is_stopped = True
+
+
+class AnyText:
+    """A grammar that allows everything, and so needs nobody to ask."""
+
+    def begin(self):
+        raise AssertionError("the runner of these tests asks nobody")
+
+
 def fake_assembly(runner):
     paging = Paging(num_blocks=16, block_size=4, prefix_caching=True)
     limits = Limits(max_num_seqs=2, max_num_batched_tokens=16, context_length=64)
@@ -72,6 +95,7 @@ def fake_assembly(runner):
         vocab_size=100,
         scheduler=Scheduler(paging, limits),
         runner=runner,
+        grammars=runner.grammars,
     )
 
 
@@ -92,12 +116,14 @@ async def engine(runner, tmp_path):
     await engine.stop()
 
 
-def make_request(request_id, token, max_tokens=9):
+def make_request(request_id, token, max_tokens=9, guided=None):
     return generate.Request(
         id=request_id,
         model="m",
         token_ids=blocks.pack([token]),
         stop_conditions=generate.StopConditions(max_tokens=max_tokens),
+        sampling_options=generate.SamplingOptions(guided_decoding=guided),
+        eos_token_ids=(2,),
     )
 
 
@@ -161,3 +187,47 @@ async def test_a_request_that_fails_fails_alone(engine, runner):
 
     assert said == [[("good", (1,))], [("good", (1,))], ("bad", "no token")]
     engine.submit(make_request("bad", 1))
+
+
+GUIDED = generate.GuidedDecoding(regex="a")
+
+
+async def made(runner, result):
+    """The oldest grammar that is waited for is there, and the event loop knows."""
+    runner.grammars.wanted.pop(0)(result)
+    await asyncio.sleep(0)
+
+
+async def test_others_are_answered_while_a_grammar_is_made(engine, runner):
+    engine.submit(make_request("guided", 5, max_tokens=1, guided=GUIDED))
+    engine.submit(make_request("free", 7, max_tokens=1))
+    runner.may_run.release(2)
+    first = await engine.sink.next()
+    await made(runner, AnyText())
+
+    assert first == [("free", (7,))]
+    assert await engine.sink.next() == [("guided", (5,))]
+
+
+async def test_a_grammar_that_cannot_be_made_fails_its_request(engine, runner):
+    engine.submit(make_request("guided", 5, guided=GUIDED))
+    await made(runner, errors.InvalidRequest("no such pattern"))
+
+    assert await engine.sink.next() == ("guided", "no such pattern")
+    engine.submit(make_request("guided", 5, guided=GUIDED))  # its id is free again
+
+
+async def test_a_request_that_is_aborted_before_its_grammar_is_there_never_begins(engine, runner):
+    engine.submit(make_request("guided", 5, guided=GUIDED))
+    engine.abort("guided")
+    await made(runner, AnyText())
+    engine.submit(make_request("free", 7, max_tokens=1))
+    runner.may_run.release()
+
+    assert await engine.sink.next() == [("free", (7,))]
+
+
+async def test_no_grammars_are_made_after_the_end(engine, runner):
+    await engine.stop()
+
+    assert runner.grammars.is_stopped

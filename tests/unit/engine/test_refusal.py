@@ -1,5 +1,7 @@
+import dataclasses
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,3 +95,19 @@ def test_a_prompt_must_leave_room_for_an_answer(prompt_len):
         return
     with pytest.raises(errors.ContextTooLong, match=f"{prompt_len} tokens; at most 99"):
         check(prompt=[1] * prompt_len)
+
+
+def test_a_grammar_needs_an_engine_that_follows_it_and_a_way_to_end():
+    guided = generate.GuidedDecoding(regex="a", param="guided_regex")
+    able = dataclasses.replace(FACTS, supports_guided=True)
+    request = generate.Request(
+        id="a",
+        model="m",
+        token_ids=blocks.pack((1, 2)),
+        sampling_options=generate.SamplingOptions(guided_decoding=guided),
+    )
+
+    assert refused(sampling={"guided_decoding": guided}) == "guided_regex"
+    with pytest.raises(errors.InvalidRequest, match="eos_token_ids"):
+        refusal.check(request, able, vocab_size=50)
+    refusal.check(msgspec.structs.replace(request, eos_token_ids=(2,)), able, vocab_size=50)

@@ -8,11 +8,12 @@ import httpx
 import msgspec
 
 from dynamo.frontend import config, service
-from dynamo.protocols import blocks, generate, instances, model_card
+from dynamo.protocols import blocks, embed, generate, instances, model_card
 from dynamo.runtime import component
 
 EOS = 256
 NAME = instances.EndpointName("dynamo", "backend", "generate")
+_decode_embed = msgspec.msgpack.Decoder(embed.Request).decode
 _decode = msgspec.msgpack.Decoder(generate.Request).decode
 
 
@@ -85,6 +86,37 @@ class Worker:
         return [bytes(blocks.unpack(one.token_ids)).decode() for one in self.requests]
 
 
+class Embedder(Worker):
+    """Gives each text the vector [number of tokens, first token, 0, 0], each in a reply of its own, last one first."""
+
+    def handle(self, call):
+        self.calls.append(call)
+        request = _decode_embed(call.body)
+        self.requests.append(request)
+        call.on_cancel(self._cancelled)
+        if callable(self.script):
+            self.script(call, request)
+            return
+        for number, token_ids in reversed(list(enumerate(request.inputs))):
+            vector = [blocks.count(token_ids), blocks.unpack(token_ids)[0], 0, 0]
+            packed = embed.pack(vector[: request.dimensions])
+            call.reply(embed.Vectors((number,), packed))
+        call.finish()
+
+    @property
+    def prompts(self):
+        """What came, as text."""
+        return [
+            bytes(blocks.unpack(one)).decode() for asked in self.requests for one in asked.inputs
+        ]
+
+
+EMBEDS = {
+    "model_type": (model_card.ModelType.EMBEDDINGS,),
+    "embedding": model_card.EmbeddingFacts(dimensions=4),
+}
+
+
 class Rig:
     """A frontend, and workers that come and go."""
 
@@ -106,11 +138,11 @@ class Rig:
             httpx.AsyncClient(base_url=self.frontend.url, timeout=10)
         )
 
-    async def worker(self, name="m", **fields):
+    async def worker(self, name="m", *, kind=Worker, **fields):
         """A new worker, which the frontend knows."""
         runtime = await component.DistributedRuntime.in_memory(self.cluster)
         await self._stack.enter_async_context(runtime)
-        made = Worker(runtime, card_of(self.model_dir, name, **fields))
+        made = kind(runtime, card_of(self.model_dir, name, **fields))
         await made.join()
         await self.until(lambda: made.instance in self.instances)
         return made
@@ -139,6 +171,14 @@ class Rig:
         task = asyncio.ensure_future(work)
         self._stack.callback(task.cancel)
         return task
+
+    async def embedder(self, name="e", **fields):
+        """A new worker that embeds, at an endpoint of its own."""
+        return await self.worker(name, kind=Embedder, **EMBEDS | fields)
+
+    async def embed(self, *inputs, **fields):
+        body = {"model": "e", "input": list(inputs), **fields}
+        return await self.client.post("/v1/embeddings", json=body)
 
     async def metrics(self):
         """Name and labels → value."""

@@ -90,7 +90,7 @@ async def test_every_route_that_takes_a_body_is_in_the_documentation(rig):
         ("POST", "/v1/models", 405),
         ("DELETE", "/health", 405),
         ("GET", "/nope", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/rerank", 404),
     ],
 )
 async def test_a_wrong_method_or_path_is_an_error_in_openais_shape(rig, method, path, status):

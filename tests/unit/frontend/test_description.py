@@ -94,10 +94,14 @@ async def test_answers_are_as_described(rig, path):
             jsonschema_rs.validate(schema(EVENTS[path]), data)
 
 
-@pytest.mark.parametrize("pattern", [p for m, p in operations.OPERATIONS if m == "POST"])
+@pytest.mark.parametrize(
+    "pattern", [p for m, p in operations.OPERATIONS if m == "POST" and p[-1] != "*"]
+)
 async def test_examples_are_answered(rig, pattern):
     operation = operations.OPERATIONS["POST", pattern]
-    answer = await rig.client.post(pattern, json={"model": "m", **operation.example})
+    await rig.embedder()
+    model = "e" if pattern == "/v1/embeddings" else "m"
+    answer = await rig.client.post(pattern, json={"model": model, **operation.example})
 
     assert answer.status_code == 200, answer.text
 

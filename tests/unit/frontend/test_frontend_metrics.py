@@ -95,6 +95,30 @@ def test_a_step_of_several_tokens_counts_each_of_them():
     assert families.of_model("m").ttft.sum == 1.0
 
 
+async def test_it_is_told_how_much_of_the_prompts_was_known(bare):
+    await bare.start()
+    await bare.worker(context_length=4096)
+    long = "a story about a cat " * 40
+    first = await bare.chat(long)
+    counted = await bare.metrics()
+    await bare.chat(long)
+    again = await bare.metrics()
+    num_tokens = first.json()["usage"]["prompt_tokens"]
+
+    known, new, hits, misses = (
+        P + "tokenizer_cache_" + name
+        for name in (
+            'cached_tokens_total{model="m"}',
+            'uncached_tokens_total{model="m"}',
+            "hits_total",
+            "misses_total",
+        )
+    )
+    assert (counted[known], counted[new]) == (0, num_tokens)
+    assert (again[known], again[new]) == (num_tokens, num_tokens)
+    assert again[hits] == again[misses] == counted[misses]
+
+
 async def test_stages_are_counted_once_for_a_request(rig):
     await rig.chat(stream=True)
     counted = await rig.metrics()

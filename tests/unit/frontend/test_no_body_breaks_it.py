@@ -30,6 +30,9 @@ CASES = {
     "/v1/messages/count_tokens": ({"model": "m"}, "messages", ["system", "tools"]),
     "/v1/responses": ({"model": "m"}, "input", ["instructions", "stream", "metadata", "text", "previous_response_id"]),
     "/v1/responses/input_tokens": ({"model": "m"}, "input", ["instructions", "tools"]),
+    "/v1/embeddings": ({"model": "e"}, "input", ["dimensions", "encoding_format", "user"]),
+    "/v2/models/m/infer": ({}, "inputs", ["parameters", "outputs", "id"]),
+    "/v2/models/m/generate": ({}, "text_input", ["parameters", "stream", "id"]),
     "/tokenize": ({}, "messages", ["prompt", "tools", "model"]),
     "/detokenize": ({}, "tokens", ["model"]),
 }  # fmt: skip
@@ -38,6 +41,8 @@ CASES = {
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(list(CASES)), talk, st.data())
 async def test_no_body_is_answered_by_a_5xx(rig, path, said, data):
+    if not any(model.name == "e" for model in rig.frontend.models.ready):
+        await rig.embedder()
     fixed, key, names = CASES[path]
     fields = data.draw(st.dictionaries(st.sampled_from(names), json_values, max_size=2))
     body = msgspec.json.encode({**fixed, key: said, **fields})
@@ -46,7 +51,8 @@ async def test_no_body_is_answered_by_a_5xx(rig, path, said, data):
 
     assert answer.status_code < 500
     if answer.status_code != 200:
-        assert answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert error if isinstance(error, str) else error["message"]
 
 
 @pytest.mark.parametrize("depth", [100, 900, 990, 2000])

@@ -129,7 +129,7 @@ async def test_tools_for_a_model_without_a_known_way_to_call_are_refused(rig):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-async def test_a_call_that_must_come_cannot_be_promised(parsed, choice):
+async def test_a_call_that_must_come_is_not_promised_by_an_engine_that_cannot(parsed, choice):
     answer = await parsed.chat(model="p", tools=TOOLS, tool_choice=choice)
 
     assert answer.status_code == 400

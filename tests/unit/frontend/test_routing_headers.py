@@ -4,6 +4,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.frontend import routing_headers
+from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate
 
 
@@ -63,8 +64,9 @@ async def test_a_header_that_makes_no_sense_is_named(rig, name, value):
 
 def test_no_such_headers_change_nothing():
     request = generate.Request(id="r", model="m", token_ids=b"1234", session_id="s")
+    prompts = [preprocessor.Prepared(request, None)]
 
-    assert routing_headers.read({"host": "x"}).apply(request) is request
+    assert routing_headers.read({"host": "x"}).apply(prompts) is prompts
 
 
 def test_a_number_beyond_64_bits_is_refused():

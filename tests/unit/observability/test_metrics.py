@@ -51,3 +51,23 @@ def test_labels_must_fit_the_names():
 
     with pytest.raises(ValueError, match="expected values for"):
         family.labels("a", "b")
+
+
+def test_fast_numbers_render_like_ordinary_ones():
+    registry = metrics.Registry("x")
+    families = {
+        "fast": (registry.fast_counter, registry.fast_gauge),
+        "slow": (registry.counter, registry.gauge),
+    }
+    for name, (counter, gauge) in families.items():
+        counter(f"{name}_asked_total", "a", ["model"]).labels("m").inc(3)
+        now = gauge(f"{name}_now", "n", ["model"]).labels("m")
+        now.inc()
+        now.inc(5)
+        now.dec()
+    seen = samples(registry)
+
+    fast = {k.replace("fast", ""): v for k, v in seen.items() if "fast" in k}
+    slow = {k.replace("slow", ""): v for k, v in seen.items() if "slow" in k}
+    assert fast == slow
+    assert sorted(fast.values()) == [3, 5]

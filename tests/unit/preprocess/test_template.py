@@ -114,3 +114,25 @@ def test_a_template_that_is_none_is_a_wrong_model():
 def test_a_template_is_asked_whether_it_knows_developers():
     assert chat_templates.compiled("{% if role == 'developer' %}{% endif %}").knows_developer
     assert not chat_templates.compiled(chat_templates.CHATML).knows_developer
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("messages[0].role", "user"),
+        ("messages[0].nothing is defined", "False"),
+        ("messages[0].nothing.more is defined", None),  # of what is not there
+        ("messages[0].items() | list", "[('role', 'user'), ('content', 'Hi')]"),
+        ("messages[0].__class__", ""),
+        ("messages[0].update({})", None),  # nothing can be changed
+    ],
+)
+def test_keys_and_attributes_of_messages_are_told_apart(expression, text):
+    source = "{{ " + expression + " }}"
+    messages = [{"role": "user", "content": "Hi"}]
+
+    if text is not None:
+        assert render(source, messages) == text
+    else:
+        with pytest.raises(errors.InvalidRequest):
+            render(source, messages)

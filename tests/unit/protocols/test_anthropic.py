@@ -122,8 +122,9 @@ def test_thoughts_are_told_apart_from_what_was_said():
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens", "from 1024"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "required"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type", "'enabled'"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type", "'auto' or 'none', got a string ('any')"),
-        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.type", "got a string ('tool')"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type", "'none' or 'tool', got a string ('some')"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "with type tool"),
+        ({"tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name", "with type tool"),
         ({"service_tier": "priority"}, "service_tier", "'auto' or 'standard_only'"),
         ({"container": "c"}, "container", "not supported"),
         ({"n": 2}, "n", "Unsupported parameter(s): `n`"),
@@ -135,6 +136,16 @@ def test_what_is_wrong_or_unsupported_is_named(fields, param, words):
 
     assert caught.value.param == param
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("choice", "in_chat"), [("auto", "auto"), ("none", "none"), ("any", "required")]
+)
+def test_the_choice_of_a_tool_is_that_of_a_chat(choice, in_chat):
+    named = decode(tool_choice={"type": "tool", "name": "f"})
+
+    assert anthropic_blocks.chat_of(decode(tool_choice={"type": choice})).tool_choice == in_chat
+    assert anthropic_blocks.chat_of(named).forced_tool == "f"
 
 
 @pytest.mark.parametrize(

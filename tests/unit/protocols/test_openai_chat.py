@@ -56,6 +56,14 @@ def test_what_is_not_said_has_its_default():
         {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": True, "stop": []},
         {"temperature": 2, "top_p": 0, "n": 128, "top_k": -1, "presence_penalty": -2, "seed": -1},
         {"logit_bias": {"5": 100, "6": -100}, "stop": ["a", "b", "c", "d"], "max_tokens": 1},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a-1", "schema": {}, "strict": True},
+            }
+        },
+        {"response_format": {"type": "json_object"}, "guided_decoding_backend": "auto"},
         {"prediction": {"type": "content", "content": "x"}, "verbosity": "medium"},
         {"nvext": {"backend_instance_id": 7, "decode_worker_id": 7, "extra_fields": ["timing"]}},
         {"nvext": {"top_k": 5, "annotations": ["request_id"], "backend_instance_id": 7}},
@@ -140,14 +148,18 @@ def test_keys_of_logit_bias_are_token_ids():
         ("messages", "Hi", "messages: expected a list, got a string ('Hi')"),
         (
             "tool_choice",
-            "required",
-            "tool_choice: expected 'auto' or 'none', got a string ('required')",
+            "any",
+            "tool_choice: expected 'auto' or 'none' or 'required' or an object, got a string ('any')",
         ),
         ("tools", [TOOL] * 129, "tools: expected a list of at most 128, got a list of 129"),
         ("functions", [], "functions: not supported; leave it out"),
         ("function_call", "auto", "function_call: not supported; leave it out"),
         ("audio", {}, "audio: not supported; leave it out"),
-        ("guided_json", {}, "guided_json: not supported; leave it out"),
+        (
+            "guided_regex",
+            "",
+            "guided_regex: expected a string of at most 131072 characters, got a string ('')",
+        ),
         ("web_search_options", {}, "web_search_options: not supported; leave it out"),
         (
             "reasoning_effort",
@@ -176,9 +188,9 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_what_came(field, valu
         ({"nvext": {"x": 1}}, "nvext.x", "Unsupported parameter(s): `nvext.x`"),
         ({"nvext": {"top_k": 0}}, "nvext.top_k", "nvext.top_k: expected -1 (all tokens) or at least 1, got 0"),
         (
-            {"nvext": {"guided_choice": []}},
+            {"nvext": {"guided_choice": 5}},
             "nvext.guided_choice",
-            "nvext.guided_choice: not supported; leave it out",
+            "nvext.guided_choice: expected a list of at most 1024, got 5",
         ),
         (
             {"nvext": {"annotations": ["a"]}},
@@ -228,9 +240,30 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_what_came(field, valu
         ),
         ({"stop": ["a", 1]}, "stop[1]", "stop[1]: expected a string of at most 1024 characters, got 1"),
         (
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "xml"}},
             "response_format.type",
-            "response_format.type: expected 'text', got a string ('json_object')",
+            "response_format.type: expected 'json_object' or 'json_schema' or 'text', got a string ('xml')",
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "response_format.json_schema: expected with type json_schema, but it is missing",
+        ),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+            "response_format.json_schema",
+            "response_format.json_schema: expected with type json_schema, but type is text",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
+            "response_format.json_schema.name",
+            "response_format.json_schema.name: expected a string of at most 64 characters like "
+            "^[a-zA-Z0-9_-]+$, got a string ('a b')",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {}}},
+            "tool_choice.function.name",
+            "tool_choice.function.name: required, but missing",
         ),
         ({"response_format": {}}, "response_format.type", "response_format.type: required, but missing"),
         ({"modalities": ["audio"]}, "modalities[0]", "modalities[0]: expected 'text', got a string ('audio')"),

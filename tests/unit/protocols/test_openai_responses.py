@@ -39,8 +39,8 @@ def test_what_can_be_honoured_or_asks_for_nothing_is_taken(harmless):
         ({"background": True}, "background", "not supported"),
         ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"tools": [{}] * 129}, "tools", "at most 128"),
-        ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "'text', got a string ('json_object')"),
+        ({"tool_choice": "any"}, "tool_choice", "'auto' or 'none' or 'required'"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "'text', got a string ('xml')"),
         ({"truncation": "auto"}, "truncation", "'disabled'"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "not supported"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
@@ -77,3 +77,23 @@ def test_counting_takes_what_makes_the_prompt():
     assert openai_responses.decode_count(body).instructions == "x"
     with pytest.raises(errors.InvalidRequest, match="temperature"):
         openai_responses.decode_count(json.dumps({**LEAST, "temperature": 1}).encode())
+
+
+@pytest.mark.parametrize("missing", ["name", "schema"])
+def test_a_schema_comes_with_its_name(missing):
+    form = {"type": "json_schema", "name": "pet", "schema": {}}
+    del form[missing]
+
+    with pytest.raises(errors.InvalidRequest, match="required with json_schema") as caught:
+        _ = decode(text={"format": form}).chat_format
+    assert caught.value.param == f"text.format.{missing}"
+
+
+def test_format_and_tool_choice_are_those_of_a_chat():
+    form = {"type": "json_schema", "name": "pet", "schema": {"type": "object"}}
+    request = decode(text={"format": form}, tool_choice={"type": "function", "name": "f"})
+
+    assert request.chat_format.json_schema.schema == {"type": "object"}
+    assert request.chat_tool_choice.function.name == "f"
+    assert decode(text={"format": {"type": "text"}}).chat_format.type == "text"
+    assert decode(tool_choice="required").chat_tool_choice == "required"

@@ -9,7 +9,7 @@ from dynamo.router import api, replica_sync
 from dynamo.router.policy import Decision, Prompt
 from dynamo.runtime import component
 
-PROMPT = Prompt(num_tokens=8, block_size=4, local_hashes=[1, 2], sequence_hashes=[1, 2])
+PROMPT = Prompt(num_tokens=8, block_size=4, sequence_hashes=[1, 2])
 
 
 class Router:

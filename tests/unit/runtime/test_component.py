@@ -135,7 +135,7 @@ async def test_by_default_it_is_a_directory_tcp_and_zmq(tmp_path):
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({"DYN_DISCOVERY_BACKEND": "etcd"}, "DYN_DISCOVERY_BACKEND.*file, mem.*etcd"),
+        ({"DYN_DISCOVERY_BACKEND": "zoo"}, "DYN_DISCOVERY_BACKEND.*file, etcd, mem.*zoo"),
         ({"DYN_REQUEST_PLANE": "http"}, "DYN_REQUEST_PLANE.*tcp, nats, memory.*http"),
         ({"DYN_EVENT_PLANE": "tcp"}, "DYN_EVENT_PLANE.*zmq, nats, memory.*tcp"),
         ({"DYN_TCP_RPC_PORT": "any"}, "DYN_TCP_RPC_PORT.*whole number"),

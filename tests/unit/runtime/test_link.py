@@ -41,6 +41,9 @@ class End:
     def received(self, frame):
         self.frames.append(frame)
 
+    def tick(self):
+        pass
+
     def quiet(self):
         self.frames.append("quiet")
 

@@ -103,3 +103,22 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, unused_tcp_po
 
 def test_the_built_in_model_is_called_storyteller():
     assert model_source.display_name(None) == "storyteller"
+
+
+@pytest.mark.parametrize(
+    ("asked", "files", "expected"),
+    [
+        ("auto", {"config.json": '{"model_type": "qwen3"}'}, "generate"),
+        ("auto", {"config.json": '{"model_type": "bert"}'}, "embed"),
+        ("auto", {"config.json": '{"model_type": "qwen3"}', "modules.json": "[]"}, "embed"),
+        ("embed", {"config.json": '{"model_type": "qwen3"}'}, "embed"),
+        ("generate", {"config.json": "{}", "modules.json": "[]"}, "generate"),
+    ],
+)
+def test_what_to_do_with_a_model_is_what_was_asked_or_what_its_files_speak_for(
+    tmp_path, asked, files, expected
+):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+
+    assert model_source.task(asked, tmp_path) == expected

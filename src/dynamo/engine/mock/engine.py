@@ -37,6 +37,9 @@ class MockConfig:
     tick_ms: float | None = config.option(
         None, help="every step takes this long, whatever it holds: an even pace for benchmarks"
     )
+    embedding_dimensions: int = config.option(
+        384, help="numbers in a vector, where the task is to embed", least=1
+    )
 
 
 class MockEngine:

@@ -9,7 +9,8 @@ import torch
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.native import config, runner, threads
+from dynamo.engine.native import config, encoder_config, runner, threads
+from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Limits, Scheduler
 from dynamo.engine.native.settings import NativeConfig
@@ -27,6 +28,7 @@ class Assembly:
     vocab_size: int
     scheduler: Scheduler
     runner: runner.Runner
+    grammars: grammars.Grammars
 
 
 def assemble(model_path: Path, settings: NativeConfig) -> Assembly:
@@ -45,14 +47,17 @@ def assemble(model_path: Path, settings: NativeConfig) -> Assembly:
         max_num_batched_tokens=settings.step_tokens,
         context_length=context_length,
     )
+    known = grammars.Grammars(model_path / "tokenizer.json", model.vocab_size)
     facts = api.EngineFacts(
         context_length=context_length,
         kv_block_size=settings.block_size,
         total_kv_blocks=num_blocks,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.step_tokens,
+        supports_guided=known.is_possible,
     )
     return Assembly(
+        grammars=known,
         facts=facts,
         vocab_size=model.vocab_size,
         scheduler=Scheduler(paging, limits),
@@ -62,7 +67,7 @@ def assemble(model_path: Path, settings: NativeConfig) -> Assembly:
             dtype=settings.dtype,
             num_blocks=num_blocks,
             block_size=settings.block_size,
-            threads=_choose_threads(model, settings),
+            threads=choose_threads(model, settings),
         ),
     )
 
@@ -124,7 +129,10 @@ def choose_context(max_context: int, settings: NativeConfig, num_blocks: int) ->
     return wanted or min(max_context, capacity)
 
 
-def _choose_threads(model: config.ModelConfig, settings: NativeConfig) -> int:
+def choose_threads(
+    model: config.ModelConfig | encoder_config.EncoderConfig, settings: NativeConfig
+) -> int:
+    """How many CPU threads compute; the choice is logged."""
     choice = threads.choose(
         model,
         asked=settings.threads,

@@ -18,6 +18,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+BODIES = {"LlamaModel": "llama", "Qwen2Model": "qwen2", "Qwen3Model": "qwen3"}  # that only embed
 ACTIVATIONS = ("silu", "swish")
 SUPPORTED = (
     f"supported are dense {', '.join(FAMILIES)} checkpoints in safetensors, not quantized, "
@@ -101,7 +102,7 @@ def parse(fields: dict[str, Any]) -> ModelConfig:
 
 def _family(fields: dict[str, Any]) -> str:
     names = fields.get("architectures") or [f"model_type {fields.get('model_type')}"]
-    family = FAMILIES.get(names[0]) or (
+    family = (FAMILIES | BODIES).get(names[0]) or (
         fields.get("model_type") if "architectures" not in fields else None
     )
     if family not in FAMILIES.values():

@@ -16,6 +16,7 @@ from typing import Any
 from dynamo.base import errors
 from dynamo.engine import api, refusal
 from dynamo.engine.native.assemble import Assembly, assemble
+from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.scheduler import StepResult
 from dynamo.engine.native.settings import NativeConfig
@@ -118,6 +119,7 @@ class _Running:
             assembly.scheduler, assembly.runner, functools.partial(post, self._deliver)
         )
         self._vocab_size = assembly.vocab_size
+        self._grammars = assembly.grammars
         self._sink = sink
         self._open: dict[str, _Open] = {}  # by request id
         self._is_silent = False
@@ -129,8 +131,13 @@ class _Running:
         refusal.check(request, self.facts, vocab_size=self._vocab_size)
         if request.id in self._open:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
+        guided = request.sampling_options.guided_decoding
+        if guided is None:
+            self.loop.submit(request)
+        else:
+            made = functools.partial(self.post, self._made, request)
+            self._grammars.make(guided, request.eos_token_ids, made)
         self._open[request.id] = _Open(request, set(range(request.sampling_options.n)))
-        self.loop.submit(request)
 
     def abort(self, request_id: str) -> None:
         if self._open.pop(request_id, None):
@@ -145,12 +152,25 @@ class _Running:
 
     def stop(self) -> None:
         self._is_silent = True
+        self._grammars.stop()
         self.loop.stop()
 
     def died(self, death: errors.EngineFailed) -> None:
         self._death = death
         if not self._is_silent:
             self._sink.died(death)
+
+    def _made(
+        self, request: generate.Request, grammar: grammars.Grammar | errors.DynamoError
+    ) -> None:
+        """Its grammar is there, or why there is none."""
+        if self._is_silent or self._death is not None or self._find(request) is None:
+            return
+        if isinstance(grammar, errors.DynamoError):
+            del self._open[request.id]
+            self._sink.failed(request.id, grammar)
+        else:
+            self.loop.submit(request, grammar)
 
     def _deliver(self, result: StepResult) -> None:
         if self._is_silent:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from dynamo.base import errors
 from dynamo.engine.native.scheduler import Scheduler, StepResult
-from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
+from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
 from dynamo.protocols import generate
 
 
@@ -59,9 +59,9 @@ class EngineLoop:
         self.load = self._scheduler.load()  # whoever hears of the step finds the load after it
         self._deliver(result)
 
-    def submit(self, request: generate.Request) -> None:
+    def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
         """Begin it with the next step."""
-        self._commands.put(functools.partial(self._scheduler.submit, request))
+        self._commands.put(functools.partial(self._scheduler.submit, request, grammar))
 
     def abort(self, request_id: str) -> None:
         """End it before the next step."""

@@ -12,7 +12,14 @@ from pathlib import Path
 import torch
 
 from dynamo.base import errors
-from dynamo.engine.native import attention, kv_cache, prompt_scores, sampler, weights
+from dynamo.engine.native import (
+    attention,
+    encoder_config,
+    kv_cache,
+    prompt_scores,
+    sampler,
+    weights,
+)
 from dynamo.engine.native import config as configs
 from dynamo.engine.native.models.decoder import Decoder
 from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
@@ -24,7 +31,9 @@ DTYPES = {
 }
 
 
-def resolve_dtype(config: configs.ModelConfig, dtype: str, device: str) -> torch.dtype:
+def resolve_dtype(
+    config: configs.ModelConfig | encoder_config.EncoderConfig, dtype: str, device: str
+) -> torch.dtype:
     """The type named, or the one that suits the device ("auto"). Raises ConfigError."""
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else config.dtype
@@ -39,7 +48,8 @@ def cache_bytes_per_block(config: configs.ModelConfig, dtype: torch.dtype, block
     return per_token * block_size * int(dtype.itemsize)
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Raises ConfigError if nothing can be computed there."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -65,7 +75,7 @@ class Runner:
         """Loads the checkpoint and takes the cache's memory. Raises ConfigError."""
         if threads is not None:
             torch.set_num_threads(threads)
-        _check_device(device)
+        check_device(device)
         self.config = configs.read(model_path)
         kind = resolve_dtype(self.config, dtype, device)
         with weights.Checkpoint(model_path, dtype=kind, device=device) as checkpoint:

@@ -25,7 +25,8 @@ import xxhash
 
 from dynamo.base import errors
 from dynamo.engine.native import thinking
-from dynamo.engine.native.sequence import Sampled, Sequence
+from dynamo.engine.native.guidance import masks
+from dynamo.engine.native.sequence import Guide, Sampled, Sequence
 from dynamo.protocols import generate
 
 COLDEST = 1e-5  # a lower temperature is greedy
@@ -60,7 +61,9 @@ class Drawing:
         self.pool = pool_of(options)
         self.num_logprobs = sequence.request.output_options.logprobs
         self.min_tokens = stops.min_tokens
-        eos = () if stops.ignore_eos else sequence.request.eos_token_ids
+        self.may_end_at = math.inf if stops.ignore_eos else stops.min_tokens  # in output tokens
+        is_guided = sequence.grammar is not None  # then the grammar says when it ends
+        eos = () if stops.ignore_eos or is_guided else sequence.request.eos_token_ids
         self.ending_ids = [*eos, *stops.stop_token_ids]
         self.penalties = (
             options.repetition_penalty,
@@ -82,6 +85,11 @@ class Drawing:
         """The number in [0, 1) that decides the next token."""
         place = _PLACE.pack(self.sequence.index, self.sequence.num_output)
         return (xxhash.xxh3_64_intdigest(place, self.seed) >> 32) / 2**32
+
+    @property
+    def may_end(self) -> bool:
+        """Where a grammar says that it can."""
+        return self.sequence.num_output >= self.may_end_at
 
     @property
     def banned_ids(self) -> list[int]:
@@ -116,11 +124,13 @@ class Sampler:
     def __init__(self) -> None:
         self._drawings: dict[Sequence, Drawing] = {}
         self._occurrences: dict[Sequence, Occurrences] = {}
+        self._guides: dict[Sequence, Guide] = {}  # of those that follow a grammar
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence."""
         self._drawings.pop(sequence, None)
         self._occurrences.pop(sequence, None)
+        self._guides.pop(sequence, None)
 
     def sample(
         self, logits: torch.Tensor, sequences: Row[Sequence]
@@ -129,13 +139,19 @@ class Sampler:
         drawings = [self._drawing(sequence) for sequence in sequences]
         with torch.inference_mode():
             adjusted = self.adjust(logits, drawings)
+            guides = self._guides_of(drawings) if self._guides else {}
+            if guides:
+                may_end = [drawings[i].may_end for i in guides]
+                adjusted = masks.masked(adjusted, guides, may_end)
             peaks = adjusted.amax(-1).tolist()
             token_ids = _choose(adjusted, drawings)
             logprobs = _logprobs(logits, token_ids, drawings)
+        for i, guide in guides.items():
+            guide.advance(token_ids[i])
         return [
             Sampled(token_id=token_id, logprobs=logprobs.get(i))
             if math.isfinite(peak)
-            else _no_token()
+            else _no_token(guides.get(i))
             for i, (token_id, peak) in enumerate(zip(token_ids, peaks, strict=True))
         ]
 
@@ -157,7 +173,14 @@ class Sampler:
         drawing = self._drawings.get(sequence)
         if drawing is None:
             drawing = self._drawings[sequence] = Drawing(sequence)
+            if sequence.grammar is not None:
+                self._guides[sequence] = sequence.grammar.begin()
         return drawing
+
+    def _guides_of(self, drawings: list[Drawing]) -> dict[int, Guide]:
+        """By row, of those that follow a grammar."""
+        found = {i: self._guides.get(drawing.sequence) for i, drawing in enumerate(drawings)}
+        return {i: guide for i, guide in found.items() if guide is not None}
 
     def _penalize(self, logits: torch.Tensor, drawings: list[Drawing]) -> torch.Tensor:
         counts = [self._count(drawing.sequence, logits) for drawing in drawings]
@@ -357,7 +380,9 @@ def _columns(rows: Row[tuple[float, ...]], like: torch.Tensor) -> tuple[torch.Te
     return tuple(like.new_tensor(rows).unsqueeze(1).unbind(-1))
 
 
-def _no_token() -> errors.EngineFailed:
+def _no_token(guide: Guide | None) -> errors.DynamoError:
+    if guide is not None and guide.error is not None:
+        return guide.error
     return errors.EngineFailed(
         "no token can be drawn: the model's logits are not finite, or logit_bias and min_tokens exclude all of them"
     )

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from dynamo.base import errors
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
+from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
 from dynamo.protocols import blocks, generate, kv_events, load
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free
@@ -93,8 +93,8 @@ class Scheduler:
         """Whether `schedule` would find anything to compute."""
         return bool(self._groups)
 
-    def submit(self, request: generate.Request) -> None:
-        """Take a request that fits (`engine.refusal`), and whose id is not in use."""
+    def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
+        """Take a request that fits (`engine.refusal`), and whose id is not in use; with what its answers follow."""
         prompt = blocks.unpack(request.token_ids)
         self._num_arrived += 1
         leader: Sequence | None = None
@@ -105,6 +105,7 @@ class Scheduler:
                 index=index,
                 token_ids=prompt.copy(),
                 prompt_len=len(prompt),
+                grammar=grammar,
                 leader=leader,
                 rank=(-request.priority, self._num_arrived, index),
             )
@@ -303,8 +304,11 @@ def _finish(
 ) -> tuple[generate.FinishReason | None, int | None]:
     """Whether the last token ends the choice, and the stop token if that was it."""
     token, conditions = sequence.token_ids[-1], sequence.request.stop_conditions
+    is_eos = token in sequence.request.eos_token_ids
+    if is_eos and sequence.grammar is not None:  # drawn only where nothing else may come
+        return generate.FinishReason.EOS, None
     if sequence.num_output >= conditions.min_tokens:
-        if token in sequence.request.eos_token_ids and not conditions.ignore_eos:
+        if is_eos and not conditions.ignore_eos:
             return generate.FinishReason.EOS, None
         if token in conditions.stop_token_ids:
             return generate.FinishReason.STOP, token

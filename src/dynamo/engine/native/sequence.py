@@ -4,8 +4,32 @@ The scheduler owns a sequence's blocks and progress; the runner reads it.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from dynamo.base import errors
 from dynamo.protocols import generate
+
+
+class Guide(Protocol):
+    """Says what may come next in one sequence (`guidance.grammars`)."""
+
+    error: errors.DynamoError | None  # why it cannot say so any more
+
+    def fill(self, bits: memoryview, *, may_end: bool) -> None:
+        """Set the bit of each token that may come next; the end is none of them, if `may_end` is not said."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """This token came."""
+        ...
+
+
+class Grammar(Protocol):
+    """What the output of a sequence must follow."""
+
+    def begin(self) -> Guide:
+        """For one answer."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -20,6 +44,7 @@ class Sequence:
     index: int  # which of the request's n choices
     token_ids: list[int]
     prompt_len: int
+    grammar: Grammar | None = None  # that its output follows
     num_computed: int = 0
     num_cached: int | None = (
         None  # prompt tokens found in the prefix cache when it was first admitted

@@ -10,6 +10,7 @@ spin, or they take the cores from those they wait for: `OMP_WAIT_POLICY`, which 
 from typing import NamedTuple
 
 from dynamo.engine.native.config import ModelConfig
+from dynamo.engine.native.encoder_config import EncoderConfig
 
 # Weights of a layer's largest matrix that are worth splitting: reading them takes about ten times as long as to meet.
 SPLIT_WEIGHTS = 2**20
@@ -23,7 +24,12 @@ class Threads(NamedTuple):
 
 
 def choose(
-    model: ModelConfig, *, asked: int | None, environment: str | None, cores: int, cpu_max: str
+    model: ModelConfig | EncoderConfig,
+    *,
+    asked: int | None,
+    environment: str | None,
+    cores: int,
+    cpu_max: str,
 ) -> Threads:
     """By the flag, else by OMP_NUM_THREADS (`cores` follows it), else by the size of the model.
 

@@ -18,7 +18,9 @@ from dynamo.base import errors
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
-_DERIVED = re.compile(r".*rotary_emb\.inv_freq")  # older checkpoints carry what config.json says
+_DERIVED = re.compile(
+    r".*(rotary_emb\.inv_freq|position_ids)"
+)  # older ones carry what config.json says
 
 
 class Checkpoint:
@@ -28,6 +30,7 @@ class Checkpoint:
         self._path, self._dtype, self._device = model_path, dtype, device
         self._files = contextlib.ExitStack()
         self._file_by_tensor: dict[str, Any] = {}
+        self._left_out = ""  # of the files' names
 
     def __enter__(self) -> "Checkpoint":
         with contextlib.ExitStack() as opened:
@@ -40,25 +43,33 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
+    def call_by(self, prefix: str) -> None:
+        """Call tensors by names with this prefix, although a checkpoint of a model without its head has none."""
+        if any(name.startswith(prefix) for name in self._file_by_tensor):
+            return
+        self._left_out = prefix
+        self._file_by_tensor = {prefix + name: file for name, file in self._file_by_tensor.items()}
+
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor of this name, in the engine's type and place. Raises ConfigError."""
         file = self._file_by_tensor.pop(name, None)
         if file is None:
             raise errors.ConfigError(f"{self._path}: the tensor {name} is missing")
-        stored = file.get_slice(name)
+        stored_name = name.removeprefix(self._left_out)
+        stored = file.get_slice(stored_name)
         if tuple(stored.get_shape()) != shape or stored.get_dtype() not in _FLOATS:
             raise errors.ConfigError(
                 f"{self._path}: the tensor {name} is {stored.get_dtype()} {stored.get_shape()}; "
                 f"expected one of {', '.join(_FLOATS)} and {list(shape)}"
             )
-        return file.get_tensor(name).to(self._device, self._dtype)
+        return file.get_tensor(stored_name).to(self._device, self._dtype)
 
     def refuse_rest(self, *ignored: str) -> None:
-        """Raises ConfigError if a tensor has not been taken; those named, and derived ones, may be left."""
+        """Raises ConfigError if a tensor has not been taken; those that begin so, and derived ones, may be left."""
         rest = [
             name
             for name in self._file_by_tensor
-            if name not in ignored and not _DERIVED.fullmatch(name)
+            if not name.startswith(ignored) and not _DERIVED.fullmatch(name)
         ]
         if rest:
             raise errors.ConfigError(

@@ -12,7 +12,7 @@ from dynamo.frontend import metrics as frontend_metrics
 from dynamo.frontend import models
 from dynamo.frontend.admission import busy, gate, keys, limits, metrics, thresholds
 from dynamo.frontend.served_model import ServedModel
-from dynamo.protocols import generate
+from dynamo.protocols import embed, generate
 from dynamo.runtime.http import exchange
 
 
@@ -42,7 +42,7 @@ class Desk:
     async def admit(
         self,
         model: ServedModel,
-        prompts: Sequence[generate.Request],
+        prompts: Sequence[generate.Request | embed.Request],
         caller: exchange.Exchange,
         meter: frontend_metrics.RequestMeter,
         instance_id: int | None,

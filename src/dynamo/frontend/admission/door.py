@@ -12,7 +12,7 @@ from dynamo.frontend import delivery
 from dynamo.frontend.admission import keys, limits, metrics
 from dynamo.runtime.http import exchange, router
 
-OPEN = frozenset(("/live", "/health", "/metrics"))
+OPEN = frozenset(("/live", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"))
 FOR_ADMINS = frozenset((("POST", "/busy_threshold"), ("POST", "/clear_kv_blocks")))
 _NO_MODEL = "unknown"  # it is not read before the key
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from dynamo.base import errors
 from dynamo.preprocess.parsers import chained, events, harmony, reading, spans
 from dynamo.preprocess.parsers.reasoning import ReasoningFormat, ReasoningParser
-from dynamo.preprocess.parsers.tools import ToolFormat, ToolParser
+from dynamo.preprocess.parsers.tools import Frame, ToolFormat, ToolParser
+from dynamo.protocols import generate
 
 NONE = "none"  # the name that asks for no parser
 _HARMONY = ToolFormat()  # has a machine of its own
@@ -28,7 +29,13 @@ def _python_list() -> spans.Brackets:
     return spans.Brackets(quotes="'\"", allowed=None)
 
 
-_HERMES = ToolFormat(opens=("<tool_call>",), closes=("</tool_call>",))
+_HERMES = ToolFormat(
+    opens=("<tool_call>",),
+    closes=("</tool_call>",),
+    frame=Frame("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+)
+# Forced calls of all others: most were taught arrays like this one, and it needs no mark that they might not have.
+ARRAY = ToolFormat(opens=("[", ","), closes=("]",), frame=Frame("[", ", ", "]"))
 TOOLS: Mapping[str, ToolFormat] = {
     "hermes": _HERMES,
     "qwen25": _HERMES,
@@ -155,6 +162,35 @@ class AnswerFormat:
             return harmony.MARKS
         parts = (self.tools, self.reasoning)
         return tuple(mark for part in parts if part is not None for mark in part.marks)
+
+    @property
+    def can_choose_to_call(self) -> bool:
+        """Is a call, as a grammar has it, what the model writes by itself, and not to be taken for content?"""
+        return self.tools is not None and self.tools.frame is not None
+
+    @property
+    def forced(self) -> ToolFormat:
+        """How calls are written that a grammar forces."""
+        return self.tools if self.tools is not None and self.tools.frame is not None else ARRAY
+
+    @property
+    def frame(self) -> Frame:
+        """What stands around them."""
+        assert self.forced.frame is not None
+        return self.forced.frame
+
+    def thoughts(self, prompt: str, *, may_think: bool) -> generate.Thoughts | None:
+        """What may stand before an answer to this prompt that is held to a grammar. Raises InvalidRequest."""
+        if self._is_harmony:
+            raise errors.InvalidRequest(
+                "a model that answers in harmony's channels cannot be guided"
+            )
+        form = self.reasoning
+        if form is None or form.is_over_in(prompt):
+            return None
+        if form.begins_in(prompt):
+            return generate.Thoughts(closes=form.closes)
+        return generate.Thoughts(opens=form.opens, closes=form.closes) if may_think else None
 
     def parsers(
         self, prompt: str, tools: events.Tools | None

@@ -30,6 +30,10 @@ class ReasoningFormat:
         end = prompt[-_PROMPT_END:].rstrip()
         return end.endswith(self.opens) or (self.is_forced and not end.endswith(self.closes))
 
+    def is_over_in(self, prompt: str) -> bool:
+        """Does the prompt end with reasoning that is complete, so that the answer has none?"""
+        return prompt[-_PROMPT_END:].rstrip().endswith(self.closes)
+
 
 class ReasoningParser(machine.Machine):
     """Tells the reasoning of one answer from the rest, which is content."""

@@ -16,6 +16,15 @@ from dynamo.preprocess import marks
 from dynamo.preprocess.parsers import blanks, events, machine, reading, spans
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What stands around calls that are `{"name": ..., "arguments": ...}`."""
+
+    begin: str
+    between: str
+    end: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
     """How a family of models writes calls."""
@@ -27,6 +36,7 @@ class ToolFormat:
     bare: str = ""  # with one of these a call begins that has no mark, if no text stands before
     span: Callable[[], spans.Span] = spans.Brackets
     read: Callable[[str, events.Tools], reading.Calls] = reading.json_calls
+    frame: Frame | None = None  # how calls are written that are forced; None: as `formats.ARRAY`
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -233,6 +233,9 @@ class AnsweringEnd:
                     f"a {type(frame).__name__} is not for us to receive"
                 )
 
+    def tick(self) -> None:
+        pass  # streams here have their own timers
+
     def quiet(self) -> None:
         """It is the asker who keeps the link alive."""
 

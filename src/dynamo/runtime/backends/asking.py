@@ -18,7 +18,9 @@ from dynamo.runtime.backends import link
 
 _log = logging.getLogger(__name__)
 _encode_body = msgspec.msgpack.Encoder().encode
-BACKSTOP_S = 1.0  # the answering side ends a stream in time; if it does not, we do, this much later
+# The answering side ends a stream in time; if it does not, we do, this much later, at the link's next tick: a timer of
+# its own for each stream would cost more than all else that is done to open it.
+BACKSTOP_S = 1.0
 
 
 class AskingStream:
@@ -54,7 +56,7 @@ class AskingEnd:
         self._name = name
         self._lost_peer = lost_peer
         self._receivers: dict[int, requests.Receiver] = {}
-        self._backstops: dict[int, asyncio.TimerHandle] = {}
+        self._limits_s: dict[int, tuple[float, float]] = {}  # when to give up, and the limit
         self._last = 0  # the highest stream ever opened
         self._pings = 0
         self._farewell: str | None = None  # why the peer takes no new streams
@@ -80,9 +82,7 @@ class AskingEnd:
         self._last = number
         self._receivers[number] = receiver
         if limit_s is not None:
-            self._backstops[number] = self.link.loop.call_later(
-                limit_s + BACKSTOP_S, self._expire, number, limit_s
-            )
+            self._limits_s[number] = (self.link.loop.time() + limit_s + BACKSTOP_S, limit_s)
         self.link.write(frame)
         return AskingStream(self, number)
 
@@ -126,6 +126,12 @@ class AskingEnd:
                 raise errors.RemoteProtocolError(
                     f"a {type(frame).__name__} is not for us to receive"
                 )
+
+    def tick(self) -> None:
+        now = self.link.loop.time()
+        over = [(number, limit_s) for number, (at, limit_s) in self._limits_s.items() if at <= now]
+        for number, limit_s in over:
+            self._expire(number, limit_s)
 
     def quiet(self) -> None:
         self._pings += 1
@@ -190,9 +196,7 @@ class AskingEnd:
         link.supervise(receiver.ended, error)
 
     def _forget(self, number: int) -> requests.Receiver | None:
-        backstop = self._backstops.pop(number, None)
-        if backstop is not None:
-            backstop.cancel()
+        self._limits_s.pop(number, None)
         return self._receivers.pop(number, None)
 
     def _check_known(self, number: int) -> None:

@@ -53,6 +53,10 @@ class End(Protocol):
         """A frame came. Raises RemoteProtocolError, and the link is dropped."""
         ...
 
+    def tick(self) -> None:
+        """A tick of the timer, while streams are open."""
+        ...
+
     def quiet(self) -> None:
         """For a while nothing was heard, or nothing said."""
         ...
@@ -153,6 +157,7 @@ class Link(asyncio.Protocol):
         if not self._end.num_streams:
             self._silent_ticks = self._mute_ticks = 0
             return
+        self._end.tick()
         self._silent_ticks += 1
         self._mute_ticks += 1
         if self._silent_ticks >= TICKS:

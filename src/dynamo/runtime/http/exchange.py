@@ -10,10 +10,11 @@ joins the tokens of an engine that runs ahead, and code and kernel do not push e
 import http
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from email.utils import formatdate
 from functools import lru_cache
 from typing import Protocol
+
+import msgspec
 
 from dynamo.base import errors
 
@@ -21,8 +22,7 @@ Headers = Iterable[tuple[str, str]]
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A complete request. Header names are in lower case; a header that came twice is joined by commas."""
 
     method: str
@@ -36,7 +36,7 @@ class Request:
 
     def as_last(self) -> "Request":
         """The same, but the connection closes after its answer."""
-        return replace(self, keeps_alive=False)
+        return msgspec.structs.replace(self, keeps_alive=False)
 
 
 class Wire(Protocol):

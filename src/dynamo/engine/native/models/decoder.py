@@ -10,12 +10,22 @@ Projections of the same input are one matrix (queries, keys and values; gate and
 a step's cost is its number of calls.
 """
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
-from dynamo.engine.native import attention, rope, weights
+from dynamo.engine.native import rope, weights
 from dynamo.engine.native.config import ModelConfig
 from dynamo.engine.native.models.linear import Linear
+
+
+class Batch(Protocol):
+    """Whose tokens are whose, and where their keys and values are: `attention.Batch`, `whole_texts.Batch`."""
+
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """q [tokens, heads, head_dim] and kv [tokens, 2 * KV heads, head_dim] to [tokens, heads * head_dim]."""
+        ...
 
 
 class RmsNorm:
@@ -52,7 +62,7 @@ class Attention:
         )
 
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: attention.Batch
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         """x [tokens, hidden] to the same shape."""
         qkv = self._qkv(x).view(self._shape)
@@ -91,31 +101,26 @@ class Layer:
         self._mlp = Mlp(config, checkpoint, index)
 
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: attention.Batch
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         """x [tokens, hidden] to the same shape; keys and values go into the cache."""
         x = self._attention(self._attention_norm(x), cos, sin, batch).add_(x)
         return self._mlp(self._mlp_norm(x)).add_(x)
 
 
-class Decoder:
-    """All layers, the embedding and the output layer."""
+class Body:
+    """All layers and the embedding: what is left of a decoder without its output layer."""
 
     def __init__(self, config: ModelConfig, checkpoint: weights.Checkpoint) -> None:
-        """Takes its tensors from the checkpoint, all of them. Raises ConfigError."""
-        shape = config.vocab_size, config.hidden_size
-        self._embedding = checkpoint.take("model.embed_tokens.weight", *shape)
+        """Takes its tensors from the checkpoint. Raises ConfigError."""
+        self._shape = config.vocab_size, config.hidden_size
+        self._embedding = checkpoint.take("model.embed_tokens.weight", *self._shape)
         self._layers = [Layer(config, checkpoint, i) for i in range(config.num_layers)]
-        self._norm = RmsNorm(checkpoint.take("model.norm.weight", shape[1]), config.norm_eps)
-        if config.is_tied:
-            self._output = Linear([self._embedding], [])
-            checkpoint.refuse_rest("lm_head.weight")
-        else:
-            self._output = Linear([checkpoint.take("lm_head.weight", *shape)], [])
-            checkpoint.refuse_rest()
+        weight = checkpoint.take("model.norm.weight", config.hidden_size)
+        self.norm = RmsNorm(weight, config.norm_eps)
 
     def hidden(
-        self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: attention.Batch
+        self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         """The last layer's output [tokens, hidden]; cos and sin are the tables' rows for the tokens."""
         x = F.embedding(token_ids, self._embedding)
@@ -123,9 +128,23 @@ class Decoder:
             x = layer(x, cos, sin, batch)
         return x
 
+
+class Decoder(Body):
+    """With the output layer: what generates."""
+
+    def __init__(self, config: ModelConfig, checkpoint: weights.Checkpoint) -> None:
+        """Takes all tensors of the checkpoint. Raises ConfigError."""
+        super().__init__(config, checkpoint)
+        if config.is_tied:
+            self._output = Linear([self._embedding], [])
+            checkpoint.refuse_rest("lm_head.weight")
+        else:
+            self._output = Linear([checkpoint.take("lm_head.weight", *self._shape)], [])
+            checkpoint.refuse_rest()
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary] for those rows of `hidden` whose next token is wanted."""
-        return self._output(self._norm(hidden))
+        return self._output(self.norm(hidden))
 
 
 def _stacked(

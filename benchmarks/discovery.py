@@ -1,0 +1,167 @@
+"""What etcd discovery costs: `python -m benchmarks.discovery`, with etcd installed.
+
+Rates of writing by the stubs that we use and by aetcd's client; then a real frontend beside 1,000 workers that are
+cloned from a real one's records: how long until it knows them all, and what it and etcd take when nothing happens.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aetcd
+
+from benchmarks.systems import free_port
+from dynamo.runtime.backends.etcd import access, connection
+
+NUM_PUTS = 3_000
+NUM_ROUNDS = 5
+NUM_INSTANCES = 1_000
+IDLE_S = 30.0
+LEASE_ID, LEASE_S = 1_000_000, 600
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        etcd, address = stack.enter_context(_etcd(Path(directory)))
+        asyncio.run(_compare_puts(address))
+        asyncio.run(_among_many(stack, etcd, address))
+
+
+@contextmanager
+def _etcd(directory: Path) -> Iterator[tuple[int, str]]:
+    """A server: its process id and its address."""
+    address, peer = f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+    url = f"http://{address}"
+    argv = ["etcd", "--data-dir", str(directory), "--listen-client-urls", url]
+    argv += ["--advertise-client-urls", url, "--listen-peer-urls", peer]
+    argv += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
+    with _process(argv, {}) as process:
+        _await(f"{url}/health", lambda answer: answer["health"] == "true")
+        yield process.pid, address
+
+
+@contextmanager
+def _process(argv: list[str], environ: dict[str, str]) -> "Iterator[subprocess.Popen[bytes]]":
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(argv, env=os.environ | environ, stdout=quiet, stderr=quiet)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def _compare_puts(address: str) -> None:
+    host, port = address.split(":")
+    async with _connected(address) as ours, aetcd.Client(host, int(port)) as theirs:
+        await ours.grant(LEASE_ID, LEASE_S)
+        puts: dict[str, Callable[[int], Awaitable[object]]] = {
+            "stubs": lambda n: ours.put(f"bench/{n}", b"x" * 200, LEASE_ID),
+            "aetcd": lambda n: theirs.put(f"bench/{n}".encode(), b"x" * 200),
+        }
+        for num_at_once in (1, 32):
+            cells: dict[str, list[tuple[float, float]]] = {name: [] for name in puts}
+            for _ in range(NUM_ROUNDS):
+                for name, put in puts.items():
+                    cells[name].append(await _rate(put, num_at_once))
+            for name, cell in cells.items():
+                rates, costs = zip(*cell, strict=True)
+                print(
+                    f"{name}, {num_at_once} at once: {max(rates):,.0f} ({_median(rates):,.0f}) puts/s,"
+                    f" {min(costs):.0f} ({_median(costs):.0f}) µs of client CPU each"
+                )
+
+
+async def _rate(put: Callable[[int], Awaitable[object]], num_at_once: int) -> tuple[float, float]:
+    """Per second, and microseconds of our CPU each."""
+    began, cpu = time.monotonic(), time.process_time()
+    for start in range(0, NUM_PUTS, num_at_once):
+        await asyncio.gather(*(put(n) for n in range(start, start + num_at_once)))
+    cost_s = time.process_time() - cpu
+    return NUM_PUTS / (time.monotonic() - began), 1e6 * cost_s / NUM_PUTS
+
+
+async def _among_many(stack: ExitStack, etcd: int, address: str) -> None:
+    environ = {"DYN_DISCOVERY_BACKEND": "etcd", "ETCD_ENDPOINTS": address, "DYN_LOG": "warn"}
+    worker = [sys.executable, "-m", "dynamo.mocker"]
+    template = stack.enter_context(_process(worker, environ))
+    async with _connected(address) as direct:
+        keys = await _records(direct)
+        idle = _cpu_s(etcd)
+        await asyncio.sleep(IDLE_S)
+        print(f"etcd with one worker: {100 * (_cpu_s(etcd) - idle) / IDLE_S:.2f} % of a core")
+        await _clone(direct, keys)
+        port = free_port()
+        argv = [sys.executable, "-m", "dynamo.frontend", "--http-port", str(port)]
+        began = time.monotonic()
+        frontend = stack.enter_context(_process(argv, environ))
+        await asyncio.to_thread(_await, f"http://127.0.0.1:{port}/health", _knows_all)
+        print(f"a frontend knows {NUM_INSTANCES} instances after {time.monotonic() - began:.2f} s,")
+        print(f"  {_cpu_s(frontend.pid):.2f} s of CPU since its start")
+        before = _cpu_s(frontend.pid), _cpu_s(etcd), _cpu_s(template.pid)
+        await asyncio.sleep(IDLE_S)
+        after = _cpu_s(frontend.pid), _cpu_s(etcd), _cpu_s(template.pid)
+        for name, b, a in zip(("frontend", "etcd", "one worker"), before, after, strict=True):
+            print(f"  idle, {name}: {100 * (a - b) / IDLE_S:.2f} % of a core")
+
+
+async def _records(direct: connection.Connection) -> dict[str, bytes]:
+    """What the real worker has put, once it has put all."""
+    watch = direct.watch("v1/mdc/", 1)
+    await anext(watch)
+    await watch.aclose()
+    return (await direct.read("v1/"))[0]
+
+
+async def _clone(direct: connection.Connection, keys: dict[str, bytes]) -> None:
+    """Under one lease, so that etcd's idle time is that of one worker's keepalive and a frontend's."""
+    for n in range(1, NUM_INSTANCES):
+        for key, value in keys.items():
+            record = json.loads(value) | {"instance_id": n}
+            cloned = f"{key.rpartition('/')[0]}/{n:x}"
+            await direct.put(cloned, json.dumps(record).encode(), LEASE_ID)
+
+
+def _await(url: str, is_so: Callable[[Any], bool]) -> None:
+    """Until the JSON that is there is so."""
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(url, timeout=5) as answer,
+        ):
+            if is_so(json.load(answer)):
+                return
+        time.sleep(0.05)
+
+
+def _knows_all(health: Any) -> bool:
+    return len({i["instance_id"] for i in health["instances"]}) >= NUM_INSTANCES
+
+
+def _connected(address: str):
+    return connection.connect(access.Access(addresses=(address,)), address)
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _median(values: tuple[float, ...]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Where etcd is, and who we are to it: from the settings and from the variables that etcd's other users know.
+
+Secrets come from the environment only: a flag can be read by everybody on the machine.
+"""
+
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dynamo.base import errors
+
+DEFAULT_PORT = 2379
+_SCHEMES = ("http", "https")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """PEM bytes: who may be etcd (None: whoever the system trusts), and who we are (both or neither)."""
+
+    ca: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Addresses (`host:port`) in the order to be tried, and credentials."""
+
+    addresses: tuple[str, ...]
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: Tls | None = None
+
+
+def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> Access:
+    """Endpoints as `http://host:port` or `host:port`; ETCD_AUTH_* from the environment. Raises ConfigError."""
+    if not endpoints:
+        raise errors.ConfigError("ETCD_ENDPOINTS: expected at least one http://host:port, got none")
+    parsed = [_endpoint(endpoint) for endpoint in endpoints]
+    username, password = _pair(environ, "ETCD_AUTH_USERNAME", "ETCD_AUTH_PASSWORD")
+    tls = _tls(environ)
+    are_tls = {scheme == "https" or tls is not None for scheme, _ in parsed}
+    if len(are_tls) > 1:
+        raise errors.ConfigError("ETCD_ENDPOINTS: expected all http or all https, got both")
+    return Access(
+        addresses=tuple(address for _, address in parsed),
+        username=username,
+        password=password,
+        tls=(tls or Tls()) if True in are_tls else None,
+    )
+
+
+def _endpoint(text: str) -> tuple[str, str]:
+    """Scheme and address."""
+    url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
+    try:
+        port = url.port or DEFAULT_PORT
+    except ValueError:
+        port = 0
+    if url.scheme not in _SCHEMES or not url.hostname or not port or url.path not in ("", "/"):
+        raise errors.ConfigError(
+            f"ETCD_ENDPOINTS: expected http://host:port, or https://, got {text!r}"
+        )
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    return url.scheme, f"{host}:{port}"
+
+
+def _tls(environ: Mapping[str, str]) -> Tls | None:
+    certificate, key = _pair(environ, "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY")
+    ca = environ.get("ETCD_AUTH_CA")
+    if not ca and not certificate:
+        return None
+    return Tls(
+        ca=_content("ETCD_AUTH_CA", ca),
+        certificate=_content("ETCD_AUTH_CLIENT_CERT", certificate),
+        key=_content("ETCD_AUTH_CLIENT_KEY", key),
+    )
+
+
+def _pair(environ: Mapping[str, str], first: str, second: str) -> tuple[str | None, str | None]:
+    values = environ.get(first) or None, environ.get(second) or None
+    if (values[0] is None) != (values[1] is None):
+        raise errors.ConfigError(f"{first} and {second}: expected both or neither, got one")
+    return values
+
+
+def _content(variable: str, path: str | None) -> bytes | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise errors.ConfigError(
+            f"{variable}={path}: expected a readable PEM file: {error.strerror}"
+        ) from error

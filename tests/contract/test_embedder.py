@@ -1,0 +1,84 @@
+"""What every embedder promises its host, over each implementation."""
+
+import contextlib
+import operator
+
+import pytest
+
+import checkpoints
+from dynamo.engine import api
+from dynamo.engine.mock.embedder import MockEmbedder
+from dynamo.engine.native.embedder import NativeEmbedder
+from dynamo.engine.native.settings import NativeConfig
+from dynamo.protocols import blocks, embed
+
+pytestmark = pytest.mark.reference  # whoever makes the checkpoint takes long to import
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory):
+    return checkpoints.make_encoder(
+        tmp_path_factory.mktemp("bert"), "bert", matryoshka_dimensions=[16, 32]
+    )
+
+
+@pytest.fixture(params=["native", "mock"])
+async def embedder(request):
+    if request.param == "native":
+        made = NativeEmbedder(request.getfixturevalue("encoder"), NativeConfig())
+    else:
+        made = MockEmbedder(context_length=100, dimensions=64)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(made.stop)
+        yield made
+
+
+def inputs(*texts, dimensions=None):
+    return [api.EmbedInput(blocks.pack(text), dimensions) for text in texts]
+
+
+def cosine(one, other):
+    return sum(map(operator.mul, embed.unpack(one), embed.unpack(other)))
+
+
+async def test_it_gives_a_unit_vector_for_each_input(embedder):
+    facts = await embedder.start()
+
+    found = await embedder.embed(inputs([1, 2, 3], [4]))
+
+    assert facts.vectors.dimensions == 64
+    assert [len(one) for one in found] == [64 * embed.FLOAT_BYTES] * 2
+    assert [cosine(one, one) for one in found] == pytest.approx([1, 1], abs=1e-5)
+
+
+async def test_the_same_text_has_the_same_vector_and_another_text_another(embedder):
+    await embedder.start()
+
+    (alone,) = await embedder.embed(inputs([1, 2, 3]))
+    other, among = await embedder.embed(inputs([7, 8, 9, 10], [1, 2, 3]))
+
+    assert cosine(alone, among) == pytest.approx(1, abs=1e-5)
+    assert cosine(alone, other) < 0.999
+
+
+async def test_a_vector_can_be_shortened_where_the_facts_say_so(embedder):
+    facts = await embedder.start()
+
+    long, short = await embedder.embed(inputs([1, 2]) + inputs([1, 2], dimensions=16))
+
+    assert facts.vectors.can_shorten
+    assert (len(long), len(short)) == (64 * embed.FLOAT_BYTES, 16 * embed.FLOAT_BYTES)
+    assert cosine(short, short) == pytest.approx(1, abs=1e-5)
+
+
+async def test_an_input_as_long_as_the_context_is_embedded(embedder):
+    facts = await embedder.start()
+
+    (found,) = await embedder.embed(inputs([5] * facts.context_length))
+
+    assert cosine(found, found) == pytest.approx(1, abs=1e-5)
+
+
+async def test_it_can_be_stopped_twice_and_before_its_start(embedder):
+    await embedder.stop()
+    await embedder.stop()

@@ -1,0 +1,374 @@
+"""What breaks around a real etcd, and that discovery outlives it. Leases are short, so that tests are."""
+
+import asyncio
+import itertools
+import logging
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.runtime.backends.etcd import access, connection
+from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
+from dynamo.runtime.discovery import Delete, Put
+from etcd_server import EtcdServer
+from tcp_proxy import TcpProxy
+
+TTL_S = 2
+PATIENCE_S = 20  # on a busy machine; usually a few seconds
+OWNER = """
+import asyncio, sys
+from dynamo.runtime.backends.etcd import access
+from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
+async def main():
+    owner = await EtcdDiscovery.open(access.Access(addresses=(sys.argv[1],)), 77, lease_ttl_s=2)
+    await owner.put("v1/owner", b"here")
+    print("ready", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def etcd(tmp_path):
+    server = EtcdServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def join(etcd):
+    """Makes a member, at etcd's address or others; all leave at the end."""
+    ids, members = itertools.count(1), []
+
+    async def join(*addresses, **options):
+        whereto = access.Access(addresses=addresses or (etcd.address,))
+        options.setdefault("lease_ttl_s", TTL_S)
+        members.append(await EtcdDiscovery.open(whereto, next(ids), **options))
+        return members[-1]
+
+    yield join
+    await asyncio.gather(*(member.close() for member in members))
+
+
+@pytest.fixture
+async def proxy(etcd):
+    proxy = TcpProxy(etcd.port)
+    yield proxy
+    await proxy.close()
+
+
+@pytest.fixture
+def owner(etcd):
+    """A process that holds the key v1/owner."""
+    process = subprocess.Popen([sys.executable, "-c", OWNER, etcd.address], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+async def take(watch, count):
+    async with asyncio.timeout(PATIENCE_S):
+        return [await anext(watch) for _ in range(count)]
+
+
+async def until_there(etcd, keys):
+    async with asyncio.timeout(PATIENCE_S):
+        while (await asyncio.to_thread(etcd.keys)).keys() != keys:
+            await asyncio.sleep(0.02)
+
+
+async def told_until(watch, put):
+    """All that a watch says up to this."""
+    told = []
+    while not told or told[-1] != put:
+        told += await take(watch, 1)
+    return told
+
+
+@pytest.mark.parametrize("is_empty", [False, True], ids=["with its data", "empty"])
+async def test_a_restart_of_etcd_is_seen_by_nobody(etcd, join, is_empty):
+    a, b = await join(), await join()
+    await a.put("v1/a", b"a")
+    await b.put("v1/b", b"b")
+    watch = b.watch("v1/")
+    await take(watch, 2)
+    etcd.stop()
+    if is_empty:
+        etcd.lose_data()
+    etcd.start()
+    await until_there(etcd, {"v1/a", "v1/b"})
+    await a.put("v1/news", b"")
+
+    assert await take(watch, 1) == [Put(key="v1/news", value=b"")]
+    assert await b.get_prefix("v1/") == {"v1/a": b"a", "v1/b": b"b", "v1/news": b""}
+
+
+async def test_who_does_not_come_back_with_etcd_is_forgotten_after_a_time_to_live(
+    etcd, join, owner
+):
+    a = await join()
+    await a.put("v1/a", b"")
+    watch = a.watch("v1/")
+    await take(watch, 2)
+    etcd.stop()
+    owner.kill()
+    etcd.lose_data()
+    etcd.start()
+
+    assert await take(watch, 1) == [Delete(key="v1/owner")]
+    assert await a.get_prefix("v1/") == {"v1/a": b""}
+
+
+async def test_an_etcd_that_is_stopped_for_longer_than_a_lease_is_seen_by_nobody(etcd, join):
+    a, b = await join(), await join()
+    await a.put("v1/a", b"")
+    watch = b.watch("v1/")
+    await take(watch, 1)
+    etcd.freeze()
+    await asyncio.sleep(2.5 * TTL_S)  # the fault itself
+    etcd.thaw()
+    await a.put("v1/news", b"")
+
+    assert await take(watch, 1) == [Put(key="v1/news", value=b"")]
+    await until_there(etcd, {"v1/a", "v1/news"})
+
+
+async def test_a_process_that_is_stopped_for_longer_than_its_lease_comes_back_as_itself(
+    join, owner
+):
+    a = await join()
+    watch = a.watch("v1/")
+    await take(watch, 1)
+    owner.send_signal(signal.SIGSTOP)
+    gone = await take(watch, 1)
+    owner.send_signal(signal.SIGCONT)
+
+    assert gone == [Delete(key="v1/owner")]
+    assert await take(watch, 1) == [Put(key="v1/owner", value=b"here")]
+
+
+async def test_a_partitioned_member_is_forgotten_by_others_and_forgets_nobody(join, proxy):
+    cut_off, other = await join(await proxy.start()), await join()
+    await cut_off.put("v1/cut", b"")
+    await other.put("v1/other", b"")
+    inside, outside = cut_off.watch("v1/"), other.watch("v1/")
+    await take(inside, 2)
+    await take(outside, 2)
+    proxy.drop()
+    forgotten = await take(outside, 1)
+    proxy.heal()
+    back = await take(outside, 1)
+    await other.put("v1/news", b"")
+
+    assert forgotten == [Delete(key="v1/cut")]
+    assert back == [Put(key="v1/cut", value=b"")]
+    assert await take(inside, 1) == [Put(key="v1/news", value=b"")]
+
+
+async def test_what_changes_during_a_partition_is_told_after_it_though_history_was_compacted(
+    etcd, join, proxy
+):
+    cut_off, other = await join(await proxy.start()), await join()
+    await other.put("v1/goes", b"")
+    await other.put("v1/changes", b"old")
+    watch = cut_off.watch("v1/")
+    await take(watch, 2)
+    proxy.drop()
+    await other.delete("v1/goes")
+    await other.put("v1/changes", b"middle")
+    await other.put("v1/changes", b"new")
+    etcd.compact()
+    proxy.heal()
+
+    assert await take(watch, 2) == [
+        Put(key="v1/changes", value=b"new"),
+        Delete(key="v1/goes"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("revision", "error"),
+    [(1, connection.HistoryLost), (1_000_000, errors.Unavailable)],
+    ids=["forgotten", "of another etcd"],
+)
+async def test_a_watch_from_a_revision_that_etcd_does_not_know_ends(etcd, join, revision, error):
+    member = await join()
+    for value in (b"1", b"2", b"3"):
+        await member.put("k", value)
+    etcd.compact()
+    whereto = access.Access(addresses=(etcd.address,))
+    async with connection.connect(whereto, etcd.address) as direct:
+        with pytest.raises(error):
+            await anext(direct.watch("k", revision))
+
+
+async def test_ten_thousand_changes_at_once_all_arrive(etcd, join):
+    watch = (await join()).watch("v1/")
+    whereto = access.Access(addresses=(etcd.address,))
+    async with connection.connect(whereto, etcd.address) as direct:
+        await direct.grant(5000, 60)
+        for start in range(0, 10_000, 500):
+            puts = (direct.put(f"v1/{n:05}", b"x" * 200, 5000) for n in range(start, start + 500))
+            await asyncio.gather(*puts)
+        told = {change.key for change in await take(watch, 10_000)}
+        await direct.revoke(5000)
+        gone = {change.key for change in await take(watch, 10_000)}
+
+    assert told == gone == {f"v1/{n:05}" for n in range(10_000)}
+
+
+async def test_two_hundred_members_join_at_once_and_leave_at_once(join):
+    watch = (await join()).watch("v1/")
+    members = await asyncio.gather(*(join() for _ in range(200)))
+    puts = (member.put(f"v1/{n}", b"") for n, member in enumerate(members))
+    await asyncio.gather(*puts)
+    joined = await take(watch, 200)
+    await asyncio.gather(*(member.close() for member in members))
+    left = await take(watch, 200)
+
+    assert (
+        {put.key for put in joined}
+        == {gone.key for gone in left}
+        == {f"v1/{n}" for n in range(200)}
+    )
+
+
+async def test_of_several_endpoints_the_next_is_tried_when_one_fails(etcd, join, proxy):
+    first = await proxy.start()
+    member = await join("127.0.0.1:1", first, etcd.address)
+    await member.put("v1/a", b"")
+    watch = member.watch("v1/")
+    await take(watch, 1)
+    proxy.drop()
+    proxy.cut()
+    await member.put("v1/b", b"")
+
+    assert await take(watch, 1) == [Put(key="v1/b", value=b"")]
+
+
+async def test_what_is_put_and_deleted_while_etcd_is_away_is_so_when_it_is_back(etcd, join):
+    a = await join()
+    await a.put("v1/old", b"")
+    etcd.stop()
+    putting = asyncio.create_task(a.put("v1/new", b""))
+    await a.delete("v1/old")
+    etcd.start()
+    await putting
+
+    await until_there(etcd, {"v1/new"})
+
+
+async def test_without_etcd_nobody_reads_for_ever_and_everybody_can_leave(etcd, join, monkeypatch):
+    monkeypatch.setattr("dynamo.runtime.backends.etcd.discovery.READ_TIMEOUT_S", 0.5)
+    a = await join()
+    await a.put("v1/a", b"")
+    etcd.stop()
+
+    with pytest.raises(errors.Unavailable, match=r"etcd did not answer within 0\.5 s"):
+        await a.get_prefix("v1/")
+    async with asyncio.timeout(5):
+        await a.close()
+
+
+async def test_an_etcd_that_is_absent_at_the_start_is_named_once_with_what_to_do(
+    join, unused_tcp_port, caplog
+):
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(errors.ConfigError, match=r"no etcd within 1 s.*--discovery-backend file"),
+    ):
+        await join(f"127.0.0.1:{unused_tcp_port}", start_timeout_s=1)
+
+    assert len(caplog.messages) == 1
+    assert f"127.0.0.1:{unused_tcp_port}" in caplog.messages[0]
+    assert "--discovery-backend file" in caplog.messages[0]
+
+
+async def test_an_etcd_may_start_later_than_we(etcd, join):
+    etcd.stop()
+    joining = asyncio.create_task(join())
+    etcd.start()
+
+    await (await joining).put("v1/a", b"")
+
+
+async def test_a_member_that_is_cancelled_while_it_waits_for_etcd_ends_at_once(
+    join, unused_tcp_port
+):
+    joining = asyncio.create_task(join(f"127.0.0.1:{unused_tcp_port}"))
+    await asyncio.sleep(0)
+    joining.cancel()
+    async with asyncio.timeout(2):
+        await asyncio.wait((joining,))
+
+    assert joining.cancelled()
+
+
+async def test_a_value_that_is_too_large_is_refused_and_harms_nothing_else(etcd, join):
+    a = await join()
+    await a.put("v1/a", b"")
+    with pytest.raises(errors.ConfigError, match="expected at most 1048576 bytes"):
+        await a.put("v1/large", bytes(4 << 20))
+
+    await a.put("v1/b", b"")
+    assert etcd.held().keys() == {"v1/a", "v1/b"}
+
+
+async def test_a_wrong_password_is_refused_at_once_and_the_right_one_is_not(etcd):
+    etcd.call("auth/user/add", name="root", password="s3cret")
+    etcd.call("auth/role/add", name="root")
+    etcd.call("auth/user/grant", user="root", role="root")
+    etcd.call("auth/enable")
+    for known in ({"username": "root", "password": "wrong"}, {}):
+        whereto = access.Access(addresses=(etcd.address,), **known)
+        with pytest.raises(errors.ConfigError, match="refuses"):
+            await EtcdDiscovery.open(whereto, 1)
+    whereto = access.Access(addresses=(etcd.address,), username="root", password="s3cret")
+    member = await EtcdDiscovery.open(whereto, 1)
+    await member.put("v1/a", b"a")
+
+    assert await take(member.watch("v1/"), 1) == [Put(key="v1/a", value=b"a")]
+    await member.close()
+
+
+async def test_with_certificates_both_sides_know_whom_they_talk_to(tmp_path):
+    environ = make_certificates(tmp_path)
+    flags = ("--cert-file", tmp_path / "server.pem", "--key-file", tmp_path / "server.key")
+    flags += ("--trusted-ca-file", tmp_path / "ca.pem", "--client-cert-auth")
+    server = EtcdServer(tmp_path / "etcd", *flags, scheme="https")
+    server.start(wait=False)
+    try:
+        member = await EtcdDiscovery.open(access.read([server.url], environ), 1)
+        await member.put("v1/a", b"a")
+
+        assert await member.get_prefix("v1/") == {"v1/a": b"a"}
+        await member.close()
+
+        stranger = access.read([server.url], {"ETCD_AUTH_CA": environ["ETCD_AUTH_CA"]})
+        with pytest.raises(errors.ConfigError, match="no etcd within 1 s"):
+            await EtcdDiscovery.open(stranger, 2, start_timeout_s=1)
+    finally:
+        server.stop()
+
+
+def make_certificates(directory):
+    """An authority, a server's and a client's; the variables that name the latter."""
+
+    def openssl(*argv):
+        subprocess.run(["openssl", *argv], cwd=directory, check=True, capture_output=True)
+
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    openssl("req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
+    (directory / "san").write_text("subjectAltName=IP:127.0.0.1")
+    for name in ("server", "client"):
+        request = ("-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl("req", *curve, *request)
+        authority = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "san")
+        openssl("x509", "-req", "-in", f"{name}.csr", *authority, "-out", f"{name}.pem")
+    files = {"CA": "ca.pem", "CLIENT_CERT": "client.pem", "CLIENT_KEY": "client.key"}
+    return {f"ETCD_AUTH_{name}": str(directory / file) for name, file in files.items()}

@@ -1,0 +1,97 @@
+"""A real etcd for tests: on ports of its own, with data that can be kept or lost."""
+
+import base64
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import httpx
+import pytest
+
+START_S = 30.0  # on a busy machine; usually one second
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class EtcdServer:
+    """Started by `start`; ended, however it is, by `stop`. Skips the test if there is no etcd on the machine."""
+
+    def __init__(self, directory: pathlib.Path, *flags: str, scheme: str = "http") -> None:
+        if shutil.which("etcd") is None:
+            pytest.skip("etcd is not installed: as root on Debian, tests/install_services.sh")
+        self.port = _free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.url = f"{scheme}://{self.address}"
+        self._flags = flags
+        self._directory = directory
+        self._peer = f"http://127.0.0.1:{_free_port()}"
+        self._process: subprocess.Popen | None = None
+
+    def start(self, *, wait: bool = True) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        argv = ["etcd", "--data-dir", self._directory / "data", *self._flags]
+        argv += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
+        argv += ["--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer]
+        argv += ["--initial-cluster", f"default={self._peer}"]
+        with (self._directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+        if wait:
+            self.await_health()
+
+    def await_health(self) -> None:
+        until = time.monotonic() + START_S
+        while not self._is_healthy():
+            assert time.monotonic() < until, (self._directory / "log").read_text()
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def lose_data(self) -> None:
+        """While it is stopped."""
+        shutil.rmtree(self._directory / "data")
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def call(self, path: str, **body: object) -> dict:
+        """Its HTTP interface, without any client library."""
+        answer = httpx.post(f"{self.url}/v3/{path}", json=body, timeout=10)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def held(self) -> dict[str, bytes]:
+        """All that it holds."""
+        nul = base64.b64encode(b"\0").decode()
+        pairs = self.call("kv/range", key=nul, range_end=nul).get("kvs", [])
+        decode = base64.b64decode
+        return {decode(kv["key"]).decode(): decode(kv.get("value", "")) for kv in pairs}
+
+    def wipe(self) -> None:
+        nul = base64.b64encode(b"\0").decode()
+        self.call("kv/deleterange", key=nul, range_end=nul)
+
+    def compact(self) -> None:
+        """Forget all history up to now."""
+        nul = base64.b64encode(b"\0").decode()
+        revision = self.call("kv/range", key=nul)["header"]["revision"]
+        self.call("kv/compaction", revision=revision)
+
+    def _is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=1).json()["health"] == "true"
+        except (httpx.TransportError, ValueError):
+            return False

@@ -1,0 +1,60 @@
+"""A road between a client and a server that can be cut, or swallow all that is sent, as a broken network does."""
+
+import asyncio
+
+
+class TcpProxy:
+    """Listens on a port of its own and leads to `port` of this host."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task] = set()
+        self._flows = asyncio.Event()
+        self._flows.set()
+
+    async def start(self) -> str:
+        """Its address."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        return f"{host}:{port}"
+
+    def drop(self) -> None:
+        """From now on nothing arrives, and nobody is told."""
+        self._flows.clear()
+
+    def heal(self) -> None:
+        """What was dropped is lost: connections of that time break, new ones work."""
+        self.cut()
+        self._flows.set()
+
+    def cut(self) -> None:
+        """Break the connections that there are."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        self._server.close()
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader, writer) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers |= {writer, there[1]}
+        for source, sink in ((reader, there[1]), (there[0], writer)):
+            task = asyncio.create_task(self._carry(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, source, sink) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                if self._flows.is_set():
+                    sink.write(data)
+        except OSError:
+            pass
+        finally:
+            sink.transport.abort()

@@ -1,0 +1,228 @@
+"""`POST /v1/embeddings` over real HTTP, with workers that embed by a script."""
+
+import asyncio
+import base64
+import json
+
+import openai
+import pytest
+
+from dynamo.base import errors
+from dynamo.protocols import embed, generate, model_card, openai_embeddings
+
+
+@pytest.fixture
+async def rig(bare):
+    """A frontend with one worker that embeds."""
+    await bare.start()
+    bare.one = await bare.embedder()
+    return bare
+
+
+@pytest.fixture
+async def client(rig):
+    async with openai.AsyncOpenAI(
+        base_url=rig.frontend.url + "/v1", api_key="none", max_retries=0
+    ) as made:
+        yield made
+
+
+def vectors(answer):
+    return [one["embedding"] for one in answer.json()["data"]]
+
+
+async def test_texts_become_vectors_in_their_order(rig):
+    answer = await rig.embed("abc", "d")
+
+    assert answer.json() == {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": 0, "embedding": [3, 97, 0, 0]},
+            {"object": "embedding", "index": 1, "embedding": [1, 100, 0, 0]},
+        ],
+        "model": "e",
+        "usage": {"prompt_tokens": 4, "total_tokens": 4},
+    }
+    assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("abc", ["abc"]), ([97, 98], ["ab"]), ([[97], [98, 99]], ["a", "bc"])],
+)
+async def test_an_input_is_a_text_or_tokens_one_or_many(rig, given, expected):
+    await rig.client.post("/v1/embeddings", json={"model": "e", "input": given})
+
+    assert rig.one.prompts == expected
+
+
+async def test_base64_is_the_vector_in_32_bit_floats(rig):
+    answer = await rig.embed("abc", encoding_format="base64")
+
+    assert vectors(answer) == [base64.b64encode(embed.pack([3, 97, 0, 0])).decode()]
+
+
+@pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"])
+async def test_the_official_client_gets_the_same_numbers_in_each_encoding(client, encoding):
+    answer = await client.embeddings.create(
+        model="e", input=["abc", "d"], encoding_format=encoding, user="me"
+    )
+
+    found = [one.embedding for one in answer.data]
+    if encoding == "base64":
+        found = [embed.unpack(base64.b64decode(one)) for one in found]
+    assert found == [[3, 97, 0, 0], [1, 100, 0, 0]]
+    assert answer.usage.total_tokens == 4
+
+
+async def test_a_model_whose_vectors_can_be_shortened_does_it(bare, model_dir):
+    await bare.start()
+    facts = model_card.EmbeddingFacts(dimensions=4, can_shorten=True)
+    await bare.embedder(embedding=facts)
+
+    assert vectors(await bare.embed("abc", dimensions=2)) == [[3, 97]]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"input": ""}, "input", "none in number 0"),
+        ({"input": []}, "input", "an empty list"),
+        ({"input": ["a", ""]}, "input", "none in number 1"),
+        ({"input": [[]]}, "input", "none in number 0"),
+        ({"input": ["a", 1]}, "input", "a mixed list"),
+        ({"input": [999]}, "input", "token ids from 0 to 256, got 999"),
+        ({"input": ["a"] * 2049}, "input", "at most 2048 inputs, got 2049"),
+        ({"input": ["ok", "x" * 201]}, "input", "maximum context length is 200 tokens"),
+        ({"input": ["x" * 200] * 1501}, "input", "at most 300000 tokens in all inputs"),
+        ({"input": {"text": "a"}}, "input", "got an object"),
+        ({}, "input", "required"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
+        ({"input": "a", "dimensions": 2}, "dimensions", "expected 4 or nothing"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "expected"),
+        ({"input": "a", "nvext": {}}, "nvext", "not supported"),
+        ({"input": "a", "truncate": True}, "truncate", "truncate"),
+    ],
+)
+async def test_what_is_wrong_is_a_400_that_names_it(rig, body, param, message):
+    answer = await rig.client.post("/v1/embeddings", json={"model": "e", **body})
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+    assert not rig.one.calls
+
+
+async def test_an_input_as_long_as_the_context_is_embedded(rig):
+    assert vectors(await rig.embed("x" * 200)) == [[200, 120, 0, 0]]
+
+
+async def test_an_unknown_model_is_a_404(rig):
+    answer = await rig.embed("a", model="other")
+
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_model_for_embeddings_is_listed_and_does_not_chat(rig):
+    listed = (await rig.client.get("/v1/models")).json()
+    chat = await rig.chat(model="e")
+    completion = await rig.complete(model="e")
+
+    assert [one["id"] for one in listed["data"]] == ["e"]
+    for answer in (chat, completion):
+        assert answer.status_code == 400
+        assert "'e' makes embeddings, not text" in answer.json()["error"]["message"]
+
+
+async def test_a_model_for_text_does_not_embed_and_says_who_does(rig):
+    await rig.worker("m")
+
+    answer = await rig.embed("a", model="m")
+
+    assert answer.status_code == 400
+    assert "--task embed" in answer.json()["error"]["message"]
+
+
+async def test_clearing_caches_asks_only_those_who_have_some(rig):
+    answer = await rig.client.post("/clear_kv_blocks")
+
+    assert answer.json() == {"message": "No active worker groups found"}
+
+
+async def test_a_large_request_is_shared_by_the_workers(rig):
+    other = await rig.embedder()
+
+    answer = await rig.embed(*("x" * 190 for _ in range(8)), "y")
+
+    assert [one[0] for one in vectors(answer)] == [190] * 8 + [1]
+    assert [len(one.requests[0].inputs) for one in (rig.one, other)] in ([5, 4], [4, 5])
+
+
+async def test_a_client_that_leaves_is_told_to_the_worker(rig):
+    rig.one.script = lambda call, request: None
+    task = rig.start_task(rig.embed("a"))
+    await rig.until(lambda: rig.one.calls)
+
+    task.cancel()
+
+    await rig.until(lambda: rig.one.num_cancelled)
+    found = await rig.metrics()
+    labels = 'endpoint="embeddings",error_type="cancelled",model="e",request_type="unary"'
+    assert found[f'dynamo_frontend_requests_total{{{labels},status="error"}}'] == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        (lambda call, _: call.fail(errors.Overloaded("busy")), 503),
+        (lambda call, _: call.fail(errors.EngineFailed("no memory")), 500),
+        (lambda call, _: call.finish(), 503),
+        (lambda call, _: call.reply("what"), 500),
+        (lambda call, _: call.reply(embed.Vectors((0,), b"short")), 500),
+        (lambda call, _: call.reply(embed.Vectors((7,), embed.pack([0] * 4))), 500),
+        (lambda call, _: call.send(generate.Output((1,))), 500),
+        (lambda call, _: call.reply(embed.Vectors((0, 0), embed.pack([0] * 8))), 500),
+    ],
+)
+async def test_a_worker_that_fails_or_talks_nonsense_is_an_error(rig, script, status):
+    rig.one.script = script
+
+    answer = await rig.embed("a", "b")
+
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+async def test_one_failed_share_ends_the_others(rig):
+    other = await rig.embedder()
+    rig.one.script = lambda call, request: None
+    other.script = lambda call, request: call.fail(errors.EngineFailed("no memory"))
+
+    answer = await rig.embed(*("x" * 190 for _ in range(8)))
+
+    assert answer.status_code == 500
+    await rig.until(lambda: rig.one.num_cancelled == len(rig.one.calls))
+
+
+async def test_what_ended_is_counted_under_its_endpoint(rig):
+    await rig.embed("abc")
+    await rig.embed("")
+
+    found = await rig.metrics()
+    good = 'endpoint="embeddings",error_type="",model="e",request_type="unary",status="success"'
+    assert found[f"dynamo_frontend_requests_total{{{good}}}"] == 1
+    assert found['dynamo_frontend_input_sequence_tokens_sum{model="e"}'] == 3
+    assert found['dynamo_frontend_inflight_requests{model="e"}'] == 0
+
+
+async def test_the_limits_are_those_of_openai():
+    body = json.dumps({"model": "e", "input": ["a"] * openai_embeddings.MAX_INPUTS}).encode()
+
+    assert len(openai_embeddings.decode(body).inputs) == 2048
+
+
+async def test_concurrent_requests_get_their_own_vectors(rig):
+    answers = await asyncio.gather(*(rig.embed("x" * n) for n in range(1, 20)))
+
+    assert [vectors(one)[0][0] for one in answers] == list(range(1, 20))

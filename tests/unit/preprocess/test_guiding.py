@@ -1,0 +1,208 @@
+"""Every way of asking for a shape becomes one thing that the engine is told."""
+
+import json
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.preprocess import guiding
+from dynamo.preprocess.parsers import formats, tools
+from dynamo.protocols import generate, openai_chat, openai_completions
+
+ARRAYS = formats.AnswerFormat()  # of a model whose calls nobody knows
+HERMES = formats.choose("hermes", "none", "")
+NUMBER = {"type": "integer"}
+
+
+def tool(name, **function):
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def chat(**fields):
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    return openai_chat.decode(json.dumps(body).encode())
+
+
+def guide(**fields):
+    return guiding.of_chat(chat(**fields), ARRAYS)
+
+
+def refused(**fields):
+    with pytest.raises(errors.InvalidRequest) as caught:
+        guide(**fields)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"guided_json": NUMBER}, {"json": '{"type":"integer"}'}),
+        ({"guided_json": "{}"}, {"json": "{}"}),
+        ({"guided_json": {}}, {"json": "{}"}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ("a", "b")}),
+        (
+            {"guided_grammar": 'start: "a"', "guided_decoding_backend": "auto"},
+            {"grammar": 'start: "a"', "backend": "auto"},
+        ),
+    ],
+)
+def test_a_guided_field_at_the_root_or_in_nvext(fields, expected):
+    name = next(iter(fields))
+    completion = openai_completions.decode(
+        json.dumps({"model": "m", "prompt": "x", **fields}).encode()
+    )
+    told = generate.GuidedDecoding(**expected, param=name)
+
+    assert guide(**fields) == guide(nvext=fields) == guiding.of_fields(completion) == told
+
+
+def test_the_root_counts_more_than_nvext():
+    told = guide(guided_regex="a", nvext={"guided_regex": "b", "guided_decoding_backend": "auto"})
+
+    assert (told.regex, told.backend) == ("a", "auto")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, '{"type":"object"}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            '{"type":"object"}',
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"b": 1, "a": 2}, "strict": True},
+                }
+            },
+            '{"b":1,"a":2}',
+        ),
+    ],
+)
+def test_a_response_format_is_a_schema(fields, expected):
+    told = guide(**fields)
+
+    assert (told and told.json) == expected
+
+
+def test_the_library_that_is_wanted_is_told_however_a_shape_is_asked_for():
+    shaped = guide(response_format={"type": "json_object"}, guided_decoding_backend="x")
+    called = guide(
+        tools=[tool("f")], tool_choice="required", nvext={"guided_decoding_backend": "x"}
+    )
+
+    assert shaped.backend == called.backend == "x"
+
+
+def test_calls_that_must_come_name_their_tools():
+    with_schema = tool("f", parameters={"properties": {"a": NUMBER}})
+    told = guide(tools=[with_schema, tool("g")], tool_choice="required")
+    f, g = told.calls.tools
+
+    assert json.loads(f.parameters) == {"type": "object", "properties": {"a": NUMBER}}
+    assert json.loads(g.parameters) == {
+        "type": "object", "properties": {}, "additionalProperties": False
+    }  # fmt: skip
+    assert (told.calls.begin, told.calls.between, told.calls.end) == ("[", ", ", "]")
+    assert told.calls.max_calls == guiding.MAX_CALLS
+
+
+def test_a_named_function_is_called_once_and_nothing_else():
+    named = {"type": "function", "function": {"name": "g"}}
+    told = guide(tools=[tool("f"), tool("g")], tool_choice=named)
+    alone = guide(tools=[tool("f")], tool_choice="required", parallel_tool_calls=False)
+
+    assert [one.name for one in told.calls.tools] == ["g"]
+    assert told.calls.max_calls == alone.calls.max_calls == 1
+
+
+def test_a_response_format_means_nothing_where_a_call_must_come():
+    told = guide(tools=[tool("f")], tool_choice="required", response_format={"type": "json_object"})
+
+    assert told.calls is not None
+    assert told.json is None
+
+
+def test_a_model_whose_calls_have_marks_may_choose_between_a_call_and_a_text_of_the_shape():
+    asked = chat(tools=[tool("f")], response_format={"type": "json_object"})
+    told = guiding.of_chat(asked, HERMES)
+
+    assert told.json == '{"type":"object"}'
+    assert told.calls.begin == "<tool_call>\n"
+    assert told.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "at most one"),
+        ({"guided_regex": "a", "nvext": {"guided_json": {}}}, "guided_regex", "at most one"),
+        ({"guided_choice": []}, "guided_choice", "at least one choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "not together"),
+        ({"tools": [tool("f")], "guided_regex": "a"}, "guided_regex", "set tool_choice"),
+        ({"tools": [tool("f")], "response_format": {"type": "json_object"}}, "response_format", "set tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": "required", "guided_regex": "a"}, "guided_regex", "forces a call"),
+        ({"tool_choice": "required"}, "tool_choice", "(none), got 'required'"),
+        (
+            {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "('f'), got 'g'",
+        ),
+        ({"tools": [tool("f", parameters={"type": "array"})], "tool_choice": "required"}, "tools", "'object'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_together_is_refused(fields, param, words):
+    error = refused(**fields)
+
+    assert error.param == param
+    assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "expected"),
+    [
+        (None, "Hi", None),
+        ("basic", "Hi", generate.Thoughts(opens=("<think>",), closes=("</think>",))),
+        ("basic", "Hi <think>\n", generate.Thoughts(closes=("</think>",))),
+        ("basic", "Hi <think>\n\n</think>\n\n", None),
+        ("deepseek_r1", "Hi", generate.Thoughts(closes=("</think>",))),
+    ],
+)
+def test_thoughts_may_stand_before_an_answer_as_the_prompt_has_it(parser, prompt, expected):
+    form = formats.choose("none", parser or "none", "")
+
+    assert form.thoughts(prompt, may_think=True) == expected
+
+
+def test_a_model_that_shall_not_think_does_not_unless_the_prompt_has_begun_to():
+    form = formats.choose("none", "basic", "")
+
+    assert form.thoughts("Hi", may_think=False) is None
+    assert form.thoughts("Hi <think>", may_think=False).closes == ("</think>",)
+
+
+def test_an_answer_in_channels_cannot_be_guided():
+    with pytest.raises(errors.InvalidRequest, match="channels"):
+        formats.choose("harmony", None, "").thoughts("Hi", may_think=True)
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic", "none"])
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_forced_calls_are_read_as_they_are_written(name, step):
+    form = formats.choose(name, "none", "").forced
+    calls = [f'{{"name": "f", "arguments": {{"a": {number}}}}}' for number in range(3)]
+    text = form.frame.begin + form.frame.between.join(calls) + form.frame.end
+    parser = tools.ToolParser(form, {"f": {}})
+    found = [
+        event for at in range(0, len(text), step) for event in parser.push(text[at : at + step])
+    ]
+    found += parser.finish()
+
+    assert [(one.name, one.arguments) for one in found] == [
+        ("f", f'{{"a": {n}}}') for n in range(3)
+    ]

@@ -1,0 +1,215 @@
+"""Prompts cut at special tokens: the same ids as uncut ones, and bounded memory of them."""
+
+import functools
+import itertools
+from unittest import mock
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import normalizers, pre_tokenizers
+
+from dynamo.preprocess import segments, tokenize
+from dynamo.protocols import blocks
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "大丈夫")
+PARTS = st.lists(
+    st.sampled_from([*SPECIAL, "<|im_", "start|>", "cat", " ", "\n"]) | st.text(max_size=20)
+)
+
+
+def filled(texts):
+    return "filler " * 80 + "".join(texts)  # long enough to be cut
+
+
+def run(work):
+    with pytest.raises(StopIteration) as done:
+        work.send(None)
+    return done.value.value
+
+
+@given(parts=PARTS)
+def test_a_cut_prompt_has_the_ids_of_the_whole(byte_level, parts):
+    text = filled(parts)
+    (whole,) = byte_level.encode_now([text], add_special_tokens=False)
+
+    assert run(byte_level.encode_prompt(text)) == whole
+    assert run(byte_level.encode_prompt(text)) == whole  # from the cache
+
+
+@given(parts=st.lists(st.sampled_from(["<s>", "</s>", "cat", " "]) | st.text(max_size=20)))
+def test_a_tokenizer_that_treats_beginnings_specially_is_not_cut(sentencepiece_like, parts):
+    text = filled(parts)
+    (whole,) = sentencepiece_like.encode_now([text], add_special_tokens=False)
+
+    assert run(sentencepiece_like.encode_prompt(text)) == whole
+
+
+@given(
+    tokens=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, unique=True),
+    text=st.text("ab<"),
+)
+def test_segments_joined_are_the_text(tokens, text):
+    cut = segments.Cutter(tokens).cut(text)
+
+    assert "".join(cut) == text
+    assert "" not in cut
+
+
+def test_of_tokens_that_begin_alike_the_longest_is_cut_out():
+    assert segments.Cutter(["<a>", "<a><b>"]).cut("x<a><b><a>") == ["x", "<a><b>", "<a>"]
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_tokens_that_eat_their_neighbours_forbid_cutting(byte_level_json, flag):
+    made = tokenizers.Tokenizer.from_str(byte_level_json)
+    made.add_special_tokens([tokenizers.AddedToken("<|eater|>", normalized=False, **{flag: True})])
+    counted = Count()
+    ours = tokenize.Tokenizer(made.to_str().encode(), counted=counted)
+    text = filled(["cat <|eater|> cat<|im_end|>\n"])
+
+    assert run(ours.encode_prompt(text)) == ours.encode_now([text], add_special_tokens=False)[0]
+    assert counted.calls == []
+
+
+WORDS = {
+    "gpt2": None,
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    "gpt-oss": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+def with_words(definition: str, pattern: str | None) -> tokenize.Tokenizer:
+    made = tokenizers.Tokenizer.from_str(definition)
+    if pattern is not None:
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    return tokenize.Tokenizer(made.to_str().encode())
+
+
+@pytest.mark.parametrize("name", WORDS)
+@given(
+    texts=st.lists(st.text(max_size=20) | st.text(" \n\r\t'./é\u0301好1", max_size=6)),
+    letters=st.text("aZst", min_size=1),
+)
+def test_long_segments_cut_at_lines_have_the_ids_of_the_whole(
+    byte_level_json, name, texts, letters
+):
+    ours = remember(with_words, byte_level_json, WORDS[name])
+    joined = "".join(f"{text}\n{letter}" for text, letter in zip(texts, itertools.cycle(letters)))
+    text = filled([joined])
+    with mock.patch.object(segments, "PART_CHARS", 1):
+        cut = ours._cutter.cut(text)
+        packed = run(ours.encode_prompt(text))
+
+    assert len(cut) > len(texts)
+    assert packed == ours.encode_now([text], add_special_tokens=False)[0]
+
+
+remember = functools.cache(lambda make, *arguments: make(*arguments))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\s*\p{L}+|\s+|[^\s\p{L}]+",  # line ends belong to the word that follows
+        r"[^ ]+| ",
+        r"[^\n]+\n[a-z]?|\n",
+        r"(?:'\na)|\p{L}+|\s+|[^\s\p{L}]+",  # only after an apostrophe
+    ],
+)
+async def test_words_that_reach_over_line_ends_are_not_cut_there(byte_level_json, pattern):
+    ours = with_words(byte_level_json, pattern)
+    text = "a cat\nand '\na fox\n" * segments.PART_CHARS
+
+    packed = await ours.encode_prompt(text)
+
+    assert packed == ours.encode_now([text], add_special_tokens=False)[0]
+    assert ours._cutter.cut(text) == [text]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [normalizers.Replace("\n", " "), normalizers.Prepend("_"), normalizers.Strip()],
+)
+async def test_a_normalizer_that_looks_at_line_ends_or_places_forbids_lines(byte_level_json, step):
+    made = tokenizers.Tokenizer.from_str(byte_level_json)
+    made.normalizer = normalizers.Sequence([normalizers.NFC(), step])
+    ours = tokenize.Tokenizer(made.to_str().encode())
+    text = "a cat\nand a fox\n" * segments.PART_CHARS
+    packed = await ours.encode_prompt(text)
+
+    assert packed == ours.encode_now([text], add_special_tokens=False)[0]
+
+
+def test_texts_that_begin_alike_share_their_parts():
+    text = "".join(f"line number {number}\n" for number in range(1000))
+    longer = [*segments.parts(text + "more")]
+
+    assert longer[:-1] == [*segments.parts(text)][:-1]
+    assert "".join(longer) == text + "more"
+    assert min(map(len, longer[:-1])) >= segments.PART_CHARS
+
+
+def test_what_was_used_longest_ago_is_forgotten():
+    size = segments.SegmentCache({}, max_bytes=1 << 20)
+    size.keep("a", b"1")
+    cache = segments.SegmentCache({"<s>": b"0"}, max_bytes=4 * size.num_bytes)
+    for name in "abcd":
+        cache.keep(name, b"1")
+    cache.find("a")
+    cache.keep("e", b"1")
+
+    assert cache.find("b") is None
+    assert all(cache.find(name) == b"1" for name in "acde")
+    assert cache.find("<s>") == b"0"
+    assert cache.num_bytes == 4 * size.num_bytes
+
+
+def test_a_segment_that_would_push_out_the_others_is_not_kept():
+    cache = segments.SegmentCache({}, max_bytes=4096)
+    cache.keep("a", b"1")
+    cache.keep("b" * 2000, b"2")
+
+    assert cache.find("b" * 2000) is None
+    assert cache.find("a") == b"1"
+
+
+class Count:
+    def __init__(self):
+        self.calls = []
+
+    def looked_up(self, **numbers):
+        self.calls.append(numbers)
+
+
+def test_segments_and_tokens_are_counted(byte_level_json):
+    counted = Count()
+    ours = tokenize.Tokenizer(byte_level_json.encode(), counted=counted)
+    first, again = (
+        filled(["<|im_end|>", question, "<|im_end|>"]) for question in ("a cat", "a fox")
+    )
+    count = functools.partial(ours.encode_now, add_special_tokens=False)
+    run(ours.encode_prompt(first))
+    run(ours.encode_prompt(again))
+    (whole, question) = map(blocks.count, count([again, "a fox"]))
+
+    assert counted.calls[0]["hits"] == 2  # the two special tokens
+    assert counted.calls[1] == {
+        "hits": 3,
+        "misses": 1,
+        "cached_tokens": whole - question,
+        "uncached_tokens": question,
+    }
+
+
+async def test_long_new_segments_give_the_same_ids_from_their_thread(byte_level):
+    text = filled(["<|im_start|>", "long " * tokenize.LONG_TEXT, "<|im_end|>", "x" * 5000])
+
+    packed = await byte_level.encode_prompt(text)
+
+    assert packed == byte_level.encode_now([text], add_special_tokens=False)[0]

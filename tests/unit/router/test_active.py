@@ -1,0 +1,217 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo.protocols import active_sequences as protocol
+from dynamo.router.active import ActiveSequences
+from dynamo.router.api import Worker
+from dynamo.router.load import Capacity
+
+WORKERS = [Worker(1), Worker(2), Worker(2, dp_rank=1)]
+BLOCK_SIZE = 4
+
+
+def tracker(workers=WORKERS, stride=1):
+    active = ActiveSequences(BLOCK_SIZE, stride=stride)
+    active.set_workers(dict.fromkeys(workers, Capacity()))
+    return active
+
+
+def add(active, request_id, worker, chain, *, isl=40, overlap=0.0, now=0.0):
+    active.add(request_id, worker, chain, isl=isl, overlap=overlap, now=now)
+
+
+def chains():
+    """Paths in a small tree: prefixes are shared in every way, and a name always has the same parent."""
+    steps = st.lists(st.integers(0, 2), max_size=6)
+    return steps.map(lambda path: [hash(tuple(path[: i + 1])) for i in range(len(path))])
+
+
+class Naive:
+    """The same by sets of requests."""
+
+    def __init__(self):
+        self.requests = {}
+
+    def runs(self, chain):
+        found = {}
+        for worker in WORKERS:
+            held = [set(c) for w, c, _ in self.requests.values() if w == worker]
+            run = 0
+            while run < len(chain) and any(chain[run] in names for names in held):
+                run += 1
+            if run:
+                found[worker] = run
+        return found
+
+    def blocks(self, worker):
+        return len({name for w, c, _ in self.requests.values() if w == worker for name in c})
+
+    def tokens(self, worker):
+        return sum(left for w, _, left in self.requests.values() if w == worker)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_it_equals_a_naive_model_after_any_history(data):
+    active, naive = tracker(), Naive()
+    for _ in range(data.draw(st.integers(0, 25))):
+        request_id = data.draw(st.sampled_from("abcdef"))
+        match data.draw(st.sampled_from(("add", "add", "complete", "free", "leave"))):
+            case "add":
+                worker, chain = data.draw(st.sampled_from(WORKERS)), data.draw(chains())
+                isl = data.draw(st.integers(0, 30))
+                add(active, request_id, worker, chain, isl=isl)
+                naive.requests.setdefault(request_id, (worker, chain, isl))
+            case "complete":
+                active.prefill_completed(request_id, 1.0)
+                if request_id in naive.requests:
+                    naive.requests[request_id] = (*naive.requests[request_id][:2], 0)
+            case "free":
+                active.free(request_id, 1.0)
+                naive.requests.pop(request_id, None)
+            case "leave":
+                worker = data.draw(st.sampled_from(WORKERS))
+                others = {w: Capacity() for w in WORKERS if w != worker}
+                assert active.set_workers(others) == [worker]
+                active.set_workers(dict.fromkeys(WORKERS, Capacity()))
+                naive.requests = {k: v for k, v in naive.requests.items() if v[0] != worker}
+
+    question = data.draw(chains())
+    assert active.runs(question) == naive.runs(question)
+    for worker in WORKERS:
+        load = active.loads[worker]
+        assert load.active_blocks == naive.blocks(worker)
+        assert load.prefill_tokens == naive.tokens(worker)
+        assert load.num_requests == sum(w == worker for w, _, _ in naive.requests.values())
+
+
+def test_a_stride_counts_shared_blocks_more_coarsely_and_forgets_none():
+    active = tracker(stride=4)
+    add(active, "a", WORKERS[0], list(range(11)))
+    add(active, "b", WORKERS[0], [*range(7), 70, 80, 90])
+    load = active.loads[WORKERS[0]]
+    both, run = load.active_blocks, active.runs([*range(7), 71, 81])
+
+    active.free("a", 1.0)
+    one = load.active_blocks
+    active.free("b", 1.0)
+
+    assert (both, run, one, load.active_blocks) == (11 + 6, {WORKERS[0]: 4}, 10, 0)
+
+
+def test_blocks_of_answers_count_until_their_request_ends():
+    active = tracker()
+    add(active, "a", WORKERS[0], [1, 2])
+
+    active.grow("a", 3)
+    grown = active.loads[WORKERS[0]].active_blocks
+    active.free("a", 1.0)
+
+    assert (grown, active.loads[WORKERS[0]].active_blocks) == (5, 0)
+
+
+def test_what_nobody_knows_is_no_error():
+    active = tracker()
+
+    active.prefill_completed("?", 0.0)
+    active.grow("?", 1)
+    active.free("?", 0.0)
+    add(active, "a", Worker(99), [1])
+
+    assert "a" not in active
+
+
+def test_overlapping_blocks_need_no_prefill():
+    active = tracker()
+
+    add(active, "a", WORKERS[0], [1, 2, 3], isl=13, overlap=2.0)
+
+    assert active.loads[WORKERS[0]].prefill_tokens == 5
+
+
+def test_the_queue_of_a_worker_shrinks_while_it_computes_and_never_below_what_it_has_not_begun():
+    active = tracker()
+    active.pace.measured = 10.0
+    add(active, "a", WORKERS[0], [], isl=40, now=0.0)
+    add(active, "b", WORKERS[0], [], isl=20, now=0.0)
+    load = active.loads[WORKERS[0]]
+
+    assert [load.backlog(t) for t in (0.0, 2.0, 100.0)] == [60, 40, 20]
+
+
+def test_the_pace_is_learned_from_prompts_that_are_done():
+    active = tracker()
+    add(active, "a", WORKERS[0], [], isl=40, now=0.0)
+    add(active, "b", WORKERS[0], [], isl=60, now=0.0)
+
+    active.prefill_completed("a", 2.0)
+    active.prefill_completed("b", 2.0)  # in the same step
+
+    assert active.pace.tokens_per_s == pytest.approx(100 / 2, rel=0.05)
+
+
+def test_a_replica_that_hears_everything_has_the_same_loads():
+    rng, first, second = random.Random(3), tracker(), tracker()
+    for i in range(50):
+        chain = list(range(100 * (i % 5), 100 * (i % 5) + 5))
+        add(first, str(i), rng.choice(WORKERS), chain, isl=20, overlap=float(i % 3))
+    for i in range(0, 50, 3):
+        first.prefill_completed(str(i), 1.0)
+
+    for event in first.snapshot("router"):
+        second.apply(event, 2.0)
+    for i in range(0, 50, 2):
+        first.free(str(i), 3.0)
+        worker = Worker(1)
+        free = protocol.ActiveSequenceEvent(
+            request_id=str(i), worker_id=worker.instance_id, router_id="r", data=protocol.Free()
+        )
+        second.apply(free, 3.0)
+
+    for worker in WORKERS:
+        mine, theirs = first.loads[worker], second.loads[worker]
+        assert (mine.num_requests, mine.active_blocks) == (
+            theirs.num_requests,
+            theirs.active_blocks,
+        )
+        assert mine.prefill_tokens == theirs.prefill_tokens
+
+
+def test_a_replica_hears_that_a_prompt_is_computed():
+    active = tracker()
+    event = protocol.ActiveSequenceEvent(
+        request_id="a",
+        worker_id=1,
+        router_id="r",
+        data=protocol.AddRequest(token_sequence=(1,), isl=4),
+    )
+
+    active.apply(event, 0.0)
+    before = active.loads[WORKERS[0]].prefill_tokens
+    active.apply(
+        protocol.ActiveSequenceEvent(
+            request_id="a", worker_id=1, router_id="r", data=protocol.MarkPrefillCompleted()
+        ),
+        1.0,
+    )
+
+    assert (before, active.loads[WORKERS[0]].prefill_tokens) == (4, 0)
+
+
+def test_names_that_are_no_chain_break_nothing():
+    active = tracker()
+    for i, chain in enumerate(((1, 2, 2, 1), (2, 1), (2, 2), (1, 3, 1))):
+        told = protocol.AddRequest(token_sequence=chain, isl=4)
+        event = protocol.ActiveSequenceEvent(
+            request_id=str(i), worker_id=1 + i % 2, router_id="r", data=told
+        )
+        active.apply(event, 0.0)
+
+    for i in range(4):
+        active.free(str(i), 1.0)
+        active.runs([1, 2, 3])
+
+    assert [active.loads[w].active_blocks for w in WORKERS] == [0, 0, 0]

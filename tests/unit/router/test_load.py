@@ -1,0 +1,77 @@
+import pytest
+
+from dynamo.router.api import Worker
+from dynamo.router.load import Capacity, Load, Pace
+from dynamo.router.pressure import Pressure
+
+
+def load(**capacity):
+    return Load(Capacity(**capacity), Pace())
+
+
+def test_an_idle_worker_has_room_for_whatever_comes():
+    assert load(total_blocks=1).has_room(100, 0.0, 0.0)
+
+
+def test_room_ends_with_the_tokens_of_a_step():
+    worker = load(max_num_batched_tokens=100)
+    worker.num_requests = 1
+    worker.enter("a", 100, 0.0)
+    before = worker.has_room(0, 1.0, 0.0)
+
+    worker.enter("b", 1, 0.0)
+
+    assert (before, worker.has_room(0, 1.0, 0.0)) == (True, False)
+
+
+def test_room_ends_with_slots_and_with_blocks():
+    worker = load(max_num_seqs=2, total_blocks=10)
+    worker.num_requests, worker.active_blocks = 1, 6
+
+    assert worker.has_room(4, 1.0, 0.0)
+    assert not worker.has_room(5, 1.0, 0.0)
+    worker.num_requests = 2
+    assert not worker.has_room(0, 1.0, 0.0)
+
+
+def test_what_waits_in_the_router_takes_no_room():
+    worker = load(max_num_batched_tokens=10)
+    worker.num_requests, worker.reserved_tokens = 1, 1000.0
+
+    assert worker.has_room(0, 1.0, 0.0)
+
+
+def test_leaving_twice_is_no_error():
+    worker = load()
+    worker.enter("a", 5, 0.0)
+
+    worker.leave("a", 1.0)
+    worker.leave("a", 1.0)
+
+    assert worker.prefill_tokens == 0
+
+
+def test_the_pace_forgets():
+    pace = Pace()
+    for _ in range(10):
+        pace.observe(100, 1.0)
+    for _ in range(500):
+        pace.observe(100, 0.1)
+
+    assert pace.tokens_per_s == pytest.approx(1000, rel=0.01)
+
+
+def test_pressure_compares_caches_and_forgets():
+    loads = {Worker(0): load(), Worker(1): load()}
+    pressure = Pressure(loads)
+    pressure.resize(block_size=16)
+    first, second = loads.values()
+
+    pressure.insert(first, 1000)
+    pressure.insert(second, 1000)
+    at_once = second.inserted / first.inserted
+    for _ in range(20_000):
+        pressure.insert(second, 1000)
+
+    assert at_once == pytest.approx(1.0, abs=0.01)
+    assert first.inserted < 1e-6 * second.inserted < float("inf")

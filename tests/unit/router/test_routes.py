@@ -1,0 +1,39 @@
+"""Which way leads to which model."""
+
+import contextlib
+
+import pytest
+
+from dynamo.base import clock
+from dynamo.observability import metrics
+from dynamo.protocols import instances, model_card
+from dynamo.router import config, kv_router, plain_route, routes
+from dynamo.runtime import component
+
+NAME = instances.EndpointName("dynamo", "backend", "embed")
+VECTORS = model_card.EmbeddingFacts(dimensions=4)
+
+
+def card(**fields):
+    return model_card.ModelCard(
+        display_name="m", source_path="/m", context_length=8, kv_cache_block_size=4, **fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, kv_router.KvRouter), ({"embedding": VECTORS}, plain_route.PlainRoute)],
+)
+async def test_a_model_that_embeds_is_asked_in_turn_whatever_the_mode(fields, expected):
+    async with contextlib.AsyncExitStack() as stack:
+        runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
+        await stack.enter_async_context(runtime)
+        made = routes.Routes(
+            config.RoutingConfig(router_mode="kv"),
+            runtime,
+            clock.SystemClock(),
+            metrics.Registry("dynamo_frontend"),
+        )
+        stack.push_async_callback(made.close)
+
+        assert type(made.make(runtime.client(NAME), card(**fields))) is expected

@@ -1,0 +1,186 @@
+import pytest
+from tests.unit.router.views import prompt
+
+from dynamo.base import errors
+from dynamo.protocols import blocks
+from dynamo.router import api, policy, settings
+from dynamo.router.api import Worker
+from dynamo.router.load import Capacity
+
+SMALL = Capacity(max_num_batched_tokens=160)  # one prompt of ten blocks
+
+
+class Index:
+    """Answers with what it is told."""
+
+    def __init__(self):
+        self.device = {}
+        self.known = None  # the first hash of the prompts that are known; None: all
+        self.removed = []
+
+    def find(self, sequence_hashes):
+        is_known = self.known in (None, sequence_hashes[0])
+        return api.Overlaps(device=self.device if is_known else {})
+
+    def remove_worker(self, worker):
+        self.removed.append(worker)
+
+
+def selector(num_workers=2, capacity=SMALL, **told):
+    index = Index()
+    made = settings.make_selector(
+        settings.RouterConfig(**told), index, block_size=16, draw=lambda: 0.0
+    )
+    made.set_workers({Worker(i): capacity for i in range(num_workers)})
+    return made, index
+
+
+def fill(made, num, *, first=0):
+    return [made.select(str(first + i), prompt(first=1000 * (first + i)), 0.0) for i in range(num)]
+
+
+def test_the_prompt_of_tokens_has_its_full_blocks():
+    packed = blocks.pack(range(10))
+
+    made = policy.Prompt.from_tokens(packed, 4, priority=2.0)
+
+    assert (made.num_tokens, len(made.sequence_hashes), made.priority) == (10, 2, 2.0)
+    assert made.sequence_hashes == blocks.sequence_hashes(blocks.local_hashes(packed, 4))
+
+
+def test_without_workers_there_is_no_decision():
+    made, _ = selector(0)
+
+    with pytest.raises(errors.NoWorkers):
+        made.select("a", prompt(), 0.0)
+
+
+def test_what_the_index_tells_is_used_and_expected():
+    made, index = selector()
+    index.device = {Worker(1): 8}
+
+    assert made.select("a", prompt(), 0.0) == (Worker(1), 8)
+    assert made.active.loads[Worker(1)].prefill_tokens == 32
+
+
+def test_requests_in_flight_count_before_the_index_knows_of_them():
+    made, _ = selector(capacity=Capacity())
+    first = made.select("a", prompt(40), 0.0)
+
+    second = made.select("b", prompt(42), 0.0)
+
+    assert second == (first.worker, 40)
+
+
+def test_who_comes_when_all_are_full_waits_and_goes_when_there_is_room():
+    made, _ = selector()
+    sent = fill(made, 4)
+
+    waits = made.select("w", prompt(first=9000), 0.0)
+    too_early = made.admit(0.0)
+    made.first_output("0", 1.0)
+    admitted = made.admit(1.0)
+
+    assert all(sent)
+    assert (waits, too_early) == (None, [])
+    assert [request_id for request_id, _ in admitted] == ["w"]
+    assert made.num_waiting == 0
+
+
+def test_who_waits_for_a_busy_worker_keeps_nobody_from_a_free_one():
+    made, index = selector()
+    made.active.add("crowd", Worker(0), [], isl=1200, overlap=0.0, now=0.0)
+    made.active.add("other", Worker(1), [], isl=100, overlap=0.0, now=0.0)
+    index.device = {Worker(0): 390}
+    waits = made.select("home", prompt(400, first=1), 0.0)
+    index.known, index.device = 1, {Worker(0): 390}
+
+    other = made.select("cold", prompt(first=5000), 0.0)
+    admitted = made.admit(0.0)
+
+    assert (waits, other) == (None, None)
+    assert [(request_id, d.worker) for request_id, d in admitted] == [("cold", Worker(1))]
+    assert all(load.reserved_tokens == 0 for load in made.active.loads.values())
+
+
+def test_requests_of_one_turn_are_ordered_before_the_first_is_sent():
+    made, _ = selector(1)
+    made.select("standing", prompt(first=9000), 0.0)
+    for name, num_blocks in (("long", 100), ("short", 2)):
+        made.enqueue(name, prompt(num_blocks, first=100 * num_blocks), 0.0)
+
+    made.first_output("standing", 0.0)
+    admitted = made.admit(0.0)
+
+    assert [request_id for request_id, _ in admitted] == ["short", "long"][: len(admitted)]
+    assert admitted
+
+
+def test_who_gives_up_waiting_is_forgotten():
+    made, _ = selector()
+    fill(made, 5)
+
+    made.free("4", 1.0)
+    for i in range(4):
+        made.free(str(i), 1.0)
+
+    assert (made.num_waiting, made.admit(1.0)) == (0, [])
+
+
+def test_a_worker_that_goes_takes_its_load_along():
+    made, index = selector()
+    fill(made, 4)
+
+    made.set_workers({Worker(1): SMALL})
+
+    assert index.removed == [Worker(0)]
+    assert list(made.active.loads) == [Worker(1)]
+    assert made.active.loads[Worker(1)].num_requests == 2
+
+
+def test_a_pinned_request_goes_where_it_says_at_once():
+    made, _ = selector()
+    fill(made, 4)
+
+    assert made.select("p", prompt(pinned=Worker(1)), 0.0).worker == Worker(1)
+
+
+def test_a_pinned_request_needs_a_worker_that_is_there():
+    made, _ = selector()
+
+    with pytest.raises(errors.InvalidRequest, match="got 7"):
+        made.select("p", prompt(pinned=Worker(7)), 0.0)
+
+
+def test_too_many_waiting_are_refused():
+    made, _ = selector(router_queue_size=1)
+    fill(made, 5)
+
+    with pytest.raises(errors.Overloaded):
+        fill(made, 1, first=5)
+
+
+def test_other_policies_send_at_once():
+    made, _ = selector(router_policy="dynamo")
+
+    assert all(fill(made, 50))
+    assert made.admit(0.0) == []
+
+
+def test_other_policies_wait_if_told_and_only_while_all_are_full():
+    made, _ = selector(router_policy="round-robin", router_queue_threshold=1.0)
+
+    sent = fill(made, 6)
+
+    assert [decision is not None for decision in sent] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize("name", settings.RouterConfig.__annotations__["router_policy"].__args__)
+def test_every_policy_that_chooses_can_be_had_by_name(name):
+    made, _ = selector(router_policy=name)
+
+    if name == "direct":
+        with pytest.raises(errors.InvalidRequest):
+            made.select("a", prompt(), 0.0)
+    else:
+        assert made.select("a", prompt(), 0.0).worker in made.active.loads

@@ -1,0 +1,34 @@
+"""What policies are shown in tests."""
+
+from dynamo.router.api import Worker
+from dynamo.router.load import Capacity, Load, Pace
+from dynamo.router.policy import Prompt, View
+
+
+def prompt(num_blocks=10, block_size=16, *, first=1, **more):
+    names = list(range(first, first + num_blocks))
+    return Prompt(
+        num_tokens=num_blocks * block_size,
+        block_size=block_size,
+        sequence_hashes=names,
+        **more,
+    )
+
+
+def view(*loads, cached=None, in_flight=None):
+    """Workers 0, 1, ... with what is given of their loads."""
+    made = {}
+    for i, given in enumerate(loads):
+        load = made[Worker(i)] = Load(given.pop("capacity", Capacity()), Pace())
+        for j, num_tokens in enumerate(given.pop("queued", ())):
+            load.enter(str(j), num_tokens, 0.0)
+            load.num_requests += 1
+        for name, value in given.items():
+            setattr(load, name, value)
+    by_worker = [{Worker(i): n for i, n in (part or {}).items()} for part in (cached, in_flight)]
+    return View(made, *by_worker)
+
+
+def chosen(policy, asked, seen, now=0.0):
+    """The number of the chosen worker."""
+    return policy.choose(asked, seen, now).worker.instance_id

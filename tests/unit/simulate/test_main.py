@@ -1,0 +1,72 @@
+import importlib.util
+import json
+
+import pytest
+
+from dynamo.simulate import __main__ as command
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "small.jsonl"
+    rows = [
+        {"timestamp": 500 * i, "input_length": 1024, "output_length": 2, "hash_ids": [0, 1 + i % 5]}
+        for i in range(1, 40)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_it_prints_a_line_for_each_policy(trace, capsys):
+    code = command.main(
+        ["routing", "--trace", trace, "--policy", "dynamo,random", "--policy", "lmetric"]
+    )
+
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert [line.split()[0] for line in lines if " x " in line + " "][:3] == [
+        "dynamo",
+        "random",
+        "lmetric",
+    ]
+    assert any("small.jsonl; 8 workers (fcfs)" in line for line in lines)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_it_writes_plots_and_a_page_that_needs_nothing_else(trace, tmp_path, capsys):
+    code = command.main(
+        ["routing", "--trace", trace, "--policy", "dynamo", "--output", str(tmp_path / "out")]
+    )
+
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert code == 0
+    assert names == ["balance.png", "hit_rate.png", "report.html", "ttft.png"]
+    assert page.count("data:image/png;base64,") == 3
+    assert 'src="http' not in page
+    assert str(tmp_path / "out" / "report.html") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["routing", "--policy", "best"], "expected --trace FILE, or --engine batch"),
+        (["routing", "--engine", "batch", "--policy", "best"], "expected some of estimated-ttft"),
+        (["routing", "--engine", "batch", "--cache-tokens", "0"], "expected a cache with an end"),
+        (["routing", "--trace", "/none"], "--trace /none: cannot be read"),
+        (["planning"], "expected one of routing"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_two(argv, complaint, capsys):
+    assert command.main(argv) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_made_up_workload_needs_no_trace(capsys):
+    code = command.main(
+        ["--engine", "batch", "--requests", "20", "--concurrency", "4", "--workers", "2",
+         "--cache-tokens", "100000", "--policy", "estimated-ttft"]
+    )  # fmt: skip
+
+    assert code == 0
+    assert "32 prefixes of 2048 tokens, 4 clients" in capsys.readouterr().out

@@ -1,0 +1,101 @@
+"""Both simulated workers, on their own: how long they take, and what they keep."""
+
+import itertools
+import math
+
+import pytest
+
+from dynamo.engine.mock import timing
+from dynamo.router.load import Capacity
+from dynamo.simulate.batch_worker import BatchWorker
+from dynamo.simulate.fcfs_worker import FcfsWorker
+from dynamo.simulate.workload import Arrival
+
+
+def arrival(*names, num_tokens=None, num_output=1):
+    return Arrival(
+        at=0.0, num_tokens=num_tokens or 16 * len(names), num_output=num_output, names=names
+    )
+
+
+def fcfs(num_blocks=0):
+    return FcfsWorker(tokens_per_s=16.0, num_blocks=num_blocks, block_size=16)
+
+
+def batch(total_blocks=100):
+    return BatchWorker(Capacity(total_blocks=total_blocks, max_num_seqs=8), block_size=16)
+
+
+def finish(worker):
+    """All that it does until it is idle: (time, progress)."""
+    done = []
+    while worker.next_time < math.inf:
+        now = worker.next_time
+        done.append((now, worker.advance(now)))
+    return done
+
+
+def cached(worker, asked):
+    worker.submit("?", asked, 100.0)
+    return [n for _, progress in finish(worker) for _, n in progress.first_outputs]
+
+
+def test_prompts_are_computed_one_after_the_other():
+    worker = fcfs()
+    worker.submit("a", arrival(1, 2), 0.0)
+    worker.submit("b", arrival(3), 0.5)
+
+    assert [(now, p.ended) for now, p in finish(worker)] == [(2.0, ["a"]), (3.0, ["b"])]
+
+
+def test_a_known_prefix_takes_no_time():
+    worker = fcfs()
+    worker.submit("a", arrival(1, 2), 0.0)
+    worker.submit("b", arrival(1, 2, 3, num_tokens=40), 0.0)
+
+    assert [now for now, _ in finish(worker)] == [2.0, 2.5]
+
+
+def test_the_cache_forgets_tails_of_what_was_used_longest_ago():
+    worker = fcfs(num_blocks=4)
+    for i, asked in enumerate((arrival(1, 2, 3), arrival(1, 4))):
+        worker.submit(str(i), asked, 0.0)
+    finish(worker)
+
+    worker.submit("new", arrival(5), 50.0)
+    ((_, progress),) = finish(worker)
+
+    assert [list(c.names) for c in progress.changes if not c.is_stored] == [[3]]
+
+
+def test_a_batch_takes_as_long_as_the_simulated_engine():
+    worker = batch()
+    worker.submit("a", arrival(1, 2, num_output=3), 0.0)
+
+    times = [now for now, _ in finish(worker)]
+
+    first = timing.prefill_ms(32) / 1000
+    assert times[0] == pytest.approx(first)
+    assert len(times) == 3
+    assert all(b - a >= timing.decode_ms(0) / 1000 for a, b in itertools.pairwise(times))
+
+
+def test_a_batch_finds_blocks_by_content_and_computes_at_least_a_token():
+    worker = batch()
+    worker.submit("a", arrival(1, 2), 0.0)
+    finish(worker)
+
+    assert cached(worker, arrival(1, 2, 3)) == [32]
+    assert cached(worker, arrival(1, 2)) == [16]
+
+
+def test_a_batch_tells_what_it_stored_and_what_it_forgot_by_the_names_of_the_workload():
+    worker = batch(total_blocks=4)
+    worker.submit("a", arrival(1, 2, 3), 0.0)
+    stored = [list(c.names) for _, p in finish(worker) for c in p.changes if c.is_stored]
+
+    worker.submit("b", arrival(7, 8, 9), 50.0)
+    removed = [n for _, p in finish(worker) for c in p.changes if not c.is_stored for n in c.names]
+
+    assert stored == [[1, 2, 3]]
+    assert removed == [3, 2]

@@ -1,0 +1,66 @@
+"""Which inputs the next batch embeds."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.worker import embedding_queue
+
+
+def drain(queue):
+    batches = []
+    while batch := queue.take():
+        batches.append([tuple(place) for place in batch])
+    return batches
+
+
+def test_calls_take_turns_so_that_a_short_one_is_soon_done():
+    queue = embedding_queue.EmbeddingQueue(max_batch_tokens=20)
+    queue.add(1, [5] * 8)
+    queue.add(2, [5])
+
+    assert queue.take() == [(1, 7), (2, 0), (1, 6), (1, 5)]
+
+
+def test_the_longest_inputs_of_a_call_come_first():
+    queue = embedding_queue.EmbeddingQueue(max_batch_tokens=100)
+    queue.add(1, [3, 9, 5])
+
+    assert queue.take() == [(1, 1), (1, 2), (1, 0)]
+
+
+def test_an_input_beyond_the_budget_has_a_batch_of_its_own():
+    queue = embedding_queue.EmbeddingQueue(max_batch_tokens=10)
+    queue.add(1, [50, 4, 4])
+
+    assert drain(queue) == [[(1, 0)], [(1, 2), (1, 1)]]
+
+
+def test_what_was_dropped_is_not_computed():
+    queue = embedding_queue.EmbeddingQueue(max_batch_tokens=10)
+    queue.add(1, [5, 5])
+    queue.add(2, [3])
+    queue.drop(1)
+    queue.drop(1)
+
+    assert (len(queue), queue.num_tokens) == (1, 3)
+    assert drain(queue) == [[(2, 0)]]
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=90), max_size=6), st.integers(1, 60)
+)
+def test_every_input_is_in_one_batch_and_batches_keep_their_bounds(calls, budget):
+    queue = embedding_queue.EmbeddingQueue(budget)
+    for call_id, lengths in enumerate(calls):
+        queue.add(call_id, lengths)
+    assert queue.num_tokens == sum(map(sum, calls))
+
+    batches = drain(queue)
+
+    taken = sorted(place for batch in batches for place in batch)
+    assert taken == [(i, n) for i, lengths in enumerate(calls) for n in range(len(lengths))]
+    for batch in batches:
+        tokens = sum(calls[call_id][number] for call_id, number in batch)
+        assert len(batch) == 1 or tokens <= budget
+        assert len(batch) <= embedding_queue.MAX_BATCH_INPUTS
+    assert (len(queue), queue.num_tokens) == (0, 0)
