@@ -7,30 +7,37 @@ import httpx
 import pytest
 from deployment import MODEL, eventually
 
+from etcd_server import EtcdServer
 from nats_server import NatsServer
 
+OVER_NATS = {"DYN_REQUEST_PLANE": "nats", "DYN_EVENT_PLANE": "nats"}
+BY_ETCD = {"DYN_DISCOVERY_BACKEND": "etcd"}
 MIXES = {
     "file+tcp+zmq": {},
-    "file+nats+nats": {"DYN_REQUEST_PLANE": "nats", "DYN_EVENT_PLANE": "nats"},
-    "file+nats+zmq": {"DYN_REQUEST_PLANE": "nats"},
+    "etcd+tcp+zmq": BY_ETCD,
     "file+tcp+nats": {"DYN_EVENT_PLANE": "nats"},
+    "file+nats+nats": OVER_NATS,
+    "etcd+nats+nats": BY_ETCD | OVER_NATS,
 }
 WORKER = ("--speedup-ratio", "50", "--block-size", "16")
+FORGOTTEN_S = 15  # a lease of etcd is 10 s; files are quicker
 
 
 @pytest.fixture(params=MIXES)
 def mixed(request, deployment, tmp_path):
     """A deployment whose processes are told to use this mix."""
+    kinds = {"nats": (NatsServer, "NATS_SERVER"), "etcd": (EtcdServer, "ETCD_ENDPOINTS")}
+    servers = []
     deployment.environ |= MIXES[request.param]
-    if "nats" not in request.param:
-        yield deployment
-        return
-    server = NatsServer(tmp_path / "nats")
-    server.start()
-    deployment.environ["NATS_SERVER"] = server.url
+    for name in set(request.param.split("+")) & kinds.keys():
+        kind, variable = kinds[name]
+        servers.append(kind(tmp_path / name))
+        servers[-1].start()
+        deployment.environ[variable] = servers[-1].url
     yield deployment
     deployment.end()
-    server.stop()
+    for server in servers:
+        server.stop()
 
 
 def is_listing(frontend, num_workers):
@@ -69,7 +76,7 @@ def test_workers_come_and_go(mixed):
     assert frontend.chat(max_tokens=4).status_code == 200
 
     worker.kill()
-    frontend.await_models([], within_s=3)
+    frontend.await_models([], within_s=FORGOTTEN_S)
 
     assert frontend.chat(max_tokens=4).status_code == 503
 
