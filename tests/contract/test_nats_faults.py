@@ -18,6 +18,7 @@ from dynamo.runtime.backends.nats import requests as nats_requests
 ECHO, TOPIC = "a/b/echo", "a/b/events"
 IDS = itertools.count(1)
 QUICK = link.Limits(silence_s=0.6, connect_s=3.0)
+UNHURRIED = link.Limits(silence_s=60.0)  # so it is not silence that tells
 WITHIN_S = 15.0  # on a busy machine
 
 
@@ -53,16 +54,18 @@ async def joined(server, limits=QUICK):
     to_nats = await servers.connect(server.url)
     network = nats_requests.NatsNetwork(to_nats, namespace="a", instance_id=next(IDS))
     plane = nats_requests.NatsRequestPlane(network, limits)
-    yield plane, to_nats
-    await plane.close()
-    await to_nats.close()
+    try:
+        yield plane, to_nats
+    finally:
+        await plane.close()
+        await to_nats.close()
 
 
 @contextlib.asynccontextmanager
-async def asking(server):
+async def asking(server, limits=QUICK):
     """An asker, whom to ask, what it was asked, and the stream that is open."""
     calls, receiver = [], Receiver()
-    async with joined(server) as (worker, _), joined(server) as (asker, to_nats):
+    async with joined(server, limits) as (worker, _), joined(server, limits) as (asker, to_nats):
         address = await worker.serve(ECHO, calls.append)
         await asker.open(address, ECHO, None, receiver)
         await until(lambda: calls)
@@ -185,6 +188,21 @@ async def test_a_lost_message_breaks_the_link_by_name(server, monkeypatch):
         assert await serves_again(asker, address, calls)
 
 
+async def test_a_quiet_link_is_probed_for_a_while_and_lives(server, monkeypatch):
+    monkeypatch.setattr(nats_requests, "PROBE_S", 0.01)
+    said = []
+    say = nats_requests.NatsNetwork.say
+    monkeypatch.setattr(nats_requests.NatsNetwork, "say", lambda *a: (said.append(a[3]), say(*a)))
+    async with asking(server, UNHURRIED) as (asker, address, calls, receiver, _):
+        said.clear()
+        await until(lambda: said.count(envelope.PROBE) == 10)
+        await asyncio.sleep(0.1)  # ten more, if it would not end
+
+        assert said.count(envelope.PROBE) == 10
+        assert not receiver.over.done()
+        assert await serves_again(asker, address, calls)
+
+
 def serve_until_killed(url, pipe):
     async def serve():
         to_nats = await servers.connect(url)
@@ -195,20 +213,18 @@ def serve_until_killed(url, pipe):
     asyncio.run(serve())
 
 
-async def test_a_killed_worker_is_noticed_by_the_next_word(server):
+async def test_a_killed_worker_is_noticed_by_a_probe(server):
     ours, theirs = multiprocessing.Pipe()
     worker = multiprocessing.get_context("spawn").Process(
         target=serve_until_killed, args=(server.url, theirs), daemon=True
     )
     worker.start()
     address = await asyncio.to_thread(ours.recv)
-    unhurried = link.Limits(silence_s=60.0)  # so it is not silence that tells
-    async with joined(server, unhurried) as (asker, _):
+    async with joined(server, UNHURRIED) as (asker, _):
         receiver = Receiver()
-        stream = await asker.open(address, ECHO, None, receiver)
+        await asker.open(address, ECHO, None, receiver)
         worker.kill()
         worker.join()
-        stream.cancel_choice(0)
         error = await asyncio.wait_for(receiver.over, WITHIN_S)
         with pytest.raises(errors.WorkerLost, match="nobody"):
             await asker.open(address, ECHO, None, Receiver())

@@ -4,7 +4,9 @@ NATS keeps the order of a subject, but loses what a server had in memory when it
 did not take. A stream of bytes with a hole would be decoded into wrong tokens. So each side numbers its messages
 from 0, and a link of which one is missing is over.
 
-    kind (u8: 0 open, 1 bytes, 2 close) · number (u64, big-endian) · bytes
+    kind (u8: 0 open, 1 bytes, 2 close, 3 probe) · number (u64, big-endian) · bytes
+
+A probe says nothing and has no number of its own: it is there for the server, who answers it where nobody hears.
 """
 
 import struct
@@ -22,6 +24,10 @@ class Kind(IntEnum):
     OPEN = 0
     BYTES = 1
     CLOSE = 2
+    PROBE = 3
+
+
+PROBE = HEADER.pack(Kind.PROBE, 0)
 
 
 class Writer:
@@ -55,6 +61,8 @@ class Reader:
     def unwrap(self, message: bytes) -> tuple[Kind, bytes]:
         """Raises RemoteProtocolError if it is not the next message of this link."""
         kind, number = header(message)
+        if kind is Kind.PROBE:
+            return kind, b""
         if number != self._next:
             raise errors.RemoteProtocolError(
                 f"NATS lost a message: expected number {self._next}, got {number}"

@@ -7,7 +7,8 @@ is the reply subject of each message. What the ends write within one turn of the
 How the loss of a peer is noticed, where NATS itself tells nothing:
 
 - a message with a reply subject that nobody hears is answered by the server (*no responders*): a link to a dead process
-  breaks with the next word, at the latest with the heartbeat that the asking end says each second;
+  breaks with the next word. So a link that becomes quiet is probed by its asker, each `PROBE_S` for a second; where
+  streams are open, the answers to heartbeats keep that up, and where none are, it ends;
 - a message to a link that is not known is answered by `close`; a missing number breaks the link;
 - a server that is gone breaks all links, at both sides at once;
 - the rest is `link`'s limit of silence.
@@ -21,6 +22,8 @@ from dynamo.base import errors
 from dynamo.runtime.backends import link, multiplex
 from dynamo.runtime.backends.nats import connection, envelope
 
+PROBE_S = 0.1
+_PROBES = 10  # after the last word of the peer
 _INBOX = re.compile(r"dynamo\.link\.[A-Za-z0-9_-]+\.[0-9a-f]{1,16}")
 _LINK = re.compile(_INBOX.pattern + r"\.[0-9a-f]{16}")
 _UNUSUAL = re.compile(r"[^A-Za-z0-9_-]")
@@ -39,6 +42,7 @@ class NatsTransport(asyncio.Transport):
         self._protocol = protocol
         self._writer = envelope.Writer()
         self._reader = envelope.Reader()
+        self._quiet_ticks = 0  # since the peer was heard
         self._is_closing = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -65,8 +69,15 @@ class NatsTransport(asyncio.Transport):
     def abort(self) -> None:
         self.close()
 
+    def probe(self) -> None:
+        """If the peer has become quiet, ask the server whether it still listens."""
+        self._quiet_ticks += 1
+        if 0 < self._quiet_ticks <= _PROBES:
+            self._network.say(self._token, self._peer, envelope.PROBE)
+
     def hear(self, message: bytes) -> None:
         """What came for this link."""
+        self._quiet_ticks = -1  # the tick under way says nothing
         try:
             kind, data = self._reader.unwrap(message)
         except errors.RemoteProtocolError as error:
@@ -98,6 +109,8 @@ class NatsNetwork:
         self._subscribing = asyncio.Lock()
         self._make_link: multiplex.MakeLink | None = None
         self._links: dict[str, NatsTransport] = {}
+        self._asked: set[NatsTransport] = set()  # those of them that we began
+        self._probing: asyncio.TimerHandle | None = None
         to_nats.on_lost(self._break_all)
 
     async def listen(self, make_link: multiplex.MakeLink) -> multiplex.Listener:
@@ -118,6 +131,8 @@ class NatsNetwork:
 
     async def close(self) -> None:
         """Hear nothing more."""
+        if self._probing is not None:
+            self._probing.cancel()
         if self._subscription is not None:
             await self._subscription.close()
 
@@ -127,7 +142,9 @@ class NatsNetwork:
 
     def forget(self, token: str) -> None:
         """A link is over."""
-        self._links.pop(token, None)
+        transport = self._links.pop(token, None)
+        if transport is not None:
+            self._asked.discard(transport)
 
     async def _hear_inbox(self) -> None:
         async with self._subscribing:
@@ -163,9 +180,22 @@ class NatsNetwork:
         protocol = make_link()
         transport = self._links[token] = NatsTransport(self, token, peer, protocol)
         if is_asker:
+            self._asked.add(transport)
             transport.open()
+            self._probe_later()
         protocol.connection_made(transport)
         return transport
+
+    def _probe_all(self) -> None:
+        """For as long as there are links that we asked for."""
+        self._probing = None
+        for transport in self._asked:
+            transport.probe()
+        self._probe_later()
+
+    def _probe_later(self) -> None:
+        if self._asked and self._probing is None:
+            self._probing = asyncio.get_running_loop().call_later(PROBE_S, self._probe_all)
 
     def _refuse(self) -> None:
         self._make_link = None
