@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import deployment as systems
+import httpx
 
 import nats_server
 
@@ -38,6 +39,7 @@ class Scene:
         self.frontend = self.deployment.frontend()
         self.workers = [self.deployment.mocker("--speedup-ratio", "1") for _ in range(2)]
         self.frontend.await_models([systems.MODEL])
+        systems.eventually(self._are_both_listed, within_s=LIMIT_S, what="two workers")
         self.ended: queue.Queue[tuple[str, float]] = queue.Queue()
 
     def begin_streams(self) -> list[threading.Thread]:
@@ -58,6 +60,10 @@ class Scene:
     def close(self) -> None:
         self.deployment.end()
         self.nats.stop()
+
+    def _are_both_listed(self) -> bool:
+        health = httpx.get(f"{self.frontend.url}/health", timeout=5).json()
+        return len({one["instance_id"] for one in health["instances"]}) == len(self.workers)
 
     def _stream(self, begun: threading.Barrier) -> None:
         with self.frontend.stream(max_tokens=700, ignore_eos=True) as lines:
