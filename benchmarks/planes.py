@@ -26,7 +26,8 @@ class Mix(frontend.Contender):
 
     def flags(self, pace: Pace) -> tuple[tuple[str, ...], tuple[str, ...]]:
         worker, ours = frontend.Contender.flags(self, pace)
-        return (*worker, *self.planes), (*ours, *self.planes)
+        apart = (*self.planes, "--namespace", pace)  # they share etcd, and must not find each other
+        return (*worker, *apart), (*ours, *apart)
 
 
 def mixes(nats: str, etcd: str | None) -> list[frontend.Contender]:

@@ -16,7 +16,7 @@ BUDGET = {
     "base": 780,
     "protocols": 3450,
     "observability": 1100,
-    "runtime": 5650,
+    "runtime": 5700,
     "transfer": 1800,
     "kvbm": 2200,
     "engine": 5500,

@@ -165,6 +165,7 @@ class Connection:
             reconnect_time_wait=_AGAIN_S,  # type: ignore[arg-type]  # it only sleeps so long
             ping_interval=_PING_S,
             pending_size=_PENDING_BYTES,
+            flush_timeout=_SETTLE_S,  # else a publish to a client that was given up could wait for ever
             user=access.username,
             password=access.password,
             token=access.token,
@@ -199,7 +200,7 @@ class Connection:
             self._backlog -= len(data)
             try:
                 await self._client.publish(subject, data, reply)
-            except nats.errors.Error as error:
+            except (nats.errors.Error, OSError) as error:
                 self._complain(f"could not say {len(data)} bytes to {subject}: {error}")
 
     async def _troubled(self, error: Exception) -> None:
