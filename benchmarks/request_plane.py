@@ -54,7 +54,7 @@ async def join(url: str | None, number: int) -> requests.RequestPlane:
     nats = await planes.NatsPlanes.open(
         access.read((url,), {}), namespace="bench", instance_id=number, start_timeout_s=5
     )
-    return nats.requests
+    return nats.new_requests()
 
 
 async def worker(

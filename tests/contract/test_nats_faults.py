@@ -52,7 +52,7 @@ def server(tmp_path):
 async def joined(server, limits=QUICK):
     """A process: its connection and its request plane."""
     to_nats = await servers.connect(server.url)
-    network = nats_requests.NatsNetwork(to_nats, namespace="a", instance_id=next(IDS))
+    network = nats_requests.NatsNetwork(to_nats, namespace="a", number=next(IDS))
     plane = nats_requests.NatsRequestPlane(network, limits)
     try:
         yield plane, to_nats
@@ -206,7 +206,7 @@ async def test_a_quiet_link_is_probed_for_a_while_and_lives(server, monkeypatch)
 def serve_until_killed(url, pipe):
     async def serve():
         to_nats = await servers.connect(url)
-        network = nats_requests.NatsNetwork(to_nats, namespace="a", instance_id=99)
+        network = nats_requests.NatsNetwork(to_nats, namespace="a", number=99)
         pipe.send(await nats_requests.NatsRequestPlane(network).serve(ECHO, lambda call: None))
         await asyncio.Event().wait()
 

@@ -94,7 +94,7 @@ class World:
 
     def network(self):
         if self.kind == "nats":
-            return nats_requests.NatsNetwork(self.nats, namespace="a.b", instance_id=next(IDS))
+            return nats_requests.NatsNetwork(self.nats, namespace="a.b", number=next(IDS))
         return self.memory if self.kind == "memory" else tcp.TcpNetwork()
 
     def plane(self, limits=NORMAL):

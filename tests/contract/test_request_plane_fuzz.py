@@ -93,7 +93,7 @@ async def over_nats(url):
     connection, ids = await nats_servers.connect(url), itertools.count(1)
 
     def join():
-        return nats_requests.NatsNetwork(connection, namespace="fuzz", instance_id=next(ids))
+        return nats_requests.NatsNetwork(connection, namespace="fuzz", number=next(ids))
 
     yield join(), lambda network: nats_requests.NatsRequestPlane(join())
     await connection.close()

@@ -6,9 +6,11 @@
         ...
         await runtime.drain(timeout_s)                  # vanish from discovery, finish what runs
 
-Several runtimes can live in one process, for tests and for `dynamo run`: they share a `MemoryCluster`.
+Several runtimes can live in one process. For tests and for `dynamo run` they share a `MemoryCluster`; a process that
+hosts many workers makes one `sibling` for each, because a lease and a listener per worker would cost threads.
 """
 
+import functools
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -52,7 +54,7 @@ class RuntimeConfig(tracing.TracingConfig):
         120.0,
         env="DYN_ETCD_START_TIMEOUT_SECS",
         help="for how long a process that starts waits for etcd",
-        least=0,
+        least=1,
     )
     file_kv: str | None = config.option(
         None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"
@@ -110,15 +112,19 @@ class DistributedRuntime:
         instance_id: ids.InstanceId,
         registry: discovery.Discovery,
         plane: requests.RequestPlane,
+        new_plane: Callable[[], requests.RequestPlane],
         event_plane: events.EventPlane,
         inhibited_s: float = 5.0,
+        is_sibling: bool = False,
         close_last: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.instance_id = instance_id
         self.discovery = registry
         self.requests = plane
         self.events = event_plane
+        self._new_plane = new_plane
         self._inhibited_s = inhibited_s
+        self._is_sibling = is_sibling
         self._close_last = close_last
         self._keys: list[str] = []
         self._clients: list[client.EndpointClient] = []
@@ -131,12 +137,14 @@ class DistributedRuntime:
         cluster = cluster or MemoryCluster()
         instance_id = ids.new_instance_id()
         nats = await _nats(settings, instance_id)
-        plane = _request_plane(settings, cluster, nats)
+        new_plane = functools.partial(_request_plane, settings, cluster, nats)
+        plane = new_plane()
         registry = await _discovery(settings, cluster, instance_id)
         return cls(
             instance_id=instance_id,
             registry=registry,
             plane=plane,
+            new_plane=new_plane,
             event_plane=_event_plane(settings, cluster, nats, registry, instance_id),
             inhibited_s=settings.inhibited_duration_secs,
             close_last=nats.close if nats is not None else None,
@@ -149,6 +157,21 @@ class DistributedRuntime:
             discovery_backend="mem", request_plane="memory", event_plane="memory"
         )
         return await cls.open(settings, cluster)
+
+    def sibling(self) -> "DistributedRuntime":
+        """Another instance in this process, asked at an address of its own; close it before us.
+
+        It lives under our lease, and is heard through our event plane.
+        """
+        return DistributedRuntime(
+            instance_id=ids.new_instance_id(),
+            registry=self.discovery,
+            plane=self._new_plane(),
+            new_plane=self._new_plane,
+            event_plane=self.events,
+            inhibited_s=self._inhibited_s,
+            is_sibling=True,
+        )
 
     async def register(
         self,
@@ -202,8 +225,9 @@ class DistributedRuntime:
         for made in self._clients:
             await made.close()
         await self.requests.close()
-        await self.events.close()
-        await self.discovery.close()
+        if not self._is_sibling:
+            await self.events.close()
+            await self.discovery.close()
         if self._close_last is not None:
             await self._close_last()
 
@@ -226,8 +250,9 @@ class DistributedRuntime:
 class _NatsPlanes(Protocol):
     """`backends.nats.planes.NatsPlanes`, which is not imported where it is not used."""
 
-    requests: requests.RequestPlane
     events: events.EventPlane
+
+    def new_requests(self) -> requests.RequestPlane: ...
 
     async def close(self) -> None: ...
 
@@ -253,7 +278,7 @@ def _request_plane(
     if settings.request_plane == "memory":
         return memory_requests.MemoryRequestPlane(cluster.network)
     if settings.request_plane == "nats" and nats is not None:
-        return nats.requests
+        return nats.new_requests()
     return tcp.TcpRequestPlane(settings.tcp_rpc_host, settings.tcp_rpc_port)
 
 

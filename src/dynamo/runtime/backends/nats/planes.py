@@ -1,5 +1,6 @@
 """A process's membership in NATS: both planes over one connection, loaded only where a setting asks for it."""
 
+from dynamo.base import ids
 from dynamo.runtime.backends.nats import access, connection, events, requests
 
 
@@ -7,10 +8,16 @@ class NatsPlanes:
     """Whichever of the two is not used costs nothing."""
 
     def __init__(self, to_nats: connection.Connection, *, namespace: str, instance_id: int) -> None:
-        network = requests.NatsNetwork(to_nats, namespace=namespace, instance_id=instance_id)
-        self.requests = requests.NatsRequestPlane(network)
         self.events = events.NatsEventPlane(to_nats, instance_id)
         self._connection = to_nats
+        self._namespace = namespace
+
+    def new_requests(self) -> requests.NatsRequestPlane:
+        """A request plane with an inbox of its own."""
+        network = requests.NatsNetwork(
+            self._connection, namespace=self._namespace, number=ids.new_instance_id()
+        )
+        return requests.NatsRequestPlane(network)
 
     @classmethod
     async def open(

@@ -1,6 +1,6 @@
 """The request plane over NATS: the very ends that TCP has, on links of numbered messages. An address is a subject.
 
-Each process hears one subject, its *inbox*: `dynamo.link.{namespace}.{instance id}.*`. The last token names a link;
+Each process hears one subject, its *inbox*: `dynamo.link.{namespace}.{number}.*`. The last token names a link;
 the asker draws it (64 random bits, so that a third party cannot speak into it), and its own inbox with the same token
 is the reply subject of each message. What the ends write within one turn of the event loop is one message.
 
@@ -102,9 +102,9 @@ class NatsNetwork:
 
     name = "nats"
 
-    def __init__(self, to_nats: connection.Connection, *, namespace: str, instance_id: int) -> None:
+    def __init__(self, to_nats: connection.Connection, *, namespace: str, number: int) -> None:
         self.connection = to_nats
-        self._inbox = f"dynamo.link.{_UNUSUAL.sub('_', namespace) or '_'}.{instance_id:x}"
+        self._inbox = f"dynamo.link.{_UNUSUAL.sub('_', namespace) or '_'}.{number:x}"
         self._subscription: connection.Subscription | None = None
         self._subscribing = asyncio.Lock()
         self._make_link: multiplex.MakeLink | None = None
