@@ -9,6 +9,8 @@ import pytest
 
 import nats_server as servers
 from dynamo.base import errors
+from dynamo.protocols import instances
+from dynamo.runtime import component, requests
 from dynamo.runtime.backends.nats import access, connection
 
 SEED = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
@@ -124,6 +126,34 @@ async def test_what_is_said_before_leaving_is_heard(nats_server):
 
     assert set(heard) == {b"x" * 10_000}
     await other.close()
+
+
+async def test_workers_of_one_process_are_asked_apart(nats_server):
+    settings = component.RuntimeConfig(
+        discovery_backend="mem",
+        request_plane="nats",
+        event_plane="nats",
+        nats_server=(nats_server.url,),
+    )
+    name, cluster = instances.EndpointName("a", "b", "c"), component.MemoryCluster()
+    async with (
+        await component.DistributedRuntime.open(settings, cluster) as asker,
+        await component.DistributedRuntime.open(settings, cluster) as first,
+        first.sibling() as second,
+    ):
+        replies = {}
+        for number, worker in enumerate((first, second)):
+            served = await worker.register(name, lambda call, number=number: call.reply(number))
+            replies[number] = await requests.ask(
+                asker.requests,
+                served.transport["nats"],
+                name.path,
+                None,
+                reply_type=int,
+                timeout_s=5,
+            )
+
+    assert replies == {0: 0, 1: 1}
 
 
 def test_without_the_extra_it_is_named():
