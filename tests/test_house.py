@@ -17,7 +17,7 @@ BUDGET = {
     "protocols": 3450,
     "observability": 1100,
     "runtime": 5720,
-    "transfer": 1800,
+    "transfer": 2150,
     "kvbm": 2200,
     "engine": 5500,
     "router": 4000,

@@ -15,9 +15,9 @@ SLACK_S = 5.0  # a busy machine
 
 
 @pytest.fixture
-def server(tmp_path, deployment):
+def absent(tmp_path, deployment):
+    """A server that is not started yet, and is to be used."""
     server = NatsServer(tmp_path / "nats")
-    server.start()
     deployment.environ |= {
         "DYN_REQUEST_PLANE": "nats",
         "DYN_EVENT_PLANE": "nats",
@@ -26,6 +26,12 @@ def server(tmp_path, deployment):
     yield server
     deployment.end()
     server.stop()
+
+
+@pytest.fixture
+def server(absent):
+    absent.start()
+    return absent
 
 
 def answers(frontend):
@@ -77,9 +83,7 @@ def test_a_worker_that_stops_is_noticed(deployment, server):
     eventually(lambda: answers(frontend), within_s=20, what="an answer of the worker that goes on")
 
 
-def test_a_server_that_is_absent_is_named_and_may_come_late(deployment, tmp_path):
-    server = NatsServer(tmp_path / "nats")
-    deployment.environ |= {"DYN_REQUEST_PLANE": "nats", "NATS_SERVER": server.url}
+def test_a_server_that_is_absent_is_named_and_may_come_late(deployment, absent):
     deployment.environ["DYN_NATS_START_TIMEOUT_SECS"] = "0.5"
     impatient = deployment.mocker()
     code = impatient.exit_code(30)
@@ -87,16 +91,14 @@ def test_a_server_that_is_absent_is_named_and_may_come_late(deployment, tmp_path
     del deployment.environ["DYN_NATS_START_TIMEOUT_SECS"]
     patient, frontend = deployment.mocker(), deployment.frontend()
     eventually(lambda: "NATS" in patient.log.read_text(), within_s=20, what="a line in the log")
-    server.start()
+    absent.start()
     frontend.await_models([MODEL])
 
     assert code != 0
-    assert server.url.removeprefix("nats://") in said
+    assert absent.url.removeprefix("nats://") in said
     assert "DYN_REQUEST_PLANE=tcp" in said
     assert "Traceback" not in said
     assert frontend.chat(max_tokens=4).status_code == 200
-    deployment.end()
-    server.stop()
 
 
 def test_help_asks_nobody(deployment):
