@@ -16,7 +16,7 @@ BUDGET = {
     "base": 780,
     "protocols": 3450,
     "observability": 1100,
-    "runtime": 4450,
+    "runtime": 5720,
     "transfer": 2150,
     "kvbm": 2200,
     "engine": 5500,
