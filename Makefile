@@ -3,15 +3,16 @@
 PYTHON ?= python3
 MODEL ?=
 PORT ?= 8000
+TRACE ?= ../shared/data/traces/mooncake_conversation_trace.jsonl
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt bench bench-frontend bench-engine bench-router docs clean
+.PHONY: help setup run test check fmt bench bench-frontend bench-engine bench-router simulate-routing docs clean
 
 help:  ## say what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.run  ## create .venv and install what serving needs
 
@@ -41,6 +42,12 @@ bench-engine: $(VENV)/.dev  ## measure the native engine on the built-in model
 
 bench-router: $(VENV)/.dev  ## measure the router (beside the real Dynamo, if PEER=its python)
 	@$(BIN)/python -m benchmarks.router_index $(if $(PEER),--peer $(PEER))
+	@$(BIN)/python -m benchmarks.router_decision
+
+simulate-routing: $(VENV)/.dev  ## compare routing policies on a trace (TRACE=file in Mooncake's format)
+	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 0.8
+	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 1.3
+	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --cache-tokens 0
 
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate

@@ -10,9 +10,10 @@ all in tokens of prefill, the common currency: workers of one kind compute them 
 
 *Price.* While workers idle, computing a token costs our own time once: price 1. When all are busy, it also delays
 whoever comes behind us, evicts what others would have found, and moves the conversation away from its history: price
-`locality`. In between it rises with the share of workers that are busy. So under load prompts wait for the worker that
+`locality`. In between it rises as idle workers get scarce. So under load prompts wait for the worker that
 knows them, until the queue there is longer than several times the work that it would save; then the prefix is worth
-a second copy, and gets one.
+a second copy, and gets one. How many idle workers are enough grows with the square root of their number, as in the
+theory of queues with many servers (Halfin and Whitt, 1981): of a thousand, a hundred idle ones are plenty.
 
 *Herding.* A prefix that everybody asks for queues little prefill, as it is cached, but many that decode. The term
 measures how far from chance the requests of a worker are, as a chi-square test does: about 1 for random scatter, a
@@ -21,6 +22,7 @@ hundred where a crowd meets.
 Why not only the longest prefix: where all prompts begin alike, that is one worker for everybody.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,6 +30,8 @@ from typing import ClassVar
 from dynamo.router.api import Worker
 from dynamo.router.load import Load
 from dynamo.router.policy import Decision, Prompt, View
+
+_FEW = 8  # up to so many workers, enough means all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +66,10 @@ class EstimatedTtft:
         """What depends on all workers: price, pressure per token inserted, and their mean number of requests."""
         num_requests = [load.num_requests for load in loads.values()]
         inserted = sum([load.inserted for load in loads.values()])
-        busy_share = 1 - num_requests.count(0) / len(loads)
+        enough = min(len(loads), math.sqrt(_FEW * len(loads)))
+        scarcity = max(0.0, 1 - num_requests.count(0) / enough)
         return (
-            1 + (self.locality - 1) * busy_share,
+            1 + (self.locality - 1) * scarcity,
             self.pressure * len(loads) / inserted if inserted else 0.0,
             max(1.0, sum(num_requests) / len(loads)),
         )

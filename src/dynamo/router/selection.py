@@ -46,6 +46,7 @@ class Selector:
         self._policy = policy
         self._index = index
         self._queue = queue
+        self._held_out: dict[str, Decision] = {}  # the worker that each of the waiting waits for
         self._max_backlog = max_backlog
         self._credits = credits_ or cost.Credits()
 
@@ -104,6 +105,7 @@ class Selector:
         self.active.free(request_id, now)
         if self._queue is not None:
             self._queue.remove(request_id)
+            self._held_out.pop(request_id, None)
 
     def admit(self, now: float) -> list[tuple[str, Decision]]:
         """Who of the waiting goes now, and where. To be called whenever room may have come."""
@@ -114,6 +116,7 @@ class Selector:
             load.reserved_tokens = 0.0
         for request_id, _ in admitted:
             self._queue.remove(request_id)
+            self._held_out.pop(request_id, None)
         return admitted
 
     def _push(
@@ -123,17 +126,27 @@ class Selector:
         queue.push(Waiting(request_id=request_id, prompt=prompt, arrival=now, work_s=work_s))
 
     def _plan(self, queue: WaitingQueue, now: float) -> list[tuple[str, Decision]]:
-        admitted = []
-        for _, waiting in zip(range(_LOOKAHEAD), queue.in_order(now), strict=False):
-            if not self._is_room_anywhere(now):
+        admitted: list[tuple[str, Decision]] = []
+        loads, num_left = self.active.loads, _LOOKAHEAD
+        with_room = {worker for worker in loads if self._has_room(worker, now)}
+        for waiting in queue.in_order(now):
+            if not with_room or not num_left:
                 break
-            prompt, view = waiting.prompt, self._view(waiting.prompt)
+            request_id, prompt = waiting.request_id, waiting.prompt
+            held = self._held_out.get(request_id)
+            if held is not None and held.worker in loads and held.worker not in with_room:
+                self._reserve(prompt, held)  # its worker has no room still: nothing to think about
+                continue
+            num_left -= 1
+            view = self._view(prompt)
             decision = self._choose(prompt, view, now)
             if self._can_go(prompt, view, decision, now):
-                self._send(waiting.request_id, prompt, decision, now)
-                admitted.append((waiting.request_id, decision))
+                admitted.append((request_id, self._send(request_id, prompt, decision, now)))
             else:
+                self._held_out[request_id] = decision
                 self._reserve(prompt, decision)
+            if not self._has_room(decision.worker, now):
+                with_room.discard(decision.worker)
         return admitted
 
     def _can_go(self, prompt: Prompt, view: View, decision: Decision, now: float) -> bool:
@@ -149,6 +162,9 @@ class Selector:
 
     def _is_room_anywhere(self, now: float) -> bool:
         return any(load.has_room(0, self._max_backlog, now) for load in self.active.loads.values())
+
+    def _has_room(self, worker: api.Worker, now: float) -> bool:
+        return self.active.loads[worker].has_room(0, self._max_backlog, now)
 
     def _choose(self, prompt: Prompt, view: View, now: float) -> Decision:
         if prompt.pinned is not None:

@@ -33,6 +33,17 @@ def test_it_waits_longer_for_its_worker_when_all_are_busy():
     assert chosen(POLICY, prompt(100), seen(1)) == 1
 
 
+def test_among_many_workers_a_few_idle_ones_are_enough_to_go_elsewhere():
+    def choice(num_busy, num_idle):
+        busy = [{"num_requests": 1} for _ in range(num_busy)]
+        idle = [{} for _ in range(num_idle)]
+        home = {"queued": [6_500]}
+        return chosen(POLICY, prompt(100), view(home, *busy, *idle, cached={0: 90}))
+
+    assert choice(5, 2) == 0  # a quarter is idle, and the home is waited for
+    assert choice(599, 200) != 0  # a quarter is idle, and that is plenty
+
+
 def test_what_is_new_anyway_goes_to_the_cache_that_took_in_least():
     assert chosen(POLICY, prompt(), view({"inserted": 900.0}, {"inserted": 100.0})) == 1
 
