@@ -30,6 +30,13 @@ from dynamo.runtime.http import exchange, router
 
 _MODELS = "/v1/models/"
 _MESSAGES = "/v1/messages"
+_LINKS = (
+    ("/docs", "every route, with a line of curl"),
+    ("/openapi.json", "the same for programs"),
+    ("/v1/models", "what is served"),
+    ("/health", "whether somebody can answer"),
+    ("/metrics", "for Prometheus"),
+)
 
 
 def error_body(status: int, message: str, path: str) -> bytes:
@@ -202,15 +209,11 @@ class App:
             f"<li>{html.escape(model.name)}: {len(model.instances)} worker(s)</li>"
             for model in self._models.ready
         )
-        links = "".join(
-            f'<li><a href="{path}">{path}</a></li>'
-            for path in ("/docs", "/v1/models", "/health", "/metrics")
-        )
-        posts = "".join(f"<li>POST {path}</li>" for path in self.routes.paths("POST"))
+        links = "".join(f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in _LINKS)
         page = (
             "<!doctype html><meta charset=utf-8><title>Dynamo</title><h1>Dynamo frontend</h1>"
-            f"<h2>Models</h2><ul>{served or '<li>none: start a worker</li>'}</ul><h2>Routes</h2><ul>"
-            f"{posts}{links}</ul>"
+            f"<h2>Models</h2><ul>{served or '<li>none: start a worker</li>'}</ul>"
+            f"<h2>See also</h2><ul>{links}</ul>"
         )
         caller.respond(200, page.encode(), content_type="text/html; charset=utf-8")
 
