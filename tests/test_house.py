@@ -56,6 +56,12 @@ def test_package_stays_in_budget(name):
     assert lines <= BUDGET[name]
 
 
+def test_names_of_tests_are_unique():
+    names = [path.name for path in pathlib.Path(__file__).parent.rglob("test_*.py")]
+
+    assert sorted(set(names)) == sorted(names)  # pytest cannot collect two of one name together
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
 def test_file(path):
     rel, source = str(path.relative_to(SRC)), path.read_text()
