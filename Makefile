@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt bench bench-frontend bench-engine bench-router simulate-routing docs clean
+.PHONY: help setup run test check fmt bench bench-frontend bench-engine bench-router simulate-routing simulate-check docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -43,11 +43,16 @@ bench-engine: $(VENV)/.dev  ## measure the native engine on the built-in model
 bench-router: $(VENV)/.dev  ## measure the router (beside the real Dynamo, if PEER=its python)
 	@$(BIN)/python -m benchmarks.router_index $(if $(PEER),--peer $(PEER))
 	@$(BIN)/python -m benchmarks.router_decision
+	@$(BIN)/python -m benchmarks.routing baselines $(if $(PEER),--peer $(PEER))
+	@$(BIN)/python -m benchmarks.routing replicas --conc 16
 
 simulate-routing: $(VENV)/.dev  ## compare routing policies on a trace (TRACE=file in Mooncake's format)
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 0.8
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 1.3
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --cache-tokens 0
+
+simulate-check: $(VENV)/.dev  ## does the simulator foretell what real processes do
+	@$(BIN)/python -m benchmarks.simulate_check
 
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate

@@ -21,11 +21,13 @@ from typing import Any
 import aetcd
 
 from benchmarks.systems import free_port
-from dynamo.runtime.backends.etcd import access, connection
+from dynamo.runtime.backends.etcd import access, connection, discovery
 
 NUM_PUTS = 3_000
 NUM_ROUNDS = 5
 NUM_INSTANCES = 1_000
+NUM_JOINING = 200
+NUM_CHANGES = 10_000
 IDLE_S = 30.0
 LEASE_ID, LEASE_S = 1_000_000, 600
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -35,6 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         etcd, address = stack.enter_context(_etcd(Path(directory)))
         asyncio.run(_compare_puts(address))
+        asyncio.run(_bursts(address))
         asyncio.run(_among_many(stack, etcd, address))
 
 
@@ -68,7 +71,7 @@ async def _compare_puts(address: str) -> None:
         await ours.grant(LEASE_ID, LEASE_S)
         puts: dict[str, Callable[[int], Awaitable[object]]] = {
             "stubs": lambda n: ours.put(f"bench/{n}", b"x" * 200, LEASE_ID),
-            "aetcd": lambda n: theirs.put(f"bench/{n}".encode(), b"x" * 200),
+            "aetcd": lambda n: theirs.put(f"bench/{n}".encode(), b"x" * 200, LEASE_ID),
         }
         for num_at_once in (1, 32):
             cells: dict[str, list[tuple[float, float]]] = {name: [] for name in puts}
@@ -90,6 +93,40 @@ async def _rate(put: Callable[[int], Awaitable[object]], num_at_once: int) -> tu
         await asyncio.gather(*(put(n) for n in range(start, start + num_at_once)))
     cost_s = time.process_time() - cpu
     return NUM_PUTS / (time.monotonic() - began), 1e6 * cost_s / NUM_PUTS
+
+
+async def _bursts(address: str) -> None:
+    """What one watcher hears of, when much happens at once; all members live in this process."""
+    whereto = access.Access(addresses=(address,))
+    watcher = await discovery.EtcdDiscovery.open(whereto, 1)
+    watch = watcher.watch("v1/")
+    began = time.monotonic()
+    members = await asyncio.gather(
+        *(discovery.EtcdDiscovery.open(whereto, 2 + n) for n in range(NUM_JOINING))
+    )
+    await asyncio.gather(*(member.put(f"v1/{n}", b"x") for n, member in enumerate(members)))
+    for _ in members:
+        await anext(watch)
+    print(f"{NUM_JOINING} members joined, all told, in {time.monotonic() - began:.2f} s")
+    await asyncio.gather(*(member.close() for member in members))
+    for _ in members:
+        await anext(watch)
+    async with _connected(address) as direct:
+        await direct.grant(LEASE_ID + 1, LEASE_S)
+        for start in range(0, NUM_CHANGES, 500):
+            keys = [f"v1/{n}" for n in range(start, start + 500)]
+            await asyncio.gather(*(direct.put(key, b"x" * 200, LEASE_ID + 1) for key in keys))
+        for _ in range(NUM_CHANGES):
+            await anext(watch)
+        began, cpu = time.monotonic(), time.process_time()
+        await direct.revoke(LEASE_ID + 1)
+        for _ in range(NUM_CHANGES):
+            await anext(watch)
+        cost_s = time.process_time() - cpu
+    took_s = time.monotonic() - began
+    print(f"{NUM_CHANGES} keys vanished at once: told in {took_s:.2f} s, {cost_s:.2f} s of CPU")
+    await watch.aclose()
+    await watcher.close()
 
 
 async def _among_many(stack: ExitStack, etcd: int, address: str) -> None:

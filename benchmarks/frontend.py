@@ -61,7 +61,7 @@ class Files:
         if not self.model.exists():
             made = [sys.executable, str(HERE / "make_model.py"), str(self.model)]
             subprocess.run(made, check=True)
-        self._sampler = prompts.Sampler(self.model / "tokenizer.json")
+        self.sampler = prompts.Sampler(self.model / "tokenizer.json")
 
     def of(self, cell: Cell, turn: int) -> str:
         """The prompts of a cell; long ones are others in each round, so that nothing is known but what should be."""
@@ -77,7 +77,7 @@ class Files:
             prompts.short(path)
         else:
             make = prompts.known if kind == "known" else prompts.distinct
-            make(path, self._sampler, int(num_tokens), cell.requests, turn)
+            make(path, self.sampler, int(num_tokens), cell.requests, turn)
 
 
 def load(cell: Cell, system: systems.System, path: str, *, requests: int | None = None) -> Figures:

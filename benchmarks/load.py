@@ -7,7 +7,8 @@ It is one asyncio.Protocol per connection (uvloop if installed), keep-alive, req
 parsed while it runs. It prints one JSON line: requests per second, latency and time to first token, SSE events
 per second, and the CPU seconds used by each named process tree and by this process.
 
---prompts is a file with one item a line: a JSON string (one user message) or {"messages": [...]}, used in turn.
+--prompts is a file with one item a line: a JSON string (one user message), {"messages": [...]}, or a list of token ids
+(for /v1/completions), used in turn.
 --pids is NAME=PID[+PID...],... ; the children of each pid are counted with it.
 """
 
@@ -69,8 +70,9 @@ def rss_mb(pids):
 class Run:
     """What all connections share."""
 
-    def __init__(self, requests, total, conc, stream):
+    def __init__(self, requests, total, conc, stream, fresh=False):
         self.requests, self.stream = itertools.cycle(requests), stream
+        self.fresh, self.opening = fresh, set()
         self.total, self.issued, self.live = total, 0, conc
         self.latencies, self.first_texts = [], []
         self.errors = self.events = self.bytes = 0
@@ -84,8 +86,9 @@ class Run:
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, run):
-        self.run, self.busy = run, False
+    def __init__(self, run, door):
+        self.run, self.door, self.busy = run, door, False
+        self.asked = 0
 
     def connection_made(self, transport):
         self.transport = transport
@@ -97,6 +100,12 @@ class Connection(asyncio.Protocol):
             self.transport.close()
             run.leave()
             return
+        if run.fresh and self.asked:
+            self.transport.close()
+            run.opening.add(opening := asyncio.ensure_future(connect(run, self.door)))
+            opening.add_done_callback(run.opening.discard)
+            return
+        self.asked += 1
         run.issued += 1
         self.head = self.first = None
         self.buffer, self.scanned = bytearray(), 0
@@ -147,12 +156,28 @@ class Connection(asyncio.Protocol):
             self.run.leave()
 
 
+async def connect(run, door):
+    loop = asyncio.get_running_loop()
+    await loop.create_connection(lambda: Connection(run, door), door.hostname, door.port or 80)
+
+
 def percentiles_ms(values):
     values = sorted(values)
     return {
         name: round(1000 * values[min(len(values) - 1, int(q * len(values)))], 3)
         for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
-    }
+    } | {"mean": round(1000 * sum(values) / len(values), 3)}
+
+
+def question(item):
+    """A dict is taken as it is, a text as a user's message, numbers as the tokens of a prompt (for /v1/completions)."""
+    if isinstance(item, dict):
+        return item
+    return (
+        {"prompt": item}
+        if isinstance(item, list)
+        else {"messages": [{"role": "user", "content": item}]}
+    )
 
 
 def build_requests(args, host, port):
@@ -162,10 +187,7 @@ def build_requests(args, host, port):
             items = [json.loads(line) for line in f]
     requests = []
     for item in items:
-        messages = (
-            item["messages"] if isinstance(item, dict) else [{"role": "user", "content": item}]
-        )
-        body = {"model": args.model, "messages": messages, "max_tokens": args.osl}
+        body = {"model": args.model, **question(item), "max_tokens": args.osl}
         if args.stream:
             body["stream"] = True
         body.update(json.loads(args.extra))
@@ -179,16 +201,15 @@ def build_requests(args, host, port):
 
 
 async def main(args):
-    url = urllib.parse.urlsplit(args.url)
-    host, port = url.hostname, url.port or 80
-    run = Run(build_requests(args, host, port), args.n, args.conc, args.stream)
+    doors = [urllib.parse.urlsplit(url) for url in args.url.split(",")]
+    host, port = doors[0].hostname, doors[0].port or 80
+    run = Run(build_requests(args, host, port), args.n, args.conc, args.stream, args.fresh)
     named = dict(item.split("=", 1) for item in args.pids.split(",") if item)
     trees = {k: [p for pid in v.split("+") for p in tree(int(pid))] for k, v in named.items()}
     before = {k: cpu_seconds(pids) for k, pids in trees.items()}
     own, start = time.process_time(), time.perf_counter()
-    loop = asyncio.get_running_loop()
-    for _ in range(args.conc):
-        await loop.create_connection(lambda: Connection(run), host, port)
+    for _, door in zip(range(args.conc), itertools.cycle(doors)):
+        await connect(run, door)
     await run.done
     wall = time.perf_counter() - start
     cpu = {k: cpu_seconds(pids) - before[k] for k, pids in trees.items()}
@@ -217,7 +238,9 @@ def arguments():
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--url", default="http://127.0.0.1:8100")
+    p.add_argument(
+        "--url", default="http://127.0.0.1:8100", help="or several, comma-separated, used in turn"
+    )
     p.add_argument("--path", default="/v1/chat/completions")
     p.add_argument("--model", default="m")
     p.add_argument(
@@ -225,6 +248,7 @@ def arguments():
     )
     p.add_argument("--n", type=int, default=100, help="requests in all")
     p.add_argument("--stream", action="store_true")
+    p.add_argument("--fresh", action="store_true", help="a new connection for each request")
     p.add_argument("--osl", type=int, default=1, help="max_tokens of each request")
     p.add_argument("--prompts", help="JSON-lines file, see above")
     p.add_argument("--extra", default="{}", help="JSON object merged into every body")

@@ -1,4 +1,4 @@
-"""Prompt files for the frontend's benchmark: short ones, long ones, and long ones of which most is known.
+"""Prompt files for the benchmarks: short ones, long ones, and long ones of which most is known.
 
 The text is slices of the standard library's source, so it differs between Pythons and is the same for all systems of
 one run. It repeats words, which caches of word pieces like.
@@ -52,6 +52,21 @@ def known(path: Path, sampler: Sampler, num_tokens: int, count: int, seed: objec
     system = {"role": "system", "content": sampler.text(num_tokens - USER_TOKENS, "system")}
     turns = (sampler.text(USER_TOKENS, f"{seed} {number}") for number in range(count))
     _write(path, ({"messages": [system, {"role": "user", "content": turn}]} for turn in turns))
+
+
+def prefixed(
+    path: Path, sampler: Sampler, num_prefixes: int, prefix_tokens: int, count: int
+) -> None:
+    """Each with one of a few system prompts, all equally often and in random order, and a short turn of its own."""
+    texts = [sampler.text(prefix_tokens, f"prefix {number}") for number in range(num_prefixes)]
+    order = [number % num_prefixes for number in range(count)]
+    random.Random(7).shuffle(order)
+    turns = (f"q{number} {sampler.text(32, f'turn {number}')}" for number in range(count))
+    chats = (
+        [{"role": "system", "content": texts[k]}, {"role": "user", "content": turn}]
+        for k, turn in zip(order, turns, strict=True)
+    )
+    _write(path, ({"messages": chat} for chat in chats))
 
 
 def _write(path: Path, items: Iterable[object]) -> None:

@@ -1,4 +1,4 @@
-"""Start and stop the systems that a benchmark compares: a frontend and one simulated worker each, on loopback."""
+"""Start and stop the systems that a benchmark compares: frontends and simulated workers, processes on loopback."""
 
 import contextlib
 import os
@@ -18,16 +18,22 @@ READY_LIMIT_S = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A running pair. `pids` is what the load generator wants: names and process ids."""
+    """What runs. `pids` is what the load generator wants: names and process ids."""
 
     name: str
-    url: str
-    frontend_pid: int
-    worker_pid: int
+    urls: tuple[str, ...]  # of its frontends
+    frontend_pids: tuple[int, ...]
+    worker_pids: tuple[int, ...]
+
+    @property
+    def url(self) -> str:
+        """All of them, as the load generator takes them."""
+        return ",".join(self.urls)
 
     @property
     def pids(self) -> str:
-        return f"fe={self.frontend_pid},wk={self.worker_pid}"
+        frontends, workers = ("+".join(map(str, p)) for p in (self.frontend_pids, self.worker_pids))
+        return f"fe={frontends},wk={workers}"
 
 
 def free_port() -> int:
@@ -45,36 +51,34 @@ def running(
     model: Path,
     worker_flags: Sequence[str] = (),
     frontend_flags: Sequence[str] = (),
+    *,
+    num_workers: int = 1,
+    num_frontends: int = 1,
 ) -> Iterator[System]:
     """The system while the block runs. `python` decides which: ours, or one with the real Dynamo installed."""
-    port = free_port()
+    ports = [free_port() for _ in range(num_frontends)]
+    serve = ["--model-path", str(model), "--model-name", "m", *worker_flags]
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         environ = _environ(python, directory)
-        log = stack.enter_context((Path(directory) / "log").open("w"))
-        frontend = _start(
-            stack,
-            [python, "-m", "dynamo.frontend", "--http-port", str(port), *frontend_flags],
-            environ,
-            log,
+        log = Path(directory) / "log"
+        output = stack.enter_context(log.open("w"))
+
+        def start(module: str, flags: Sequence[str]) -> "subprocess.Popen[bytes]":
+            return _start(stack, [python, "-m", module, *flags], environ, output)
+
+        frontends = [
+            start("dynamo.frontend", ["--http-port", str(port), *frontend_flags]) for port in ports
+        ]
+        workers = [start("dynamo.mocker", serve) for _ in range(num_workers)]
+        urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
+        for url in urls:
+            _wait_for_workers(url, num_workers, [*frontends, *workers], log)
+        yield System(
+            name=name,
+            urls=urls,
+            frontend_pids=tuple(process.pid for process in frontends),
+            worker_pids=tuple(process.pid for process in workers),
         )
-        worker = _start(
-            stack,
-            [
-                python,
-                "-m",
-                "dynamo.mocker",
-                "--model-path",
-                str(model),
-                "--model-name",
-                "m",
-                *worker_flags,
-            ],
-            environ,
-            log,
-        )
-        url = f"http://127.0.0.1:{port}"
-        _wait_for_model(url, [frontend, worker], Path(directory) / "log")
-        yield System(name=name, url=url, frontend_pid=frontend.pid, worker_pid=worker.pid)
 
 
 def start_frontend_s(python: str) -> float:
@@ -138,16 +142,24 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _wait_for_model(url: str, processes: list["subprocess.Popen[bytes]"], log: Path) -> None:
+def _wait_for_workers(
+    url: str, num_workers: int, processes: list["subprocess.Popen[bytes]"], log: Path
+) -> None:
+    """Until the frontend lists the model, and that many who serve it."""
     deadline = time.monotonic() + READY_LIMIT_S
     while time.monotonic() < deadline:
         if any(process.poll() is not None for process in processes):
             raise SystemExit(f"a process of the benchmark ended early:\n{log.read_text()[-2000:]}")
-        with (
-            contextlib.suppress(urllib.error.URLError, ConnectionError),
-            urllib.request.urlopen(f"{url}/v1/models", timeout=2) as answer,
-        ):
-            if b'"m"' in answer.read():
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            is_listed = b'"m"' in fetch(f"{url}/v1/models")
+            if is_listed and fetch(f"{url}/health").count(b'"endpoint":"generate"') >= num_workers:
                 return
         time.sleep(0.1)
     raise SystemExit(f"no model after {READY_LIMIT_S} s:\n{log.read_text()[-2000:]}")
+
+
+def fetch(url: str) -> bytes:
+    """What a GET brings."""
+    with urllib.request.urlopen(url, timeout=2) as answer:
+        body: bytes = answer.read()
+        return body

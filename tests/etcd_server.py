@@ -23,7 +23,9 @@ def _free_port() -> int:
 class EtcdServer:
     """Started by `start`; ended, however it is, by `stop`. Skips the test if there is no etcd on the machine."""
 
-    def __init__(self, directory: pathlib.Path, *flags: str, scheme: str = "http") -> None:
+    def __init__(
+        self, directory: pathlib.Path, *flags: str, scheme: str = "http", name: str = "default"
+    ) -> None:
         if shutil.which("etcd") is None:
             pytest.skip("etcd is not installed: as root on Debian, tests/install_services.sh")
         self.port = _free_port()
@@ -32,6 +34,8 @@ class EtcdServer:
         self._flags = flags
         self._directory = directory
         self._peer = f"http://127.0.0.1:{_free_port()}"
+        self._name = name
+        self.cluster = [self]
         self._process: subprocess.Popen | None = None
 
     def start(self, *, wait: bool = True) -> None:
@@ -39,7 +43,8 @@ class EtcdServer:
         argv = ["etcd", "--data-dir", self._directory / "data", *self._flags]
         argv += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
         argv += ["--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer]
-        argv += ["--initial-cluster", f"default={self._peer}"]
+        peers = (f"{server._name}={server._peer}" for server in self.cluster)
+        argv += ["--name", self._name, "--initial-cluster", ",".join(peers)]
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log)
         if wait:

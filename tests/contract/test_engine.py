@@ -1,6 +1,8 @@
 """What every engine promises its host, over each implementation."""
 
 import asyncio
+import collections
+import functools
 import json
 
 import pytest
@@ -8,8 +10,10 @@ import safetensors.torch
 import torch
 
 from dynamo.base import errors
+from dynamo.engine.mock.answers import Cycle
 from dynamo.engine.mock.batch import Batch
-from dynamo.engine.mock.engine import MockConfig, MockEngine
+from dynamo.engine.mock.engine import MockEngine
+from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.native.engine import NativeEngine
 from dynamo.engine.native.runner import Runner
 from dynamo.engine.native.settings import NativeConfig
@@ -26,6 +30,7 @@ class Sink:
         self.batches = []
         self.errors = {}
         self.events = []
+        self.events_by_rank = collections.defaultdict(list)
         self.deaths = []
         self._changed = asyncio.Event()
 
@@ -38,9 +43,10 @@ class Sink:
         self.errors[request_id] = error
         self._changed.set()
 
-    def kv_events(self, events):
+    def kv_events(self, events, dp_rank=0):
         assert events
         self.events += events
+        self.events_by_rank[dp_rank] += events
         self._changed.set()
 
     def died(self, error):
@@ -100,9 +106,10 @@ class Host:
 
     @property
     def is_idle(self):
-        load = self.engine.load()
-        waiting = load.worker_stats.num_requests_waiting
-        return not load.kv_stats.kv_active_blocks and not waiting
+        return not any(
+            load.kv_stats.kv_active_blocks or load.worker_stats.num_requests_waiting
+            for load in self.engine.load()
+        )
 
     async def until_idle(self):
         async with asyncio.timeout(DEADLINE_S):
@@ -111,7 +118,7 @@ class Host:
 
     @property
     def num_running(self):
-        return self.engine.load().worker_stats.request_active_slots
+        return sum(load.worker_stats.request_active_slots for load in self.engine.load())
 
 
 def make_mock(**settings):
@@ -123,7 +130,7 @@ def make_mock(**settings):
         "speedup_ratio": 0,
     }
     settings = MockConfig(**(defaults | settings))
-    return MockEngine(settings, token_ids=WORDS, context_length=512)
+    return MockEngine(settings, cycle=Cycle(WORDS), context_length=512)
 
 
 def random_qwen3(directory):
@@ -166,10 +173,18 @@ def checkpoint(tmp_path_factory):
     return random_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
-@pytest.fixture(params=["mock", "native"])
+MOCK_MODES = {
+    "mock": {},
+    "mock-fifo": {"preemption_mode": "fifo"},
+    "mock-whole-prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+    "mock-two-ranks": {"data_parallel_size": 2},
+}
+
+
+@pytest.fixture(params=[*MOCK_MODES, "native"])
 def make_engine(request):
-    if request.param == "mock":
-        return make_mock
+    if request.param in MOCK_MODES:
+        return functools.partial(make_mock, **MOCK_MODES[request.param])
     path = request.getfixturevalue("checkpoint")
 
     def make_native(**settings):
@@ -196,11 +211,12 @@ async def host(make_engine):
 PROMPT = list(range(3, 43))
 
 
-async def test_start_gives_the_facts(host):
+async def test_start_gives_the_facts(host, request):
     facts = host.facts
+    num_batched = 512 if "whole-prompts" in request.node.name else 64
 
     assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 16, 64)
-    assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
+    assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, num_batched)
 
 
 async def test_an_answer_has_as_many_tokens_as_asked_for(host):
@@ -474,11 +490,15 @@ async def test_clearing_forgets_prefixes_and_disturbs_nobody(host):
 async def test_an_idle_engine_is_not_busy(host):
     await host.answer("a", PROMPT, max_tokens=4)
     await host.until_idle()
-    load = host.engine.load()
+    loads = host.engine.load()
 
-    assert load.worker_stats.request_active_slots == 0
-    assert load.worker_stats.num_requests_waiting == 0
-    assert load.kv_stats.kv_total_blocks == 64
+    assert [load.worker_stats.data_parallel_rank for load in loads] == list(
+        range(host.facts.data_parallel_size)
+    )
+    for load in loads:
+        assert load.worker_stats.request_active_slots == 0
+        assert load.worker_stats.num_requests_waiting == 0
+        assert load.kv_stats.kv_total_blocks == 64
 
 
 async def test_stopping_drops_what_runs_in_silence(make_engine):

@@ -33,7 +33,7 @@ class Engine:
         pass
 
     def load(self):
-        return None
+        return ()
 
 
 class LosingPlane:

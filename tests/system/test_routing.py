@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import random
+import threading
 
 import httpx
 from deployment import MODEL, eventually
@@ -82,6 +83,54 @@ def test_a_killed_worker_gets_nothing_after_it_was_noticed(deployment):
         told = list(pool.map(lambda n: ask(frontend, prefix(n)), range(NUM_PREFIXES)))
 
     assert all(usage["completion_tokens"] == 4 for usage in told)
+
+
+def test_a_worker_killed_in_mid_traffic_costs_the_streams_that_it_had_and_no_more(deployment):
+    workers, (frontend,) = start(deployment, 1)
+    texts = [f"{prefix(n % NUM_PREFIXES)} {n}" for n in range(240)]
+    noticed_after = threading.Event()
+
+    def ask_and_note(text):
+        """Whether it was asked once the worker was known to be gone, and the answer's status."""
+        was_noticed = noticed_after.is_set()
+        body = {"model": MODEL, "prompt": text, "max_tokens": 16}
+        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+        return was_noticed, answer.status_code, answer.text
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask_and_note, text) for text in texts[:120]]
+        eventually(lambda: sum(one.done() for one in asked) >= 30, within_s=60, what="traffic")
+        workers[0].kill()
+        eventually(lambda: is_listing(frontend, 2), within_s=5, what="two workers")
+        noticed_after.set()
+        asked += [pool.submit(ask_and_note, text) for text in texts[120:]]
+        told = [one.result() for one in asked]
+    failed = [one for one in told if one[1] != 200]
+
+    assert sum(was_noticed for was_noticed, _, _ in told) >= 100
+    assert not [one for one in failed if one[0]]
+    assert len(failed) <= 8, failed  # at most those that were under way, one for each client
+
+
+def test_workers_of_one_process_are_routed_to_by_what_each_has(deployment):
+    fleet = deployment.mocker(*WORKER, "--num-workers", "3")
+    frontend = deployment.frontend(*KV)
+    frontend.await_models([MODEL])
+    eventually(lambda: is_listing(frontend, 3), within_s=30, what="three workers")
+
+    assert load([frontend]) > 0.7
+    assert fleet.metric("requests_total") == NUM_PREFIXES * REPEATS
+
+    fleet.kill()
+    eventually(lambda: frontend.models() == [], within_s=5, what="no model")
+
+
+def test_ranks_of_one_worker_are_routed_to_by_what_each_has(deployment):
+    deployment.mocker(*WORKER, "--data-parallel-size", "3")
+    frontend = deployment.frontend(*KV)
+    frontend.await_models([MODEL])
+
+    assert load([frontend]) > 0.7
 
 
 def test_the_standalone_router_starts_and_stops(deployment):

@@ -21,7 +21,7 @@ from dynamo.protocols import generate, kv_events, load, model_card
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What is known once an engine has started; it goes onto the model card."""
+    """What is known once an engine has started; it goes onto the model card. Blocks and limits are those of a rank."""
 
     context_length: int  # tokens, prompt and answer together
     kv_block_size: int  # tokens
@@ -81,8 +81,8 @@ class Engine(Protocol):
         """Stop one of its n choices; nothing more is said about it, and the others go on. Of the last it is `abort`."""
         ...
 
-    def load(self) -> load.ForwardPassMetrics:
-        """How busy it is now; cheap."""
+    def load(self) -> Sequence[load.ForwardPassMetrics]:
+        """How busy each data-parallel rank is now; cheap."""
         ...
 
     async def clear_kv_blocks(self) -> None:

@@ -76,6 +76,7 @@ class KvRouter:
         self._sessions = sessions
         self._sharing = sharing or Sharing()
         self._cards: Mapping[int, model_card.ModelCard] = {}
+        self._ranked: frozenset[int] = frozenset()  # instances that must be told a rank
         self._waiting: dict[str, asyncio.Future[Decision]] = {}
         self._numbers = itertools.count()
         asked.on_change(self._follow)
@@ -171,6 +172,7 @@ class KvRouter:
             sequence_hashes=sequence,
             priority=request.priority,
             pinned=self._pinned(request, instance_id),
+            dp_rank=request.data_parallel_rank,
         )
 
     def _pinned(self, request: generate.Request, instance_id: int | None) -> api.Worker | None:
@@ -240,7 +242,7 @@ class KvRouter:
     async def _send(self, sending: Sending, decision: Decision) -> requests.Stream:
         routed = _Routed(self, sending)
         request, worker = sending.request, decision.worker
-        if worker.dp_rank != (request.data_parallel_rank or 0):
+        if worker.instance_id in self._ranked and worker.dp_rank != request.data_parallel_rank:
             request = msgspec.structs.replace(request, data_parallel_rank=worker.dp_rank)
         try:
             stream = await self._client.open(
@@ -266,6 +268,7 @@ class KvRouter:
             if instance_id in self._client.instances
             for rank in range(card.runtime_config.data_parallel_size)
         }
+        self._ranked = frozenset(worker.instance_id for worker in workers if worker.dp_rank)
         known = set(self.selector.active.loads)
         self.selector.set_workers(workers)
         self._counts.show(self.selector.active.loads, known - workers.keys())

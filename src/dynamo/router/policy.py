@@ -27,6 +27,18 @@ class Prompt:
     deadline: float | None = None  # when its first token is wanted, on the clock of `now`
     pinned: Worker | None = None  # the caller has chosen already
     among: frozenset[int] | None = None  # instances that may be chosen; None: all
+    dp_rank: int | None = None  # the rank that the caller wants, of whichever worker; None: any
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every worker may be chosen."""
+        return self.among is None and self.dp_rank is None
+
+    def allows(self, worker: Worker) -> bool:
+        """Whether this one may."""
+        return (self.among is None or worker.instance_id in self.among) and (
+            self.dp_rank is None or worker.dp_rank == self.dp_rank
+        )
 
     @classmethod
     def from_tokens(

@@ -184,8 +184,8 @@ class Selector:
 
     def _view(self, prompt: Prompt) -> View:
         loads: Mapping[api.Worker, Load] = self.active.loads
-        if prompt.among is not None:
-            loads = {worker: load for worker, load in loads.items() if worker[0] in prompt.among}
+        if not prompt.is_free:
+            loads = {worker: load for worker, load in loads.items() if prompt.allows(worker)}
         if not self._policy.looks:
             return View(loads, _NOTHING, _NOTHING)
         overlaps = self._index.find(prompt.sequence_hashes)
@@ -201,10 +201,20 @@ class Selector:
 
     def _check(self, prompt: Prompt) -> None:
         loads = self.active.loads
-        if not any(prompt.among is None or worker[0] in prompt.among for worker in loads):
+        if prompt.dp_rank is not None and prompt.pinned is None:
+            self._check_rank(prompt.dp_rank)
+        if not any(map(prompt.allows, loads)):
             raise errors.NoWorkers("no worker serves this model: start one, or wait until it is up")
         if prompt.pinned is not None and prompt.pinned not in loads:
             raise errors.InvalidRequest(
                 f"expected the id of a worker that serves this model, got {prompt.pinned.instance_id}",
                 param="nvext.backend_instance_id",
+            )
+
+    def _check_rank(self, dp_rank: int) -> None:
+        ranks = {worker.dp_rank for worker in self.active.loads}
+        if ranks and dp_rank not in ranks:
+            raise errors.InvalidRequest(
+                f"data_parallel_rank: expected at most {max(ranks)}, got {dp_rank}",
+                param="data_parallel_rank",
             )

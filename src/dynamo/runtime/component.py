@@ -6,10 +6,13 @@
         ...
         await runtime.drain(timeout_s)                  # vanish from discovery, finish what runs
 
-Several runtimes can live in one process, for tests and for `dynamo run`: they share a `MemoryCluster`.
+Several runtimes can live in one process. For tests and for `dynamo run` they share a `MemoryCluster`; a process that
+hosts many workers makes one `sibling` for each, because a lease and a listener per worker would cost threads.
 """
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal
@@ -50,7 +53,7 @@ class RuntimeConfig(tracing.TracingConfig):
         120.0,
         env="DYN_ETCD_START_TIMEOUT_SECS",
         help="for how long a process that starts waits for etcd",
-        least=0,
+        least=1,
     )
     file_kv: str | None = config.option(
         None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"
@@ -97,14 +100,18 @@ class DistributedRuntime:
         instance_id: ids.InstanceId,
         registry: discovery.Discovery,
         plane: requests.RequestPlane,
+        new_plane: Callable[[], requests.RequestPlane],
         event_plane: events.EventPlane,
         inhibited_s: float = 5.0,
+        is_sibling: bool = False,
     ) -> None:
         self.instance_id = instance_id
         self.discovery = registry
         self.requests = plane
         self.events = event_plane
+        self._new_plane = new_plane
         self._inhibited_s = inhibited_s
+        self._is_sibling = is_sibling
         self._keys: list[str] = []
         self._clients: list[client.EndpointClient] = []
 
@@ -115,12 +122,14 @@ class DistributedRuntime:
         """Join as the settings say; what they want in memory is in `cluster`. Raises ConfigError."""
         cluster = cluster or MemoryCluster()
         instance_id = ids.new_instance_id()
-        plane = _request_plane(settings, cluster)
+        new_plane = functools.partial(_request_plane, settings, cluster)
+        plane = new_plane()
         registry = await _discovery(settings, cluster, instance_id)
         return cls(
             instance_id=instance_id,
             registry=registry,
             plane=plane,
+            new_plane=new_plane,
             event_plane=_event_plane(settings, cluster, registry, instance_id),
             inhibited_s=settings.inhibited_duration_secs,
         )
@@ -132,6 +141,21 @@ class DistributedRuntime:
             discovery_backend="mem", request_plane="memory", event_plane="memory"
         )
         return await cls.open(settings, cluster)
+
+    def sibling(self) -> "DistributedRuntime":
+        """Another instance in this process, asked at an address of its own; close it before us.
+
+        It lives under our lease, and is heard through our event plane.
+        """
+        return DistributedRuntime(
+            instance_id=ids.new_instance_id(),
+            registry=self.discovery,
+            plane=self._new_plane(),
+            new_plane=self._new_plane,
+            event_plane=self.events,
+            inhibited_s=self._inhibited_s,
+            is_sibling=True,
+        )
 
     async def register(
         self,
@@ -185,8 +209,9 @@ class DistributedRuntime:
         for made in self._clients:
             await made.close()
         await self.requests.close()
-        await self.events.close()
-        await self.discovery.close()
+        if not self._is_sibling:
+            await self.events.close()
+            await self.discovery.close()
 
     async def __aenter__(self) -> "DistributedRuntime":
         return self

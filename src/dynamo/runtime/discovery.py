@@ -3,7 +3,8 @@
 A process holds one *lease*: what it puts vanishes when it closes, when it dies, or when its lease is lost for
 longer than the time to live. Keys are `/`-separated paths (see `protocols.instances`), values are small bytes (JSON).
 
-Implementations: `backends.memory_discovery` (one process), `backends.file` (one host, the default).
+Implementations: `backends.memory_discovery` (one process), `backends.file` (one host, the default),
+`backends.etcd` (several hosts).
 `tests/contract/test_discovery.py` runs one suite over all of them.
 """
 

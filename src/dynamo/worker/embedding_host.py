@@ -66,7 +66,7 @@ class EmbeddingHost:
             endpoints=(self._endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._counts.uptime_s,
-            render=lambda: self._counts.render(None),
+            render=lambda: self._counts.render(()),
         )
         return await self._system.start(host, port)
 

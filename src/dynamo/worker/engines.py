@@ -7,7 +7,7 @@ learns which one to install.
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ class EngineKind:
     settings: str  # a dataclass, importable without the extra
     engine: str  # called with the model's directory and the settings
     embedder: str  # likewise
+    several: str | None = None  # likewise; gives all that the settings want in one process
     requires: str | None = None  # a package that only an extra of our distribution brings
     extra: str | None = None
     needs_weights: bool = True
@@ -45,8 +46,9 @@ KIND_BY_NAME = {
         },
     ),
     "mocker": EngineKind(
-        settings="dynamo.engine.mock.engine:MockConfig",
+        settings="dynamo.engine.mock.settings:MockConfig",
         engine="dynamo.worker.mocking:build",
+        several="dynamo.worker.mocking:build_all",
         embedder="dynamo.worker.mocking:build_embedder",
         needs_weights=False,
     ),
@@ -72,6 +74,15 @@ def build(name: str, directory: Path, settings: Any) -> api.Engine:
     """An engine, not yet started. Raises ConfigError if what it needs is not installed."""
     engine: api.Engine = _load_part(name, KIND_BY_NAME[name].engine)(directory, settings)
     return engine
+
+
+def build_all(name: str, directory: Path, settings: Any) -> Sequence[api.Engine]:
+    """The engines of one process, not yet started: one, unless the settings want more. Raises ConfigError."""
+    several = KIND_BY_NAME[name].several
+    if several is None:
+        return (build(name, directory, settings),)
+    engines: Sequence[api.Engine] = _load_part(name, several)(directory, settings)
+    return engines
 
 
 def build_embedder(name: str, directory: Path, settings: Any) -> api.Embedder:

@@ -39,6 +39,7 @@ class Host:
         make_card: MakeCard,
         request_limit: int,
         clock: clocks.Clock,
+        counts: metrics.WorkerMetrics | None = None,
         traces: tracing.TracingConfig | None = None,
     ) -> None:
         self._engine = engine
@@ -46,7 +47,7 @@ class Host:
         self._endpoint = endpoint
         self._make_card = make_card
         self._clock = clock
-        self._counts = metrics.WorkerMetrics(endpoint, clock)
+        self._counts = counts or metrics.WorkerMetrics(endpoint, clock)
         self._requests = inflight.InFlight(
             engine, limit=request_limit, counts=self._counts, clock=clock
         )
@@ -99,7 +100,7 @@ class Host:
             endpoints=(self._endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._counts.uptime_s,
-            render=lambda: self._counts.render(self._engine.load() if self._is_ready else None),
+            render=lambda: self._counts.render(self._engine.load() if self._is_ready else ()),
         )
         return await self._system.start(host, port)
 

@@ -1,5 +1,8 @@
 """What a worker counts, under the names that dashboards of the original know (`dynamo_component_*`)."""
 
+import statistics
+from collections.abc import Sequence
+
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.observability import metrics
@@ -69,12 +72,15 @@ class WorkerMetrics:
         elif error is not None:
             self._errors.labels(*self._at, error.code).inc()
 
-    def render(self, current: load.ForwardPassMetrics | None) -> bytes:
-        """The exposition, with the engine's load as it is now, if there is one yet."""
+    def render(self, current: Sequence[load.ForwardPassMetrics]) -> bytes:
+        """The exposition, with the load of all ranks as it is now, if there are any yet."""
         self._uptime.set(self.uptime_s)
-        if current is not None:
-            self._active_blocks.set(current.kv_stats.kv_active_blocks)
-            self._total_blocks.set(current.kv_stats.kv_total_blocks)
-            self._usage.set(current.kv_stats.gpu_cache_usage_perc)
-            self._hit_rate.set(current.kv_stats.gpu_prefix_cache_hit_rate)
+        if current:
+            stats = [state.kv_stats for state in current]
+            num_active = sum(one.kv_active_blocks for one in stats)
+            num_total = sum(one.kv_total_blocks for one in stats)
+            self._active_blocks.set(num_active)
+            self._total_blocks.set(num_total)
+            self._usage.set(num_active / num_total if num_total else 0.0)
+            self._hit_rate.set(statistics.fmean(one.gpu_prefix_cache_hit_rate for one in stats))
         return self.registry.render()

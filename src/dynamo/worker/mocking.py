@@ -1,10 +1,16 @@
-"""The simulated engine for a model directory: it borrows the model's tokenizer and context, and needs no weights."""
+"""The simulated engine for a model directory: it borrows the model's tokenizer and context, and needs no weights.
+
+One process can hold hundreds of them. Each has a scheduler and a cache of its own; what they say, they share.
+"""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.engine.mock import embedder, engine
+from dynamo.engine.mock import answers, embedder, engine, profile
+from dynamo.engine.mock import settings as mock_settings
 from dynamo.preprocess import tokenize
 from dynamo.protocols import blocks
 
@@ -15,17 +21,35 @@ TEXT = (
 DEFAULT_CONTEXT = 32_768  # tokens, for a model that does not say
 
 
-def build(directory: Path, settings: engine.MockConfig) -> engine.MockEngine:
+def build(directory: Path, settings: mock_settings.MockConfig) -> engine.MockEngine:
     """An engine that says TEXT in the model's tokens. Raises ConfigError."""
+    return build_all(directory, replace(settings, num_workers=1))[0]
+
+
+def build_all(directory: Path, settings: mock_settings.MockConfig) -> Sequence[engine.MockEngine]:
+    """As many as --num-workers says. Raises ConfigError."""
+    settings = mock_settings.with_extra(settings)
     tokenizer = tokenize.Tokenizer((directory / "tokenizer.json").read_bytes())
     (packed,) = tokenizer.encode_now([TEXT], add_special_tokens=False)
-    token_ids = blocks.unpack(packed)
-    return engine.MockEngine(
-        settings, token_ids=token_ids or [0], context_length=_context_length(directory)
-    )
+    cycle = answers.Cycle(blocks.unpack(packed) or [0])
+    length, measured = _context_length(directory), _profile(settings.planner_profile_data)
+    return [
+        engine.MockEngine(settings, cycle=cycle, context_length=length, profile=measured)
+        for _ in range(settings.num_workers)
+    ]
 
 
-def build_embedder(directory: Path, settings: engine.MockConfig) -> embedder.MockEmbedder:
+def _profile(path: str | None) -> profile.Profile | None:
+    if path is None:
+        return None
+    where = f"--planner-profile-data {path}"
+    try:
+        return profile.read(Path(path).read_bytes(), where)
+    except OSError as error:
+        raise errors.ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+
+
+def build_embedder(directory: Path, settings: mock_settings.MockConfig) -> embedder.MockEmbedder:
     """An embedder for texts as long as the model takes. Raises ConfigError."""
     return embedder.MockEmbedder(
         context_length=settings.max_model_len or _context_length(directory),

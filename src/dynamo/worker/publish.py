@@ -66,16 +66,17 @@ class Publisher:
             yield from self._replay(dp_rank, record, request.positions.get(dp_rank))
 
     async def publish_load(
-        self, measure: Callable[[], load.ForwardPassMetrics], clock: clocks.Clock
+        self, measure: Callable[[], Sequence[load.ForwardPassMetrics]], clock: clocks.Clock
     ) -> None:
-        """Tell the load for as long as the worker lives."""
-        told: load.ForwardPassMetrics | None = None
+        """Tell the load of each rank for as long as the worker lives."""
+        told: Sequence[load.ForwardPassMetrics] = ()
         told_at = clock.now()
         while True:
             current = measure()
             if current != told or clock.now() - told_at >= HEARTBEAT_S:
-                event = load.LoadEvent(worker_id=self._worker_id, data=current)
-                self._plane.publish(self._load_topic, self._encode(event))
+                for state in current:
+                    event = load.LoadEvent(worker_id=self._worker_id, data=state)
+                    self._plane.publish(self._load_topic, self._encode(event))
                 told, told_at = current, clock.now()
             await clock.sleep(LOAD_INTERVAL_S)
 

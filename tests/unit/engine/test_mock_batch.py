@@ -12,13 +12,16 @@ from dynamo.protocols import blocks, generate
 WORDS = tuple(range(1000, 1007))
 
 
-def make_batch(num_blocks=64, block_size=4, seqs=8, budget=16, context=10**6, caching=True):
+def make_batch(
+    num_blocks=64, block_size=4, seqs=8, budget=16, context=10**6, caching=True, **limits
+):
     cycle = Cycle(WORDS)
     memory = Memory(cycle, num_blocks=num_blocks, block_size=block_size, prefix_caching=caching)
     limits = Limits(
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         context_length=min(context, num_blocks * block_size),
+        **limits,
     )
     return Batch(cycle, memory, limits)
 
@@ -95,6 +98,41 @@ def test_the_newest_gives_way_when_blocks_run_out():
     assert ended == ["old", "new"]
 
 
+def test_or_the_oldest_if_it_is_told_so():
+    batch = make_batch(num_blocks=6, budget=16, preempts_newest=False)
+    batch.submit(make_request("old", range(8), max_tokens=12))
+    batch.submit(make_request("new", range(20, 28), max_tokens=12))
+    ended = []
+    while batch.has_work:
+        batch.schedule()
+        ended += [item.request_id for item in batch.commit() if item.output.finish_reason]
+
+    assert ended == ["new", "old"]
+
+
+def test_a_whole_prompt_waits_for_a_step_that_holds_it():
+    batch = make_batch(budget=16, chunked_prefill=False)
+    batch.submit(make_request("a", range(10), max_tokens=2))
+    batch.submit(make_request("b", range(20, 30), max_tokens=2))
+    plans = []
+    while batch.has_work:
+        plan = batch.schedule()
+        plans.append((plan.num_prompt_tokens, plan.num_decoding))
+        batch.commit()
+
+    assert plans == [(10, 0), (10, 1), (0, 1)]
+
+
+def test_what_a_whole_prompt_has_in_the_cache_needs_no_place_in_the_step():
+    batch = make_batch(budget=16, chunked_prefill=False)
+    batch.submit(make_request("warm", range(14), max_tokens=1))
+    run(batch)
+    batch.submit(make_request("a", range(12, 24), max_tokens=1))
+    batch.submit(make_request("b", range(14), max_tokens=1))
+
+    assert batch.schedule().num_prompt_tokens == 12 + 2
+
+
 def test_the_choices_of_a_request_share_its_prompt():
     batch = make_batch(budget=64)
     batch.submit(make_request("a", range(9), n=3, max_tokens=3))
@@ -103,7 +141,16 @@ def test_the_choices_of_a_request_share_its_prompt():
         plans.append(batch.schedule().num_prompt_tokens)
         batch.commit()
 
-    assert plans[:2] == [9, 2]
+    assert plans == [9 + 1 + 1, 0, 0]
+
+
+def test_equal_prompts_of_one_step_are_computed_once():
+    batch = make_batch(budget=64)
+    batch.submit(make_request("a", range(10), max_tokens=1))
+    batch.submit(make_request("b", range(10), max_tokens=1))
+
+    assert batch.schedule().num_prompt_tokens == 10 + 2
+    assert [item.output.cached_tokens for item in batch.commit()] == [0, 8]
 
 
 requests = st.fixed_dictionaries(
@@ -117,17 +164,29 @@ requests = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     plan=st.lists(requests, max_size=10),
     num_blocks=st.integers(1, 12),
     seqs=st.integers(3, 5),
     budget=st.integers(5, 20),
     caching=st.booleans(),
+    chunked=st.booleans(),
+    newest=st.booleans(),
 )
-def test_every_choice_gets_its_answer_whatever_happens(plan, num_blocks, seqs, budget, caching):
-    batch = make_batch(num_blocks=num_blocks, seqs=seqs, budget=budget, caching=caching)
-    capacity = num_blocks * 4
+def test_every_choice_gets_its_answer_whatever_happens(
+    plan, num_blocks, seqs, budget, caching, chunked, newest
+):
+    capacity = num_blocks * 4 if chunked else min(num_blocks * 4, budget)
+    batch = make_batch(
+        num_blocks=num_blocks,
+        seqs=seqs,
+        budget=budget,
+        context=capacity,
+        caching=caching,
+        chunked_prefill=chunked,
+        preempts_newest=newest,
+    )
     plan = {str(i): spec for i, spec in enumerate(plan) if len(spec["prompt"]) < capacity}
     aborted, outputs, now = set(), {}, 0
     while now <= 30 or batch.has_work:

@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.mock.engine import MockConfig, MockEngine
+from dynamo.engine.mock.answers import Cycle
+from dynamo.engine.mock.engine import MockEngine
+from dynamo.engine.mock.settings import MockConfig
 from dynamo.protocols import blocks, generate
 
 
@@ -35,13 +37,15 @@ class Times:
         if batch[-1].output.finish_reason:
             self.ended.set()
 
-    def kv_events(self, events):
+    def kv_events(self, events, dp_rank):
         pass
 
 
 async def times_of_tokens(num_tokens, **settings):
     clock = FakeClock()
-    engine = MockEngine(MockConfig(**settings), token_ids=[1, 2], context_length=100, clock=clock)
+    engine = MockEngine(
+        MockConfig(**settings), cycle=Cycle([1, 2]), context_length=100, clock=clock
+    )
     sink = Times(clock)
     await engine.start(sink)
     engine.submit(
@@ -70,15 +74,114 @@ async def test_at_once_is_at_once():
     assert await times_of_tokens(3, speedup_ratio=0) == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_num_batched_tokens": 100}, "100 is less than --max-num-seqs 256"),
-        ({"block_size": 0}, "--block-size: expected at least 1, got 0"),
-        ({"speedup_ratio": -1.0}, "--speedup-ratio: expected 0 or more, got -1.0"),
-        ({"tick_ms": float("nan")}, "--tick-ms: expected 0 or more, got nan"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(errors.ConfigError, match=message):
-        MockEngine(MockConfig(**settings), token_ids=[1], context_length=100)
+async def test_loading_takes_the_time_that_it_is_told():
+    assert await times_of_tokens(1, startup_time=2.0, tick_ms=20) == [2.02]
+
+
+async def test_a_prompt_longer_than_a_step_is_refused_where_prompts_stay_whole():
+    settings = MockConfig(
+        enable_chunked_prefill=False, max_num_batched_tokens=16, max_num_seqs=4, block_size=4
+    )
+    engine = MockEngine(settings, cycle=Cycle([1]), context_length=100, clock=FakeClock())
+
+    with pytest.raises(errors.ContextTooLong, match="20 tokens; at most 15"):
+        engine.submit(generate.Request(id="a", model="m", token_ids=blocks.pack(range(20))))
+
+
+class Ranks:
+    """A sink that notes of which rank blocks are told, and waits for requests to end."""
+
+    def __init__(self):
+        self.stored, self.cached, self.num_ended = {}, [], 0
+        self.changed = asyncio.Event()
+
+    def outputs(self, batch):
+        for item in batch:
+            if item.output.cached_tokens is not None:
+                self.cached.append(item.output.cached_tokens)
+            self.num_ended += item.output.finish_reason is not None
+        self.changed.set()
+
+    def kv_events(self, events, dp_rank):
+        self.stored.setdefault(dp_rank, []).extend(events)
+        self.changed.set()
+
+    async def until_ended(self, num):
+        async with asyncio.timeout(10):
+            while self.num_ended < num:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+async def two_ranks():
+    settings = MockConfig(
+        data_parallel_size=2, block_size=4, speedup_ratio=0, num_gpu_blocks_override=64
+    )
+    engine = MockEngine(settings, cycle=Cycle([1, 2]), context_length=100, clock=FakeClock())
+    sink = Ranks()
+    await engine.start(sink)
+    yield engine, sink
+    await engine.stop()
+
+
+def submit(engine, request_id, rank=None):
+    engine.submit(
+        generate.Request(
+            id=request_id,
+            model="m",
+            token_ids=blocks.pack(range(10)),
+            stop_conditions=generate.StopConditions(max_tokens=2),
+            data_parallel_rank=rank,
+        )
+    )
+
+
+async def test_a_rank_has_a_cache_of_its_own_and_tells_of_it(two_ranks):
+    engine, sink = two_ranks
+    for number, rank in enumerate((0, 1, 1)):
+        submit(engine, str(number), rank)
+        await sink.until_ended(number + 1)
+
+    assert sink.cached == [0, 0, 8]
+    assert {rank: len(events[0].blocks) for rank, events in sink.stored.items()} == {0: 2, 1: 2}
+
+
+async def test_a_request_that_names_no_rank_goes_to_the_one_with_the_fewest(two_ranks):
+    engine, sink = two_ranks
+    for number in range(4):
+        submit(engine, str(number))
+    waiting = [one.worker_stats.num_requests_waiting for one in engine.load()]
+    await sink.until_ended(4)
+
+    assert waiting == [2, 2]
+    assert [one.worker_stats.data_parallel_rank for one in engine.load()] == [0, 1]
+
+
+async def test_a_rank_that_is_not_there_is_refused(two_ranks):
+    engine, _ = two_ranks
+
+    with pytest.raises(errors.InvalidRequest, match="data_parallel_rank: expected below 2, got 2"):
+        submit(engine, "a", 2)
+
+
+async def test_an_id_is_in_use_whichever_rank_has_it(two_ranks):
+    engine, _ = two_ranks
+    submit(engine, "a", 0)
+
+    with pytest.raises(errors.InvalidRequest, match="'a' runs already"):
+        submit(engine, "a", 1)
+
+
+async def test_without_a_prefix_cache_nothing_is_found_and_nothing_told():
+    settings = MockConfig(enable_prefix_caching=False, block_size=4, speedup_ratio=0)
+    engine = MockEngine(settings, cycle=Cycle([1, 2]), context_length=100, clock=FakeClock())
+    sink = Ranks()
+    await engine.start(sink)
+    for number in range(2):
+        submit(engine, str(number))
+        await sink.until_ended(number + 1)
+    await engine.stop()
+
+    assert sink.cached == [0, 0]
+    assert sink.stored == {}

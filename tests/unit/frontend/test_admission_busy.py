@@ -8,13 +8,14 @@ from dynamo.frontend.admission import busy
 from dynamo.protocols import load
 
 
-def state(*, active=0, total=100, waiting=0):
+def state(*, active=0, total=100, waiting=0, rank=0):
     return load.ForwardPassMetrics(
         worker_stats=load.WorkerStats(
             request_active_slots=1,
             request_total_slots=8,
             num_requests_waiting=0,
             active_prefill_tokens=waiting,
+            data_parallel_rank=rank,
         ),
         kv_stats=load.KvStats(kv_active_blocks=active, kv_total_blocks=total),
     )
@@ -61,6 +62,18 @@ def test_busy_are_those_that_told_lately_that_they_are(heard, asked):
     }  # fmt: skip
     assert found == loads.busy_among(asked, thresholds, 0, 20.0)
     assert len(loads) == sum(20.0 - at <= busy.STALE_S for _, at in heard.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [([90, 90], True), ([90, 10], False), ([10, 90], False)]
+)
+def test_a_worker_is_busy_when_all_its_ranks_are(ranks, expected):
+    loads, thresholds = busy.Loads(), busy.Thresholds(active_decode_blocks_threshold=0.5)
+    for rank, active in enumerate(ranks):
+        loads.hear(load.LoadEvent(worker_id=7, data=state(active=active, rank=rank)), 1.0)
+
+    assert (7 in loads.busy_among([7], thresholds, 0, 1.0)) == expected
+    assert 7 not in loads.busy_among([7], thresholds, 0, 99.0)
 
 
 def test_thresholds_are_set_when_one_is():

@@ -123,7 +123,27 @@ async def test_data_parallel_ranks_are_workers_of_their_own(world):
     await world.open(*range(1000, 1100))
 
     ranks = [one.data_parallel_rank for one in world.workers[0].requests]
-    assert sorted(rank or 0 for rank in ranks) == [0, 1]
+    assert sorted(ranks) == [0, 1]  # told even if it is 0: else the worker would choose
+
+
+async def test_a_rank_that_the_caller_names_is_kept_and_an_unknown_one_refused(world):
+    await world.route(2, facts={"data_parallel_size": 2})
+
+    for number in range(4):
+        await world.open(*range(number * 1000, number * 1000 + 100), data_parallel_rank=1)
+
+    asked = [one.data_parallel_rank for worker in world.workers for one in worker.requests]
+    assert asked == [1] * 4
+    with pytest.raises(errors.InvalidRequest, match="data_parallel_rank: expected at most 1"):
+        await world.open(data_parallel_rank=2)
+
+
+async def test_a_worker_without_ranks_is_told_none(world):
+    await world.route(1)
+
+    await world.open()
+
+    assert [one.data_parallel_rank for one in world.workers[0].requests] == [None]
 
 
 async def test_requests_wait_while_their_worker_is_busy_and_go_when_it_is_not(world):

@@ -164,3 +164,19 @@ def test_a_process_inherits_the_flags():
 async def test_an_address_that_nobody_can_reach_is_refused(host):
     with pytest.raises(errors.ConfigError, match="DYN_TCP_RPC_HOST"):
         await DistributedRuntime.open(RuntimeConfig(tcp_rpc_host=host, discovery_backend="mem"))
+
+
+async def test_a_sibling_is_an_instance_of_its_own_under_the_same_lease(pair):
+    worker, frontend = pair
+    sibling = worker.sibling()
+    both = [await one.register(NAME, echo) for one in (worker, sibling)]
+    client = frontend.client(NAME)
+    await client.wait_for_instances(5)
+    receivers = [Receiver(), Receiver()]
+    for instance, receiver in zip(both, receivers, strict=True):
+        await client.open("hello", receiver, instance_id=instance.instance_id)
+
+    assert len({instance.instance_id for instance in both}) == 2
+    assert [await receiver.over for receiver in receivers] == [None, None]
+    await sibling.close()
+    assert list(await frontend.discovery.get_prefix("v1/instances/")) == [both[0].key]

@@ -31,6 +31,13 @@ def test_what_is_no_endpoint_is_refused_by_name(endpoint):
         access.read([endpoint], {})
 
 
+def test_a_password_in_an_endpoint_is_refused_and_not_repeated():
+    with pytest.raises(errors.ConfigError, match="ETCD_AUTH_PASSWORD") as refused:
+        access.read(["http://dynamo:s3cret@etcd:2379"], {})
+
+    assert "s3cret" not in str(refused.value)
+
+
 def test_no_endpoint_at_all_is_refused():
     with pytest.raises(errors.ConfigError, match="at least one"):
         access.read([], {})

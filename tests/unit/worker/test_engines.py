@@ -5,7 +5,7 @@ import os
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.mock import engine as mock
+from dynamo.engine.mock import settings as mock
 from dynamo.engine.native import settings as native
 from dynamo.worker import engines
 

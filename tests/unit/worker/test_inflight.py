@@ -180,7 +180,7 @@ def test_requests_are_counted_by_how_they_ended(table, counts):
     take(table, make_request("b")).cancel()
     take(table, make_request("c"))
     table.failed("c", errors.EngineFailed("no"))
-    text = counts.render(make_load(3)).decode()
+    text = counts.render([make_load(3)]).decode()
     at = 'dynamo_component="backend",dynamo_endpoint="generate",dynamo_namespace="dynamo"'
 
     assert f"dynamo_component_requests_total{{{at}}} 3.0" in text

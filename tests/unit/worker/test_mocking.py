@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from dynamo.base import errors
-from dynamo.engine.mock import engine as mock
+from dynamo.engine.mock import settings as mock
 from dynamo.worker import mocking
 
 
@@ -47,3 +47,39 @@ async def test_a_model_that_does_not_say_gets_a_usual_context(directory):
 async def test_a_broken_configuration_is_refused(directory, config):
     with pytest.raises(errors.ConfigError, match=r"config.json: expected a JSON object"):
         await facts_of(directory, config)
+
+
+def build_all(directory, **settings):
+    (directory / "config.json").write_text("{}")
+    return mocking.build_all(directory, mock.MockConfig(**settings))
+
+
+def test_as_many_are_made_as_are_wanted_and_they_share_their_words(directory, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        mocking.tokenize,
+        "Tokenizer",
+        lambda content, made=mocking.tokenize.Tokenizer: read.append(1) or made(content),
+    )
+
+    assert len(build_all(directory, num_workers=3)) == 3
+    assert len(read) == 1
+
+
+def test_one_is_one_whatever_the_number(directory):
+    (directory / "config.json").write_text("{}")
+
+    assert mocking.build(directory, mock.MockConfig(num_workers=3)) is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "p.json: cannot be read: No such file"), ("{}", "p.json: expected a JSON object")],
+)
+def test_a_profile_that_cannot_be_read_is_refused(directory, content, message):
+    path = directory / "p.json"
+    if content is not None:
+        path.write_text(content)
+
+    with pytest.raises(errors.ConfigError, match=message):
+        build_all(directory, planner_profile_data=str(path))

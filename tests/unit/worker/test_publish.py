@@ -120,13 +120,13 @@ async def publish_load(publisher, measure, *, for_s):
 
 
 async def test_a_load_that_does_not_change_is_told_once_a_second(publisher, plane):
-    await publish_load(publisher, make_load, for_s=2.5)
+    await publish_load(publisher, lambda: [make_load()], for_s=2.5)
 
     assert len(plane.published) == 3  # at 0 s, and after each second
 
 
 async def test_a_load_that_changed_is_told_at_the_next_look(publisher, plane):
-    loads = iter(make_load(n) for n in range(10))
+    loads = iter([make_load(n)] for n in range(10))
     await publish_load(publisher, lambda: next(loads), for_s=0.25)
     told = [msgspec.msgpack.decode(p, type=load.LoadEvent) for _, p in plane.published]
 

@@ -58,8 +58,8 @@ class FakeEngine:
     def abort_choice(self, request_id: str, index: int) -> None:
         self.aborted.append((request_id, index))
 
-    def load(self) -> load.ForwardPassMetrics:
-        return make_load(len(self.submitted) - len(self.aborted))
+    def load(self) -> list[load.ForwardPassMetrics]:
+        return [make_load(len(self.submitted) - len(self.aborted))]
 
     async def clear_kv_blocks(self) -> None:
         self.num_cleared += 1

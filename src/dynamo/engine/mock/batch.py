@@ -2,8 +2,8 @@
 
     schedule() → plan (how much work) → time passes → commit() → outputs
 
-First come, first served. If a choice needs a block and there is none, the one that was admitted last is preempted: it
-waits, with what it has written as a longer prompt.
+First come, first served. If a choice needs a block and there is none, the one that was admitted last (or first, if
+`Limits` say so) is preempted: it waits, with what it has written as a longer prompt.
 
 It stands behind benchmarks of everything else, so a token must cost next to nothing: a choice is looked at closely
 only at its next `event` (its end, or that of its blocks); in between it sends prepared outputs.
@@ -21,11 +21,13 @@ from dynamo.protocols import generate, kv_events, load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a step, and a sequence, may not exceed."""
+    """What a step, and a sequence, may not exceed; and who gives way."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    context_length: int
+    context_length: int  # at most a step's tokens, where prompts are computed whole
+    chunked_prefill: bool = True
+    preempts_newest: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,9 @@ class Batch:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)
 
     def submit(self, request: generate.Request) -> None:
         """Take a request that fits (`engine.refusal`), and whose id is not in use."""
@@ -100,7 +105,7 @@ class Batch:
         """What became findable, and what no longer is, since the last call."""
         return self._memory.pool.take_events()
 
-    def load(self) -> load.ForwardPassMetrics:
+    def load(self, dp_rank: int = 0) -> load.ForwardPassMetrics:
         """How busy it is. Slots are choices."""
         return load.ForwardPassMetrics(
             worker_stats=load.WorkerStats(
@@ -111,6 +116,7 @@ class Batch:
                     choice.num_tokens - choice.num_computed
                     for choice in (*self._prefilling, *self._waiting)
                 ),
+                data_parallel_rank=dp_rank,
             ),
             kv_stats=load.KvStats(
                 kv_active_blocks=self._memory.pool.num_active,
@@ -159,26 +165,31 @@ class Batch:
         full, self._full = self._full, []
         for choice in full:
             while choice.block_ids and not self._memory.grow(choice):
-                self._preempt((self._prefilling or self._decoding)[-1])
+                self._preempt(self._victim())
                 is_short = True
             if choice.block_ids:  # it was not preempted itself
                 self._set_event(choice)
         return is_short
+
+    def _victim(self) -> Choice:
+        if self._limits.preempts_newest:
+            return (self._prefilling or self._decoding)[-1]
+        return (self._decoding or self._prefilling)[0]
 
     def _preempt(self, choice: Choice) -> None:
         self._leave(choice)
         self._waiting.insert(0, choice)
 
     def _admit(self, num_left: int) -> None:
-        i = 0
-        while i < len(self._waiting) and num_left > 0 and self._has_slot():
-            choice = self._waiting[i]
-            if self._memory.prefix_caching and choice.leader and not choice.leader.num_output:
-                i += 1
-                continue
-            if not self._memory.admit(choice, is_alone=not self._prefilling and not self._decoding):
+        while self._waiting and num_left > 0 and self._has_slot():
+            choice = self._waiting[0]
+            if not self._memory.admit(
+                choice,
+                is_alone=not self._prefilling and not self._decoding,
+                max_new=None if self._limits.chunked_prefill else num_left,
+            ):
                 break
-            del self._waiting[i]
+            del self._waiting[0]
             self._prefilling.append(choice)
             self._count_cached(choice)
             num_left -= self._plan(choice, num_left)
@@ -193,16 +204,17 @@ class Batch:
             self._num_prompt_tokens += choice.prompt_len
 
     def _plan(self, choice: Choice, num_left: int) -> int:
+        """What the step computes of it. Its blocks can be found from now on: who is planned later shares them."""
         num_tokens = min(num_left, choice.num_tokens - choice.num_computed)
         if num_tokens > 0:
             self._planned.append((choice, num_tokens))
+            self._memory.commit(choice, choice.num_computed + num_tokens)
         return num_tokens
 
     def _prefill(
         self, choice: Choice, num_tokens: int, batch: list[api.EngineOutput], ended: list[Choice]
     ) -> None:
         choice.num_computed += num_tokens
-        self._memory.commit(choice, choice.num_computed)
         if choice.num_computed < choice.num_tokens:
             return
         self._prefilling.remove(choice)

@@ -11,8 +11,6 @@ from dynamo.engine.mock.answers import Answer, Cycle
 from dynamo.kvbm import pool
 from dynamo.protocols import blocks, generate
 
-WATERMARK = 0.01  # share of the blocks that admission leaves free while others run
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
@@ -22,7 +20,7 @@ class Choice:
     index: int
     answer: Answer
     outputs: Sequence[generate.Output]  # one for each token of the cycle
-    leader: "Choice | None"  # the choice whose prompt blocks this one waits for
+    leader: "Choice | None"  # the choice that tells what was cached; None: this one
     prompt_len: int
     num_output: int = 0
     num_computed: int = 0
@@ -43,22 +41,31 @@ class Memory:
     """Who holds which blocks."""
 
     def __init__(
-        self, cycle: Cycle, *, num_blocks: int, block_size: int, prefix_caching: bool
+        self,
+        cycle: Cycle,
+        *,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        watermark: float = 0.01,
     ) -> None:
+        """`watermark`: the share of the blocks that admission leaves free while others run."""
         self.pool = pool.BlockPool(num_blocks)
         self.prefix_caching = prefix_caching
         self._cycle = cycle
         self._block_size = block_size
-        self._watermark = max(1, round(num_blocks * WATERMARK))
+        self._watermark = max(1, round(num_blocks * watermark))
 
-    def admit(self, choice: Choice, *, is_alone: bool) -> bool:
-        """Blocks for all its tokens; False if there are too few."""
+    def admit(self, choice: Choice, *, is_alone: bool, max_new: int | None = None) -> bool:
+        """Blocks for all its tokens; False if there are too few, or more than `max_new` tokens to compute."""
         self._hash(choice)
         num_usable = (choice.num_tokens - 1) // self._block_size
         found = self.pool.match_prefix(choice.sequence_hashes[:num_usable])
         num_fresh = -(-choice.num_tokens // self._block_size) - len(found)
         room = self.pool.num_free - (0 if is_alone else self._watermark)
-        fresh = self.pool.allocate(num_fresh) if num_fresh <= room else None
+        num_new = choice.num_tokens - len(found) * self._block_size
+        fits = num_fresh <= room and (max_new is None or num_new <= max_new)
+        fresh = self.pool.allocate(num_fresh) if fits else None
         if fresh is None:
             self.pool.release(found)
             return False

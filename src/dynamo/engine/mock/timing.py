@@ -1,6 +1,10 @@
-"""How long a step of the simulated engine takes: the polynomials of the original's simulator, fitted to a real GPU."""
+"""How long a step of the simulated engine takes: by the polynomials of the original's simulator, which were fitted to a
+real GPU, or by a measured profile.
+"""
 
 from dataclasses import dataclass
+
+from dynamo.engine.mock.profile import Profile
 
 INSTANT = 1e6  # from this ratio on (and at 0) a step takes no time at all
 
@@ -20,11 +24,16 @@ def decode_ms(active_share: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """The time of a step. With `tick_ms` every step takes that long, whatever it holds."""
+    """The time of a step. With `tick_ms` every step takes that long, whatever it holds.
+
+    `num_cache_tokens` is what the whole KV cache holds; only a profile needs it.
+    """
 
     speedup_ratio: float = 1.0
     decode_speedup_ratio: float = 1.0
     tick_ms: float | None = None
+    profile: Profile | None = None
+    num_cache_tokens: int = 0
 
     def step_s(self, *, num_prompt_tokens: int, num_decoding: int, active_share: float) -> float:
         """Seconds that this step takes."""
@@ -32,10 +41,20 @@ class Timing:
             return self.tick_ms / 1000
         if _is_instant(self.speedup_ratio):
             return 0.0
-        duration_ms = prefill_ms(num_prompt_tokens)
+        duration_ms = self._prefill_ms(num_prompt_tokens)
         if num_decoding and not _is_instant(self.decode_speedup_ratio):
-            duration_ms += decode_ms(active_share) / self.decode_speedup_ratio
+            duration_ms += self._decode_ms(num_decoding, active_share) / self.decode_speedup_ratio
         return duration_ms / self.speedup_ratio / 1000
+
+    def _prefill_ms(self, num_tokens: int) -> float:
+        if self.profile is not None:
+            return self.profile.prefill_ms(num_tokens)
+        return prefill_ms(num_tokens)
+
+    def _decode_ms(self, num_decoding: int, active_share: float) -> float:
+        if self.profile is not None:
+            return self.profile.decode_ms(active_share * self.num_cache_tokens, num_decoding)
+        return decode_ms(active_share)
 
 
 def _is_instant(ratio: float) -> bool:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,9 @@ class NativeEngine:
         """The same of one choice."""
         self._started.abort_choice(request_id, index)
 
-    def load(self) -> load.ForwardPassMetrics:
-        """As of the last step."""
-        return self._started.loop.load
+    def load(self) -> Sequence[load.ForwardPassMetrics]:
+        """As of the last step; it has one rank."""
+        return (self._started.loop.load,)
 
     async def clear_kv_blocks(self) -> None:
         """Returns when the thread has done it."""

@@ -1,7 +1,8 @@
 """Which workers are busy, by what they last told of themselves.
 
 A worker that was not heard of for `STALE_S` (it tells its load at least every second) is unknown, and unknown is not
-busy: an event plane that is down must not refuse every request.
+busy: an event plane that is down must not refuse every request. Of a worker with several data-parallel ranks each tells
+its own load, and it is busy when all that were heard are.
 """
 
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ import msgspec
 from dynamo.protocols import load
 
 STALE_S = 5.0
+_Told = tuple[load.ForwardPassMetrics, float]  # a state, and when it was heard
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,19 +52,20 @@ class Loads:
     """What workers told, and when it came."""
 
     def __init__(self) -> None:
-        self._heard: dict[int, tuple[load.ForwardPassMetrics, float]] = {}
+        self._heard: dict[int, dict[int, _Told]] = {}  # by worker, and by rank
 
     def __len__(self) -> int:
         return len(self._heard)
 
     def hear(self, event: load.LoadEvent, now: float) -> None:
-        """A worker tells its load."""
-        self._heard[event.worker_id] = (event.data, now)
+        """A worker tells the load of one of its ranks."""
+        ranks = self._heard.setdefault(event.worker_id, {})
+        ranks[event.data.worker_stats.data_parallel_rank] = (event.data, now)
 
     def forget_stale(self, now: float) -> None:
         """Those that are gone leave nothing behind."""
         self._heard = {
-            worker: told for worker, told in self._heard.items() if now - told[1] <= STALE_S
+            worker: fresh for worker, ranks in self._heard.items() if (fresh := _fresh(ranks, now))
         }
 
     def busy_among(
@@ -74,5 +77,9 @@ class Loads:
         )
 
     def _is_busy(self, worker: int, thresholds: Thresholds, batch: int, now: float) -> bool:
-        told = self._heard.get(worker)
-        return told is not None and now - told[1] <= STALE_S and is_busy(told[0], thresholds, batch)
+        fresh = _fresh(self._heard.get(worker, {}), now)
+        return bool(fresh) and all(is_busy(told[0], thresholds, batch) for told in fresh.values())
+
+
+def _fresh(ranks: dict[int, _Told], now: float) -> dict[int, _Told]:
+    return {rank: told for rank, told in ranks.items() if now - told[1] <= STALE_S}

@@ -54,6 +54,10 @@ def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> Access:
 def _endpoint(text: str) -> tuple[str, str]:
     """Scheme and address."""
     url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
+    if "@" in url.netloc:  # and what is there is not repeated
+        raise errors.ConfigError(
+            "ETCD_ENDPOINTS: expected no user in an address: set ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD"
+        )
     try:
         port = url.port or DEFAULT_PORT
     except ValueError:

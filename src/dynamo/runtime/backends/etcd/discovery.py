@@ -26,9 +26,7 @@ PUT_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 2.0  # what etcd cannot be told in time it finds out when the lease ends
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = (
-    1.0  # much less than the lease's time: who lives is back before anybody thinks him dead
-)
+_LONGEST_PAUSE_S = 1.0  # so that who lives is back long before anybody thinks him dead
 _GOOD_S = 5.0  # a connection that lasted so long is followed by a quick attempt
 _RETRY_S = 0.05
 
@@ -87,8 +85,8 @@ class EtcdDiscovery:
             raise
 
     async def delete(self, key: str) -> None:
-        if not self._is_open or not self._lease.forget(key):
-            return
+        if not self._is_open or not self._lease.forget(key) or self._etcd is None:
+            return  # while etcd is away nobody waits: it is done when it is back
         try:
             await self._ask(lambda etcd: self._lease.write(etcd, key), LEAVE_TIMEOUT_S)
         except errors.Unavailable as error:
@@ -181,6 +179,7 @@ class EtcdDiscovery:
         self, act: Callable[[connection.Connection], Awaitable[T]], within_s: float
     ) -> T:
         """Do it on whichever connection answers. Raises Unavailable if none does in time."""
+        trouble = self._trouble
         try:
             async with asyncio.timeout(within_s):
                 while True:
@@ -188,13 +187,13 @@ class EtcdDiscovery:
                     try:
                         if self._etcd is not None:
                             return await act(self._etcd)
-                    except errors.Unavailable:
+                    except errors.Unavailable as error:
+                        trouble = error
                         self._lease.look_now()
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError:
-            raise errors.Unavailable(
-                f"etcd did not answer within {within_s:g} s: {self._trouble}"
-            ) from None
+            trouble = self._trouble or trouble
+            raise errors.Unavailable(f"not done within {within_s:g} s: {trouble}") from None
 
 
 _ADVICE = "Start etcd, or set ETCD_ENDPOINTS; without etcd, on one host: --discovery-backend file"

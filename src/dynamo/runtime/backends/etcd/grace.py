@@ -1,4 +1,4 @@
-"""Whom to believe dead after an outage of etcd: a decider, without clock or network.
+"""Whom to believe dead after an outage of etcd; it decides, without clock or network.
 
 An etcd that comes back may have lost everything, or have ended leases whose holders could not reach it. Those holders
 live, and put their keys back within moments. So for a while after each outage a key that is missing is shown as it was.

@@ -59,7 +59,8 @@ class Lease:
     async def keep(self, etcd: connection.Connection) -> None:
         """Hold the lease for as long as etcd answers."""
         while True:
-            await self._pause()
+            if await self._is_hurried():
+                await etcd.check()
             if not await etcd.refresh(self._id):
                 await self.attach(etcd)
 
@@ -92,10 +93,12 @@ class Lease:
             if self._wanted[key] is None:  # and not wanted again meanwhile
                 del self._wanted[key]
 
-    async def _pause(self) -> None:
+    async def _is_hurried(self) -> bool:
+        """Wait for the next look; True if somebody wants it sooner."""
         try:
             async with asyncio.timeout(self._ttl_s / _LOOKS_PER_TTL):
                 await self._hurry.wait()
         except TimeoutError:
-            pass
+            return False
         self._hurry.clear()
+        return True
