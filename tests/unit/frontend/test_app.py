@@ -67,6 +67,27 @@ async def test_unhealthy_but_alive_without_an_instance(bare):
     assert live.json() == {"status": "live", "message": "Service is live"}
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/none"),
+        ("GET", "/v1/responses/none"),
+        ("DELETE", "/v1/responses/none"),
+        ("GET", "/busy_threshold"),
+        ("POST", "/busy_threshold"),
+        ("POST", "/tokenize"),
+        ("POST", "/clear_kv_blocks"),
+    ],
+)
+async def test_answers_that_are_not_generated_tell_their_requests_id_too(rig, method, path):
+    named = await rig.client.request(method, path, headers={"x-request-id": "mine"})
+    unnamed = await rig.client.request(method, path)
+
+    assert named.headers["x-request-id"] == "mine"
+    assert unnamed.headers["x-request-id"] not in ("", "mine")
+
+
 async def test_the_status_page_names_models_and_escapes_them_and_its_links_lead_somewhere(rig):
     await rig.worker("<b>")
     answer = await rig.client.get("/")
