@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check fmt bench bench-frontend bench-engine bench-router simulate-routing simulate-check docs clean
+.PHONY: help setup run test check fmt bench bench-frontend bench-engine bench-router bench-transfer simulate-routing simulate-check docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -53,6 +53,9 @@ simulate-routing: $(VENV)/.dev  ## compare routing policies on a trace (TRACE=fi
 
 simulate-check: $(VENV)/.dev  ## does the simulator foretell what real processes do
 	@$(BIN)/python -m benchmarks.simulate_check
+
+bench-transfer: $(VENV)/.dev  ## measure how fast KV blocks move between processes
+	@$(BIN)/python -m benchmarks.transfer
 
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate

@@ -14,11 +14,11 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
 # the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 840,
+    "base": 850,
     "protocols": 3510,
     "observability": 920,
     "runtime": 4570,
-    "transfer": 1800,
+    "transfer": 2210,
     "kvbm": 2200,
     "engine": 4940,
     "router": 4100,

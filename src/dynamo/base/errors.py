@@ -16,6 +16,7 @@
     │   └── NoWorkers                no instance serves this endpoint
     ├── WorkerLost               try elsewhere → migrate
     │   └── StreamBroken             its connection broke in the middle of an answer
+    ├── TransferError            KV blocks did not come → compute them here
     ├── DeadlineExceeded         the caller's or our time limit passed → 504
     ├── EngineFailed             the engine could not do it, or died → 500
     ├── LocalProtocolError       we broke the wire → a bug of ours
@@ -136,6 +137,12 @@ class StreamBroken(WorkerLost):
     """The connection to the worker broke before its answer was complete."""
 
     code = "stream_broken"
+
+
+class TransferError(DynamoError):
+    """KV blocks could not be moved from or to another worker; whoever needs them can compute them."""
+
+    code = "transfer"
 
 
 class DeadlineExceeded(DynamoError):

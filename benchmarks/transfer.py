@@ -1,0 +1,191 @@
+"""KV blocks between two processes, beside the plainest copies of the same bytes in the same run.
+
+`shm` beside a memcpy within one process, `tcp` beside a loop of `sendall` and `recv_into` over one loopback connection.
+The pool is that of a model with 16 layers and 8 KV heads of 128 in bfloat16: a block of 16 tokens is 1 MiB, 64 KiB per
+layer. *Neighbours* are blocks in a row, *scattered* ones random. Everything takes turns, so that a busy machine is busy
+for all. CPU seconds are those of both processes together, medians of the rounds; on a shared machine they are the
+figure to trust. Wall seconds are medians, and the best behind the comma.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from dynamo.transfer import agent, api, descriptors, memory
+from dynamo.transfer.backends import shm, tcp
+
+MIB = 2**20
+LAYOUT = descriptors.Layout(
+    num_blocks=256,
+    block_size=16,
+    num_layers=16,
+    num_kv_heads=8,
+    head_dim=128,
+    dtype="bfloat16",
+)
+DEADLINE_S = 30.0
+Copy = Callable[[], Awaitable[None]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    peer = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
+    peer.start()
+    try:
+        asyncio.run(measure(ours, rounds))
+    finally:
+        ours.send("stop")
+        peer.join()
+
+
+def serve(control: Connection) -> None:
+    """The other process: an agent per backend, and the loop that answers the plain copies."""
+    asyncio.run(_serve(control))
+
+
+async def _serve(control: Connection) -> None:
+    agents = [await start("shm"), await start("tcp")]
+    listening = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=answer_plainly, args=(listening,), daemon=True).start()
+    port = listening.getsockname()[1]
+    control.send(([a.export_metadata() for a in agents], port, os.getpid()))
+    await asyncio.to_thread(control.recv)
+    for each in agents:
+        await each.close()
+
+
+async def start(backend: str) -> agent.Agent:
+    """One with a pool full of bytes."""
+    made = agent.Agent(
+        backend, backends=[shm.ShmBackend() if backend == "shm" else tcp.TcpBackend()]
+    )
+    pool = made.allocate(LAYOUT.num_bytes)
+    pool[:] = random.Random(7).randbytes(MIB) * (len(pool) // MIB)
+    made.register(descriptors.Region(memory=pool, layout=LAYOUT))
+    await made.start()
+    return made
+
+
+def answer_plainly(listening: socket.socket) -> None:
+    """Whoever sends a length gets so many bytes."""
+    sock, _ = listening.accept()
+    source = memoryview(bytearray(random.Random(7).randbytes(MIB) * 64))
+    while asked := sock.recv(8, socket.MSG_WAITALL):
+        sock.sendall(source[: int.from_bytes(asked)])
+
+
+async def measure(control: Connection, rounds: int) -> None:
+    metadata, port, peer_pid = await asyncio.to_thread(control.recv)
+    agents = [await start("shm"), await start("tcp")]
+    peers = [
+        await mine.connect(theirs, deadline_s=DEADLINE_S)
+        for mine, theirs in zip(agents, metadata, strict=True)
+    ]
+    plain = socket.create_connection(("127.0.0.1", port))
+    print(
+        "| bytes | copy | CPU ms | CPU, of plain | wall ms | wall, of plain |\n|---|---|---|---|---|---|"
+    )
+    for num_blocks in (2, 64):
+        copies = {
+            "memcpy": memcpy(num_blocks * MIB),
+            "shm, neighbours": pull(agents[0], peers[0], num_blocks, is_scattered=False),
+            "shm, scattered": pull(agents[0], peers[0], num_blocks, is_scattered=True),
+            "sendall, recv_into": receive_plainly(plain, num_blocks * MIB),
+            "tcp, neighbours": pull(agents[1], peers[1], num_blocks, is_scattered=False),
+            "tcp, scattered": pull(agents[1], peers[1], num_blocks, is_scattered=True),
+        }
+        repeats = 64 // num_blocks
+        report(num_blocks * MIB, await take_turns(copies, rounds, repeats, peer_pid))
+    plain.close()
+    for mine in agents:
+        await mine.close()
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Seconds of one copy, a value per round."""
+
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+
+
+async def take_turns(
+    copies: dict[str, Copy], rounds: int, repeats: int, peer_pid: int
+) -> dict[str, Taken]:
+    taken = {name: Taken() for name in copies}
+    for turn in range(rounds + 1):
+        for name, copy in copies.items():
+            cpu, wall = cpu_s(peer_pid), time.perf_counter()
+            for _ in range(repeats):
+                await copy()
+            if turn:  # the first one touches the pages
+                taken[name].wall.append((time.perf_counter() - wall) / repeats)
+                taken[name].cpu.append((cpu_s(peer_pid) - cpu) / repeats)
+    return taken
+
+
+def cpu_s(peer_pid: int) -> float:
+    """Of this process and the peer so far: Linux names the clock of a process by its id (clock_getcpuclockid)."""
+    return time.process_time() + time.clock_gettime((~peer_pid << 3) | 2)
+
+
+def report(num_bytes: int, taken: dict[str, Taken]) -> None:
+    for name, times in taken.items():
+        plain = taken["memcpy" if name.startswith(("memcpy", "shm")) else "sendall, recv_into"]
+        cpu, wall = statistics.median(times.cpu), statistics.median(times.wall)
+        of_cpu, of_wall = statistics.median(plain.cpu) / cpu, statistics.median(plain.wall) / wall
+        best, of_best = min(times.wall), min(plain.wall) / min(times.wall)
+        print(
+            f"| {num_bytes // MIB} MiB | {name} | {cpu * 1e3:.3f} | {of_cpu:.2f}"
+            f" | {wall * 1e3:.3f}, {best * 1e3:.3f} | {of_wall:.2f}, {of_best:.2f} |"
+        )
+
+
+def memcpy(num_bytes: int) -> Copy:
+    target, source = (memory.Window(memory.private(64 * MIB)) for _ in range(2))
+    source.view[:] = b"x" * len(source.view)
+
+    async def copy() -> None:
+        ctypes.memmove(target.address, source.address, num_bytes)
+
+    return copy
+
+
+def pull(mine: agent.Agent, peer: api.Peer, num_blocks: int, *, is_scattered: bool) -> Copy:
+    chosen = random.Random(num_blocks).sample(range(LAYOUT.num_blocks), num_blocks)
+    remote = chosen if is_scattered else range(num_blocks)
+    transfer = mine.prepare(api.Operation.READ, peer, range(num_blocks), remote)
+
+    async def copy() -> None:
+        await transfer.post(deadline_s=DEADLINE_S)
+
+    return copy
+
+
+def receive_plainly(sock: socket.socket, num_bytes: int) -> Copy:
+    target = memoryview(bytearray(num_bytes))
+
+    async def copy() -> None:
+        sock.sendall(num_bytes.to_bytes(8))
+        num_received = 0
+        while num_received < num_bytes:
+            num_received += sock.recv_into(target[num_received:])
+
+    return copy
+
+
+if __name__ == "__main__":
+    main()

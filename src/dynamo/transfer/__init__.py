@@ -1,0 +1,1 @@
+"""How KV blocks move between workers; `api` is the seam, `agent` what a worker holds."""

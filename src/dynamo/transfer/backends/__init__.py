@@ -1,0 +1,1 @@
+"""One module per way to reach another process's memory."""

@@ -1,0 +1,161 @@
+"""To another host: the server sends from its pool, the client receives into its own, without a copy of ours between.
+
+An address is `host:port`. On loopback nothing is asked; any other address wants a cluster token at both ends
+(`handshake`).
+"""
+
+import ipaddress
+import itertools
+import socket
+from collections.abc import Iterable, Iterator
+
+from dynamo.base import errors
+from dynamo.transfer import api, handshake, links, messages, routes, service
+from dynamo.transfer.limit import Limit
+from dynamo.transfer.link import Link
+from dynamo.transfer.plan import Piece
+
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+
+class TcpBackend:
+    """Listens on one host and port; port 0 lets the system choose. An empty token is none."""
+
+    name = "tcp"
+    capabilities = api.Capabilities(
+        can_read=True, can_write=True, can_notify=True, is_same_host=False
+    )
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: bytes = b"",
+        is_always_summed: bool = False,
+    ) -> None:
+        """`is_always_summed`: checksums on loopback, too, as for tunnels that end there.
+
+        Raises ConfigError for a host that is no address to give to others, or needs a token.
+        """
+        if host in _WILDCARDS:
+            raise errors.ConfigError(
+                f"the transfer host is {host!r}: expected the address by which other workers reach this one"
+            )
+        if not token and not _is_loopback(host):
+            raise errors.ConfigError(
+                f"transfers on {host} are open to its whole network: give a cluster token, or listen on 127.0.0.1"
+            )
+        self._host, self._port, self._token = host, port, token
+        self._is_always_summed = is_always_summed
+        self._service: service.Service | None = None
+        self._exposed: routes.Exposed | None = None
+
+    def listen(self, exposed: routes.Exposed) -> str:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            sock = socket.create_server((self._host, self._port), family=family)
+        except OSError as error:
+            raise errors.ConfigError(
+                f"cannot listen for transfers on {self._host}:{self._port}: {error}"
+            ) from error
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._exposed = exposed
+        self._service = service.Service(sock, exposed, token=self._token, check=lambda link: None)
+        return _join(self._host, sock.getsockname()[1])
+
+    def connect(self, target: routes.Target, limit: Limit) -> "TcpRoute":
+        assert self._exposed is not None, "connect before listen"
+        host, port = _split(target.address)
+        if not self._token and not _is_loopback(host):
+            raise errors.TransferError(
+                f"{target.name} is on another host ({host}), which wants a cluster token, and we have none"
+            )
+        mine = self._exposed
+
+        def greet(link: Link, limit: Limit) -> None:
+            handshake.enter(
+                link, name=mine.name, epoch=target.epoch, token=self._token, limit=limit
+            )
+
+        peer = links.Links(lambda limit: _connect(host, port, limit), greet)
+        peer.warm(limit)
+        is_summed = self._is_always_summed or not _is_loopback(host)
+        return TcpRoute(mine.region.memory, peer, is_summed=is_summed)
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.close()
+
+
+class TcpRoute:
+    """Each thread that moves something has a connection for itself."""
+
+    def __init__(self, memory: memoryview, peer: links.Links, *, is_summed: bool) -> None:
+        self._memory, self._links, self._is_summed = memory, peer, is_summed
+
+    def move(self, operation: api.Operation, pieces: Iterable[Piece], limit: Limit) -> None:
+        step = self._pull if operation is api.Operation.READ else self._push
+        with self._links.borrow(limit) as link:
+            for batch in _batches(pieces):
+                step(link, batch, limit)
+
+    def notify(self, message: bytes, limit: Limit) -> None:
+        self._links.notify(message, limit)
+
+    def close(self) -> None:
+        self._links.close()
+
+    def _pull(self, link: Link, batch: list[Piece], limit: Limit) -> None:
+        link.send(messages.Read(_remote(batch), self._is_summed, limit.remaining_s()), limit)
+        link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
+        link.receive_spans(self._memory, _local(batch), limit, is_summed=self._is_summed)
+
+    def _push(self, link: Link, batch: list[Piece], limit: Limit) -> None:
+        request = messages.Write(_remote(batch), self._is_summed, limit.remaining_s())
+        link.send(request, limit, is_more=True)
+        link.send_spans(self._memory, _local(batch), limit, is_summed=self._is_summed)
+        link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    rest = iter(pieces)
+    while batch := list(itertools.islice(rest, messages.MAX_PIECES)):
+        yield batch
+
+
+def _local(batch: list[Piece]) -> list[messages.Span]:
+    return [(local, length) for local, _, length in batch]
+
+
+def _remote(batch: list[Piece]) -> bytes:
+    return messages.pack([(remote, length) for _, remote, length in batch])
+
+
+def _connect(host: str, port: int, limit: Limit) -> Link:
+    try:
+        sock = socket.create_connection((host, port), timeout=limit.remaining_s())
+    except OSError as error:
+        raise errors.TransferError(
+            f"cannot connect to the worker at {host}:{port}: {error}"
+        ) from error
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return Link(sock)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise errors.TransferError(f"expected host:port as a worker's address, got {address!r}")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,114 @@
+"""Memory that another process can map, and copies that let other threads run.
+
+A pool lies in an anonymous memory file. It has no name, so nothing is left behind by a process that is killed; it
+reaches a peer as a descriptor. It is sealed against changes of its size, because whoever maps a file that is cut
+short dies of SIGBUS. Linux only, as is everything of `shm`.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import sys
+from collections.abc import Iterable
+
+from dynamo.base import errors
+from dynamo.transfer import api
+from dynamo.transfer.limit import Limit
+from dynamo.transfer.plan import Piece
+
+CAN_SHARE = sys.platform == "linux"
+_STRETCH_BYTES = 16 * 2**20  # between two looks at the clock
+_HELD_BYTES = 512 * 1024  # copied without letting other threads run: some 20 µs
+
+
+class SharedMemory:
+    """A pool's memory. The descriptor is ours; the mapping lives as long as somebody uses it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises ConfigError if there is not so much."""
+        try:
+            self.fd = os.memfd_create("dynamo-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.memory = memoryview(mmap.mmap(self.fd, num_bytes))
+        except (OSError, ValueError) as error:
+            raise errors.ConfigError(
+                f"cannot allocate {num_bytes / 2**20:.0f} MiB of shared memory: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Nobody new can map it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def private(num_bytes: int) -> memoryview:
+    """Zeroed memory of our own, provided by the system as it is first written."""
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def map_peers(fd: int, num_bytes: int) -> mmap.mmap:
+    """A peer's pool; takes the descriptor. Raises TransferError if it is not what a peer of ours sends."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < num_bytes:
+            raise errors.TransferError(
+                f"expected a sealed memory file of {num_bytes} bytes, got {os.fstat(fd).st_size}"
+            )
+        return mmap.mmap(fd, num_bytes)
+    except (OSError, ValueError) as error:
+        raise errors.TransferError(f"cannot map the peer's memory: {error}") from error
+    finally:
+        os.close(fd)
+
+
+class Window:
+    """Flat memory, by address. While it is open the memory cannot be unmapped."""
+
+    def __init__(self, memory: memoryview | mmap.mmap) -> None:
+        self.view = memoryview(memory).cast("B")
+        self._pin: ctypes.Array[ctypes.c_char] | None = (
+            ctypes.c_char * len(self.view)
+        ).from_buffer(self.view)
+        self.address = ctypes.addressof(self._pin)
+
+    def close(self) -> None:
+        """Let go of the memory. Whoever copies from or to it must have stopped."""
+        self._pin = None
+        self.view.release()
+
+
+def move(
+    operation: api.Operation,
+    ours: Window,
+    theirs: Window,
+    pieces: Iterable[Piece],
+    limit: Limit,
+) -> None:
+    """Copy all pieces, from them to us or the other way. Raises TransferError when the limit ends it.
+
+    Nothing is checked per piece: a plan has no block outside its pools, and no window is shorter than its pool.
+    """
+    is_read = operation is api.Operation.READ
+    target, source = (ours, theirs) if is_read else (theirs, ours)
+    to, of, held = target.view, source.view, 0
+    for local, remote, length in pieces:
+        target_at, source_at = (local, remote) if is_read else (remote, local)
+        held += length
+        if (
+            held <= _HELD_BYTES
+        ):  # a slice keeps other threads from running, but costs a seventh of a call
+            to[target_at : target_at + length] = of[source_at : source_at + length]
+        else:
+            _copy(target.address + target_at, source.address + source_at, length, limit)
+            held = 0
+    limit.remaining_s()  # late is too late: the owner may have given the blocks to others
+
+
+def _copy(target: int, source: int, length: int, limit: Limit) -> None:
+    """Lets other threads run meanwhile."""
+    for done in range(0, length, _STRETCH_BYTES):
+        limit.remaining_s()
+        ctypes.memmove(target + done, source + done, min(_STRETCH_BYTES, length - done))

@@ -1,0 +1,106 @@
+"""What two agents say to each other on a connection: a length (4 bytes), then msgpack; bytes of blocks follow bare.
+
+    server                          client
+    Challenge(nonce)        ──▶
+                            ◀──     Hello(epoch it expects, nonce, proof)
+    Welcome(proof)          ──▶
+                            ◀──     Attach                      shared memory: the answer brings a descriptor
+                            ◀──     Read(pieces)                bytes follow the answer (and their checksum)
+                            ◀──     Write(pieces), bytes (and their checksum)
+                            ◀──     Notify
+    Done or Refused         ──▶     to each; then the next
+
+One operation at a time; who wants more opens more connections. Pieces are pairs of 64-bit offset and length in the
+server's pool. Where bytes leave the machine, xxh3 over all bytes of the operation follows them: TCP's own 16 bits
+let one damaged segment in 65,536 pass. On loopback they do not leave memory, and nothing follows.
+"""
+
+import array
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from dynamo.base import errors
+
+MAX_GREETING_BYTES = 1024
+MAX_PIECES = 16_384  # per operation; a longer transfer is several
+MAX_NOTIFICATION_BYTES = 64 * 1024
+MAX_FRAME_BYTES = 16 * MAX_PIECES + 1024
+NONCE_BYTES = 32
+CHECKSUM_BYTES = 8
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    nonce: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    name: str
+    epoch: str
+    nonce: bytes
+    proof: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    proof: bytes
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    pass
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    pieces: bytes
+    is_summed: bool
+    timeout_s: float
+
+
+class Write(msgspec.Struct, frozen=True, tag="write"):
+    pieces: bytes
+    is_summed: bool
+    timeout_s: float
+
+
+class Notify(msgspec.Struct, frozen=True, tag="notify"):
+    message: bytes
+    timeout_s: float
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    pass
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    reason: str
+
+
+REQUESTS = (Attach, Read, Write, Notify)
+Span = tuple[int, int]
+"""Offset and length."""
+
+
+def pack(spans: Sequence[Span]) -> bytes:
+    """As they travel: little-endian."""
+    numbers = array.array("Q", [number for span in spans for number in span])
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def unpack(body: bytes, num_bytes: int) -> list[Span]:
+    """Raises RemoteProtocolError unless each lies within a pool of so many bytes."""
+    if not body or len(body) % 16 or len(body) > 16 * MAX_PIECES:
+        raise errors.RemoteProtocolError(
+            f"expected 1 to {MAX_PIECES} pieces of 16 bytes, got {len(body)} bytes"
+        )
+    numbers = array.array("Q", body)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    spans = list(zip(numbers[::2], numbers[1::2], strict=True))
+    for offset, length in spans:
+        if not length or offset + length > num_bytes:
+            raise errors.RemoteProtocolError(
+                f"bytes {offset} to {offset + length} are not within a pool of {num_bytes}"
+            )
+    return spans

@@ -1,0 +1,153 @@
+"""What an agent does for its peers: a listening socket, a thread per connection, one operation after the other.
+
+Threads, because bulk bytes through an event loop cost twice as much, and because a blocked thread is all that a
+stalled peer can hold. The number of connections is bounded, strangers have seconds to prove who they are, and each
+operation has the time that its asker gave it.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.transfer import handshake, messages
+from dynamo.transfer.limit import Limit
+from dynamo.transfer.link import GREETING_LIMIT_S, Link
+from dynamo.transfer.routes import Exposed
+
+log = logging.getLogger(__name__)
+MAX_CONNECTIONS = 256
+_JOIN_S = 5.0
+_PAUSE_S = 0.1
+
+
+class Service:
+    """Serves one region on one socket, from construction to `close`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        exposed: Exposed,
+        *,
+        token: bytes,
+        check: Callable[[Link], None],
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        """`check` sees each new connection before a word is said. Raises TransferError to drop it."""
+        self._sock, self._exposed, self._token, self._check = sock, exposed, token, check
+        self._max_connections = max_connections
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._links: dict[Link, threading.Thread] = {}
+        sock.listen(128)
+        self._accepting = threading.Thread(target=self._accept, name="transfer-accept", daemon=True)
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Break all connections and wait for their threads. Idempotent."""
+        with self._lock:
+            self._closed.set()
+            serving = dict(self._links)
+        with contextlib.suppress(OSError):  # closed already
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the accept
+        self._accepting.join(_JOIN_S)
+        self._sock.close()
+        for link, thread in serving.items():
+            link.interrupt()
+            thread.join(_JOIN_S)
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._sock.accept()
+            except OSError as error:  # closed, or for a while there are no descriptors left
+                if not self._closed.wait(_PAUSE_S):
+                    log.warning("%s cannot take a peer's connection: %s", self._exposed.name, error)
+                continue
+            self._begin(Link(sock))
+
+    def _begin(self, link: Link) -> None:
+        with self._lock:
+            if self._closed.is_set() or len(self._links) >= self._max_connections:
+                link.close()
+                return
+            thread = threading.Thread(
+                target=self._serve, args=(link,), name="transfer-serve", daemon=True
+            )
+            self._links[link] = thread
+            thread.start()
+
+    def _serve(self, link: Link) -> None:
+        try:
+            self._converse(link)
+        except errors.TransferError as error:
+            log.debug("a peer of %s went away: %s", self._exposed.name, error)
+        except errors.DynamoError as error:
+            log.warning("dropping a peer of %s: %s", self._exposed.name, error)
+            self._say_why(link, error)
+        finally:
+            with (
+                self._lock
+            ):  # first, so that who sees the end of one connection has room for another
+                self._links.pop(link, None)
+            link.close()
+
+    def _converse(self, link: Link) -> None:
+        self._check(link)
+        greeting = Limit(GREETING_LIMIT_S)
+        sender = handshake.admit(link, epoch=self._exposed.epoch, token=self._token, limit=greeting)
+        while True:
+            request = link.receive(
+                *messages.REQUESTS, limit=None, max_bytes=messages.MAX_FRAME_BYTES
+            )
+            self._answer(link, sender, request)
+
+    def _answer(self, link: Link, sender: str, request: msgspec.Struct) -> None:
+        match request:
+            case messages.Read():
+                self._read(link, request)
+            case messages.Write():
+                self._write(link, request)
+            case messages.Notify():
+                self._notify(link, sender, request)
+            case messages.Attach():
+                self._attach(link)
+
+    def _read(self, link: Link, request: messages.Read) -> None:
+        limit, memory = Limit(request.timeout_s), self._exposed.region.memory
+        spans = messages.unpack(request.pieces, len(memory))
+        link.send(messages.Done(), limit, is_more=True)
+        link.send_spans(memory, spans, limit, is_summed=request.is_summed)
+
+    def _write(self, link: Link, request: messages.Write) -> None:
+        limit, memory = Limit(request.timeout_s), self._exposed.region.memory
+        spans = messages.unpack(request.pieces, len(memory))
+        link.receive_spans(memory, spans, limit, is_summed=request.is_summed)
+        link.send(messages.Done(), limit)
+
+    def _notify(self, link: Link, sender: str, request: messages.Notify) -> None:
+        limit = Limit(request.timeout_s)
+        try:
+            self._exposed.deliver(sender, request.message, limit)
+        except errors.TransferError as error:
+            self._say_why(link, error)
+        else:
+            link.send(messages.Done(), limit)
+
+    def _attach(self, link: Link) -> None:
+        limit = Limit(GREETING_LIMIT_S)
+        if self._exposed.shared is None:
+            raise errors.RemoteProtocolError("this pool cannot be mapped")
+        link.send(messages.Done(), limit)
+        link.send_descriptor(self._exposed.shared.fd, limit)
+
+    @staticmethod
+    def _say_why(link: Link, error: errors.DynamoError) -> None:
+        try:
+            link.send(messages.Refused(str(error)), Limit(1.0))
+        except errors.TransferError:
+            log.debug("it did not wait to hear that")

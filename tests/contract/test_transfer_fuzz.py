@@ -1,0 +1,289 @@
+"""Peers that are not what they should be: strangers at the door, and servers that break off, lie or are silent."""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import transfer_peer
+from dynamo.base import errors
+from dynamo.transfer import api, descriptors, handshake, messages
+from dynamo.transfer.backends import tcp
+from dynamo.transfer.limit import Limit
+from dynamo.transfer.link import Link
+from transfer_peer import LAYOUT, blocks_of, content
+
+READ = api.Operation.READ
+LONG_S = 30.0
+
+
+@contextlib.asynccontextmanager
+async def worker(token=b""):
+    made = await transfer_peer.Worker(
+        "prefill-0", tcp.TcpBackend(token=token, is_always_summed=True), seed=2
+    ).start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def dial(metadata):
+    address = descriptors.decode(metadata).addresses["tcp"]
+    return socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=10)
+
+
+def enter(metadata, token=b""):
+    """A link past the handshake."""
+    link = Link(dial(metadata))
+    epoch = descriptors.decode(metadata).epoch
+    handshake.enter(link, name="stranger", epoch=epoch, token=token, limit=Limit(10))
+    return link
+
+
+def receive(link, kind=messages.Done):
+    return link.receive(kind, limit=Limit(10), max_bytes=messages.MAX_FRAME_BYTES)
+
+
+def is_closed(sock):
+    """By the other side, after whatever it still said."""
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+async def test_garbage_at_the_door_is_dropped_and_others_are_served():
+    async with worker() as served, worker() as ours:
+
+        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.binary(min_size=4, max_size=200))
+        def knock(said):
+            with dial(served.metadata) as sock:
+                sock.sendall(said)
+                with contextlib.suppress(OSError):  # dropped already
+                    sock.shutdown(socket.SHUT_WR)
+                assert is_closed(sock)
+
+        await asyncio.to_thread(knock)
+        peer = await ours.agent.connect(served.metadata, deadline_s=LONG_S)
+        await ours.agent.prepare(READ, peer, [1], [2]).post(deadline_s=LONG_S)
+
+        assert blocks_of(bytes(ours.pool), [1]) == blocks_of(content(2), [2])
+
+
+async def test_a_frame_that_is_too_large_is_refused_by_its_length_alone():
+    async with worker() as served:
+
+        def knock():
+            with dial(served.metadata) as sock:
+                sock.sendall(struct.pack("!I", messages.MAX_GREETING_BYTES + 1))
+                assert is_closed(sock)
+
+        await asyncio.to_thread(knock)
+
+
+async def test_garbage_after_the_handshake_ends_the_connection_only():
+    async with worker() as served:
+
+        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.binary(min_size=1, max_size=100))
+        def say(body):
+            link = enter(served.metadata)
+            with contextlib.suppress(errors.TransferError, msgspec.DecodeError):
+                link._send([memoryview(struct.pack("!I", len(body)) + body)], Limit(10))
+                receive(link)
+            link.close()
+
+        await asyncio.to_thread(say)
+        (await asyncio.to_thread(enter, served.metadata)).close()
+
+    assert bytes(served.pool) == content(2)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [[(0, 0)], [(LAYOUT.num_bytes - 1, 2)], [(2**63, 2**63)], [(2**64 - 1, 1)], []],
+    ids=["empty", "over the end", "around the end", "far away", "none"],
+)
+@pytest.mark.parametrize("kind", [messages.Read, messages.Write])
+async def test_pieces_outside_the_pool_are_refused(kind, spans):
+    async with worker() as served:
+        link = await asyncio.to_thread(enter, served.metadata)
+        link.send(kind(messages.pack(spans), True, 5.0), Limit(10))
+
+        with pytest.raises(errors.TransferError, match="refused"):
+            await asyncio.to_thread(receive, link)
+        link.close()
+
+
+async def test_a_write_whose_checksum_is_wrong_is_not_confirmed():
+    async with worker() as served:
+        link = await asyncio.to_thread(enter, served.metadata)
+        link.send(messages.Write(messages.pack([(0, 4)]), True, 5.0), Limit(10))
+        link._send([memoryview(b"abcd" + bytes(8))], Limit(10))
+
+        with pytest.raises(errors.TransferError):
+            await asyncio.to_thread(receive, link)
+        link.close()
+
+
+@pytest.mark.parametrize("token", [b"", b"other", b"secreT"])
+async def test_who_does_not_know_the_token_is_refused(token):
+    async with worker(b"secret") as served, worker(token) as ours:
+        with pytest.raises(errors.TransferError, match="wrong cluster token"):
+            await ours.agent.connect(served.metadata, deadline_s=LONG_S)
+
+
+async def test_who_knows_the_token_is_served():
+    async with worker(b"secret") as served, worker(b"secret") as ours:
+        peer = await ours.agent.connect(served.metadata, deadline_s=LONG_S)
+        await ours.agent.prepare(READ, peer, [1], [2]).post(deadline_s=LONG_S)
+
+        assert blocks_of(bytes(ours.pool), [1]) == blocks_of(content(2), [2])
+
+
+async def test_a_server_that_does_not_know_the_token_is_refused():
+    async with worker(b"secret") as ours:
+        with (
+            impostor(lambda link, epoch: greet(link, proof=bytes(32))) as metadata,
+            pytest.raises(errors.TransferError, match="does not know our cluster token"),
+        ):
+            await ours.agent.connect(metadata, deadline_s=LONG_S)
+
+
+async def test_a_recorded_greeting_opens_nothing():
+    async with worker(b"secret") as served:
+        epoch = descriptors.decode(served.metadata).epoch
+        nonce = secrets.token_bytes(32)
+
+        def knock(recorded):
+            link = Link(dial(served.metadata))
+            challenge = receive(link, messages.Challenge)
+            proof = handshake.prove(b"secret", b"client", challenge.nonce, nonce, epoch)
+            hello = messages.Hello("stranger", epoch, nonce, recorded or proof)
+            link.send(hello, Limit(10))
+            try:
+                receive(link, messages.Welcome)
+            finally:
+                link.close()
+            return proof
+
+        recorded = await asyncio.to_thread(knock, None)
+        with pytest.raises(errors.TransferError, match="wrong cluster token"):
+            await asyncio.to_thread(knock, recorded)
+
+
+async def test_a_server_that_breaks_off_is_an_error_at_once():
+    def half(link, epoch):
+        greet_truly(link, epoch)
+        receive(link, messages.Read)
+        link.send(messages.Done(), Limit(10))
+        link._send([memoryview(bytes(100))], Limit(10))
+
+    await fails_with(half, "closed the connection")
+
+
+async def test_damaged_bytes_are_an_error():
+    def damage(link, epoch):
+        greet_truly(link, epoch)
+        receive(link, messages.Read)
+        link.send(messages.Done(), Limit(10))
+        link._send([memoryview(bytes(LAYOUT.block_bytes + 8))], Limit(10))
+
+    await fails_with(damage, "checksum is wrong")
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [struct.pack("!I", 2**31), struct.pack("!I", 3) + b"abc", struct.pack("!I", 1) + b"\x01"],
+)
+async def test_a_server_that_talks_nonsense_is_an_error(frame):
+    def babble(link, epoch):
+        greet_truly(link, epoch)
+        receive(link, messages.Read)
+        link._send([memoryview(frame)], Limit(10))
+
+    await fails_with(babble, "broke the protocol")
+
+
+async def test_late_bytes_do_not_reach_blocks_that_were_given_up():
+    released = threading.Event()
+
+    def dawdle(link, epoch):
+        greet_truly(link, epoch)
+        receive(link, messages.Read)
+        link.send(messages.Done(), Limit(10))
+        link._send([memoryview(b"x" * 100)], Limit(10))
+        released.wait(10)
+        with contextlib.suppress(errors.TransferError):
+            link._send([memoryview(b"y" * 1000)], Limit(10))
+
+    async with worker() as ours:
+        with impostor(dawdle) as metadata:
+            peer = await ours.agent.connect(metadata, deadline_s=LONG_S)
+            transfer = ours.agent.prepare(READ, peer, [0], [0])
+            with pytest.raises(errors.TransferError, match="within"):
+                await transfer.post(deadline_s=0.2)
+            released.set()
+            await transfer.release()
+
+        assert bytes(ours.pool[:100]) == b"x" * 100
+        assert bytes(ours.pool[100 : LAYOUT.slab_bytes]) == content(2)[100 : LAYOUT.slab_bytes]
+
+
+async def fails_with(behave, why):
+    async with worker() as ours:
+        with impostor(behave) as metadata:
+            peer = await ours.agent.connect(metadata, deadline_s=LONG_S)
+            transfer = ours.agent.prepare(READ, peer, [0], [0])
+            with pytest.raises(errors.TransferError, match=why):
+                await transfer.post(deadline_s=LONG_S)
+            await transfer.release()
+
+
+@contextlib.contextmanager
+def impostor(behave):
+    """A server whose one connection is treated like this; gives the metadata that leads to it."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    epoch = secrets.token_hex(16)
+
+    def serve():
+        sock, _ = listening.accept()
+        link = Link(sock)
+        try:
+            behave(link, epoch)
+        finally:
+            link.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    metadata = descriptors.Metadata(
+        name="prefill-0",
+        epoch=epoch,
+        host="elsewhere",
+        layout=LAYOUT,
+        addresses={"tcp": f"127.0.0.1:{listening.getsockname()[1]}"},
+    )
+    yield descriptors.encode(metadata)
+    thread.join(10)
+    listening.close()
+
+
+def greet(link, *, proof):
+    link.send(messages.Challenge(bytes(32)), Limit(10))
+    receive(link, messages.Hello)
+    link.send(messages.Welcome(proof), Limit(10))
+
+
+def greet_truly(link, epoch):
+    handshake.admit(link, epoch=epoch, token=b"", limit=Limit(10))

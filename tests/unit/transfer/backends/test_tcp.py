@@ -1,0 +1,49 @@
+"""Where TCP listens, and whom it calls."""
+
+import pytest
+
+import transfer_peer
+from dynamo.base import errors
+from dynamo.transfer.backends import tcp
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_an_address_that_nobody_can_call_is_refused(host):
+    with pytest.raises(errors.ConfigError, match="by which other workers reach"):
+        tcp.TcpBackend(host=host, token=b"secret")
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "worker-0.example", "fe80::1"])
+def test_other_hosts_are_served_with_a_token_only(host):
+    with pytest.raises(errors.ConfigError, match="give a cluster token"):
+        tcp.TcpBackend(host=host)
+
+    tcp.TcpBackend(host=host, token=b"secret")
+
+
+async def test_an_address_that_is_taken_is_one_sentence():
+    worker = await transfer_peer.Worker("prefill-0", tcp.TcpBackend(), seed=1).start()
+    port = int(worker.metadata.rpartition(b"127.0.0.1:")[2])
+    other = transfer_peer.Worker("prefill-1", tcp.TcpBackend(port=port), seed=1)
+
+    with pytest.raises(
+        errors.ConfigError, match=f"cannot listen for transfers on 127.0.0.1:{port}"
+    ):
+        await other.start()
+    await other.close()
+    await worker.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [(b"10.20.30.40:1234", "wants a cluster token"), (b"127.0.0.1:123456", "expected host:port")],
+)
+async def test_an_address_of_a_peer_is_checked(address, why):
+    worker = await transfer_peer.Worker("prefill-0", tcp.TcpBackend(), seed=1).start()
+    own = worker.metadata
+    start = own.rindex(b"127.0.0.1:") - 1
+    metadata = own[:start] + bytes([0xA0 + len(address)]) + address
+
+    with pytest.raises(errors.TransferError, match=why):
+        await worker.agent.connect(metadata, deadline_s=1)
+    await worker.close()

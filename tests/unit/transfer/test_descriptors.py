@@ -1,0 +1,82 @@
+"""Metadata crosses whole, and what cannot be is refused."""
+
+import msgspec
+import pytest
+
+from dynamo.base import errors
+from dynamo.transfer import descriptors
+from dynamo.transfer.descriptors import Layout, Metadata, Order
+
+LAYOUT = Layout(
+    num_blocks=10, block_size=16, num_layers=3, num_kv_heads=8, head_dim=64, dtype="bfloat16"
+)
+METADATA = Metadata(
+    name="prefill-0", epoch="e", host="h", layout=LAYOUT, addresses={"tcp": "127.0.0.1:1"}
+)
+
+
+def test_metadata_comes_out_as_it_went_in():
+    body = descriptors.encode(METADATA)
+
+    assert descriptors.decode(body) == METADATA
+    assert len(body) < 300
+
+
+def test_a_later_versions_extra_fields_of_the_same_version_are_ignored():
+    body = msgspec.msgpack.encode(msgspec.structs.asdict(METADATA) | {"more": 1})
+
+    assert descriptors.decode(body) == METADATA
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "expected a transfer agent's metadata"),
+        (b"\xff\xff", "expected a transfer agent's metadata"),
+        (bytes(5000), "at most 4096 bytes, got 5000"),
+        (
+            descriptors.encode(msgspec.structs.replace(METADATA, version=2)),
+            "speaks version 2 .* we speak 1",
+        ),
+    ],
+)
+def test_what_is_no_metadata_is_refused(body, why):
+    with pytest.raises(errors.TransferError, match=why):
+        descriptors.decode(body)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"head_dim": 2**32}, "head_dim is"),
+        ({"dtype": "int3"}, "dtype is int3"),
+        ({"tp_size": 3}, "8 heads cannot be shared equally by 3"),
+        ({"tp_size": 2, "tp_rank": 2}, "tp_rank is 2 of 2"),
+    ],
+)
+def test_an_impossible_layout_is_refused(change, why):
+    layout = msgspec.structs.replace(LAYOUT, **change)
+
+    assert why in descriptors.find_fault(layout)
+    with pytest.raises(errors.TransferError, match=why):
+        descriptors.decode(descriptors.encode(msgspec.structs.replace(METADATA, layout=layout)))
+
+
+@pytest.mark.parametrize("order", Order)
+def test_slabs_fill_a_pool_without_gap_or_overlap(order):
+    layout = msgspec.structs.replace(LAYOUT, order=order)
+
+    slabs = sorted(
+        layer * layout.layer_stride + block * layout.block_stride
+        for layer in range(layout.num_layers)
+        for block in range(layout.num_blocks)
+    )
+
+    assert slabs == list(range(0, layout.num_bytes, layout.slab_bytes))
+
+
+def test_ranks_share_the_heads_in_order():
+    ranks = [msgspec.structs.replace(LAYOUT, tp_size=4, tp_rank=rank) for rank in range(4)]
+
+    assert [head for rank in ranks for head in rank.heads] == list(range(8))

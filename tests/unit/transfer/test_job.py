@@ -1,0 +1,80 @@
+"""Threads' work as the event loop sees it."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.transfer.job import Job
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+async def test_a_result_comes_out(threads):
+    job = Job(threads, lambda limit: 7, deadline_s=10)
+
+    assert await job.outcome == 7
+    assert not job.is_running
+
+
+async def test_an_error_comes_out(threads):
+    def fail(limit):
+        raise errors.TransferError("the peer is gone")
+
+    with pytest.raises(errors.TransferError, match="the peer is gone"):
+        await Job(threads, fail, deadline_s=10).outcome
+
+
+async def test_stopping_waits_until_the_thread_is_away(threads):
+    begun, left = threading.Event(), []
+
+    def work(limit):
+        interrupted = threading.Event()
+        with limit.interruptible(interrupted.set):
+            begun.set()
+            interrupted.wait(10)
+        left.append(True)
+        limit.remaining_s()
+
+    job = Job(threads, work, deadline_s=10)
+    await asyncio.to_thread(begun.wait, 10)
+
+    await job.stop()
+
+    assert left == [True]
+    assert isinstance(job.outcome.exception(), errors.TransferError)
+
+
+async def test_a_deadline_holds_while_waiting_for_a_thread(threads):
+    release = threading.Event()
+    first = Job(threads, lambda limit: release.wait(10), deadline_s=10)
+
+    with pytest.raises(errors.TransferError, match="others were before it"):
+        await Job(threads, lambda limit: None, deadline_s=0.05).outcome
+
+    release.set()
+    await first.outcome
+
+
+async def test_a_result_that_nobody_waits_for_is_discarded(threads):
+    begun, release, discarded = threading.Event(), threading.Event(), []
+
+    def work(limit):
+        begun.set()
+        release.wait(10)
+        return "a route"
+
+    job = Job(threads, work, deadline_s=10, discard=discarded.append)
+    await asyncio.to_thread(begun.wait, 10)
+    job.outcome.cancel()
+    await asyncio.sleep(0)  # its callbacks
+    release.set()
+    await job.stop()
+
+    assert discarded == ["a route"]

@@ -1,0 +1,96 @@
+"""Shared memory is what it is said to be, and copies stop when their time is over."""
+
+import os
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.transfer import api, memory
+from dynamo.transfer.limit import Limit
+
+READ, WRITE = api.Operation.READ, api.Operation.WRITE
+MIB = 2**20
+
+
+def test_two_mappings_of_one_pool_show_the_same_bytes():
+    shared = memory.SharedMemory(4096)
+    mapped = memory.map_peers(os.dup(shared.fd), 4096)
+
+    shared.memory[7] = 42
+
+    assert mapped[7] == 42
+    shared.close()
+
+
+def test_a_tensor_over_a_pool_writes_what_peers_see():
+    torch = pytest.importorskip("torch")
+    shared = memory.SharedMemory(4096)
+    mapped = memory.map_peers(os.dup(shared.fd), 4096)
+
+    torch.frombuffer(shared.memory, dtype=torch.uint8).view(64, 64)[1, 1] = 42
+
+    assert mapped[65] == 42
+    shared.close()
+
+
+def test_the_size_of_a_pool_cannot_be_changed_under_its_peers():
+    shared = memory.SharedMemory(4096)
+
+    with pytest.raises(PermissionError):
+        os.ftruncate(shared.fd, 0)
+    shared.close()
+
+
+def test_a_file_that_could_be_cut_short_is_not_mapped():
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+
+    with pytest.raises(errors.TransferError, match="sealed memory file of 4096 bytes"):
+        memory.map_peers(fd, 4096)
+
+
+def test_a_pool_that_is_smaller_than_its_layout_is_not_mapped():
+    shared = memory.SharedMemory(4096)
+
+    with pytest.raises(errors.TransferError, match="of 8192 bytes, got 4096"):
+        memory.map_peers(os.dup(shared.fd), 8192)
+    shared.close()
+
+
+def test_what_is_no_memory_file_is_not_mapped():
+    reading, writing = os.pipe()
+    os.close(writing)
+
+    with pytest.raises(errors.TransferError, match="cannot map"):
+        memory.map_peers(reading, 4096)
+
+
+def test_more_memory_than_there_can_be_is_one_sentence():
+    with pytest.raises(errors.ConfigError, match="MiB of shared memory"):
+        memory.SharedMemory(2**62)
+
+
+@pytest.mark.parametrize("length", [5, 64 * 1024, 40 * MIB])
+def test_short_and_long_copies_in_both_directions(length):
+    ours, theirs = (memory.Window(memory.private(41 * MIB)) for _ in range(2))
+    theirs.view[10 : 10 + length] = os.urandom(length)
+
+    memory.move(READ, ours, theirs, [(3, 10, length)], Limit(30))
+    memory.move(WRITE, ours, theirs, [(3, 0, length)], Limit(30))
+
+    assert ours.view[3 : 3 + length] == theirs.view[:length]
+    ours.close()
+    theirs.close()
+
+
+def test_a_copy_that_was_cancelled_stops_on_its_way():
+    ours, theirs = (memory.Window(memory.private(64 * MIB)) for _ in range(2))
+    theirs.view[-1] = 1
+    limit = Limit(30)
+    limit.cancel()
+
+    with pytest.raises(errors.TransferError, match="cancelled"):
+        memory.move(READ, ours, theirs, [(0, 0, 64 * MIB)], limit)
+    assert ours.view[-1] == 0
+    ours.close()
+    theirs.close()
