@@ -6,7 +6,7 @@ import ssl
 import time
 from types import TracebackType
 
-from dynamo.base import clock, errors, tasks
+from dynamo.base import clock, errors, open_files, tasks
 from dynamo.frontend import (
     app,
     clearing,
@@ -101,7 +101,11 @@ class Frontend:
         handler = self._admission.around(self._app.routes, app.dialect_of)
         self._server = server.HttpServer(
             handler,
-            limits=limits.Limits(body_bytes=settings.http_body_limit_mb * 2**20),
+            limits=limits.Limits(
+                body_bytes=settings.http_body_limit_mb * 2**20,
+                request_s=settings.http_read_timeout_secs,
+                num_connections=open_files.make_room(limits.NUM_CONNECTIONS),
+            ),
             tls=_tls(settings),
             error_body=app.error_body,
         )

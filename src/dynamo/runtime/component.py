@@ -37,7 +37,7 @@ from dynamo.runtime.backends.nats import access as nats_access
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig(tracing.TracingConfig):
-    """What every process has; a process's own configuration inherits it."""
+    """Discovery and the planes, which every process has: its own configuration inherits this."""
 
     namespace: str = config.option("dynamo", env="DYN_NAMESPACE", help="namespace of our endpoints")
     discovery_backend: Literal["file", "etcd", "mem"] = config.option(
