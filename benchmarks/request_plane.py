@@ -1,11 +1,11 @@
 """What a token costs between a worker and a frontend: CPU per token on both sides of the request plane.
 
-    python benchmarks/request_plane.py [--streams 256] [--ticks 300] [--tick-ms 5] [--loop asyncio|uvloop]
+    python -m benchmarks.request_plane [--streams 256] [--ticks 300] [--tick-ms 5] [--loop asyncio|uvloop] [--nats URL]
 
-Two processes, TCP on loopback. Each tick the worker sends one token on every stream and then sleeps, as an
-engine's step would; the frontend's receivers only count. The medians of several runs are printed, in µs of CPU time
-per token. With pauses between the ticks caches are cold and each tick pays for two wake-ups; `--tick-ms 0` shows
-the bare path.
+Two processes, TCP on loopback; with `--nats` the same through a NATS server, in turns with TCP. Each tick the worker
+sends one token on every stream and then sleeps, as an engine's step would; the frontend's receivers only count. The
+medians of several runs are printed, in µs of CPU time per token. With pauses between the ticks caches are cold and each
+tick pays for two wake-ups; `--tick-ms 0` shows the bare path.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from dynamo.base import errors
 from dynamo.protocols import generate
 from dynamo.runtime import requests
 from dynamo.runtime.backends import tcp
+from dynamo.runtime.backends.nats import access, planes
 
 ENDPOINT = "bench/backend/generate"
 
@@ -46,8 +47,20 @@ class Counter:
             self.over.set()
 
 
-async def worker(pipe: Connection, num_streams: int, num_ticks: int, tick_s: float) -> None:
-    plane = tcp.TcpRequestPlane()
+async def join(url: str | None, number: int) -> requests.RequestPlane:
+    """Over TCP, or through the NATS server at this address."""
+    if url is None:
+        return tcp.TcpRequestPlane()
+    nats = await planes.NatsPlanes.open(
+        access.read((url,), {}), namespace="bench", instance_id=number, start_timeout_s=5
+    )
+    return nats.new_requests()
+
+
+async def worker(
+    pipe: Connection, url: str | None, num_streams: int, num_ticks: int, tick_s: float
+) -> None:
+    plane = await join(url, 1)
     calls: list[requests.Call] = []
     ready = asyncio.Event()
 
@@ -71,23 +84,34 @@ async def worker(pipe: Connection, num_streams: int, num_ticks: int, tick_s: flo
         pipe.send(time.process_time() - began)
 
 
-async def frontend(pipe: Connection, num_streams: int, num_ticks: int, num_runs: int) -> None:
-    plane, address = tcp.TcpRequestPlane(), pipe.recv()
-    asked, answered = [], []
+async def frontend(
+    pipes: dict[str | None, Connection], num_streams: int, num_ticks: int, num_runs: int
+) -> None:
+    joined = {url: (await join(url, 2), pipe.recv()) for url, pipe in pipes.items()}
+    costs: dict[str | None, list[tuple[float, float]]] = {url: [] for url in pipes}
     for _ in range(num_runs):
-        counter = Counter(num_streams)
-        for _ in range(num_streams):
-            await plane.open(address, ENDPOINT, None, counter)
-        began = time.process_time()
-        await counter.over.wait()
-        num_tokens = counter.num_tokens
-        assert num_tokens == num_streams * num_ticks
-        asked.append((time.process_time() - began) / num_tokens * 1e6)
-        answered.append(pipe.recv() / num_tokens * 1e6)
-    print(
-        f"frontend {statistics.median(asked):.2f} µs/token, worker {statistics.median(answered):.2f} µs/token"
-    )
-    await plane.close()
+        for url, (plane, address) in joined.items():
+            costs[url].append(await one_run(plane, address, pipes[url], num_streams, num_ticks))
+    for url, pairs in costs.items():
+        asked, answered = zip(*pairs, strict=True)
+        print(
+            f"{'nats' if url else 'tcp'}: frontend {statistics.median(asked):.2f} (best {min(asked):.2f}) µs/token,"
+            f" worker {statistics.median(answered):.2f} (best {min(answered):.2f}) µs/token"
+        )
+
+
+async def one_run(
+    plane: requests.RequestPlane, address: str, pipe: Connection, num_streams: int, num_ticks: int
+) -> tuple[float, float]:
+    """CPU µs per token of the frontend and of the worker."""
+    counter = Counter(num_streams)
+    for _ in range(num_streams):
+        await plane.open(address, ENDPOINT, None, counter)
+    began = time.process_time()
+    await counter.over.wait()
+    used_s = time.process_time() - began
+    assert counter.num_tokens == num_streams * num_ticks
+    return used_s / counter.num_tokens * 1e6, pipe.recv() / counter.num_tokens * 1e6
 
 
 def run(loop: str, main: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
@@ -103,21 +127,21 @@ def main() -> None:
     parser.add_argument("--tick-ms", type=float, default=5)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio")
+    parser.add_argument("--nats", help="the address of a NATS server")
     options = parser.parse_args()
-    ours, theirs = multiprocessing.Pipe()
-    arguments = (
-        options.loop,
-        worker,
-        theirs,
-        options.streams,
-        options.ticks,
-        options.tick_ms / 1000,
-    )
-    process = multiprocessing.get_context("spawn").Process(target=run, args=arguments, daemon=True)
-    process.start()
-    run(options.loop, frontend, ours, options.streams, options.ticks, options.runs)
-    process.terminate()
-    process.join()
+    size = (options.streams, options.ticks)
+    pipes, processes = {}, []
+    for url in [None, options.nats] if options.nats else [None]:
+        pipes[url], theirs = multiprocessing.Pipe()
+        arguments = (options.loop, worker, theirs, url, *size, options.tick_ms / 1000)
+        processes.append(
+            multiprocessing.get_context("spawn").Process(target=run, args=arguments, daemon=True)
+        )
+        processes[-1].start()
+    run(options.loop, frontend, pipes, *size, options.runs)
+    for process in processes:
+        process.terminate()
+        process.join()
 
 
 if __name__ == "__main__":

@@ -43,8 +43,19 @@ class Storyteller:
         stop: generate.StopConditions | None = None,
         **sampling: object,
     ) -> None:
+        self.submit(self.request(request_id, question, guided, stop=stop, **sampling))
+
+    def request(
+        self,
+        request_id: str,
+        question: str,
+        guided: generate.GuidedDecoding | None = None,
+        *,
+        stop: generate.StopConditions | None = None,
+        **sampling: object,
+    ) -> generate.Request:
         prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-        request = generate.Request(
+        return generate.Request(
             id=request_id,
             model="storyteller",
             token_ids=blocks.pack(self.ids(prompt)),
@@ -52,9 +63,12 @@ class Storyteller:
             sampling_options=generate.SamplingOptions(guided_decoding=guided, **sampling),
             eos_token_ids=EOS,
         )
+
+    def submit(self, request: generate.Request) -> None:
+        guided = request.sampling_options.guided_decoding
         grammar = self.parts.grammars.find(guided, EOS) if guided is not None else None
         self.parts.scheduler.submit(request, grammar)
-        self._tokens[request_id] = []
+        self._tokens[request.id] = []
 
     def answers(self) -> dict[str, Answer]:
         while self.parts.scheduler.has_work:

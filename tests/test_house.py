@@ -1,6 +1,6 @@
 """The house rules that no linter knows.
 
-Each failure names the file and the rule. Budgets are first guesses; they move by a visible edit.
+Each failure names the file and the rule. Budgets move by a visible edit.
 """
 
 import ast
@@ -11,26 +11,27 @@ import pytest
 
 SRC = pathlib.Path(__file__).parents[1] / "src" / "dynamo"
 FILES = sorted(SRC.rglob("*.py"))
-# Lines each package may hold. Raising one is a line in the diff, so a reviewer sees it.
+# Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
+# the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 780,
-    "protocols": 3450,
+    "base": 850,
+    "protocols": 3510,
     "observability": 1100,
-    "runtime": 4450,
-    "transfer": 2150,
+    "runtime": 5720,
+    "transfer": 2210,
     "kvbm": 2200,
-    "engine": 5500,
-    "router": 4000,
+    "engine": 5640,
+    "router": 4100,
     "semantic": 1000,
-    "preprocess": 2950,
+    "preprocess": 3060,
     "disagg": 800,
-    "frontend": 8250,
-    "worker": 2180,
+    "frontend": 9000,
+    "worker": 2260,
     "planner": 2000,
     "operator": 2000,
-    "cli": 1250,
-    "testing": 800,
-    "simulate": 1200,
+    "cli": 1090,
+    "testing": 60,
+    "simulate": 1040,
 }
 LARGE: dict[str, int] = {}  # file -> lines it may keep; entries only shrink
 FACES: set[str] = (
@@ -54,6 +55,12 @@ def test_package_stays_in_budget(name):
     lines = sum(len(f.read_text().splitlines()) for f in FILES if package(f) == name)
 
     assert lines <= BUDGET[name]
+
+
+def test_names_of_tests_are_unique():
+    names = [path.name for path in pathlib.Path(__file__).parent.rglob("test_*.py")]
+
+    assert sorted(set(names)) == sorted(names)  # pytest cannot collect two of one name together
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))

@@ -288,6 +288,22 @@ async def test_an_answer_ends_where_the_context_does(host):
     assert host.sink.of("a")[-1].finish_reason == generate.FinishReason.LENGTH
 
 
+async def test_what_another_worker_began_is_gone_on_with(host):
+    whole = await host.answer("a", [1, 2, 3], max_tokens=12)
+    request = generate.Request(
+        id="b",
+        model="m",
+        token_ids=blocks.pack([1, 2, 3, *whole[:5]]),
+        num_resumed=5,
+        stop_conditions=generate.StopConditions(max_tokens=7),
+        sampling_options=generate.SamplingOptions(temperature=0.0),
+    )
+    host.engine.submit(request)
+    await host.sink.until_ended("b")
+
+    assert host.sink.tokens("b") == whole[5:]
+
+
 async def test_every_choice_is_answered(host):
     host.submit("a", PROMPT, n=3, max_tokens=5)
     await host.sink.until_ended("a", n=3)

@@ -9,8 +9,10 @@ import itertools
 
 import pytest
 
+import nats_server
 from dynamo.base import errors
 from dynamo.runtime.backends import memory_discovery, memory_events, zmq
+from dynamo.runtime.backends.nats import events as nats_events
 
 TOPIC = "dynamo/backend/kv-events"
 HELLOS = itertools.count()
@@ -21,6 +23,7 @@ class Network:
 
     def __init__(self, kind):
         self._kind = kind
+        self.nats = None
         self._bus = memory_events.MemoryBus()
         self._cluster = memory_discovery.MemoryCluster()
         self._ids = itertools.count(7)
@@ -31,6 +34,8 @@ class Network:
         instance_id = next(self._ids)
         if self._kind == "memory":
             plane = memory_events.MemoryEventPlane(self._bus, instance_id)
+        elif self._kind == "nats":
+            plane = nats_events.NatsEventPlane(self.nats, instance_id)
         else:
             discovery = memory_discovery.MemoryDiscovery(self._cluster)
             plane = zmq.ZmqEventPlane(discovery, instance_id)
@@ -38,12 +43,17 @@ class Network:
         return plane, instance_id
 
 
-@pytest.fixture(params=["memory", "zmq"])
+@pytest.fixture(params=["memory", "zmq", "nats"])
 async def network(request):
     network = Network(request.param)
+    if request.param == "nats":
+        server = request.getfixturevalue("nats_server")
+        network.nats = await nats_server.connect(server.url)
     yield network
     for plane in network.planes:
         await plane.close()
+    if network.nats is not None:
+        await network.nats.close()
 
 
 class Ear:

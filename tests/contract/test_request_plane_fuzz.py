@@ -1,16 +1,20 @@
 """Whatever a stranger sends to a living request plane, it neither hangs nor crashes, and serves the others."""
 
 import asyncio
+import contextlib
+import itertools
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nats_server as nats_servers
 from dynamo.base import errors
 from dynamo.protocols import generate, wire
 from dynamo.runtime import requests
 from dynamo.runtime.backends import memory_requests, tcp
+from dynamo.runtime.backends.nats import requests as nats_requests
 
 ECHO = "a/b/echo"
 small = st.integers(-1, 4)
@@ -73,29 +77,57 @@ async def ask_a_stranger(network, make_plane, data):
     return answer.body.done() and (answer.body.cancelled() or answer.body.exception())
 
 
-KINDS = {
-    "memory": (memory_requests.MemoryNetwork, memory_requests.MemoryRequestPlane),
-    "tcp": (tcp.TcpNetwork, lambda network: tcp.TcpRequestPlane()),
-}
+@contextlib.asynccontextmanager
+async def over_memory(url):
+    network = memory_requests.MemoryNetwork()
+    yield network, memory_requests.MemoryRequestPlane
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@contextlib.asynccontextmanager
+async def over_tcp(url):
+    yield tcp.TcpNetwork(), lambda network: tcp.TcpRequestPlane()
+
+
+@contextlib.asynccontextmanager
+async def over_nats(url):
+    connection, ids = await nats_servers.connect(url), itertools.count(1)
+
+    def join():
+        return nats_requests.NatsNetwork(connection, namespace="fuzz", number=next(ids))
+
+    yield join(), lambda network: nats_requests.NatsRequestPlane(join())
+    await connection.close()
+
+
+KINDS = {"memory": over_memory, "tcp": over_tcp, "nats": over_nats}
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def kind(request):
+    """How to make a network, and the server that it needs."""
+    is_served = request.param == "nats"
+    return KINDS[request.param], request.getfixturevalue("nats_server").url if is_served else ""
+
+
+async def run_over(kind, story, data):
+    over, url = kind
+    async with over(url) as (network, make_plane):
+        return await story(network, make_plane, data)
+
+
 @settings(max_examples=60, deadline=None)
 @given(is_polite=st.booleans(), parts=st.lists(said, max_size=8))
 def test_a_server_serves_others_whatever_a_stranger_says(kind, is_polite, parts):
-    make_network, make_plane = KINDS[kind]
     data = wire.encode(HELLO) * is_polite + b"".join(parts)
-    reply = asyncio.run(serve_beside_a_stranger(make_network(), make_plane, data))
+    reply = asyncio.run(run_over(kind, serve_beside_a_stranger, data))
 
     assert reply == "well?"
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(parts=st.lists(said, max_size=8))
 def test_an_asker_always_gets_an_end_whatever_a_stranger_answers(kind, parts):
-    make_network, make_plane = KINDS[kind]
     data = wire.encode(WELCOME) + b"".join(parts)
-    end = asyncio.run(ask_a_stranger(make_network(), make_plane, data))
+    end = asyncio.run(run_over(kind, ask_a_stranger, data))
 
     assert end is True or end is None or isinstance(end, errors.DynamoError)

@@ -110,6 +110,12 @@ class Frontend(Process):
     def chat(self, text: str = "Tell me a story", **fields: object) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **fields), timeout=30)
 
+    def metric(self, series: str) -> float:
+        """The value of this name with these labels; 0 as long as there is none."""
+        text = httpx.get(f"{self.url}/metrics", timeout=5).text
+        rows = (row.rpartition(" ") for row in text.splitlines())
+        return next((float(value) for name, _, value in rows if name == series), 0.0)
+
     @contextlib.contextmanager
     def stream(self, text: str = "Tell me a story", **fields: object) -> Iterator[Iterator[str]]:
         """The data lines of a streamed answer; leaving the block closes the connection."""

@@ -17,12 +17,14 @@ each also `| None`.
 
 import argparse
 import dataclasses
+import difflib
+import inspect
 import os
 import sys
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,9 +80,7 @@ def load_parts(
     """As `load`, where each package brings its own dataclass; the first docstring heads the help."""
     fields = {field.name: field for part in parts for field in dataclasses.fields(part)}
     hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
-    flags = vars(
-        _parser(parts[0], fields, hints, prog).parse_args(sys.argv[1:] if argv is None else argv)
-    )
+    flags = vars(_parser(parts, hints, prog).parse_args(sys.argv[1:] if argv is None else argv))
     path = flags.pop("config")
     values = _from_file(path, fields, hints) if path else {}
     values |= _from_environment(os.environ if environ is None else environ, fields, hints)
@@ -108,21 +108,50 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise errors.ConfigError(f"{message} (see --help)")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but says which flag might have been meant."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            similar = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            hint = f"did you mean {similar[0]}?" if similar else "see --help"
+            raise errors.ConfigError(f"unrecognized argument: {unknown[0]} ({hint})")
+        return found
 
-def _parser(
-    cls: type, fields: Mapping[str, dataclasses.Field[Any]], hints: Mapping[str, Any], prog: str
-) -> argparse.ArgumentParser:
-    parser = _Parser(prog=prog, description=cls.__doc__, allow_abbrev=False)
+
+def _parser(parts: Sequence[type], hints: Mapping[str, Any], prog: str) -> argparse.ArgumentParser:
+    """The flags stand in groups: what each class declares itself, the process's own first."""
+    fields = [field for part in parts for field in dataclasses.fields(part)]
+    bare = [f"[{field.name}]" for field in fields if not _flag_of(field)]
+    usage = " ".join((prog, *bare, "[flags]"))
+    parser = _Parser(prog=prog, usage=usage, description=parts[0].__doc__, allow_abbrev=False)
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these settings, by field name"
     )
-    for name, field in fields.items():
-        _add_flag(parser, name, field, _plain(hints[name]))
+    for title, own in _groups(parts):
+        group = parser.add_argument_group(title)
+        for field in own:
+            _add_flag(group, field.name, field, _plain(hints[field.name]))
     return parser
 
 
+def _groups(parts: Sequence[type]) -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
+    """The fields of each class that declares some, under the first line of its docstring."""
+    seen: set[str] = set()
+    for cls in dict.fromkeys(cls for part in parts for cls in part.__mro__):
+        own = [
+            field
+            for field in getattr(cls, "__dataclass_fields__", {}).values()
+            if field.name in inspect.get_annotations(cls) and field.name not in seen
+        ]
+        seen.update(field.name for field in own)
+        if own:
+            head = (cls.__doc__ or cls.__name__).partition("\n")[0].rstrip(".")
+            yield "this process" if cls is parts[0] else head, own
+
+
 def _add_flag(
-    parser: argparse.ArgumentParser, name: str, field: dataclasses.Field[Any], kind: Any
+    parser: argparse._ActionsContainer, name: str, field: dataclasses.Field[Any], kind: Any
 ) -> None:
     text = field.metadata["help"]
     if field.default not in (None, "", ()):

@@ -11,6 +11,7 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.protocols import blocks, generate
 
+_CHOICES = range(2**32)
 _SEEDS = range(-(2**63), 2**64)
 _SHAPE: dict[
     str, tuple[str, Callable[[Any], bool]]
@@ -29,6 +30,7 @@ _SHAPE: dict[
 def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int | None) -> None:
     """Raises RequestError if an engine with these facts can never serve it. `vocab_size` None: any token will do."""
     _check_prompt(request, facts.context_length)
+    _check_resumed(request)
     _check_sampling(request.sampling_options, facts.max_num_seqs)
     if vocab_size is not None:
         _check_tokens(request, vocab_size)
@@ -76,6 +78,13 @@ def _check_prompt(request: generate.Request, context_length: int) -> None:
             f" as prompt and answer share a context of {context_length} tokens",
             param="prompt",
         )
+
+
+def _check_resumed(request: generate.Request) -> None:
+    if not 0 <= request.num_resumed < request.prompt_len:
+        raise _invalid("num_resumed", f"below {request.prompt_len}", request.num_resumed)
+    if request.first_choice not in _CHOICES:
+        raise _invalid("first_choice", f"below {len(_CHOICES)}", request.first_choice)
 
 
 def _check_sampling(options: generate.SamplingOptions, max_num_seqs: int) -> None:

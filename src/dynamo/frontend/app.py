@@ -30,6 +30,13 @@ from dynamo.runtime.http import exchange, router
 
 _MODELS = "/v1/models/"
 _MESSAGES = "/v1/messages"
+_LINKS = (
+    ("/docs", "every route, with a line of curl"),
+    ("/openapi.json", "the same for programs"),
+    ("/v1/models", "what is served"),
+    ("/health", "whether somebody can answer"),
+    ("/metrics", "for Prometheus"),
+)
 
 
 def error_body(status: int, message: str, path: str) -> bytes:
@@ -77,8 +84,12 @@ class App:
                 ("POST", responses.PATH + "input_tokens"): shared.fetching(
                     self._computes(counts.of_response)
                 ),
-                ("GET", responses.PATH + "*"): shared.finding(responses.PATH, remembered.show),
-                ("DELETE", responses.PATH + "*"): shared.finding(responses.PATH, remembered.delete),
+                ("GET", responses.PATH + "*"): _identified(
+                    shared.finding(responses.PATH, remembered.show)
+                ),
+                ("DELETE", responses.PATH + "*"): _identified(
+                    shared.finding(responses.PATH, remembered.delete)
+                ),
                 ("POST", _MESSAGES): self._generates(apis.MESSAGES),
                 ("POST", _MESSAGES + "/count_tokens"): self._computes(
                     counts.of_message, anthropic_errors
@@ -86,12 +97,12 @@ class App:
                 ("POST", "/v1/embeddings"): self._embeds(answers.vectors),
                 ("POST", "/tokenize"): self._computes(counts.tokenize),
                 ("POST", "/detokenize"): self._computes(counts.detokenize),
-                ("POST", "/clear_kv_blocks"): caches.answer,
-                ("GET", "/busy_threshold"): counter.thresholds.show,
+                ("POST", "/clear_kv_blocks"): _identified(caches.answer),
+                ("GET", "/busy_threshold"): _identified(counter.thresholds.show),
                 ("POST", "/busy_threshold"): self._computes(self._change_thresholds),
                 **tensors.table(),
-                ("GET", "/v1/models"): self._list_models,
-                ("GET", _MODELS + "*"): self._show_model,
+                ("GET", "/v1/models"): _identified(self._list_models),
+                ("GET", _MODELS + "*"): _identified(self._show_model),
                 ("GET", "/health"): self._health,
                 ("GET", "/live"): _live,
                 ("GET", "/metrics"): self._all_metrics if others.name else self._metrics,
@@ -130,15 +141,14 @@ class App:
         async def handle(caller: exchange.Exchange) -> None:
             if not self._accepts(caller, dialect):
                 return
-            headers = pipeline.id_headers(caller, apis.REQUEST_ID_HEADERS)
             try:
                 body = sse.encode(await answer(caller.request.body))
             except errors.DynamoError as error:
-                delivery.respond_error(caller, error, dialect, headers)
+                delivery.respond_error(caller, error, dialect)
             else:
-                caller.respond(200, body, headers=headers)
+                caller.respond(200, body)
 
-        return handle
+        return _identified(handle)
 
     def _accepts(self, caller: exchange.Exchange, dialect: delivery.Dialect) -> bool:
         """Whether the request may go on; if not, it is answered."""
@@ -202,17 +212,23 @@ class App:
             f"<li>{html.escape(model.name)}: {len(model.instances)} worker(s)</li>"
             for model in self._models.ready
         )
-        links = "".join(
-            f'<li><a href="{path}">{path}</a></li>'
-            for path in ("/docs", "/v1/models", "/health", "/metrics")
-        )
-        posts = "".join(f"<li>POST {path}</li>" for path in self.routes.paths("POST"))
+        links = "".join(f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in _LINKS)
         page = (
             "<!doctype html><meta charset=utf-8><title>Dynamo</title><h1>Dynamo frontend</h1>"
-            f"<h2>Models</h2><ul>{served or '<li>none: start a worker</li>'}</ul><h2>Routes</h2><ul>"
-            f"{posts}{links}</ul>"
+            f"<h2>Models</h2><ul>{served or '<li>none: start a worker</li>'}</ul>"
+            f"<h2>See also</h2><ul>{links}</ul>"
         )
         caller.respond(200, page.encode(), content_type="text/html; charset=utf-8")
+
+
+def _identified(handler: router.Handler) -> router.Handler:
+    """Whatever is answered tells the request's id, as answers that are generated do."""
+
+    def handle(caller: exchange.Exchange) -> Awaitable[None] | None:
+        caller.headers = pipeline.id_headers(caller, apis.REQUEST_ID_HEADERS)
+        return handler(caller)
+
+    return handle
 
 
 def _live(caller: exchange.Exchange) -> None:

@@ -9,7 +9,51 @@ from dynamo.preprocess import tokenize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendConfig(record_config.RecordConfig):
+class AdmissionConfig(record_config.RecordConfig):
+    """Who may come in, and when."""
+
+    api_keys_file: str | None = config.option(
+        None, env="DYN_API_KEYS_FILE", help="TOML file of API keys and their limits: ask for a key"
+    )
+    active_decode_blocks_threshold: float | None = config.option(
+        None,
+        env="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
+        aliases=("--busy-threshold",),
+        help="a worker is busy while more than this share of its KV blocks is active",
+        least=0,
+        most=1,
+    )
+    active_prefill_tokens_threshold: int | None = config.option(
+        None,
+        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
+        help="a worker is busy while it has more prompt tokens to compute",
+        least=0,
+    )
+    active_prefill_tokens_threshold_frac: float | None = config.option(
+        None,
+        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
+        help="the same, as a multiple of its max_num_batched_tokens",
+        least=0,
+    )
+    rejection_frontend_request_concurrency_limit: int | None = config.option(
+        None,
+        env="DYN_REJECTION_FRONTEND_REQUEST_CONCURRENCY_LIMIT",
+        help="requests for one model that may run at the same time",
+        least=1,
+    )
+    queue_limit: int = config.option(
+        0,
+        env="DYN_QUEUE_LIMIT",
+        help="requests for one model that wait for room, instead of being refused at once",
+        least=0,
+    )
+    queue_timeout_secs: float = config.option(
+        10.0, env="DYN_QUEUE_TIMEOUT_SECS", help="how long a request waits for room", least=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendConfig(AdmissionConfig):
     """The OpenAI-compatible HTTP door: finds workers, and passes requests to them."""
 
     http_host: str = config.option(
@@ -55,49 +99,17 @@ class FrontendConfig(record_config.RecordConfig):
         aliases=("--tls-client-ca-path",),
         help="authority (PEM) whose certificates clients must show",
     )
-    api_keys_file: str | None = config.option(
-        None, env="DYN_API_KEYS_FILE", help="TOML file of API keys and their limits: ask for a key"
-    )
-    active_decode_blocks_threshold: float | None = config.option(
-        None,
-        env="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
-        aliases=("--busy-threshold",),
-        help="a worker is busy while more than this share of its KV blocks is active",
-        least=0,
-        most=1,
-    )
-    active_prefill_tokens_threshold: int | None = config.option(
-        None,
-        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
-        help="a worker is busy while it has more prompt tokens to compute",
-        least=0,
-    )
-    active_prefill_tokens_threshold_frac: float | None = config.option(
-        None,
-        env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
-        help="the same, as a multiple of its max_num_batched_tokens",
-        least=0,
-    )
-    rejection_frontend_request_concurrency_limit: int | None = config.option(
-        None,
-        env="DYN_REJECTION_FRONTEND_REQUEST_CONCURRENCY_LIMIT",
-        help="requests for one model that may run at the same time",
-        least=1,
-    )
-    queue_limit: int = config.option(
-        0,
-        env="DYN_QUEUE_LIMIT",
-        help="requests for one model that wait for room, instead of being refused at once",
-        least=0,
-    )
-    queue_timeout_secs: float = config.option(
-        10.0, env="DYN_QUEUE_TIMEOUT_SECS", help="how long a request waits for room", least=0
-    )
     metrics_prefix: str = config.option(
         "dynamo_frontend", env="DYN_METRICS_PREFIX", help="first part of every metric's name"
     )
     http_body_limit_mb: int = config.option(
         192, env="DYN_HTTP_BODY_LIMIT_MB", help="largest request body", least=1
+    )
+    http_read_timeout_secs: float = config.option(
+        60.0,
+        env="DYN_HTTP_READ_TIMEOUT_SECS",
+        help="within what time a request must have arrived, once begun",
+        least=0.1,
     )
     tokenizer_cache_mb: int = config.option(
         tokenize.CACHE_BYTES // 2**20,
@@ -117,6 +129,24 @@ class FrontendConfig(record_config.RecordConfig):
         3600.0,
         env="DYN_REQUEST_TIMEOUT_SECS",
         help="an answer that is not complete by then ends with an error; 0: no limit",
+        least=0,
+    )
+    migration_limit: int = config.option(
+        3,
+        env="DYN_MIGRATION_LIMIT",
+        help="how often a request goes on at another worker when its own is lost; 0: never",
+        least=0,
+    )
+    migration_max_seq_len: int | None = config.option(
+        None,
+        env="DYN_MIGRATION_MAX_SEQ_LEN",
+        help="not if prompt and answer have more tokens than this, which would be computed again",
+        least=1,
+    )
+    migration_wait_secs: float = config.option(
+        5.0,
+        env="DYN_MIGRATION_WAIT_SECS",
+        help="how long it then waits for a worker, if there is none",
         least=0,
     )
     http_graceful_shutdown_timeout_secs: float = config.option(

@@ -1,23 +1,23 @@
 """An answer on its way from workers to a client: what streamed and whole answers have in common.
 
-A request has one or more prompts; each is one stream at a worker and brings n choices. A `PromptReceiver` takes what
-one worker says and passes it to the `Delivery` of the whole request, which ends exactly once: complete, failed, or
-abandoned by the client. Whatever still runs at a worker then is cancelled at once.
+A request has one or more prompts; each is one stream at a worker and brings n choices. A `Leg` takes what one worker
+says and passes it to the `Delivery` of the whole request, which ends exactly once: complete, failed, or abandoned by
+the client. Whatever still runs at a worker then is cancelled at once. A leg that breaks off may be followed by others
+(`go_on`), of which the client sees nothing.
 """
 
 import abc
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import choices, echo, extras, metrics, parsed_choice, sse
+from dynamo.frontend.leg import Leg
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import blocks, generate, openai_errors, openai_fields, openai_usage
-from dynamo.runtime import requests
 from dynamo.runtime.http import exchange
 
 S_co = TypeVar("S_co", bound=sse.Shape, covariant=True)
@@ -104,11 +104,12 @@ class Delivery(abc.ABC):
         self.num_choices = order.num_choices  # of each prompt
         self.choices = order.new_choices()
         self._meter = meter
-        self._streams: dict[int, requests.Stream] = {}
+        self._leg_of: list[Leg] = []  # by choice
+        self.go_on: Callable[[Leg, errors.DynamoError], bool] = _cannot
         self._num_open = len(order.prompts)
-        self._num_cached = 0
+        self._cached_by_prompt: dict[int, int] = {}
         self._is_over = False
-        self._on_gone: Callable[[], None] | None = None
+        self._on_gone: list[Callable[[], None]] = []
         client.on_disconnect(self._abandon)
 
     @property
@@ -117,18 +118,42 @@ class Delivery(abc.ABC):
         return self._is_over
 
     def on_gone(self, callback: Callable[[], None]) -> None:
-        """Call this if the client goes while a prompt waits for a worker."""
-        self._on_gone = callback
+        """Call this if the client goes: a prompt waits for a worker."""
+        self._on_gone.append(callback)
 
-    def receiver(self, prompt_number: int) -> "PromptReceiver":
-        """Who takes what the worker of this prompt says."""
-        return PromptReceiver(self, prompt_number)
+    def prompt_legs(self) -> Sequence[Leg]:
+        """One for each prompt, to be sent."""
+        made = [
+            Leg(self, prompt.request, self.choices_of(number))
+            for number, prompt in enumerate(self.order.prompts)
+        ]
+        self._leg_of = [leg for leg in made for _ in range(self.num_choices)]
+        return made
 
-    def opened(self, prompt_number: int, stream: requests.Stream) -> None:
-        """A worker has this prompt."""
-        self._streams[prompt_number] = stream
-        if self._is_over or not self.is_open(prompt_number):
-            stream.cancel()
+    def origin(self, leg: Leg) -> generate.Request:
+        """What was asked for at first, before any worker was lost."""
+        return self.order.prompts[leg.choices[0].index // self.num_choices].request
+
+    def split(self, leg: Leg, rest: Mapping[int, generate.Request]) -> Sequence[Leg]:
+        """Legs for these requests, by the choice of the prompt that they begin with, instead of one that broke off."""
+        lost = leg.lost if leg.instance_id is None else leg.lost | {leg.instance_id}
+        prompt_first = leg.choices[0].index // self.num_choices * self.num_choices
+        made = []
+        for place, request in rest.items():
+            first = prompt_first + place
+            last = first + request.sampling_options.n
+            mine = self.choices[first:last]
+            new = Leg(self, request, mine, num_moves=leg.num_moves + 1, lost=lost)
+            self._leg_of[first:last] = [new] * len(mine)
+            made.append(new)
+        return made
+
+    def broke_off(self, leg: Leg, error: errors.DynamoError) -> None:
+        """A worker cannot end what it began."""
+        if self._is_over or not leg.is_open:
+            return
+        if not self.go_on(leg, error):
+            self.fail(error)
 
     def is_open(self, prompt_number: int) -> bool:
         """Does any choice of this prompt still grow?"""
@@ -158,10 +183,13 @@ class Delivery(abc.ABC):
         """The last words of a stream that has begun."""
         return b"data: " + self.order.dialect.body_of(error) + b"\n\n"
 
-    def note_cached(self, output: generate.Output) -> None:
-        """Count the prompt tokens that the worker had, if this output tells."""
-        if output.cached_tokens is not None:
-            self._num_cached += output.cached_tokens
+    def note_cached(self, choice: choices.Choice, output: generate.Output) -> None:
+        """Count the prompt tokens that the worker had, if this output tells. Of several workers the first counts."""
+        if output.cached_tokens is None:
+            return
+        prompt_number = choice.index // self.num_choices
+        if prompt_number not in self._cached_by_prompt:
+            self._cached_by_prompt[prompt_number] = output.cached_tokens
             self._meter.cached(output.cached_tokens)
 
     def settle(self, choice: choices.Choice) -> bool:
@@ -169,10 +197,11 @@ class Delivery(abc.ABC):
         prompt_number = choice.index // self.num_choices
         if self.is_open(prompt_number):
             if choice.is_cut:
-                self._cancel_choice(prompt_number, choice)
+                self._leg_of[choice.index].cancel_choice(choice)
             return False
-        if True in [one.is_cut for one in self.choices_of(prompt_number)]:
-            self._cancel(prompt_number)  # the engine does not know of stop strings and calls
+        mine = self.choices_of(prompt_number)
+        if True in [one.is_cut for one in mine]:
+            self._cancel(mine)  # the engine does not know of stop strings and calls
         self._num_open -= 1
         if not self._num_open:
             self._is_over = True
@@ -202,29 +231,31 @@ class Delivery(abc.ABC):
         share = self._num_cached / num_prompt_tokens
         return self.order.extra.fields(is_last=is_last, cached_share=share)
 
+    @property
+    def _num_cached(self) -> int:
+        return sum(self._cached_by_prompt.values())
+
     def _abandon(self) -> None:
         """The client is gone."""
         if not self._is_over:
             self._close()
             self._meter.disconnected()
-            if self._on_gone is not None:
-                self._on_gone()
+            for callback in self._on_gone:
+                callback()
 
     def _close(self) -> None:
         self._is_over = True
-        for prompt_number in self._streams:
-            self._cancel(prompt_number)
+        self._cancel(self.choices)
 
-    def _cancel_choice(self, prompt_number: int, choice: choices.Choice) -> None:
-        """Its siblings go on."""
-        stream = self._streams.get(prompt_number)
-        if stream is not None:
-            stream.cancel_choice(choice.index % self.order.num_choices)
+    def _cancel(self, given_up: Sequence[choices.Choice]) -> None:
+        for leg in {self._leg_of[choice.index] for choice in given_up} if self._leg_of else ():
+            leg.cancel()
 
-    def _cancel(self, prompt_number: int) -> None:
-        stream = self._streams.get(prompt_number)
-        if stream is not None:
-            stream.cancel()
+
+def _cannot(leg: Leg, error: errors.DynamoError) -> bool:
+    """Nobody else is asked."""
+    del leg, error
+    return False
 
 
 def _choice(
@@ -244,29 +275,6 @@ def _choice(
 
 def _has_logprobs(prompt: preprocessor.Prepared) -> bool:
     return prompt.request.output_options.logprobs is not None
-
-
-class PromptReceiver:
-    """The stream of one prompt at one worker."""
-
-    def __init__(self, delivery: Delivery, prompt_number: int) -> None:
-        self._delivery = delivery
-        self._prompt_number = prompt_number
-        first = prompt_number * delivery.num_choices
-        # called per token: with one prompt, which is nearly always so, nothing stands between
-        self.receive: Callable[[generate.Output], None] = (
-            functools.partial(delivery.deliver, first=first) if first else delivery.deliver
-        )
-
-    def replied(self, body: msgspec.Raw) -> None:
-        del body
-        self._delivery.fail(errors.RemoteProtocolError("expected tokens from the worker"))
-
-    def ended(self, error: errors.DynamoError | None) -> None:
-        if error is not None:
-            self._delivery.fail(error)
-        elif self._delivery.is_open(self._prompt_number):
-            self._delivery.fail(errors.StreamBroken("the worker ended before its answer did"))
 
 
 def respond_error(

@@ -63,6 +63,11 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 def fingerprint(card: model_card.ModelCard) -> str:
     """The same for the same model files, engine settings and release: with a seed, answers are then the same."""
-    files = {name: file.checksum for name, file in card.files.items()}
-    facts = (_VERSION, files, card.context_length, card.kv_cache_block_size, card.runtime_config)
+    facts = (
+        _VERSION,
+        card.checksums,
+        card.context_length,
+        card.kv_cache_block_size,
+        card.runtime_config,
+    )
     return f"fp_{xxhash.xxh3_64_hexdigest(_encode(facts))[:10]}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
+from dynamo.frontend import migration
 from dynamo.observability import metrics
 from dynamo.protocols import embed, generate, model_card, trace_context
 
@@ -27,7 +28,6 @@ _STAGE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5)
 _CARD_GAUGES: dict[str, Callable[[model_card.ModelCard], int]] = {
     "model_context_length": lambda card: card.context_length,
     "model_kv_cache_block_size": lambda card: card.kv_cache_block_size,
-    "model_migration_limit": lambda card: card.migration_limit,
     "model_total_kv_blocks": lambda card: card.runtime_config.total_kv_blocks,
     "model_max_num_seqs": lambda card: card.runtime_config.max_num_seqs,
     "model_max_num_batched_tokens": lambda card: card.runtime_config.max_num_batched_tokens,
@@ -54,7 +54,11 @@ class FrontendMetrics:
     """All families of the frontend."""
 
     def __init__(
-        self, registry: metrics.Registry, now: Now, observers: Sequence[Observer] = ()
+        self,
+        registry: metrics.Registry,
+        now: Now,
+        observers: Sequence[Observer] = (),
+        migration_rules: migration.Rules = migration.Rules(),  # noqa: B008 (a frozen value)
     ) -> None:
         self.now = now
         self.observers = tuple(observers)
@@ -75,6 +79,26 @@ class FrontendMetrics:
         )
         self.cancelled = registry.counter(
             "model_cancellation_total", "Requests whose client went away", by_model
+        )
+        self._limit_of = migration_rules.limit_of
+        self.migration_limit = registry.gauge(
+            "model_migration_limit", "How often a request goes on at another worker", by_model
+        )
+        self.migrations = registry.counter(
+            "model_migration_total",
+            "Requests that went on at another worker: new ones of which nothing had come, and ongoing ones",
+            ("model", "migration_type"),
+        )
+        self.too_long_to_move = registry.counter(
+            "model_migration_max_seq_len_exceeded_total",
+            "Requests that were too long to go on at another worker",
+            by_model,
+        )
+        self.migration_duration = registry.fast_histogram(
+            "model_migration_duration_seconds",
+            "From the loss of a worker until another has the request",
+            by_model,
+            buckets=_STAGE,
         )
         self.inflight = registry.fast_gauge(
             "inflight_requests", "Requests between arrival and end", by_model
@@ -146,6 +170,7 @@ class FrontendMetrics:
         self.workers.labels(label).set(num_workers)
         self.ready.labels(label).set(int(is_ready))
         self.of_model(label).block_size = card.kv_cache_block_size
+        self.migration_limit.labels(label).set(self._limit_of(card.migration_limit))
         for name, fact in _CARD_GAUGES.items():
             self._card_gauges[name].labels(label).set(fact(card))
 
@@ -275,6 +300,17 @@ class RequestMeter:
             self._observe_itl((now - last) / (num_tokens or 1), num_tokens)
         elif self._is_queued:
             self._first_token(now)
+
+    def moved(self, duration_s: float, *, is_new: bool) -> None:
+        """Its worker was lost, and another has what is left of it."""
+        families, label = self.model.families, self.model.label
+        kind = "new_request" if is_new else "ongoing_request"
+        families.migrations.labels(label, kind).inc()
+        families.migration_duration.labels(label).observe(duration_s)
+
+    def was_too_long_to_move(self) -> None:
+        """Its worker was lost, and that is the end."""
+        self.model.families.too_long_to_move.labels(self.model.label).inc()
 
     def succeeded(self) -> None:
         """The answer is complete."""

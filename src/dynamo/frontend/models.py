@@ -193,8 +193,4 @@ class Models:
 
 def _same_files(card: model_card.ModelCard, other: model_card.ModelCard) -> bool:
     """Do both stand for the same tokens and the same template?"""
-    return _checksums(card) == _checksums(other)
-
-
-def _checksums(card: model_card.ModelCard) -> dict[str, str]:
-    return {name: file.checksum for name, file in card.files.items()}
+    return card.checksums == other.checksums

@@ -226,5 +226,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         answer=_HTML,
         errors=_KEYS,
     ),
-    ("GET", "/"): Operation(summary="Models and routes, for people", tag="Operation", answer=_HTML),
+    ("GET", "/"): Operation(
+        summary="Models, and where to look, for people", tag="Operation", answer=_HTML
+    ),
 }

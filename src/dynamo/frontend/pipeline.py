@@ -6,13 +6,14 @@ request plane's callbacks through a `Delivery` to the client, without any task.
 
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from dynamo.base import clock, errors, ids
 from dynamo.frontend import (
     apis,
     audit,
     delivery,
+    dispatch,
     extras,
     identity,
     instance_query,
@@ -40,14 +41,14 @@ class Pipeline:
         known: models.Models,
         counted: metrics.FrontendMetrics,
         time: clock.Clock,
-        timeout_s: float | None,
+        to_workers: dispatch.Dispatcher,
         enter_trace: spans.Enter = spans.pass_on,
         watch: audit.Watch | None = None,
     ) -> None:
         self._models = known
         self._metrics = counted
         self._clock = time
-        self._timeout_s = timeout_s
+        self._dispatcher = to_workers
         self._enter_trace = enter_trace
         self._watch = watch
         self._admission: desk.Desk | None = None  # None: everybody comes in
@@ -55,6 +56,7 @@ class Pipeline:
     def admit_by(self, admission: desk.Desk) -> None:
         """From now on a request goes past this desk before it goes to a worker."""
         self._admission = admission
+        self._dispatcher.busy_workers = admission.busy_workers
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
@@ -90,7 +92,7 @@ class Pipeline:
             return
         deliver = api.stream if request.stream else whole_delivery.WholeDelivery
         reply = deliver(caller, order, meter)
-        await self._dispatch(model, reply, meter, instance_id)
+        await self._dispatcher.begin(model, reply, meter, instance_id)
 
     async def _prepare(
         self,
@@ -139,46 +141,11 @@ class Pipeline:
     ) -> None:
         """Who would be asked. Raises NoWorkers."""
         chosen = model.choose(
-            order.prompts[0].request, instance_id=instance_id, avoid=self._busy_workers(model)
+            order.prompts[0].request,
+            instance_id=instance_id,
+            avoid=self._dispatcher.busy_workers(model),
         )
         instance_query.respond(caller, order, chosen)
-
-    async def _dispatch(
-        self,
-        model: ServedModel,
-        reply: delivery.Delivery,
-        meter: metrics.RequestMeter,
-        instance_id: int | None,
-    ) -> None:
-        """Each prompt to a worker."""
-        headers = dict(reply.order.headers)
-        if meter.arrival.trace is not None:
-            headers |= meter.arrival.trace.headers()
-        avoid = self._busy_workers(model)
-        for number, prompt in enumerate(reply.order.prompts):
-            if reply.is_over:  # the client has gone, or an earlier prompt has failed
-                return
-            meter.prompt(prompt.request)
-            try:
-                stream = await model.open(
-                    prompt.request,
-                    reply.receiver(number),
-                    instance_id=instance_id,
-                    avoid=avoid,
-                    headers=headers,
-                    timeout_s=self._timeout_s,
-                    on_gone=reply.on_gone,
-                    on_asked=reply.order.extra.asked if reply.order.extra else None,
-                )
-            except errors.DynamoError as error:
-                reply.fail(error)
-                return
-            reply.opened(number, stream)
-        meter.opened()
-
-    def _busy_workers(self, model: ServedModel) -> Collection[int]:
-        """Who should get nothing now."""
-        return self._admission.busy_workers(model) if self._admission is not None else ()
 
     def _refuse(
         self,

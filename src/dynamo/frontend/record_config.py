@@ -17,7 +17,7 @@ _TRACE_STEM = "dynamo-request-trace"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordConfig(component.RuntimeConfig):
-    """The part of a frontend's configuration that is about records."""
+    """Audit log and request trace."""
 
     audit_sinks: tuple[str, ...] = config.option(
         (),

@@ -6,13 +6,15 @@ import ssl
 import time
 from types import TracebackType
 
-from dynamo.base import clock, errors, tasks
+from dynamo.base import clock, errors, open_files, tasks
 from dynamo.frontend import (
     app,
     clearing,
     config,
+    dispatch,
     embeddings,
     metrics,
+    migration,
     models,
     pipeline,
     records,
@@ -50,7 +52,8 @@ class Frontend:
             routing or router_config.RoutingConfig(), runtime, now, registry
         )
         self._records = records.Records(settings, registry, now)
-        counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers)
+        rules = _migration_rules(settings)
+        counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers, rules)
         self.models = models.Models(
             runtime.discovery,
             runtime.client,
@@ -61,12 +64,13 @@ class Frontend:
             tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )
         timeout_s = settings.request_timeout_secs or None
+        self._dispatcher = dispatch.Dispatcher(self.models.find, rules, now, timeout_s)
         answers = roads.Roads(
             pipeline.Pipeline(
                 self.models,
                 counted,
                 now,
-                timeout_s,
+                self._dispatcher,
                 self._records.enter_trace,
                 self._records.watch,
             ),
@@ -97,7 +101,11 @@ class Frontend:
         handler = self._admission.around(self._app.routes, app.dialect_of)
         self._server = server.HttpServer(
             handler,
-            limits=limits.Limits(body_bytes=settings.http_body_limit_mb * 2**20),
+            limits=limits.Limits(
+                body_bytes=settings.http_body_limit_mb * 2**20,
+                request_s=settings.http_read_timeout_secs,
+                num_connections=open_files.make_room(limits.NUM_CONNECTIONS),
+            ),
             tls=_tls(settings),
             error_body=app.error_body,
         )
@@ -132,6 +140,7 @@ class Frontend:
     ) -> None:
         await self._grpc.stop(0)
         await self._server.close()
+        await self._dispatcher.close()
         await self._siblings.close()
         await self._tasks.close()
         await self._routes.close()
@@ -163,6 +172,14 @@ class Frontend:
         )
         if not has_finished:
             _logger.warning("answers still running after %g s are cut off", limit_s)
+
+
+def _migration_rules(settings: config.FrontendConfig) -> migration.Rules:
+    return migration.Rules(
+        limit=settings.migration_limit,
+        max_seq_len=settings.migration_max_seq_len,
+        wait_s=settings.migration_wait_secs,
+    )
 
 
 def _tls(settings: config.FrontendConfig) -> ssl.SSLContext | None:

@@ -52,7 +52,7 @@ class StreamDelivery(delivery.Delivery):
 
     def _deliver_more(self, choice: choices.Choice, output: generate.Output) -> None:
         """A first output, a last one, or one that carries more than text."""
-        self.note_cached(output)
+        self.note_cached(choice, output)
         text, reports = choice.read(output)
         pieces = choice.pieces(text)
         is_over = choice.is_over

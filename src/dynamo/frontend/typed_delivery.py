@@ -66,7 +66,7 @@ class TypedDelivery(delivery.Delivery):
 
     def _begin(self, output: generate.Output) -> bytes:
         self._has_begun = True
-        self.note_cached(output)
+        self.note_cached(self._choice, output)
         headers = (("cache-control", "no-cache"), *self.order.headers)
         self.client.start_stream(200, content_type=sse.CONTENT_TYPE, headers=headers)
         return self._shape.begin(self.usage())

@@ -26,7 +26,7 @@ class WholeDelivery(delivery.Delivery):
         if choice.is_over:
             return
         self.count_tokens(choice, len(output.token_ids))
-        self.note_cached(output)
+        self.note_cached(choice, output)
         text, reports = choice.read(output)
         self._texts[number].append(text)
         if reports:

@@ -13,7 +13,7 @@ from dynamo.observability import spans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingConfig:
-    """Of a frontend and of a worker."""
+    """Traces."""
 
     otel_export_enabled: bool = config.option(
         False, env="OTEL_EXPORT_ENABLED", help="tell a collector of the stages of requests"

@@ -1,17 +1,21 @@
 """From an engine's outputs to the text of one choice: detokenize, hold back stop strings, hide what ended it."""
 
+import array
 from collections.abc import Sequence
 
 from dynamo.preprocess import detokenize, stop
-from dynamo.protocols import generate
+from dynamo.protocols import blocks, generate
 
 _ENDED_BY_TOKEN = (generate.FinishReason.EOS, generate.FinishReason.STOP)
 
 
 class AnswerText:
-    """The text of one choice. Once `stop_reason` is set the text is complete, whatever the engine still sends."""
+    """The text of one choice, and the tokens behind it, four bytes each: another worker may have to go on from there.
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "num_tokens", "stop_reason")
+    Once `stop_reason` is set the text is complete, whatever the engine still sends.
+    """
+
+    __slots__ = ("_detokenizer", "_min_tokens", "_stops", "_tokens", "stop_reason")
 
     def __init__(
         self, detokenizer: detokenize.Detokenizer, conditions: generate.StopConditions
@@ -19,21 +23,34 @@ class AnswerText:
         self._detokenizer = detokenizer
         self._stops = stop.StopStrings(conditions.stop) if conditions.stop else None
         self._min_tokens = conditions.min_tokens
-        self.num_tokens = 0
+        self._tokens = array.array("I")
         self.stop_reason: str | None = None  # the stop string that ended the text
 
     def push(self, output: generate.Output) -> str:
         """The text that this output makes certain. With a finish reason, all that was pending is in it."""
         token_ids = output.token_ids
-        self.num_tokens += len(token_ids)
+        if len(token_ids) == 1:  # nearly always so
+            self._tokens.append(token_ids[0])
+        else:
+            self._tokens.extend(token_ids)
         if output.finish_reason is None and self._stops is None:
             return self._detokenizer.push(token_ids)
         text = self._detokenizer.push(visible_ids(output))
         if output.finish_reason is not None:
             text += self._detokenizer.finish()
-        if self._stops is not None and self.num_tokens > self._min_tokens:
+        if self._stops is not None and len(self._tokens) > self._min_tokens:
             return self._push_watched(self._stops, text, output.finish_reason is not None)
         return text
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far."""
+        return len(self._tokens)
+
+    @property
+    def token_ids(self) -> bytes:
+        """All of them, packed."""
+        return blocks.pack(self._tokens)
 
     @property
     def num_held(self) -> int:

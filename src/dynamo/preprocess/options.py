@@ -12,6 +12,8 @@ from dynamo.preprocess import generation_defaults
 from dynamo.protocols import generate, openai_embeddings, openai_fields
 
 T = TypeVar("T")
+MIN_TEXT = 2**18  # characters that any text may have, whatever the context
+CHARS_PER_TOKEN = 16  # more than any language has on average; three to five are usual
 
 
 def sampling(
@@ -100,6 +102,32 @@ def answer_len(
             param=param,
         )
     return min(_first(asked, default, default=left), left)
+
+
+def check_text(length: int, context_length: int, param: str) -> None:
+    """Refuse so many characters (or token ids) before they are worked on, where they cannot fit the context.
+
+    A tokenizer takes 100 bytes and a microsecond for each.
+    How many characters a token has at most cannot be known (some tokenizers make one of a whole run of blanks), so the
+    bound is generous: texts to which it applies are at least three times too long. Raises ContextTooLong.
+    """
+    most = max(MIN_TEXT, context_length * CHARS_PER_TOKEN)
+    if length > most:
+        raise errors.ContextTooLong(
+            f"This model's maximum context length is {context_length} tokens. However, your {param} has the "
+            f"length {length}; expected at most {most} characters or ids. Please reduce the length of the {param}.",
+            param=param,
+        )
+
+
+def check_messages(num_messages: int, context_length: int, param: str) -> None:
+    """Refuse more messages than there is room for tokens before they are rendered. Raises ContextTooLong."""
+    if num_messages > context_length:
+        raise errors.ContextTooLong(
+            f"This model's maximum context length is {context_length} tokens. However, your {param} "
+            f"has {num_messages} parts, of at least one token each. Please reduce their number.",
+            param=param,
+        )
 
 
 def check_inputs(lengths: Sequence[int], context_length: int) -> None:

@@ -75,7 +75,7 @@ class Preprocessor:
         self, request: openai_chat.ChatRequest, request_id: str, *, param: str = "messages"
     ) -> Prepared:
         """Raises RequestError, which names the field; `param` is what the prompt came in."""
-        token_ids, prompt = await self.read_chat(request)
+        token_ids, prompt = await self.read_chat(request, param=param)
         max_tokens = options.answer_len(
             asked=request.max_completion_tokens or request.max_tokens,
             default=self._defaults.max_new_tokens,
@@ -93,24 +93,32 @@ class Preprocessor:
             is_single_call=request.parallel_tool_calls is False or request.forced_tool is not None,
         )
 
-    async def read_chat(self, request: openai_chat.ChatRequest) -> tuple[bytes, str]:
-        """The prompt as packed token ids and as text, however long. Raises RequestError."""
+    async def read_chat(
+        self, request: openai_chat.ChatRequest, *, param: str = "messages"
+    ) -> tuple[bytes, str]:
+        """The prompt as packed token ids and as text, which may be somewhat too long. Raises RequestError."""
         if (given := request.extensions.token_data) is not None:
             packed = self._check_and_pack(given, "nvext.token_data")
             return packed, self.text.decode(packed)
         if request.extensions.use_raw_prompt:
             prompt = conversation.raw_prompt(request.messages)
-            return await self.read_text(prompt, add_special_tokens=True), prompt
+            return await self.read_text(prompt, add_special_tokens=True, param=param), prompt
+        options.check_messages(len(request.messages), self.context_length, param)
         prompt = self._render(request)
+        options.check_text(len(prompt), self.context_length, param)
         return await self._tokenizer.encode_prompt(prompt), prompt
 
-    async def read_text(self, text: str, *, add_special_tokens: bool) -> bytes:
-        """Its packed token ids."""
+    async def read_text(
+        self, text: str, *, add_special_tokens: bool, param: str = "prompt"
+    ) -> bytes:
+        """Its packed token ids. Raises ContextTooLong."""
+        options.check_text(len(text), self.context_length, param)
         (token_ids,) = await self._tokenizer.encode([text], add_special_tokens=add_special_tokens)
         return token_ids
 
     def write_text(self, token_ids: Sequence[int]) -> str:
-        """Their text, special tokens included. Raises InvalidRequest."""
+        """Their text, special tokens included. Raises RequestError."""
+        options.check_text(len(token_ids), self.context_length, "tokens")
         options.check_ids(token_ids, self._vocab_size, "tokens")
         return self.text.decode(blocks.pack(token_ids))
 
@@ -202,12 +210,15 @@ class Preprocessor:
     async def _pack(self, prompts: Sequence[openai_completions.Prompt], param: str) -> list[bytes]:
         """Token ids of all prompts, which are either texts or ids."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            options.check_text(len(text), self.context_length, param)
         if texts:
             return await self._tokenizer.encode(texts, add_special_tokens=True)
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
         return [self._check_and_pack(one, param) for one in ids]
 
     def _check_and_pack(self, token_ids: Sequence[int], param: str) -> bytes:
+        options.check_text(len(token_ids), self.context_length, param)
         options.check_ids(token_ids, self._vocab_size, param)
         return blocks.pack(token_ids)
 

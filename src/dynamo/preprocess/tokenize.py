@@ -6,7 +6,7 @@ interpreter lock, which `encode` holds.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -19,6 +19,7 @@ from dynamo.protocols import blocks
 CACHE_BYTES = 16 * 2**20  # some sixty prompts of 32,000 tokens
 SHORT_TEXT = 512  # characters, which are as quickly encoded as cut and looked up
 LONG_TEXT = 4096  # characters, about 2 ms of work
+MAX_BATCH = 2**20  # characters that are encoded together: the library needs 100 bytes for each
 
 
 class _Definition(msgspec.Struct, frozen=True):
@@ -110,8 +111,11 @@ class Tokenizer:
 
     def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         """Packed ids of each text."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [blocks.pack(encoding.ids) for encoding in encodings]
+        made: list[bytes] = []
+        for batch in _batches(texts):
+            found = self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+            made += [blocks.pack(encoding.ids) for encoding in found]
+        return made
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         """Packed ids of each text, without stopping the event loop for long."""
@@ -181,6 +185,17 @@ class Tokenizer:
     def id_of(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it."""
         return self._tokenizer.token_to_id(token)
+
+
+def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """All texts in turn, so that those of one batch are not too long together, unless it is a single one."""
+    begin, num_chars = 0, 0
+    for end, text in enumerate(texts):
+        if num_chars + len(text) > MAX_BATCH and end > begin:
+            yield texts[begin:end]
+            begin, num_chars = end, 0
+        num_chars += len(text)
+    yield texts[begin:]
 
 
 def _by_id(vocabulary: dict[str, int]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import openai_decode, openai_fields, openai_guided
+from dynamo.protocols import openai_decode, openai_fields, openai_guided, openai_messages
 
 MAX_STOP_SEQUENCES = 64
 StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -69,7 +69,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What makes the prompt; all of a request to count tokens."""
 
     model: str
-    messages: list[Message]
+    messages: Annotated[list[Message], msgspec.Meta(max_length=openai_messages.MAX_MESSAGES)]
     system: str | list[dict[str, Any]] | None = None
     thinking: Thinking | None = None
     tools: list[dict[str, Any]] | None = None

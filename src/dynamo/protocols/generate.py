@@ -110,7 +110,11 @@ class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request as an engine sees it. `token_ids` is packed (`blocks.pack`)."""
+    """One request as an engine sees it. `token_ids` is packed (`blocks.pack`).
+
+    A *resumed* request goes on with an answer that is there in part: for penalties, grammars, thoughts and seeds its
+    last `num_resumed` tokens are output. Limits (max_tokens, min_tokens) and logprobs are of what follows.
+    """
 
     id: str
     model: str
@@ -127,6 +131,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     session_id: str | None = None  # the conversation that it belongs to
     expected_output_tokens: int | None = None  # what the caller expects; a hint to who plans
     kv_transfer_params: dict[str, Any] | None = None
+    # Of what another worker began, and did not live to end: `token_ids` ends with its tokens.
+    num_resumed: int = 0  # how many of the last tokens are answer already
+    first_choice: int = 0  # which choice our choice 0 is in the eyes of the caller: seeds go by it
 
     @property
     def prompt_len(self) -> int:

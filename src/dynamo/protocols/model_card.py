@@ -69,11 +69,18 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model_type: tuple[ModelType, ...] = (ModelType.CHAT, ModelType.COMPLETIONS)
     worker_type: WorkerType = WorkerType.AGGREGATED
     files: dict[str, ModelFile] = {}
-    migration_limit: int = 0
+    migration_limit: int | None = (
+        None  # how often a request may be moved; None: as the frontend says
+    )
     runtime_config: RuntimeConfig = RuntimeConfig()
     embedding: EmbeddingFacts | None = None
     created: int = 0  # seconds since 1970
     user_data: dict[str, Any] = {}
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """By file; where they are the same, tokens and template are."""
+        return {name: file.checksum for name, file in self.files.items()}
 
 
 class CardRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="Model"):

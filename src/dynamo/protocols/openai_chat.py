@@ -26,7 +26,7 @@ class ChatRequest(
 ):
     """One turn of a conversation."""
 
-    messages: list[dict[str, Any]]
+    messages: openai_messages.Messages
     max_completion_tokens: openai_fields.Length | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None

@@ -177,7 +177,8 @@ def _phrase_number(expected: msgspec.inspect.FloatType | msgspec.inspect.IntType
     if expected.gt is not None:
         return f"{kind} above {expected.gt} and at most {expected.le}"
     if expected.ge is not None:
-        return f"{kind} from {expected.ge} to {expected.le}"
+        end = f" to {expected.le}" if expected.le is not None else ""
+        return f"{kind} from {expected.ge}{end}"
     return kind
 
 

@@ -9,6 +9,7 @@ from dynamo.protocols import openai_decode, openai_fields
 
 MAX_INPUTS = 2048  # as OpenAI's API has it, and so the next one
 MAX_TOKENS = 300_000  # of all inputs together
+MAX_CHARS = 16 * MAX_TOKENS  # likewise, so that what is far too much is not tokenized first
 Input = str | list[int]
 
 
@@ -41,6 +42,9 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         for number, one in enumerate(self.inputs):
             if not one:
                 raise _wrong("at least one character or token in each", f"none in number {number}")
+        num_chars = sum(len(one) for one in self.inputs if isinstance(one, str))
+        if num_chars > MAX_CHARS:
+            raise _wrong(f"at most {MAX_CHARS} characters in all inputs together", str(num_chars))
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True):

@@ -3,13 +3,17 @@
 They are dictionaries, because chat templates walk through them; keys that nobody here knows go to the template.
 """
 
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from dynamo.base import errors
 from dynamo.protocols import openai_decode
 
 ROLES = ("developer", "system", "user", "assistant", "tool")
 MAX_TOOL_NAME = 64
+MAX_MESSAGES = 100_000  # as Anthropic's API has it; OpenAI's has no published number
+Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_MESSAGES)]
 _ROLES = frozenset(ROLES)
 _MEDIA = frozenset(("image_url", "input_audio", "audio_url", "video_url", "file", "image", "audio"))
 

@@ -5,7 +5,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import openai_chat, openai_decode, openai_fields, openai_guided
+from dynamo.protocols import (
+    openai_chat,
+    openai_decode,
+    openai_fields,
+    openai_guided,
+    openai_messages,
+)
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +73,7 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What makes the prompt; all of a request to count tokens. Items are looked at one by one (`openai_items`)."""
 
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | openai_messages.Messages
     instructions: str | None = None
     previous_response_id: str | None = None
     text: TextOptions | None = None

@@ -13,7 +13,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: openai_messages.Messages | None = None
     add_special_tokens: bool | None = None  # by default for a text, whose template adds none
     return_token_strs: bool | None = None
     # of a conversation

@@ -101,7 +101,7 @@ class KvRouter:
         """As `route.Route`."""
         sending = Sending(
             key=f"{self._counts.router_id}-{next(self._numbers)}",
-            prompt=self._read(request, instance_id),
+            prompt=self._read(request, instance_id, among),
             request=request,
             receiver=receiver,
             headers=headers,
@@ -116,8 +116,12 @@ class KvRouter:
             try:
                 return await self._send(sending, decision)
             except errors.WorkerLost:
-                if sending.prompt.pinned is not None:
+                if instance_id is not None:
                     raise
+                # its conversation's worker is gone: any other will do
+                sending = dataclasses.replace(
+                    sending, prompt=dataclasses.replace(sending.prompt, pinned=None)
+                )
                 tried.add(decision.worker.instance_id)
 
     def choose(
@@ -128,7 +132,8 @@ class KvRouter:
         among: Collection[int] | None = None,
     ) -> int:
         """As `route.Route`."""
-        prompt = self._restrict(self._read(request, instance_id), self._client.usable(among))
+        read = self._read(request, instance_id, among)
+        prompt = self._restrict(read, self._client.usable(among))
         return self.selector.preview(prompt, self._clock.now()).worker.instance_id
 
     def prefill_completed(self, key: str) -> None:
@@ -159,7 +164,12 @@ class KvRouter:
         self._sharing.added(key, decision, prompt)
         return decision
 
-    def _read(self, request: generate.Request, instance_id: int | None) -> Prompt:
+    def _read(
+        self,
+        request: generate.Request,
+        instance_id: int | None,
+        among: Collection[int] | None,
+    ) -> Prompt:
         """What may be known of the request, and where it must go, if its caller or its conversation says so."""
         began_at = time.perf_counter()
         local = blocks.local_hashes(request.token_ids, self._block_size)
@@ -171,18 +181,23 @@ class KvRouter:
             block_size=self._block_size,
             sequence_hashes=sequence,
             priority=request.priority,
-            pinned=self._pinned(request, instance_id),
+            pinned=self._pinned(request, instance_id, among),
             dp_rank=request.data_parallel_rank,
         )
 
-    def _pinned(self, request: generate.Request, instance_id: int | None) -> api.Worker | None:
+    def _pinned(
+        self,
+        request: generate.Request,
+        instance_id: int | None,
+        among: Collection[int] | None,
+    ) -> api.Worker | None:
         if instance_id is not None:
             return api.Worker(instance_id, request.data_parallel_rank or 0)
         if self._sessions is None or request.session_id is None:
             return None
-        return self._sessions.worker_of(
-            request.session_id, self.selector.active.loads, self._clock.now()
-        )
+        usable = frozenset(self._client.usable(among))
+        living = [one for one in self.selector.active.loads if one.instance_id in usable]
+        return self._sessions.worker_of(request.session_id, living, self._clock.now())
 
     def _restrict(self, prompt: Prompt, usable: Sequence[int]) -> Prompt:
         """Let only the usable be chosen, if that says anything."""

@@ -23,7 +23,7 @@ _COUNTED_TOKENS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How a worker is chosen."""
+    """How workers are weighed, and requests queued, in mode kv."""
 
     router_policy: Literal[
         "estimated-ttft",

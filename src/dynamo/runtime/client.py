@@ -1,8 +1,9 @@
 """The asking side of one endpoint: it follows who serves it, chooses one, and goes to the next if that one is lost.
 
 An instance that could not be reached, or broke in the middle of an answer, is *down*: it is asked only when
-nobody else is left, until discovery tells of it again or `inhibited_s` has passed. So a worker that was killed costs
-one failed attempt, not one per request, and a hiccup of the network heals without anybody's help.
+nobody else is left, until discovery tells of it again or one request has found it well. Every `inhibited_s` one is
+allowed to try, while the others keep away. So a worker that was killed costs one failed attempt, not one per request,
+one that is stopped keeps one request waiting at a time, and a hiccup of the network heals without anybody's help.
 """
 
 import asyncio
@@ -94,6 +95,7 @@ class EndpointClient:
         """
         tried: dict[int, errors.WorkerLost] = {}
         while (chosen := self._choose(mode, instance_id, among, tried)) is not None:
+            self._try(chosen)
             try:
                 stream = await self._plane.open(
                     self._instances[chosen].transport[self._plane.name],
@@ -109,6 +111,7 @@ class EndpointClient:
                     raise
                 tried[chosen] = error
             else:
+                self._down_until.pop(chosen, None)
                 if on_asked is not None:
                     on_asked(chosen)
                 return stream
@@ -131,6 +134,11 @@ class EndpointClient:
         """Ask this one last, for a while."""
         if instance_id in self._instances:
             self._down_until[instance_id] = self._clock.now() + self._inhibited_s
+
+    def _try(self, instance_id: int) -> None:
+        """If it is down, this request sees whether it still is; the others keep away from it meanwhile."""
+        if instance_id in self._down_until:
+            self.report_down(instance_id)
 
     def usable(
         self, among: Collection[int] | None = None, tried: Collection[int] = ()

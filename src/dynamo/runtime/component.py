@@ -12,10 +12,10 @@ hosts many workers makes one `sibling` for each, because a lease and a listener 
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -31,12 +31,13 @@ from dynamo.runtime.backends import (
     tcp,
     zmq,
 )
-from dynamo.runtime.backends.etcd import access
+from dynamo.runtime.backends.etcd import access as etcd_access
+from dynamo.runtime.backends.nats import access as nats_access
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig(tracing.TracingConfig):
-    """What every process has; a process's own configuration inherits it."""
+    """Discovery and the planes, which every process has: its own configuration inherits this."""
 
     namespace: str = config.option("dynamo", env="DYN_NAMESPACE", help="namespace of our endpoints")
     discovery_backend: Literal["file", "etcd", "mem"] = config.option(
@@ -58,11 +59,22 @@ class RuntimeConfig(tracing.TracingConfig):
     file_kv: str | None = config.option(
         None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"
     )
-    request_plane: Literal["tcp", "memory"] = config.option(
+    request_plane: Literal["tcp", "nats", "memory"] = config.option(
         "tcp", env="DYN_REQUEST_PLANE", help="how processes ask each other"
     )
-    event_plane: Literal["zmq", "memory"] = config.option(
+    event_plane: Literal["zmq", "nats", "memory"] = config.option(
         "zmq", env="DYN_EVENT_PLANE", help="how processes tell each other"
+    )
+    nats_server: tuple[str, ...] = config.option(
+        ("nats://localhost:4222",),
+        env="NATS_SERVER",
+        help="where NATS listens, if a plane uses it; several are one cluster",
+    )
+    nats_start_timeout_secs: float = config.option(
+        10.0,
+        env="DYN_NATS_START_TIMEOUT_SECS",
+        help="for how long a process that starts waits for NATS",
+        least=0,
     )
     tcp_rpc_host: str = config.option(
         "127.0.0.1", env="DYN_TCP_RPC_HOST", help="address by which others reach this process"
@@ -104,6 +116,7 @@ class DistributedRuntime:
         event_plane: events.EventPlane,
         inhibited_s: float = 5.0,
         is_sibling: bool = False,
+        close_last: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.instance_id = instance_id
         self.discovery = registry
@@ -112,6 +125,7 @@ class DistributedRuntime:
         self._new_plane = new_plane
         self._inhibited_s = inhibited_s
         self._is_sibling = is_sibling
+        self._close_last = close_last
         self._keys: list[str] = []
         self._clients: list[client.EndpointClient] = []
 
@@ -122,7 +136,8 @@ class DistributedRuntime:
         """Join as the settings say; what they want in memory is in `cluster`. Raises ConfigError."""
         cluster = cluster or MemoryCluster()
         instance_id = ids.new_instance_id()
-        new_plane = functools.partial(_request_plane, settings, cluster)
+        nats = await _nats(settings, instance_id)
+        new_plane = functools.partial(_request_plane, settings, cluster, nats)
         plane = new_plane()
         registry = await _discovery(settings, cluster, instance_id)
         return cls(
@@ -130,8 +145,9 @@ class DistributedRuntime:
             registry=registry,
             plane=plane,
             new_plane=new_plane,
-            event_plane=_event_plane(settings, cluster, registry, instance_id),
+            event_plane=_event_plane(settings, cluster, nats, registry, instance_id),
             inhibited_s=settings.inhibited_duration_secs,
+            close_last=nats.close if nats is not None else None,
         )
 
     @classmethod
@@ -212,6 +228,8 @@ class DistributedRuntime:
         if not self._is_sibling:
             await self.events.close()
             await self.discovery.close()
+        if self._close_last is not None:
+            await self._close_last()
 
     async def __aenter__(self) -> "DistributedRuntime":
         return self
@@ -229,9 +247,38 @@ class DistributedRuntime:
         await self.discovery.put(key, msgspec.json.encode(value))
 
 
-def _request_plane(settings: RuntimeConfig, cluster: MemoryCluster) -> requests.RequestPlane:
+class _NatsPlanes(Protocol):
+    """`backends.nats.planes.NatsPlanes`, which is not imported where it is not used."""
+
+    events: events.EventPlane
+
+    def new_requests(self) -> requests.RequestPlane: ...
+
+    async def close(self) -> None: ...
+
+
+async def _nats(settings: RuntimeConfig, instance_id: ids.InstanceId) -> _NatsPlanes | None:
+    """What the planes share that go over NATS. Raises ConfigError."""
+    if "nats" not in (settings.request_plane, settings.event_plane):
+        return None
+    whereto = nats_access.read(settings.nats_server, os.environ)
+    backend = extras.load("dynamo.runtime.backends.nats.planes", what="NATS", extra="nats")
+    opened: _NatsPlanes = await backend.NatsPlanes.open(
+        whereto,
+        namespace=settings.namespace,
+        instance_id=instance_id,
+        start_timeout_s=settings.nats_start_timeout_secs,
+    )
+    return opened
+
+
+def _request_plane(
+    settings: RuntimeConfig, cluster: MemoryCluster, nats: _NatsPlanes | None
+) -> requests.RequestPlane:
     if settings.request_plane == "memory":
         return memory_requests.MemoryRequestPlane(cluster.network)
+    if settings.request_plane == "nats" and nats is not None:
+        return nats.new_requests()
     return tcp.TcpRequestPlane(settings.tcp_rpc_host, settings.tcp_rpc_port)
 
 
@@ -247,7 +294,7 @@ async def _discovery(
 
 
 async def _etcd(settings: RuntimeConfig, instance_id: ids.InstanceId) -> discovery.Discovery:
-    whereto = access.read(settings.etcd_endpoints, os.environ)
+    whereto = etcd_access.read(settings.etcd_endpoints, os.environ)
     backend = extras.load(
         "dynamo.runtime.backends.etcd.discovery", what="etcd discovery", extra="etcd"
     )
@@ -260,9 +307,12 @@ async def _etcd(settings: RuntimeConfig, instance_id: ids.InstanceId) -> discove
 def _event_plane(
     settings: RuntimeConfig,
     cluster: MemoryCluster,
+    nats: _NatsPlanes | None,
     registry: discovery.Discovery,
     instance_id: ids.InstanceId,
 ) -> events.EventPlane:
     if settings.event_plane == "memory":
         return memory_events.MemoryEventPlane(cluster.bus, instance_id)
+    if settings.event_plane == "nats" and nats is not None:
+        return nats.events
     return zmq.ZmqEventPlane(registry, instance_id, host=settings.tcp_rpc_host)

@@ -3,8 +3,8 @@
 Nothing is promised about delivery, so each publisher numbers its messages on a topic from 0, and a listener that sees
 a hole knows that it missed something. What is repaired, and how, is the listener's affair.
 
-Implementations: `backends.memory_events` and `backends.zmq` (the default: each publisher binds a socket and
-writes its address into discovery). `tests/contract/test_event_plane.py` runs one suite over all of them.
+Implementations: `backends.memory_events`, `backends.zmq` (the default: each publisher binds a socket and writes its
+address into discovery), `backends.nats.events`. `tests/contract/test_event_plane.py` runs one suite over all of them.
 """
 
 from collections.abc import Callable

@@ -4,8 +4,8 @@ The asking side opens a *stream* to an address; the answer comes back by callbac
 task that is woken per token would cost more than everything else together. The answering side hands each stream to
 the handler that is registered for its endpoint.
 
-Implementations: `backends.memory` (one process) and `backends.tcp` (the default; one multiplexed connection per pair of
-processes). `tests/contract/test_request_plane.py` runs one suite over all of them.
+Implementations: `backends.memory_requests` (one process), `backends.tcp` (the default; one multiplexed connection per
+pair of processes) and `backends.nats.requests`. `tests/contract/test_request_plane.py` runs one suite over all of them.
 
 Promises: a stream ends exactly once at each side. A peer that breaks, stalls or is silent ends all its streams by
 StreamBroken within `SILENCE_LIMIT_S`; nothing waits for ever. All callbacks come on the event loop's thread.

@@ -31,6 +31,7 @@ def build(
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
     infill_format: str | None = None,
+    migration_limit: int | None = None,
 ) -> model_card.ModelCard:
     """The card of the model in `directory`, as an engine with these facts serves it. Raises ConfigError."""
     return model_card.ModelCard(
@@ -39,6 +40,7 @@ def build(
         context_length=facts.context_length,
         kv_cache_block_size=facts.kv_block_size,
         model_type=_model_types(directory),
+        migration_limit=migration_limit,
         files=describe_files(directory),
         runtime_config=msgspec.structs.replace(
             _runtime_config(facts),

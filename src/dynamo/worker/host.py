@@ -3,10 +3,11 @@
 `Host.start` is the list of everything that lives as long as the worker: the engine's own loop, the `generate` endpoint
 with the requests in flight behind it, the `clear_kv_blocks` endpoint, the publisher of KV events and load, the
 `kv_events_replay` endpoint for who missed some, and the system port. `Host.stop` takes them down in the order that
-loses nothing: leave discovery, refuse what is new, finish what runs, then stop the engine.
+loses nothing: leave discovery, refuse what is new, finish what runs, give back what did not finish, then stop the
+engine. What is given back fails as `WorkerLost`, so that the frontends go on with it elsewhere.
 
-An engine that dies takes the worker with it: its requests fail by name, the worker leaves discovery at once, and
-`run_until` raises, so that the process ends and whoever watches over it can start another.
+An engine that dies, or hangs (`canary`), takes the worker with it: its requests are given back, the worker leaves
+discovery at once, and `run_until` raises, so that the process ends and whoever watches over it can start another.
 """
 
 import asyncio
@@ -21,9 +22,10 @@ from dynamo.engine import api
 from dynamo.observability import tracing
 from dynamo.protocols import instances, kv_events, model_card
 from dynamo.runtime import component, requests
-from dynamo.worker import call_trace, inflight, metrics, publish, system
+from dynamo.worker import call_trace, canary, inflight, metrics, publish, system
 
 _logger = logging.getLogger(__name__)
+ENGINE_STOP_S = 10.0  # an engine that hangs does not stop either
 MakeCard = Callable[[api.EngineFacts], model_card.ModelCard]
 
 
@@ -47,6 +49,7 @@ class Host:
         self._endpoint = endpoint
         self._make_card = make_card
         self._clock = clock
+        self._patience: canary.Patience | None = None  # None: the engine is never asked
         self._counts = counts or metrics.WorkerMetrics(endpoint, clock)
         self._requests = inflight.InFlight(
             engine, limit=request_limit, counts=self._counts, clock=clock
@@ -68,6 +71,10 @@ class Host:
         self._over = asyncio.Event()
         self._death: errors.EngineFailed | None = None
         self._is_ready = False
+
+    def ask_when_quiet(self, patience: canary.Patience) -> None:
+        """From `start` on see to it that the engine still answers."""
+        self._patience = patience
 
     async def start(self) -> model_card.ModelCard:
         """Load the engine and serve it; gives the card under which it is known. Raises ConfigError, EngineFailed."""
@@ -91,6 +98,11 @@ class Host:
             )
         await self._runtime.register(self._endpoint, self._take, card)
         self._is_ready = True
+        if self._patience is not None:
+            asked = canary.Canary(
+                self._requests.take, self._engine.load, self._patience, self._clock
+            )
+            self._running.start("canary", self._die_with(asked))
         _logger.info("serving %s at %s", card.display_name, self._endpoint)
         return card
 
@@ -118,9 +130,12 @@ class Host:
             _logger.info("finishing %d requests", len(self._requests))
         if not await self._runtime.drain(timeout_s):
             _logger.warning(
-                "%d requests did not finish within %g s", len(self._requests), timeout_s
+                "%d requests did not finish within %g s: others shall go on with them",
+                len(self._requests),
+                timeout_s,
             )
-        await self._engine.stop()
+            self._requests.give_back(errors.WorkerLost("the worker stops: ask another"))
+        await self._stop_engine()
         await self._running.close()
         if self._system is not None:
             await self._system.close()
@@ -144,8 +159,18 @@ class Host:
         """From the engine: it is beyond use."""
         self._is_ready = False
         self._death = error
-        self._requests.break_off(error)
+        self._requests.give_back(errors.WorkerLost(f"the worker's engine is lost: {error}"))
         self._over.set()
+
+    async def _die_with(self, asked: canary.Canary) -> None:
+        self.died(await asked.watch())
+
+    async def _stop_engine(self) -> None:
+        try:
+            async with asyncio.timeout(ENGINE_STOP_S):
+                await self._engine.stop()
+        except TimeoutError:
+            _logger.warning("the engine did not stop within %g s", ENGINE_STOP_S)
 
     async def _end_with(self, stop: asyncio.Event) -> None:
         await stop.wait()

@@ -41,7 +41,7 @@ class InFlight:
         self._clock = clock
         self._entry_by_id: dict[str, _Entry] = {}
         self._num_renamed = 0
-        self._broken: errors.EngineFailed | None = None
+        self._closed: errors.WorkerLost | None = None  # why nothing is taken any more
 
     def __len__(self) -> int:
         return len(self._entry_by_id)
@@ -81,15 +81,16 @@ class InFlight:
         if request_id in self._entry_by_id:
             self._release(request_id, error).call.fail(error)
 
-    def break_off(self, error: errors.EngineFailed) -> None:
-        """The engine is dead: fail all requests, and all that still come."""
-        self._broken = error
+    def give_back(self, reason: errors.WorkerLost) -> None:
+        """Fail all requests, and all that still come: another worker shall answer them."""
+        self._closed = reason
         for request_id in list(self._entry_by_id):
-            self.failed(request_id, error)
+            self.failed(request_id, reason)
+            self._engine.abort(request_id)
 
     def _admit(self, call: requests.Call) -> generate.Request:
-        if self._broken is not None:
-            raise errors.EngineFailed(str(self._broken))
+        if self._closed is not None:
+            raise errors.WorkerLost(str(self._closed))
         if len(self._entry_by_id) >= self._limit:
             raise errors.Overloaded("Server overloaded: worker at capacity")
         request = decode(call.body)

@@ -104,7 +104,7 @@ def make_host(
     clock = clocks.SystemClock()
     counts = counts or metrics.WorkerMetrics(worker.endpoint_name, clock)
     make = make_card or _card_maker(worker, directory, clock)
-    return host.Host(
+    made = host.Host(
         disaggregated.prepare(
             engine,
             worker,
@@ -121,6 +121,9 @@ def make_host(
         counts=counts,
         traces=worker,
     )
+    if worker.patience is not None:
+        made.ask_when_quiet(worker.patience)
+    return made
 
 
 def _make_fleet(
@@ -154,6 +157,7 @@ def _card_maker(
             tool_call_parser=worker.dyn_tool_call_parser,
             reasoning_parser=worker.dyn_reasoning_parser,
             infill_format=worker.dyn_infill_format,
+            migration_limit=worker.migration_limit,
         )
         loading.load(made, clock)  # what no frontend could read is better refused here than there
         return made

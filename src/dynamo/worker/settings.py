@@ -9,7 +9,7 @@ from dynamo.preprocess import infill
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import instances
 from dynamo.runtime import component
-from dynamo.worker import system
+from dynamo.worker import canary, system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +78,32 @@ class WorkerConfig(component.RuntimeConfig):
     engine_request_limit: int = config.option(
         1024, help="requests that may run or wait here; more are refused as overload", least=1
     )
+    migration_limit: int | None = config.option(
+        None,
+        env="DYN_MIGRATION_LIMIT",
+        help="how often a request may go on at another worker, if less often than the frontend says",
+        least=0,
+    )
     graceful_shutdown_timeout_s: float = config.option(
         30.0,
         env="DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT",
         flag="--graceful-shutdown-timeout",
         help="seconds that running requests get to finish after SIGTERM",
         least=0,
+    )
+    health_check_enabled: bool = config.option(
+        False,
+        env="DYN_HEALTH_CHECK_ENABLED",
+        help="ask an engine that is quiet for a token; one that does not answer ends this worker",
+    )
+    canary_wait_time: float = config.option(
+        10.0, env="DYN_CANARY_WAIT_TIME", help="seconds of quiet until it is asked", least=0.1
+    )
+    health_check_request_timeout: float = config.option(
+        3.0,
+        env="DYN_HEALTH_CHECK_REQUEST_TIMEOUT",
+        help="seconds that it then has to answer",
+        least=0.1,
     )
     system_host: str = config.option(
         "127.0.0.1", env="DYN_SYSTEM_HOST", help="address of /live, /health and /metrics"
@@ -104,6 +124,15 @@ class WorkerConfig(component.RuntimeConfig):
             )
         infill.check(self.dyn_infill_format)
         formats.check(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
+
+    @property
+    def patience(self) -> canary.Patience | None:
+        """With an engine that does not answer; None: it is never asked."""
+        if not self.health_check_enabled:
+            return None
+        return canary.Patience(
+            wait_s=self.canary_wait_time, answer_s=self.health_check_request_timeout
+        )
 
     @property
     def endpoint_name(self) -> instances.EndpointName:

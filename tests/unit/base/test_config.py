@@ -85,8 +85,8 @@ def test_a_flag_can_take_back_what_the_environment_says():
         (["--wait-s", "nan"], {}, "--wait-s: expected at least 0, got nan"),
         ([], {"T_MODE": "best"}, "T_MODE: expected one of direct, random, got 'best'"),
         ([], {"T_QUIET": "perhaps"}, "T_QUIET: expected true or false, got 'perhaps'"),
-        (["--prot", "1"], {}, "unrecognized arguments: --prot"),
-        (["--por", "1"], {}, "unrecognized arguments: --por"),
+        (["--prot", "1"], {}, "unrecognized argument: --prot (did you mean --port?)"),
+        (["--por", "1"], {}, "unrecognized argument: --por (did you mean --port?)"),
         (["--port"], {}, "--port: expected one argument"),
     ],
 )
@@ -159,3 +159,32 @@ def test_several_parts_share_one_command_line():
 
     assert first == DoorConfig()
     assert second == EngineSettings(num_slots=7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideDoorConfig(DoorConfig):
+    """A wide door."""
+
+    width: int = config.option(2, help="how wide")
+
+
+def test_help_groups_the_flags_by_the_class_that_declares_them(capsys):
+    with pytest.raises(SystemExit):
+        config.load_parts((WideDoorConfig, EngineSettings), prog="p", argv=["--help"], environ={})
+    text = capsys.readouterr().out
+    order = [
+        "this process:",
+        "--width",
+        "A door for tests:",
+        "--port",
+        "The second part",
+        "--slots",
+    ]
+
+    assert [text.index(one) for one in order] == sorted(map(text.index, order))
+    assert text.count("--port N") == 1
+
+
+def test_a_flag_like_no_other_has_no_suggestion():
+    with pytest.raises(errors.ConfigError, match=r"--foo \(see --help\)"):
+        load("--foo")

@@ -1,5 +1,6 @@
 """The simulated engine's steps, without time."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -232,3 +233,18 @@ def test_load_counts_what_is_left_of_prompts():
 
     assert left[:3] == [50, 34, 18]
     assert left[-1] == 0
+
+
+@pytest.mark.parametrize("cut", [1, 5, 8])
+def test_a_resumed_answer_goes_on_where_it_was(cut):
+    batch = make_batch()
+    batch.submit(make_request("a", [1, 2, 3], n=2, max_tokens=9))
+    whole = [output.token_ids[0] for output in run(batch)["a", 1]]
+    resumed = msgspec.structs.replace(
+        make_request("b", [1, 2, 3, *whole[:cut]], max_tokens=9 - cut),
+        num_resumed=cut,
+        first_choice=1,
+    )
+    batch.submit(resumed)
+
+    assert [output.token_ids[0] for output in run(batch)["b", 0]] == whole[cut:]

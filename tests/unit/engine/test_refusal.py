@@ -111,3 +111,11 @@ def test_a_grammar_needs_an_engine_that_follows_it_and_a_way_to_end():
     with pytest.raises(errors.InvalidRequest, match="eos_token_ids"):
         refusal.check(request, able, vocab_size=50)
     refusal.check(msgspec.structs.replace(request, eos_token_ids=(2,)), able, vocab_size=50)
+
+
+def test_a_resumed_request_is_not_all_answer():
+    check(prompt=(1, 2), num_resumed=1, first_choice=7)
+
+    assert refused(prompt=(1, 2), num_resumed=2) == "num_resumed"
+    assert refused(num_resumed=-1) == "num_resumed"
+    assert refused(first_choice=2**32) == "first_choice"

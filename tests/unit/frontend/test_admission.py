@@ -363,17 +363,28 @@ async def test_a_threshold_set_at_run_time_applies(rig):
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "words"),
+    ("body", "status", "param", "words"),
     [
-        ({}, 400, "model"),
-        ({"model": "m", "active_decode_blocks_threshold": 2}, 400, "<= 1.0"),
-        ({"model": "m", "active_prefill_tokens_threshold": -1}, 400, ">= 0"),
-        ({"model": "m", "busy": 1}, 400, "busy"),
-        ({"model": "x"}, 404, "does not exist"),
+        ({}, 400, "model", "required"),
+        (
+            {"model": "m", "active_decode_blocks_threshold": 2},
+            400,
+            "active_decode_blocks_threshold",
+            "a number from 0 to 1, got 2",
+        ),
+        (
+            {"model": "m", "active_prefill_tokens_threshold": -1},
+            400,
+            "active_prefill_tokens_threshold",
+            "a whole number from 0, got -1",
+        ),
+        ({"model": "m", "busy": 1}, 400, "busy", "Unsupported"),
+        ({"model": "x"}, 404, "model", "does not exist"),
     ],
 )
-async def test_a_wrong_threshold_is_told(rig, body, status, words):
+async def test_a_wrong_threshold_is_told(rig, body, status, param, words):
     answer = await rig.client.post("/busy_threshold", content=json.dumps(body))
 
     assert answer.status_code == status
+    assert answer.json()["error"]["param"] == param
     assert words in answer.json()["error"]["message"]

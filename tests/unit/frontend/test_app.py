@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from dynamo.frontend import operations
+
 
 async def test_models_are_listed(rig):
     await rig.worker("org/name")
@@ -65,19 +67,45 @@ async def test_unhealthy_but_alive_without_an_instance(bare):
     assert live.json() == {"status": "live", "message": "Service is live"}
 
 
-async def test_the_status_page_names_models_and_routes_and_escapes_them(rig):
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/none"),
+        ("GET", "/v1/responses/none"),
+        ("DELETE", "/v1/responses/none"),
+        ("GET", "/busy_threshold"),
+        ("POST", "/busy_threshold"),
+        ("POST", "/tokenize"),
+        ("POST", "/clear_kv_blocks"),
+    ],
+)
+async def test_answers_that_are_not_generated_tell_their_requests_id_too(rig, method, path):
+    named = await rig.client.request(method, path, headers={"x-request-id": "mine"})
+    unnamed = await rig.client.request(method, path)
+
+    assert named.headers["x-request-id"] == "mine"
+    assert unnamed.headers["x-request-id"] not in ("", "mine")
+
+
+async def test_the_status_page_names_models_and_escapes_them_and_its_links_lead_somewhere(rig):
     await rig.worker("<b>")
     answer = await rig.client.get("/")
 
     assert answer.headers["content-type"].startswith("text/html")
     assert "&lt;b&gt;: 1 worker(s)" in answer.text
-    assert "POST /v1/chat/completions" in answer.text
-    assert "POST /v1/messages/count_tokens" in answer.text
+    links = re.findall(r'href="([^"]+)"', answer.text)
+    assert "/docs" in links
+    assert {(await rig.client.get(link)).status_code for link in links} == {200}
 
 
-async def test_every_route_that_takes_a_body_is_in_the_documentation(rig):
+def test_every_route_that_takes_a_body_is_in_the_documentation():
     page = (pathlib.Path(__file__).parents[3] / "docs" / "api.md").read_text()
-    routes = re.findall(r"<li>(POST [^<]+)", (await rig.client.get("/")).text)
+    routes = [
+        f"{method} {path}"
+        for method, path in operations.OPERATIONS
+        if method == "POST" and not path.endswith(operations.ANY_ID)
+    ]
 
     assert len(routes) >= 8
     assert [route for route in routes if f"| `{route}` |" not in page] == []

@@ -37,6 +37,7 @@ def test_text_comes_token_by_token(decoder, ids_of):
 
     assert "".join(pieces) == "The 😀 cat"
     assert text.num_tokens == len(ids_of("The 😀 cat"))
+    assert blocks.unpack(text.token_ids) == list(ids_of("The 😀 cat"))
     assert text.stop_reason is None
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.preprocess import generation_defaults, preprocessor, tokenize
+from dynamo.preprocess import generation_defaults, options, preprocessor, tokenize
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import blocks, generate, openai_chat, openai_completions
 
@@ -280,3 +280,36 @@ async def test_to_choose_the_best_takes_log_probabilities(byte_level_model):
     assert best.request.output_options == generate.OutputOptions(logprobs=0)
     assert scored.request.output_options == generate.OutputOptions(logprobs=2, prompt_logprobs=2)
     assert scored.request.stop_conditions.max_tokens == 1
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(byte_level_model):
+    most = max(options.MIN_TEXT, CONTEXT * options.CHARS_PER_TOKEN)
+    text = "x" * (most + 1)
+    asked = chat(messages=[{"role": "user", "content": text}])
+
+    for made, param in (
+        (byte_level_model.chat(asked, "r1"), "messages"),
+        (byte_level_model.completion(completion(["ok", text]), "r1"), "prompt"),
+        (byte_level_model.completion(completion([7] * (most + 1)), "r1"), "prompt"),
+        (byte_level_model.read_text(text, add_special_tokens=True), "prompt"),
+    ):
+        with pytest.raises(
+            errors.ContextTooLong, match=f"expected at most {most} characters"
+        ) as caught:
+            await made
+        assert caught.value.param == param
+
+
+async def test_a_long_text_is_tokenized_as_long_as_it_might_fit(byte_level_model):
+    packed = await byte_level_model.read_text("cat " * 20_000, add_special_tokens=True)
+
+    assert blocks.count(packed) > CONTEXT
+    with pytest.raises(errors.ContextTooLong, match=r"your tokens has the length"):
+        byte_level_model.write_text([7] * (options.MIN_TEXT + 1))
+
+
+async def test_more_messages_than_tokens_are_refused_before_they_are_rendered(byte_level_model):
+    asked = chat(messages=[{"role": "user", "content": ""}] * (CONTEXT + 1))
+
+    with pytest.raises(errors.ContextTooLong, match=f"has {CONTEXT + 1} parts"):
+        await byte_level_model.chat(asked, "r1")

@@ -67,3 +67,12 @@ def test_a_file_that_is_no_tokenizer_is_refused(definition):
 def test_ids_reach_from_zero_to_the_highest_added_token(byte_level):
     assert byte_level.num_ids == byte_level.id_of("大丈夫") + 1
     assert byte_level.tokens[byte_level.id_of("<think>")] == "<think>"
+
+
+@given(texts=st.lists(st.text(max_size=9), max_size=8))
+def test_batches_change_nothing(byte_level, texts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenize, "MAX_BATCH", 12)
+        some_at_once = byte_level.encode_now(texts, add_special_tokens=False)
+
+    assert some_at_once == byte_level.encode_now(texts, add_special_tokens=False)

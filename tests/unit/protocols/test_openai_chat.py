@@ -145,7 +145,7 @@ def test_keys_of_logit_bias_are_token_ids():
         ),
         ("model", None, "model: expected a string, got null"),
         ("messages", [], "The 'messages' field cannot be empty. At least one message is required."),
-        ("messages", "Hi", "messages: expected a list, got a string ('Hi')"),
+        ("messages", "Hi", "messages: expected a list of at most 100000, got a string ('Hi')"),
         (
             "tool_choice",
             "any",

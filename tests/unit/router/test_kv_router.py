@@ -116,6 +116,30 @@ async def test_a_session_stays_with_its_worker(world):
     assert sorted(len(worker.calls) for worker in world.workers) == [0, 0, 0, 6]
 
 
+async def test_a_session_whose_worker_is_lost_goes_to_another(world):
+    await world.route(2, router_session_affinity_ttl_secs=60.0)
+    await world.open(session_id="s")
+    lost = next(worker for worker in world.workers if worker.calls)
+    other = next(worker for worker in world.workers if worker is not lost)
+    await lost.runtime.requests.close()  # it is still listed
+
+    for _ in range(3):
+        await world.open(session_id="s")
+
+    assert len(other.calls) == 3
+
+
+async def test_a_session_does_not_go_where_it_should_not(world):
+    await world.route(2, router_session_affinity_ttl_secs=60.0)
+    await world.open(session_id="s")
+    lost = next(worker for worker in world.workers if worker.calls)
+    other = next(worker for worker in world.workers if worker is not lost)
+    await world.made.open(request(session_id="s"), Receiver(), among={other.id})
+    await world.until(lambda: other.calls)
+
+    assert len(other.calls) == 1
+
+
 async def test_data_parallel_ranks_are_workers_of_their_own(world):
     await world.route(1, facts={"data_parallel_size": 2})
 

@@ -21,9 +21,12 @@ class Plane:
 
     def __init__(self):
         self.asked, self.receivers, self.dead = [], [], set()
+        self.may_open = asyncio.Event()
+        self.may_open.set()
 
     async def open(self, address, endpoint, body, receiver, *, headers, timeout_s):
         self.asked.append(int(address))
+        await self.may_open.wait()
         if int(address) in self.dead:
             raise errors.WorkerLost(f"{address} is dead")
         self.receivers.append(receiver)
@@ -167,6 +170,23 @@ async def test_one_that_breaks_in_mid_answer_is_left_out_until_discovery_tells_o
     assert receiver.heard == [output, b"x", broken]
     assert asked == [[20], [20]]
     assert await world.ask() == [10]
+
+
+async def test_one_request_sees_whether_it_is_back_while_the_others_keep_away(world):
+    await world.put(10, 20)
+    world.plane.dead = {10}
+    await world.ask()
+    await world.clock.advance(5)
+    world.plane.may_open.clear()
+    trial = asyncio.ensure_future(world.client.open(None, Receiver(), instance_id=10))
+    await world.settle()
+    others = [world.client.choose() for _ in range(2)]
+    world.plane.dead = set()
+    world.plane.may_open.set()
+    await trial
+
+    assert others == [20, 20]
+    assert {tuple(await world.ask()) for _ in range(2)} == {(10,), (20,)}
 
 
 @pytest.mark.parametrize("error", [None, errors.Overloaded("busy"), errors.EngineFailed("oh")])

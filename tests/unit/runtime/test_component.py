@@ -136,8 +136,8 @@ async def test_by_default_it_is_a_directory_tcp_and_zmq(tmp_path):
     ("environ", "says"),
     [
         ({"DYN_DISCOVERY_BACKEND": "zoo"}, "DYN_DISCOVERY_BACKEND.*file, etcd, mem.*zoo"),
-        ({"DYN_REQUEST_PLANE": "nats"}, "DYN_REQUEST_PLANE.*tcp, memory.*nats"),
-        ({"DYN_EVENT_PLANE": "nats"}, "DYN_EVENT_PLANE.*zmq, memory.*nats"),
+        ({"DYN_REQUEST_PLANE": "http"}, "DYN_REQUEST_PLANE.*tcp, nats, memory.*http"),
+        ({"DYN_EVENT_PLANE": "tcp"}, "DYN_EVENT_PLANE.*zmq, nats, memory.*tcp"),
         ({"DYN_TCP_RPC_PORT": "any"}, "DYN_TCP_RPC_PORT.*whole number"),
     ],
 )

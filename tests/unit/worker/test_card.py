@@ -69,6 +69,11 @@ def test_how_answers_are_to_be_read_is_on_the_card(directory):
     assert build(directory).runtime_config.tool_call_parser is None
 
 
+def test_a_worker_may_say_how_often_its_requests_move(directory):
+    assert build(directory, migration_limit=1).migration_limit == 1
+    assert build(directory).migration_limit is None
+
+
 def test_a_tokenizer_config_that_is_no_json_is_named(directory):
     (directory / "tokenizer_config.json").write_text("{")
     with pytest.raises(errors.ConfigError, match=r"tokenizer_config.json: expected a JSON object"):

@@ -10,7 +10,7 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.protocols import generate, instances, kv_events, model_card
 from dynamo.runtime import component, requests
-from dynamo.worker import host
+from dynamo.worker import canary, host
 
 ENDPOINT = instances.EndpointName("dynamo", "backend", "generate")
 CLEAR = instances.EndpointName("dynamo", "backend", "clear_kv_blocks")
@@ -168,7 +168,31 @@ async def test_a_dead_engine_fails_its_requests_and_ends_the_worker(world):
     with pytest.raises(errors.EngineFailed, match="out of memory"):
         await serving
 
-    assert isinstance(await receiver.end, errors.EngineFailed)
+    assert isinstance(await receiver.end, errors.WorkerLost)
+
+
+async def test_what_does_not_finish_in_time_is_given_back(world):
+    await world.host.start()
+    receiver, _ = await world.ask()
+    world.host.outputs([output()])
+    await world.host.stop(0)
+    error = await receiver.end
+
+    assert (type(error), str(error)) == (errors.WorkerLost, "the worker stops: ask another")
+    assert receiver.received == [output().output]
+
+
+async def test_an_engine_that_hangs_ends_the_worker(world, monkeypatch):
+    monkeypatch.setattr(host, "ENGINE_STOP_S", 0)
+    world.engine.stop = asyncio.Event().wait
+    world.host.ask_when_quiet(canary.Patience(wait_s=0, answer_s=0))
+    await world.host.start()
+    receiver, _ = await world.ask()
+    with pytest.raises(errors.EngineFailed, match="hangs"):
+        await world.host.run_until(asyncio.Event())
+    await world.host.stop(5)
+
+    assert isinstance(await receiver.end, errors.WorkerLost)
 
 
 async def test_kv_events_reach_whoever_listens(world):

@@ -136,13 +136,14 @@ def test_what_the_engine_gives_up_fails_the_call_once(table):
     assert isinstance(call.error, errors.EngineFailed)
 
 
-def test_a_dead_engine_fails_all_that_run_and_all_that_come(table):
+def test_what_is_given_back_may_be_asked_elsewhere(table, engine):
     running = take(table)
-    table.break_off(errors.EngineFailed("out of memory"))
+    table.give_back(errors.WorkerLost("out of memory"))
     late = take(table)
 
-    assert "out of memory" in str(running.error)
-    assert isinstance(late.error, errors.EngineFailed)
+    assert isinstance(running.error, errors.WorkerLost)
+    assert engine.aborted == ["r"]
+    assert (type(late.error), str(late.error)) == (errors.WorkerLost, "out of memory")
 
 
 @pytest.mark.parametrize(

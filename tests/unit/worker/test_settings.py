@@ -4,7 +4,7 @@ import pytest
 
 from dynamo.base import config, errors
 from dynamo.protocols import instances
-from dynamo.worker import settings
+from dynamo.worker import canary, settings
 
 
 def load(*argv, **environ):
@@ -26,6 +26,13 @@ def test_where_it_serves(argv, environ, expected):
 def test_an_endpoint_that_is_none_is_refused():
     with pytest.raises(errors.ConfigError, match="expected dyn://namespace"):
         _ = load("--endpoint", "a.b.c").endpoint_name
+
+
+def test_an_engine_is_asked_only_if_that_is_wanted():
+    wanted = load(DYN_HEALTH_CHECK_ENABLED="true", DYN_CANARY_WAIT_TIME="5")
+
+    assert load().patience is None
+    assert wanted.patience == canary.Patience(wait_s=5.0, answer_s=3.0)
 
 
 def test_names_of_other_servers_are_understood():

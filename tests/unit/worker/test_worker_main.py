@@ -21,7 +21,7 @@ def run(monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--no-such-flag"], "unrecognized arguments: --no-such-flag (see --help)"),
+        (["--no-such-flag"], "unrecognized argument: --no-such-flag (see --help)"),
         (["--system-port", "70000"], "--system-port: expected -1 to 65535, got 70000"),
         (["--tcp-rpc-port", "-1"], "--tcp-rpc-port: expected 0 to 65535, got -1"),
         (["--engine-request-limit", "0"], "--engine-request-limit: expected at least 1, got 0"),

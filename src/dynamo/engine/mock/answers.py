@@ -45,7 +45,9 @@ class Cycle:
     def answer(self, request: generate.Request, index: int, context_length: int) -> Answer:
         """What choice `index` of the request will be."""
         conditions = request.stop_conditions
-        start = (xxhash.xxh3_64_intdigest(request.token_ids) + index) % len(self)
+        num_prompt_bytes = len(request.token_ids) - request.num_resumed * blocks.TOKEN_BYTES
+        digest = xxhash.xxh3_64_intdigest(request.token_ids[:num_prompt_bytes])
+        start = (digest + request.first_choice + index + request.num_resumed) % len(self)
         room = context_length - request.prompt_len
         length = min(room, conditions.max_tokens or room)
         eos = () if conditions.ignore_eos else request.eos_token_ids

@@ -26,7 +26,7 @@ import xxhash
 from dynamo.base import errors
 from dynamo.engine.native import thinking
 from dynamo.engine.native.guidance import masks
-from dynamo.engine.native.sequence import Guide, Sampled, Sequence
+from dynamo.engine.native.sequence import Grammar, Guide, Sampled, Sequence
 from dynamo.protocols import generate
 
 COLDEST = 1e-5  # a lower temperature is greedy
@@ -83,7 +83,9 @@ class Drawing:
     @property
     def uniform(self) -> float:
         """The number in [0, 1) that decides the next token."""
-        place = _PLACE.pack(self.sequence.index, self.sequence.num_output)
+        sequence = self.sequence
+        num_answered = len(sequence.token_ids) - sequence.answer_start
+        place = _PLACE.pack(sequence.request.first_choice + sequence.index, num_answered)
         return (xxhash.xxh3_64_intdigest(place, self.seed) >> 32) / 2**32
 
     @property
@@ -104,10 +106,11 @@ class Occurrences:
     """How often each token of the vocabulary has come in a sequence; follows it as it grows."""
 
     def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device) -> None:
-        self._sequence, self._num_counted = sequence, sequence.prompt_len
+        start = sequence.answer_start
+        self._sequence, self._num_counted = sequence, start
         self.in_output = torch.zeros(vocab_size, device=device)
         self.is_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.is_seen[sequence.token_ids[: sequence.prompt_len]] = True
+        self.is_seen[sequence.token_ids[:start]] = True
 
     def catch_up(self) -> None:
         """Count what has come since."""
@@ -174,7 +177,7 @@ class Sampler:
         if drawing is None:
             drawing = self._drawings[sequence] = Drawing(sequence)
             if sequence.grammar is not None:
-                self._guides[sequence] = sequence.grammar.begin()
+                self._guides[sequence] = _guide(sequence.grammar, sequence)
         return drawing
 
     def _guides_of(self, drawings: list[Drawing]) -> dict[int, Guide]:
@@ -200,6 +203,14 @@ class Sampler:
             self._occurrences[sequence] = count
         count.catch_up()
         return count
+
+
+def _guide(grammar: Grammar, sequence: Sequence) -> Guide:
+    """It stands where the answer does: a resumed one is not at its beginning."""
+    guide = grammar.begin()
+    for token_id in sequence.token_ids[sequence.answer_start :]:
+        guide.advance(token_id)
+    return guide
 
 
 def draw(logits: torch.Tensor, drawings: list[Drawing]) -> list[int]:

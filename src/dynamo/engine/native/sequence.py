@@ -67,6 +67,11 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def answer_start(self) -> int:
+        """Where the answer begins: after the prompt, or within, if another worker has begun it."""
+        return self.prompt_len - self.request.num_resumed
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Must its whole prompt be computed, and told of? By one of a request's choices, until its first token."""
         return (

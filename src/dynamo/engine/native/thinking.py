@@ -16,7 +16,7 @@ class ThoughtWatch:
     def __init__(self, sequence: Sequence, limit: generate.ThinkingLimit) -> None:
         self._sequence = sequence
         self._limit = limit
-        self._num_read = sequence.prompt_len
+        self._num_read = sequence.answer_start
         self._is_open = limit.is_open
         self._is_over = False
         self._num_thought = 0
@@ -41,5 +41,5 @@ class ThoughtWatch:
             self._num_thought += 1
         elif token in self._limit.open_ids:
             self._is_open = True
-        elif self._num_read - self._sequence.prompt_len > MAX_LEADING:
+        elif self._num_read - self._sequence.answer_start > MAX_LEADING:
             self._is_over = True

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dynamo.base import errors
 from dynamo.frontend import models, sse
 from dynamo.frontend.admission import busy
+from dynamo.protocols import openai_decode
 from dynamo.runtime.http import exchange
 
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)] | msgspec.UnsetType | None
@@ -24,7 +24,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     active_prefill_tokens_threshold_frac: _Batches = msgspec.UNSET
 
 
-_decode = msgspec.json.Decoder(Change).decode
+_decode = openai_decode.RequestDecoder(Change).decode
 
 
 class ThresholdBook:
@@ -47,10 +47,7 @@ class ThresholdBook:
 
     async def change(self, body: bytes) -> dict[str, Any]:
         """`POST`: some of one model; gives all that it has then. Raises RequestError."""
-        try:
-            wanted = _decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise errors.InvalidRequest(f"expected a model and its thresholds: {error}") from error
+        wanted = _decode(body)
         name = self._models.find(wanted.model).name
         fields = {
             field: value

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+NUM_CONNECTIONS = 10_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -13,6 +15,6 @@ class Limits:
     request_s: float = 60.0  # a request, once begun, must have arrived
     idle_s: float = 75.0  # between two requests of a connection
     write_buffer_bytes: int = 8 * 2**20  # what may wait for a client that does not read
-    num_connections: int = 10_000
+    num_connections: int = NUM_CONNECTIONS
     linger_s: float = 5.0  # a refused client may go on sending before it is cut off
     sweep_s: float = 1.0  # how often, and so how exactly, the times above are looked at

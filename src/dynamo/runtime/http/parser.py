@@ -69,7 +69,8 @@ class RequestParser:
             self._refuse(error.__context__)
         except (httptools.HttpParserError, _Refused) as error:
             self._refuse(error)
-        return self._ready
+        ready, self._ready = self._ready, []  # keep no body while the connection idles
+        return ready
 
     def _refuse(self, error: BaseException | None) -> None:
         self._dead = True

@@ -20,10 +20,6 @@ class Router:
             where = self._prefixes if pattern.endswith("/*") else self._exact
             where.setdefault(pattern.removesuffix("*"), {})[method] = handler
 
-    def paths(self, method: str) -> list[str]:
-        """The exact paths that take this method."""
-        return [path for path, handlers in self._exact.items() if method in handlers]
-
     def __call__(self, exchange: Exchange) -> Awaitable[None] | None:
         request = exchange.request
         handlers = self._exact.get(request.path) or self._by_prefix(request.path)

@@ -1,0 +1,104 @@
+"""Where NATS is, and who we are to it: from the setting and from the variables that NATS's other users know.
+
+Secrets come from the environment only, or stand in the URL: a flag can be read by everybody on the machine.
+"""
+
+import os
+import ssl
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dynamo.base import errors
+
+DEFAULT_PORT = 4222
+_SCHEMES = ("nats", "tls")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Servers of one cluster, and at most one kind of credentials."""
+
+    urls: tuple[str, ...] = field(repr=False)  # they may hold a password
+    addresses: str  # the same for people: `host:port`, without secrets
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    nkey_seed: str | None = field(default=None, repr=False)
+    credentials_file: str | None = None
+    tls: ssl.SSLContext | None = None
+
+
+def read(servers: Sequence[str], environ: Mapping[str, str]) -> Access:
+    """Servers as `nats://host:port` or `host:port`; NATS_AUTH_* and NATS_TLS_* from the environment.
+
+    Raises ConfigError.
+    """
+    if not servers:
+        raise errors.ConfigError("NATS_SERVER: expected at least one nats://host:port, got none")
+    urls = [_url(server) for server in servers]
+    username, password = _pair(environ, "NATS_AUTH_USERNAME", "NATS_AUTH_PASSWORD")
+    access = Access(
+        urls=tuple(url.geturl() for url in urls),
+        addresses=", ".join(f"{url.hostname}:{url.port or DEFAULT_PORT}" for url in urls),
+        username=username,
+        password=password,
+        token=environ.get("NATS_AUTH_TOKEN") or None,
+        nkey_seed=environ.get("NATS_AUTH_NKEY") or None,
+        credentials_file=environ.get("NATS_AUTH_CREDENTIALS_FILE") or None,
+        tls=_tls(environ, is_wanted=any(url.scheme == "tls" for url in urls)),
+    )
+    _check_credentials(access)
+    return access
+
+
+def _url(text: str) -> urllib.parse.SplitResult:
+    url = urllib.parse.urlsplit(text if "://" in text else f"nats://{text}")
+    try:
+        is_port = url.port is None or url.port > 0
+    except ValueError:
+        is_port = False
+    if url.scheme not in _SCHEMES or not url.hostname or not is_port or url.path not in ("", "/"):
+        shown = f"nats://…@{text.rpartition('@')[2]}" if "@" in text else text
+        raise errors.ConfigError(f"NATS_SERVER: expected nats://host:port or tls://, got {shown!r}")
+    return url
+
+
+def _check_credentials(access: Access) -> None:
+    kinds = {
+        "NATS_AUTH_USERNAME": access.username,
+        "NATS_AUTH_TOKEN": access.token,
+        "NATS_AUTH_NKEY": access.nkey_seed,
+        "NATS_AUTH_CREDENTIALS_FILE": access.credentials_file,
+    }
+    path = access.credentials_file
+    if path is not None and not os.access(path, os.R_OK):
+        raise errors.ConfigError(
+            f"NATS_AUTH_CREDENTIALS_FILE={path}: expected a file that we may read"
+        )
+    given = [name for name, value in kinds.items() if value is not None]
+    if len(given) > 1:
+        raise errors.ConfigError(f"expected one kind of credentials, got {' and '.join(given)}")
+
+
+def _tls(environ: Mapping[str, str], *, is_wanted: bool) -> ssl.SSLContext | None:
+    ca = environ.get("NATS_TLS_CA_CERT_PATH") or None
+    certificate, key = _pair(environ, "NATS_TLS_CLIENT_CERT_PATH", "NATS_TLS_CLIENT_KEY_PATH")
+    if not (is_wanted or ca or certificate):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if certificate is not None:
+            context.load_cert_chain(certificate, key)
+    except OSError as error:  # ssl's errors are some too
+        raise errors.ConfigError(
+            f"NATS_TLS_*: expected readable PEM files, got {ca or ''} {certificate or ''}: {error}"
+        ) from error
+    return context
+
+
+def _pair(environ: Mapping[str, str], first: str, second: str) -> tuple[str | None, str | None]:
+    values = environ.get(first) or None, environ.get(second) or None
+    if (values[0] is None) != (values[1] is None):
+        raise errors.ConfigError(f"{first} and {second}: expected both or neither, got one")
+    return values

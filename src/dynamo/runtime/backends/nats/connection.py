@@ -1,0 +1,280 @@
+"""A process's one connection to NATS, which its planes share.
+
+nats-py connects again by itself and restores the subscriptions. What it cannot do is here:
+
+- `publish` does not wait. What is said within a turn of the event loop goes into an *outbox*, and one task hands it to
+  nats-py, whose own `publish` may have to wait for the server. The outbox is bounded; what does not fit is lost, and
+  whoever reads finds a number missing.
+- What was to be said while there is no server is thrown away instead of being said late: the links that said it are
+  over by then (`on_lost`), and events that are old mislead.
+- A server that is absent at start is waited for, within bounds; one that does not know us is an error at once.
+"""
+
+import asyncio
+import collections
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+from nats.js import JetStreamContext
+
+from dynamo.base import errors, tasks
+from dynamo.runtime.backends.nats.access import Access
+
+log = logging.getLogger(__name__)
+Hear = Callable[[str, str, bytes], None]
+"""Takes subject, reply subject and data. Empty data is the server's word that nobody hears what was said."""
+
+OUTBOX_BYTES = (
+    128 * 2**20
+)  # twice what a link may have waiting, so that links are dropped by name first
+_PENDING_BYTES = 2 * 2**20  # what nats-py may hold before its publish waits for the socket
+_UNHEARD_MESSAGES = 65_536  # that wait for one subscription before it misses some
+_UNHEARD_BYTES = 128 * 2**20
+_PING_S = 2  # a server that does not answer three of them is left
+_AGAIN_S = 0.25  # between attempts to connect
+_CLOSE_S = 2.0
+_SETTLE_S = 2
+_WITHOUT = "to run without it: DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq"
+
+
+class Connection:
+    """Publish and subscribe. Made by `open`."""
+
+    def __init__(self, access: Access, name: str) -> None:
+        self._name = name
+        self.addresses = access.addresses
+        self._access = access
+        self._client = Client()
+        self._outbox: collections.deque[tuple[str, str, bytes]] = collections.deque()
+        self._backlog = 0
+        self._has_work = asyncio.Event()
+        self._is_connected = asyncio.Event()
+        self._refusal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_lost: list[Callable[[str], None]] = []
+        self._trouble = ""  # what the log was told last
+        self._subscriptions: set[Subscription] = set()
+        self._is_joined = False  # once, at least
+        self._is_closing = False
+        self._tasks = tasks.Tasks()
+
+    @classmethod
+    async def open(cls, access: Access, *, name: str, start_timeout_s: float) -> "Connection":
+        """Connect, and try again for a while if nobody is there yet. Raises ConfigError."""
+        self = cls(access, name)
+        connecting = asyncio.ensure_future(self._connect())
+        try:
+            await asyncio.wait(
+                (connecting, self._refusal),
+                timeout=start_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            self._check_connected(connecting, start_timeout_s)
+        except BaseException:
+            await self.close()
+            connecting.cancel()
+            await asyncio.wait((connecting,))
+            raise
+        self._is_joined = True
+        self._is_connected.set()
+        self._tasks.start("speak to NATS", self._speak())
+        return self
+
+    @property
+    def max_message_bytes(self) -> int:
+        """What this server takes in one message."""
+        return self._client.max_payload
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What the server has not taken yet."""
+        return self._backlog
+
+    @property
+    def jetstream(self) -> JetStreamContext:
+        """Streams that outlive processes, for `work_queue`."""
+        return self._client.jetstream()
+
+    def on_lost(self, listener: Callable[[str], None]) -> None:
+        """Call this with the reason whenever the server is gone: what was said may not have been heard."""
+        self._on_lost.append(listener)
+
+    async def wait_connected(self) -> None:
+        """Until there is a server. The caller bounds the time."""
+        await self._is_connected.wait()
+
+    def publish(self, subject: str, data: bytes, reply: str = "") -> None:
+        """Say it to whoever hears `subject`. Never waits; what cannot be said is lost."""
+        if not self._is_connected.is_set() or self._backlog + len(data) > OUTBOX_BYTES:
+            return
+        self._backlog += len(data)
+        self._outbox.append((subject, reply, data))
+        self._has_work.set()
+
+    async def subscribe(self, subject: str, hear: Hear) -> "Subscription":
+        """Hear what is said to `subject`; after a server's restart, too. Raises Unavailable."""
+
+        subscription = Subscription(subject, hear, self._subscriptions)
+        try:
+            await subscription.begin(self._client)
+        except nats.errors.Error as error:
+            raise errors.Unavailable(
+                f"NATS at {self.addresses} does not let us hear {subject!r}: {error}"
+            ) from error
+        await self._settle()
+        return subscription
+
+    async def close(self) -> None:
+        """Say what waits to be said, and leave; bounded in time."""
+        self._is_closing = True
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                while self._outbox and self._is_connected.is_set():
+                    await self._say_all()
+                await self._tasks.close()
+                await self._client.close()
+        except (TimeoutError, nats.errors.Error, OSError) as error:
+            log.warning("left NATS at %s without a last word: %s", self.addresses, error)
+        await self._tasks.close()
+
+    async def _settle(self) -> None:
+        """Until the server knows what we want to hear: else the first words to us could be too early.
+
+        One that is gone meanwhile is told again when it is back.
+        """
+        if self._is_connected.is_set():
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._client.flush(_SETTLE_S)
+
+    async def _connect(self) -> None:
+        access = self._access
+        options: dict[str, Any] = {"tls": access.tls} if access.tls is not None else {}
+        await self._client.connect(
+            list(access.urls),
+            name=self._name,
+            error_cb=self._troubled,
+            disconnected_cb=self._lost,
+            reconnected_cb=self._found,
+            closed_cb=self._dismissed,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=_AGAIN_S,  # type: ignore[arg-type]  # it only sleeps so long
+            ping_interval=_PING_S,
+            pending_size=_PENDING_BYTES,
+            flush_timeout=_SETTLE_S,  # else a publish to a client that was given up could wait for ever
+            user=access.username,
+            password=access.password,
+            token=access.token,
+            nkeys_seed_str=access.nkey_seed,
+            user_credentials=access.credentials_file,
+            **options,
+        )
+
+    def _check_connected(self, connecting: asyncio.Task[None], waited_s: float) -> None:
+        if self._refusal.done():
+            raise errors.ConfigError(
+                f"NATS at {self.addresses} does not let us in: give NATS_AUTH_USERNAME and NATS_AUTH_PASSWORD,"
+                " NATS_AUTH_TOKEN, NATS_AUTH_NKEY or NATS_AUTH_CREDENTIALS_FILE"
+            )
+        if not connecting.done():
+            raise errors.ConfigError(
+                f"no NATS server at {self.addresses} (NATS_SERVER) within {waited_s:g} s: {self._trouble}; {_WITHOUT}"
+            )
+        if (error := connecting.exception()) is not None:
+            raise errors.ConfigError(f"NATS at {self.addresses}: {error}") from error
+
+    async def _speak(self) -> None:
+        """Hand what is to be said to nats-py."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            await self._say_all()
+
+    async def _say_all(self) -> None:
+        while self._outbox:
+            subject, reply, data = self._outbox.popleft()
+            self._backlog -= len(data)
+            try:
+                await self._client.publish(subject, data, reply)
+            except (nats.errors.Error, OSError) as error:
+                self._complain(f"could not say {len(data)} bytes to {subject}: {error}")
+
+    async def _troubled(self, error: Exception) -> None:
+        if "authorization violation" in str(error).lower() and not self._is_connected.is_set():
+            if not self._refusal.done():
+                self._refusal.set_result(None)
+            return
+        self._complain(f"{type(error).__name__} {error}".strip())
+
+    def _complain(self, trouble: str) -> None:
+        """Into the log, once for each kind of trouble that lasts."""
+        if trouble != self._trouble:
+            self._trouble = trouble
+            log.warning("NATS at %s: %s", self.addresses, trouble)
+
+    async def _lost(self) -> None:
+        if not self._is_connected.is_set():
+            return
+        self._is_connected.clear()
+        self._outbox.clear()
+        self._backlog = 0
+        if not self._is_closing:
+            log.warning("NATS at %s is gone; connecting again", self.addresses)
+        for listener in self._on_lost:
+            listener(f"NATS at {self.addresses} is gone")
+
+    async def _dismissed(self) -> None:
+        """nats-py ends for good after some of the server's complaints; a process that serves must not."""
+        if not self._is_closing and self._is_joined:
+            self._tasks.start("join NATS again", self._join_again())
+
+    async def _join_again(self) -> None:
+        await asyncio.sleep(_AGAIN_S)
+        self._client = Client()
+        await self._connect()
+        for subscription in list(self._subscriptions):
+            await subscription.begin(self._client)
+        await self._found()
+
+    async def _found(self) -> None:
+        self._trouble = ""
+        self._is_connected.set()
+        log.warning("NATS at %s is back", self.addresses)
+
+
+class Subscription:
+    """A standing wish to hear a subject; `living` holds all of them."""
+
+    def __init__(self, subject: str, hear: Hear, living: "set[Subscription]") -> None:
+        self._subject = subject
+        self._hear = hear
+        self._living = living
+        self._at_client: NatsSubscription | None = None
+
+    async def begin(self, client: Client) -> None:
+        """At this client, which restores it by itself when its server restarts."""
+
+        async def heard(message: Msg) -> None:
+            self._hear(message.subject, message.reply, message.data)
+
+        self._at_client = await client.subscribe(
+            self._subject,
+            cb=heard,
+            pending_msgs_limit=_UNHEARD_MESSAGES,
+            pending_bytes_limit=_UNHEARD_BYTES,
+        )
+        self._living.add(self)
+
+    async def close(self) -> None:
+        """Hear nothing more. Idempotent."""
+        self._living.discard(self)
+        if self._at_client is None:
+            return
+        try:
+            await self._at_client.unsubscribe()
+        except nats.errors.Error:
+            log.debug("%s was heard no more already", self._subject)

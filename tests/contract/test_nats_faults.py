@@ -1,0 +1,287 @@
+"""What those who talk through NATS see when its server, or their peer, dies, stops, or loses a message."""
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+
+import pytest
+
+import nats_server as servers
+from dynamo.base import errors
+from dynamo.protocols import generate
+from dynamo.runtime import requests
+from dynamo.runtime.backends import link
+from dynamo.runtime.backends.nats import connection, envelope, events
+from dynamo.runtime.backends.nats import requests as nats_requests
+
+ECHO, TOPIC = "a/b/echo", "a/b/events"
+IDS = itertools.count(1)
+QUICK = link.Limits(silence_s=0.6, connect_s=3.0)
+UNHURRIED = link.Limits(silence_s=60.0)  # so it is not silence that tells
+WITHIN_S = 15.0  # on a busy machine
+
+
+class Receiver:
+    """Counts tokens, and knows how it ended."""
+
+    def __init__(self):
+        self.tokens = []
+        self.over = asyncio.get_running_loop().create_future()
+
+    def receive(self, output):
+        self.tokens += output.token_ids
+
+    def replied(self, body):
+        raise AssertionError
+
+    def ended(self, error):
+        self.over.set_result(error)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """One that may be harmed."""
+    server = servers.NatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@contextlib.asynccontextmanager
+async def joined(server, limits=QUICK):
+    """A process: its connection and its request plane."""
+    to_nats = await servers.connect(server.url)
+    network = nats_requests.NatsNetwork(to_nats, namespace="a", number=next(IDS))
+    plane = nats_requests.NatsRequestPlane(network, limits)
+    try:
+        yield plane, to_nats
+    finally:
+        await plane.close()
+        await to_nats.close()
+
+
+@contextlib.asynccontextmanager
+async def asking(server, limits=QUICK):
+    """An asker, whom to ask, what it was asked, and the stream that is open."""
+    calls, receiver = [], Receiver()
+    async with joined(server, limits) as (worker, _), joined(server, limits) as (asker, to_nats):
+        address = await worker.serve(ECHO, calls.append)
+        await asker.open(address, ECHO, None, receiver)
+        await until(lambda: calls)
+        yield asker, address, calls, receiver, to_nats
+
+
+async def until(is_so):
+    async with asyncio.timeout(WITHIN_S):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def serves_again(asker, address, calls):
+    """A new stream comes to its end."""
+    before, receiver = len(calls), Receiver()
+    async with asyncio.timeout(WITHIN_S):
+        while True:
+            try:
+                await asker.open(address, ECHO, None, receiver)
+                break
+            except errors.WorkerLost:
+                await asyncio.sleep(0.05)
+    await until(lambda: len(calls) > before)
+    calls[-1].send(generate.Output((1,)))
+    calls[-1].finish()
+    return await receiver.over is None and receiver.tokens == [1]
+
+
+async def test_a_killed_server_breaks_streams_by_name_and_comes_back(server):
+    async with asking(server) as (asker, address, calls, receiver, _):
+        cancelled = asyncio.Event()
+        calls[0].on_cancel(cancelled.set)
+        server.stop()
+        async with asyncio.timeout(requests.SILENCE_LIMIT_S):
+            error = await receiver.over
+            await cancelled.wait()
+        server.start()
+
+        assert type(error) is errors.StreamBroken
+        assert "NATS" in str(error)
+        assert await serves_again(asker, address, calls)
+
+
+async def test_an_open_while_there_is_no_server_is_worker_lost_in_time(server):
+    async with joined(server) as (asker, to_nats):
+        gone = asyncio.Event()
+        to_nats.on_lost(lambda _: gone.set())
+        server.stop()
+        await gone.wait()
+        with pytest.raises(errors.WorkerLost, match="did not answer"):
+            await asker.open("dynamo.link.a.1", ECHO, None, Receiver())
+
+
+async def test_an_open_waits_for_a_server_that_restarts(server):
+    async with asking(server) as (asker, address, calls, receiver, _):
+        server.stop()
+        await receiver.over
+        opening = asyncio.ensure_future(serves_again(asker, address, calls))
+        await asyncio.sleep(0)
+        server.start()
+
+        assert await opening
+
+
+async def test_a_server_that_stops_breaks_streams_by_silence_and_may_go_on(server):
+    async with asking(server) as (asker, address, calls, receiver, _):
+        server.freeze()
+        error = await asyncio.wait_for(receiver.over, WITHIN_S)
+        server.thaw()
+
+        assert type(error) is errors.StreamBroken
+        assert "silent" in str(error)
+        assert await serves_again(asker, address, calls)
+
+
+async def test_a_server_that_does_not_answer_is_left(server, monkeypatch):
+    monkeypatch.setattr(connection, "_PING_S", 0.05)
+    async with joined(server) as (_, to_nats):
+        gone = asyncio.Event()
+        to_nats.on_lost(lambda _: gone.set())
+        server.freeze()
+        await asyncio.wait_for(gone.wait(), WITHIN_S)
+        server.thaw()
+        await asyncio.wait_for(to_nats.wait_connected(), WITHIN_S)
+
+
+async def test_a_server_that_dismisses_us_is_joined_again(tmp_path):
+    config = tmp_path / "config"
+    config.write_text("max_payload: 100000")
+    server = servers.NatsServer(tmp_path / "nats", "-c", str(config))
+    server.start()
+    async with asking(server) as (asker, address, calls, receiver, to_nats):
+        config.write_text("max_payload: 1000")
+        server.reload()
+        async with asyncio.timeout(WITHIN_S):
+            while not receiver.over.done():  # a violation, of which the server ends the connection
+                to_nats.publish("a", b"x" * 50_000)
+                await asyncio.sleep(0.05)
+
+        assert type(receiver.over.result()) is errors.StreamBroken
+        assert await serves_again(asker, address, calls)
+        assert to_nats.max_message_bytes == 1000
+    server.stop()
+
+
+async def test_a_lost_message_breaks_the_link_by_name(server, monkeypatch):
+    async with asking(server) as (asker, address, calls, receiver, _):
+        split = envelope.Writer.split
+        monkeypatch.setattr(envelope.Writer, "split", lambda *a: list(split(*a))[1:])
+        calls[0].send(generate.Output((1,)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        monkeypatch.undo()
+        calls[0].send(generate.Output((2,)))
+        error = await asyncio.wait_for(receiver.over, WITHIN_S)
+
+        assert type(error) is errors.StreamBroken
+        assert "lost a message" in str(error)
+        assert receiver.tokens == []
+        assert await serves_again(asker, address, calls)
+
+
+async def test_a_quiet_link_is_probed_for_a_while_and_lives(server, monkeypatch):
+    monkeypatch.setattr(nats_requests, "PROBE_S", 0.01)
+    said = []
+    say = nats_requests.NatsNetwork.say
+    monkeypatch.setattr(nats_requests.NatsNetwork, "say", lambda *a: (said.append(a[3]), say(*a)))
+    async with asking(server, UNHURRIED) as (asker, address, calls, receiver, _):
+        said.clear()
+        await until(lambda: said.count(envelope.PROBE) == 10)
+        await asyncio.sleep(0.1)  # ten more, if it would not end
+
+        assert said.count(envelope.PROBE) == 10
+        assert not receiver.over.done()
+        assert await serves_again(asker, address, calls)
+
+
+def serve_until_killed(url, pipe):
+    async def serve():
+        to_nats = await servers.connect(url)
+        network = nats_requests.NatsNetwork(to_nats, namespace="a", number=99)
+        pipe.send(await nats_requests.NatsRequestPlane(network).serve(ECHO, lambda call: None))
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+async def test_a_killed_worker_is_noticed_by_a_probe(server):
+    ours, theirs = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("spawn").Process(
+        target=serve_until_killed, args=(server.url, theirs), daemon=True
+    )
+    worker.start()
+    address = await asyncio.to_thread(ours.recv)
+    async with joined(server, UNHURRIED) as (asker, _):
+        receiver = Receiver()
+        await asker.open(address, ECHO, None, receiver)
+        worker.kill()
+        worker.join()
+        error = await asyncio.wait_for(receiver.over, WITHIN_S)
+        with pytest.raises(errors.WorkerLost, match="nobody"):
+            await asker.open(address, ECHO, None, Receiver())
+
+    assert type(error) is errors.StreamBroken
+    assert "nobody hears" in str(error)
+
+
+async def test_events_go_on_after_a_restart_and_numbers_show_the_gap(server):
+    heard = []
+    async with joined(server) as (_, one), joined(server) as (_, other):
+        speaker, listener = events.NatsEventPlane(one, 1), events.NatsEventPlane(other, 2)
+        await speaker.advertise(TOPIC)
+        await listener.subscribe(TOPIC, heard.extend)
+        speaker.publish(TOPIC, b"before")
+        await until(lambda: heard)
+        gone = asyncio.Event()
+        one.on_lost(lambda _: gone.set())
+        server.stop()
+        await gone.wait()
+        speaker.publish(TOPIC, b"unheard")
+        server.start()
+        while heard[-1].payload != b"after":
+            speaker.publish(TOPIC, b"after")
+            await asyncio.sleep(0.02)
+
+    numbers = [event.number for event in heard]
+    assert b"unheard" not in [event.payload for event in heard]
+    assert numbers[0] == 0
+    assert numbers[1] > 1
+
+
+async def test_a_listener_that_is_too_slow_misses_messages_and_numbers_show_it(server, monkeypatch):
+    monkeypatch.setattr(connection, "_UNHEARD_MESSAGES", 10)
+    heard = []
+    async with joined(server) as (_, to_nats):
+        plane = events.NatsEventPlane(to_nats, 1)
+        await plane.advertise(TOPIC)
+        await plane.subscribe(TOPIC, heard.extend)
+        for _ in range(5000):
+            plane.publish(TOPIC, b"x")
+        await until(lambda: heard)
+        while heard[-1].number < 5000:
+            plane.publish(TOPIC, b"end")
+            await asyncio.sleep(0.01)
+
+    numbers = [event.number for event in heard]
+    assert numbers == sorted(numbers)
+    assert len(numbers) < numbers[-1] + 1
+
+
+async def test_who_is_too_slow_for_the_whole_outbox_is_dropped(server, monkeypatch):
+    monkeypatch.setattr(connection, "OUTBOX_BYTES", 1000)
+    async with asking(server) as (_, _, calls, receiver, _):
+        for turn in range(20):
+            calls[0].send(generate.Output(tuple(range(turn * 100, turn * 100 + 300))))
+            calls[0].reply(turn)
+        error = await asyncio.wait_for(receiver.over, WITHIN_S)
+
+    assert type(error) is errors.StreamBroken

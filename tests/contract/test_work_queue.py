@@ -1,0 +1,235 @@
+"""What every work queue promises, held in memory and in JetStream."""
+
+import asyncio
+import itertools
+
+import pytest
+
+import nats_server as servers
+from dynamo.base import errors
+from dynamo.runtime import work_queue
+from dynamo.runtime.backends import memory_work_queue
+from dynamo.runtime.backends.nats import work_queue as nats_work_queue
+
+NAMES = itertools.count()
+PATIENT_S = 15.0  # on a busy machine
+NOTHING_S = 0.05  # for what should not come
+NORMAL = work_queue.Bounds()
+IMPATIENT = work_queue.Bounds(acknowledge_s=0.2)
+
+
+class Factory:
+    """Opens sides of one queue."""
+
+    def __init__(self, kind, nats=None):
+        self._kind = kind
+        self._nats = nats
+        self._name = f"namespace/prefill {next(NAMES)}"
+        self._work = None
+        self.opened = []
+
+    async def open(self, bounds=NORMAL):
+        if self._kind == "memory":
+            self._work = self._work or memory_work_queue.MemoryWork(bounds)
+            queue = memory_work_queue.MemoryWorkQueue(self._work)
+        else:
+            queue = await nats_work_queue.NatsWorkQueue.open(self._nats, self._name, bounds)
+        self.opened.append(queue)
+        return queue
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def factory(request):
+    nats = None
+    if request.param == "nats":
+        nats = await servers.connect(request.getfixturevalue("nats_server").url)
+    factory = Factory(request.param, nats)
+    yield factory
+    for queue in factory.opened:
+        await queue.close()
+    if nats is not None:
+        await nats.close()
+
+
+async def test_the_oldest_comes_first_and_is_gone_when_acknowledged(factory):
+    queue = await factory.open()
+    for body in (b"one", b"two"):
+        await queue.push(body)
+    first, second = await queue.pull(PATIENT_S), await queue.pull(PATIENT_S)
+    depth_before = await queue.depth()
+    await first.acknowledge()
+    await second.acknowledge()
+    await second.acknowledge()
+
+    assert [first.body, second.body] == [b"one", b"two"]
+    assert (first.num_deliveries, second.num_deliveries) == (1, 1)
+    assert (depth_before, await queue.depth()) == (2, 0)
+
+
+async def test_who_waits_gets_what_comes(factory):
+    queue, other = await factory.open(), await factory.open()
+    pulling = asyncio.ensure_future(queue.pull(PATIENT_S))
+    await asyncio.sleep(0)
+    await other.push(b"late")
+
+    assert (await pulling).body == b"late"
+
+
+async def test_nothing_comes_of_nothing(factory):
+    queue = await factory.open()
+
+    assert await queue.pull(NOTHING_S) is None
+    assert await queue.depth() == 0
+
+
+async def test_each_item_goes_to_one_of_those_who_pull(factory):
+    queues = [await factory.open() for _ in range(3)]
+    bodies = {b"%d" % i for i in range(60)}
+
+    async def work(queue):
+        done = []
+        while (item := await queue.pull(0.3)) is not None:
+            await item.acknowledge()
+            done.append(item.body)
+        return done
+
+    working = [asyncio.ensure_future(work(queue)) for queue in queues]
+    for body in bodies:
+        await queues[0].push(body)
+    done = await asyncio.gather(*working)
+
+    assert sorted(body for one in done for body in one) == sorted(bodies)
+
+
+async def test_what_is_not_acknowledged_in_time_goes_to_another(factory):
+    forgetful, other = await factory.open(IMPATIENT), await factory.open(IMPATIENT)
+    await forgetful.push(b"x")
+    lost = await forgetful.pull(PATIENT_S)
+    await forgetful.close()
+    again = await other.pull(PATIENT_S)
+    await lost.keep()
+    await again.acknowledge()
+
+    assert (again.body, again.num_deliveries) == (b"x", 2)
+    assert await other.depth() == 0
+
+
+async def test_a_late_acknowledgement_is_good_for_all(factory):
+    queue = await factory.open(IMPATIENT)
+    await queue.push(b"x")
+    slow = await queue.pull(PATIENT_S)
+    again = await queue.pull(PATIENT_S)
+    await slow.acknowledge()
+    await again.acknowledge()
+
+    assert await queue.depth() == 0
+
+
+async def test_what_is_given_back_is_there_at_once(factory):
+    queue = await factory.open()
+    await queue.push(b"x")
+    await (await queue.pull(PATIENT_S)).give_back()
+    again = await queue.pull(PATIENT_S)
+
+    assert (again.body, again.num_deliveries) == (b"x", 2)
+
+
+async def test_who_says_so_keeps_it(factory):
+    queue = await factory.open(IMPATIENT)
+    await queue.push(b"x")
+    item = await queue.pull(PATIENT_S)
+    for _ in range(8):
+        await item.keep()
+        assert await queue.pull(IMPATIENT.acknowledge_s / 4) is None
+
+
+async def test_a_full_queue_says_so_and_goes_on(factory):
+    queue = await factory.open(work_queue.Bounds(max_items=2))
+    for _ in range(2):
+        await queue.push(b"x")
+    with pytest.raises(errors.Overloaded, match="full"):
+        await queue.push(b"x")
+    await (await queue.pull(PATIENT_S)).acknowledge()
+    await queue.push(b"y")
+
+    assert await queue.depth() == 2
+
+
+async def test_bytes_are_bounded_too(factory):
+    queue = await factory.open(work_queue.Bounds(max_bytes=3000, max_item_bytes=2000))
+    await queue.push(b"x" * 2000)
+    with pytest.raises(errors.Overloaded, match="full"):
+        await queue.push(b"x" * 2000)
+    with pytest.raises(errors.LocalProtocolError, match=r"2001 bytes.*2000"):
+        await queue.push(b"x" * 2001)
+
+
+async def test_the_old_vanishes(factory):
+    queue = await factory.open(work_queue.Bounds(max_age_s=0.3))
+    await queue.push(b"waiting")
+    await queue.push(b"in work")
+    item = await queue.pull(PATIENT_S)
+    async with asyncio.timeout(PATIENT_S):
+        while await queue.depth():
+            await asyncio.sleep(0.01)
+    await item.give_back()
+
+    assert await queue.pull(NOTHING_S) is None
+
+
+async def test_who_gives_up_waiting_loses_nothing(factory):
+    queue = await factory.open(IMPATIENT)
+    pulling = asyncio.ensure_future(queue.pull(PATIENT_S))
+    await asyncio.sleep(0)
+    pulling.cancel()
+    await asyncio.wait((pulling,))
+    await queue.push(b"x")
+    item = await queue.pull(PATIENT_S)
+
+    assert item.body == b"x"
+
+
+async def test_the_bounds_are_those_of_whoever_came_last(nats_server):
+    nats = await servers.connect(nats_server.url)
+    name = f"rebound {next(NAMES)}"
+    await nats_work_queue.NatsWorkQueue.open(nats, name, work_queue.Bounds(max_items=1))
+    queue = await nats_work_queue.NatsWorkQueue.open(nats, name, work_queue.Bounds(max_items=2))
+    for _ in range(2):
+        await queue.push(b"x")
+
+    assert await queue.depth() == 2
+    await nats.close()
+
+
+async def test_items_outlive_the_server_and_pulls_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(nats_work_queue, "_ASK_AGAIN_S", 0.5)
+    server = servers.NatsServer(tmp_path / "nats")
+    server.start()
+    nats = await servers.connect(server.url)
+    queue = await nats_work_queue.NatsWorkQueue.open(nats, "q")
+    gone = asyncio.Event()
+    nats.on_lost(lambda _: gone.set())
+    await queue.push(b"x")
+    server.stop()
+    await gone.wait()
+    with pytest.raises(errors.Unavailable, match="does not answer"):
+        await queue.push(b"y")
+    pulling = asyncio.ensure_future(queue.pull(PATIENT_S))
+    await asyncio.sleep(0)
+    server.start()
+    item = await pulling
+    await item.acknowledge()
+
+    assert item.body == b"x"
+    await nats.close()
+    server.stop()
+
+
+async def test_a_server_without_jetstream_is_named(tmp_path):
+    server = servers.NatsServer(tmp_path / "nats", jetstream=False)
+    server.start()
+    nats = await servers.connect(server.url)
+    with pytest.raises(errors.ConfigError, match="-js"):
+        await nats_work_queue.NatsWorkQueue.open(nats, "q")
+    await nats.close()
+    server.stop()

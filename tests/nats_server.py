@@ -1,0 +1,71 @@
+"""A real NATS server for tests: on a port of its own, with a store that can be kept or lost."""
+
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from dynamo.runtime.backends.nats import access, connection
+
+START_S = 30.0  # on a busy machine; usually 20 ms
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class NatsServer:
+    """Started by `start`; ended, however it is, by `stop`. Skips the test if there is none on the machine."""
+
+    def __init__(self, directory: pathlib.Path, *flags: str, jetstream: bool = True) -> None:
+        if shutil.which("nats-server") is None:
+            pytest.skip(
+                "nats-server is not installed: as root on Debian, tests/install_services.sh"
+            )
+        self._directory = directory
+        store = ("-js", "-sd", str(directory / "store")) if jetstream else ()
+        self._flags = (*store, *flags)
+        self._port = _free_port()
+        self._process: subprocess.Popen | None = None
+        self.url = f"nats://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        argv = ["nats-server", "-a", "127.0.0.1", "-p", str(self._port), *self._flags]
+        with (self._directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log)
+        until = time.monotonic() + START_S
+        while not self._is_listening():
+            assert time.monotonic() < until, (self._directory / "log").read_text()
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        """As kill -9 does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def reload(self) -> None:
+        """Have it read its configuration again."""
+        self._process.send_signal(signal.SIGHUP)
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def _is_listening(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self._port)) == 0
+
+
+async def connect(url: str, name: str = "test") -> connection.Connection:
+    return await connection.Connection.open(access.read((url,), {}), name=name, start_timeout_s=5)

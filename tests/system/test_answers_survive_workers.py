@@ -1,0 +1,144 @@
+"""Workers are killed, stopped and replaced while they answer; clients get their answers."""
+
+import concurrent.futures
+import json
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+from deployment import MODEL, chat, eventually
+
+QUESTION = "Tell me a story about a cat"
+LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
+PACED = ("--tick-ms", "10")
+
+
+def text_of(lines):
+    """What a stream says, and its usage; it must be complete."""
+    found = list(lines)
+    assert found[-1] == "[DONE]", found[-1]
+    chunks = [json.loads(line) for line in found[:-1]]
+    errors = [chunk["error"] for chunk in chunks if "error" in chunk]
+    assert not errors
+    pieces = [choice["delta"].get("content") or "" for c in chunks for choice in c["choices"]]
+    return "".join(pieces), chunks[-1]["usage"]
+
+
+def asked(**fields):
+    return {"stream_options": {"include_usage": True}, **LONG, **fields}
+
+
+def holder(workers):
+    """The one that has a request now."""
+    found = []
+    eventually(
+        lambda: found or found.extend(filter(is_busy, workers)), within_s=10, what="a busy worker"
+    )
+    return found[0]
+
+
+def is_busy(worker):
+    return worker.is_running and worker.metric("inflight_requests") > 0
+
+
+def start(deployment, num_workers, kind="mocker", flags=PACED):
+    workers = [getattr(deployment, kind)(*flags) for _ in range(num_workers)]
+    frontend = deployment.frontend()
+    frontend.others = list(workers)
+    await_workers(frontend, num_workers)
+    return frontend, workers
+
+
+def await_workers(frontend, number, within_s=40):
+    frontend.await_models([MODEL])
+    name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
+    eventually(lambda: frontend.metric(name) == number, within_s=within_s, what=f"{number} workers")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"temperature": 1.0, "seed": 11}, {"frequency_penalty": 1.0}],
+    ids=["greedy", "sampled with a seed", "penalties"],
+)
+def test_a_real_answer_whose_worker_is_killed_is_the_undisturbed_one(deployment, way):
+    frontend, workers = start(deployment, 2, "native", ())
+    fields = asked(**way)
+    with frontend.stream(QUESTION, **fields) as lines:
+        undisturbed = text_of(lines)
+    with frontend.stream(QUESTION, **fields) as lines:
+        begun = [next(lines) for _ in range(3)]
+        holder(workers).kill()
+        text, usage = text_of([*begun, *lines])
+
+    assert text == undisturbed[0]
+    assert usage["prompt_tokens"] == undisturbed[1]["prompt_tokens"]
+    assert usage["completion_tokens"] == LONG["max_tokens"]
+    assert "Stream disconnected... recreating stream..." in frontend.log.read_text()
+
+
+def test_a_worker_that_is_stopped_is_left_within_seconds_and_does_no_harm_when_it_wakes(deployment):
+    frontend, workers = start(deployment, 2)
+    fields = asked(max_tokens=400)
+    with frontend.stream(QUESTION, **fields) as lines:
+        undisturbed = text_of(lines)
+    with frontend.stream(QUESTION, **fields) as lines:
+        begun = [next(lines) for _ in range(20)]
+        stopped = holder(workers)
+        stopped.signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        begun += [next(lines) for _ in range(100)]  # more than was on its way
+        silent_s = time.monotonic() - stopped_at
+        stopped.signal(signal.SIGCONT)
+        answer = text_of([*begun, *lines])
+    eventually(lambda: not is_busy(stopped), within_s=10, what="its requests to be cancelled")
+
+    assert answer == undisturbed
+    assert silent_s < 8  # three until it is given up
+    assert frontend.chat(max_tokens=4).status_code == 200
+
+
+def test_what_does_not_finish_in_the_grace_goes_on_elsewhere(deployment):
+    frontend, workers = start(deployment, 2, flags=(*PACED, "--graceful-shutdown-timeout", "0.2"))
+    with frontend.stream(QUESTION, **asked(max_tokens=300)) as lines:
+        begun = [next(lines) for _ in range(20)]
+        leaving = holder(workers)
+        leaving.signal(signal.SIGTERM)
+        _, usage = text_of([*begun, *lines])
+
+    assert usage["completion_tokens"] == 300
+    assert leaving.exit_code() == 0
+    assert "the worker stops: ask another" in frontend.log.read_text()
+
+
+def test_a_rolling_restart_under_load_loses_no_request(deployment):
+    flags = (*PACED, "--graceful-shutdown-timeout", "0.3")
+    frontend, workers = start(deployment, 3, flags=flags)
+    is_over, failures, answers = threading.Event(), [], []
+
+    def keep_asking(number):
+        with httpx.Client(base_url=frontend.url, timeout=30, verify=False) as client:
+            while not is_over.is_set():
+                body = chat(f"{QUESTION} {number}", max_tokens=60, ignore_eos=True)
+                answer = client.post("/v1/chat/completions", json=body)
+                if answer.status_code == 200:
+                    answers.append(answer.json()["usage"]["completion_tokens"])
+                else:
+                    failures.append(answer.text)
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        for number in range(12):  # some 20 requests a second
+            pool.submit(keep_asking, number)
+        try:
+            for old in workers:
+                old.signal(signal.SIGTERM)
+                old.exit_code()
+                frontend.others.append(deployment.mocker(*flags))
+                await_workers(frontend, 3)
+        finally:
+            is_over.set()
+
+    assert not failures
+    assert set(answers) == {60}
+    assert len(answers) > 50

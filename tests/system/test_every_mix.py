@@ -1,0 +1,103 @@
+"""The same stories over every mix of planes: real processes, real servers."""
+
+import json
+import signal
+
+import httpx
+import pytest
+from deployment import MODEL, eventually
+
+from etcd_server import EtcdServer
+from nats_server import NatsServer
+
+OVER_NATS = {"DYN_REQUEST_PLANE": "nats", "DYN_EVENT_PLANE": "nats"}
+BY_ETCD = {"DYN_DISCOVERY_BACKEND": "etcd"}
+MIXES = {
+    "file+tcp+zmq": {},
+    "etcd+tcp+zmq": BY_ETCD,
+    "file+tcp+nats": {"DYN_EVENT_PLANE": "nats"},
+    "file+nats+nats": OVER_NATS,
+    "etcd+nats+nats": BY_ETCD | OVER_NATS,
+}
+WORKER = ("--speedup-ratio", "50", "--block-size", "16")
+FORGOTTEN_S = 15  # a lease of etcd is 10 s; files are quicker
+
+
+@pytest.fixture(params=MIXES)
+def mixed(request, deployment, tmp_path):
+    """A deployment whose processes are told to use this mix."""
+    kinds = {"nats": (NatsServer, "NATS_SERVER"), "etcd": (EtcdServer, "ETCD_ENDPOINTS")}
+    servers = []
+    deployment.environ |= MIXES[request.param]
+    for name in set(request.param.split("+")) & kinds.keys():
+        kind, variable = kinds[name]
+        servers.append(kind(tmp_path / name))
+        servers[-1].start()
+        deployment.environ[variable] = servers[-1].url
+    yield deployment
+    deployment.end()
+    for server in servers:
+        server.stop()
+
+
+def is_listing(frontend, num_workers):
+    answer = httpx.get(f"{frontend.url}/health", timeout=5).json()
+    return len(answer["instances"]) == num_workers
+
+
+def cached_tokens(frontend, text):
+    body = {"model": MODEL, "prompt": text, "max_tokens": 4}
+    answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_requests_go_where_their_prefix_is(mixed):
+    frontend = mixed.frontend("--router-mode", "kv")
+    workers = [mixed.mocker(*WORKER) for _ in range(3)]
+    frontend.others += workers
+    frontend.await_models([MODEL])
+    eventually(lambda: is_listing(frontend, 3), within_s=30, what="three workers")
+    texts = [f"{number} once upon a time " * 60 for number in range(6)]
+    first = [cached_tokens(frontend, text) for text in texts]
+
+    def are_all_found():  # the events of what is cached take their time
+        return all(cached_tokens(frontend, text) > 100 for text in texts)
+
+    eventually(are_all_found, within_s=20, what="each prefix at its worker")
+
+    assert max(first) < 100
+
+
+def test_workers_come_and_go(mixed):
+    frontend, worker = mixed.frontend(), mixed.mocker("--speedup-ratio", "1000")
+    frontend.await_models([MODEL])
+
+    assert frontend.chat(max_tokens=4).status_code == 200
+
+    worker.kill()
+    frontend.await_models([], within_s=FORGOTTEN_S)
+
+    assert frontend.chat(max_tokens=4).status_code == 503
+
+    leaving = mixed.mocker("--speedup-ratio", "2")
+    frontend.await_models([MODEL])
+    with frontend.stream(max_tokens=200, ignore_eos=True) as lines:
+        next(lines)
+        leaving.signal(signal.SIGTERM)
+        rest = list(lines)
+
+    assert rest[-1] == "[DONE]"
+    assert json.loads(rest[-2])["choices"][0]["finish_reason"] == "length"
+    assert leaving.exit_code() == 0
+    assert "Traceback" not in frontend.log.read_text() + leaving.log.read_text()
+
+
+def test_a_frontend_that_leaves_goes_quietly(mixed):
+    frontend = mixed.frontend()
+    mixed.mocker("--speedup-ratio", "1000")
+    frontend.await_models([MODEL])
+    frontend.signal(signal.SIGTERM)
+
+    assert frontend.exit_code() == 0
+    assert "Traceback" not in frontend.log.read_text()

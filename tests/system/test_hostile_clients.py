@@ -1,0 +1,271 @@
+"""Clients that mean ill, or are broken, at a real frontend: what they cost is bounded, and the others are served."""
+
+import contextlib
+import json
+import pathlib
+import resource
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from deployment import MODEL, Deployment, chat, eventually, rss_bytes
+
+MB = 2**20
+READ_TIMEOUT_S = 3.0
+NUM_IDLE = 2000
+PATIENCE_S = 10.0  # within which others must have an answer, on a busy machine
+BIG = 200 * MB
+
+
+def forget_peak(pid):
+    """From now on count anew."""
+    pathlib.Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_bytes(pid):
+    """The largest resident size since then."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    (row,) = [row for row in status.splitlines() if row.startswith("VmHWM:")]
+    return int(row.split()[1]) * 1024
+
+
+class Others:
+    """Well-behaved clients, who ask one question after another while something else goes on."""
+
+    def __init__(self, frontend):
+        self._frontend = frontend
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+        self.statuses = []
+        self.longest_s = 0.0
+
+    def _ask(self):
+        with httpx.Client(timeout=60) as client:
+            while not (self.statuses and self._is_over.is_set()):
+                began_at = time.monotonic()
+                body = chat("hi", max_tokens=2)
+                url = f"{self._frontend.url}/v1/chat/completions"
+                self.statuses.append(client.post(url, json=body).status_code)
+                self.longest_s = max(self.longest_s, time.monotonic() - began_at)
+
+    def __enter__(self):
+        self.before = rss_bytes(self._frontend.pid)
+        forget_peak(self._frontend.pid)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._is_over.set()
+        self._thread.join()
+
+    def check(self, grown_mb):
+        """All were answered in time, and the frontend has not grown by more than this."""
+        assert set(self.statuses) == {200}
+        assert self.longest_s < PATIENCE_S
+        grown = peak_bytes(self._frontend.pid) - self.before
+        assert grown < grown_mb * MB
+
+
+@pytest.fixture(scope="module")
+def frontend(tmp_path_factory):
+    deployment = Deployment(tmp_path_factory.mktemp("hostile"))
+    frontend = deployment.frontend("--http-read-timeout-secs", str(READ_TIMEOUT_S))
+    frontend.worker = deployment.mocker("--speedup-ratio", "1000000")
+    frontend.others.append(frontend.worker)
+    frontend.await_models([MODEL])
+    frontend.chat()  # what is made once is there
+    yield frontend
+    deployment.end()
+
+
+def connect(frontend, *, takes_bytes=None):
+    """A connection, which may take little before it must be read."""
+    made = socket.socket()
+    if takes_bytes is not None:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, takes_bytes)
+    made.settimeout(60)
+    made.connect(("127.0.0.1", int(frontend.url.rpartition(":")[2])))
+    return made
+
+
+def post(body, *heads, path="/v1/chat/completions"):
+    """A request in bytes; its length is told unless `heads` say otherwise."""
+    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", *heads]
+    if not heads:
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def endless():
+    """A request whose stream is far larger than all buffers."""
+    return json.dumps(chat("hi", n=64, max_tokens=1900, ignore_eos=True, stream=True)).encode()
+
+
+def read_all(connection):
+    """What comes until the server closes, or cuts off."""
+    received = bytearray()
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(65536):
+            received += piece
+    return bytes(received)
+
+
+def pour(connection, pieces):
+    """Send until the server does not want more."""
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            connection.sendall(piece)
+
+
+def test_who_never_reads_is_cut_off(frontend):
+    with Others(frontend) as others, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            connection = stack.enter_context(connect(frontend, takes_bytes=4096))
+            connection.sendall(post(endless()))
+        eventually(
+            lambda: frontend.log.read_text().count("reads its stream too slowly") == 3,
+            within_s=60,
+            what="they are cut off",
+        )
+
+    others.check(grown_mb=64)
+
+
+def test_a_slow_reader_of_a_stream_that_is_not_too_long_gets_it_whole(frontend):
+    body = json.dumps(chat("hi", n=4, max_tokens=200, ignore_eos=True, stream=True)).encode()
+    received = bytearray()
+    with connect(frontend, takes_bytes=4096) as connection:
+        connection.sendall(post(body))
+        while not received.endswith(b"0\r\n\r\n"):
+            received += connection.recv(8192)
+            assert frontend.chat("hi", max_tokens=1).status_code == 200  # between any two pieces
+
+    assert received.count(b'"finish_reason":"length"') == 4
+    assert b"data: [DONE]" in received
+
+
+@pytest.mark.parametrize(
+    "half",
+    [b"POST /v1/chat", post(b"", "content-length: 1000") + b'{"model"', post(b"")[:-2]],
+    ids=["line", "body", "head"],
+)
+def test_half_sent_requests_are_refused_in_time(frontend, half):
+    with Others(frontend) as others, contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(frontend)) for _ in range(50)]
+        for connection in connections:
+            connection.sendall(half)
+        began_at = time.monotonic()
+        answers = [read_all(connection) for connection in connections]
+        took_s = time.monotonic() - began_at
+
+    assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
+    assert took_s < READ_TIMEOUT_S + PATIENCE_S
+    others.check(grown_mb=16)
+
+
+@pytest.fixture
+def many_files():
+    """This process may have as many connections as the test wants."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < NUM_IDLE + 500:
+        pytest.skip(f"needs {NUM_IDLE} connections, and the system allows {hard} open files")
+    if soft < NUM_IDLE + 500:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_IDLE + 500, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_thousands_of_idle_connections_disturb_nobody(frontend, many_files):
+    ask = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        with Others(frontend) as others:
+            connections = [stack.enter_context(connect(frontend)) for _ in range(NUM_IDLE)]
+            for connection in connections:  # each has been served once, and then idles
+                connection.sendall(ask)
+            served = sum(
+                connection.recv(4096).startswith(b"HTTP/1.1 200 ") for connection in connections
+            )
+        again = connections[0]
+        again.sendall(ask)
+
+        assert served == NUM_IDLE
+        assert again.recv(4096).startswith(b"HTTP/1.1 200 ")
+        others.check(grown_mb=64)
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_unread(frontend):
+    with Others(frontend) as others, connect(frontend) as connection:
+        connection.sendall(post(b"", f"content-length: {BIG}"))
+        pour(connection, (b"x" * MB for _ in range(BIG // MB)))
+        answer = read_all(connection)
+
+    assert not answer or answer.startswith(b"HTTP/1.1 413 ")
+    others.check(grown_mb=16)
+
+
+def test_a_body_that_does_not_say_how_large_it_is_is_cut_off_at_the_limit(frontend):
+    with Others(frontend) as others, connect(frontend) as connection:
+        connection.sendall(post(b"", "transfer-encoding: chunked"))
+        pour(connection, (b"100000\r\n" + b"x" * MB + b"\r\n" for _ in range(BIG // MB)))
+        answer = read_all(connection)
+
+    assert not answer or answer.startswith(b"HTTP/1.1 413 ")
+    others.check(grown_mb=2 * 192)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * 5 * MB}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * MB}),
+        ("/v1/completions", {"prompt": "x" * 30 * MB}),
+        ("/v1/completions", {"prompt": [7] * 8 * MB}),
+        ("/v1/embeddings", {"input": ["hello " * MB] * 5}),
+        ("/tokenize", {"prompt": "hello " * 5 * MB}),
+        ("/detokenize", {"tokens": [7] * 8 * MB}),
+    ],
+    ids=["text", "messages", "prompt", "ids", "embeddings", "tokenize", "detokenize"],
+)
+def test_a_prompt_that_cannot_fit_is_refused_before_it_costs_much(frontend, path, fields):
+    body = {"model": MODEL, **fields}
+    with Others(frontend) as others:
+        answer = httpx.post(f"{frontend.url}{path}", json=body, timeout=60)
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+    others.check(grown_mb=480)  # bodies of 30 MB and what they decode to, but no tokens
+
+
+def test_a_connection_that_idles_keeps_nothing_of_what_it_said(frontend):
+    body = json.dumps(chat("x" * 50 * MB)).encode()
+    before = rss_bytes(frontend.pid)
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            connection = stack.enter_context(connect(frontend))
+            connection.sendall(post(body))
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+        eventually(
+            lambda: rss_bytes(frontend.pid) - before < 100 * MB,
+            within_s=5,
+            what="they are forgotten",
+        )
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"x: " + b"y" * 300_000,
+        b"x: y\r\n" * 100_000,
+        b"\r\n".join(b"x%d: y" % number for number in range(10_000)),
+    ],
+    ids=["long", "endless", "many"],
+)
+def test_a_header_bomb_is_refused(frontend, head):
+    with Others(frontend) as others, connect(frontend) as connection:
+        pour(connection, [b"GET /live HTTP/1.1\r\n", head])
+        answer = read_all(connection)
+
+    assert not answer or answer.startswith(b"HTTP/1.1 431 ")
+    others.check(grown_mb=16)

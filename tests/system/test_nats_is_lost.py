@@ -1,0 +1,114 @@
+"""The NATS server is absent, dies, stops and comes back while processes talk through it."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from deployment import MODEL, eventually, free_port
+
+from nats_server import NatsServer
+
+SILENCE_S = 3.0
+SLACK_S = 5.0  # a busy machine
+
+
+@pytest.fixture
+def absent(tmp_path, deployment):
+    """A server that is not started yet, and is to be used."""
+    server = NatsServer(tmp_path / "nats")
+    deployment.environ |= {
+        "DYN_REQUEST_PLANE": "nats",
+        "DYN_EVENT_PLANE": "nats",
+        "NATS_SERVER": server.url,
+    }
+    yield server
+    deployment.end()
+    server.stop()
+
+
+@pytest.fixture
+def server(absent):
+    absent.start()
+    return absent
+
+
+def answers(frontend):
+    return frontend.chat(max_tokens=4).status_code == 200
+
+
+@pytest.mark.parametrize("harm", ["kill", "stop"])
+def test_streams_end_in_time_and_all_goes_on_when_it_is_back(deployment, server, harm):
+    frontend = deployment.frontend("--router-mode", "kv")
+    worker = deployment.mocker("--speedup-ratio", "1")
+    frontend.await_models([MODEL])
+    with frontend.stream(max_tokens=2000, ignore_eos=True) as lines:
+        next(lines)
+        if harm == "kill":
+            server.stop()
+        else:
+            server.freeze()
+        harmed_at = time.monotonic()
+        rest = list(lines)
+        took_s = time.monotonic() - harmed_at
+    if harm == "kill":
+        server.start()
+    else:
+        server.thaw()
+    eventually(lambda: answers(frontend), within_s=20, what="an answer after the server is back")
+    eventually(
+        lambda: worker.metric("inflight_requests") == 0, within_s=10, what="nothing left behind"
+    )
+
+    assert rest[-1] == "[DONE]" or "error" in "".join(rest[-2:])
+    assert took_s < 2 * SILENCE_S + SLACK_S
+    assert "Traceback" not in frontend.log.read_text() + worker.log.read_text()
+
+
+def test_a_worker_that_stops_is_noticed(deployment, server):
+    frontend = deployment.frontend()
+    worker = deployment.mocker("--speedup-ratio", "1")
+    frontend.await_models([MODEL])
+    with frontend.stream(max_tokens=2000, ignore_eos=True) as lines:
+        next(lines)
+        worker.signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        rest = list(lines)
+        took_s = time.monotonic() - stopped_at
+    worker.signal(signal.SIGCONT)
+
+    assert any("error" in line for line in rest[-2:])
+    assert took_s < 2 * SILENCE_S + SLACK_S
+    eventually(lambda: answers(frontend), within_s=20, what="an answer of the worker that goes on")
+
+
+def test_a_server_that_is_absent_is_named_and_may_come_late(deployment, absent):
+    deployment.environ["DYN_NATS_START_TIMEOUT_SECS"] = "0.5"
+    impatient = deployment.mocker()
+    code = impatient.exit_code(30)
+    said = impatient.log.read_text()
+    del deployment.environ["DYN_NATS_START_TIMEOUT_SECS"]
+    patient, frontend = deployment.mocker(), deployment.frontend()
+    eventually(lambda: "NATS" in patient.log.read_text(), within_s=20, what="a line in the log")
+    absent.start()
+    frontend.await_models([MODEL])
+
+    assert code != 0
+    assert absent.url.removeprefix("nats://") in said
+    assert "DYN_REQUEST_PLANE=tcp" in said
+    assert "Traceback" not in said
+    assert frontend.chat(max_tokens=4).status_code == 200
+
+
+def test_help_asks_nobody(deployment):
+    environ = deployment.environ | {
+        "DYN_REQUEST_PLANE": "nats",
+        "NATS_SERVER": f"nats://127.0.0.1:{free_port()}",
+    }
+    argv = [sys.executable, "-m", "dynamo.frontend", "--help"]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=30)
+
+    assert done.returncode == 0
+    assert "--nats-server" in done.stdout
+    assert "NATS at" not in done.stderr

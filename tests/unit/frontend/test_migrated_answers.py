@@ -1,0 +1,364 @@
+"""A worker is lost in mid-answer: the client cannot tell, wherever that was and whatever it asked for."""
+
+import asyncio
+import json
+import re
+import shutil
+
+import httpx
+import pytest
+from frontend_rig import EOS, events
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dynamo.base import errors
+from dynamo.protocols import generate, model_card
+
+CALL = '<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+ASKED = {
+    "plain": {},
+    "limited": {"max_tokens": 11},
+    "stop strings": {"stop": ["lazy"]},
+    "a stop string cut in two": {"stop": ["jumps over"], "max_tokens": 40},
+    "logprobs": {"logprobs": True, "top_logprobs": 2, "max_tokens": 12},
+    "choices": {"n": 3, "max_tokens": 9},
+    "choices that stop": {"n": 2, "stop": ["fox", "dog"], "logprobs": True},
+    "tools": {"tools": TOOLS, "model": "p"},
+    "usage as it goes": {"max_tokens": 8},
+}
+SAYS = "The quick brown fox jumps over the lazy dog."
+GONE = errors.StreamBroken("worker at x closed the connection")
+
+
+class Speaker:
+    """An engine that says one text, choice by choice; it is lost when it has said `cut` tokens."""
+
+    def __init__(self, text=SAYS, cuts=()):
+        self.text = text
+        self.cuts = list(cuts)  # of each life; then it lives
+        self.error = GONE
+
+    def __call__(self, call, request):
+        left = self.cuts.pop(0) if self.cuts else None
+        open_choices = [self.outputs(request, index) for index in range(request.sampling_options.n)]
+        while open_choices:  # a token each, as engines do
+            for one in list(open_choices):
+                if left == 0:
+                    call.fail(self.error)
+                    return
+                output = next(one)
+                call.send(output)
+                left = None if left is None else left - 1
+                if output.finish_reason is not None:
+                    open_choices.remove(one)
+        call.finish()
+
+    def outputs(self, request, index):
+        number = request.first_choice + index
+        said = [*(" " * number + self.text).encode(), EOS]
+        limit = request.stop_conditions.max_tokens
+        rest = said[request.num_resumed :][:limit]
+        for at, token in enumerate(rest):
+            reason = generate.FinishReason.EOS if token == EOS else None
+            if reason is None and at == limit - 1:
+                reason = generate.FinishReason.LENGTH
+            yield generate.Output(
+                (token,),
+                reason,
+                index=index,
+                logprobs=self.logprobs(request, token),
+                cached_tokens=3 if at == index == 0 else None,
+            )
+
+    def logprobs(self, request, token):
+        if request.output_options.logprobs is None:
+            return None
+        return (generate.TokenLogprobs(-token / 100, (generate.TopLogprob(token, -token / 100),)),)
+
+
+def told(answer):
+    """What the client sees, without what differs between any two answers."""
+    assert answer.status_code == 200, answer.text
+    text = re.sub(r'"(id|created)":("[^"]*"|\d+)', r'"\1":0', answer.text)
+    return by_choice(events(text)) if answer.text.startswith("data: ") else json.loads(text)
+
+
+def by_choice(found):
+    """Choices that move become faster or slower than others: their order says nothing."""
+    last = [9]  # what is of no choice
+    return sorted(found, key=lambda one: last if one == "[DONE]" else places(one) or last)
+
+
+def places(event):
+    return [choice["index"] for choice in event["choices"]]
+
+
+@pytest.fixture
+async def workers(rig):
+    rig.two = await rig.worker()
+    facts = model_card.RuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
+    for worker in (rig.one, rig.two):
+        worker.script = Speaker()
+    rig.three = await rig.worker("p", runtime_config=facts)
+    rig.four = await rig.worker("p", runtime_config=facts)
+    rig.three.script = rig.four.script = Speaker(CALL)
+    return rig
+
+
+def fail_after(rig, *cuts, error=GONE):
+    """Whoever gets the next request, and the next, is lost after so many tokens."""
+    plain, calling = Speaker(SAYS, cuts), Speaker(CALL, cuts)
+    plain.error = calling.error = error
+    rig.one.script = rig.two.script = plain
+    rig.three.script = rig.four.script = calling
+
+
+def fields(way, is_stream):
+    asked = dict(ASKED[way])
+    if is_stream:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        if way == "usage as it goes":
+            asked["stream_options"]["continuous_usage_stats"] = True
+    return asked
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("way", ASKED)
+@settings(
+    deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(cuts=st.lists(st.integers(0, 30), min_size=1, max_size=3))
+async def test_a_moved_answer_is_the_undisturbed_one(workers, way, is_stream, cuts):
+    asked = fields(way, is_stream)
+    fail_after(workers)
+    undisturbed = told(await workers.chat(**asked))
+    fail_after(workers, *cuts)
+
+    assert told(await workers.chat(**asked)) == undisturbed
+
+
+async def test_usage_counts_the_prompt_as_prompt_and_the_cache_of_the_first_worker(workers):
+    fail_after(workers, 5, 5)
+    usage = (await workers.chat("hi")).json()["usage"]
+
+    assert usage["prompt_tokens"] == len("user: hi\n")
+    assert usage["completion_tokens"] == len(SAYS) + 1
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 3
+
+
+async def test_it_goes_to_another_worker_with_what_was_said(workers):
+    fail_after(workers, 4)
+    await workers.chat("hi", max_tokens=10, min_tokens=6, seed=3)
+    (first,), (second,) = workers.one.requests, workers.two.requests
+    first, second = sorted((first, second), key=lambda request: request.num_resumed)
+
+    assert second.token_ids == first.token_ids + b"".join(
+        token.to_bytes(4, "little") for token in SAYS[:4].encode()
+    )
+    assert (second.num_resumed, second.first_choice) == (4, 0)
+    assert second.stop_conditions.max_tokens == 6
+    assert second.stop_conditions.min_tokens == 2
+    assert second.sampling_options.seed == 3
+
+
+async def test_what_had_not_begun_is_asked_again_as_it_was(workers):
+    fail_after(workers, 0)
+    await workers.chat(n=2)
+    (first,), (second,) = workers.one.requests, workers.two.requests
+
+    assert first == second
+
+
+async def test_of_several_choices_only_the_open_ones_move(workers):
+    class OneEnds(Speaker):
+        def outputs(self, request, index):
+            if request.first_choice + index == 1:
+                yield generate.Output(tuple(b"no"), generate.FinishReason.LENGTH, index=index)
+            else:
+                yield from super().outputs(request, index)
+
+    workers.one.script = workers.two.script = OneEnds(cuts=[7])
+    choices = (await workers.chat(n=3)).json()["choices"]
+    moved = [one for one in workers.one.requests + workers.two.requests if one.num_resumed]
+
+    assert [one["message"]["content"] for one in choices] == [SAYS, "no", "  " + SAYS]
+    assert sorted(one.first_choice for one in moved) == [0, 2]
+
+
+async def test_several_prompts_move_each_for_itself(workers):
+    fail_after(workers, 3, 5)
+    answer = await workers.complete(["a", "b"], max_tokens=20)
+
+    assert [one["text"] for one in answer.json()["choices"]] == [SAYS[:20]] * 2
+    assert answer.json()["usage"]["prompt_tokens"] == 2
+
+
+async def test_an_echo_and_its_scores_are_told_once(workers):
+    fail_after(workers, 3)
+    answer = await workers.complete("ab", max_tokens=10, echo=True)
+
+    assert answer.json()["choices"][0]["text"] == "ab" + SAYS[:10]
+
+
+async def test_a_worker_that_was_lost_before_it_could_say_that_it_ended(workers):
+    class SilentEnd(Speaker):
+        def outputs(self, request, index):
+            for output in super().outputs(request, index):
+                yield generate.Output(output.token_ids, index=index)
+
+    workers.one.script = workers.two.script = SilentEnd(cuts=[5])
+    choice = (await workers.chat(max_tokens=5)).json()["choices"][0]
+
+    assert (choice["message"]["content"], choice["finish_reason"]) == (SAYS[:5], "length")
+    assert len(workers.one.requests + workers.two.requests) == 1
+
+
+async def test_the_limit_ends_it(workers, caplog):
+    fail_after(workers, 2, 2, 2, 2)
+    found = events((await workers.chat(stream=True)).text)
+
+    assert "".join(one["choices"][0]["delta"].get("content", "") for one in found[:-1]) == SAYS[:8]
+    assert found[-1]["error"]["code"] == "stream_broken"
+    assert caplog.text.count("Stream disconnected... recreating stream...") == 3
+    assert "Migration limit exhausted" in caplog.text
+
+
+async def test_with_a_limit_of_zero_nothing_moves(bare):
+    await bare.start(migration_limit=0)
+    for _ in range(2):
+        (await bare.worker()).script = Speaker(cuts=[0])
+    refused = await bare.chat()
+
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "stream_broken"
+
+
+async def test_a_card_may_lower_the_limit(bare):
+    await bare.start()
+    for _ in range(2):
+        (await bare.worker(migration_limit=0)).script = Speaker(cuts=[0])
+
+    assert (await bare.chat()).status_code == 503
+    assert (await bare.metrics())['dynamo_frontend_model_migration_limit{model="m"}'] == 0
+
+
+async def test_what_is_too_long_ends(bare):
+    await bare.start(migration_max_seq_len=len("user: hi\n") + 4)
+    one, two = await bare.worker(), await bare.worker()
+    one.script = two.script = Speaker(cuts=[4])
+    moved = await bare.chat("hi")
+    one.script = two.script = Speaker(cuts=[5])
+    refused = await bare.chat("hi")
+    counted = await bare.metrics()
+
+    assert (moved.status_code, refused.status_code) == (200, 503)
+    assert counted['dynamo_frontend_model_migration_max_seq_len_exceeded_total{model="m"}'] == 1
+
+
+async def test_moves_are_counted_by_what_had_come(workers):
+    fail_after(workers, 0, 3)
+    await workers.chat()
+    counted = await workers.metrics()
+    name = 'dynamo_frontend_model_migration_total{migration_type="%s_request",model="m"}'
+
+    assert [counted[name % kind] for kind in ("new", "ongoing")] == [1, 1]
+    assert counted['dynamo_frontend_model_migration_duration_seconds_count{model="m"}'] == 2
+
+
+@pytest.mark.parametrize(
+    "error", [errors.EngineFailed("out of memory"), errors.InvalidRequest("no"), errors.Overloaded("full")]
+)  # fmt: skip
+async def test_what_is_no_loss_of_a_worker_is_told(workers, error):
+    fail_after(workers, 3, error=error)
+    answer = await workers.chat()
+
+    assert answer.json()["error"]["code"] == error.code
+    assert len(workers.one.requests + workers.two.requests) == 1
+
+
+async def test_a_moved_request_is_not_lost_because_the_next_worker_is_full(workers):
+    speaker = Speaker(cuts=[3, 0])
+
+    def script(call, request):
+        speaker.error = errors.Overloaded("full") if request.num_resumed else GONE
+        speaker(call, request)
+
+    workers.one.script = workers.two.script = script
+
+    assert (await workers.chat()).json()["choices"][0]["message"]["content"] == SAYS
+
+
+async def test_who_named_an_instance_wants_that_one(workers):
+    workers.one.script = Speaker(cuts=[3])
+    header = {"x-worker-instance-id": str(workers.one.instance.instance_id)}
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    answer = await workers.client.post("/v1/chat/completions", json=body, headers=header)
+
+    assert answer.json()["error"]["code"] == "stream_broken"
+    assert not workers.two.requests
+
+
+def leave_after(rig, worker, num_tokens):
+    """The worker leaves with its next request, of which it has said so much."""
+
+    async def leave(call):
+        await worker.runtime.deregister()
+        await rig.until(lambda: not rig.instances)
+        call.fail(errors.WorkerLost("the worker stops"))
+
+    def script(call, request):
+        for token in SAYS[:num_tokens].encode():
+            call.send(generate.Output((token,)))
+        rig.start_task(leave(call))
+
+    worker.script = script
+
+
+async def test_alone_it_waits_for_a_worker(rig, caplog):
+    leave_after(rig, rig.one, 6)
+    answer = rig.start_task(rig.chat())
+    await rig.until(lambda: "recreating stream" in caplog.text)
+    replacement = await rig.worker()
+    replacement.script = Speaker()
+
+    assert (await answer).json()["choices"][0]["message"]["content"] == SAYS
+
+
+async def test_and_not_for_ever(bare):
+    await bare.start(migration_wait_secs=0.3)
+    leave_after(bare, await bare.worker(), 1)
+    found = events((await bare.chat(stream=True)).text)
+
+    assert found[0]["choices"][0]["delta"]["content"] == SAYS[0]
+    assert found[-1]["error"]["code"] == "no_workers"
+
+
+async def test_another_model_of_the_same_name_does_not_go_on(bare, tmp_path, caplog):
+    await bare.start(migration_wait_secs=0.5)
+    leave_after(bare, await bare.worker(), 3)
+    answer = bare.start_task(bare.chat())
+    await bare.until(lambda: "recreating stream" in caplog.text)
+    bare.model_dir = shutil.copytree(bare.model_dir, tmp_path / "other")
+    (bare.model_dir / "generation_config.json").write_text("{}")
+    other = await bare.worker()
+
+    assert "another one by now" in (await answer).json()["error"]["message"]
+    assert not other.requests
+
+
+async def test_a_client_that_goes_while_its_request_moves_leaves_nothing_behind(rig, caplog):
+    leave_after(rig, rig.one, 6)
+    async with httpx.AsyncClient(base_url=rig.frontend.url) as client:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=body):
+            await rig.until(lambda: "recreating stream" in caplog.text)
+    replacement = await rig.worker()
+
+    async def is_over():
+        return (await rig.metrics())['dynamo_frontend_inflight_requests{model="m"}'] == 0
+
+    async with asyncio.timeout(5):
+        while not await is_over():
+            await asyncio.sleep(0.01)
+    assert not replacement.requests

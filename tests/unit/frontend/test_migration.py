@@ -1,0 +1,74 @@
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.frontend import migration
+from dynamo.protocols import blocks, generate
+
+RULES = migration.Rules(limit=2, max_seq_len=10)
+Verdict = migration.Verdict
+
+
+def request(n=1, **stop):
+    return generate.Request(
+        id="r",
+        model="m",
+        token_ids=blocks.pack((1, 2, 3)),
+        stop_conditions=generate.StopConditions(**{"max_tokens": 8} | stop),
+        sampling_options=generate.SamplingOptions(n=n, seed=5),
+        output_options=generate.OutputOptions(logprobs=1, prompt_logprobs=1),
+    )
+
+
+def verdict(rules=RULES, limit=2, num_moves=0, seq_len=10):
+    return rules.verdict(limit=limit, num_moves=num_moves, seq_len=seq_len)
+
+
+def test_a_request_is_moved_as_often_as_the_limit_says():
+    verdicts = [verdict(num_moves=num) for num in range(4)]
+
+    assert verdicts == [Verdict.MOVE, Verdict.MOVE, Verdict.EXHAUSTED, Verdict.EXHAUSTED]
+
+
+def test_zero_is_never():
+    assert verdict(limit=0) is Verdict.NOT_ALLOWED
+
+
+def test_what_is_too_long_stays():
+    assert verdict(seq_len=11) is Verdict.TOO_LONG
+    assert verdict(migration.Rules(), seq_len=10**6) is Verdict.MOVE
+
+
+def test_a_card_lowers_the_limit_and_cannot_raise_it():
+    assert [RULES.limit_of(one) for one in (None, 0, 1, 9)] == [2, 0, 1, 2]
+
+
+def test_of_what_has_not_begun_the_same_is_asked():
+    asked = request(n=2)
+
+    assert migration.rest(asked, {0: b"", 1: b""}) == {0: asked}
+
+
+def test_choices_that_are_open_go_their_own_ways():
+    found = migration.rest(request(n=3), {0: blocks.pack((7,)), 2: b""})
+
+    assert {choice: one.num_resumed for choice, one in found.items()} == {0: 1, 2: 0}
+    assert {choice: one.first_choice for choice, one in found.items()} == {0: 0, 2: 2}
+    assert {one.sampling_options.n for one in found.values()} == {1}
+    assert {one.output_options for one in found.values()} == {generate.OutputOptions(logprobs=1)}
+
+
+@given(st.integers(1, 8), st.integers(0, 9), st.one_of(st.none(), st.integers(8, 20)))
+def test_limits_count_over_both_workers(num_answered, min_tokens, max_tokens):
+    asked = request(min_tokens=min_tokens, max_tokens=max_tokens)
+    tokens = tuple(range(100, 100 + num_answered))
+
+    (rest,) = migration.rest(asked, {0: blocks.pack(tokens)}).values()
+
+    assert blocks.unpack(rest.token_ids) == [1, 2, 3, *tokens]
+    assert rest.num_resumed == num_answered
+    left = rest.stop_conditions
+    assert left.max_tokens == (None if max_tokens is None else max_tokens - num_answered)
+    assert left.min_tokens == max(0, min_tokens - num_answered)
+    assert migration.is_complete(rest) is (max_tokens == num_answered)
+    assert msgspec.structs.replace(rest, token_ids=asked.token_ids).sampling_options.seed == 5

@@ -1,0 +1,55 @@
+"""What one side of a link says, the other hears in full, or knows that it did not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.base import errors
+from dynamo.runtime.backends.nats import envelope
+
+LIMIT = envelope.HEADER.size + 5
+writes = st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=8)
+
+
+def said(datas):
+    writer = envelope.Writer()
+    return [m for data in datas for m in writer.split(data, LIMIT)]
+
+
+@given(writes)
+def test_bytes_come_whole_and_in_messages_that_fit(datas):
+    messages, reader = said(datas), envelope.Reader()
+    heard = [reader.unwrap(message) for message in messages]
+
+    assert b"".join(data for _, data in heard) == b"".join(datas)
+    assert {kind for kind, _ in heard} == {envelope.Kind.BYTES}
+    assert all(len(message) <= LIMIT for message in messages)
+
+
+@given(writes, st.data())
+def test_a_message_that_is_missing_doubled_or_displaced_is_noticed(datas, data):
+    messages, reader = said(datas), envelope.Reader()
+    at = data.draw(st.integers(0, len(messages) - 1))
+    harmed = data.draw(
+        st.sampled_from(
+            [
+                messages[:at] + messages[at + 1 :] + [envelope.HEADER.pack(1, len(messages))],
+                messages[: at + 1] + messages[at:],
+                messages[at:] + messages[:at] if at else [*messages, messages[0]],
+            ]
+        )
+    )
+    with pytest.raises(errors.RemoteProtocolError, match="lost a message"):  # noqa: PT012
+        for message in harmed:
+            reader.unwrap(message)
+
+
+@given(st.binary(max_size=12))
+def test_what_is_no_message_is_refused_by_name(message):
+    try:
+        kind, _ = envelope.Reader().unwrap(message)
+    except errors.RemoteProtocolError:
+        return
+
+    assert kind in envelope.Kind
+    assert message[1 : envelope.HEADER.size] == bytes(8)

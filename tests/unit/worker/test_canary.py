@@ -1,0 +1,85 @@
+import asyncio
+
+import pytest
+from worker_fakes import make_load
+
+from dynamo.base import errors
+from dynamo.protocols import generate
+from dynamo.testing import clock
+from dynamo.worker import canary, inflight
+
+PATIENCE = canary.Patience(wait_s=10, answer_s=3)
+
+
+class Asked:
+    """Takes questions, and answers as it is told."""
+
+    def __init__(self):
+        self.clock = clock.VirtualClock()
+        self.calls, self.cancelled = [], []
+        self.load = make_load(1)
+        self.answer = lambda call: None
+        watched = canary.Canary(self.take, lambda: [self.load], PATIENCE, self.clock)
+        self.verdict = asyncio.ensure_future(watched.watch())
+
+    def take(self, call):
+        self.calls.append(inflight.decode(call.body))
+        call.on_cancel(lambda: self.cancelled.append(call))
+        self.answer(call)
+
+
+@pytest.fixture
+async def asked():
+    made = Asked()
+    yield made
+    made.verdict.cancel()
+
+
+async def test_an_engine_that_does_not_answer_is_given_up(asked):
+    await asked.clock.advance(12.9)
+    was_patient = not asked.verdict.done()
+    await asked.clock.advance(0.2)
+
+    assert was_patient
+    assert isinstance(asked.verdict.result(), errors.EngineFailed)
+    assert len(asked.cancelled) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda call: call.send(generate.Output((1,), generate.FinishReason.LENGTH)),
+        lambda call: call.fail(errors.Overloaded("full")),
+        lambda call: call.finish(),
+    ],
+)
+async def test_whatever_it_says_it_lives(asked, answer):
+    asked.answer = answer
+    await asked.clock.advance(35)
+
+    assert not asked.verdict.done()
+    assert len(asked.calls) == 3
+
+
+async def test_one_that_gets_on_with_something_is_not_asked(asked):
+    for number in range(10):
+        asked.load = make_load(10 + number)
+        await asked.clock.advance(5)
+
+    assert not asked.calls
+
+
+async def test_one_that_gets_on_while_it_is_asked_is_left_alone(asked):
+    await asked.clock.advance(11)
+    asked.load = make_load(7)
+    await asked.clock.advance(5)
+
+    assert len(asked.calls) == 1
+    assert not asked.verdict.done()
+
+
+async def test_the_question_is_one_token_of_one(asked):
+    await asked.clock.advance(11)
+    (question,) = asked.calls
+
+    assert (question.prompt_len, question.stop_conditions.max_tokens) == (1, 1)
