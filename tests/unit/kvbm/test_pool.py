@@ -238,3 +238,14 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
+
+
+def test_retained_blocks_stay_active_until_both_users_have_released_them():
+    memory = pools.BlockPool(4)
+    blocks = memory.allocate(2)
+    memory.retain(blocks)
+    memory.release(blocks)
+    before = memory.num_active
+    memory.release(blocks)
+
+    assert (before, memory.num_active) == (2, 0)
