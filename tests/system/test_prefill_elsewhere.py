@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import random
+import re
 import signal
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from deployment import MODEL, eventually
 
 ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
+CONNECTED = re.compile(r"prefill worker \w+ is connected")
 HOLD_S = 3.0
 SHORT_HOLD = ("--kv-hold-s", str(HOLD_S))
 ALONE = "alone"  # the same model, served by a worker that computes all by itself
@@ -44,7 +46,7 @@ class Split:
     def ready(self, decode, num_prefill=1, models=(MODEL,)):
         self.frontend.await_models(list(models))
         eventually(
-            lambda: decode.log.read_text().count("is connected") >= num_prefill,
+            lambda: len(CONNECTED.findall(decode.log.read_text())) >= num_prefill,
             within_s=30,
             what=f"{num_prefill} prefill workers are connected",
         )

@@ -79,7 +79,7 @@ class DirectQueue:
     def _choose(self, tried: Sequence[int]) -> int:
         ids = self._usable(tried)
         if not ids:
-            raise errors.NoWorkers("no prefill worker is connected")
+            raise errors.NoWorkers("there is no prefill worker to ask")
         return min(ids, key=self._num_given.__getitem__)
 
     async def _ask(
