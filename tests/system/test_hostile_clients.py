@@ -212,7 +212,7 @@ def test_a_body_that_does_not_say_how_large_it_is_is_cut_off_at_the_limit(fronte
         answer = read_all(connection)
 
     assert not answer or answer.startswith(b"HTTP/1.1 413 ")
-    others.check(grown_mb=2 * 192)
+    others.check(grown_mb=2 * 64)
 
 
 @pytest.mark.parametrize(

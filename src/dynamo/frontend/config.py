@@ -103,7 +103,10 @@ class FrontendConfig(AdmissionConfig):
         "dynamo_frontend", env="DYN_METRICS_PREFIX", help="first part of every metric's name"
     )
     http_body_limit_mb: int = config.option(
-        192, env="DYN_HTTP_BODY_LIMIT_MB", help="largest request body", least=1
+        64,
+        env="DYN_HTTP_BODY_LIMIT_MB",
+        help="largest request body; the original allows 192",
+        least=1,
     )
     http_read_timeout_secs: float = config.option(
         60.0,
