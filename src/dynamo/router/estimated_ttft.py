@@ -52,8 +52,13 @@ class EstimatedTtft:
         price, pressure, mean = self._weights(loads)
         lowest, best = float("inf"), None
         for worker, load in loads.items():
-            num_new = num_tokens - max(cached(worker, 0), in_flight(worker, 0)) * block_size
-            cost = max(0, num_new) * (price + pressure * load.inserted)
+            known = cached(worker, 0)
+            if (running := in_flight(worker, 0)) > known:
+                known = running
+            num_new = num_tokens - known * block_size
+            cost = num_new * (price + pressure * load.inserted) if num_new > 0 else 0.0
+            if cost >= lowest:
+                continue  # whatever waits there
             if load.num_requests or load.reserved_tokens:
                 excess = max(0.0, load.num_requests - mean)
                 cost += self.busy + load.backlog(now) + self.herding * excess**2 / mean

@@ -47,6 +47,7 @@ class Selector:
         self._index = index
         self._queue = queue
         self._held_out: dict[str, Decision] = {}  # the worker that each of the waiting waits for
+        self._reserved: list[Load] = []  # whose `reserved_tokens` this turn's planning has raised
         self._max_backlog = max_backlog
         self._credits = credits_ or cost.Credits()
 
@@ -112,8 +113,9 @@ class Selector:
         if self._queue is None or not len(self._queue) or not self.active.loads:
             return []
         admitted = self._plan(self._queue, now)
-        for load in self.active.loads.values():
+        for load in self._reserved:
             load.reserved_tokens = 0.0
+        self._reserved.clear()
         for request_id, _ in admitted:
             self._queue.remove(request_id)
             self._held_out.pop(request_id, None)
@@ -128,13 +130,12 @@ class Selector:
     def _plan(self, queue: WaitingQueue, now: float) -> list[tuple[str, Decision]]:
         admitted: list[tuple[str, Decision]] = []
         loads, num_left = self.active.loads, _LOOKAHEAD
-        with_room = {worker for worker in loads if self._has_room(worker, now)}
         for waiting in queue.in_order(now):
-            if not with_room or not num_left:
+            if not num_left or not self._is_room_anywhere(now):
                 break
             request_id, prompt = waiting.request_id, waiting.prompt
             held = self._held_out.get(request_id)
-            if held is not None and held.worker in loads and held.worker not in with_room:
+            if held is not None and held.worker in loads and not self._has_room(held.worker, now):
                 self._reserve(prompt, held)  # its worker has no room still: nothing to think about
                 continue
             num_left -= 1
@@ -145,8 +146,6 @@ class Selector:
             else:
                 self._held_out[request_id] = decision
                 self._reserve(prompt, decision)
-            if not self._has_room(decision.worker, now):
-                with_room.discard(decision.worker)
         return admitted
 
     def _can_go(self, prompt: Prompt, view: View, decision: Decision, now: float) -> bool:
@@ -158,7 +157,9 @@ class Selector:
     def _reserve(self, prompt: Prompt, decision: Decision) -> None:
         """Those behind it shall see that it will go there."""
         num_new = prompt.num_tokens - decision.overlap_blocks * prompt.block_size
-        self.active.loads[decision.worker].reserved_tokens += num_new
+        load = self.active.loads[decision.worker]
+        load.reserved_tokens += num_new
+        self._reserved.append(load)
 
     def _is_room_anywhere(self, now: float) -> bool:
         return any(load.has_room(0, self._max_backlog, now) for load in self.active.loads.values())
@@ -185,7 +186,8 @@ class Selector:
     def _view(self, prompt: Prompt) -> View:
         loads: Mapping[api.Worker, Load] = self.active.loads
         if not prompt.is_free:
-            loads = {worker: load for worker, load in loads.items() if prompt.allows(worker)}
+            allowed = {worker: load for worker, load in loads.items() if prompt.allows(worker)}
+            loads = allowed or loads  # while it waited, those that it may go to have died
         if not self._policy.looks:
             return View(loads, _NOTHING, _NOTHING)
         overlaps = self._index.find(prompt.sequence_hashes)
@@ -196,7 +198,7 @@ class Selector:
         )
 
     def _work_s(self, prompt: Prompt, view: View) -> float:
-        known = max(map(view.overlap, {*view.cached, *view.in_flight}), default=0)
+        known = max((0.0, *view.cached.values(), *view.in_flight.values()))
         return (prompt.num_tokens - known * prompt.block_size) / self.active.pace.tokens_per_s
 
     def _check(self, prompt: Prompt) -> None:
