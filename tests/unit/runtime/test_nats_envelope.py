@@ -52,4 +52,4 @@ def test_what_is_no_message_is_refused_by_name(message):
         return
 
     assert kind in envelope.Kind
-    assert message[1 : envelope.HEADER.size] == bytes(8)
+    assert kind is envelope.Kind.PROBE or message[1 : envelope.HEADER.size] == bytes(8)

@@ -145,10 +145,12 @@ class Connection:
     async def _settle(self) -> None:
         """Until the server knows what we want to hear: else the first words to us could be too early.
 
-        One that is gone meanwhile is told again when it is back.
+        One that is gone meanwhile is told again when it is back. Asked twice, because nats-py writes the question past
+        what waits to be written: the first answer may come before the server has heard of the subscription.
         """
         if self._is_connected.is_set():
             with contextlib.suppress(nats.errors.Error, OSError):
+                await self._client.flush(_SETTLE_S)
                 await self._client.flush(_SETTLE_S)
 
     async def _connect(self) -> None:
