@@ -125,14 +125,14 @@ class Rig:
         self._stack = stack
         self.cluster = component.MemoryCluster()
 
-    async def start(self, **settings):
+    async def start(self, routing=None, **settings):
         defaults = {"http_port": 0, "discovery_backend": "mem", "request_plane": "memory",
                     "event_plane": "memory"}  # fmt: skip
         self.settings = config.FrontendConfig(**defaults | settings)
         runtime = await component.DistributedRuntime.open(self.settings, self.cluster)
         await self._stack.enter_async_context(runtime)
         self.frontend = await self._stack.enter_async_context(
-            service.Frontend(self.settings, runtime)
+            service.Frontend(self.settings, runtime, routing)
         )
         self.client = await self._stack.enter_async_context(
             httpx.AsyncClient(base_url=self.frontend.url, timeout=10)

@@ -6,6 +6,7 @@ from dynamo.base import errors
 from dynamo.frontend import routing_headers
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate
+from dynamo.router import config
 
 
 async def ask(rig, headers, **fields):
@@ -72,3 +73,16 @@ def test_no_such_headers_change_nothing():
 def test_a_number_beyond_64_bits_is_refused():
     with pytest.raises(errors.InvalidRequest, match="from 0 to 9223372036854775807"):
         routing_headers.read({"x-worker-instance-id": str(2**63)})
+
+
+async def test_a_session_stays_with_its_worker_if_the_router_keeps_sessions(bare):
+    keeps = config.RoutingConfig(router_mode="kv", router_session_affinity_ttl_secs=60.0)
+    await bare.start(keeps)
+    workers = [await bare.worker() for _ in range(3)]
+
+    for number in range(6):
+        headers = {"x-dynamo-session-id": "s"}
+        answer = await ask(bare, headers, prompt=f"{number} {'x' * 100}")
+        assert answer.status_code == 200
+
+    assert sorted(len(worker.requests) for worker in workers) == [0, 0, 6]
