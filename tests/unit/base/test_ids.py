@@ -1,3 +1,5 @@
+import uuid
+
 from dynamo.base import ids
 
 
@@ -8,8 +10,14 @@ def test_instance_ids_are_positive_and_fit_a_signed_word():
     assert all(0 < instance_id < 2**63 for instance_id in made)
 
 
-def test_request_ids_differ():
-    assert ids.new_request_id() != ids.new_request_id()
+def test_request_ids_are_different_uuids_of_version_4():
+    made = {ids.new_request_id() for _ in range(100)}
+
+    assert len(made) == 100
+    assert all(str(uuid.UUID(one)) == one for one in made)
+    assert {(uuid.UUID(one).version, uuid.UUID(one).variant) for one in made} == {
+        (4, uuid.RFC_4122)
+    }
 
 
 def test_the_id_of_a_tool_call_is_one_that_mistrals_templates_take():
