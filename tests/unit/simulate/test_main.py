@@ -1,4 +1,3 @@
-import importlib.util
 import json
 
 import pytest
@@ -32,7 +31,6 @@ def test_it_prints_a_line_for_each_policy(trace, capsys):
     assert any("small.jsonl; 8 workers (fcfs)" in line for line in lines)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 def test_it_writes_plots_and_a_page_that_needs_nothing_else(trace, tmp_path, capsys):
     code = command.main(
         ["routing", "--trace", trace, "--policy", "dynamo", "--output", str(tmp_path / "out")]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from dynamo.base import errors
 from dynamo.frontend import choices, identity, sse, stream_delivery
 from dynamo.protocols import kserve, openai_usage
 
@@ -29,8 +30,8 @@ class GenerateShape:
         return self.told([_text(piece)], [] if finish_reason is None else [finish_reason])
 
     def usage_chunk(self, usage: openai_usage.Usage) -> dict[str, Any]:
-        """Never asked for."""
-        raise NotImplementedError(usage)
+        """Raises LocalProtocolError: the protocol has no place for it, and its requests no way to ask."""
+        raise errors.LocalProtocolError(f"KServe's protocol does not tell usage, got {usage}")
 
     def whole(
         self, answers: Sequence[sse.WholeChoice], usage: openai_usage.Usage
