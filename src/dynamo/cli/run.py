@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors
+from dynamo.base import errors, stopping
 from dynamo.cli import answerers, background, batch, chat, session
 from dynamo.frontend import config, service
 from dynamo.observability import logs
-from dynamo.worker import main
 
 SOURCES = ("text", "stdin", "batch:FILE", "http")
 _BATCH = "batch:"
@@ -122,4 +121,4 @@ async def _serve_http(options: RunOptions) -> None:
         service.Frontend(door, runtime) as frontend,
     ):
         print(f"listening on {frontend.url}; stop: Ctrl-C", flush=True)
-        await frontend.run(main.stop_on_signals())
+        await frontend.run(stopping.stop_on_signals())

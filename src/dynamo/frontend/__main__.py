@@ -2,12 +2,11 @@
 
 import asyncio
 import importlib.metadata
-import os
 import signal
 import sys
 
 from dynamo.base import config as configuration
-from dynamo.base import errors, garbage
+from dynamo.base import errors, garbage, stopping
 from dynamo.frontend import config, http_workers, service
 from dynamo.observability import logs
 from dynamo.router import config as router_config
@@ -39,19 +38,10 @@ async def serve(door: config.FrontendConfig, routing: router_config.RoutingConfi
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     garbage.collect_rarely()
     async with await component.DistributedRuntime.open(door) as runtime:
-        stop = asyncio.Event()  # until here a signal ends the process at once: nothing runs yet
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _stop, stop, number)
+        stop = stopping.stop_on_signals()  # until here a signal ends the process: nothing runs yet
         async with service.Frontend(door, runtime, routing) as frontend:
-            loop.add_signal_handler(signal.SIGHUP, frontend.reload_keys)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, frontend.reload_keys)
             await frontend.run(stop)
-
-
-def _stop(stop: asyncio.Event, number: int) -> None:
-    if stop.is_set():
-        os._exit(128 + number)
-    stop.set()
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 from dataclasses import dataclass
 
 from dynamo.base import clock as clocks
-from dynamo.base import config, errors
+from dynamo.base import config, errors, stopping
 from dynamo.observability import logs
 from dynamo.observability import metrics as observed
 from dynamo.protocols import instances
@@ -47,9 +46,7 @@ async def serve(
 ) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     async with await component.DistributedRuntime.open(own) as runtime:
-        stop = asyncio.Event()  # until here a signal ends the process at once: nothing runs yet
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, _stop, stop, number)
+        stop = stopping.stop_on_signals()  # until here a signal ends the process: nothing runs yet
         made = routes.Routes(
             wanted, runtime, clocks.SystemClock(), observed.Registry("dynamo_component")
         )
@@ -61,12 +58,6 @@ async def serve(
             await runtime.drain(5.0)
         finally:
             await served.close()
-
-
-def _stop(stop: asyncio.Event, number: int) -> None:
-    if stop.is_set():
-        os._exit(128 + number)
-    stop.set()
 
 
 if __name__ == "__main__":

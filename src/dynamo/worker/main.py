@@ -9,7 +9,6 @@
 import asyncio
 import functools
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
-from dynamo.base import config, errors
+from dynamo.base import config, errors, stopping
 from dynamo.engine import api
 from dynamo.observability import logs
 from dynamo.preprocess import loading
@@ -86,7 +85,7 @@ async def _serve(worker: settings.WorkerConfig, make: MakeHost) -> None:
             if worker.system_port != system.PORT_DISABLED:
                 await served.open_system_port(worker.system_host, worker.system_port)
             await served.start()  # until here a signal ends the process at once: nothing runs yet
-            await served.run_until(stop_on_signals())
+            await served.run_until(stopping.stop_on_signals())
         finally:
             await served.stop(worker.graceful_shutdown_timeout_s)
 
@@ -188,17 +187,3 @@ def make_embedding_host(
         request_limit=worker.engine_request_limit,
         clock=clock,
     )
-
-
-def stop_on_signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
-    stop = asyncio.Event()
-
-    def signalled(number: int) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, signalled, number)
-    return stop
