@@ -143,13 +143,24 @@ class Handoff:
         del self._away[away.request.id]
         request = msgspec.structs.replace(away.request, kv_transfer_params=params)
         try:
-            self._engine.submit(request)
+            self._submit_prefilled(request)
         except errors.DynamoError as error:
             assert self._sink is not None
             self._sink.failed(request.id, error)
             return
         for index in away.dropped:
             self._engine.abort_choice(request.id, index)
+
+    def _submit_prefilled(self, request: generate.Request) -> None:
+        try:
+            self._engine.submit(request)
+        except errors.RemoteProtocolError as error:  # parameters that mean nothing to our engine
+            self._fall_back(request.id, error)
+            self._engine.submit(msgspec.structs.replace(request, kv_transfer_params=None))
+
+    def _fall_back(self, request_id: str, error: errors.DynamoError) -> None:
+        _logger.warning("%s: its prompt is computed here: %s", request_id, error)
+        self._counts.fallback.inc()
 
     async def _prefill(self, request: generate.Request) -> dict[str, Any] | None:
         """Where its blocks are; None if nobody has computed them."""
@@ -159,16 +170,12 @@ class Handoff:
             params = await self._queue.prefill(
                 _prompt_of(request), timeout_s=self._prefill_timeout_s
             )
-            remote = kv_transfer.read(params)
         except errors.DynamoError as error:
-            _logger.warning("%s: its prompt is computed here: %s", request.id, error)
-            self._counts.fallback.inc()
-            return None
-        if remote is None:
+            self._fall_back(request.id, error)
             return None
         took_s = now() - asked_at
         self._counts.prefill_s.observe(took_s)
-        return remote.as_params() | {"remote_hold_s": remote.remote_hold_s - took_s}
+        return kv_transfer.handed_on(params, took_s)
 
     async def _watch_limits(self) -> None:
         key = self._limits_key

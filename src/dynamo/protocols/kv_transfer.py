@@ -4,7 +4,8 @@
     back, with its only output        {"do_remote_prefill": true, "remote_block_ids": [1, 2], "remote_engine_id": ...}
     to the engine that decodes        the same
 
-The names are those of the original's connector. What is ours: `remote_hold_id` names what the reader has to release,
+Between the two engines nobody looks into it: a foreign engine's connector has fields of its own, which travel as they
+are (`handed_on`). The names are those of the original's connector. What is ours: `remote_hold_id` names what the reader has to release,
 and `remote_hold_s` says for how long the blocks are certainly kept, counted from the moment the prefill was asked for.
 So the reader judges by its own clock alone whether what it read was still what it meant.
 """
@@ -52,3 +53,15 @@ def read(params: Mapping[str, Any] | None) -> RemoteBlocks | None:
         return msgspec.convert(params, RemoteBlocks)
     except msgspec.ValidationError as error:
         raise errors.RemoteProtocolError(f"kv_transfer_params: {error}") from error
+
+
+def handed_on(params: Mapping[str, Any], took_s: float) -> dict[str, Any] | None:
+    """What the prefill's engine said, for the engine that decodes; None if the former holds nothing.
+
+    `took_s` is how long ago the prefill was asked for. Only a promise of time (`remote_hold_s`) is touched.
+    """
+    if params.get("do_remote_prefill") is not True:
+        return None
+    hold_s = params.get("remote_hold_s")
+    told = {} if not isinstance(hold_s, int | float) else {"remote_hold_s": hold_s - took_s}
+    return {**params, **told}

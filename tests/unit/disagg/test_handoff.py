@@ -26,7 +26,7 @@ FACTS = api.EngineFacts(
 
 class Engine:
     def __init__(self):
-        self.done, self.refusal = [], None
+        self.done, self.refusal, self.unreadable = [], None, False
 
     async def start(self, sink):
         self.sink = sink
@@ -35,6 +35,8 @@ class Engine:
     def submit(self, request):
         if self.refusal is not None:
             raise self.refusal
+        if self.unreadable and request.kv_transfer_params is not None:
+            raise errors.RemoteProtocolError("kv_transfer_params: x")
         self.done.append(request)
 
     def abort(self, request_id):
@@ -234,9 +236,26 @@ async def test_a_prompt_that_could_not_be_computed_elsewhere_is_computed_here(wo
     assert world.count("fallback") == 1
 
 
-async def test_an_answer_that_makes_no_sense_is_as_none(world):
+async def test_parameters_that_the_engine_cannot_read_are_as_none(world):
+    world.engine.unreadable = True
     await world.hand_over(request())
     await world.answered({"do_remote_prefill": True, "remote_block_ids": "x"})
+
+    assert world.engine.done == [request()]
+    assert world.count("fallback") == 1
+
+
+async def test_what_a_foreign_connector_says_travels_as_it_is(world):
+    foreign = {"do_remote_prefill": True, "remote_request_id": "abc", "remote_block_ids": [[1]]}
+    await world.hand_over(request())
+    await world.answered(foreign)
+
+    assert world.engine.done[0].kv_transfer_params == foreign
+
+
+async def test_an_answer_that_holds_nothing_is_computed_here(world):
+    await world.hand_over(request())
+    await world.answered({"do_remote_prefill": False})
 
     assert world.engine.done == [request()]
 
