@@ -5,9 +5,9 @@
     to the engine that decodes        the same
 
 Between the two engines nobody looks into it: a foreign engine's connector has fields of its own, which travel as they
-are (`handed_on`). The names are those of the original's connector. What is ours: `remote_hold_id` names what the reader has to release,
-and `remote_hold_s` says for how long the blocks are certainly kept, counted from the moment the prefill was asked for.
-So the reader judges by its own clock alone whether what it read was still what it meant.
+are (`handed_on`). The names are those of the original's connector. What is ours: `remote_hold_id` names what the reader
+has to release, and `remote_hold_s` says for how long the blocks are certainly kept, counted from the moment the prefill
+was asked for. So the reader judges by its own clock alone whether what it read was still what it meant.
 """
 
 from collections.abc import Mapping
