@@ -1,0 +1,1 @@
+"""Engines that others make: each adapter translates, and computes nothing itself."""
