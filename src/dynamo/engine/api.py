@@ -33,6 +33,7 @@ class EngineFacts:
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
     supports_guided: bool = False  # can it hold an answer to a grammar?
+    lora_names: tuple[str, ...] = ()  # adapters that can be asked for
 
 
 class EngineOutput(NamedTuple):

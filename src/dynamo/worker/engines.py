@@ -22,7 +22,10 @@ class EngineKind:
 
     settings: str  # a dataclass, importable without the extra
     engine: str  # called with the model's directory and the settings
-    embedder: str  # likewise
+    embedder: str | None  # likewise; None: it has none
+    check: str | None = (
+        None  # called before it is imported; raises ConfigError if what is installed will not do
+    )
     several: str | None = None  # likewise; gives all that the settings want in one process
     requires: str | None = None  # a package that only an extra of our distribution brings
     extra: str | None = None
@@ -51,6 +54,17 @@ KIND_BY_NAME = {
         several="dynamo.worker.mocking:build_all",
         embedder="dynamo.worker.mocking:build_embedder",
         needs_weights=False,
+    ),
+    "vllm": EngineKind(
+        settings="dynamo.engine.adapters.vllm.settings:VllmConfig",
+        engine="dynamo.engine.adapters.vllm.engine:build",
+        embedder=None,
+        check="dynamo.engine.adapters.vllm.supported:check",
+        requires="vllm",
+        extra="vllm",
+        environment={
+            "VLLM_NO_USAGE_STATS": "1"
+        },  # nothing is told to strangers, unless it is asked for
     ),
 }
 
@@ -86,8 +100,14 @@ def build_all(name: str, directory: Path, settings: Any) -> Sequence[api.Engine]
 
 
 def build_embedder(name: str, directory: Path, settings: Any) -> api.Embedder:
-    """An embedder, not yet started. Raises ConfigError as `build` does."""
-    embedder: api.Embedder = _load_part(name, KIND_BY_NAME[name].embedder)(directory, settings)
+    """An embedder, not yet started. Raises ConfigError as `build` does, and if this engine has none."""
+    target = KIND_BY_NAME[name].embedder
+    if target is None:
+        raise errors.ConfigError(
+            f"{directory} is a model that embeds, and the {name} engine only generates here: serve it with"
+            " python -m dynamo.native"
+        )
+    embedder: api.Embedder = _load_part(name, target)(directory, settings)
     return embedder
 
 
@@ -98,8 +118,11 @@ def is_installed(name: str) -> bool:
 
 
 def _load_part(name: str, target: str) -> Any:
-    for variable, value in KIND_BY_NAME[name].environment.items():
+    kind = KIND_BY_NAME[name]
+    for variable, value in kind.environment.items():
         os.environ.setdefault(variable, value)
+    if kind.check is not None:
+        _load(name, kind.check)()
     return _load(name, target)
 
 

@@ -1,1 +1,1 @@
-"""Engines that others make: each adapter translates, and computes nothing itself."""
+"""Engines that others have made, behind the seam: an adapter translates, and decides nothing."""
