@@ -5,6 +5,7 @@ are named anew for vLLM, as an id may be in use again before vLLM has heard that
 """
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +13,32 @@ from typing import Any, NamedTuple
 
 from dynamo.base import errors, tasks
 from dynamo.engine import api, refusal
-from dynamo.engine.adapters.vllm import arguments, outputs, sampling, versions
+from dynamo.engine.adapters.vllm import (
+    arguments,
+    connectors,
+    kv_feed,
+    outputs,
+    ports,
+    remote,
+    sampling,
+    versions,
+)
 from dynamo.engine.adapters.vllm.load import Load
 from dynamo.engine.adapters.vllm.settings import VllmConfig
-from dynamo.protocols import blocks, generate, load
+from dynamo.protocols import blocks, generate, kv_events, load
 
 WATCH_S = 0.25  # how often vLLM is asked whether its processes live
 
 
-def build(directory: Path, settings: VllmConfig) -> "VllmEngine":
+def build(directory: Path, settings: VllmConfig) -> api.Engine:
     """The engine for the model in `directory`, not yet started. Raises ConfigError."""
-    return VllmEngine(arguments.engine_args(directory, settings), arguments.lora_requests(settings))
+    args = arguments.engine_args(directory, settings)
+    engine = VllmEngine(args, arguments.lora_requests(settings))
+    moves = args.kv_transfer_config
+    if moves is None:
+        return engine
+    os.environ.update(connectors.side_channel(os.environ, ports.free_run(args.data_parallel_size)))
+    return remote.RemoteEngine(engine, engine_id=moves.engine_id, connector=moves.kv_connector)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,15 +72,21 @@ class VllmEngine:
         self._death: errors.EngineFailed | None = None
         self._is_silent = False
         self._llm: versions.AsyncLLM | None = None
+        self._feed: kv_feed.KvFeed | None = None
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """Load, in processes of vLLM's."""
         self._sink = sink
+        endpoints = arguments.kv_endpoints(self._args)
+        if endpoints is not None:
+            self._feed = kv_feed.KvFeed(endpoints, self._args.data_parallel_size)
         config = versions.make_config(self._args)
         self._llm = await versions.start(self._args, config, self._load.make_logger)
         self._has_reasoner = bool(config.structured_outputs_config.reasoning_parser)
         self._vocab_size = config.model_config.get_vocab_size()
         self._facts = _facts(config, tuple(self._loras))
+        if self._feed is not None:
+            self._feed.start(self._facts.kv_block_size, self._tell)
         self._tasks.start("watch vLLM", self._watch())
         return self._facts
 
@@ -119,6 +141,8 @@ class VllmEngine:
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
+        if self._feed is not None:
+            await self._feed.close()
 
     @property
     def _started(self) -> versions.AsyncLLM:
@@ -203,6 +227,10 @@ class VllmEngine:
             return
         self._drop(opened, *opened.names)
         self._sink.failed(opened.request.id, error)
+
+    def _tell(self, events: Sequence[kv_events.KvEvent], dp_rank: int) -> None:
+        if not self._is_silent:
+            self._sink.kv_events(events, dp_rank)
 
     async def _watch(self) -> None:
         """An engine that dies while nobody asks it anything shall be missed too."""

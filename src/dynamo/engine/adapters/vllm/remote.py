@@ -52,6 +52,7 @@ class RemoteEngine:
         self._connector = connector
         self._is_open = False
         self._pulls: dict[str, _Pull] = {}  # by request id
+        self._held: set[str] = set()  # requests whose blocks another will fetch
         self._listeners: list[Callable[[api.PullReport], None]] = []
         self._sink: api.EngineSink | None = None
 
@@ -66,6 +67,7 @@ class RemoteEngine:
         if kv_transfer.wants_hold(params):
             _logger.debug("New Prefill Request ID: %s", request.id)
             self._engine.submit(request)
+            self._held.add(request.id)
             return
         _logger.debug("New Request ID: %s", request.id)
         if params is None or params.get("do_remote_prefill") is not True:
@@ -133,10 +135,12 @@ class RemoteEngine:
 
     def heard(self, batch: Sequence[api.EngineOutput]) -> None:
         """From vLLM: the first outputs of some requests may be here."""
-        for request_id, _ in batch if self._pulls else ():
+        for request_id, output in batch if self._pulls or self._held else ():
             pull = self._forget(request_id)
             if pull is not None:
                 self._tell(pull, None)
+            if output.kv_transfer_params is not None:
+                _logger.debug("kv transfer params: %s", output.kv_transfer_params)
 
     def is_given_again(self, request_id: str, error: errors.DynamoError) -> bool:
         """From vLLM: it gives a request up. Does it get it once more?"""
@@ -163,6 +167,7 @@ class RemoteEngine:
             self._sink.failed(pull.request.id, refusal)
 
     def _forget(self, request_id: str) -> _Pull | None:
+        self._held.discard(request_id)
         pull = self._pulls.pop(request_id, None)
         if pull is not None:
             pull.limit.cancel()

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
@@ -26,6 +26,8 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "EngineDeadError",
+    "KVEventsConfig",
+    "KVTransferConfig",
     "LoRARequest",
     "RequestOutputKind",
     "SamplingParams",
