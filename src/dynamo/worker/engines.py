@@ -30,6 +30,7 @@ class EngineKind:
     requires: str | None = None  # a package that only an extra of our distribution brings
     extra: str | None = None
     needs_weights: bool = True
+    max_local_prefill_length: int | None = None  # where it has a custom of its own
     environment: Mapping[str, str] = field(default_factory=dict)  # set before it is imported
 
 
@@ -62,6 +63,7 @@ KIND_BY_NAME = {
         check="dynamo.engine.adapters.vllm.supported:check",
         requires="vllm",
         extra="vllm",
+        max_local_prefill_length=0,
         environment={
             "VLLM_NO_USAGE_STATS": "1"
         },  # nothing is told to strangers, unless it is asked for

