@@ -37,8 +37,10 @@ def build(directory: Path, settings: VllmConfig) -> api.Engine:
     moves = args.kv_transfer_config
     if moves is None:
         return engine
-    os.environ.update(connectors.side_channel(os.environ, ports.free_run(args.data_parallel_size)))
-    return remote.RemoteEngine(engine, engine_id=moves.engine_id, connector=moves.kv_connector)
+    channel = connectors.side_channel(os.environ, ports.free_run(args.data_parallel_size))
+    return remote.RemoteEngine(
+        engine, engine_id=moves.engine_id, connector=moves.kv_connector, environment=channel
+    )
 
 
 @dataclass(slots=True, eq=False)

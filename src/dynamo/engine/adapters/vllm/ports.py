@@ -1,26 +1,27 @@
-"""Ports for what vLLM listens on, one for each data-parallel rank: vLLM adds the rank to the first."""
+"""Ports for what vLLM listens on, one for each data-parallel rank: vLLM adds the rank to the first.
+
+vLLM binds them some time after we have looked. So they are not taken from those that the system gives to anybody
+(usually 32768 and above), and by chance, so that workers that start together look in different places.
+"""
 
 import contextlib
+import random
 import socket
 
 from dynamo.base import errors
 
-_TRIES = 20
-_LOOPBACK = "127.0.0.1"
+RANGE = range(20_000, 30_000)
+_TRIES = 50
 
 
 def free_run(num_ports: int) -> int:
-    """The first of so many consecutive ports that nobody uses now. Raises ConfigError if there are none."""
+    """The first of so many consecutive ports on loopback that nobody uses now. Raises ConfigError."""
     for _ in range(_TRIES):
-        with contextlib.ExitStack() as probes, contextlib.suppress(OSError, OverflowError):
-            first = _bind(probes, 0)
-            for port in range(first + 1, first + num_ports):
-                _bind(probes, port)
+        first = random.randrange(RANGE.start, RANGE.stop - num_ports)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
+            for port in range(first, first + num_ports):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
-    raise errors.ConfigError(f"found no {num_ports} consecutive free ports for vLLM: expected some")
-
-
-def _bind(probes: contextlib.ExitStack, port: int) -> int:
-    probe = probes.enter_context(socket.socket())
-    probe.bind((_LOOPBACK, port))
-    return int(probe.getsockname()[1])
+    raise errors.ConfigError(
+        f"found no {num_ports} consecutive free ports from {RANGE.start} to {RANGE.stop} for vLLM"
+    )

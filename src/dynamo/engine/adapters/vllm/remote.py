@@ -12,9 +12,12 @@ again, to be computed here. That is possible as long as nothing has been answere
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -46,8 +49,17 @@ class _Pull:
 class RemoteEngine:
     """An `api.Engine` that is an `api.RemotePrefill`, around one that passes `kv_transfer_params` on to vLLM."""
 
-    def __init__(self, engine: api.Engine, *, engine_id: str, connector: str) -> None:
+    def __init__(
+        self,
+        engine: api.Engine,
+        *,
+        engine_id: str,
+        connector: str,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`environment` is set while the engine starts: its processes inherit it."""
         self._engine = engine
+        self._environment = environment
         self._me = msgspec.json.encode(_Metadata(engine_id, connector))
         self._connector = connector
         self._is_open = False
@@ -58,8 +70,10 @@ class RemoteEngine:
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """The engine's."""
+        with _environment(self._environment):
+            facts = await self._engine.start(_Watched(sink, self))
         self._sink = sink
-        return await self._engine.start(_Watched(sink, self))
+        return facts
 
     def submit(self, request: generate.Request) -> None:
         """Raises RemoteProtocolError for parameters that are not of our connector."""
@@ -206,6 +220,20 @@ class _Watched:
 
     def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
         self._sink.kv_events(events, dp_rank)
+
+
+@contextlib.contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _source(params: Mapping[str, Any]) -> str:
