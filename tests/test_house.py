@@ -14,13 +14,13 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
 # the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 850,
+    "base": 880,
     "protocols": 3510,
     "observability": 920,
     "runtime": 5880,
     "transfer": 2210,
     "kvbm": 2200,
-    "engine": 5640,
+    "engine": 6250,
     "router": 4100,
     "semantic": 1000,
     "preprocess": 3060,

@@ -134,7 +134,7 @@ class _Parser(argparse.ArgumentParser):
         return vars(found), unknown
 
 
-def _parser(parts: Sequence[type], hints: Mapping[str, Any], prog: str) -> argparse.ArgumentParser:
+def _parser(parts: Sequence[type], hints: Mapping[str, Any], prog: str) -> _Parser:
     """The flags stand in groups: what each class declares itself, the process's own first."""
     fields = [field for part in parts for field in dataclasses.fields(part)]
     bare = [f"[{field.name}]" for field in fields if not _flag_of(field)]

@@ -130,10 +130,13 @@ class VllmEngine:
 
     async def clear_kv_blocks(self) -> None:
         """Forget all reusable prefixes. What runs computes its own anew, if need be. Raises EngineFailed."""
-        if self._death is None and not await self._started.reset_prefix_cache(
-            reset_running_requests=True
-        ):
-            raise errors.EngineFailed("vLLM did not forget its prefixes; its log says why")
+        if self._death is not None:
+            return
+        try:
+            if not await self._started.reset_prefix_cache():  # something runs
+                await self._started.reset_prefix_cache(reset_running_requests=True)
+        except Exception as error:
+            raise errors.EngineFailed(f"vLLM did not forget its prefixes: {error}") from error
 
     async def stop(self) -> None:
         """End vLLM's processes."""
