@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import httpx
+import processes
 
 START_S = 30.0  # on a busy machine; usually one second
 MODEL = "storyteller"
@@ -63,6 +64,12 @@ class Process:
         self.may_end = True
         self.popen.kill()
         self.popen.wait()
+
+    def kill_all(self) -> None:
+        """It, and the processes of its engine."""
+        below = processes.descendants(self.pid)
+        self.kill()
+        processes.kill(below)
 
     def exit_code(self, within_s: float = 15.0) -> int:
         return self.popen.wait(within_s)
@@ -184,6 +191,13 @@ class Deployment:
 
     def native(self, *flags: str) -> Worker:
         return self._keep(Worker("native", self.environ, self._log("native"), *flags))
+
+    def vllm(self, *flags: str) -> Worker:
+        environ = self.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # there are several
+        }
+        return self._keep(Worker("vllm", environ, self._log("vllm"), *flags))
 
     def run(self, *argv: str) -> Process:
         """Any other command of ours, as `python -m ...`."""

@@ -5,9 +5,7 @@ They start once for all tests of this module; the last one kills the engine that
 
 import importlib.util
 import os
-import pathlib
 import random
-import signal
 import warnings
 
 import pytest
@@ -16,6 +14,7 @@ import pytest_asyncio
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
     pytest.skip("vllm and nixl are not installed here: make test-vllm", allow_module_level=True)
 
+import processes
 import vllm_models
 from dynamo.base import errors
 from dynamo.engine import api
@@ -58,11 +57,11 @@ class Side:
 
     async def start(self):
         assert isinstance(self.engine, api.RemotePrefill)
-        before = descendants()
+        before = processes.descendants(os.getpid())
         self.engine.open_blocks()
         self.engine.on_pull(self.reports.append)
         self.facts = await self.engine.start(self.sink)
-        self.processes = descendants() - before
+        self.processes = processes.descendants(os.getpid()) - before
         return self
 
     async def answer(self, prompt, *, params=None, max_tokens=12, n=1):
@@ -109,21 +108,6 @@ class Side:
 
 def names(tokens):
     return blocks.sequence_hashes(blocks.local_hashes(blocks.pack(tokens), BLOCK))
-
-
-def descendants():
-    """The processes below this one."""
-    parent_of = {}
-    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
-            pid, _, rest = stat.read_text().partition(" (")
-        except OSError:
-            continue  # it has ended meanwhile
-        parent_of[int(pid)] = int(rest.rpartition(") ")[2].split()[1])
-    found = {os.getpid()}
-    while more := {pid for pid, parent in parent_of.items() if parent in found} - found:
-        found |= more
-    return found
 
 
 def a_prompt(seed, num_tokens=100):
@@ -261,8 +245,7 @@ async def test_a_prefill_engine_that_dies_costs_time_and_no_answer(prefill, deco
     expected = [await decode.tokens(prompt) for prompt in prompts]
     await decode.engine.clear_kv_blocks()
     params = [await prefill.prefill(prompt) for prompt in prompts]
-    for pid in prefill.processes:
-        os.kill(pid, signal.SIGKILL)
+    processes.kill(prefill.processes)
     await prefill.sink.until(lambda: prefill.sink.deaths)
 
     tokens = [

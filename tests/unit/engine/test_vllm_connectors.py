@@ -44,6 +44,17 @@ def test_what_is_no_connector_is_refused(names, says):
         connectors.transfer_config(names, "e")
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(["nixl"], True), (["ExampleConnector", "nixl"], True), (["lmcache"], False)],
+)
+def test_prompts_go_from_engine_to_engine_by_nixl(names, expected):
+    fields = connectors.transfer_config(names, "e")
+    extra = fields.get("kv_connector_extra_config", {})
+
+    assert connectors.lends(fields["kv_connector"], extra) is expected
+
+
 def test_the_side_channel_is_ours_to_choose_unless_the_user_has():
     chosen = connectors.side_channel({"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1"}, 7)
 

@@ -32,6 +32,12 @@ def transfer_config(names: Sequence[str], engine_id: str) -> dict[str, Any] | No
     return _one("MultiConnector") | {"kv_connector_extra_config": several} | whole
 
 
+def lends(connector: str | None, extra: Mapping[str, Any]) -> bool:
+    """Do prompts go from engine to engine by it? By NIXL they do; others share stores, or have ways of their own."""
+    among = [one.get("kv_connector") for one in extra.get("connectors", ())]
+    return NIXL in (connector, *among)
+
+
 def side_channel(environ: Mapping[str, str], free_port: int) -> dict[str, str]:
     """What is to be set in the environment, so that this engine's NIXL is asked at a port of its own."""
     wanted = {_HOST: "127.0.0.1", _PORT: str(free_port)}

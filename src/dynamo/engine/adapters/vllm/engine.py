@@ -35,7 +35,7 @@ def build(directory: Path, settings: VllmConfig) -> api.Engine:
     args = arguments.engine_args(directory, settings)
     engine = VllmEngine(args, arguments.lora_requests(settings))
     moves = args.kv_transfer_config
-    if moves is None:
+    if moves is None or not connectors.lends(moves.kv_connector, moves.kv_connector_extra_config):
         return engine
     channel = connectors.side_channel(os.environ, ports.free_run(args.data_parallel_size))
     return remote.RemoteEngine(
