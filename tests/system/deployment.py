@@ -11,19 +11,22 @@ import time
 from collections.abc import Callable, Iterator
 
 import httpx
+
 import processes
 
 START_S = 30.0  # on a busy machine; usually one second
 MODEL = "storyteller"
 
 
-def eventually(check: Callable[[], object], *, within_s: float, what: str) -> float:
+def eventually(
+    check: Callable[[], object], *, within_s: float, what: str, every_s: float = 0.01
+) -> float:
     """Wait until `check` holds; gives how long that took."""
     began_at = time.monotonic()
     while not check():
         waited_s = time.monotonic() - began_at
         assert waited_s < within_s, f"not within {within_s} s: {what}"
-        time.sleep(0.01)
+        time.sleep(every_s)
     return time.monotonic() - began_at
 
 

@@ -60,20 +60,19 @@ class Served:
         self.frontend.others = [*self.workers, self.prefill]
 
     def await_all(self):
-        self.frontend.await_models([MODEL], within_s=START_S)
-        number = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
-        eventually(self._is_alive(lambda: self.frontend.metric(number) == 2), within_s=START_S, what="2 workers")  # fmt: skip
+        self._await(lambda: self.frontend.models() == [MODEL], "the model")
+        served = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
+        self._await(lambda: self.frontend.metric(served) == 2, "two workers")
         for worker in self.workers:
-            connected = self._is_alive(lambda: " is connected" in worker.log.read_text())  # noqa: B023
-            eventually(connected, within_s=START_S, what="a prefill worker")
+            self._await(lambda log=worker.log: " is connected" in log.read_text(), "who prefills")
 
-    def _is_alive(self, check):
-        def so():
+    def _await(self, check, what):
+        def is_so():
             for process in self.frontend.others:
                 process.check()
             return check()
 
-        return so
+        eventually(is_so, within_s=START_S, what=what, every_s=0.5)
 
     def ask(self, token_ids, max_tokens=16):
         """The answer and how many tokens of the prompt nobody had to compute."""
