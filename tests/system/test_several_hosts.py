@@ -1,4 +1,4 @@
-"""Frontend, workers and services on hosts of their own: what is advertised is reached, and nothing listens elsewhere."""
+"""Frontend, workers and services on hosts of their own: what is advertised is reached, nothing listens elsewhere."""
 
 import signal
 
@@ -115,6 +115,7 @@ def test_a_host_that_is_cut_off_is_gone_at_once_and_comes_back(cluster):
     eventually(answers_again, within_s=30, what="answers from the host that was cut off")
 
 
+@pytest.mark.parametrize("cluster", ["etcd+nats+nats"], indirect=True)
 def test_blocks_cross_from_host_to_host(cluster):
     deployment = cluster.deployment
     frontend = deployment.frontend(host=cluster.door)
