@@ -14,6 +14,7 @@ from typing import Any
 
 from dynamo.base import errors, extras
 from dynamo.engine import api
+from dynamo.engine.adapters.vllm import orphans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,10 @@ KIND_BY_NAME = {
         extra="vllm",
         max_local_prefill_length=0,
         environment={
-            "VLLM_NO_USAGE_STATS": "1"
-        },  # nothing is told to strangers, unless it is asked for
+            "VLLM_NO_USAGE_STATS": "1",  # nothing is told to strangers, unless it is asked for
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would keep our sockets open after us
+            orphans.OWNED: "1",
+        },
     ),
 }
 
