@@ -16,8 +16,9 @@ import pytest
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
     pytest.skip("vllm and nixl are not installed here: make test-vllm", allow_module_level=True)
 
+from deployment import Deployment, eventually
+
 import vllm_models
-from system.deployment import Deployment, eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 MODEL = "qwen3-tiny"
