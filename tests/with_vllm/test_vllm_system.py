@@ -90,6 +90,9 @@ class Served:
         with concurrent.futures.ThreadPoolExecutor(32) as threads:
             return [text for text, _ in threads.map(lambda one: self.ask(one, **fields), prompts)]
 
+    def forget_prefixes(self):
+        httpx.post(f"{self.frontend.url}/clear_kv_blocks", timeout=60).raise_for_status()
+
     def prefills(self, where):
         """How many prompts were computed so."""
         name = f'prefills_total{{where="{where}"}}'
@@ -111,8 +114,12 @@ def body(token_ids, max_tokens, **fields):
     return {"model": MODEL, "prompt": token_ids, "max_tokens": max_tokens} | ways | fields
 
 
+def num_requests(worker):
+    return worker.metric("inflight_requests") if worker.is_running else 0
+
+
 def is_busy(worker):
-    return worker.is_running and worker.metric("inflight_requests") > 0
+    return num_requests(worker) > 0
 
 
 def prompt(seed, num_tokens):
@@ -223,16 +230,23 @@ def test_an_answer_that_nobody_wants_leaves_the_scheduler(served):
 
 def test_a_killed_prefill_worker_costs_no_answer_and_changes_none(served):
     prompts = [prompt(300 + seed, 300) for seed in range(6)]
+    num_remote = served.prefills("remote")
     remote = served.ask_all(prompts)
-    assert served.prefills("remote") >= 6
-    computed_here = served.prefills("local") + served.prefills("fallback")
+    assert served.prefills("remote") == num_remote + 6
 
-    served.prefill.kill_all()
-    httpx.post(f"{served.frontend.url}/clear_kv_blocks", timeout=60).raise_for_status()
-    here = served.ask_all(prompts)
+    served.forget_prefixes()
+    served.prefill.signal(signal.SIGSTOP)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(served.ask_all, prompts)
+        eventually(lambda: sum(map(num_requests, served.workers)) == 6, within_s=30, what="all ask")
+        served.prefill.kill_all()
+        interrupted = asking.result()
+    served.forget_prefixes()
+    alone = served.ask_all(prompts)
 
-    assert here == remote
-    assert served.prefills("local") + served.prefills("fallback") == computed_here + 6
+    assert interrupted == remote == alone
+    assert served.prefills("fallback") == 6
+    assert served.prefills("remote") == num_remote + 6
 
 
 def test_an_answer_whose_worker_is_killed_is_the_undisturbed_one(served):
