@@ -20,7 +20,7 @@ BUDGET = {
     "runtime": 5880,
     "transfer": 2210,
     "kvbm": 2200,
-    "engine": 6250,
+    "engine": 6350,
     "router": 4100,
     "semantic": 1000,
     "preprocess": 3060,

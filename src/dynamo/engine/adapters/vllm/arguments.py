@@ -11,13 +11,13 @@ _OURS = ("--model", "--served-model-name", "--config")  # vLLM has flags of thes
 _CONNECTORS = {"nixl": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}
 
 
-def engine_args(directory: Path, settings: VllmConfig) -> versions.AsyncEngineArgs:
-    """What vLLM is started with to serve the model in `directory`. Raises ConfigError."""
+def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versions.AsyncEngineArgs:
+    """What vLLM is started with to serve the model in `directory`, and to call it so. Raises ConfigError."""
     given = {_flag(word) for word in settings.engine_args if word.startswith("-")}
     clash = given & {*_OURS, *(["--kv-transfer-config"] if settings.connector != "none" else [])}
     if clash:
         raise errors.ConfigError(_says_twice(clash.pop()))
-    overrides = {"model": str(directory)}
+    overrides = {"model": str(directory), "served_model_name": [model_name]}
     return versions.read_flags(settings.engine_args, overrides)
 
 

@@ -20,9 +20,10 @@ from dynamo.protocols import blocks, generate, load
 WATCH_S = 0.25  # how often vLLM is asked whether its processes live
 
 
-def build(directory: Path, settings: VllmConfig) -> "VllmEngine":
+def build(directory: Path, settings: VllmConfig, model_name: str) -> "VllmEngine":
     """The engine for the model in `directory`, not yet started. Raises ConfigError."""
-    return VllmEngine(arguments.engine_args(directory, settings), arguments.lora_requests(settings))
+    args = arguments.engine_args(directory, settings, model_name)
+    return VllmEngine(args, arguments.lora_requests(settings))
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +48,7 @@ class VllmEngine:
     ) -> None:
         self._args = args
         self._loras = loras
-        self._load = Load()
+        self._load = Load(args.data_parallel_size)
         self._tasks = tasks.Tasks()
         self._open: dict[str, _Open] = {}  # by request id
         self._gathered: list[_Gathered] = []
@@ -61,7 +62,7 @@ class VllmEngine:
         """Load, in processes of vLLM's."""
         self._sink = sink
         config = versions.make_config(self._args)
-        self._llm = await versions.start(self._args, config, self._load.make_logger)
+        self._llm = await versions.start(self._args, config, self._load.record)
         self._has_reasoner = bool(config.structured_outputs_config.reasoning_parser)
         self._vocab_size = config.model_config.get_vocab_size()
         self._facts = _facts(config, tuple(self._loras))
@@ -76,7 +77,12 @@ class VllmEngine:
         if request.id in self._open:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
         choices = range(request.sampling_options.n)
-        params = [sampling.of(request, index, has_reasoner=self._has_reasoner) for index in choices]
+        params = [
+            versions.sampling_params(
+                sampling.fields(request, index, has_reasoner=self._has_reasoner)
+            )
+            for index in choices
+        ]
         self._num_named += 1
         opened = _Open(
             request, {index: f"{request.id}-{self._num_named}-{index}" for index in choices}
