@@ -6,7 +6,6 @@ They start once for all tests of this module; the last one kills the engine that
 import importlib.util
 import os
 import random
-import warnings
 
 import pytest
 import pytest_asyncio
@@ -23,10 +22,7 @@ from dynamo.protocols import blocks, generate, kv_events, kv_transfer
 from dynamo.router import api as router_api
 from dynamo.router import prefix_index
 from engine_suite import Sink
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # vLLM's, and those of what it imports
-    from dynamo.engine.adapters.vllm import engine as adapter
+from vllm_engine import ENVIRONMENT, FLAGS, adapter
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -34,16 +30,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 BLOCK = 32
-FLAGS = (
-    f"--enforce-eager --dtype float32 --block-size {BLOCK} --num-gpu-blocks-override 24"
-    " --max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 256"
-)
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # there may be two at a time
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 WORKER = router_api.Worker(1, 0)
 
 
@@ -121,7 +107,7 @@ async def sides(tmp_path_factory):
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         settings = VllmConfig(engine_args=tuple(FLAGS.split()), connector=("nixl",))
-        prefill, decode = (Side(adapter.build(directory, settings)) for _ in range(2))
+        prefill, decode = (Side(adapter.build(directory, settings, "m")) for _ in range(2))
         await prefill.start()
         await decode.start()
         yield prefill, decode

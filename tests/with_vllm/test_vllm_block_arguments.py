@@ -22,7 +22,7 @@ MODEL = pathlib.Path("/a/model")
 
 
 def made(*flags, **settings):
-    return arguments.engine_args(MODEL, VllmConfig(engine_args=flags, **settings))
+    return arguments.engine_args(MODEL, VllmConfig(engine_args=flags, **settings), "m")
 
 
 def test_nixl_moves_blocks_where_it_is_installed():
@@ -52,9 +52,9 @@ def test_both_at_once_are_refused_by_name():
 
 
 def test_only_an_engine_with_a_connector_lends():
-    assert isinstance(engine.build(MODEL, VllmConfig()), api.RemotePrefill)
+    assert isinstance(engine.build(MODEL, VllmConfig(), "m"), api.RemotePrefill)
     for names in (("none",), ("ExampleConnector",)):
-        alone = engine.build(MODEL, VllmConfig(connector=names))
+        alone = engine.build(MODEL, VllmConfig(connector=names), "m")
         assert not isinstance(alone, api.RemotePrefill)
 
 

@@ -52,7 +52,8 @@ async def _worker(
 ) -> AsyncIterator[None]:
     kind = engines.kind_of(engine_name)
     directory = model_source.resolve(model, with_weights=kind.needs_weights)
-    engine = engines.build(engine_name, directory, engines.settings_of(engine_name)())
+    name = model_source.display_name(model)
+    engine = engines.build(engine_name, directory, engines.settings_of(engine_name)(), name)
     served = main.make_host(settings.WorkerConfig(model=model), engine, runtime, directory)
     try:
         await served.start()

@@ -32,6 +32,8 @@ class EngineKind:
     extra: str | None = None
     needs_weights: bool = True
     max_local_prefill_length: int | None = None  # where it has a custom of its own
+    takes_name: bool = False  # is its engine also told what clients call the model?
+    metrics: str | None = None  # what the names of its own metrics begin with, if it has some
     environment: Mapping[str, str] = field(default_factory=dict)  # set before it is imported
 
 
@@ -65,6 +67,8 @@ KIND_BY_NAME = {
         requires="vllm",
         extra="vllm",
         max_local_prefill_length=0,
+        takes_name=True,
+        metrics="vllm:",
         environment={
             "VLLM_NO_USAGE_STATS": "1",  # nothing is told to strangers, unless it is asked for
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would keep our sockets open after us
@@ -89,17 +93,19 @@ def settings_of(name: str) -> type:
     return settings
 
 
-def build(name: str, directory: Path, settings: Any) -> api.Engine:
+def build(name: str, directory: Path, settings: Any, model_name: str) -> api.Engine:
     """An engine, not yet started. Raises ConfigError if what it needs is not installed."""
-    engine: api.Engine = _load_part(name, KIND_BY_NAME[name].engine)(directory, settings)
+    kind = KIND_BY_NAME[name]
+    told = (model_name,) if kind.takes_name else ()
+    engine: api.Engine = _load_part(name, kind.engine)(directory, settings, *told)
     return engine
 
 
-def build_all(name: str, directory: Path, settings: Any) -> Sequence[api.Engine]:
+def build_all(name: str, directory: Path, settings: Any, model_name: str) -> Sequence[api.Engine]:
     """The engines of one process, not yet started: one, unless the settings want more. Raises ConfigError."""
     several = KIND_BY_NAME[name].several
     if several is None:
-        return (build(name, directory, settings),)
+        return (build(name, directory, settings, model_name),)
     engines: Sequence[api.Engine] = _load_part(name, several)(directory, settings)
     return engines
 

@@ -28,7 +28,7 @@ def test_an_engine_without_its_extra_says_what_to_install(monkeypatch, tmp_path)
 
     monkeypatch.setattr(engines.importlib, "import_module", fail)
     with pytest.raises(errors.ConfigError, match=r"pip install 'pydynamo\[native\]'"):
-        engines.build("native", tmp_path, native.NativeConfig())
+        engines.build("native", tmp_path, native.NativeConfig(), "m")
 
 
 def test_torch_is_told_to_wait_asleep_before_it_is_loaded(monkeypatch, tmp_path):
@@ -37,7 +37,7 @@ def test_torch_is_told_to_wait_asleep_before_it_is_loaded(monkeypatch, tmp_path)
     told = []
     monkeypatch.setattr(engines, "_load", lambda *_: told.append(dict(environment)) or _engine)
 
-    engines.build("native", tmp_path, native.NativeConfig())
+    engines.build("native", tmp_path, native.NativeConfig(), "m")
 
     assert [one["OMP_WAIT_POLICY"] for one in told] == ["PASSIVE"]
 
@@ -46,7 +46,7 @@ def test_a_wait_policy_that_the_user_set_stays(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "ACTIVE"})
     monkeypatch.setattr(engines, "_load", lambda *_: _engine)
 
-    engines.build("native", tmp_path, native.NativeConfig())
+    engines.build("native", tmp_path, native.NativeConfig(), "m")
 
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 

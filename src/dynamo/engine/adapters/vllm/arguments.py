@@ -14,13 +14,14 @@ _TRANSFER = "--kv-transfer-config"
 _OURS = ("--model", "--served-model-name", "--config")  # vLLM has flags of these names too
 
 
-def engine_args(directory: Path, settings: VllmConfig) -> versions.AsyncEngineArgs:
-    """What vLLM is started with to serve the model in `directory`. Raises ConfigError."""
+def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versions.AsyncEngineArgs:
+    """What vLLM is started with to serve the model in `directory`, and to call it so. Raises ConfigError."""
     given = {_flag(word) for word in settings.engine_args if word.startswith("-")}
     clash = given & {*_OURS, *([_TRANSFER] if settings.connector is not None else [])}
     if clash:
         raise errors.ConfigError(_says_twice(clash.pop()))
-    args = versions.read_flags(settings.engine_args, {"model": str(directory)})
+    overrides = {"model": str(directory), "served_model_name": [model_name]}
+    args = versions.read_flags(settings.engine_args, overrides)
     if _TRANSFER not in given:
         fields = connectors.transfer_config(_connectors(settings), engine_id=uuid.uuid4().hex)
         args.kv_transfer_config = fields and versions.KVTransferConfig(**fields)

@@ -30,9 +30,9 @@ from dynamo.protocols import blocks, generate, kv_events, load
 WATCH_S = 0.25  # how often vLLM is asked whether its processes live
 
 
-def build(directory: Path, settings: VllmConfig) -> api.Engine:
+def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
     """The engine for the model in `directory`, not yet started. Raises ConfigError."""
-    args = arguments.engine_args(directory, settings)
+    args = arguments.engine_args(directory, settings, model_name)
     engine = VllmEngine(args, arguments.lora_requests(settings))
     moves = args.kv_transfer_config
     if moves is None or not connectors.lends(moves.kv_connector, moves.kv_connector_extra_config):
@@ -65,7 +65,7 @@ class VllmEngine:
     ) -> None:
         self._args = args
         self._loras = loras
-        self._load = Load()
+        self._load = Load(args.data_parallel_size)
         self._tasks = tasks.Tasks()
         self._open: dict[str, _Open] = {}  # by request id
         self._gathered: list[_Gathered] = []
@@ -83,7 +83,7 @@ class VllmEngine:
         if endpoints is not None:
             self._feed = kv_feed.KvFeed(endpoints, self._args.data_parallel_size)
         config = versions.make_config(self._args)
-        self._llm = await versions.start(self._args, config, self._load.make_logger)
+        self._llm = await versions.start(self._args, config, self._load.record)
         self._has_reasoner = bool(config.structured_outputs_config.reasoning_parser)
         self._vocab_size = config.model_config.get_vocab_size()
         self._facts = _facts(config, tuple(self._loras))
@@ -100,7 +100,12 @@ class VllmEngine:
         if request.id in self._open:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
         choices = range(request.sampling_options.n)
-        params = [sampling.of(request, index, has_reasoner=self._has_reasoner) for index in choices]
+        params = [
+            versions.sampling_params(
+                sampling.fields(request, index, has_reasoner=self._has_reasoner)
+            )
+            for index in choices
+        ]
         self._num_named += 1
         opened = _Open(
             request, {index: f"{request.id}-{self._num_named}-{index}" for index in choices}

@@ -1,4 +1,4 @@
-"""From our request to vLLM's sampling parameters, one for each choice.
+"""From our request to the fields of vLLM's sampling parameters, for each choice.
 
 Each choice is a request of its own to vLLM, which would make the same of `n`: so one can be aborted alone, and a greedy
 request may have several. Their prompt is computed once, as they share a prefix.
@@ -7,50 +7,44 @@ The end tokens are those of the request, not those that vLLM finds in the model'
 and to stop at ours. What vLLM cannot honour is refused by name.
 """
 
+from typing import Any
+
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import versions
+from dynamo.engine.adapters.vllm import guides
 from dynamo.protocols import generate
 
 _MAX_SEED = 2**63
 _RESUMED_STEP = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: far from every choice's seed
 
 
-def of(request: generate.Request, index: int, *, has_reasoner: bool) -> versions.SamplingParams:
-    """The parameters of choice `index`. Raises InvalidRequest. Only the first is asked what all share."""
-    options, stop, report = (
-        request.sampling_options,
-        request.stop_conditions,
-        request.output_options,
-    )
+def fields(request: generate.Request, index: int, *, has_reasoner: bool) -> dict[str, Any]:
+    """Of choice `index`; `structured_outputs` are fields themselves. Only the first is asked what all share."""
+    options, stop = request.sampling_options, request.stop_conditions
+    report, is_first = request.output_options, index == 0
     is_greedy = options.temperature == 0 or options.top_p == 0
-    is_first = index == 0
-    extra = {"kv_transfer_params": request.kv_transfer_params}
-    try:
-        return versions.SamplingParams(
-            temperature=0.0 if is_greedy else options.temperature,
-            top_p=options.top_p or 1.0,
-            top_k=options.top_k,
-            min_p=options.min_p,
-            repetition_penalty=options.repetition_penalty,
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
-            seed=_seed(request, index),
-            logit_bias=options.logit_bias or None,
-            structured_outputs=_structured(request, has_reasoner=has_reasoner),
-            thinking_token_budget=request.thinking.max_tokens if request.thinking else None,
-            max_tokens=stop.max_tokens,
-            min_tokens=stop.min_tokens,
-            stop_token_ids=_stop_ids(request),
-            ignore_eos=True,
-            logprobs=report.logprobs,
-            prompt_logprobs=report.prompt_logprobs if is_first else None,
-            detokenize=False,
-            output_kind=versions.RequestOutputKind.DELTA,
-            skip_clone=True,
-            extra_args=extra if is_first and request.kv_transfer_params else None,
-        )
-    except ValueError as error:
-        raise versions.translated(error) from error
+    moves = request.kv_transfer_params if is_first else None
+    return {
+        "temperature": 0.0 if is_greedy else options.temperature,
+        "top_p": options.top_p or 1.0,
+        "top_k": options.top_k,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "seed": _seed(request, index),
+        "logit_bias": options.logit_bias or None,
+        "structured_outputs": _structured(request, has_reasoner=has_reasoner),
+        "thinking_token_budget": request.thinking.max_tokens if request.thinking else None,
+        "max_tokens": stop.max_tokens,
+        "min_tokens": stop.min_tokens,
+        "stop_token_ids": _stop_ids(request),
+        "ignore_eos": True,
+        "logprobs": report.logprobs,
+        "prompt_logprobs": report.prompt_logprobs if is_first else None,
+        "detokenize": False,
+        "skip_clone": True,
+        "extra_args": {"kv_transfer_params": moves} if moves else None,
+    }
 
 
 def _stop_ids(request: generate.Request) -> list[int]:
@@ -66,25 +60,13 @@ def _seed(request: generate.Request, index: int) -> int | None:
     return (seed + request.first_choice + index + request.num_resumed * _RESUMED_STEP) % _MAX_SEED
 
 
-def _structured(
-    request: generate.Request, *, has_reasoner: bool
-) -> versions.StructuredOutputsParams | None:
+def _structured(request: generate.Request, *, has_reasoner: bool) -> dict[str, Any] | None:
     guided = request.sampling_options.guided_decoding
     if guided is None:
         return None
-    if guided.calls is not None:
-        raise _refused(guided, "vLLM cannot hold an answer to calls of tools here")
-    if guided.thoughts is not None and not has_reasoner:
-        raise _refused(guided, "for a model that thinks, start vLLM with --reasoning-parser")
     if request.num_resumed:
-        raise _refused(guided, "vLLM cannot go on with a guided answer that another worker began")
-    return versions.StructuredOutputsParams(
-        json=guided.json,
-        regex=guided.regex,
-        choice=list(guided.choice) if guided.choice is not None else None,
-        grammar=guided.grammar,
-    )
-
-
-def _refused(guided: generate.GuidedDecoding, why: str) -> errors.InvalidRequest:
-    return errors.InvalidRequest(f"{guided.param}: {why}", param=guided.param)
+        raise errors.InvalidRequest(
+            f"{guided.param}: vLLM cannot go on with a guided answer that another worker began",
+            param=guided.param,
+        )
+    return guides.fields(guided, has_reasoner=has_reasoner)

@@ -5,6 +5,7 @@ Everything that the adapter uses of vLLM has a name here. Where releases differ,
 
 import argparse
 import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -29,14 +30,11 @@ __all__ = [
     "KVEventsConfig",
     "KVTransferConfig",
     "LoRARequest",
-    "RequestOutputKind",
     "SamplingParams",
-    "StatLoggerBase",
-    "StructuredOutputsParams",
     "VllmConfig",
     "tokens_input",
 ]
-MakeStatLogger = Callable[[VllmConfig, int], StatLoggerBase]
+Record = Callable[[int, Any], None]  # of a data-parallel rank: its scheduler's statistics
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
@@ -60,16 +58,46 @@ def make_config(arguments: AsyncEngineArgs) -> VllmConfig:
         raise errors.ConfigError(f"vLLM: {error}") from error
 
 
-async def start(
-    arguments: AsyncEngineArgs, vllm_config: VllmConfig, make_stat_logger: MakeStatLogger
-) -> AsyncLLM:
+class _StatLogger(StatLoggerBase):  # type: ignore[misc]
+    """Passes on what one rank says after each step: the documented way to hear of it."""
+
+    def __init__(self, record: Record, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self._record, self._rank = record, engine_index
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self._record(self._rank, scheduler_stats)
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """Raises InvalidRequest for what vLLM finds wrong with them."""
+    shape = fields["structured_outputs"]
+    try:
+        return SamplingParams(
+            **{**fields, "structured_outputs": shape and StructuredOutputsParams(**shape)},
+            output_kind=RequestOutputKind.DELTA,
+        )
+    except (ValueError, VLLMClientError) as error:
+        raise translated(error) from error
+
+
+async def start(arguments: AsyncEngineArgs, vllm_config: VllmConfig, record: Record) -> AsyncLLM:
     """An engine that has loaded; our event loop turns meanwhile. Raises EngineFailed."""
     try:
         llm = await asyncio.to_thread(
             AsyncLLM.from_vllm_config,
             vllm_config,
             usage_context=UsageContext.ENGINE_CONTEXT,
-            stat_loggers=[make_stat_logger],
+            stat_loggers=[functools.partial(_StatLogger, record)],
             enable_log_requests=arguments.enable_log_requests,
             disable_log_stats=arguments.disable_log_stats,
         )
