@@ -59,12 +59,10 @@ async def ask(host, request_id, *, prompt=PROMPT, max_tokens=8, n=1, extra=None,
 
 async def guided(host, max_tokens=150, **shape):
     """The text of an answer that is held to this shape."""
-    wanted = generate.GuidedDecoding(**shape)
-    tokens = await ask(
-        host, "guided", max_tokens=max_tokens, guided_decoding=wanted, seed=1, temperature=1.0
-    )
+    name, wanted = f"guided by {shape}", generate.GuidedDecoding(**shape)
+    tokens = await ask(host, name, max_tokens=max_tokens, guided_decoding=wanted, seed=1)
     tokenizer = tokenize.Tokenizer((model_source.built_in() / "tokenizer.json").read_bytes())
-    assert host.sink.of("guided")[-1].finish_reason == generate.FinishReason.EOS
+    assert host.sink.of(name)[-1].finish_reason == generate.FinishReason.EOS
     return tokenizer.decode(tokens[:-1], skip_special_tokens=False)
 
 
