@@ -12,7 +12,7 @@ from dynamo.protocols import blocks, generate, kv_transfer
 
 PLACE = {
     "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_engine_id": "e_dp0",
-    "remote_request_id": "r-1", "remote_host": "127.0.0.1", "remote_port": 5,
+    "remote_request_id": "r-1", "remote_host": "127.0.0.1", "remote_port": 5, "remote_prefill_cached_tokens": 5,
 }  # fmt: skip
 LOST = errors.EngineFailed("vLLM gave the request up")
 
@@ -86,8 +86,9 @@ def made(params=PLACE, n=1):
     )
 
 
-def output(token=7, params=None):
-    return api.EngineOutput("a", generate.Output((token,), kv_transfer_params=params))
+def output(token=7, params=None, cached=None):
+    said = generate.Output((token,), kv_transfer_params=params, cached_tokens=cached)
+    return api.EngineOutput("a", said)
 
 
 @pytest.fixture
@@ -120,7 +121,18 @@ async def test_the_first_output_tells_that_the_blocks_came(world):
 
     (report,) = world.reports
     assert (report.request_id, report.engine_id, report.num_blocks, report.error) == ("a", "e", 2, None)  # fmt: skip
-    assert world.sink.heard == [output(7), output(8)]
+    assert world.sink.heard == [output(7, cached=5), output(8)]
+
+
+async def test_cached_is_what_the_computing_engine_found_so(world):
+    """vLLM 0.32 says so itself; older ones count what they have fetched."""
+    world.engine.submit(made(kv_transfer.ASK))
+    world.inner.sink.outputs([output(params={"remote_engine_id": "x"}, cached=32)])
+    ((_, told),) = world.sink.heard
+
+    assert told.kv_transfer_params == {
+        "remote_engine_id": "x", "remote_prefill_cached_tokens": 32,
+    }  # fmt: skip
 
 
 async def test_a_request_whose_blocks_do_not_come_is_given_again_without(world, caplog):

@@ -27,6 +27,7 @@ from dynamo.engine import api
 from dynamo.protocols import generate, kv_events, kv_transfer, load
 
 FIRST_TOKEN_S = 60.0  # more than a handshake (vLLM: 5 s), a copy, and the turn to be served
+_CACHED = "remote_prefill_cached_tokens"  # of vLLM 0.32's parameters, and ours for older ones
 _logger = logging.getLogger(__name__)
 
 
@@ -150,14 +151,25 @@ class RemoteEngine:
     async def disconnect(self, engine_id: str) -> None:
         """See `api.RemotePrefill`."""
 
-    def heard(self, batch: Sequence[api.EngineOutput]) -> None:
+    def heard(self, batch: Sequence[api.EngineOutput]) -> Sequence[api.EngineOutput]:
         """From vLLM: the first outputs of some requests may be here."""
-        for request_id, output in batch if self._pulls or self._held else ():
-            pull = self._forget(request_id)
-            if pull is not None:
-                self._tell(pull, None)
-            if output.kv_transfer_params is not None:
-                _logger.debug("kv transfer params: %s", output.kv_transfer_params)
+        if not (self._pulls or self._held):
+            return batch
+        return [api.EngineOutput(name, self._first(name, output)) for name, output in batch]
+
+    def _first(self, request_id: str, output: generate.Output) -> generate.Output:
+        """As vLLM gave it, but counting as cached what the engine that computed the prompt found so."""
+        params = output.kv_transfer_params
+        if request_id in self._held and params is not None:
+            _logger.debug("kv transfer params: %s", params)
+            said = {_CACHED: output.cached_tokens, **params}
+            output = msgspec.structs.replace(output, kv_transfer_params=said)
+        pull = self._forget(request_id)
+        if pull is None:
+            return output
+        self._tell(pull, None)
+        cached = (pull.request.kv_transfer_params or {}).get(_CACHED)
+        return msgspec.structs.replace(output, cached_tokens=cached)
 
     def is_given_again(self, request_id: str, error: errors.DynamoError) -> bool:
         """From vLLM: it gives a request up. Does it get it once more?"""
@@ -211,8 +223,7 @@ class _Watched:
         self._sink, self._remote = sink, remote
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
-        self._remote.heard(batch)
-        self._sink.outputs(batch)
+        self._sink.outputs(self._remote.heard(batch))
 
     def failed(self, request_id: str, error: errors.DynamoError) -> None:
         if not self._remote.is_given_again(request_id, error):
