@@ -29,9 +29,8 @@ FLAGS = (
     " --num-gpu-blocks-override 400 --max-model-len 1024 --max-num-seqs 32"
     " --max-num-batched-tokens 512"
 )
-GOLDEN = (
+GOLDEN = (  # after "New Request ID: ", which every request has
     "Prefilling remotely for request",
-    "New Request ID: ",
     "get_num_new_matched_tokens: num_computed_tokens=0, kv_transfer_params={'do_remote_prefill': True",
     "start_load_kv for request",
     "is still in WAITING_FOR_REMOTE_KVS state.",

@@ -84,7 +84,6 @@ class RemoteEngine:
             self._engine.submit(request)
             self._held.add(request.id)
             return
-        _logger.debug("New Request ID: %s", request.id)
         if params is None or params.get("do_remote_prefill") is not True:
             self._engine.submit(request)
             return
