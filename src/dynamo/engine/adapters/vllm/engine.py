@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dynamo.base import errors, tasks
 from dynamo.engine import api, refusal
-from dynamo.engine.adapters.vllm import arguments, outputs, sampling, versions
+from dynamo.engine.adapters.vllm import arguments, guides, outputs, sampling, versions
 from dynamo.engine.adapters.vllm.load import Load
 from dynamo.engine.adapters.vllm.settings import VllmConfig
 from dynamo.protocols import blocks, generate, load
@@ -63,7 +63,8 @@ class VllmEngine:
         self._sink = sink
         config = versions.make_config(self._args)
         self._llm = await versions.start(self._args, config, self._load.record)
-        self._has_reasoner = bool(config.structured_outputs_config.reasoning_parser)
+        shapes = config.structured_outputs_config
+        self._ability = guides.Ability(shapes.backend, bool(shapes.reasoning_parser))
         self._vocab_size = config.model_config.get_vocab_size()
         self._facts = _facts(config, tuple(self._loras))
         self._tasks.start("watch vLLM", self._watch())
@@ -78,9 +79,7 @@ class VllmEngine:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
         choices = range(request.sampling_options.n)
         params = [
-            versions.sampling_params(
-                sampling.fields(request, index, has_reasoner=self._has_reasoner)
-            )
+            versions.sampling_params(sampling.fields(request, index, self._ability))
             for index in choices
         ]
         self._num_named += 1
