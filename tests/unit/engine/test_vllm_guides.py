@@ -18,7 +18,8 @@ CALLS = generate.Calls(
 
 
 def fields(*, has_reasoner=False, **shape):
-    return guides.fields(generate.GuidedDecoding(**shape), has_reasoner=has_reasoner)
+    ability = guides.Ability(has_reasoner=has_reasoner)
+    return guides.fields(generate.GuidedDecoding(**shape), ability)
 
 
 def tag(**shape):
@@ -83,3 +84,12 @@ def test_a_schema_that_is_no_json_is_refused_by_what_the_caller_called_it():
         fields(json="{", thoughts=THOUGHTS, param="response_format")
 
     assert refusal.value.param == "response_format"
+
+
+def test_another_library_than_vllm_was_started_with_is_refused():
+    wanted = generate.GuidedDecoding(regex="a", backend="outlines")
+
+    assert guides.fields(wanted, guides.Ability(backend="outlines"))["regex"] == "a"
+    with pytest.raises(errors.InvalidRequest) as refusal:
+        guides.fields(wanted, guides.Ability(backend="xgrammar"))
+    assert refusal.value.param == "guided_decoding_backend"

@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import sampling
+from dynamo.engine.adapters.vllm import guides, sampling
 from dynamo.protocols import blocks, generate
 
 PARAMS = {"do_remote_decode": True}
@@ -19,7 +19,7 @@ def fields(index=0, *, stop=None, options=None, report=None, **request):
         output_options=generate.OutputOptions(**report or {}),
         **request,
     )
-    return sampling.fields(made, index, has_reasoner=False)
+    return sampling.fields(made, index, guides.Ability())
 
 
 def test_what_was_not_asked_is_left_to_be_neutral():

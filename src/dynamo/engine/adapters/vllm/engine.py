@@ -16,6 +16,7 @@ from dynamo.engine import api, refusal
 from dynamo.engine.adapters.vllm import (
     arguments,
     connectors,
+    guides,
     kv_feed,
     outputs,
     ports,
@@ -84,7 +85,8 @@ class VllmEngine:
             self._feed = kv_feed.KvFeed(endpoints, self._args.data_parallel_size)
         config = versions.make_config(self._args)
         self._llm = await versions.start(self._args, config, self._load.record)
-        self._has_reasoner = bool(config.structured_outputs_config.reasoning_parser)
+        shapes = config.structured_outputs_config
+        self._ability = guides.Ability(shapes.backend, bool(shapes.reasoning_parser))
         self._vocab_size = config.model_config.get_vocab_size()
         self._facts = _facts(config, tuple(self._loras))
         if self._feed is not None:
@@ -101,9 +103,7 @@ class VllmEngine:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
         choices = range(request.sampling_options.n)
         params = [
-            versions.sampling_params(
-                sampling.fields(request, index, has_reasoner=self._has_reasoner)
-            )
+            versions.sampling_params(sampling.fields(request, index, self._ability))
             for index in choices
         ]
         self._num_named += 1

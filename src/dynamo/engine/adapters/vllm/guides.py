@@ -6,18 +6,28 @@ together as a structural tag, in which XGrammar (vLLM's default) composes shapes
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo.base import errors
 from dynamo.protocols import generate
 
 
-def fields(guided: generate.GuidedDecoding, *, has_reasoner: bool) -> dict[str, Any]:
-    """The fields of vLLM's StructuredOutputsParams. Raises InvalidRequest.
+class Ability(NamedTuple):
+    """How this vLLM holds answers to shapes."""
 
-    vLLM that has a parser for reasoning lets the model think by itself, and holds it to the rest.
-    """
-    thoughts = None if has_reasoner else guided.thoughts
+    backend: str = "auto"  # the library, as --structured-outputs-config names it
+    has_reasoner: bool = False  # it lets a model think by itself, and holds it to the rest
+
+
+def fields(guided: generate.GuidedDecoding, ability: Ability) -> dict[str, Any]:
+    """The fields of vLLM's StructuredOutputsParams. Raises InvalidRequest."""
+    if guided.backend not in (None, "auto", ability.backend):
+        raise errors.InvalidRequest(
+            f"guided_decoding_backend: expected auto or {ability.backend}, with which vLLM was started,"
+            f" got {guided.backend!r}",
+            param="guided_decoding_backend",
+        )
+    thoughts = None if ability.has_reasoner else guided.thoughts
     if thoughts is not None or guided.calls is not None:
         tag = {"type": "structural_tag", "format": _whole(guided, thoughts)}
         return {"structural_tag": json.dumps(tag)}

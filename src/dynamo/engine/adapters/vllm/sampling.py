@@ -17,7 +17,7 @@ _MAX_SEED = 2**63
 _RESUMED_STEP = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: far from every choice's seed
 
 
-def fields(request: generate.Request, index: int, *, has_reasoner: bool) -> dict[str, Any]:
+def fields(request: generate.Request, index: int, ability: guides.Ability) -> dict[str, Any]:
     """Of choice `index`; `structured_outputs` are fields themselves. Only the first is asked what all share."""
     options, stop = request.sampling_options, request.stop_conditions
     report, is_first = request.output_options, index == 0
@@ -33,7 +33,7 @@ def fields(request: generate.Request, index: int, *, has_reasoner: bool) -> dict
         "frequency_penalty": options.frequency_penalty,
         "seed": _seed(request, index),
         "logit_bias": options.logit_bias or None,
-        "structured_outputs": _structured(request, has_reasoner=has_reasoner),
+        "structured_outputs": _structured(request, ability),
         "thinking_token_budget": request.thinking.max_tokens if request.thinking else None,
         "max_tokens": stop.max_tokens,
         "min_tokens": stop.min_tokens,
@@ -60,7 +60,7 @@ def _seed(request: generate.Request, index: int) -> int | None:
     return (seed + request.first_choice + index + request.num_resumed * _RESUMED_STEP) % _MAX_SEED
 
 
-def _structured(request: generate.Request, *, has_reasoner: bool) -> dict[str, Any] | None:
+def _structured(request: generate.Request, ability: guides.Ability) -> dict[str, Any] | None:
     guided = request.sampling_options.guided_decoding
     if guided is None:
         return None
@@ -69,4 +69,4 @@ def _structured(request: generate.Request, *, has_reasoner: bool) -> dict[str, A
             f"{guided.param}: vLLM cannot go on with a guided answer that another worker began",
             param=guided.param,
         )
-    return guides.fields(guided, has_reasoner=has_reasoner)
+    return guides.fields(guided, ability)
