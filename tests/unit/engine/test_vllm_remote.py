@@ -114,6 +114,12 @@ async def test_what_is_not_fetched_goes_straight_through(world, params):
     assert world.reports == []
 
 
+async def test_vllm_is_asked_in_its_own_words(world):
+    world.engine.submit(made(kv_transfer.ASK | {"do_first_token": True}))
+
+    assert world.inner.done == [made(kv_transfer.ASK)]
+
+
 async def test_the_first_output_tells_that_the_blocks_came(world):
     world.engine.submit(made())
     world.inner.sink.outputs([output(7)])

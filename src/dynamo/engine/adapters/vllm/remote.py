@@ -81,22 +81,15 @@ class RemoteEngine:
         params = request.kv_transfer_params
         if kv_transfer.wants_hold(params):
             _logger.debug("New Prefill Request ID: %s", request.id)
-            self._engine.submit(request)
+            asked = kv_transfer.ASK  # vLLM knows of nothing else that might be asked
+            self._engine.submit(msgspec.structs.replace(request, kv_transfer_params=asked))
             self._held.add(request.id)
-            return
-        if params is None or params.get("do_remote_prefill") is not True:
+        elif params is None or params.get("do_remote_prefill") is not True:
             self._engine.submit(request)
-            return
-        _source(params)
-        if (
-            request.sampling_options.n > 1
-        ):  # each choice would fetch, from who frees them for the first
+        elif request.sampling_options.n > 1:  # each choice would fetch, from who frees them for one
             self._engine.submit(msgspec.structs.replace(request, kv_transfer_params=None))
-            return
-        self._engine.submit(request)
-        loop = asyncio.get_running_loop()
-        limit = loop.call_later(FIRST_TOKEN_S, self._too_late, request.id)
-        self._pulls[request.id] = _Pull(request, loop.time(), limit)
+        else:
+            self._fetch(request, params)
 
     def abort(self, request_id: str) -> None:
         """The engine's."""
@@ -177,6 +170,13 @@ class RemoteEngine:
             return False
         self._give_again(pull, error)
         return True
+
+    def _fetch(self, request: generate.Request, params: Mapping[str, Any]) -> None:
+        _source(params)
+        self._engine.submit(request)
+        loop = asyncio.get_running_loop()
+        limit = loop.call_later(FIRST_TOKEN_S, self._too_late, request.id)
+        self._pulls[request.id] = _Pull(request, loop.time(), limit)
 
     def _too_late(self, request_id: str) -> None:
         pull = self._forget(request_id)
