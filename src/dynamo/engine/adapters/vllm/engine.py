@@ -81,9 +81,9 @@ class VllmEngine:
         """Load, in processes of vLLM's."""
         self._sink = sink
         endpoints = arguments.kv_endpoints(self._args)
+        config = versions.make_config(self._args)
         if endpoints is not None:
             self._feed = kv_feed.KvFeed(endpoints, self._args.data_parallel_size)
-        config = versions.make_config(self._args)
         self._llm = await versions.start(self._args, config, self._load.record)
         shapes = config.structured_outputs_config
         self._ability = guides.Ability(shapes.backend, bool(shapes.reasoning_parser))
