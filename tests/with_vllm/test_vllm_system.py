@@ -199,12 +199,18 @@ def test_the_log_tells_the_story(served):
     """In the words of Dynamo's users, most of them vLLM's own."""
     served.ask(prompt(7, 350))
 
-    log = next(log for worker in served.workers if GOLDEN[0] in (log := worker.log.read_text()))
-    for story, told in ((GOLDEN, log), (GOLDEN_PREFILL, served.prefill.log.read_text())):
-        at = 0
-        for line in story:
-            at = told.find(line, at)
-            assert at >= 0, line
+    assert any(tells(worker.log.read_text(), GOLDEN) for worker in served.workers)
+    assert tells(served.prefill.log.read_text(), GOLDEN_PREFILL)
+
+
+def tells(log, story):
+    """Do its lines follow each other?"""
+    at = 0
+    for line in story:
+        at = log.find(line, at)
+        if at < 0:
+            return False
+    return True
 
 
 def test_many_streams_at_once_are_all_answered(served):
@@ -228,24 +234,22 @@ def test_an_answer_that_nobody_wants_leaves_the_scheduler(served):
 
 
 def test_a_killed_prefill_worker_costs_no_answer_and_changes_none(served):
-    prompts = [prompt(300 + seed, 300) for seed in range(6)]
+    before, meanwhile = ([prompt(300 + i, 300) for i in range(n, n + 6)] for n in (0, 6))
     num_remote = served.prefills("remote")
-    remote = served.ask_all(prompts)
+    remote = served.ask_all(before)
     assert served.prefills("remote") == num_remote + 6
 
-    served.forget_prefixes()
     served.prefill.signal(signal.SIGSTOP)
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(served.ask_all, prompts)
+        asking = threads.submit(served.ask_all, meanwhile)
         eventually(lambda: sum(map(num_requests, served.workers)) == 6, within_s=30, what="all ask")
         served.prefill.kill_all()
         interrupted = asking.result()
-    served.forget_prefixes()
-    alone = served.ask_all(prompts)
-
-    assert interrupted == remote == alone
     assert served.prefills("fallback") == 6
     assert served.prefills("remote") == num_remote + 6
+
+    served.forget_prefixes()
+    assert served.ask_all([*before, *meanwhile]) == remote + interrupted
 
 
 def test_an_answer_whose_worker_is_killed_is_the_undisturbed_one(served):
