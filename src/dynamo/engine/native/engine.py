@@ -15,7 +15,7 @@ from typing import Any
 
 from dynamo.base import errors
 from dynamo.engine import api, refusal
-from dynamo.engine.native import agents, remote, scheduler
+from dynamo.engine.native import agents, endings, remote, scheduler
 from dynamo.engine.native.assemble import Assembly, assemble
 from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.loop import EngineLoop
@@ -76,6 +76,10 @@ class NativeEngine:
     async def disconnect(self, engine_id: str) -> None:
         """What is being copied from there fails."""
         await self._remote.disconnect(engine_id)
+
+    async def until_read(self) -> None:
+        """See `api.BlockHolder`."""
+        await self._remote.until_read()
 
     def submit(self, request: generate.Request) -> None:
         """Check it here, begin it there."""
@@ -170,15 +174,10 @@ class _Running:
         refusal.check(request, self.facts, vocab_size=self._vocab_size)
         if request.id in self._open:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
-        if request.kv_transfer_params is not None:
-            self._remote.submitted(request)
-        guided = request.sampling_options.guided_decoding
-        if guided is None:
-            self.loop.submit(request)
-        else:
-            made = functools.partial(self.post, self._made, request)
-            self._grammars.make(guided, request.eos_token_ids, made)
+        is_over = request.kv_transfer_params is not None and self._handed_over(request)
         self._open[request.id] = _Open(request, set(range(request.sampling_options.n)))
+        if not is_over:
+            self._begin(request)
 
     def abort(self, request_id: str) -> None:
         if self._open.pop(request_id, None):
@@ -201,6 +200,42 @@ class _Running:
         self._death = death
         if not self._is_silent:
             self._sink.died(death)
+
+    def _begin(self, request: generate.Request) -> None:
+        guided = request.sampling_options.guided_decoding
+        if guided is None:
+            self.loop.submit(request)
+        else:
+            made = functools.partial(self.post, self._made, request)
+            self._grammars.make(guided, request.eos_token_ids, made)
+
+    def _handed_over(self, request: generate.Request) -> bool:
+        """Of its way between engines: tells the token with which it begins, if there is one; is that its last?"""
+        first = self._remote.submitted(request)
+        if first is None:
+            return False
+        if first.token_id >= self._vocab_size:
+            self._remote.aborted(request.id)
+            raise errors.RemoteProtocolError(
+                f"kv_transfer_params: expected a first token below {self._vocab_size}, got {first.token_id}"
+            )
+        reason, stop_reason = endings.find(
+            request,
+            first.token_id,
+            num_output=1,
+            is_full=request.prompt_len + 1 >= self.facts.context_length,
+        )
+        output = generate.Output(
+            token_ids=(first.token_id,),
+            finish_reason=reason,
+            logprobs=None if first.logprobs is None else (first.logprobs,),
+            stop_reason=stop_reason,
+        )
+        result = scheduler.StepResult(outputs=[scheduler.RequestOutput(request, output)])
+        self.post(self._deliver, result)
+        if reason is not None:
+            self._remote.aborted(request.id)  # no need of its blocks
+        return reason is not None
 
     def _made(
         self, request: generate.Request, grammar: grammars.Grammar | errors.DynamoError

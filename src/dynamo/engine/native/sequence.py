@@ -90,7 +90,7 @@ class Sequence:
 class Pull:
     """Blocks of a prompt that another engine has computed, and those of ours to copy them to; both may be none.
 
-    The last token of a prompt is computed here in any case, because its logits are wanted: `num_tokens` are copied.
+    The sequence's last token is computed here in any case, because its logits are wanted: `num_tokens` are copied.
     """
 
     number: int  # by which its end is told
