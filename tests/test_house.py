@@ -29,7 +29,7 @@ BUDGET = {
     "worker": 2310,
     "planner": 2000,
     "operator": 2000,
-    "cli": 1090,
+    "cli": 1210,
     "testing": 60,
     "simulate": 1040,
 }

@@ -5,11 +5,16 @@ from collections.abc import Callable
 from dynamo.base import errors
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.transfer import agent, api, routes
-from dynamo.transfer.backends import shm, tcp
+from dynamo.transfer.backends import local, shm, tcp
 
 
-def make(settings: NativeConfig, on_notification: api.OnNotification) -> agent.Agent:
-    """Not yet started. Raises ConfigError for a backend that is not known, or an address that is no good."""
+def make(
+    settings: NativeConfig, room: local.Room | None, on_notification: api.OnNotification
+) -> agent.Agent:
+    """Not yet started; it reaches those of its process directly with whom it shares a room.
+
+    Raises ConfigError for a backend that is not known, or an address that is no good.
+    """
     token = (settings.kv_transfer_token or "").encode()
     kinds: dict[str, Callable[[], routes.Backend]] = {
         "shm": lambda: shm.ShmBackend(),
@@ -21,4 +26,6 @@ def make(settings: NativeConfig, on_notification: api.OnNotification) -> agent.A
                 f"--kv-transfer-backends: expected some of {', '.join(kinds)}, got {name!r}"
             )
     backends = [kinds[name]() for name in settings.kv_transfer_backends]
+    if room is not None:
+        backends.append(local.LocalBackend(room))
     return agent.Agent("native", backends=backends, on_notification=on_notification)

@@ -21,6 +21,7 @@ from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import generate, load
+from dynamo.transfer.backends import local
 
 Post = Callable[..., None]  # call this function with these arguments on the event loop
 
@@ -28,11 +29,13 @@ Post = Callable[..., None]  # call this function with these arguments on the eve
 class NativeEngine:
     """An `api.Engine`. `start` comes first."""
 
-    def __init__(self, model_path: Path, settings: NativeConfig) -> None:
+    def __init__(
+        self, model_path: Path, settings: NativeConfig, room: local.Room | None = None
+    ) -> None:
         self._model_path = model_path
         self._settings = settings
         self._remote = remote.Remote(
-            functools.partial(agents.make, settings),
+            functools.partial(agents.make, settings, room),
             pull_s=settings.kv_transfer_timeout_s,
             hold_s=settings.kv_hold_s,
         )
