@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.engine import api, refusal
-from dynamo.engine.native import agents, remote, scheduler
+from dynamo.engine import agents, api, refusal, remote
+from dynamo.engine.native import scheduler
 from dynamo.engine.native.assemble import Assembly, assemble
 from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.loop import EngineLoop
@@ -35,7 +35,7 @@ class NativeEngine:
         self._model_path = model_path
         self._settings = settings
         self._remote = remote.Remote(
-            functools.partial(agents.make, settings, room),
+            functools.partial(agents.make, "native", settings, room),
             pull_s=settings.kv_transfer_timeout_s,
             hold_s=settings.kv_hold_s,
         )

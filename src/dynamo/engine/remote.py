@@ -1,4 +1,4 @@
-"""How the native engine's blocks get to another engine, and others' to it: the event loop's half of `transit`.
+"""How an engine's blocks get to another one, and others' to it; what is held and awaited, its scheduler knows.
 
     prefill   the last output of a prompt that is held ──▶ where its blocks are; a time limit begins
               "release 7" from the reader, or the limit ──▶ the blocks are free
@@ -12,15 +12,14 @@ A peer whose copy failed is connected anew for the next one, so that a hiccup co
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from dynamo.base import errors, tasks
 from dynamo.engine import api
-from dynamo.engine.native.loop import EngineLoop
-from dynamo.engine.native.sequence import Pull
+from dynamo.engine.pulls import Owner, Pull
 from dynamo.protocols import generate, kv_transfer
 from dynamo.transfer import api as transfer
 from dynamo.transfer import descriptors
@@ -30,6 +29,7 @@ NOTIFY_S = 2.0
 _RELEASE = "release "
 _logger = logging.getLogger(__name__)
 MakeAgent = Callable[[transfer.OnNotification], transfer.Agent]
+PassOn = Callable[[Pull], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -52,15 +52,21 @@ class _Expected:
 class Remote:
     """Made before the engine starts, and used on the event loop only."""
 
-    def __init__(self, make_agent: MakeAgent, *, pull_s: float, hold_s: float) -> None:
-        """`pull_s` bounds a copy, `hold_s` for how long blocks are kept for a reader."""
+    def __init__(
+        self, make_agent: MakeAgent, *, pull_s: float, hold_s: float, pass_on: PassOn | None = None
+    ) -> None:
+        """`pull_s` bounds a copy, `hold_s` for how long blocks are kept for a reader.
+
+        What `pass_on` waits, or raises, comes before each copy: the way of a simulated engine.
+        """
         self._make_agent = make_agent
+        self._pass_on = pass_on
         self._pull_s, self._hold_s = pull_s, hold_s
         self._agent: transfer.Agent | None = None
         self._is_started = asyncio.Lock()
         self._me: descriptors.Metadata | None = None
         self._region: descriptors.Region | None = None
-        self._loop: EngineLoop | None = None
+        self._owner: Owner | None = None
         self._sources: dict[str, _Source] = {}
         self._expected: dict[str, _Expected] = {}
         self._limits: dict[int, asyncio.TimerHandle] = {}  # by hold
@@ -77,9 +83,9 @@ class Remote:
         """Gives the KV cache's memory, if peers are to map it."""
         return self._agent.allocate if self._agent is not None else None
 
-    async def begin(self, region: descriptors.Region | None, loop: EngineLoop) -> None:
+    async def begin(self, region: descriptors.Region | None, owner: Owner) -> None:
         """The engine has started. Raises ConfigError if its blocks cannot be opened."""
-        self._region, self._loop = region, loop
+        self._region, self._owner = region, owner
         if self._agent is not None:
             await self._start(self._agent)
 
@@ -191,8 +197,8 @@ class Remote:
         except errors.DynamoError as failure:
             error = failure
         finally:
-            assert self._loop is not None
-            self._loop.end_pull(pull.number, is_copied=error is None)
+            assert self._owner is not None
+            self._owner.end_pull(pull.number, is_copied=error is None)
         took_s = asyncio.get_running_loop().time() - began_at
         self._tell(pull, error, took_s)
 
@@ -213,6 +219,8 @@ class Remote:
             transfer.Operation.READ, peer, pull.local_blocks, pull.remote_blocks
         )
         try:
+            if self._pass_on is not None:
+                await self._pass_on(pull)
             await copying.post(deadline_s=self._pull_s, notification=release)
         except errors.TransferError:
             await self._break(pull.remote.remote_engine_id, peer)
@@ -289,8 +297,8 @@ class Remote:
         limit = self._limits.pop(number, None)
         if limit is not None:
             limit.cancel()
-        if self._loop is not None:
-            self._loop.release_held(number)
+        if self._owner is not None:
+            self._owner.release_held(number)
 
 
 def _message(remote: kv_transfer.RemoteBlocks) -> bytes:

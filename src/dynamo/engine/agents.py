@@ -1,15 +1,18 @@
-"""The agent that moves the native engine's blocks, with the backends that were asked for."""
+"""The agent that moves an engine's blocks, with the backends that were asked for."""
 
 from collections.abc import Callable
 
 from dynamo.base import errors
-from dynamo.engine.native.settings import NativeConfig
+from dynamo.engine.transfer_settings import TransferConfig
 from dynamo.transfer import agent, api, routes
 from dynamo.transfer.backends import local, shm, tcp
 
 
 def make(
-    settings: NativeConfig, room: local.Room | None, on_notification: api.OnNotification
+    name: str,
+    settings: TransferConfig,
+    room: local.Room | None,
+    on_notification: api.OnNotification,
 ) -> agent.Agent:
     """Not yet started; it reaches those of its process directly with whom it shares a room.
 
@@ -28,4 +31,4 @@ def make(
     backends = [kinds[name]() for name in settings.kv_transfer_backends]
     if room is not None:
         backends.append(local.LocalBackend(room))
-    return agent.Agent("native", backends=backends, on_notification=on_notification)
+    return agent.Agent(name, backends=backends, on_notification=on_notification)
