@@ -15,7 +15,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # the diff, so a reviewer sees it.
 BUDGET = {
     "base": 850,
-    "protocols": 3510,
+    "protocols": 3540,
     "observability": 920,
     "runtime": 5880,
     "transfer": 2210,
@@ -29,7 +29,7 @@ BUDGET = {
     "worker": 2310,
     "planner": 2000,
     "operator": 2000,
-    "cli": 1090,
+    "cli": 1210,
     "testing": 60,
     "simulate": 1040,
 }

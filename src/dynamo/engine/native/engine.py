@@ -13,22 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.engine import api
-from dynamo.engine.native import agents, remote
+from dynamo.engine import agents, api, remote
 from dynamo.engine.native.assemble import assemble
 from dynamo.engine.native.running import Post, Running
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import generate, load
+from dynamo.transfer.backends import local
 
 
 class NativeEngine:
     """An `api.Engine`. `start` comes first."""
 
-    def __init__(self, model_path: Path, settings: NativeConfig) -> None:
+    def __init__(
+        self, model_path: Path, settings: NativeConfig, room: local.Room | None = None
+    ) -> None:
         self._model_path = model_path
         self._settings = settings
         self._remote = remote.Remote(
-            functools.partial(agents.make, settings),
+            functools.partial(agents.make, "native", settings, room),
             pull_s=settings.kv_transfer_timeout_s,
             hold_s=settings.kv_hold_s,
         )

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.base import errors
-from dynamo.engine import api, refusal
-from dynamo.engine.native import endings, remote, scheduler
+from dynamo.engine import api, refusal, remote
+from dynamo.engine.native import endings, scheduler
 from dynamo.engine.native.assemble import Assembly
 from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.loop import EngineLoop
@@ -74,6 +74,8 @@ class Running:
             return
         self.loop.abort_choice(request_id, index)
         self._close(found, index)
+        if not found.choices:
+            self._remote.aborted(request_id)
 
     def stop(self) -> None:
         self._is_silent = True
@@ -86,8 +88,7 @@ class Running:
             self._sink.died(death)
 
     def _begin(self, request: generate.Request) -> None:
-        if self._find(request) is None:  # it was aborted meanwhile, or that was its only token
-            self._remote.aborted(request.id)
+        if self._find(request) is None:
             return
         guided = request.sampling_options.guided_decoding
         if guided is None:
@@ -108,9 +109,14 @@ class Running:
 
     def _go_on(self, request: generate.Request, first: kv_transfer.FirstToken) -> None:
         """With an answer that has its first token; that is on its way before the thread takes the processor."""
+        if self._find(request) is None:  # it was aborted meanwhile
+            return
         told = _first_output(request, first, self.facts.context_length)
         self._deliver(scheduler.StepResult(outputs=[scheduler.RequestOutput(request, told)]))
-        self.post(self._begin, request)
+        if told.finish_reason is None:
+            self.post(self._begin, request)
+        else:
+            self._remote.aborted(request.id)  # its blocks are not needed
 
     def _made(
         self, request: generate.Request, grammar: grammars.Grammar | errors.DynamoError

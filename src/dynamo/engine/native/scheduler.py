@@ -30,8 +30,9 @@ from typing import NamedTuple
 from dynamo.base import errors
 from dynamo.engine.native import endings
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.sequence import Chunk, Grammar, Pull, Sampled, Sequence
+from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
 from dynamo.engine.native.transit import Transit
+from dynamo.engine.pulls import Pull
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free

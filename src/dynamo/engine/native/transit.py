@@ -13,7 +13,8 @@ A prompt that was computed for another engine leaves its blocks here as well, un
 from typing import Any
 
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.sequence import Pull, Sequence
+from dynamo.engine.native.sequence import Sequence
+from dynamo.engine.pulls import Pull
 
 
 class Transit:

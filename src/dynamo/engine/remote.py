@@ -1,4 +1,4 @@
-"""How the native engine's blocks get to another engine, and others' to it: the door to `lending` and `pulling`.
+"""How an engine's blocks get to another one, and others' to it: the door to `lending` and `pulling`.
 
 prefill   lending   blocks are held here until a reader has them
 decode    pulling   blocks are copied from `sources`, the engines that hold them
@@ -7,12 +7,11 @@ decode    pulling   blocks are copied from `sources`, the engines that hold them
 from collections.abc import Callable
 
 from dynamo.base import errors
-from dynamo.engine.native.lending import Lender
-from dynamo.engine.native.loop import EngineLoop
-from dynamo.engine.native.own_agent import MakeAgent, OwnAgent
-from dynamo.engine.native.pulling import Puller
-from dynamo.engine.native.sequence import Pull
-from dynamo.engine.native.sources import Sources
+from dynamo.engine.lending import Lender
+from dynamo.engine.own_agent import MakeAgent, OwnAgent
+from dynamo.engine.pulling import Puller
+from dynamo.engine.pulls import Owner, PassOn, Pull
+from dynamo.engine.sources import Sources
 from dynamo.protocols import generate, kv_transfer
 from dynamo.transfer import descriptors
 
@@ -20,12 +19,17 @@ from dynamo.transfer import descriptors
 class Remote:
     """Made before the engine starts, and used on the event loop only."""
 
-    def __init__(self, make_agent: MakeAgent, *, pull_s: float, hold_s: float) -> None:
-        """`pull_s` bounds a copy, `hold_s` for how long blocks are kept for a reader."""
+    def __init__(
+        self, make_agent: MakeAgent, *, pull_s: float, hold_s: float, pass_on: PassOn | None = None
+    ) -> None:
+        """`pull_s` bounds a copy, `hold_s` for how long blocks are kept for a reader.
+
+        What `pass_on` waits, or raises, comes before each copy: the way of a simulated engine.
+        """
         self._lender = Lender(hold_s=hold_s)
         self._agent = OwnAgent(make_agent, self._lender.notified)
         self._sources = Sources(self._agent, remember_s=hold_s)
-        self._puller = Puller(self._agent, self._sources, pull_s=pull_s)
+        self._puller = Puller(self._agent, self._sources, pull_s=pull_s, pass_on=pass_on)
         self.open = self._agent.open
         self.on_pull = self._puller.on_pull
         self.connect = self._sources.connect
@@ -34,10 +38,10 @@ class Remote:
         self.until_read = self._lender.until_read
         self.aborted = self._puller.aborted
 
-    async def begin(self, region: descriptors.Region | None, loop: EngineLoop) -> None:
+    async def begin(self, region: descriptors.Region | None, owner: Owner) -> None:
         """The engine has started. Raises ConfigError if its blocks cannot be opened."""
-        self._lender.begin(loop)
-        self._puller.begin(loop)
+        self._lender.begin(owner)
+        self._puller.begin(owner)
         await self._agent.begin(region)
 
     @property

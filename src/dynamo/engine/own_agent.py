@@ -1,4 +1,4 @@
-"""The agent that moves the native engine's blocks: made before the engine if others are to read them, else when needed.
+"""The agent that moves an engine's blocks: made before the engine if others are to read them, else when needed.
 
 Peers on this host map the KV cache's memory, so an engine whose blocks are open takes it from its agent. One that only
 reads has an agent from its first connection on.

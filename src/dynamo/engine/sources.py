@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from dynamo.base import errors
-from dynamo.engine.native.own_agent import OwnAgent
+from dynamo.engine.own_agent import OwnAgent
 from dynamo.transfer import api as transfer
 
 CONNECT_S = 5.0

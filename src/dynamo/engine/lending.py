@@ -11,7 +11,7 @@ import logging
 
 import msgspec
 
-from dynamo.engine.native.loop import EngineLoop
+from dynamo.engine.pulls import Owner
 from dynamo.protocols import generate, kv_transfer
 from dynamo.transfer import descriptors
 
@@ -25,14 +25,14 @@ class Lender:
     def __init__(self, *, hold_s: float) -> None:
         """`hold_s`: for how long blocks are kept for a reader."""
         self._hold_s = hold_s
-        self._loop: EngineLoop | None = None
+        self._owner: Owner | None = None
         self._limits: dict[int, asyncio.TimerHandle] = {}  # by hold
         self._nothing_held = asyncio.Event()
         self._nothing_held.set()
 
-    def begin(self, loop: EngineLoop) -> None:
-        """This loop's scheduler holds them."""
-        self._loop = loop
+    def begin(self, owner: Owner) -> None:
+        """Whose they are."""
+        self._owner = owner
 
     def held(
         self, request: generate.Request, output: generate.Output, me: descriptors.Metadata
@@ -89,8 +89,8 @@ class Lender:
         limit = self._limits.pop(number, None)
         if limit is not None:
             limit.cancel()
-        if self._loop is not None:
-            self._loop.release_held(number)
+        if self._owner is not None:
+            self._owner.release_held(number)
         if not self._limits:
             self._nothing_held.set()
 

@@ -1,4 +1,4 @@
-"""Copies of prompts' blocks that other engines hold: the event loop's half of `transit`.
+"""Copies of prompts' blocks that other engines hold, for sequences that wait for them.
 
     a copy that the scheduler asks for ──▶ READ ──▶ the sequence goes on, and "release 7" tells the holder
 
@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from dynamo.base import errors, tasks
 from dynamo.engine import api
-from dynamo.engine.native.lending import release_message
-from dynamo.engine.native.loop import EngineLoop
-from dynamo.engine.native.own_agent import OwnAgent
-from dynamo.engine.native.sequence import Pull
-from dynamo.engine.native.sources import Sources
+from dynamo.engine.lending import release_message
+from dynamo.engine.own_agent import OwnAgent
+from dynamo.engine.pulls import Owner, PassOn, Pull
+from dynamo.engine.sources import Sources
 from dynamo.protocols import generate, kv_transfer
 from dynamo.transfer import api as transfer
 
@@ -37,18 +36,21 @@ class _Expected:
 class Puller:
     """Used on the event loop only."""
 
-    def __init__(self, agent: OwnAgent, sources: Sources, *, pull_s: float) -> None:
-        """`pull_s` bounds a copy."""
+    def __init__(
+        self, agent: OwnAgent, sources: Sources, *, pull_s: float, pass_on: PassOn | None
+    ) -> None:
+        """`pull_s` bounds a copy. What `pass_on` waits, or raises, comes before each: the way of a simulated engine."""
         self._agent, self._sources, self._pull_s = agent, sources, pull_s
-        self._loop: EngineLoop | None = None
+        self._pass_on = pass_on
+        self._owner: Owner | None = None
         self._expected: dict[str, _Expected] = {}
         self._listeners: list[Callable[[api.PullReport], None]] = []
         self._tasks = tasks.Tasks()
         self._is_closed = False
 
-    def begin(self, loop: EngineLoop) -> None:
-        """This loop asks for copies."""
-        self._loop = loop
+    def begin(self, owner: Owner) -> None:
+        """Who is told how each copy has ended."""
+        self._owner = owner
 
     def on_pull(self, listener: Callable[[api.PullReport], None]) -> None:
         """Call this after every copy."""
@@ -84,8 +86,8 @@ class Puller:
         except errors.DynamoError as failure:
             error = failure
         finally:
-            assert self._loop is not None
-            self._loop.end_pull(pull.number, is_copied=error is None)
+            assert self._owner is not None
+            self._owner.end_pull(pull.number, is_copied=error is None)
         took_s = asyncio.get_running_loop().time() - began_at
         self._tell(pull, error, took_s)
         if not isinstance(error, errors.Cancelled):
@@ -105,6 +107,8 @@ class Puller:
         _check_time(until)
 
     async def _read(self, peer: transfer.Peer, pull: Pull) -> None:
+        if self._pass_on is not None:
+            await self._pass_on(pull)
         agent = await self._agent.started()
         copying = agent.prepare(
             transfer.Operation.READ, peer, pull.local_blocks, pull.remote_blocks
