@@ -67,6 +67,12 @@ class Puller:
         if expected is not None:
             self._tasks.start("release remote blocks", self._let_go(expected.remote))
 
+    def unneeded(self, request_id: str) -> None:
+        """Its answer is over without a copy."""
+        expected = self._expected[request_id]
+        self.aborted(request_id)
+        self._report(request_id, expected.remote)
+
     def begin_pulls(self, pulls: list[Pull]) -> None:
         """Make these copies; the loop is told how each has ended."""
         for pull in pulls if not self._is_closed else ():
@@ -150,10 +156,22 @@ class Puller:
                 "update_state_after_alloc(%s): num_external_tokens=0, kv_transfer_params=%s (%.1f ms)",
                 pull.request.id, done, took_s * 1000,
             )  # fmt: skip
+        num_blocks = len(pull.local_blocks)
+        self._report(pull.request.id, pull.remote, num_blocks, took_s=took_s, error=error)
+
+    def _report(
+        self,
+        request_id: str,
+        remote: kv_transfer.RemoteBlocks,
+        num_blocks: int = 0,
+        *,
+        took_s: float = 0.0,
+        error: errors.DynamoError | None = None,
+    ) -> None:
         report = api.PullReport(
-            request_id=pull.request.id,
-            engine_id=pull.remote.remote_engine_id,
-            num_blocks=len(pull.local_blocks),
+            request_id=request_id,
+            engine_id=remote.remote_engine_id,
+            num_blocks=num_blocks,
             duration_s=took_s,
             error=error,
         )

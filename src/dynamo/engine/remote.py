@@ -37,6 +37,7 @@ class Remote:
         self.unheard = self._lender.unheard
         self.until_read = self._lender.until_read
         self.aborted = self._puller.aborted
+        self.unneeded = self._puller.unneeded
 
     async def begin(self, region: descriptors.Region | None, owner: Owner) -> None:
         """The engine has started. Raises ConfigError if its blocks cannot be opened."""

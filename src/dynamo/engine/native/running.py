@@ -116,7 +116,7 @@ class Running:
         if told.finish_reason is None:
             self.post(self._begin, request)
         else:
-            self._remote.aborted(request.id)  # its blocks are not needed
+            self._remote.unneeded(request.id)
 
     def _made(
         self, request: generate.Request, grammar: grammars.Grammar | errors.DynamoError
