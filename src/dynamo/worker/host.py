@@ -127,7 +127,7 @@ class Host:
     async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
         """Finish what runs, within `timeout_s`, and end; take what still comes for `grace_s` first. Idempotent."""
         self._is_ready = False
-        until = self._clock.now() + timeout_s
+        until = self._clock.now() + grace_s + timeout_s
         if len(self._requests):
             _logger.info("finishing %d requests", len(self._requests))
         if not await self._runtime.drain(timeout_s, 0.0 if self._death else grace_s):
@@ -170,7 +170,7 @@ class Host:
 
     async def _let_others_read(self, until: float) -> None:
         """What the engine has computed for others and still holds, but not beyond this time of our clock."""
-        if not isinstance(self._engine, api.BlockHolder):
+        if self._death is not None or not isinstance(self._engine, api.BlockHolder):
             return
         try:
             async with asyncio.timeout(max(0.0, until - self._clock.now())):
