@@ -44,18 +44,26 @@ class Measured:
     gaps: list[float] = field(default_factory=list)  # between tokens of the running streams
     first_tokens: list[float] = field(default_factory=list)  # of the prompts that arrive
     num_tokens: int = 0
+    num_prompt_tokens: int = 0  # of the prompts that arrived
     wall_s: float = 0.0
     cpu_s: float = 0.0  # that the workers took
 
+    @property
+    def tokens_per_core_s(self) -> float:
+        """All that were computed, of prompts and of answers."""
+        return (self.num_prompt_tokens + self.num_tokens) / self.cpu_s
+
 
 @contextlib.contextmanager
-def serving(workers: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, list[int]]]:
-    """A frontend and these workers; gives the URL, and the workers' process ids."""
+def serving(
+    workers: tuple[tuple[str, ...], ...], log_path: Path, **variables: str
+) -> Iterator[tuple[str, list[int]]]:
+    """A frontend and these workers; gives the URL, and the workers' process ids. All write to one log."""
     port = systems.free_port()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        log_path = Path(directory) / "log"
         log = stack.enter_context(log_path.open("w"))
         environ = systems.environment(sys.executable, directory) | {"OMP_NUM_THREADS": "1"}
+        environ |= variables
         commands = [["dynamo.frontend", "--http-port", str(port)]]
         commands += [["dynamo.native", "--model-name", "m", *POOL, *flags] for flags in workers]
         running = [
@@ -98,6 +106,13 @@ async def read_on(client: httpx.AsyncClient, url: str, seed: int, found: Measure
             last = now
 
 
+@contextlib.contextmanager
+def log_file() -> Iterator[Path]:
+    """Where processes may write."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory) / "log"
+
+
 def cpu_s(pids: list[int]) -> float:
     """Processor time that these have taken so far, in user code and for it."""
     ticks = 0
@@ -132,6 +147,7 @@ async def measure(
             times = [t async for t in tokens(client, url, prompt(length, asked_at), 4)]
             found.first_tokens.append(times[0] - asked_at)
             found.num_tokens += len(times)
+            found.num_prompt_tokens += length
         found.wall_s = time.perf_counter() - began_at
         found.cpu_s = cpu_s(pids) - cpu_before_s
         for task in reading:
@@ -158,10 +174,12 @@ def row(name: str, runs: list[Measured]) -> str:
     prompts = statistics.median(len(run.first_tokens) / run.wall_s for run in runs)
     cells = [median_ms(lambda run: run.gaps, share) for share in (0.5, 0.99)]
     cells.append(median_ms(lambda run: run.first_tokens, 0.5))
-    cores = statistics.median(run.cpu_s / run.wall_s for run in runs)
-    return " | ".join(
-        ["", name, *cells, f"{prompts:.2f}", f"{rate:.0f}", f"{cores:.2f}", ""]
-    ).strip()
+    all_tokens = statistics.median(
+        (run.num_tokens + run.num_prompt_tokens) / run.wall_s for run in runs
+    )
+    per_core = statistics.median(run.tokens_per_core_s for run in runs)
+    cells += [f"{prompts:.2f}", f"{rate:.0f}", f"{all_tokens:.0f}", f"{per_core:.0f}"]
+    return " | ".join(["", name, *cells, ""]).strip()
 
 
 def main() -> None:
@@ -179,7 +197,7 @@ def main() -> None:
     runs: dict[tuple[str, str], list[Measured]] = {}
     for _ in range(args.rounds):
         for form, workers in (("aggregated", AGGREGATED), ("split", SPLIT)):
-            with serving(workers) as (url, pids):
+            with log_file() as log, serving(workers, log) as (url, pids):
                 asyncio.run(warm_up(url))
                 for name, (num_streams, length) in cells.items():
                     measuring = measure(
