@@ -106,5 +106,7 @@ def _first_token(
     if not kv_transfer.wants_token(request.kv_transfer_params):
         return None
     return kv_transfer.FirstToken(
-        output.token_ids[0], output.logprobs[0] if output.logprobs else None
+        output.token_ids[0],
+        output.logprobs[0] if output.logprobs else None,
+        output.cached_tokens,
     )

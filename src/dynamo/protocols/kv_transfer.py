@@ -28,10 +28,11 @@ METADATA = "kv_transfer_metadata"  # of an engine's agent, in a card's runtime d
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """The token that was drawn where the prompt was computed, and its logprobs, if the request wanted them."""
+    """What the engine that computed the prompt says of the answer's first token."""
 
     token_id: Annotated[int, msgspec.Meta(ge=0)]
-    logprobs: generate.TokenLogprobs | None = None
+    logprobs: generate.TokenLogprobs | None = None  # if the request wanted them
+    cached_tokens: int | None = None  # prompt tokens that it had not to compute
 
 
 class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True):

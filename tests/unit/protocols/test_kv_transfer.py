@@ -31,7 +31,7 @@ def request(*, n=1, logprobs=None, prompt_logprobs=None):
 
 
 def test_it_arrives_as_it_was_sent():
-    sent = place(first_token=kv_transfer.FirstToken(4, LOGPROBS))
+    sent = place(first_token=kv_transfer.FirstToken(4, LOGPROBS, 16))
     travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.as_params()))
 
     assert kv_transfer.read(travelled) == kv_transfer.read(sent.as_params()) == sent

@@ -195,5 +195,6 @@ def _first_output(
         token_ids=(first.token_id,),
         finish_reason=reason,
         logprobs=None if first.logprobs is None else (first.logprobs,),
+        cached_tokens=first.cached_tokens,
         stop_reason=stop_reason,
     )

@@ -109,7 +109,7 @@ class Scheduler:
         drawn = [] if first is None else [first.token_id]
         self._num_arrived += 1
         leader: Sequence | None = None
-        group = self._groups[request.id] = _Group([])
+        group = self._groups[request.id] = _Group([], is_told_cached=first is not None)
         for index in range(request.sampling_options.n):
             sequence = Sequence(
                 request=request,
