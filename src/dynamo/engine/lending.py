@@ -70,7 +70,7 @@ class Lender:
         if verb == _RELEASE.strip() and number.isdecimal():
             self._release(int(number))
         else:
-            _logger.warning("%s said %r, expected %s and a number", sender, message[:40], verb)
+            _logger.warning("%s said %r, expected %r and a number", sender, message[:40], _RELEASE)
 
     async def until_read(self) -> None:
         """Returns when nothing is held, because it was read or its time is over."""
