@@ -51,7 +51,7 @@ class Split:
             what=f"{num_prefill} prefill workers are connected",
         )
 
-    def ask(self, token_ids, model=MODEL, max_tokens=8):
+    def ask(self, token_ids, model=MODEL, max_tokens=8, **fields):
         """The answer's text; fails if there is none."""
         body = {
             "model": model,
@@ -59,7 +59,7 @@ class Split:
             "max_tokens": max_tokens,
             "temperature": 0,
             "nvext": {"ignore_eos": True},
-        }
+        } | fields
         answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == max_tokens
@@ -105,6 +105,22 @@ def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(split
     assert split.ask_all(prompts) == expected  # now they are known on both sides
     assert prefills(decode, "fallback") == 0
     assert prefills(decode, "remote") > 32
+    until_idle(decode, prefill)
+
+
+def test_answers_that_are_drawn_are_those_of_a_worker_that_computes_all_itself(split):
+    decode, prefill, _ = split.decode(), split.prefill(), split.alone()
+    split.ready(decode, models=[ALONE, MODEL])
+    ways = [
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.0, "seed": 5, "max_tokens": 1},
+        {"temperature": 0.8, "seed": 6, "top_p": 0.9, "presence_penalty": 1.0},
+    ]
+
+    for i, way in enumerate(ways):
+        prompts = [prompt(n, i) for n in (2, 16, 200, 1000)]  # none that is known by now
+        assert split.ask_all(prompts, **way) == split.ask_all(prompts, model=ALONE, **way)
+    assert prefills(decode, "remote") == 3 * 4
     until_idle(decode, prefill)
 
 
