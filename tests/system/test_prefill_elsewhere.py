@@ -2,88 +2,15 @@
 
 import concurrent.futures
 import contextlib
-import random
-import re
 import signal
 
 import httpx
 import pytest
 from deployment import MODEL, eventually
+from split import ALONE, ALWAYS, Split, prefills, prompt, until_idle
 
-ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
-CONNECTED = re.compile(r"prefill worker \w+ is connected")
 HOLD_S = 3.0
 SHORT_HOLD = ("--kv-hold-s", str(HOLD_S))
-ALONE = "alone"  # the same model, served by a worker that computes all by itself
-
-
-def prompt(length, seed=0):
-    return random.Random(f"{length} {seed}").choices(range(5, 4000), k=length)
-
-
-class Split:
-    """A frontend, and workers of both kinds."""
-
-    def __init__(self, deployment):
-        self.deployment = deployment
-        self.frontend = deployment.frontend()
-
-    def prefill(self, *flags):
-        return self._worker("--is-prefill-worker", *flags)
-
-    def decode(self, *flags):
-        return self._worker("--disaggregation-mode", "decode", *ALWAYS, *flags)
-
-    def alone(self):
-        at = ("--endpoint", "dyn://dynamo.alone.generate", "--model-name", ALONE)
-        return self._worker("--disaggregation-mode", "agg", *at)
-
-    def _worker(self, *flags):
-        worker = self.deployment.native(*flags)
-        self.frontend.others.append(worker)
-        return worker
-
-    def ready(self, decode, num_prefill=1, models=(MODEL,)):
-        self.frontend.await_models(list(models))
-        eventually(
-            lambda: len(CONNECTED.findall(decode.log.read_text())) >= num_prefill,
-            within_s=30,
-            what=f"{num_prefill} prefill workers are connected",
-        )
-
-    def ask(self, token_ids, model=MODEL, max_tokens=8):
-        """The answer's text; fails if there is none."""
-        body = {
-            "model": model,
-            "prompt": token_ids,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "nvext": {"ignore_eos": True},
-        }
-        answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["completion_tokens"] == max_tokens
-        return answer.json()["choices"][0]["text"]
-
-    def ask_all(self, prompts, **fields):
-        with concurrent.futures.ThreadPoolExecutor(32) as threads:
-            return list(threads.map(lambda one: self.ask(one, **fields), prompts))
-
-
-def prefills(decode, where):
-    """How many prompts it had computed so."""
-    row = f'dynamo_component_prefills_total{{where="{where}"}} '
-    text = httpx.get(f"{decode.url}/metrics", timeout=5).text
-    return next(float(line[len(row) :]) for line in text.splitlines() if line.startswith(row))
-
-
-def until_idle(*workers, within_s=10.0):
-    for worker in workers:
-        eventually(
-            lambda worker=worker: worker.metric("kvstats_active_blocks") == 0,
-            within_s=within_s,
-            what="no block is in use",
-        )
 
 
 @pytest.fixture
