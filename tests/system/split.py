@@ -1,6 +1,7 @@
 """Prefill and decode workers as processes of their own, and questions to them."""
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import random
@@ -32,9 +33,9 @@ class Split:
     def decode(self, *flags):
         return self._worker("--disaggregation-mode", "decode", *ALWAYS, *flags)
 
-    def alone(self):
+    def alone(self, *flags):
         at = ("--endpoint", "dyn://dynamo.alone.generate", "--model-name", ALONE)
-        return self._worker("--disaggregation-mode", "agg", *at)
+        return self._worker("--disaggregation-mode", "agg", *at, *flags)
 
     def _worker(self, *flags):
         worker = getattr(self.deployment, self._engine)(*flags)
@@ -101,3 +102,77 @@ class Question:
 
     def leave(self):
         self._connection.close()
+
+
+NUM = 4  # requests at a time
+HOLD_S = 4.0
+QUICK = ("--speedup-ratio", "20", "--kv-hold-s", str(HOLD_S))
+SLOW = ("--speedup-ratio", "0.02", "--kv-hold-s", "30")  # a prefill takes more than a second
+SLOW_LINK = (*QUICK, "--kv-transfer-bandwidth", "0.04")  # a copy takes two
+
+
+class Stage:
+    """A point on the way of a prompt, at which it stays for a while."""
+
+    def __init__(self, prefill_flags, decode_flags, is_reached):
+        self.prefill_flags, self.decode_flags, self.is_reached = (
+            prefill_flags,
+            decode_flags,
+            is_reached,
+        )
+
+    def reached(self, prefill_workers, decode_workers):
+        eventually(
+            lambda: self.is_reached(prefill_workers, decode_workers),
+            within_s=30,
+            what="the prompts are where they should be",
+        )
+
+
+def all_are_at_prefill_workers(prefill_workers, _):
+    return sum(worker.metric("inflight_requests") for worker in prefill_workers) == NUM
+
+
+def all_are_being_copied(_, decode_workers):
+    return sum(worker.metric("remote_prefill_seconds_count") for worker in decode_workers) == NUM
+
+
+STAGES = {
+    "queued": Stage((*SLOW, "--max-num-seqs", "1"), QUICK, all_are_at_prefill_workers),
+    "computed": Stage(SLOW, QUICK, all_are_at_prefill_workers),
+    "copied": Stage(QUICK, SLOW_LINK, all_are_being_copied),
+}
+
+
+@contextlib.contextmanager
+def asking(split, prompts):
+    """Answers to all of them, on their way; gives the list that has them in the end."""
+    answers = []
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as threads:
+        asked = [threads.submit(split.ask, one) for one in prompts]
+        yield answers
+        answers += [one.result() for one in asked]
+
+
+def start(split, stage, num_prefill, num_decode):
+    prefill = [split.prefill(*stage.prefill_flags) for _ in range(num_prefill)]
+    decode = [split.decode(*stage.decode_flags) for _ in range(num_decode)]
+    for worker in decode:
+        split.ready(worker, num_prefill)
+    name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
+    eventually(lambda: split.frontend.metric(name) == num_decode, within_s=20, what="all are known")
+    return prefill, decode
+
+
+def prompts_of(seed):
+    return [prompt(600, f"{seed} {i}") for i in range(NUM)]
+
+
+def total(workers, where):
+    return sum(prefills(worker, where) for worker in workers)
+
+
+def num_moved(split):
+    text = httpx.get(f"{split.frontend.url}/metrics", timeout=5).text
+    rows = [row for row in text.splitlines() if row.startswith("dynamo_frontend_model_migration_")]
+    return sum(float(row.rpartition(" ")[2]) for row in rows if "_total{" in row)

@@ -2,12 +2,16 @@
 
 import concurrent.futures
 import contextlib
+import shutil
 import signal
 
 import httpx
 import pytest
 from deployment import MODEL, eventually
 from split import ALONE, ALWAYS, Split, prefills, prompt, until_idle
+
+from checkpoints import make_checkpoint
+from dynamo.worker import model_source
 
 HOLD_S = 3.0
 SHORT_HOLD = ("--kv-hold-s", str(HOLD_S))
@@ -18,13 +22,28 @@ def split(deployment):
     return Split(deployment)
 
 
+@pytest.fixture
+def long_model(tmp_path):
+    """The built-in model's tokenizer, with random weights for 8,192 tokens."""
+    shape = {"vocab_size": 4096, "num_hidden_layers": 2, "max_position_embeddings": 8192}
+    directory = make_checkpoint(tmp_path / "long", "qwen3", **shape)
+    built_in = model_source.resolve(None, with_weights=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(built_in / name, directory)
+    return directory
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(split, backend):
-    way = ("--kv-transfer-backends", backend)
-    decode, prefill, _ = split.decode(*way), split.prefill(*way), split.alone()
+def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(
+    split, backend, long_model
+):
+    way = ("--model", str(long_model), "--kv-transfer-backends", backend)
+    named = (*way, "--model-name", MODEL)
+    decode, prefill, _ = split.decode(*named), split.prefill(*named), split.alone(*way)
     split.ready(decode, models=[ALONE, MODEL])
-    prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 1500, 2000)]
-    prompts += [prompt(160) + prompt(i * 37 % 300 + 1, i) for i in range(22)]
+    prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 2049, 5000, 8000)]
+    prompts += [prompt(160) + prompt(i * 37 % 300 + 1, i) for i in range(21)]
 
     expected = split.ask_all(prompts, model=ALONE)
 

@@ -7,56 +7,34 @@ wrong answer.
 
 import asyncio
 import concurrent.futures
-import contextlib
 import itertools
 import threading
 
-import httpx
 import pytest
-from deployment import MODEL, eventually
-from split import Question, Split, prefills, prompt, until_idle
+from deployment import eventually
+from split import (
+    HOLD_S,
+    NUM,
+    QUICK,
+    SLOW,
+    SLOW_LINK,
+    STAGES,
+    Question,
+    Split,
+    asking,
+    num_moved,
+    prefills,
+    prompt,
+    prompts_of,
+    start,
+    total,
+    until_idle,
+)
 
 from dynamo.protocols import instances
 from dynamo.runtime import component
 
-NUM = 4  # requests at a time
-HOLD_S = 4.0
-QUICK = ("--speedup-ratio", "20", "--kv-hold-s", str(HOLD_S))
-SLOW = ("--speedup-ratio", "0.02", "--kv-hold-s", "30")  # a prefill takes more than a second
-SLOW_LINK = (*QUICK, "--kv-transfer-bandwidth", "0.04")  # a copy takes two
-
-
-class Stage:
-    """A point on the way of a prompt, at which it stays for a while."""
-
-    def __init__(self, prefill_flags, decode_flags, is_reached):
-        self.prefill_flags, self.decode_flags, self.is_reached = (
-            prefill_flags,
-            decode_flags,
-            is_reached,
-        )
-
-    def reached(self, prefill_workers, decode_workers):
-        eventually(
-            lambda: self.is_reached(prefill_workers, decode_workers),
-            within_s=30,
-            what="the prompts are where they should be",
-        )
-
-
-def all_are_at_prefill_workers(prefill_workers, _):
-    return sum(worker.metric("inflight_requests") for worker in prefill_workers) == NUM
-
-
-def all_are_being_copied(_, decode_workers):
-    return sum(worker.metric("remote_prefill_seconds_count") for worker in decode_workers) == NUM
-
-
-STAGES = {
-    "queued": Stage((*SLOW, "--max-num-seqs", "1"), QUICK, all_are_at_prefill_workers),
-    "computed": Stage(SLOW, QUICK, all_are_at_prefill_workers),
-    "copied": Stage(QUICK, SLOW_LINK, all_are_being_copied),
-}
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
@@ -67,40 +45,6 @@ def split(deployment):
 @pytest.fixture(params=STAGES)
 def stage(request):
     return STAGES[request.param]
-
-
-@contextlib.contextmanager
-def asking(split, prompts):
-    """Answers to all of them, on their way; gives the list that has them in the end."""
-    answers = []
-    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as threads:
-        asked = [threads.submit(split.ask, one) for one in prompts]
-        yield answers
-        answers += [one.result() for one in asked]
-
-
-def start(split, stage, num_prefill, num_decode):
-    prefill = [split.prefill(*stage.prefill_flags) for _ in range(num_prefill)]
-    decode = [split.decode(*stage.decode_flags) for _ in range(num_decode)]
-    for worker in decode:
-        split.ready(worker, num_prefill)
-    name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
-    eventually(lambda: split.frontend.metric(name) == num_decode, within_s=20, what="all are known")
-    return prefill, decode
-
-
-def prompts_of(seed):
-    return [prompt(600, f"{seed} {i}") for i in range(NUM)]
-
-
-def total(workers, where):
-    return sum(prefills(worker, where) for worker in workers)
-
-
-def num_moved(split):
-    text = httpx.get(f"{split.frontend.url}/metrics", timeout=5).text
-    rows = [row for row in text.splitlines() if row.startswith("dynamo_frontend_model_migration_")]
-    return sum(float(row.rpartition(" ")[2]) for row in rows if "_total{" in row)
 
 
 def test_the_only_prefill_worker_is_killed(split, stage):
@@ -142,7 +86,9 @@ def test_a_decode_worker_is_killed(split, stage):
     until_idle(decode[1], prefill, within_s=HOLD_S + 30)
 
 
-def test_a_prefill_and_a_decode_worker_are_killed_at_once(split, stage):
+@pytest.mark.parametrize("where", ["computed", "copied"])
+def test_a_prefill_and_a_decode_worker_are_killed_at_once(split, where):
+    stage = STAGES[where]
     prefill, decode = start(split, stage, 2, 2)
     with asking(split, prompts_of(4)) as answers:
         stage.reached(prefill, decode)
@@ -193,25 +139,25 @@ def test_a_prefill_worker_that_refuses_more_does_not_get_it(split):
 
 
 def test_a_copy_that_takes_too_long_is_given_up(split):
-    prefill = split.prefill(*QUICK)
+    prefill = split.prefill("--kv-hold-s", "100")
     decode = split.decode(*SLOW_LINK, "--kv-transfer-timeout-s", "0.3")
     split.ready(decode)
     answers = split.ask_all(prompts_of(8))
 
     assert prefills(decode, "fallback") == NUM
     assert answers == split.ask_all(prompts_of(8))
-    until_idle(decode, prefill, within_s=HOLD_S + 10)
+    until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
 
 
 def test_every_other_copy_fails(split):
-    prefill = split.prefill(*QUICK)
+    prefill = split.prefill("--kv-hold-s", "100")
     decode = split.decode(*QUICK, "--kv-transfer-fail-every", "2")
     split.ready(decode)
     answers = [split.ask(one) for one in prompts_of(9)]
 
     assert prefills(decode, "fallback") > 0
     assert answers == split.ask_all(prompts_of(9))
-    until_idle(decode, prefill, within_s=HOLD_S + 10)
+    until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
 
 
 async def put_card(deployment, key, value, told):
@@ -254,6 +200,11 @@ def test_what_is_told_of_a_worker_that_has_restarted_is_of_no_use_and_does_no_ha
     until_idle(decode, second)
 
 
+def serves(worker):
+    """Somebody can be asked while the other is gone."""
+    return "serving storyteller" in worker.log.read_text()
+
+
 def test_500_requests_while_a_worker_is_killed_every_two_seconds(split):
     paced = ("--speedup-ratio", "1", "--kv-hold-s", str(HOLD_S))
     kinds = {"prefill": split.prefill, "decode": split.decode}
@@ -261,13 +212,15 @@ def test_500_requests_while_a_worker_is_killed_every_two_seconds(split):
     for decode in workers["decode"]:
         split.ready(decode, 2)
     prompts = [prompt(300 + i % 200, i) for i in range(500)]
-    is_over = threading.Event()
+    is_over, killed = threading.Event(), []
 
     def keep_killing():
         for kind in itertools.cycle(kinds):
             if is_over.wait(2):
                 return
+            eventually(lambda kind=kind: all(map(serves, workers[kind])), within_s=30, what="both")
             workers[kind].pop(0).kill()
+            killed.append(kind)
             workers[kind].append(kinds[kind](*paced))
 
     with concurrent.futures.ThreadPoolExecutor(25) as threads:
@@ -281,6 +234,7 @@ def test_500_requests_while_a_worker_is_killed_every_two_seconds(split):
     sample = range(0, 500, 25)
     again = split.ask_all([prompts[i] for i in sample], max_tokens=20)
     assert [answers[i] for i in sample] == again
+    assert {"prefill", "decode"} == set(killed)
     assert num_moved(split) > 0
     eventually(
         lambda: all(one.is_running for pair in workers.values() for one in pair),

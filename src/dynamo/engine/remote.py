@@ -7,7 +7,8 @@
 The reader may use what it has read only if the blocks were certainly still held, which it knows by its own clock: the
 parameters say for how long from when they came, and a copy that ends later counts as failed.
 
-A peer whose copy failed is connected anew for the next one, so that a hiccup costs one prompt and not all that follow.
+A peer whose copy failed is connected anew, so that a hiccup costs one prompt and not all that follow; and it is told,
+if it can be, that nobody will come for those blocks.
 """
 
 import asyncio
@@ -194,6 +195,9 @@ class Remote:
         try:
             await self._copy(pull)
             error = None
+        except errors.TransferError as failure:
+            error = failure
+            self._tasks.start("release remote blocks", self._let_go(pull.remote))
         except errors.DynamoError as failure:
             error = failure
         finally:
