@@ -63,6 +63,7 @@ simulate-check: $(VENV)/.dev  ## does the simulator foretell what real processes
 
 bench-disagg: $(VENV)/.dev  ## measure what prefill in a worker of its own brings, and costs
 	@$(BIN)/python -m benchmarks.disagg
+	@$(BIN)/python -m benchmarks.handoff_stages
 
 bench-transfer: $(VENV)/.dev  ## measure how fast KV blocks move between processes
 	@$(BIN)/python -m benchmarks.transfer

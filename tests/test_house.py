@@ -15,12 +15,12 @@ FILES = sorted(SRC.rglob("*.py"))
 # the diff, so a reviewer sees it.
 BUDGET = {
     "base": 850,
-    "protocols": 3510,
+    "protocols": 3540,
     "observability": 920,
     "runtime": 5880,
     "transfer": 2210,
     "kvbm": 2200,
-    "engine": 5960,
+    "engine": 6260,
     "router": 4100,
     "semantic": 1000,
     "preprocess": 3060,

@@ -250,13 +250,24 @@ async def test_blocks_are_free_when_the_one_for_whom_they_are_computed_goes_away
 
 
 async def test_a_prompt_is_computed_here_if_its_holder_is_gone():
-    async with pair() as (left, right):
+    async with pair(kv_transfer_backends=("tcp",)) as (left, right):
         expected = await left.answer("here", prompt(100))
         params = await left.prefill("p", prompt(100))
         await left.engine.stop()
 
         assert await right.answer("there", prompt(100), params=params) == expected
         assert right.reports[0].error is not None
+        await right.until_idle()
+
+
+async def test_memory_that_is_mapped_outlives_its_holder():
+    async with pair(kv_transfer_backends=("shm",)) as (left, right):
+        expected = await left.answer("here", prompt(100))
+        params = await left.prefill("p", prompt(100))
+        await left.engine.stop()
+
+        assert await right.answer("there", prompt(100), params=params) == expected
+        assert right.reports[0].error is None
         await right.until_idle()
 
 

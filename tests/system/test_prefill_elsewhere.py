@@ -109,6 +109,23 @@ def test_prefill_workers_die_and_come_back_and_no_request_is_lost(split):
     until_idle(decode, newborn)
 
 
+def test_a_prefill_worker_that_is_told_to_stop_hands_over_what_it_has_begun(split):
+    decode, leaving = split.decode(), split.prefill()
+    split.ready(decode)
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(split.ask, prompt(1500, i)) for i in range(8)]
+        eventually(
+            lambda: leaving.metric("requests_total") == 8, within_s=30, what="it has them all"
+        )
+        leaving.signal(signal.SIGTERM)
+
+        assert all(one.result() for one in asked)
+    assert leaving.exit_code(60) == 0
+    assert "nobody came" not in leaving.log.read_text()
+    assert prefills(decode, "fallback") == 0
+    until_idle(decode)
+
+
 def test_a_prompt_whose_worker_dies_is_given_to_another(split):
     decode, doomed, _ = split.decode(), split.prefill(), split.prefill()
     split.ready(decode, num_prefill=2)

@@ -1,5 +1,6 @@
 """A copy of another engine's blocks, between who asks for it (an engine's scheduler) and who makes it (`remote`)."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +11,7 @@ from dynamo.protocols import generate, kv_transfer
 class Pull:
     """Blocks of a prompt that another engine has computed, and those of ours to copy them to; both may be none.
 
-    The last token of a prompt is computed here in any case, because its logits are wanted: `num_tokens` are copied.
+    The last token that is known is computed here in any case, because its logits are wanted: `num_tokens` are copied.
     """
 
     number: int  # by which its end is told
@@ -31,3 +32,6 @@ class Owner(Protocol):
     def release_held(self, number: int) -> None:
         """Nobody needs these blocks any more; an unknown number is no error."""
         ...
+
+
+PassOn = Callable[[Pull], Awaitable[None]]

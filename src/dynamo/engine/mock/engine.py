@@ -96,6 +96,10 @@ class MockEngine:
         """What is being copied from there fails."""
         await self._remote.disconnect(engine_id)
 
+    async def until_read(self) -> None:
+        """See `api.BlockHolder`."""
+        await self._remote.until_read()
+
     def submit(self, request: generate.Request) -> None:
         """Begin it with the next step of the rank it names, or of the one with the fewest requests."""
         if self._death is not None:
@@ -117,6 +121,8 @@ class MockEngine:
         """Free its blocks now."""
         for rank in self._ranks:
             rank.batch.abort_choice(request_id, index)
+        if not any(request_id in rank.batch for rank in self._ranks):
+            self._remote.aborted(request_id)
 
     def load(self) -> Sequence[load.ForwardPassMetrics]:
         """As of now, of each rank."""
