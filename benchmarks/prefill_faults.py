@@ -1,6 +1,6 @@
 """What clients see while prefill and decode workers die.
 
-`PYTHONPATH=tests:tests/system python -m benchmarks.prefill_faults`: a frontend and simulated workers, each in a process.
+`PYTHONPATH=tests:tests/system python -m benchmarks.prefill_faults`: a frontend and simulated workers, a process each.
 First every fault at every point of a prompt's way, four prompts at a time: a row says how long the slowest answer took,
 beside a round that nobody disturbs, and what the counters say. Then 500 requests while a worker is killed every two
 seconds, prefill and decode in turn.
@@ -56,9 +56,9 @@ def one_fault(timed: Timed, stage: Any, started: tuple[int, int], killed: tuple[
     with concurrent.futures.ThreadPoolExecutor(divided.NUM) as threads:
         calm = list(threads.map(timed.ask, divided.prompts_of("calm")))
         calm_s, timed.slowest_s = timed.slowest_s, 0.0
-        before = counts(timed, decode)
+        before, num_before = counts(timed, decode), stage.count(prefill, decode)
         asked = [threads.submit(timed.ask, one) for one in divided.prompts_of("fault")]
-        systems.eventually(lambda: is_reached(stage, prefill, decode), within_s=30, what="there")
+        stage.reached(prefill, decode, num_before)
         for worker in (*prefill[: killed[0]], *decode[: killed[1]]):
             worker.kill()
         answers = [one.result() for one in asked]
@@ -69,14 +69,6 @@ def one_fault(timed: Timed, stage: Any, started: tuple[int, int], killed: tuple[
         f"{len(answers)} of {len(calm)} {'right' if right else 'WRONG'} | {calm_s:.1f} s |"
         f" {timed.slowest_s:.1f} s | {told} | {free_s:.1f} s"
     )
-
-
-def is_reached(stage: Any, prefill: list[Any], decode: list[Any]) -> bool:
-    """As the stage has it; what was copied before the fault is not counted."""
-    if stage is not divided.STAGES["copied"]:
-        return bool(stage.is_reached(prefill, decode))
-    asked = sum(one.metric("remote_prefill_seconds_count") for one in decode)
-    return bool(asked == 2 * divided.NUM)
 
 
 def counts(timed: Timed, decode: list[Any]) -> dict[str, float]:

@@ -114,33 +114,30 @@ SLOW_LINK = (*QUICK, "--kv-transfer-bandwidth", "0.04")  # a copy takes two
 class Stage:
     """A point on the way of a prompt, at which it stays for a while."""
 
-    def __init__(self, prefill_flags, decode_flags, is_reached):
-        self.prefill_flags, self.decode_flags, self.is_reached = (
-            prefill_flags,
-            decode_flags,
-            is_reached,
-        )
+    def __init__(self, prefill_flags, decode_flags, count):
+        self.prefill_flags, self.decode_flags = prefill_flags, decode_flags
+        self.count = count  # of those that have come so far, by prefill and decode workers
 
-    def reached(self, prefill_workers, decode_workers):
+    def reached(self, prefill_workers, decode_workers, num_before=0):
         eventually(
-            lambda: self.is_reached(prefill_workers, decode_workers),
-            within_s=30,
+            lambda: self.count(prefill_workers, decode_workers) >= num_before + NUM,
+            within_s=60,
             what="the prompts are where they should be",
         )
 
 
-def all_are_at_prefill_workers(prefill_workers, _):
-    return sum(worker.metric("inflight_requests") for worker in prefill_workers) == NUM
+def num_at_prefill_workers(prefill_workers, _):
+    return sum(worker.metric("requests_total") for worker in prefill_workers)
 
 
-def all_are_being_copied(_, decode_workers):
-    return sum(worker.metric("remote_prefill_seconds_count") for worker in decode_workers) == NUM
+def num_to_copy(_, decode_workers):
+    return sum(worker.metric("remote_prefill_seconds_count") for worker in decode_workers)
 
 
 STAGES = {
-    "queued": Stage((*SLOW, "--max-num-seqs", "1"), QUICK, all_are_at_prefill_workers),
-    "computed": Stage(SLOW, QUICK, all_are_at_prefill_workers),
-    "copied": Stage(QUICK, SLOW_LINK, all_are_being_copied),
+    "queued": Stage((*SLOW, "--max-num-seqs", "1"), QUICK, num_at_prefill_workers),
+    "computed": Stage(SLOW, QUICK, num_at_prefill_workers),
+    "copied": Stage(QUICK, SLOW_LINK, num_to_copy),
 }
 
 
