@@ -11,6 +11,7 @@ import httpx
 from deployment import MODEL, eventually
 
 ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
+START_S = 120.0  # of five processes on a busy machine; usually two seconds
 CONNECTED = re.compile(r"prefill worker \w+ is connected")
 ALONE = "alone"  # the same model, served by a worker that computes all by itself
 
@@ -44,10 +45,10 @@ class Split:
 
     def ready(self, decode, num_prefill=1, models=(MODEL,)):
         """Wait until these are served, and so many prefill workers were connected since it began."""
-        self.frontend.await_models(list(models))
+        self.frontend.await_models(list(models), within_s=START_S)
         eventually(
             lambda: len(CONNECTED.findall(decode.log.read_text())) >= num_prefill,
-            within_s=30,
+            within_s=START_S,
             what=f"{num_prefill} prefill workers are connected",
         )
 
@@ -109,6 +110,7 @@ HOLD_S = 4.0
 QUICK = ("--speedup-ratio", "20", "--kv-hold-s", str(HOLD_S))
 SLOW = ("--speedup-ratio", "0.02", "--kv-hold-s", "30")  # a prefill takes more than a second
 SLOW_LINK = (*QUICK, "--kv-transfer-bandwidth", "0.04")  # a copy takes two
+BY_TCP = ("--kv-transfer-backends", "tcp")
 
 
 class Stage:
@@ -137,8 +139,9 @@ def num_to_copy(_, decode_workers):
 STAGES = {
     "queued": Stage((*SLOW, "--max-num-seqs", "1"), QUICK, num_at_prefill_workers),
     "computed": Stage(SLOW, QUICK, num_at_prefill_workers),
-    "copied": Stage(QUICK, SLOW_LINK, num_to_copy),
+    "copied": Stage((*QUICK, *BY_TCP), (*SLOW_LINK, *BY_TCP), num_to_copy),
 }
+MAPPED = Stage(QUICK, SLOW_LINK, num_to_copy)  # from memory that outlives its holder
 
 
 @contextlib.contextmanager
@@ -157,7 +160,9 @@ def start(split, stage, num_prefill, num_decode):
     for worker in decode:
         split.ready(worker, num_prefill)
     name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
-    eventually(lambda: split.frontend.metric(name) == num_decode, within_s=20, what="all are known")
+    eventually(
+        lambda: split.frontend.metric(name) == num_decode, within_s=START_S, what="all are known"
+    )
     return prefill, decode
 
 

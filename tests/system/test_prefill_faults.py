@@ -14,6 +14,7 @@ import pytest
 from deployment import eventually
 from split import (
     HOLD_S,
+    MAPPED,
     NUM,
     QUICK,
     SLOW,
@@ -34,7 +35,7 @@ from split import (
 from dynamo.protocols import instances
 from dynamo.runtime import component
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
@@ -55,6 +56,17 @@ def test_the_only_prefill_worker_is_killed(split, stage):
 
     assert prefills(decode, "fallback") > 0
     assert prefills(decode, "fallback") + prefills(decode, "remote") == NUM
+    assert answers == split.ask_all(prompts_of(1))
+    until_idle(decode)
+
+
+def test_memory_that_is_mapped_can_be_copied_when_its_worker_is_dead(split):
+    (prefill,), (decode,) = start(split, MAPPED, 1, 1)
+    with asking(split, prompts_of(1)) as answers:
+        MAPPED.reached([prefill], [decode])
+        prefill.kill()
+
+    assert prefills(decode, "remote") == NUM
     assert answers == split.ask_all(prompts_of(1))
     until_idle(decode)
 
@@ -217,7 +229,7 @@ def test_500_requests_while_a_worker_is_killed_every_two_seconds(split):
         for kind in itertools.cycle(kinds):
             if is_over.wait(2):
                 return
-            eventually(lambda kind=kind: all(map(serves, workers[kind])), within_s=30, what="both")
+            eventually(lambda kind=kind: all(map(serves, workers[kind])), within_s=60, what="both")
             workers[kind].pop(0).kill()
             killed.append(kind)
             workers[kind].append(kinds[kind](*paced))
