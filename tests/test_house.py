@@ -20,7 +20,7 @@ BUDGET = {
     "runtime": 5880,
     "transfer": 2210,
     "kvbm": 2200,
-    "engine": 5880,
+    "engine": 6260,
     "router": 4100,
     "semantic": 1000,
     "preprocess": 3060,

@@ -2,88 +2,19 @@
 
 import concurrent.futures
 import contextlib
-import random
-import re
+import shutil
 import signal
 
 import httpx
 import pytest
 from deployment import MODEL, eventually
+from split import ALONE, ALWAYS, Split, prefills, prompt, until_idle
 
-ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
-CONNECTED = re.compile(r"prefill worker \w+ is connected")
+from checkpoints import make_checkpoint
+from dynamo.worker import model_source
+
 HOLD_S = 3.0
 SHORT_HOLD = ("--kv-hold-s", str(HOLD_S))
-ALONE = "alone"  # the same model, served by a worker that computes all by itself
-
-
-def prompt(length, seed=0):
-    return random.Random(f"{length} {seed}").choices(range(5, 4000), k=length)
-
-
-class Split:
-    """A frontend, and workers of both kinds."""
-
-    def __init__(self, deployment):
-        self.deployment = deployment
-        self.frontend = deployment.frontend()
-
-    def prefill(self, *flags):
-        return self._worker("--is-prefill-worker", *flags)
-
-    def decode(self, *flags):
-        return self._worker("--disaggregation-mode", "decode", *ALWAYS, *flags)
-
-    def alone(self):
-        at = ("--endpoint", "dyn://dynamo.alone.generate", "--model-name", ALONE)
-        return self._worker("--disaggregation-mode", "agg", *at)
-
-    def _worker(self, *flags):
-        worker = self.deployment.native(*flags)
-        self.frontend.others.append(worker)
-        return worker
-
-    def ready(self, decode, num_prefill=1, models=(MODEL,)):
-        self.frontend.await_models(list(models))
-        eventually(
-            lambda: len(CONNECTED.findall(decode.log.read_text())) >= num_prefill,
-            within_s=30,
-            what=f"{num_prefill} prefill workers are connected",
-        )
-
-    def ask(self, token_ids, model=MODEL, max_tokens=8, **fields):
-        """The answer's text; fails if there is none."""
-        body = {
-            "model": model,
-            "prompt": token_ids,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "nvext": {"ignore_eos": True},
-        } | fields
-        answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["completion_tokens"] == max_tokens
-        return answer.json()["choices"][0]["text"]
-
-    def ask_all(self, prompts, **fields):
-        with concurrent.futures.ThreadPoolExecutor(32) as threads:
-            return list(threads.map(lambda one: self.ask(one, **fields), prompts))
-
-
-def prefills(decode, where):
-    """How many prompts it had computed so."""
-    row = f'dynamo_component_prefills_total{{where="{where}"}} '
-    text = httpx.get(f"{decode.url}/metrics", timeout=5).text
-    return next(float(line[len(row) :]) for line in text.splitlines() if line.startswith(row))
-
-
-def until_idle(*workers, within_s=10.0):
-    for worker in workers:
-        eventually(
-            lambda worker=worker: worker.metric("kvstats_active_blocks") == 0,
-            within_s=within_s,
-            what="no block is in use",
-        )
 
 
 @pytest.fixture
@@ -91,13 +22,28 @@ def split(deployment):
     return Split(deployment)
 
 
+@pytest.fixture
+def long_model(tmp_path):
+    """The built-in model's tokenizer, with random weights for 8,192 tokens."""
+    shape = {"vocab_size": 4096, "num_hidden_layers": 2, "max_position_embeddings": 8192}
+    directory = make_checkpoint(tmp_path / "long", "qwen3", **shape)
+    built_in = model_source.resolve(None, with_weights=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(built_in / name, directory)
+    return directory
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(split, backend):
-    way = ("--kv-transfer-backends", backend)
-    decode, prefill, _ = split.decode(*way), split.prefill(*way), split.alone()
+def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(
+    split, backend, long_model
+):
+    way = ("--model", str(long_model), "--kv-transfer-backends", backend)
+    named = (*way, "--model-name", MODEL)
+    decode, prefill, _ = split.decode(*named), split.prefill(*named), split.alone(*way)
     split.ready(decode, models=[ALONE, MODEL])
-    prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 1500, 2000)]
-    prompts += [prompt(160) + prompt(i * 37 % 300 + 1, i) for i in range(22)]
+    prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 2049, 5000, 8000)]
+    prompts += [prompt(160) + prompt(i * 37 % 300 + 1, i) for i in range(21)]
 
     expected = split.ask_all(prompts, model=ALONE)
 

@@ -23,12 +23,12 @@ def make(
         "shm": lambda: shm.ShmBackend(),
         "tcp": lambda: tcp.TcpBackend(host=settings.kv_transfer_host, token=token),
     }
-    for name in settings.kv_transfer_backends:
-        if name not in kinds:
-            raise errors.ConfigError(
-                f"--kv-transfer-backends: expected some of {', '.join(kinds)}, got {name!r}"
-            )
-    backends = [kinds[name]() for name in settings.kv_transfer_backends]
+    wanted = settings.kv_transfer_backends
+    if unknown := [kind for kind in wanted if kind not in kinds]:
+        raise errors.ConfigError(
+            f"--kv-transfer-backends: expected some of {', '.join(kinds)}, got {unknown[0]!r}"
+        )
+    backends = [kinds[kind]() for kind in wanted]
     if room is not None:
         backends.append(local.LocalBackend(room))
     return agent.Agent(name, backends=backends, on_notification=on_notification)

@@ -4,6 +4,7 @@ The engine must be able to lend blocks (`api.RemotePrefill`); one that is not se
 """
 
 import base64
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def prepare(
         return engine
     is_ours = _recognizer(model, directory)
     return _decode(engine, worker, runtime, registry, model=model, is_ours=is_ours)
+
+
+def together(worker: settings.WorkerConfig) -> settings.WorkerConfig:
+    """For several workers in one process: they compute all by themselves. Raises ConfigError for another role."""
+    if worker.is_prefill or worker.disaggregation_mode == "decode":
+        raise errors.ConfigError(
+            "--num-workers: expected 1 with --disaggregation-mode prefill or decode, or agg for several"
+        )
+    return dataclasses.replace(worker, disaggregation_mode="agg")
 
 
 def marked(
