@@ -13,6 +13,7 @@ discovery at once, and `run_until` raises, so that the process ends and whoever 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -27,6 +28,22 @@ from dynamo.worker import call_trace, canary, inflight, metrics, publish, system
 _logger = logging.getLogger(__name__)
 ENGINE_STOP_S = 10.0  # an engine that hangs does not stop either
 MakeCard = Callable[[api.EngineFacts], model_card.ModelCard]
+
+
+class Beside(Protocol):
+    """What lives as long as the worker serves."""
+
+    async def start(self) -> None:
+        """Before the worker can be found. Raises ConfigError."""
+        ...
+
+    async def leave(self) -> None:
+        """The worker stops: begin nothing more."""
+        ...
+
+    async def close(self) -> None:
+        """What the worker had begun is over. Bounded in time."""
+        ...
 
 
 class Host:
@@ -45,6 +62,7 @@ class Host:
         traces: tracing.TracingConfig | None = None,
     ) -> None:
         self._engine = engine
+        self._beside: Sequence[Beside] = ()
         self._runtime = runtime
         self._endpoint = endpoint
         self._make_card = make_card
@@ -76,6 +94,10 @@ class Host:
         """From `start` on see to it that the engine still answers."""
         self._patience = patience
 
+    def live_with(self, beside: Sequence[Beside]) -> None:
+        """From `start` on."""
+        self._beside = beside
+
     async def start(self) -> model_card.ModelCard:
         """Load the engine and serve it; gives the card under which it is known. Raises ConfigError, EngineFailed."""
         facts = await self._engine.start(self)
@@ -96,6 +118,8 @@ class Host:
                 ),
                 handler,
             )
+        for one in self._beside:
+            await one.start()
         await self._runtime.register(self._endpoint, self._take, card)
         self._is_ready = True
         if self._patience is not None:
@@ -128,6 +152,8 @@ class Host:
         self._is_ready = False
         if len(self._requests):
             _logger.info("finishing %d requests", len(self._requests))
+        for one in self._beside:
+            await one.leave()
         if not await self._runtime.drain(timeout_s):
             _logger.warning(
                 "%d requests did not finish within %g s: others shall go on with them",
@@ -135,6 +161,8 @@ class Host:
                 timeout_s,
             )
             self._requests.give_back(errors.WorkerLost("the worker stops: ask another"))
+        for one in self._beside:
+            await one.close()
         await self._stop_engine()
         await self._running.close()
         if self._system is not None:

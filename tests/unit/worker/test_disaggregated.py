@@ -43,7 +43,7 @@ async def prepare(engine, tmp_path, **fields):
         registry = metrics.Registry("x")
         return disaggregated.prepare(
             engine, worker, runtime, registry, model="m", directory=tmp_path
-        )
+        ).engine
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ _PING_S = 2  # a server that does not answer three of them is left
 _AGAIN_S = 0.25  # between attempts to connect
 _CLOSE_S = 2.0
 _SETTLE_S = 2
-_WITHOUT = "to run without it: DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq"
+_WITHOUT = "to run without it: DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq DYN_PREFILL_QUEUE=direct"
 
 
 class Connection:
@@ -97,7 +97,7 @@ class Connection:
 
     @property
     def jetstream(self) -> JetStreamContext:
-        """Streams that outlive processes, for `work_queue`."""
+        """Streams that outlive processes, for `work_queue` and `object_store`."""
         return self._client.jetstream()
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
