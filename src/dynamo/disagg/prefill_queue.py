@@ -1,7 +1,7 @@
 """The prefill queue: prompts that wait for a prefill worker.
 
 Two implementations: `DirectQueue`, here, and `ticket_queue.TicketQueue`, which prefill workers share.
-`tests/contract/test_prefill_queue.py` runs one suite over both.
+`tests/contract/test_prefill_queues.py` runs one suite over both.
 
 `DirectQueue` needs no service: a prompt goes at once to the worker to which we gave the fewest, and waits there. The
 open stream acknowledges it: a worker that dies, or refuses because it is full, breaks the stream, and the prompt goes

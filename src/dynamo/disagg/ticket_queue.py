@@ -51,7 +51,7 @@ class _Claimed:
 class _Prompt:
     """One that waits for a claim, or is being computed by the last of those who `tried`."""
 
-    claimed: "asyncio.Future[_Claimed | None]"  # None: it is not to be computed elsewhere
+    claimed: "asyncio.Future[_Claimed | errors.Unavailable]"  # or why nobody will
     tried: list[int] = field(default_factory=list)
 
 
@@ -93,14 +93,13 @@ class TicketQueue:
             number=number, endpoint=self._endpoint, transport=transport
         )
         self._work = work
+        self._client.on_change(self._workers_changed)
         self._tasks.start("count prompts in the prefill queue", self._count(work))
 
     async def leave(self) -> None:
         """Nothing more goes there, and what waits there is computed here."""
         self._work = None
-        for prompt in self._prompts.values():
-            if not prompt.claimed.done():
-                prompt.claimed.set_result(None)
+        self._take_home(errors.Unavailable("this worker stops, and takes its prompts home"))
 
     async def close(self) -> None:
         """Tickets that are still there are thrown away by whoever takes them."""
@@ -113,7 +112,7 @@ class TicketQueue:
         self._is_looked_at.set()
         if self._work is None or not self._is_reachable:
             return None
-        if not self._client.usable(self._workers()):
+        if not self._can_be_computed():
             return None
         num_ours = sum(not prompt.claimed.done() for prompt in self._prompts.values())
         is_stale = self._counted_at < asyncio.get_running_loop().time() - _STALE_S
@@ -131,12 +130,27 @@ class TicketQueue:
             raise prefill_queue.late(timeout_s) from None
         finally:
             del self._prompts[number]
-            if prompt.claimed.done() and (claimed := prompt.claimed.result()) is not None:
+            claimed = prompt.claimed.result() if prompt.claimed.done() else None
+            if isinstance(claimed, _Claimed):
                 claimed.reply(is_over=True)
+
+    def _can_be_computed(self) -> bool:
+        return bool(self._client.usable(self._workers()))
+
+    def _workers_changed(self) -> None:
+        if not self._can_be_computed():
+            self._take_home(_nobody())
+
+    def _take_home(self, reason: errors.Unavailable) -> None:
+        for prompt in self._prompts.values():
+            if not prompt.claimed.done():
+                prompt.claimed.set_result(reason)
 
     async def _push(self, number: str) -> None:
         if self._work is None:
             raise errors.Unavailable("the prefill queue is closed")
+        if not self._can_be_computed():
+            raise _nobody()
         try:
             async with asyncio.timeout(PUSH_S):
                 await self._work.push(_encode(self._ticket(number)))
@@ -152,8 +166,8 @@ class TicketQueue:
         """By whoever claims it; raises what the last of them failed with, if there is nobody else."""
         while True:
             claimed = await prompt.claimed
-            if claimed is None:
-                raise errors.Unavailable("this worker stops, and takes its prompts home")
+            if isinstance(claimed, errors.Unavailable):
+                raise claimed
             prompt.tried.append(claimed.instance_id)
             try:
                 return await prefill_queue.ask(
@@ -204,5 +218,9 @@ class TicketQueue:
             await asyncio.sleep(COUNT_S)
 
 
-def _future() -> "asyncio.Future[_Claimed | None]":
+def _future() -> "asyncio.Future[_Claimed | errors.Unavailable]":
     return asyncio.get_running_loop().create_future()
+
+
+def _nobody() -> errors.NoWorkers:
+    return errors.NoWorkers("there is no prefill worker that takes prompts from the queue")
