@@ -139,6 +139,11 @@ async def until(is_so):
             await asyncio.sleep(0.002)
 
 
+@pytest.fixture(autouse=True)
+def _leave_quickly(monkeypatch):
+    monkeypatch.setattr(ticket_taker, "PULL_S", 0.2)
+
+
 @pytest.fixture(params=["direct", "memory", "nats"])
 async def rig(request):
     nats = None

@@ -21,7 +21,7 @@ from dynamo.runtime import requests, work_queue
 AT_ONCE = 2  # one is computed; the next is there when it ends
 PULL_S = 1.0  # for so long a worker that leaves may wait for a ticket to give back
 AGAIN_S = 0.5  # after a queue that did not answer
-PAUSE_S = 0.2  # before a ticket that was refused is taken again
+PAUSE_S = 0.2  # after a claim that was refused, or not heard
 CLAIM_S = 600.0  # the decode worker's own limit ends it long before
 CLOSE_S = 2 * PULL_S
 MAX_UNHEARD = 3  # deliveries of a ticket whose decode worker cannot be reached
@@ -90,30 +90,35 @@ class TicketTaker:
     async def _handle(self, item: work_queue.WorkItem) -> None:
         """Raises Unavailable."""
         if self._is_leaving:
-            await item.give_back()
-            self._counts.given_back.inc()
-        elif await self._is_over(item):
-            await item.acknowledge()
-        else:
-            await item.give_back(after_s=PAUSE_S)
-            self._counts.given_back.inc()
-
-    async def _is_over(self, item: work_queue.WorkItem) -> bool:
-        """Whether nobody needs this ticket any more."""
+            await self._give_back(item)
+            return
         keeping = self._tasks.start("keep a prefill ticket", _keep(item))
         try:
             is_over = await self._claim(item)
         except (errors.DynamoError, msgspec.DecodeError, KeyError) as error:
-            _logger.warning("could not claim the prompt of a prefill ticket: %r", error)
-            is_over = item.num_deliveries >= MAX_UNHEARD
-            if is_over:
-                self._counts.dropped.inc()
-        else:
-            if is_over:
-                self._counts.done.inc()
+            await self._not_heard(item, error)
+            return
         finally:
             keeping.cancel()
-        return is_over
+        if is_over:
+            await item.acknowledge()
+            self._counts.done.inc()
+        else:
+            await self._give_back(item)
+            await asyncio.sleep(PAUSE_S)  # let others have it, who are not refused
+
+    async def _give_back(self, item: work_queue.WorkItem, *, after_s: float = 0.0) -> None:
+        await item.give_back(after_s=after_s)
+        self._counts.given_back.inc()
+
+    async def _not_heard(self, item: work_queue.WorkItem, error: Exception) -> None:
+        """Another may reach whose prompt it is; if several could not, it is gone."""
+        _logger.warning("could not claim the prompt of a prefill ticket: %r", error)
+        if item.num_deliveries < MAX_UNHEARD:
+            await self._give_back(item, after_s=PAUSE_S)
+        else:
+            await item.acknowledge()
+            self._counts.dropped.inc()
 
     async def _claim(self, item: work_queue.WorkItem) -> bool:
         ticket = _decode(item.body)
