@@ -76,9 +76,8 @@ class Connection:
             )
             self._check_connected(connecting, start_timeout_s)
         except BaseException:
+            await _end(connecting)  # first, or it would begin another connection, which nobody closes
             await self.close()
-            connecting.cancel()
-            await asyncio.wait((connecting,))
             raise
         self._is_joined = True
         self._is_connected.set()
@@ -246,6 +245,13 @@ class Connection:
         self._trouble = ""
         self._is_connected.set()
         log.warning("NATS at %s is back", self.addresses)
+
+
+async def _end(connecting: asyncio.Task[None]) -> None:
+    """Until it is over: `asyncio.wait_for`, which nats-py uses, may swallow a cancellation that comes late."""
+    while not connecting.done():
+        connecting.cancel()
+        await asyncio.wait((connecting,), timeout=_AGAIN_S)
 
 
 class Subscription:
