@@ -23,7 +23,7 @@ from dynamo.engine import api
 from dynamo.observability import tracing
 from dynamo.protocols import instances, kv_events, model_card
 from dynamo.runtime import component, requests
-from dynamo.worker import call_trace, canary, inflight, metrics, publish, system
+from dynamo.worker import call_trace, canary, file_sharing, inflight, metrics, publish, system
 
 _logger = logging.getLogger(__name__)
 ENGINE_STOP_S = 10.0  # an engine that hangs does not stop either
@@ -84,6 +84,7 @@ class Host:
             worker_id=runtime.instance_id,
             epoch=ids.new_instance_id(),
         )
+        self._files = file_sharing.FileSharing(runtime, clock)
         self._running = tasks.Tasks()
         self._system: system.SystemPort | None = None
         self._over = asyncio.Event()
@@ -101,7 +102,7 @@ class Host:
     async def start(self) -> model_card.ModelCard:
         """Load the engine and serve it; gives the card under which it is known. Raises ConfigError, EngineFailed."""
         facts = await self._engine.start(self)
-        card = self._make_card(facts)
+        card = await self._files.share(self._make_card(facts), self._endpoint)
         await self._publisher.advertise()
         self._running.start(
             "publish load", self._publisher.publish_load(self._engine.load, self._clock)
@@ -164,6 +165,7 @@ class Host:
         for one in self._beside:
             await one.close()
         await self._stop_engine()
+        await self._files.close()
         await self._running.close()
         if self._system is not None:
             await self._system.close()

@@ -76,7 +76,9 @@ class Connection:
             )
             self._check_connected(connecting, start_timeout_s)
         except BaseException:
-            await _end(connecting)  # first, or it would begin another connection, which nobody closes
+            await _end(
+                connecting
+            )  # first, or it would begin another connection, which nobody closes
             await self.close()
             raise
         self._is_joined = True
