@@ -28,6 +28,7 @@ from dynamo.runtime import client, requests, work_queue
 PUSH_S = 1.0  # a queue that takes longer helps nobody
 COUNT_S = 0.1  # between two looks at what waits there
 _STALE_S = 10 * COUNT_S
+_NOBODY = "there is no prefill worker that takes the prompt from the queue"
 _logger = logging.getLogger(__name__)
 _decode_claim = msgspec.msgpack.Decoder(tickets.Claim).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -51,7 +52,7 @@ class _Claimed:
 class _Prompt:
     """One that waits for a claim, or is being computed by the last of those who `tried`."""
 
-    claimed: "asyncio.Future[_Claimed | errors.Unavailable]"  # or why nobody will
+    claimed: "asyncio.Future[_Claimed | str]"  # or why nobody will
     tried: list[int] = field(default_factory=list)
 
 
@@ -99,7 +100,8 @@ class TicketQueue:
     async def leave(self) -> None:
         """Nothing more goes there, and what waits there is computed here."""
         self._work = None
-        self._take_home(errors.Unavailable("this worker stops, and takes its prompts home"))
+        for prompt in self._waiting():
+            prompt.claimed.set_result("this worker stops, and takes its prompts home")
 
     async def close(self) -> None:
         """Tickets that are still there are thrown away by whoever takes them."""
@@ -114,7 +116,7 @@ class TicketQueue:
             return None
         if not self._can_be_computed():
             return None
-        num_ours = sum(not prompt.claimed.done() for prompt in self._prompts.values())
+        num_ours = len(self._waiting())
         is_stale = self._counted_at < asyncio.get_running_loop().time() - _STALE_S
         return num_ours if is_stale else max(num_ours, self._counted)
 
@@ -138,19 +140,18 @@ class TicketQueue:
         return bool(self._client.usable(self._workers()))
 
     def _workers_changed(self) -> None:
-        if not self._can_be_computed():
-            self._take_home(_nobody())
+        for prompt in self._waiting():
+            if not self._client.usable(self._workers(), prompt.tried):
+                prompt.claimed.set_result(_NOBODY)
 
-    def _take_home(self, reason: errors.Unavailable) -> None:
-        for prompt in self._prompts.values():
-            if not prompt.claimed.done():
-                prompt.claimed.set_result(reason)
+    def _waiting(self) -> list[_Prompt]:
+        return [prompt for prompt in self._prompts.values() if not prompt.claimed.done()]
 
     async def _push(self, number: str) -> None:
         if self._work is None:
             raise errors.Unavailable("the prefill queue is closed")
         if not self._can_be_computed():
-            raise _nobody()
+            raise errors.NoWorkers(_NOBODY)
         try:
             async with asyncio.timeout(PUSH_S):
                 await self._work.push(_encode(self._ticket(number)))
@@ -166,8 +167,8 @@ class TicketQueue:
         """By whoever claims it; raises what the last of them failed with, if there is nobody else."""
         while True:
             claimed = await prompt.claimed
-            if isinstance(claimed, errors.Unavailable):
-                raise claimed
+            if isinstance(claimed, str):
+                raise errors.NoWorkers(claimed)
             prompt.tried.append(claimed.instance_id)
             try:
                 return await prefill_queue.ask(
@@ -218,9 +219,5 @@ class TicketQueue:
             await asyncio.sleep(COUNT_S)
 
 
-def _future() -> "asyncio.Future[_Claimed | errors.Unavailable]":
+def _future() -> "asyncio.Future[_Claimed | str]":
     return asyncio.get_running_loop().create_future()
-
-
-def _nobody() -> errors.NoWorkers:
-    return errors.NoWorkers("there is no prefill worker that takes prompts from the queue")

@@ -2,13 +2,14 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from dynamo.base import errors
-from dynamo.disagg import metrics, ticket_queue
+from dynamo.disagg import metrics, ticket_queue, tickets
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate
-from dynamo.runtime import component
+from dynamo.runtime import component, requests
 
 REQUEST = generate.Request(id="r", model="m", token_ids=blocks.pack([1, 2, 3]))
 
@@ -130,19 +131,36 @@ async def test_when_the_last_worker_is_gone_what_waits_comes_home(world):
         await asking
 
 
+async def test_a_prompt_that_failed_at_all_who_are_left_comes_home(world, monkeypatch):
+    async def ask(client, instance_id, request, *, timeout_s):
+        raise errors.EngineFailed("x")
+
+    monkeypatch.setattr(ticket_queue.prefill_queue, "ask", ask)
+    world.client.ids.append(2)
+    asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
+    async with asyncio.timeout(20):
+        while not world.work.pushed:
+            await asyncio.sleep(0)
+    ticket = msgspec.msgpack.decode(world.work.pushed[0], type=tickets.Ticket)
+    is_over = await requests.ask(
+        world.runtime.requests,
+        ticket.transport["memory"],
+        ticket.endpoint,
+        tickets.Claim(number=ticket.number, instance_id=1, num_deliveries=1),
+        reply_type=bool,
+        timeout_s=20,
+    )
+    world.client.ids.remove(2)
+    world.client.changed()
+
+    with pytest.raises(errors.NoWorkers):
+        await asking
+    assert not is_over
+
+
 async def test_a_claim_that_is_none_is_refused(world):
     address = await world.runtime.requests.serve("x", lambda call: None)
-    from_stranger = asyncio.get_running_loop().create_future()
-
-    class Receiver:
-        def receive(self, output):
-            raise AssertionError
-
-        replied = receive
-
-        def ended(self, error):
-            from_stranger.set_result(error)
-
-    await world.runtime.requests.open(address, "claims", {"number": 1}, Receiver())
-
-    assert type(await from_stranger) is errors.RemoteProtocolError
+    with pytest.raises(errors.RemoteProtocolError, match="expected a claim"):
+        await requests.ask(
+            world.runtime.requests, address, "claims", {"number": 1}, reply_type=bool, timeout_s=20
+        )
