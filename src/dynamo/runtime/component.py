@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from dynamo.base import config, extras, ids
+from dynamo.base import config, extras, ids, membership
 from dynamo.observability import tracing
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import client, discovery, events, requests
@@ -36,7 +36,7 @@ from dynamo.runtime.backends.nats import access as nats_access
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeConfig(tracing.TracingConfig):
+class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
     """Discovery and the planes, which every process has: its own configuration inherits this."""
 
     namespace: str = config.option("dynamo", env="DYN_NAMESPACE", help="namespace of our endpoints")
@@ -135,9 +135,12 @@ class DistributedRuntime:
     ) -> "DistributedRuntime":
         """Join as the settings say; what they want in memory is in `cluster`. Raises ConfigError."""
         cluster = cluster or MemoryCluster()
+        credentials = membership.read(settings, os.environ)
+        if settings.event_plane == "zmq":  # known before anything is open
+            zmq.check_host(settings.tcp_rpc_host, credentials)
         instance_id = ids.new_instance_id()
         nats = await _nats(settings, instance_id)
-        new_plane = functools.partial(_request_plane, settings, cluster, nats)
+        new_plane = functools.partial(_request_plane, settings, credentials, cluster, nats)
         plane = new_plane()
         registry = await _discovery(settings, cluster, instance_id)
         return cls(
@@ -145,7 +148,7 @@ class DistributedRuntime:
             registry=registry,
             plane=plane,
             new_plane=new_plane,
-            event_plane=_event_plane(settings, cluster, nats, registry, instance_id),
+            event_plane=_event_plane(settings, credentials, cluster, nats, registry, instance_id),
             inhibited_s=settings.inhibited_duration_secs,
             close_last=nats.close if nats is not None else None,
         )
@@ -273,13 +276,18 @@ async def _nats(settings: RuntimeConfig, instance_id: ids.InstanceId) -> _NatsPl
 
 
 def _request_plane(
-    settings: RuntimeConfig, cluster: MemoryCluster, nats: _NatsPlanes | None
+    settings: RuntimeConfig,
+    credentials: membership.Credentials,
+    cluster: MemoryCluster,
+    nats: _NatsPlanes | None,
 ) -> requests.RequestPlane:
     if settings.request_plane == "memory":
         return memory_requests.MemoryRequestPlane(cluster.network)
     if settings.request_plane == "nats" and nats is not None:
         return nats.new_requests()
-    return tcp.TcpRequestPlane(settings.tcp_rpc_host, settings.tcp_rpc_port)
+    return tcp.TcpRequestPlane(
+        settings.tcp_rpc_host, settings.tcp_rpc_port, credentials=credentials
+    )
 
 
 async def _discovery(
@@ -306,6 +314,7 @@ async def _etcd(settings: RuntimeConfig, instance_id: ids.InstanceId) -> discove
 
 def _event_plane(
     settings: RuntimeConfig,
+    credentials: membership.Credentials,
     cluster: MemoryCluster,
     nats: _NatsPlanes | None,
     registry: discovery.Discovery,
@@ -315,4 +324,6 @@ def _event_plane(
         return memory_events.MemoryEventPlane(cluster.bus, instance_id)
     if settings.event_plane == "nats" and nats is not None:
         return nats.events
-    return zmq.ZmqEventPlane(registry, instance_id, host=settings.tcp_rpc_host)
+    return zmq.ZmqEventPlane(
+        registry, instance_id, host=settings.tcp_rpc_host, credentials=credentials
+    )
