@@ -136,12 +136,12 @@ class DistributedRuntime:
         """Join as the settings say; what they want in memory is in `cluster`. Raises ConfigError."""
         cluster = cluster or MemoryCluster()
         credentials = membership.read(settings, os.environ)
-        if settings.event_plane == "zmq":  # known before anything is open
-            zmq.check_host(settings.tcp_rpc_host, credentials)
         instance_id = ids.new_instance_id()
         nats = await _nats(settings, instance_id)
         new_plane = functools.partial(_request_plane, settings, credentials, cluster, nats)
         plane = new_plane()
+        if settings.event_plane == "zmq":  # before discovery is open
+            zmq.check_host(settings.tcp_rpc_host, credentials)
         registry = await _discovery(settings, cluster, instance_id)
         return cls(
             instance_id=instance_id,

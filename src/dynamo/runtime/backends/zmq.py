@@ -334,6 +334,7 @@ class _Receiver:
         self._woken.close()
         if self._failures is not None:
             self._socket.disable_monitor()
+            self._failures.close()
         self._socket.close()
 
     def _obey(self) -> None:
