@@ -1,8 +1,9 @@
 """The agent that moves the native engine's blocks, with the backends that were asked for."""
 
+import os
 from collections.abc import Callable
 
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.transfer import agent, api, routes
 from dynamo.transfer.backends import shm, tcp
@@ -10,10 +11,10 @@ from dynamo.transfer.backends import shm, tcp
 
 def make(settings: NativeConfig, on_notification: api.OnNotification) -> agent.Agent:
     """Not yet started. Raises ConfigError for a backend that is not known, or an address that is no good."""
-    token = (settings.kv_transfer_token or "").encode()
+    credentials = membership.read(settings, os.environ)
     kinds: dict[str, Callable[[], routes.Backend]] = {
-        "shm": lambda: shm.ShmBackend(),
-        "tcp": lambda: tcp.TcpBackend(host=settings.kv_transfer_host, token=token),
+        "shm": lambda: shm.ShmBackend(credentials=credentials),
+        "tcp": lambda: tcp.TcpBackend(host=settings.kv_transfer_host, credentials=credentials),
     }
     for name in settings.kv_transfer_backends:
         if name not in kinds:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dynamo.base import config
+from dynamo.base import config, membership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeConfig:
+class NativeConfig(membership.ClusterConfig):
     """The built-in engine."""
 
     device: Literal["cpu", "cuda"] = config.option("cpu", help="where to compute")
@@ -41,11 +41,6 @@ class NativeConfig:
     )
     kv_transfer_host: str = config.option(
         "127.0.0.1", help="address by which workers of other hosts reach our blocks"
-    )
-    kv_transfer_token: str | None = config.option(
-        None,
-        env="DYN_KV_TRANSFER_TOKEN",
-        help="secret that all workers share; needed for any address but loopback, best given by the environment",
     )
     kv_transfer_timeout_s: float = config.option(
         5.0,
