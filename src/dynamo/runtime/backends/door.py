@@ -4,11 +4,12 @@ A door stands where the link will stand, and hands the connection over when the 
 it is not there: a token costs nothing per frame.
 
 Strangers cost little: a door holds some bytes for a few seconds, and a porch has so many doors at most. When it is
-full, the oldest gives way to the newest: who floods us must be faster than an honest peer proves itself, which takes
-two round trips.
+full, a newcomer takes the place of the oldest from the host that has most of them, so that one host's flood takes the
+places of that host only.
 """
 
 import asyncio
+import collections
 import logging
 import secrets
 from collections.abc import Callable
@@ -121,12 +122,14 @@ class AnsweringDoor(Door):
         super().__init__(None if key is None else proof.answer(key, _nonce()), porch.make_link)
         self._porch = porch
         self._early = b""  # came before we heard that TLS is up
+        self.host = ""  # where the peer is
         self._raw: asyncio.Transport | None = None
         self._securing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._raw = cast(asyncio.Transport, transport)
+        self.host = transport.get_extra_info("peername", ("",))[0]
         loop, limit_s = asyncio.get_running_loop(), self._porch.limits.hello_s
         self._timer = loop.call_later(
             limit_s, self.drop, f"did not prove within {limit_s:g} s that it is one of us"
@@ -199,7 +202,7 @@ class Porch:
     def came(self, door: AnsweringDoor) -> None:
         """One more stranger."""
         if len(self._doors) >= self.limits.max_strangers:
-            next(iter(self._doors)).drop("gave way to newer strangers, because there are too many")
+            self._oldest_of_most().drop("gave way to newer strangers, because there are too many")
         self._doors[door] = None
 
     def left(self, door: AnsweringDoor) -> bool:
@@ -208,6 +211,11 @@ class Porch:
             return False
         del self._doors[door]
         return True
+
+    def _oldest_of_most(self) -> AnsweringDoor:
+        by_host = collections.Counter(door.host for door in self._doors)
+        ((host, _),) = by_host.most_common(1)
+        return next(door for door in self._doors if door.host == host)
 
     def close(self) -> None:
         """Drop all."""
