@@ -24,6 +24,11 @@ from transfer_peer import LAYOUT, blocks_of, content
 READ = api.Operation.READ
 OPEN = membership.NOTHING
 LONG_S = 30.0
+GARBAGE = st.builds(
+    bytes.__add__,
+    st.sampled_from([b"", proof.GREETING, proof.GREETING + bytes(32), b"\x16\x03\x01\x00\x80\x01"]),
+    st.binary(max_size=200),
+)
 
 
 @contextlib.asynccontextmanager
@@ -64,11 +69,13 @@ def is_closed(sock):
     return True
 
 
-async def test_garbage_at_the_door_is_dropped_and_others_are_served():
-    async with worker() as served, worker() as ours:
+@pytest.mark.parametrize("how", ["open", "token", "tls", "both"])
+async def test_garbage_at_the_door_is_dropped_and_others_are_served(how, credentials_by_name):
+    shown = credentials_by_name[how]
+    async with worker(shown) as served, worker(shown) as ours:
 
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(st.binary(min_size=4, max_size=200))
+        @given(GARBAGE)
         def knock(said):
             with dial(served.metadata) as sock:
                 sock.sendall(said)
