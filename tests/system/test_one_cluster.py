@@ -1,8 +1,9 @@
 """Processes that share a token, or certificates, serve each other; others are told why they do not."""
 
-import members
 import pytest
 from deployment import MODEL, eventually
+
+import members
 
 STRANGE = "the token of another cluster"
 
