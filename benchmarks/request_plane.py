@@ -98,7 +98,7 @@ async def frontend(
     for url, pairs in costs.items():
         asked, answered = zip(*pairs, strict=True)
         print(
-            f"{f'tcp, {url}' if url in credentials.WAYS else 'nats'}: frontend {statistics.median(asked):.2f} (best {min(asked):.2f}) µs/token,"
+            f"{url}: frontend {statistics.median(asked):.2f} (best {min(asked):.2f}) µs/token,"
             f" worker {statistics.median(answered):.2f} (best {min(answered):.2f}) µs/token"
         )
 

@@ -14,11 +14,11 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
 # the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 850,
+    "base": 1165,
     "protocols": 3510,
     "observability": 920,
-    "runtime": 5880,
-    "transfer": 2210,
+    "runtime": 6270,
+    "transfer": 2330,
     "kvbm": 2200,
     "engine": 5640,
     "router": 4100,
