@@ -12,14 +12,12 @@ import asyncio
 import collections
 import logging
 import secrets
-from collections.abc import Callable
 from typing import cast
 
 from dynamo.base import errors, membership, proof
 from dynamo.protocols import wire
-from dynamo.runtime.backends import complaints, link
+from dynamo.runtime.backends import complaints, link, multiplex
 
-MakeLink = Callable[[], link.Link]
 PURPOSE = "request plane"
 
 _log = logging.getLogger(__name__)
@@ -28,7 +26,7 @@ _log = logging.getLogger(__name__)
 class Door(asyncio.Protocol):
     """What both sides have in common. `failed` is called with a reason that continues a sentence naming the peer."""
 
-    def __init__(self, steps: proof.Steps | None, make_link: MakeLink) -> None:
+    def __init__(self, steps: proof.Steps | None, make_link: multiplex.MakeLink) -> None:
         """Without steps there is nothing to prove: TLS has done it."""
         self._exchange = None if steps is None else proof.Exchange(steps)
         self._make_link = make_link
@@ -88,7 +86,7 @@ class AskingDoor(Door):
     """Of the side that connected. `opened` is done when the link has the connection, or fails with WorkerLost."""
 
     def __init__(
-        self, credentials: membership.Credentials, make_link: MakeLink, address: str
+        self, credentials: membership.Credentials, make_link: multiplex.MakeLink, address: str
     ) -> None:
         key = credentials.key(PURPOSE)
         super().__init__(None if key is None else proof.ask(key, _nonce()), make_link)
@@ -172,7 +170,10 @@ class AnsweringDoor(Door):
         except OSError as error:  # ssl's errors are some too
             self.drop(f"is not one of us by TLS: {error}")
             return
-        if secured is None:  # it was dropped meanwhile
+        if (
+            secured is None
+        ):  # that is how start_tls says it, too, and how we find that we dropped it
+            self.drop("closed the connection")
             return
         self._begin(secured, self._early)
 
@@ -190,14 +191,14 @@ class Porch:
     """The doors of one listener."""
 
     def __init__(
-        self, limits: link.Limits, credentials: membership.Credentials, make_link: MakeLink
+        self,
+        limits: link.Limits,
+        credentials: membership.Credentials,
+        make_link: multiplex.MakeLink,
     ) -> None:
         self.limits, self.credentials, self.make_link = limits, credentials, make_link
         self.complaints = complaints.Complaints()
         self._doors: dict[AnsweringDoor, None] = {}  # the oldest first
-
-    def __len__(self) -> int:
-        return len(self._doors)
 
     def came(self, door: AnsweringDoor) -> None:
         """One more stranger."""
