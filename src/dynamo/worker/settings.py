@@ -57,6 +57,12 @@ class WorkerConfig(component.RuntimeConfig):
         help="prompts that may wait at a prefill worker before more are computed here; discovery can change it",
         least=0,
     )
+    prefill_queue: Literal["direct", "queue"] = config.option(
+        "direct",
+        env="DYN_PREFILL_QUEUE",
+        help="how prompts get to prefill workers, said to both sides: each to one of them, or through a queue in NATS"
+        " (JetStream) from which all of them take",
+    )
     prefill_timeout_s: float = config.option(
         30.0, help="seconds that a prompt may take elsewhere before it is computed here", least=0.01
     )
@@ -89,6 +95,14 @@ class WorkerConfig(component.RuntimeConfig):
         env="DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT",
         flag="--graceful-shutdown-timeout",
         help="seconds that running requests get to finish after SIGTERM",
+        least=0,
+    )
+    grace_period_s: float = config.option(
+        0.0,
+        env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
+        flag="--graceful-shutdown-grace-period",
+        help="seconds after SIGTERM in which new requests of frontends that have not noticed are still taken;"
+        " without, they are told to ask another worker, and do",
         least=0,
     )
     health_check_enabled: bool = config.option(
