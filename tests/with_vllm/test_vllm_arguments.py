@@ -2,7 +2,6 @@
 
 import importlib.util
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -11,6 +10,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from dynamo.base import errors
 from dynamo.engine.adapters.vllm.settings import VllmConfig
+from dynamo.worker import model_source
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from dynamo.engine.adapters.vllm import arguments, versions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-MODEL = Path("/models/some")
+MODEL = model_source.built_in()  # vLLM looks whether it is there
 
 
 def made(*flags, directory=MODEL, **settings):

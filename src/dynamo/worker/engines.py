@@ -15,6 +15,7 @@ from typing import Any
 from dynamo.base import errors, extras
 from dynamo.engine import api
 from dynamo.engine.adapters.vllm import orphans
+from dynamo.transfer.backends import local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +25,13 @@ class EngineKind:
     settings: str  # a dataclass, importable without the extra
     engine: str  # called with the model's directory and the settings
     embedder: str | None  # likewise; None: it has none
-    check: str | None = (
-        None  # called before it is imported; raises ConfigError if what is installed will not do
-    )
+    check: str | None = None  # called before it is imported; refuses what will not do (ConfigError)
     several: str | None = None  # likewise; gives all that the settings want in one process
     requires: str | None = None  # a package that only an extra of our distribution brings
     extra: str | None = None
     needs_weights: bool = True
     max_local_prefill_length: int | None = None  # where it has a custom of its own
-    takes_name: bool = False  # is its engine also told what clients call the model?
+    told: tuple[str, ...] = ("room",)  # what its engine is also told, of what `build` knows
     metrics: str | None = None  # what the names of its own metrics begin with, if it has some
     environment: Mapping[str, str] = field(default_factory=dict)  # set before it is imported
 
@@ -67,7 +66,7 @@ KIND_BY_NAME = {
         requires="vllm",
         extra="vllm",
         max_local_prefill_length=0,
-        takes_name=True,
+        told=("model_name",),
         metrics="vllm:",
         environment={
             "VLLM_NO_USAGE_STATS": "1",  # nothing is told to strangers, unless it is asked for
@@ -93,11 +92,23 @@ def settings_of(name: str) -> type:
     return settings
 
 
-def build(name: str, directory: Path, settings: Any, model_name: str) -> api.Engine:
-    """An engine, not yet started. Raises ConfigError if what it needs is not installed."""
+def build(
+    name: str,
+    directory: Path,
+    settings: Any,
+    *,
+    model_name: str = "",
+    room: local.Room | None = None,
+) -> api.Engine:
+    """An engine, not yet started. Raises ConfigError if what it needs is not installed.
+
+    Clients call the model `model_name`. Engines of one process find each other in `room`, and copy blocks without
+    leaving it.
+    """
     kind = KIND_BY_NAME[name]
-    told = (model_name,) if kind.takes_name else ()
-    engine: api.Engine = _load_part(name, kind.engine)(directory, settings, *told)
+    known = {"model_name": model_name, "room": room}
+    beside = {key: known[key] for key in kind.told}
+    engine: api.Engine = _load_part(name, kind.engine)(directory, settings, **beside)
     return engine
 
 
@@ -105,7 +116,7 @@ def build_all(name: str, directory: Path, settings: Any, model_name: str) -> Seq
     """The engines of one process, not yet started: one, unless the settings want more. Raises ConfigError."""
     several = KIND_BY_NAME[name].several
     if several is None:
-        return (build(name, directory, settings, model_name),)
+        return (build(name, directory, settings, model_name=model_name),)
     engines: Sequence[api.Engine] = _load_part(name, several)(directory, settings)
     return engines
 

@@ -114,15 +114,16 @@ def make_host(
     clock = clocks.SystemClock()
     counts = counts or metrics.WorkerMetrics(worker.endpoint_name, clock, passed_on=passed_on)
     make = make_card or _card_maker(worker, directory, clock)
+    role = disaggregated.prepare(
+        engine,
+        worker,
+        runtime,
+        counts.registry,
+        model=_model_name(worker),
+        directory=directory,
+    )
     made = host.Host(
-        disaggregated.prepare(
-            engine,
-            worker,
-            runtime,
-            counts.registry,
-            model=_model_name(worker),
-            directory=directory,
-        ),
+        role.engine,
         runtime,
         worker.endpoint_name,
         make_card=lambda facts: disaggregated.marked(make(facts), worker, engine),
@@ -131,6 +132,7 @@ def make_host(
         counts=counts,
         traces=worker,
     )
+    made.live_with(role.beside)
     if worker.patience is not None:
         made.ask_when_quiet(worker.patience)
     return made
@@ -142,7 +144,8 @@ def _make_fleet(
     runtime: component.DistributedRuntime,
     directory: Path,
 ) -> fleet.Fleet:
-    """The hosts of several engines, with one card and one set of counts."""
+    """The hosts of several engines, with one card and one set of counts. Raises ConfigError."""
+    worker = disaggregated.together(worker)
     clock = clocks.SystemClock()
     counts = metrics.WorkerMetrics(worker.endpoint_name, clock)
     make_card = functools.cache(_card_maker(worker, directory, clock))
