@@ -14,7 +14,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
 # the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 1165,
+    "base": 1175,
     "protocols": 3540,
     "observability": 920,
     "runtime": 6600,
