@@ -28,6 +28,7 @@ class Prompt:
     pinned: Worker | None = None  # the caller has chosen already
     among: frozenset[int] | None = None  # instances that may be chosen; None: all
     dp_rank: int | None = None  # the rank that the caller wants, of whichever worker; None: any
+    is_prefilled: bool = False  # another worker has computed it: only room to decode is wanted
 
     @property
     def is_free(self) -> bool:
