@@ -9,20 +9,27 @@ to copy from, and computes the prompt itself. So a request costs at most time, a
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from dynamo.base import errors, tasks
-from dynamo.disagg import known_prefix, metrics, policy, prefill_queue, prefill_workers
+from dynamo.disagg import (
+    known_prefix,
+    metrics,
+    policy,
+    prefill_call,
+    prefill_queue,
+    prefill_workers,
+)
+from dynamo.disagg import limits as limits_watch
 from dynamo.engine import api
 from dynamo.protocols import generate, kv_events, kv_transfer, load
 from dynamo.runtime import discovery
 
 _logger = logging.getLogger(__name__)
-_decode_change = msgspec.json.Decoder(policy.Change).decode
 
 
 @dataclass(slots=True)
@@ -55,28 +62,34 @@ class Handoff:
         self._queue = queue
         self._workers = workers
         self._counts = counts
-        self._registry, self._limits_key = registry, policy.key_of(model)
+        self._registry, self._model = registry, model
         self._default_limits = self._limits = limits
         self._prefill_timeout_s = prefill_timeout_s
         self._known = known_prefix.KnownPrefix()
         self._block_size = 1
         self._away: dict[str, _Away] = {}
-        self._sink: api.EngineSink | None = None
+        self._watching: _Watching | None = None
         self._tasks = tasks.Tasks()
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """The engine, then the search for prefill workers."""
-        self._sink = sink
         self._lent.on_pull(self._pulled)
-        facts = await self._engine.start(_Watching(sink, self._known))
+        self._watching = _Watching(sink, self._known)
+        facts = await self._engine.start(self._watching)
         self._block_size = facts.kv_block_size
         self._workers.start()
-        self._tasks.start("watch limits of local prefill", self._watch_limits())
+        following = limits_watch.follow(
+            self._registry, self._model, self._default_limits, self._limit_by
+        )
+        self._tasks.start("watch limits of local prefill", following)
         return facts
 
     def submit(self, request: generate.Request) -> None:
         """Here, or by way of a prefill worker; then a refusal comes through the sink."""
-        if self._goes_away(request):
+        if kv_transfer.is_prefilled(request.kv_transfer_params):  # its frontend saw to it
+            self._submit_prefilled(request)
+            self._expect_report(request, None)
+        elif self._goes_away(request):
             _logger.debug(
                 "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
             )
@@ -92,6 +105,8 @@ class Handoff:
     def abort(self, request_id: str) -> None:
         """Wherever it is."""
         away = self._away.pop(request_id, None)
+        if self._watching is not None:
+            self._watching.forget(request_id)
         if away is None:
             self._engine.abort(request_id)
         elif away.handing is not None:
@@ -127,6 +142,9 @@ class Handoff:
         if report.error is None:
             self._counts.remote.inc()
             self._counts.transfer_s.observe(report.duration_s)
+            if self._watching is not None:
+                worker_id = self._workers.instance_of(report.engine_id)
+                self._watching.pulled(report, worker_id)
         else:
             self._counts.fallback.inc()
             self._workers.distrust(report.engine_id)
@@ -145,8 +163,8 @@ class Handoff:
         try:
             self._submit_prefilled(request)
         except errors.DynamoError as error:
-            assert self._sink is not None
-            self._sink.failed(request.id, error)
+            assert self._watching is not None
+            self._watching.failed(request.id, error)
             return
         for index in away.dropped:
             self._engine.abort_choice(request.id, index)
@@ -168,60 +186,79 @@ class Handoff:
         asked_at = now()
         try:
             params = await self._queue.prefill(
-                _prompt_of(request), timeout_s=self._prefill_timeout_s
+                prefill_call.prompt_of(request), timeout_s=self._prefill_timeout_s
             )
         except errors.DynamoError as error:
             self._fall_back(request.id, error)
             return None
         took_s = now() - asked_at
         self._counts.prefill_s.observe(took_s)
+        self._expect_report(request, took_s)
         return kv_transfer.handed_on(params, took_s)
 
-    async def _watch_limits(self) -> None:
-        key = self._limits_key
-        async for change in self._registry.watch(key):
-            if change.key != key:
-                continue  # of a model whose name begins like ours
-            try:
-                said = _decode_change(change.value) if isinstance(change, discovery.Put) else None
-            except msgspec.DecodeError as error:
-                _logger.warning("ignored %s in discovery: %s", key, error)
-                continue
-            self._limits = self._default_limits.changed(said or policy.Change())
-            _logger.info("limits of local prefill: %s", self._limits)
+    def _expect_report(self, request: generate.Request, prefill_s: float | None) -> None:
+        if kv_transfer.REPORT in request.annotations and self._watching is not None:
+            self._watching.expect(request.id, prefill_s)
+
+    def _limit_by(self, limits: policy.Limits) -> None:
+        self._limits = limits
 
 
 class _Watching:
-    """The engine's sink, with a look at its KV events; costs nothing per token."""
+    """The engine's sink, with a look at its KV events, and reports for those who asked; costs nothing per token."""
 
     def __init__(self, sink: api.EngineSink, known: known_prefix.KnownPrefix) -> None:
-        self.outputs = sink.outputs
-        self.failed = sink.failed
+        self.outputs: Callable[[Sequence[api.EngineOutput]], None] = sink.outputs
         self.died = sink.died
         self._sink, self._known = sink, known
+        self._expected: dict[str, float | None] = {}  # seconds of the prefill, by request
+        self._reports: dict[str, kv_transfer.Report] = {}  # to go with its first output
 
     def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
         self._known.apply(events)
         self._sink.kv_events(events, dp_rank)
+
+    def failed(self, request_id: str, error: errors.DynamoError) -> None:
+        self.forget(request_id)
+        self._sink.failed(request_id, error)
+
+    def expect(self, request_id: str, prefill_s: float | None) -> None:
+        """Its caller wants to know how its blocks come; the prefill took so long, if we asked for it."""
+        self._expected[request_id] = prefill_s
+
+    def forget(self, request_id: str) -> None:
+        """It is over, or nobody waits for it."""
+        self._expected.pop(request_id, None)
+        self._reports.pop(request_id, None)
+
+    def pulled(self, report: api.PullReport, worker_id: int | None) -> None:
+        """Its blocks have come."""
+        if report.request_id not in self._expected:
+            return
+        prefill_s = self._expected.pop(report.request_id)
+        self._reports[report.request_id] = kv_transfer.Report(
+            transfer_ms=report.duration_s * 1000,
+            num_blocks=report.num_blocks,
+            prefill_worker_id=worker_id,
+            prefill_ms=None if prefill_s is None else prefill_s * 1000,
+        )
+        self.outputs = self._outputs_with_reports
+
+    def _outputs_with_reports(self, batch: Sequence[api.EngineOutput]) -> None:
+        self._sink.outputs([self._with_report(item) for item in batch])
+        if not self._reports:
+            self.outputs = self._sink.outputs
+
+    def _with_report(self, item: api.EngineOutput) -> api.EngineOutput:
+        report = self._reports.pop(item.request_id, None)
+        if report is None:
+            return item
+        told = msgspec.structs.replace(item.output, kv_transfer_params=msgspec.to_builtins(report))
+        return item._replace(output=told)
 
 
 def _must_stay(request: generate.Request) -> bool:
     """Its prompt is to be scored, or somebody has decided already."""
     return (
         request.kv_transfer_params is not None or request.output_options.prompt_logprobs is not None
-    )
-
-
-def _prompt_of(request: generate.Request) -> generate.Request:
-    """The request to a prefill worker: its one token is not used, so how it is drawn does not matter."""
-    return generate.Request(
-        id=request.id,
-        model=request.model,
-        token_ids=request.token_ids,
-        stop_conditions=generate.StopConditions(max_tokens=1, min_tokens=1),
-        sampling_options=generate.SamplingOptions(temperature=0.0),
-        priority=request.priority,
-        lora_name=request.lora_name,
-        session_id=request.session_id,
-        kv_transfer_params=kv_transfer.ASK,
     )

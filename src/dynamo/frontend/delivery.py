@@ -191,6 +191,8 @@ class Delivery(abc.ABC):
         if prompt_number not in self._cached_by_prompt:
             self._cached_by_prompt[prompt_number] = output.cached_tokens
             self._meter.cached(output.cached_tokens)
+            if output.kv_transfer_params is not None and self.order.extra is not None:
+                self.order.extra.reported(output.kv_transfer_params)
 
     def settle(self, choice: choices.Choice) -> bool:
         """Look whether this choice was the last to end; says whether the answer is complete now."""

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from dynamo.base import clock, errors
-from dynamo.frontend import metrics
+from dynamo.frontend import metrics, prefill_pools
 from dynamo.frontend.served_model import Replicas, ServedModel
 from dynamo.preprocess import loading, tokenize
 from dynamo.protocols import instances, model_card
@@ -45,7 +45,9 @@ class Models:
         *,
         namespace: str = "",
         tokenizer_cache_bytes: int = tokenize.CACHE_BYTES,
+        make_prefill: prefill_pools.MakePrefill | None = None,
     ) -> None:
+        """Without `make_prefill` nobody here asks prefill workers."""
         self._registry = registry
         self._connect = connect
         self._make_route = make_route
@@ -57,6 +59,7 @@ class Models:
         self._models: dict[str, ServedModel] = {}
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
         self._lost: set[str] = set()  # names that were served once
+        self._pools = make_prefill and prefill_pools.PrefillPools(self._client, make_prefill)
 
     @property
     def ready(self) -> list[ServedModel]:
@@ -93,7 +96,9 @@ class Models:
     def _read(self, change: discovery.Change) -> model_card.CardRecord | None:
         """Note the change; gives the record that came or went, if it matters to us."""
         if isinstance(change, discovery.Delete):
-            return self._records.pop(change.key, None)
+            pools = self._pools
+            gone = pools.remove(change.key) if pools is not None else None
+            return gone or self._records.pop(change.key, None)
         try:
             record = _decode_record(change.value)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -102,8 +107,17 @@ class Models:
         if self._namespace not in ("", record.namespace):
             return None
         if record.card_json.worker_type is model_card.WorkerType.PREFILL:
-            return None  # it answers decode workers, and no client
+            return self._read_prefill(change.key, record)
         self._records[change.key] = record
+        return record
+
+    def _read_prefill(
+        self, key: str, record: model_card.CardRecord
+    ) -> model_card.CardRecord | None:
+        """It answers no client; where nobody here asks it, decode workers do."""
+        if self._pools is None:
+            return None
+        self._pools.add(key, record)
         return record
 
     async def _refresh(self, name: str) -> None:
@@ -116,6 +130,8 @@ class Models:
         if model is None or not any(_same_files(one.card_json, model.card) for one in records):
             model = await self._load(records[0].card_json)
         model.replicas = await self._replicas(model, records)
+        if self._pools is not None:
+            await self._pools.stand_before(model)
         if name not in self._models and model.is_ready:
             _logger.info("serving the model %r", name)
         self._models[name] = model

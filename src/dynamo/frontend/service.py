@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 
 from dynamo.base import clock, errors, open_files, tasks
+from dynamo.disagg import prefill_routes
+from dynamo.disagg import settings as prefill_settings
 from dynamo.frontend import (
     app,
     clearing,
@@ -44,12 +46,18 @@ class Frontend:
         settings: config.FrontendConfig,
         runtime: component.DistributedRuntime,
         routing: router_config.RoutingConfig | None = None,
+        prefill: prefill_settings.PrefillRoutingConfig | None = None,
     ) -> None:
         settings.check()
         registry = observed.Registry(settings.metrics_prefix)
         now = clock.SystemClock()
-        self._routes = routes.Routes(
-            routing or router_config.RoutingConfig(), runtime, now, registry
+        routing = routing or router_config.RoutingConfig()
+        self._routes = routes.Routes(routing, runtime, now, registry)
+        prefill = prefill or prefill_settings.PrefillRoutingConfig()
+        prefill.check(routing.router_mode)
+        is_kv = routing.router_mode == "kv"
+        self._prefill = prefill_routes.PrefillRoutes(
+            self._routes, prefill, runtime.discovery, registry, now
         )
         self._records = records.Records(settings, registry, now)
         rules = _migration_rules(settings)
@@ -57,9 +65,10 @@ class Frontend:
         self.models = models.Models(
             runtime.discovery,
             runtime.client,
-            self._routes.make,
+            self._prefill.make if is_kv else self._routes.make,
             counted,
             now,
+            make_prefill=self._prefill.make_prefill if is_kv else None,
             namespace=settings.namespace,
             tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )
@@ -143,6 +152,7 @@ class Frontend:
         await self._dispatcher.close()
         await self._siblings.close()
         await self._tasks.close()
+        await self._prefill.close()
         await self._routes.close()
         await self._records.close()
 

@@ -17,7 +17,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.protocols import blocks, generate, kv_transfer, model_card
-from dynamo.router import affinity, api, metrics, route, selection
+from dynamo.router import affinity, api, metrics, policy, route, selection
 from dynamo.router.load import Capacity
 from dynamo.router.policy import Decision, Prompt
 from dynamo.runtime import client, requests
@@ -32,16 +32,6 @@ class Sending:
     request: generate.Request
     receiver: requests.Receiver
     terms: route.Terms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prospect:
-    """What a request would find at the worker that it would be sent to."""
-
-    num_new: int  # tokens of its prompt that would have to be computed there
-    num_ahead: float  # tokens of other prompts that would be computed before
-    num_requests: int
-    tokens_per_s: float  # at which prompts are computed
 
 
 class Sharing:
@@ -137,15 +127,22 @@ class KvRouter:
         return self.selector.preview(prompt, self._clock.now()).worker.instance_id
 
     @property
+    def instance_ids(self) -> frozenset[int]:
+        """Who can be asked."""
+        return frozenset(self._client.instances.keys() & self._cards.keys())
+
+    @property
     def num_before(self) -> int | None:
-        """Requests that run or wait where the fewest do; None if there is nobody to ask."""
+        """Requests where the fewest are; None if there is nobody to ask."""
         usable = frozenset(self._client.usable())
         loads = self.selector.active.loads.items()
         return min(
             (load.num_requests for one, load in loads if one.instance_id in usable), default=None
         )
 
-    def prospect(self, request: generate.Request, terms: route.Terms = route.ANYHOW) -> Prospect:
+    def prospect(
+        self, request: generate.Request, terms: route.Terms = route.ANYHOW
+    ) -> policy.Prospect:
         """What this request would find where it would be sent first; nobody is asked. Raises NoWorkers."""
         read = self._read(request, terms.instance_id, terms.among)
         prompt = self._restrict(read, self._client.usable(terms.among))
@@ -153,7 +150,7 @@ class KvRouter:
         decision = self.selector.preview(prompt, now)
         load = self.selector.active.loads[decision.worker]
         num_known = min(prompt.num_tokens, int(decision.overlap_blocks * self._block_size))
-        return Prospect(
+        return policy.Prospect(
             num_new=prompt.num_tokens - num_known,
             num_ahead=load.backlog(now),
             num_requests=load.num_requests,

@@ -80,6 +80,16 @@ class View:
         return max(self.cached.get(worker, 0), self.in_flight.get(worker, 0))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What a request would find at the worker that it would go to."""
+
+    num_new: int  # tokens of its prompt that would have to be computed there
+    num_ahead: float = 0.0  # tokens of other prompts that would be computed before
+    num_requests: int = 0
+    tokens_per_s: float = 0.0  # at which prompts are computed there
+
+
 class Decision(NamedTuple):
     """Where a request goes, and how many blocks of its prompt are expected not to be computed there."""
 
