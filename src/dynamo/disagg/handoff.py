@@ -27,6 +27,8 @@ from dynamo.disagg import (
 from dynamo.disagg import limits as limits_watch
 from dynamo.engine import api
 from dynamo.protocols import generate, kv_events, kv_transfer, load
+from dynamo.router import load as routed_load
+from dynamo.router import policy as routing
 from dynamo.runtime import discovery
 
 _logger = logging.getLogger(__name__)
@@ -53,17 +55,18 @@ class Handoff:
         *,
         registry: discovery.Discovery,
         model: str,
-        limits: policy.Limits,
+        decider: policy.Policy,
         prefill_timeout_s: float,
     ) -> None:
-        """`limits` hold as long as discovery says nothing else of this model."""
+        """Limits of lengths hold as long as discovery says nothing else of this model."""
         assert isinstance(engine, api.RemotePrefill)
         self._engine, self._lent = engine, engine
         self._queue = queue
         self._workers = workers
         self._counts = counts
         self._registry, self._model = registry, model
-        self._default_limits = self._limits = limits
+        self._policy = decider
+        self._prefills, self._copies = routed_load.Pace(), routed_load.Pace()
         self._prefill_timeout_s = prefill_timeout_s
         self._known = known_prefix.KnownPrefix()
         self._block_size = 1
@@ -78,10 +81,9 @@ class Handoff:
         facts = await self._engine.start(self._watching)
         self._block_size = facts.kv_block_size
         self._workers.start()
-        following = limits_watch.follow(
-            self._registry, self._model, self._default_limits, self._limit_by
-        )
-        self._tasks.start("watch limits of local prefill", following)
+        if isinstance(self._policy, policy.Lengths):
+            following = limits_watch.follow(self._registry, self._model, self._policy)
+            self._tasks.start("watch limits of local prefill", following)
         return facts
 
     def submit(self, request: generate.Request) -> None:
@@ -142,6 +144,7 @@ class Handoff:
         if report.error is None:
             self._counts.remote.inc()
             self._counts.transfer_s.observe(report.duration_s)
+            self._copies.observe(report.num_blocks * self._block_size, report.duration_s)
             if self._watching is not None:
                 worker_id = self._workers.instance_of(report.engine_id)
                 self._watching.pulled(report, worker_id)
@@ -150,11 +153,32 @@ class Handoff:
             self._workers.distrust(report.engine_id)
 
     def _goes_away(self, request: generate.Request) -> bool:
-        size = self._queue.size
-        if not policy.goes_away(request.prompt_len, size, self._limits) or _must_stay(request):
+        size, num_tokens = self._queue.size, request.prompt_len
+        if size is None or not self._policy.may_go(num_tokens, size) or _must_stay(request):
             return False
+        return self._policy.goes(
+            num_tokens, size, lambda: self._here(request), lambda: self._there(num_tokens)
+        )
+
+    def _here(self, request: generate.Request) -> routing.Prospect:
+        stats = [one.worker_stats for one in self._engine.load()]
         num_known = self._known.num_tokens(request.token_ids, self._block_size)
-        return policy.goes_away(request.prompt_len - num_known, size, self._limits)
+        return routing.Prospect(
+            num_new=max(0, request.prompt_len - num_known),
+            num_ahead=sum(one.active_prefill_tokens for one in stats),
+            num_requests=sum(one.request_active_slots for one in stats),
+            tokens_per_s=self._prefills.tokens_per_s,
+            copies_per_s=self._copies.measured,
+        )
+
+    def _there(self, num_tokens: int) -> routing.Prospect:
+        """As far as we know: by what we ourselves have given away."""
+        num_away = sum(away.request.prompt_len for away in self._away.values())
+        return routing.Prospect(
+            num_new=num_tokens,
+            num_ahead=num_away / max(1, len(self._workers.connected)),
+            tokens_per_s=self._prefills.tokens_per_s,
+        )
 
     async def _hand_over(self, away: _Away) -> None:
         params = await self._prefill(away.request)
@@ -184,6 +208,7 @@ class Handoff:
         """Where its blocks are; None if nobody has computed them."""
         now = asyncio.get_running_loop().time
         asked_at = now()
+        is_alone = len(self._away) == 1
         try:
             params = await self._queue.prefill(
                 prefill_call.prompt_of(request), timeout_s=self._prefill_timeout_s
@@ -193,15 +218,14 @@ class Handoff:
             return None
         took_s = now() - asked_at
         self._counts.prefill_s.observe(took_s)
+        if is_alone:  # nothing of ours was before it
+            self._prefills.observe(request.prompt_len, took_s)
         self._expect_report(request, took_s)
         return kv_transfer.handed_on(params, took_s)
 
     def _expect_report(self, request: generate.Request, prefill_s: float | None) -> None:
         if kv_transfer.REPORT in request.annotations and self._watching is not None:
             self._watching.expect(request.id, prefill_s)
-
-    def _limit_by(self, limits: policy.Limits) -> None:
-        self._limits = limits
 
 
 class _Watching:

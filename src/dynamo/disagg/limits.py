@@ -1,7 +1,6 @@
 """The limits of local prefill, as discovery says them: they change while all runs."""
 
 import logging
-from collections.abc import Callable
 
 import msgspec
 
@@ -12,13 +11,8 @@ _logger = logging.getLogger(__name__)
 _decode_change = msgspec.json.Decoder(policy.Change).decode
 
 
-async def follow(
-    registry: discovery.Discovery,
-    model: str,
-    default: policy.Limits,
-    apply: Callable[[policy.Limits], None],
-) -> None:
-    """Tell `apply` the limits of this model whenever they change, until cancelled; what is not said is as `default`."""
+async def follow(registry: discovery.Discovery, model: str, lengths: policy.Lengths) -> None:
+    """Tell it the limits of this model whenever they change, until cancelled."""
     key = policy.key_of(model)
     async for change in registry.watch(key):
         if change.key != key:
@@ -28,6 +22,5 @@ async def follow(
         except msgspec.DecodeError as error:
             _logger.warning("ignored %s in discovery: %s", key, error)
             continue
-        limits = default.changed(said or policy.Change())
-        apply(limits)
-        _logger.info("limits of local prefill: %s", limits)
+        lengths.change(said or policy.Change())
+        _logger.info("limits of local prefill: %s", lengths.limits)

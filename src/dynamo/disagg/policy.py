@@ -70,23 +70,23 @@ class Policy(Protocol):
 
 
 class Lengths:
-    """`--disagg-policy lengths`. The limits may be replaced at any time."""
+    """`--disagg-policy lengths`. The limits may change at any time."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self._default = self.limits = limits
 
-    def limit_by(self, limits: Limits) -> None:
-        """From now on."""
-        self._limits = limits
+    def change(self, change: Change) -> None:
+        """Of those that it was made with."""
+        self.limits = self._default.changed(change)
 
     def may_go(self, prompt_len: int, queue_size: int) -> bool:
         """As `Policy`."""
-        return goes_away(prompt_len, queue_size, self._limits)
+        return goes_away(prompt_len, queue_size, self.limits)
 
     def goes(self, prompt_len: int, queue_size: int, here: Look, there: Look) -> bool:
         """As `Policy`."""
         del prompt_len, there
-        return goes_away(here().num_new, queue_size, self._limits)
+        return goes_away(here().num_new, queue_size, self.limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import asyncio
 
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
-from dynamo.disagg import limits, metrics, policy, prefill_first, settings
+from dynamo.disagg import estimated, limits, metrics, policy, prefill_first, settings
 from dynamo.observability import metrics as registries
 from dynamo.protocols import model_card
 from dynamo.router import kv_router, route, routes
@@ -43,7 +43,7 @@ class PrefillRoutes:
             return plain
         return prefill_first.PrefillFirst(
             plain,
-            self._conditional or self._lengths_of(card.display_name),
+            self._policy_of(card.display_name),
             prefill_first.Rules(
                 prefill_timeout_s=self._wanted.prefill_timeout_s,
                 is_enforced=self._wanted.is_enforced,
@@ -56,13 +56,20 @@ class PrefillRoutes:
         self, asked: client.EndpointClient, card: model_card.ModelCard
     ) -> kv_router.KvRouter:
         """The way to the prefill workers of this endpoint."""
-        if self._conditional is None:
+        if isinstance(self._policy_of(card.display_name), policy.Lengths):
             self._follow_limits(card.display_name)
         return self._routes.make_kv(asked, card)
 
     async def close(self) -> None:
         """Follow discovery no more."""
         await self._tasks.close()
+
+    def _policy_of(self, model: str) -> policy.Policy:
+        if self._conditional is not None:
+            return self._conditional
+        if self._wanted.disagg_policy == "estimated":
+            return estimated.Estimated()
+        return self._lengths_of(model)
 
     def _lengths_of(self, model: str) -> policy.Lengths:
         return self._lengths.setdefault(model, policy.Lengths(self._wanted.limits))
@@ -71,5 +78,5 @@ class PrefillRoutes:
         if model in self._following:
             return
         lengths = self._lengths_of(model)
-        following = limits.follow(self._registry, model, self._wanted.limits, lengths.limit_by)
+        following = limits.follow(self._registry, model, lengths)
         self._following[model] = self._tasks.start("watch limits of local prefill", following)

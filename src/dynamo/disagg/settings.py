@@ -1,7 +1,7 @@
 """What a frontend in router mode kv is told of prompts that prefill workers could compute."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,6 +17,11 @@ _NOT_HONOURED = ("prefill_busy_threshold", "decode_busy_threshold")
 class PrefillRoutingConfig:
     """Prefill workers, in router mode kv."""
 
+    disagg_policy: Literal["lengths", "estimated"] = config.option(
+        "lengths",
+        help="who computes a prompt, a prefill worker or who answers; lengths: by the two numbers below; estimated: by"
+        " what delays this prompt and the answers that are being written least",
+    )
     max_local_prefill_length: int = config.option(
         policy.MAX_LOCAL_PREFILL_LENGTH,
         help="prompt tokens, without the known prefix, that the worker computes that answers; discovery can change it",

@@ -88,6 +88,9 @@ class Prospect:
     num_ahead: float = 0.0  # tokens of other prompts that would be computed before
     num_requests: int = 0
     tokens_per_s: float = 0.0  # at which prompts are computed there
+    copies_per_s: float = (
+        0.0  # tokens whose keys and values it fetches from elsewhere; 0: not known
+    )
 
 
 class Decision(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.disagg import handoff, metrics, policy, prefill_queue, prefill_workers
+from dynamo.disagg import estimated, handoff, metrics, policy, prefill_queue, prefill_workers
 from dynamo.engine import api
 from dynamo.observability import metrics as registries
 from dynamo.protocols import kv_transfer, model_card
@@ -80,11 +80,19 @@ def _decode(
         counts,
         registry=runtime.discovery,
         model=model,
-        limits=policy.Limits(
+        decider=_policy(worker),
+        prefill_timeout_s=worker.prefill_timeout_s,
+    )
+
+
+def _policy(worker: settings.WorkerConfig) -> policy.Policy:
+    if worker.disagg_policy == "estimated":
+        return estimated.Estimated()
+    return policy.Lengths(
+        policy.Limits(
             max_local_prefill_length=worker.max_local_prefill_length,
             max_prefill_queue_size=worker.max_prefill_queue_size,
-        ),
-        prefill_timeout_s=worker.prefill_timeout_s,
+        )
     )
 
 

@@ -27,6 +27,7 @@ FACTS = api.EngineFacts(
 class Engine:
     def __init__(self):
         self.done, self.refusal, self.unreadable = [], None, False
+        self.loads = ()
 
     async def start(self, sink):
         self.sink = sink
@@ -46,7 +47,7 @@ class Engine:
         self.done.append(("abort", request_id, index))
 
     def load(self):
-        return "load"
+        return self.loads
 
     async def clear_kv_blocks(self):
         self.done.append("clear")
@@ -86,6 +87,8 @@ class Queue:
 
 
 class Workers:
+    connected = (1, 2)
+
     def __init__(self):
         self.distrusted = []
 
@@ -131,7 +134,7 @@ class World:
             metrics.DisaggMetrics(self.counts),
             registry=self.registry,
             model="m",
-            limits=policy.Limits(max_local_prefill_length=8),
+            decider=policy.Lengths(policy.Limits(max_local_prefill_length=8)),
             prefill_timeout_s=5,
         )
         assert await self.handoff.start(self.sink) is FACTS
@@ -328,5 +331,5 @@ async def test_discovery_changes_the_limits_while_it_runs(world, caplog):
 async def test_the_rest_is_the_engines(world):
     await world.handoff.clear_kv_blocks()
 
-    assert world.handoff.load() == "load"
+    assert world.handoff.load() is world.engine.loads
     assert world.engine.done == ["clear"]

@@ -58,7 +58,7 @@ def test_the_originals_condition_is_both_few_tokens_and_a_small_share(
 def test_lengths_may_be_limited_anew():
     one = policy.Lengths(LIMITS)
     before = one.may_go(500, 0), one.goes(2000, 0, look(1001), look(0))
-    one.limit_by(policy.Limits(max_local_prefill_length=400))
+    one.change(policy.Change(max_local_prefill_length=400))
 
     assert before == (False, True)
     assert one.may_go(500, 0)
