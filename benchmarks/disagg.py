@@ -5,6 +5,7 @@ one answers). Eight streams run all the time; long prompts arrive beside them, o
 tokens of the running streams is what a reader sees; the time to the first token of a long prompt is its price.
 
     python -m benchmarks.disagg --rounds 3
+    python -m benchmarks.disagg --forms lengths estimated     who decides better where a prompt is computed
 """
 
 import argparse
@@ -30,6 +31,13 @@ STREAM_PROMPT, LONG_PROMPT, SHORT_PROMPT = 32, 1500, 64
 ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
 SPLIT = (("--is-prefill-worker",), ("--disaggregation-mode", "decode", *ALWAYS))
 AGGREGATED = (("--disaggregation-mode", "agg"),) * 2
+DECODE = ("--disaggregation-mode", "decode")
+FORMS = {
+    "aggregated": AGGREGATED,
+    "split": SPLIT,
+    "lengths": (("--is-prefill-worker",), (*DECODE, "--disagg-policy", "lengths")),
+    "estimated": (("--is-prefill-worker",), (*DECODE, "--disagg-policy", "estimated")),
+}
 SETTLE_S = 3.0  # for workers to connect, and for the first steps to be warm
 
 
@@ -142,6 +150,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=["aggregated", "split"], help="what to compare"
+    )
     args = parser.parse_args()
     cells = {
         "8 streams, prompts of 1,500 tokens": (NUM_STREAMS, LONG_PROMPT),
@@ -151,8 +162,8 @@ def main() -> None:
     }
     runs: dict[tuple[str, str], list[Measured]] = {}
     for _ in range(args.rounds):
-        for form, workers in (("aggregated", AGGREGATED), ("split", SPLIT)):
-            with serving(workers) as url:
+        for form in args.forms:
+            with serving(FORMS[form]) as url:
                 for name, (num_streams, length) in cells.items():
                     measuring = measure(
                         url, num_streams=num_streams, length=length, duration_s=args.seconds
@@ -161,7 +172,7 @@ def main() -> None:
     print("| | ITL p50, ms | ITL p99, ms | TTFT p50 of the prompts, ms | prompts/s | tokens/s |")
     print("|---|---|---|---|---|---|")
     for name in cells:
-        for form in ("aggregated", "split"):
+        for form in args.forms:
             print(row(f"{name}, {form}", runs[name, form]))
 
 

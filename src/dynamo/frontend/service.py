@@ -55,20 +55,21 @@ class Frontend:
         self._routes = routes.Routes(routing, runtime, now, registry)
         prefill = prefill or prefill_settings.PrefillRoutingConfig()
         prefill.check(routing.router_mode)
-        is_kv = routing.router_mode == "kv"
-        self._prefill = prefill_routes.PrefillRoutes(
-            self._routes, prefill, runtime.discovery, registry, now
-        )
+        self._prefill: prefill_routes.PrefillRoutes | None = None
+        if routing.router_mode == "kv":
+            self._prefill = prefill_routes.PrefillRoutes(
+                self._routes, prefill, runtime.discovery, registry, now
+            )
         self._records = records.Records(settings, registry, now)
         rules = _migration_rules(settings)
         counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers, rules)
         self.models = models.Models(
             runtime.discovery,
             runtime.client,
-            self._prefill.make if is_kv else self._routes.make,
+            self._routes.make if self._prefill is None else self._prefill.make,
             counted,
             now,
-            make_prefill=self._prefill.make_prefill if is_kv else None,
+            make_prefill=None if self._prefill is None else self._prefill.make_prefill,
             namespace=settings.namespace,
             tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )
@@ -152,7 +153,8 @@ class Frontend:
         await self._dispatcher.close()
         await self._siblings.close()
         await self._tasks.close()
-        await self._prefill.close()
+        if self._prefill is not None:
+            await self._prefill.close()
         await self._routes.close()
         await self._records.close()
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from dynamo.base import errors
-from dynamo.disagg import handoff, metrics, policy
+from dynamo.disagg import estimated, handoff, metrics, policy
 from dynamo.engine import api
 from dynamo.observability import metrics as registries
-from dynamo.protocols import blocks, generate, kv_events, kv_transfer
+from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 from dynamo.runtime.backends import memory_discovery
 
 REMOTE = kv_transfer.RemoteBlocks(
@@ -123,7 +123,7 @@ class Sink:
 
 
 class World:
-    async def start(self):
+    async def start(self, decider=None):
         self.engine, self.queue, self.workers, self.sink = Engine(), Queue(), Workers(), Sink()
         self.counts = registries.Registry("x")
         self.registry = memory_discovery.MemoryDiscovery(memory_discovery.MemoryCluster())
@@ -134,7 +134,7 @@ class World:
             metrics.DisaggMetrics(self.counts),
             registry=self.registry,
             model="m",
-            decider=policy.Lengths(policy.Limits(max_local_prefill_length=8)),
+            decider=decider or policy.Lengths(policy.Limits(max_local_prefill_length=8)),
             prefill_timeout_s=5,
         )
         assert await self.handoff.start(self.sink) is FACTS
@@ -333,3 +333,79 @@ async def test_the_rest_is_the_engines(world):
 
     assert world.handoff.load() is world.engine.loads
     assert world.engine.done == ["clear"]
+
+
+def pull_report(request_id="r", error=None):
+    return api.PullReport(
+        request_id=request_id, engine_id="e", num_blocks=2, duration_s=0.25, error=error
+    )
+
+
+async def test_a_prompt_that_its_frontend_had_computed_is_given_on_as_it_is(world):
+    made = request(kv_transfer_params=REMOTE.as_params())
+    world.handoff.submit(made)
+
+    assert world.engine.done == [made]
+    assert world.count("local") == 0  # how it went is told by the copy
+
+
+async def test_parameters_of_the_frontend_that_the_engine_cannot_read_are_as_none(world):
+    world.engine.unreadable = True
+    world.handoff.submit(request(kv_transfer_params=REMOTE.as_params()))
+
+    assert world.engine.done == [request()]
+    assert world.count("fallback") == 1
+
+
+async def test_a_frontend_that_says_stay_is_obeyed(world):
+    world.handoff.submit(request(kv_transfer_params=kv_transfer.STAY))
+
+    assert not world.queue.asked
+    assert world.count("local") == 1
+
+
+def first_output(request_id):
+    return api.EngineOutput(request_id, generate.Output((1,), cached_tokens=0))
+
+
+async def test_who_asks_is_told_with_the_first_output_how_the_blocks_came(world):
+    asked = request(annotations=(kv_transfer.REPORT,))
+    await world.hand_over(asked)
+    await world.answered()
+    world.engine.pulled(pull_report())
+    batch = [first_output("other"), first_output("r")]
+    world.engine.sink.outputs(batch)
+    world.engine.sink.outputs(batch)
+    (other, mine), second = world.sink.heard
+    told = msgspec.convert(mine.output.kv_transfer_params, kv_transfer.Report)
+
+    assert (told.num_blocks, told.transfer_ms, told.prefill_worker_id) == (2, 250, 7)
+    assert told.prefill_ms > 0
+    assert other == batch[0]
+    assert second is batch  # and nothing stands between any more
+
+
+@pytest.mark.parametrize("annotations", [(), (kv_transfer.REPORT,)])
+async def test_nobody_is_told_unasked_nor_once_it_is_over(world, annotations):
+    world.handoff.submit(request(kv_transfer_params=REMOTE.as_params(), annotations=annotations))
+    world.handoff.abort("r")
+    world.engine.pulled(pull_report())
+    batch = [first_output("r")]
+    world.engine.sink.outputs(batch)
+
+    assert world.sink.heard == [batch]
+
+
+async def test_by_estimate_a_prompt_goes_that_would_delay_answers():
+    world = World()
+    await world.start(estimated.Estimated())
+    world.handoff.submit(request(100))
+    stays = list(world.engine.done)
+    stats = load.WorkerStats(request_active_slots=8, request_total_slots=9, num_requests_waiting=0)
+    kv = load.KvStats(kv_active_blocks=0, kv_total_blocks=9)
+    world.engine.loads = (load.ForwardPassMetrics(worker_stats=stats, kv_stats=kv),)
+    await world.hand_over(request(100))
+    await world.handoff.stop()
+
+    assert stays == [request(100)]
+    assert len(world.queue.asked) == 1
