@@ -9,7 +9,7 @@ to copy from, and computes the prompt itself. So a request costs at most time, a
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,11 @@ from dynamo.disagg import (
     prefill_call,
     prefill_queue,
     prefill_workers,
+    watching_sink,
 )
 from dynamo.disagg import limits as limits_watch
 from dynamo.engine import api
-from dynamo.protocols import generate, kv_events, kv_transfer, load
+from dynamo.protocols import generate, kv_transfer, load
 from dynamo.router import load as routed_load
 from dynamo.router import policy as routing
 from dynamo.runtime import discovery
@@ -71,13 +72,13 @@ class Handoff:
         self._known = known_prefix.KnownPrefix()
         self._block_size = 1
         self._away: dict[str, _Away] = {}
-        self._watching: _Watching | None = None
+        self._watching: watching_sink.WatchingSink | None = None
         self._tasks = tasks.Tasks()
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """The engine, then the search for prefill workers."""
         self._lent.on_pull(self._pulled)
-        self._watching = _Watching(sink, self._known)
+        self._watching = watching_sink.WatchingSink(sink, self._known)
         facts = await self._engine.start(self._watching)
         self._block_size = facts.kv_block_size
         self._workers.start()
@@ -90,7 +91,8 @@ class Handoff:
         """Here, or by way of a prefill worker; then a refusal comes through the sink."""
         if kv_transfer.is_prefilled(request.kv_transfer_params):  # its frontend saw to it
             self._submit_prefilled(request)
-            self._expect_report(request, None)
+            if self._watching is not None:
+                self._watching.expect(request, None)
         elif self._goes_away(request):
             _logger.debug(
                 "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
@@ -220,65 +222,9 @@ class Handoff:
         self._counts.prefill_s.observe(took_s)
         if is_alone:  # nothing of ours was before it
             self._prefills.observe(request.prompt_len, took_s)
-        self._expect_report(request, took_s)
+        if self._watching is not None:
+            self._watching.expect(request, took_s)
         return kv_transfer.handed_on(params, took_s)
-
-    def _expect_report(self, request: generate.Request, prefill_s: float | None) -> None:
-        if kv_transfer.REPORT in request.annotations and self._watching is not None:
-            self._watching.expect(request.id, prefill_s)
-
-
-class _Watching:
-    """The engine's sink, with a look at its KV events, and reports for those who asked; costs nothing per token."""
-
-    def __init__(self, sink: api.EngineSink, known: known_prefix.KnownPrefix) -> None:
-        self.outputs: Callable[[Sequence[api.EngineOutput]], None] = sink.outputs
-        self.died = sink.died
-        self._sink, self._known = sink, known
-        self._expected: dict[str, float | None] = {}  # seconds of the prefill, by request
-        self._reports: dict[str, kv_transfer.Report] = {}  # to go with its first output
-
-    def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
-        self._known.apply(events)
-        self._sink.kv_events(events, dp_rank)
-
-    def failed(self, request_id: str, error: errors.DynamoError) -> None:
-        self.forget(request_id)
-        self._sink.failed(request_id, error)
-
-    def expect(self, request_id: str, prefill_s: float | None) -> None:
-        """Its caller wants to know how its blocks come; the prefill took so long, if we asked for it."""
-        self._expected[request_id] = prefill_s
-
-    def forget(self, request_id: str) -> None:
-        """It is over, or nobody waits for it."""
-        self._expected.pop(request_id, None)
-        self._reports.pop(request_id, None)
-
-    def pulled(self, report: api.PullReport, worker_id: int | None) -> None:
-        """Its blocks have come."""
-        if report.request_id not in self._expected:
-            return
-        prefill_s = self._expected.pop(report.request_id)
-        self._reports[report.request_id] = kv_transfer.Report(
-            transfer_ms=report.duration_s * 1000,
-            num_blocks=report.num_blocks,
-            prefill_worker_id=worker_id,
-            prefill_ms=None if prefill_s is None else prefill_s * 1000,
-        )
-        self.outputs = self._outputs_with_reports
-
-    def _outputs_with_reports(self, batch: Sequence[api.EngineOutput]) -> None:
-        self._sink.outputs([self._with_report(item) for item in batch])
-        if not self._reports:
-            self.outputs = self._sink.outputs
-
-    def _with_report(self, item: api.EngineOutput) -> api.EngineOutput:
-        report = self._reports.pop(item.request_id, None)
-        if report is None:
-            return item
-        told = msgspec.structs.replace(item.output, kv_transfer_params=msgspec.to_builtins(report))
-        return item._replace(output=told)
 
 
 def _must_stay(request: generate.Request) -> bool:

@@ -10,9 +10,8 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from dynamo.base import errors
+from dynamo.disagg import prefill_call
 from dynamo.protocols import generate
 from dynamo.runtime import client
 
@@ -85,41 +84,17 @@ class DirectQueue:
     async def _ask(
         self, instance_id: int, request: generate.Request, timeout_s: float
     ) -> dict[str, Any]:
-        answer = _Prefilled()
+        answer = prefill_call.PrefillAnswer()
         self._num_given[instance_id] += 1
         try:
             stream = await self._client.open(
                 request, answer, instance_id=instance_id, timeout_s=timeout_s
             )
             try:
-                return await answer.params
+                return await answer.wait()
             finally:
                 stream.cancel()
         finally:
             self._num_given[instance_id] -= 1
             if not self._num_given[instance_id]:
                 del self._num_given[instance_id]
-
-
-class _Prefilled:
-    """The receiver of a prefill's only output."""
-
-    def __init__(self) -> None:
-        self.params: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-
-    def receive(self, output: generate.Output) -> None:
-        if output.kv_transfer_params is not None and not self.params.done():
-            self.params.set_result(output.kv_transfer_params)
-
-    def replied(self, body: msgspec.Raw) -> None:
-        self._fail(errors.RemoteProtocolError("expected an engine's output, got a reply"))
-
-    def ended(self, error: errors.DynamoError | None) -> None:
-        self._fail(
-            error
-            or errors.RemoteProtocolError("the prefill worker does not say where its blocks are")
-        )
-
-    def _fail(self, error: errors.DynamoError) -> None:
-        if not self.params.done():
-            self.params.set_exception(error)

@@ -368,21 +368,25 @@ def first_output(request_id):
     return api.EngineOutput(request_id, generate.Output((1,), cached_tokens=0))
 
 
-async def test_who_asks_is_told_with_the_first_output_how_the_blocks_came(world):
+async def test_who_asks_is_told_with_its_outputs_how_the_blocks_came(world):
     asked = request(annotations=(kv_transfer.REPORT,))
     await world.hand_over(asked)
     await world.answered()
-    world.engine.pulled(pull_report())
     batch = [first_output("other"), first_output("r")]
+    world.engine.sink.outputs(batch)  # the copy goes on still
+    world.engine.pulled(pull_report())
     world.engine.sink.outputs(batch)
+    ending = generate.Output((2,), generate.FinishReason.LENGTH)
+    world.engine.sink.outputs([api.EngineOutput("r", ending)])
     world.engine.sink.outputs(batch)
-    (other, mine), second = world.sink.heard
+    before, (other, mine), (last,), after = world.sink.heard
     told = msgspec.convert(mine.output.kv_transfer_params, kv_transfer.Report)
 
     assert (told.num_blocks, told.transfer_ms, told.prefill_worker_id) == (2, 250, 7)
     assert told.prefill_ms > 0
-    assert other == batch[0]
-    assert second is batch  # and nothing stands between any more
+    assert last.output.kv_transfer_params == mine.output.kv_transfer_params
+    assert (before, other) == (batch, batch[0])
+    assert after is batch  # nothing stands between any more
 
 
 @pytest.mark.parametrize("annotations", [(), (kv_transfer.REPORT,)])
