@@ -161,14 +161,16 @@ def main() -> None:
         "8 streams, prompts of 64 tokens": (NUM_STREAMS, SHORT_PROMPT),
     }
     runs: dict[tuple[str, str], list[Measured]] = {}
-    for _ in range(args.rounds):
-        for form in args.forms:
-            with serving(FORMS[form]) as url:
-                for name, (num_streams, length) in cells.items():
-                    measuring = measure(
-                        url, num_streams=num_streams, length=length, duration_s=args.seconds
-                    )
-                    runs.setdefault((name, form), []).append(asyncio.run(measuring))
+    with contextlib.ExitStack() as stack:  # all stand side by side: those that are not asked idle
+        urls = {form: stack.enter_context(serving(FORMS[form])) for form in args.forms}
+        for _, (name, cell), form in itertools.product(
+            range(args.rounds), cells.items(), args.forms
+        ):
+            num_streams, length = cell
+            measuring = measure(
+                urls[form], num_streams=num_streams, length=length, duration_s=args.seconds
+            )
+            runs.setdefault((name, form), []).append(asyncio.run(measuring))
     print("| | ITL p50, ms | ITL p99, ms | TTFT p50 of the prompts, ms | prompts/s | tokens/s |")
     print("|---|---|---|---|---|---|")
     for name in cells:
