@@ -17,6 +17,7 @@ import msgspec
 
 from dynamo.base import errors, tasks
 from dynamo.disagg import (
+    estimated,
     known_prefix,
     metrics,
     policy,
@@ -221,7 +222,7 @@ class Handoff:
         took_s = now() - asked_at
         self._counts.prefill_s.observe(took_s)
         if is_alone:  # nothing of ours was before it
-            self._prefills.observe(request.prompt_len, took_s)
+            self._prefills.observe(request.prompt_len, max(0.0, took_s - estimated.HANDOFF_S))
         if self._watching is not None:
             self._watching.expect(request, took_s)
         return kv_transfer.handed_on(params, took_s)
