@@ -116,12 +116,14 @@ def test_prefixes_find_their_prefill_worker_again_and_both_decode(pools):
     before = sum(worker.metric("requests_total") for worker in pools.prefill)
     again = [(i, prefixes[i] + prompt(20, f"{turn} {i}")) for turn in range(4) for i in range(4)]
     answers = [(i, pools.ask(one)) for i, one in again]
+    hit_rates = [worker.metric("kvstats_gpu_prefix_cache_hit_rate") for worker in pools.prefill]
     told = [(i, answer["nvext"]["worker_id"]) for i, answer in answers]
     at_once = pools.ask_all([prompt(100, i) for i in range(16)], max_tokens=50)
 
     assert all(ids["prefill_worker_id"] == first[i]["prefill_worker_id"] for i, ids in told)
     assert all(ids["prefill_worker_id"] != ids["decode_worker_id"] for _, ids in told)
     assert sum(worker.metric("requests_total") for worker in pools.prefill) >= before + 16
+    assert max(hit_rates) > 0.5  # 320 of 340 tokens, four times of five
     spread = collections.Counter(one["nvext"]["worker_id"]["decode_worker_id"] for one in at_once)
     assert len(spread) == 2
     assert min(spread.values()) >= 4
