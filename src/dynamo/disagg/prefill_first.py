@@ -12,7 +12,6 @@ prefill worker is asked once; then the prompt is computed by who answers it.
 """
 
 import asyncio
-import dataclasses
 import logging
 import math
 from collections.abc import Mapping
@@ -151,7 +150,7 @@ class PrefillFirst:
         try:
             async with asyncio.timeout(limit_s):
                 return await self._ask(
-                    prefill, request, dataclasses.replace(terms, timeout_s=limit_s)
+                    prefill, request, msgspec.structs.replace(terms, timeout_s=limit_s)
                 )
         except TimeoutError:
             late = errors.DeadlineExceeded(
@@ -170,7 +169,7 @@ class PrefillFirst:
         """One prefill worker, and if that fails another. Raises what the last one failed with."""
         began_at = self._clock.now()
         asked: list[int] = []
-        to_prefill = dataclasses.replace(
+        to_prefill = msgspec.structs.replace(
             terms, instance_id=None, among=None, on_asked=asked.append, on_prefilled=None
         )
         prompt = prefill_call.prompt_of(request)
@@ -182,7 +181,7 @@ class PrefillFirst:
                 raise
             _logger.warning("%s: another prefill worker is asked: %s", request.id, error)
             self._counts.retries.inc()
-            params = await _call(prefill, prompt, dataclasses.replace(to_prefill, among=others))
+            params = await _call(prefill, prompt, msgspec.structs.replace(to_prefill, among=others))
         took_s = self._clock.now() - began_at
         found = kv_transfer.handed_on(params, took_s + DELIVERY_S)
         if found is None:
@@ -214,7 +213,7 @@ class PrefillFirst:
                 return await self._decode.open(
                     msgspec.structs.replace(request, kv_transfer_params=params),
                     receiver,
-                    dataclasses.replace(terms, among=among),
+                    msgspec.structs.replace(terms, among=among),
                 )
         except TimeoutError:
             self._fall_back(request, _Undelivered(f"nobody took it within {DELIVERY_S:g} s"))
@@ -261,7 +260,7 @@ def _minus(terms: route.Terms, spent_s: float) -> route.Terms:
     """With what is left of the time."""
     if terms.timeout_s is None:
         return terms
-    return dataclasses.replace(terms, timeout_s=max(0.0, terms.timeout_s - spent_s))
+    return msgspec.structs.replace(terms, timeout_s=max(0.0, terms.timeout_s - spent_s))
 
 
 def _reason(error: errors.DynamoError) -> str:

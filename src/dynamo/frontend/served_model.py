@@ -1,10 +1,11 @@
 """A model as this frontend serves it: how to prepare requests for it, and who answers them."""
 
-import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import cast
+
+import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import identity
@@ -115,7 +116,7 @@ class ServedModel:
         """
         replicas = self._pick(terms.instance_id, avoid)
         if avoid:
-            terms = dataclasses.replace(terms, among=replicas.among(avoid))
+            terms = msgspec.structs.replace(terms, among=replicas.among(avoid))
         # the route of a model that embeds looks into no request
         asked = cast("generate.Request", request)
         return await replicas.route.open(asked, receiver, terms)

@@ -5,8 +5,9 @@ Implementations: `plain_route` (in turn, at random) and `kv_router` (by load and
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from dynamo.protocols import generate, model_card
 from dynamo.runtime import requests
@@ -21,8 +22,7 @@ class Prefilled(NamedTuple):
     duration_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """How a request is to be sent: to `instance_id`, or to one of `among`, if given.
 
     A route may let it wait; it calls `on_gone` with what ends that, if the caller goes (Cancelled). `on_asked` is told
