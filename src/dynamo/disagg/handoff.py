@@ -21,8 +21,8 @@ from dynamo.disagg import (
     known_prefix,
     metrics,
     policy,
-    prefill_call,
     prefill_queue,
+    prefill_request,
     prefill_workers,
     watching_sink,
 )
@@ -214,7 +214,7 @@ class Handoff:
         is_alone = len(self._away) == 1
         try:
             params = await self._queue.prefill(
-                prefill_call.prompt_of(request), timeout_s=self._prefill_timeout_s
+                prefill_request.make(request), timeout_s=self._prefill_timeout_s
             )
         except errors.DynamoError as error:
             self._fall_back(request.id, error)

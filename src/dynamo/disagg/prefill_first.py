@@ -22,7 +22,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.disagg import metrics, policy, prefill_call
+from dynamo.disagg import metrics, policy, prefill_answer, prefill_queue, prefill_request
 from dynamo.protocols import generate, kv_transfer, model_card
 from dynamo.router import kv_router, route
 from dynamo.runtime import requests
@@ -153,10 +153,7 @@ class PrefillFirst:
                     prefill, request, msgspec.structs.replace(terms, timeout_s=limit_s)
                 )
         except TimeoutError:
-            late = errors.DeadlineExceeded(
-                f"no prefill worker has computed it within {limit_s:g} s"
-            )
-            self._fall_back(request, late)
+            self._fall_back(request, prefill_queue.late(limit_s))
         except errors.Cancelled:
             raise
         except errors.DynamoError as error:
@@ -172,10 +169,10 @@ class PrefillFirst:
         to_prefill = msgspec.structs.replace(
             terms, instance_id=None, among=None, on_asked=asked.append, on_prefilled=None
         )
-        prompt = prefill_call.prompt_of(request)
+        prompt = prefill_request.make(request)
         try:
             params = await _call(prefill, prompt, to_prefill)
-        except (errors.WorkerLost, errors.Unavailable, errors.EngineFailed) as error:
+        except prefill_queue.ANOTHER_MAY as error:
             others = prefill.instance_ids - set(asked)
             if not asked or not others:
                 raise
@@ -235,7 +232,7 @@ async def _call(
     prefill: kv_router.KvRouter, prompt: generate.Request, terms: route.Terms
 ) -> dict[str, Any]:
     """Have it computed by one worker; it stops if we are cancelled, or the caller goes."""
-    answer = prefill_call.PrefillAnswer()
+    answer = prefill_answer.PrefillAnswer()
     if terms.on_gone is not None:
         terms.on_gone(answer.give_up)
     stream = await prefill.open(prompt, answer, terms)

@@ -17,6 +17,7 @@ from dynamo.frontend import (
     embeddings,
     metrics,
     migration,
+    model_fetch,
     models,
     pipeline,
     records,
@@ -69,10 +70,14 @@ class Frontend:
             self._routes.make if self._prefill is None else self._prefill.make,
             counted,
             now,
-            make_prefill=None if self._prefill is None else self._prefill.make_prefill,
+            model_fetch.ModelFetch(
+                runtime.requests, runtime.services, model_fetch.directory(settings.model_cache)
+            ),
             namespace=settings.namespace,
             tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )
+        if self._prefill is not None:
+            self.models.prefill_by(self._prefill.make_prefill)
         timeout_s = settings.request_timeout_secs or None
         self._dispatcher = dispatch.Dispatcher(self.models.find, rules, now, timeout_s)
         answers = roads.Roads(

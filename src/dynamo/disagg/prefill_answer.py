@@ -1,4 +1,4 @@
-"""What a prefill worker is asked for, and its only output, which says where the prompt's blocks are."""
+"""The only output of a prefill, which says where the prompt's blocks are."""
 
 import asyncio
 from typing import Any
@@ -6,22 +6,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import generate, kv_transfer
-
-
-def prompt_of(request: generate.Request) -> generate.Request:
-    """The request to a prefill worker: its one token is not used, so how it is drawn does not matter."""
-    return generate.Request(
-        id=request.id,
-        model=request.model,
-        token_ids=request.token_ids,
-        stop_conditions=generate.StopConditions(max_tokens=1, min_tokens=1),
-        sampling_options=generate.SamplingOptions(temperature=0.0),
-        priority=request.priority,
-        lora_name=request.lora_name,
-        session_id=request.session_id,
-        kv_transfer_params=kv_transfer.ASK,
-    )
+from dynamo.protocols import generate
 
 
 class PrefillAnswer:

@@ -3,14 +3,14 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.disagg import prefill_call
+from dynamo.disagg import prefill_answer
 from dynamo.protocols import generate
 
 PARAMS = {"do_remote_prefill": True}
 
 
 async def test_the_first_end_counts():
-    answer = prefill_call.PrefillAnswer()
+    answer = prefill_answer.PrefillAnswer()
     answer.receive(generate.Output((1,)))  # says nothing
     answer.receive(generate.Output((1,), kv_transfer_params=PARAMS))
     answer.ended(errors.WorkerLost("x"))
@@ -29,7 +29,7 @@ async def test_the_first_end_counts():
     ],
 )
 async def test_whatever_else_ends_it_is_raised(end, error):
-    answer = prefill_call.PrefillAnswer()
+    answer = prefill_answer.PrefillAnswer()
     end(answer)
 
     with pytest.raises(error):
