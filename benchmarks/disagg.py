@@ -205,9 +205,10 @@ def main() -> None:
                     )
                     runs.setdefault((name, form), []).append(asyncio.run(measuring))
     print(
-        "| | ITL p50, ms | ITL p99, ms | TTFT p50 of the prompts, ms | prompts/s | tokens/s | cores of the workers |"
+        "| | ITL p50, ms | ITL p99, ms | TTFT p50 of the prompts, ms | prompts/s | tokens/s"
+        " | with the prompts' | of these per second of the workers' CPU |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for name in cells:
         for form in ("aggregated", "split"):
             print(row(f"{name}, {form}", runs[name, form]))

@@ -180,3 +180,23 @@ async def test_an_engine_that_leaves_is_read_to_the_end():
         assert told(there) == told(expected)
         assert [report.error for report in right.reports] == [None]
         await left.until_idle()
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["request", "choice"])
+async def test_blocks_are_free_when_an_answer_is_aborted_at_any_point(is_whole):
+    async with pair() as (left, right):
+        abort = right.engine.abort if is_whole else lambda name: right.engine.abort_choice(name, 0)
+        for i in range(12):
+            handed = await prefilled(left, make("r"))
+            recorder = Recorder(right, "r")
+            right.sink.begin("r")
+            right.engine.submit(handed)
+            for _ in range(i):
+                await asyncio.sleep(0)
+            num_heard = len(recorder.heard)
+            abort("r")
+            await asyncio.sleep(0)
+
+            assert len(recorder.heard) == num_heard
+        await left.until_idle()
+        await right.until_idle()

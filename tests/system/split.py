@@ -52,7 +52,7 @@ class Split:
             what=f"{num_prefill} prefill workers are connected",
         )
 
-    def ask(self, token_ids, model=MODEL, max_tokens=8):
+    def ask(self, token_ids, model=MODEL, max_tokens=8, **fields):
         """The answer's text; fails if there is none."""
         body = {
             "model": model,
@@ -60,7 +60,7 @@ class Split:
             "max_tokens": max_tokens,
             "temperature": 0,
             "nvext": {"ignore_eos": True},
-        }
+        } | fields
         answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == max_tokens

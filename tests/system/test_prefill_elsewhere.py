@@ -54,6 +54,22 @@ def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(
     until_idle(decode, prefill)
 
 
+def test_answers_that_are_drawn_are_those_of_a_worker_that_computes_all_itself(split):
+    decode, prefill, _ = split.decode(), split.prefill(), split.alone()
+    split.ready(decode, models=[ALONE, MODEL])
+    ways = [
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.0, "seed": 5, "max_tokens": 1},
+        {"temperature": 0.8, "seed": 6, "top_p": 0.9, "presence_penalty": 1.0},
+    ]
+
+    for i, way in enumerate(ways):
+        prompts = [prompt(n, i) for n in (2, 16, 200, 1000)]  # none that is known by now
+        assert split.ask_all(prompts, **way) == split.ask_all(prompts, model=ALONE, **way)
+    assert prefills(decode, "remote") == 3 * 4
+    until_idle(decode, prefill)
+
+
 def test_without_a_prefill_worker_all_is_computed_here(split):
     decode = split.decode()
     split.frontend.await_models([MODEL])
