@@ -150,25 +150,28 @@ def test_a_prefill_worker_that_refuses_more_does_not_get_it(split):
 
 
 def test_a_copy_that_takes_too_long_is_given_up(split):
-    prefill = split.prefill("--kv-hold-s", "100")
+    prefill = split.prefill("--kv-hold-s", "30")
     decode = split.decode(*SLOW_LINK, "--kv-transfer-timeout-s", "0.3")
     split.ready(decode)
     answers = split.ask_all(prompts_of(8))
 
-    assert prefills(decode, "fallback") == NUM
+    assert prefills(decode, "fallback") > 0
+    assert (
+        prefills(decode, "remote") == 0
+    )  # one that comes later is local: the worker is not trusted for a while
     assert answers == split.ask_all(prompts_of(8))
-    until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
+    until_idle(decode, prefill, within_s=60)
 
 
 def test_every_other_copy_fails(split):
-    prefill = split.prefill("--kv-hold-s", "100")
+    prefill = split.prefill("--kv-hold-s", "30")
     decode = split.decode(*QUICK, "--kv-transfer-fail-every", "2")
     split.ready(decode)
     answers = [split.ask(one) for one in prompts_of(9)]
 
     assert prefills(decode, "fallback") > 0
     assert answers == split.ask_all(prompts_of(9))
-    until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
+    until_idle(decode, prefill, within_s=60)
 
 
 async def put_card(deployment, key, value, told):
