@@ -103,15 +103,16 @@ def make_host(
     clock = clocks.SystemClock()
     counts = counts or metrics.WorkerMetrics(worker.endpoint_name, clock)
     make = make_card or _card_maker(worker, directory, clock)
+    role = disaggregated.prepare(
+        engine,
+        worker,
+        runtime,
+        counts.registry,
+        model=worker.model_name or model_source.display_name(worker.model),
+        directory=directory,
+    )
     made = host.Host(
-        disaggregated.prepare(
-            engine,
-            worker,
-            runtime,
-            counts.registry,
-            model=worker.model_name or model_source.display_name(worker.model),
-            directory=directory,
-        ),
+        role.engine,
         runtime,
         worker.endpoint_name,
         make_card=lambda facts: disaggregated.marked(make(facts), worker, engine),
@@ -120,6 +121,7 @@ def make_host(
         counts=counts,
         traces=worker,
     )
+    made.live_with(role.beside)
     if worker.patience is not None:
         made.ask_when_quiet(worker.patience)
     return made

@@ -243,3 +243,42 @@ async def test_an_engine_that_does_not_start_is_not_registered(world):
         await world.host.start()
 
     assert await world.keys() == []
+
+
+class Beside:
+    """Notes when it is told what, and who can be found then."""
+
+    def __init__(self, world):
+        self.world, self.heard = world, []
+
+    async def start(self):
+        self.heard.append(("start", await self.is_found(), self.world.engine.is_stopped))
+
+    async def leave(self):
+        self.heard.append(("leave", await self.is_found(), self.world.engine.is_stopped))
+
+    async def close(self):
+        self.heard.append(("close", await self.is_found(), self.world.engine.is_stopped))
+
+    async def is_found(self):
+        return any("/generate/" in key for key in await self.world.keys())
+
+
+async def test_what_lives_beside_it_starts_before_it_is_found_and_leaves_before_what_runs_ends(
+    monkeypatch,
+):
+    world = await World.make()
+    world.engine.is_stopped = False
+    beside = Beside(world)
+    world.host.live_with([beside])
+    stop = world.engine.stop
+
+    async def stopped():
+        world.engine.is_stopped = True
+        await stop()
+
+    monkeypatch.setattr(world.engine, "stop", stopped)
+    await world.host.start()
+    await world.close()
+
+    assert beside.heard == [("start", False, False), ("leave", True, False), ("close", False, False)]  # fmt: skip
