@@ -1,11 +1,13 @@
 """A worker with a pool full of known bytes, to move blocks from and to: a process of its own, or within the test's."""
 
 import asyncio
+import importlib
 import multiprocessing
 import os
 import random
 import signal
 import threading
+from multiprocessing import connection
 
 import msgspec
 
@@ -89,6 +91,12 @@ class ProcessPeer:
         os.kill(self.pid, signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)
 
+    def resume(self):
+        """Returns when it works again, or has died of it: UCX ends a process whose reader gave up."""
+        os.kill(self.pid, signal.SIGCONT)
+        self._control.send("heard")
+        connection.wait([self._control, self._process.sentinel], 10)
+
     def kill(self):
         self._process.kill()
         self._process.join(10)
@@ -117,8 +125,13 @@ class LocalPeer:
 
 
 def make_backend(name, room=None, **options):
-    kinds = {"shm": shm.ShmBackend, "tcp": tcp.TcpBackend}
+    kinds = {"shm": shm.ShmBackend, "tcp": tcp.TcpBackend, "nixl": nixl_backend}
     return local.LocalBackend(room) if name == "local" else kinds[name](**options)
+
+
+def nixl_backend(**options):
+    """Imported here, because a machine may not have NIXL."""
+    return importlib.import_module("dynamo.transfer.backends.nixl.backend").NixlBackend(**options)
 
 
 def run(control, backend, seed, options, changes):

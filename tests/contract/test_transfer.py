@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import os
 import pathlib
 import threading
@@ -17,7 +18,11 @@ from dynamo.transfer import api, descriptors
 from dynamo.transfer.backends import local
 from transfer_peer import LAYOUT, blocks_of, content
 
-ACROSS = ["shm", "tcp"]
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None,
+    reason="NIXL is not installed: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1",
+)
+ACROSS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl)]
 READ, WRITE = api.Operation.READ, api.Operation.WRITE
 SOON_S, LONG_S = 0.3, 30.0
 BLOCKS = st.lists(st.integers(0, LAYOUT.num_blocks - 1), min_size=1, max_size=40, unique=True)
@@ -245,6 +250,34 @@ async def test_a_peer_killed_in_the_middle_is_an_error_at_once_over_tcp():
             async with asyncio.timeout(LONG_S / 2):
                 await posted
         await transfer.release()
+
+
+@needs_nixl
+@pytest.mark.parametrize("operation", [READ, WRITE])
+async def test_a_killed_peer_is_an_error_over_nixl(operation):
+    async with connected("nixl") as (ours, process, peer):
+        process.kill()
+
+        with pytest.raises(errors.TransferError):
+            await move(ours, operation, peer, range(1000), range(1000), deadline_s=LONG_S)
+
+
+@needs_nixl
+async def test_a_stalled_nixl_peer_is_given_up_and_writes_nothing_afterwards(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")  # over which the peer must send what we read
+    async with connected("nixl") as (ours, process, peer):
+        process.freeze()
+        with pytest.raises(errors.TransferError, match=r"within 0\.3 s"):
+            await move(ours, READ, peer, range(1000), range(1000), deadline_s=SOON_S)
+        left = bytes(ours.pool)
+
+        await asyncio.to_thread(process.resume)
+        with contextlib.suppress(
+            errors.TransferError
+        ):  # if it died; what lives makes progress here
+            await ours.agent.notify(peer, b"still there?", deadline_s=1.0)
+
+        assert bytes(ours.pool) == left
 
 
 async def test_shared_memory_outlives_its_owner():

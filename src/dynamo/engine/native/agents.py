@@ -1,5 +1,6 @@
 """The agent that moves the native engine's blocks, with the backends that were asked for."""
 
+import importlib
 from collections.abc import Callable
 
 from dynamo.base import errors
@@ -14,6 +15,7 @@ def make(settings: NativeConfig, on_notification: api.OnNotification) -> agent.A
     kinds: dict[str, Callable[[], routes.Backend]] = {
         "shm": lambda: shm.ShmBackend(),
         "tcp": lambda: tcp.TcpBackend(host=settings.kv_transfer_host, token=token),
+        "nixl": lambda: _nixl(settings.kv_transfer_host),
     }
     for name in settings.kv_transfer_backends:
         if name not in kinds:
@@ -22,3 +24,14 @@ def make(settings: NativeConfig, on_notification: api.OnNotification) -> agent.A
             )
     backends = [kinds[name]() for name in settings.kv_transfer_backends]
     return agent.Agent("native", backends=backends, on_notification=on_notification)
+
+
+def _nixl(host: str) -> routes.Backend:
+    try:
+        found = importlib.import_module("dynamo.transfer.backends.nixl.backend")  # an extra
+    except ImportError as error:
+        raise errors.ConfigError(
+            "--kv-transfer-backends: nixl is not installed (pip install 'pydynamo[nixl]'); or leave it out"
+        ) from error
+    made: routes.Backend = found.NixlBackend(host=host)
+    return made
