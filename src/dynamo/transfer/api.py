@@ -25,8 +25,8 @@ Promises:
 What the seam does *not* promise: that the remote blocks still hold what the caller means. Their owner keeps them
 until the reader's notification, or until a time limit that must be longer than the reader's deadline.
 
-`agent.Agent` implements it over backends (`local`, `shm`, `nixl`, `tcp`), of which the best that both sides have is taken when
-they connect. `tests/contract/test_transfer.py` runs one suite over all of them, between real processes.
+`agent.Agent` implements it over backends (`local`, `shm`, `nixl`, `tcp`), of which the best that both sides have is
+taken when they connect. `tests/contract/test_transfer.py` runs one suite over all of them, between real processes.
 """
 
 import asyncio
