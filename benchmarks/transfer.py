@@ -37,6 +37,7 @@ LAYOUT = descriptors.Layout(
     dtype="bfloat16",
 )
 DEADLINE_S = 30.0
+SHORT_BYTES = 128 * 1024  # as `backends.tcp` sets it on loopback
 BACKENDS = ("shm", "tcp", *(("nixl",) if importlib.util.find_spec("nixl") else ()))
 Copy = Callable[[], Awaitable[None]]
 
@@ -62,10 +63,8 @@ def serve(control: Connection) -> None:
 
 async def _serve(control: Connection) -> None:
     agents = [await start(backend) for backend in BACKENDS]
-    listening = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=answer_plainly, args=(listening,), daemon=True).start()
-    port = listening.getsockname()[1]
-    control.send(([a.export_metadata() for a in agents], port, os.getpid()))
+    ports = [answering_port(num_buffered) for num_buffered in (None, SHORT_BYTES)]
+    control.send(([a.export_metadata() for a in agents], ports, os.getpid()))
     await asyncio.to_thread(control.recv)
     for each in agents:
         await each.close()
@@ -87,6 +86,14 @@ def make_backend(name: str) -> routes.Backend:
     return shm.ShmBackend() if name == "shm" else tcp.TcpBackend()
 
 
+def answering_port(num_buffered: int | None) -> int:
+    listening = socket.create_server(("127.0.0.1", 0))
+    if num_buffered is not None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_buffered)
+    threading.Thread(target=answer_plainly, args=(listening,), daemon=True).start()
+    return int(listening.getsockname()[1])
+
+
 def answer_plainly(listening: socket.socket) -> None:
     """Whoever sends a length gets so many bytes."""
     sock, _ = listening.accept()
@@ -96,13 +103,13 @@ def answer_plainly(listening: socket.socket) -> None:
 
 
 async def measure(control: Connection, rounds: int) -> None:
-    metadata, port, peer_pid = await asyncio.to_thread(control.recv)
+    metadata, ports, peer_pid = await asyncio.to_thread(control.recv)
     agents = {backend: await start(backend) for backend in BACKENDS}
     peers = {
         backend: await mine.connect(theirs, deadline_s=DEADLINE_S)
         for (backend, mine), theirs in zip(agents.items(), metadata, strict=True)
     }
-    plain = socket.create_connection(("127.0.0.1", port))
+    plain, short = (socket.create_connection(("127.0.0.1", port)) for port in ports)
     print(
         "| bytes | copy | CPU ms | CPU, of plain | wall ms | wall, of plain |\n|---|---|---|---|---|---|"
     )
@@ -110,6 +117,7 @@ async def measure(control: Connection, rounds: int) -> None:
         copies = {
             "memcpy": memcpy(num_blocks * MIB),
             "sendall, recv_into": receive_plainly(plain, num_blocks * MIB),
+            "the same, short send buffer": receive_plainly(short, num_blocks * MIB),
         }
         for backend, mine in agents.items():
             for word, is_scattered in (("neighbours", False), ("scattered", True)):
@@ -119,6 +127,7 @@ async def measure(control: Connection, rounds: int) -> None:
         repeats = 64 // num_blocks
         report(num_blocks * MIB, await take_turns(copies, rounds, repeats, peer_pid))
     plain.close()
+    short.close()
     for mine in agents.values():
         await mine.close()
 

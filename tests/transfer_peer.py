@@ -140,7 +140,7 @@ def run(control, backend, seed, options, changes):
 
 
 async def _run(control, backend, seed, options, changes):
-    layout = msgspec.structs.replace(LAYOUT, **changes)
+    layout = msgspec.convert({**msgspec.to_builtins(LAYOUT), **changes}, descriptors.Layout)
     made = make_backend(backend, **options)
     worker = await Worker("prefill-0", made, seed=seed, layout=layout).start()
     control.send(worker.metadata)

@@ -7,6 +7,7 @@ NIXL proves nothing about a peer and hides nothing from the network; on loopback
 
 import base64
 import itertools
+import logging
 import os
 import secrets
 import threading
@@ -19,9 +20,8 @@ from dynamo.transfer.backends.nixl import endpoint, service, words
 from dynamo.transfer.limit import Limit
 from dynamo.transfer.plan import Piece
 
-_STRETCH_BYTES = (
-    64 * 2**20
-)  # between two looks at the clock: some calls of NIXL copy all they are given
+log = logging.getLogger(__name__)
+_STRETCH_BYTES = 64 * 2**20  # between two looks at the clock: a call may copy all it is given
 _LOOK_S = 0.05
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -35,10 +35,10 @@ class NixlBackend:
     )
 
     def __init__(self, *, host: str = "127.0.0.1") -> None:
-        if (
-            host in _LOOPBACK
-        ):  # UCX can be told by its environment only; what the user says there counts
+        if host in _LOOPBACK:  # only the environment tells UCX; what the user says there counts
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        else:
+            log.warning("NIXL asks for no token: who reaches %s can use the KV cache", host)
         self._service: service.Service | None = None
         self._exposed: routes.Exposed | None = None
         self._window: memory.Window | None = None
