@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 
 import httpx
 import pytest
@@ -24,14 +25,22 @@ class EtcdServer:
     """Started by `start`; ended, however it is, by `stop`. Skips the test if there is no etcd on the machine."""
 
     def __init__(
-        self, directory: pathlib.Path, *flags: str, scheme: str = "http", name: str = "default"
+        self,
+        directory: pathlib.Path,
+        *flags: str,
+        scheme: str = "http",
+        name: str = "default",
+        host: str = "127.0.0.1",
+        before: Sequence[str] = (),
     ) -> None:
+        """`before` stands before the command, to run it elsewhere, at the address `host`."""
         if shutil.which("etcd") is None:
             pytest.skip("etcd is not installed: as root on Debian, tests/install_services.sh")
         self.port = _free_port()
-        self.address = f"127.0.0.1:{self.port}"
+        self.address = f"{host}:{self.port}"
         self.url = f"{scheme}://{self.address}"
         self._flags = flags
+        self._before = before
         self._directory = directory
         self._peer = f"http://127.0.0.1:{_free_port()}"
         self._name = name
@@ -40,7 +49,7 @@ class EtcdServer:
 
     def start(self, *, wait: bool = True) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        argv = ["etcd", "--data-dir", self._directory / "data", *self._flags]
+        argv = [*self._before, "etcd", "--data-dir", self._directory / "data", *self._flags]
         argv += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
         argv += ["--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer]
         peers = (f"{server._name}={server._peer}" for server in self.cluster)

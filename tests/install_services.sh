@@ -1,11 +1,12 @@
 #!/bin/sh
-# The servers that some tests start: etcd and nats-server. Installs what is missing, on Debian and as root;
+# What some tests start: etcd, nats-server, and ip for networks of several hosts. Installs what is missing, on Debian and as root;
 # elsewhere says so, and those tests are skipped.
 set -eu
 
 missing=""
 command -v etcd > /dev/null || missing="$missing etcd-server"
 command -v nats-server > /dev/null || missing="$missing nats-server"
+command -v ip > /dev/null || missing="$missing iproute2"
 [ -n "$missing" ] || exit 0
 
 if ! command -v apt-get > /dev/null || [ "$(id -u)" != 0 ]; then

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,7 +24,15 @@ def _free_port() -> int:
 class NatsServer:
     """Started by `start`; ended, however it is, by `stop`. Skips the test if there is none on the machine."""
 
-    def __init__(self, directory: pathlib.Path, *flags: str, jetstream: bool = True) -> None:
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        *flags: str,
+        jetstream: bool = True,
+        host: str = "127.0.0.1",
+        before: Sequence[str] = (),
+    ) -> None:
+        """`before` stands before the command, to run it elsewhere, at the address `host`."""
         if shutil.which("nats-server") is None:
             pytest.skip(
                 "nats-server is not installed: as root on Debian, tests/install_services.sh"
@@ -33,11 +42,12 @@ class NatsServer:
         self._flags = (*store, *flags)
         self._port = _free_port()
         self._process: subprocess.Popen | None = None
-        self.url = f"nats://127.0.0.1:{self._port}"
+        self._host, self._before = host, before
+        self.url = f"nats://{host}:{self._port}"
 
     def start(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        argv = ["nats-server", "-a", "127.0.0.1", "-p", str(self._port), *self._flags]
+        argv = [*self._before, "nats-server", "-a", self._host, "-p", str(self._port), *self._flags]
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log)
         until = time.monotonic() + START_S
@@ -64,7 +74,7 @@ class NatsServer:
 
     def _is_listening(self) -> bool:
         with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self._port)) == 0
+            return probe.connect_ex((self._host, self._port)) == 0
 
 
 async def connect(url: str, name: str = "test") -> connection.Connection:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import httpx
+from hosts import Host
 
 START_S = 30.0  # on a busy machine; usually one second
 MODEL = "storyteller"
@@ -35,9 +36,18 @@ def free_port() -> int:
 class Process:
     """A child and its log."""
 
-    def __init__(self, argv: list[str], environ: dict[str, str], log: pathlib.Path) -> None:
+    def __init__(
+        self,
+        argv: list[str],
+        environ: dict[str, str],
+        log: pathlib.Path,
+        host: Host | None = None,
+    ) -> None:
         self.log = log
         self.may_end = False  # the story wants it to
+        if host is not None:
+            argv = [*host.argv, *argv]
+            environ = environ | {"DYN_TCP_RPC_HOST": host.address, "DYN_SYSTEM_HOST": host.address}
         with log.open("wb") as output:
             self.popen = subprocess.Popen(
                 argv, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -80,10 +90,18 @@ class Process:
 class Frontend(Process):
     """A frontend, and questions to it."""
 
-    def __init__(self, port: int, environ: dict[str, str], log: pathlib.Path, *flags: str) -> None:
-        argv = [sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1"]
-        super().__init__([*argv, "--http-port", str(port), *flags], environ, log)
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(
+        self,
+        port: int,
+        environ: dict[str, str],
+        log: pathlib.Path,
+        *flags: str,
+        host: Host | None = None,
+    ) -> None:
+        address = host.address if host else "127.0.0.1"
+        argv = [sys.executable, "-m", "dynamo.frontend", "--http-host", address]
+        super().__init__([*argv, "--http-port", str(port), *flags], environ, log, host)
+        self.url = f"http://{address}:{port}"
         self.others: list[Process] = []  # of the same story
 
     def models(self) -> list[str]:
@@ -138,12 +156,17 @@ class Worker(Process):
     """A worker with a system port."""
 
     def __init__(
-        self, engine: str, environ: dict[str, str], log: pathlib.Path, *flags: str
+        self,
+        engine: str,
+        environ: dict[str, str],
+        log: pathlib.Path,
+        *flags: str,
+        host: Host | None = None,
     ) -> None:
         port = free_port()
         argv = [sys.executable, "-m", f"dynamo.{engine}", "--system-port", str(port), *flags]
-        super().__init__(argv, environ, log)
-        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(argv, environ, log, host)
+        self.url = f"http://{host.address if host else '127.0.0.1'}:{port}"
 
     def metric(self, name: str) -> float:
         """The value of `dynamo_component_{name}`, summed over its labels."""
@@ -173,17 +196,16 @@ class Deployment:
             "HF_HUB_OFFLINE": "1",
         }
 
-    def frontend(self, *flags: str, port: int | None = None) -> Frontend:
-        return self._keep(
-            Frontend(port or free_port(), self.environ, self._log("frontend"), *flags)
-        )
+    def frontend(self, *flags: str, port: int | None = None, host: Host | None = None) -> Frontend:
+        log = self._log("frontend")
+        return self._keep(Frontend(port or free_port(), self.environ, log, *flags, host=host))
 
-    def mocker(self, *flags: str) -> Worker:
+    def mocker(self, *flags: str, host: Host | None = None) -> Worker:
         """A simulated worker with the built-in model's tokenizer."""
-        return self._keep(Worker("mocker", self.environ, self._log("mocker"), *flags))
+        return self._keep(Worker("mocker", self.environ, self._log("mocker"), *flags, host=host))
 
-    def native(self, *flags: str) -> Worker:
-        return self._keep(Worker("native", self.environ, self._log("native"), *flags))
+    def native(self, *flags: str, host: Host | None = None) -> Worker:
+        return self._keep(Worker("native", self.environ, self._log("native"), *flags, host=host))
 
     def run(self, *argv: str) -> Process:
         """Any other command of ours, as `python -m ...`."""

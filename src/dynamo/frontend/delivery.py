@@ -204,7 +204,7 @@ class Delivery(abc.ABC):
             self._cancel(mine)  # the engine does not know of stop strings and calls
         self._num_open -= 1
         if not self._num_open:
-            self._is_over = True
+            self._let_go()
             self._meter.succeeded()
         return self._is_over
 
@@ -246,6 +246,13 @@ class Delivery(abc.ABC):
     def _close(self) -> None:
         self._is_over = True
         self._cancel(self.choices)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """It is over. Whom it asked knows it; if it still knew them, only the garbage collector could free them all."""
+        self._is_over = True
+        self.go_on = _cannot
+        self._leg_of = []
 
     def _cancel(self, given_up: Sequence[choices.Choice]) -> None:
         for leg in {self._leg_of[choice.index] for choice in given_up} if self._leg_of else ():

@@ -10,6 +10,7 @@ Several runtimes can live in one process. For tests and for `dynamo run` they sh
 hosts many workers makes one `sibling` for each, because a lease and a listener per worker would cost threads.
 """
 
+import asyncio
 import functools
 import os
 from collections.abc import Awaitable, Callable
@@ -214,9 +215,13 @@ class DistributedRuntime:
         self._clients.append(made)
         return made
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Be found no more, take nothing new, finish what runs; says whether all ended in time."""
+    async def drain(self, timeout_s: float, grace_s: float = 0.0) -> bool:
+        """Be found no more, take nothing new, finish what runs; says whether all ended in time.
+
+        For `grace_s` in between, new requests of those who have not heard of it are still taken.
+        """
         await self.deregister()
+        await asyncio.sleep(grace_s)
         return await self.requests.drain(timeout_s)
 
     async def close(self) -> None:

@@ -74,10 +74,10 @@ class EmbeddingHost:
         """Serve until told to stop. Raises what a task died of."""
         await self._running.run_until(stop)
 
-    async def stop(self, timeout_s: float) -> None:
-        """Finish what runs, within `timeout_s`, and end. Idempotent."""
+    async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
+        """As `Host.stop`."""
         self._is_ready = False
-        if not await self._runtime.drain(timeout_s):
+        if not await self._runtime.drain(timeout_s, grace_s):
             _logger.warning("some requests did not finish within %g s", timeout_s)
         await self._running.close()
         await self._embedder.stop()

@@ -64,10 +64,10 @@ class Fleet:
         except* errors.EngineFailed as deaths:
             raise deaths.exceptions[0] from deaths.exceptions[0].__cause__
 
-    async def stop(self, timeout_s: float) -> None:
-        """Finish what runs, within `timeout_s`, and end."""
+    async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
+        """As `Host.stop`."""
         self._is_ready = False
-        await asyncio.gather(*(one.stop(timeout_s) for one in self._hosts))
+        await asyncio.gather(*(one.stop(timeout_s, grace_s) for one in self._hosts))
         for sibling in self._runtimes:
             await sibling.close()
         if self._system is not None:

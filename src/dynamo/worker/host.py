@@ -123,12 +123,12 @@ class Host:
         if self._death is not None:
             raise self._death
 
-    async def stop(self, timeout_s: float) -> None:
-        """Finish what runs, within `timeout_s`, and end. Idempotent."""
+    async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
+        """Finish what runs, within `timeout_s`, and end; take what still comes for `grace_s` first. Idempotent."""
         self._is_ready = False
         if len(self._requests):
             _logger.info("finishing %d requests", len(self._requests))
-        if not await self._runtime.drain(timeout_s):
+        if not await self._runtime.drain(timeout_s, 0.0 if self._death else grace_s):
             _logger.warning(
                 "%d requests did not finish within %g s: others shall go on with them",
                 len(self._requests),

@@ -87,7 +87,7 @@ async def _serve(worker: settings.WorkerConfig, make: MakeHost) -> None:
             await served.start()  # until here a signal ends the process at once: nothing runs yet
             await served.run_until(stopping.stop_on_signals())
         finally:
-            await served.stop(worker.graceful_shutdown_timeout_s)
+            await served.stop(worker.graceful_shutdown_timeout_s, worker.grace_period_s)
 
 
 def make_host(

@@ -91,6 +91,14 @@ class WorkerConfig(component.RuntimeConfig):
         help="seconds that running requests get to finish after SIGTERM",
         least=0,
     )
+    grace_period_s: float = config.option(
+        0.0,
+        env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
+        flag="--graceful-shutdown-grace-period",
+        help="seconds after SIGTERM in which new requests of frontends that have not noticed are still taken;"
+        " without, they are told to ask another worker, and do",
+        least=0,
+    )
     health_check_enabled: bool = config.option(
         False,
         env="DYN_HEALTH_CHECK_ENABLED",

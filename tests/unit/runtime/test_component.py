@@ -103,6 +103,19 @@ async def test_drain_vanishes_first_and_then_waits(pair):
     assert await receiver.over is None
 
 
+async def test_in_the_grace_period_it_is_found_no_more_but_takes_what_comes(pair):
+    worker, frontend = pair
+    instance = await worker.register(NAME, echo, CARD)
+    draining = asyncio.ensure_future(worker.drain(5, grace_s=60))
+    while await frontend.discovery.get_prefix("v1/"):
+        await asyncio.sleep(0)
+    receiver = Receiver()
+    await frontend.requests.open(instance.transport["memory"], NAME.path, 1, receiver)
+
+    assert await receiver.over is None
+    draining.cancel()
+
+
 async def test_close_leaves_nothing_behind():
     cluster = MemoryCluster()
     runtime = await DistributedRuntime.in_memory(cluster)

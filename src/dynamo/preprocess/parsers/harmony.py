@@ -27,7 +27,7 @@ class HarmonyParser(machine.Machine):
     """Reads the messages of one answer. Without tools, a call is content, as it came."""
 
     def __init__(self, tools: events.Tools | None) -> None:
-        super().__init__(self._begin)
+        super().__init__(HarmonyParser._begin)
         self._tools = tools
         self._header = ""
         self._body: list[str] = []  # of a call
@@ -35,17 +35,17 @@ class HarmonyParser(machine.Machine):
 
     @property
     def is_reasoning(self) -> bool:
-        return self._step == self._read_reasoning
+        return self._step is HarmonyParser._read_reasoning
 
     @property
     def is_plain(self) -> bool:
         return False
 
     def _end(self) -> None:
-        if self._step == self._read_call:
+        if self._step is HarmonyParser._read_call:
             self._body.append(self._text)
             self._end_call("")
-        elif self._step == self._read_reasoning:
+        elif self._step is HarmonyParser._read_reasoning:
             self._tell(events.Reasoning, self._text)
         else:
             self._tell(events.Content, self._text)
@@ -53,11 +53,11 @@ class HarmonyParser(machine.Machine):
     def _begin(self) -> bool:
         """An answer, or what follows a message: a header, or a text whose header stands in the prompt."""
         if _HEADER_STARTS.leading(self._text):
-            self._step = self._read_header
+            self._step = HarmonyParser._read_header
         elif _HEADER_STARTS.begins(self._text):
             return False
         else:
-            self._step = self._read_content
+            self._step = HarmonyParser._read_content
         return True
 
     def _read_header(self) -> bool:
@@ -66,18 +66,18 @@ class HarmonyParser(machine.Machine):
         if end > spans.MAX_HEAD_CHARS:  # it is none
             self._tell(events.Content, self._text[: spans.MAX_HEAD_CHARS])
             self._text = self._text[spans.MAX_HEAD_CHARS :]
-            self._step = self._read_content
+            self._step = HarmonyParser._read_content
             return True
         if found is None:
             return False
         self._header, self._text = self._text[:end], self._text[end + len(_MESSAGE) :]
         channel = _CHANNEL.search(self._header)
         if _FUNCTION.search(self._header):
-            self._step = self._read_call
+            self._step = HarmonyParser._read_call
         elif channel and channel[1] == "analysis":
-            self._step = self._read_reasoning
+            self._step = HarmonyParser._read_reasoning
         else:
-            self._step = self._read_content
+            self._step = HarmonyParser._read_content
         return True
 
     def _read_reasoning(self) -> bool:
@@ -108,7 +108,7 @@ class HarmonyParser(machine.Machine):
         text, self._text = self._text[: found.start], self._text[found.start :]
         end = found.mark if found.mark in _ENDS else ""  # the others begin the next message
         self._text = self._text[len(end) :]
-        self._step = self._begin
+        self._step = HarmonyParser._begin
         return text, end
 
     def _end_call(self, end: str) -> None:
@@ -122,5 +122,5 @@ class HarmonyParser(machine.Machine):
         else:
             text = self._header + _MESSAGE + body
             self._tell(events.Content, text if is_too_long else text + end)
-        if self._step == self._read_call:
-            self._step = self._read_content
+        if self._step is HarmonyParser._read_call:
+            self._step = HarmonyParser._read_content

@@ -2,10 +2,13 @@
 
 The state is a method, `_step`. It looks at `_text`, what is not yet told, and says whether it moved: took some of it,
 or changed the state. If not, it waits for more. So no decision depends on how the text was cut.
+
+It is kept unbound: a parser that held a method of itself would be a cycle, which only the garbage collector can free.
 """
 
 import abc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from dynamo.preprocess.parsers import events
 
@@ -13,7 +16,8 @@ from dynamo.preprocess.parsers import events
 class Machine(abc.ABC):
     """A parser made of steps."""
 
-    def __init__(self, first: Callable[[], bool]) -> None:
+    def __init__(self, first: Callable[[Any], bool]) -> None:
+        """`first` and all later steps are methods of the class, and take the parser."""
         self._step = first
         self._text = ""
         self._events: list[events.Event] = []
@@ -21,7 +25,7 @@ class Machine(abc.ABC):
     def push(self, text: str) -> Sequence[events.Event]:
         """The text goes on; gives what is certain now."""
         self._text += text
-        while self._text and self._step():
+        while self._text and self._step(self):
             pass
         return self._take()
 

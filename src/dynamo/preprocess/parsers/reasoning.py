@@ -39,7 +39,7 @@ class ReasoningParser(machine.Machine):
     """Tells the reasoning of one answer from the rest, which is content."""
 
     def __init__(self, form: ReasoningFormat, *, begins_in: bool) -> None:
-        super().__init__(self._begin)
+        super().__init__(ReasoningParser._begin)
         self._opens = marks.known(*form.opens)
         self._closes = marks.known(*form.closes)
         self._begins_in = begins_in
@@ -47,19 +47,19 @@ class ReasoningParser(machine.Machine):
 
     @property
     def is_reasoning(self) -> bool:
-        return self._step in (self._skip_blanks, self._think) or (
-            self._step == self._begin and self._begins_in
+        return self._step in (ReasoningParser._skip_blanks, ReasoningParser._think) or (
+            self._step is ReasoningParser._begin and self._begins_in
         )
 
     @property
     def is_plain(self) -> bool:
-        return self._step == self._read_content
+        return self._step is ReasoningParser._read_content
 
     def _end(self) -> None:
-        if self._step == self._begin:
+        if self._step is ReasoningParser._begin:
             kind = events.Reasoning if self._begins_in else events.Content
             self._tell(kind, self._text)
-        elif self._step == self._think:
+        elif self._step is ReasoningParser._think:
             self._tell(events.Reasoning, self._blanks.take() + self._text)
 
     def _begin(self) -> bool:
@@ -69,17 +69,19 @@ class ReasoningParser(machine.Machine):
         mark = self._opens.leading(text) if can_wait else ""
         if mark:
             self._text = text[len(mark) :]
-            self._step = self._skip_blanks
+            self._step = ReasoningParser._skip_blanks
         elif can_wait and self._opens.begins(text):
             return False
         else:
-            self._step = self._skip_blanks if self._begins_in else self._read_content
+            self._step = (
+                ReasoningParser._skip_blanks if self._begins_in else ReasoningParser._read_content
+            )
         return True
 
     def _skip_blanks(self) -> bool:
         self._text = self._text.lstrip()
         if self._text:
-            self._step = self._think
+            self._step = ReasoningParser._think
         return bool(self._text)
 
     def _think(self) -> bool:
@@ -92,13 +94,13 @@ class ReasoningParser(machine.Machine):
         self._tell(events.Reasoning, self._blanks.push(self._text[: found.start]))
         self._blanks.take()
         self._text = self._text[found.start + len(found.mark) :]
-        self._step = self._skip_more_blanks
+        self._step = ReasoningParser._skip_more_blanks
         return True
 
     def _skip_more_blanks(self) -> bool:
         self._text = self._text.lstrip()
         if self._text:
-            self._step = self._read_content
+            self._step = ReasoningParser._read_content
         return bool(self._text)
 
     def _read_content(self) -> bool:

@@ -48,7 +48,7 @@ class ToolParser(machine.Machine):
     """Finds the calls in one answer."""
 
     def __init__(self, form: ToolFormat, tools: events.Tools) -> None:
-        super().__init__(self._begin if form.bare else self._read_text)
+        super().__init__(ToolParser._begin if form.bare else ToolParser._read_text)
         self._form = form
         self._tools = tools
         self._starters = marks.known(*form.opens, *form.sections)
@@ -67,7 +67,7 @@ class ToolParser(machine.Machine):
         return False
 
     def _end(self) -> None:
-        is_after_call = self._step == self._read_between and not self._lead
+        is_after_call = self._step is ToolParser._read_between and not self._lead
         rest = self._text.lstrip() if is_after_call else self._text
         self._say(self._blanks.take() + self._lead + "".join(self._body) + rest)
 
@@ -82,7 +82,7 @@ class ToolParser(machine.Machine):
         if self._is_bare(num_blanks):
             self._enter(self._text[:num_blanks], self._text[num_blanks:])
         else:
-            self._step = self._read_text
+            self._step = ToolParser._read_text
         return True
 
     def _is_bare(self, num_blanks: int) -> bool:
@@ -109,12 +109,12 @@ class ToolParser(machine.Machine):
             self._enter(lead, rest)
         else:
             self._lead, self._text = lead, rest
-            self._step = self._read_between
+            self._step = ToolParser._read_between
 
     def _enter(self, lead: str, rest: str) -> None:
         self._lead, self._text, self._body = lead, rest, []
         self._span = self._form.span()
-        self._step = self._read_call
+        self._step = ToolParser._read_call
 
     def _read_call(self) -> bool:
         num_used, state = self._span.push(self._text)
@@ -129,7 +129,7 @@ class ToolParser(machine.Machine):
         else:
             self._events += calls
             self._lead, self._body = "", []
-            self._step = self._read_between
+            self._step = ToolParser._read_between
         return True
 
     def _is_meant(self, calls: list[events.ToolCall]) -> bool:
@@ -160,4 +160,4 @@ class ToolParser(machine.Machine):
         """It was no call: back to content."""
         self._lead, self._body = "", []
         self._say(self._blanks.push(text))
-        self._step = self._read_text
+        self._step = ToolParser._read_text

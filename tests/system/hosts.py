@@ -1,0 +1,125 @@
+"""Hosts of a small network, as network namespaces: each has its own loopback and one address that the others reach.
+
+The test itself stands at the hub. All of it is gone with the last process in it, and nothing of this machine's own
+network is touched.
+"""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+_CLONE_NEWNET = 0x40000000
+_OWN = pathlib.Path("/proc/thread-self/ns/net")
+
+
+class Host:
+    """One host. `argv` before a command lets it run there."""
+
+    def __init__(self, network: "Network", number: int) -> None:
+        self.address = f"10.77.0.{number}"
+        self.name = f"{network.name}-{number}"
+        self.argv = ["ip", "netns", "exec", self.name]
+        self._network = network
+        self._port = f"to{number}"
+        _ip("netns", "add", self.name)
+        _ip("-n", self.name, "link", "set", "lo", "up")
+        hub = network.name
+        _ip("-n", hub, "link", "add", self._port, "type", "veth", "peer", "eth0", "netns", self.name)  # fmt: skip
+        _ip("-n", hub, "link", "set", self._port, "master", "bridge", "up")
+        _ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        _ip("-n", self.name, "link", "set", "eth0", "up")
+
+    def cut_off(self) -> None:
+        """From everybody; connections stay open and say nothing."""
+        _ip("-n", self._network.name, "link", "set", self._port, "down")
+
+    def join(self) -> None:
+        """Undo `cut_off`."""
+        _ip("-n", self._network.name, "link", "set", self._port, "up")
+
+    def remove(self) -> None:
+        _ip("netns", "del", self.name)
+
+
+class Network:
+    """Hosts around a hub, at which the calling thread stands for as long as it is open."""
+
+    def __init__(self) -> None:
+        if os.geteuid() or shutil.which("ip") is None:
+            pytest.skip("network namespaces need root and iproute2: tests/install_services.sh")
+        self.name = f"pyd{os.getpid()}"
+        self.hosts: list[Host] = []
+
+    def add(self) -> Host:
+        self.hosts.append(Host(self, len(self.hosts) + 2))
+        return self.hosts[-1]
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator["Network"]:
+        made = subprocess.run(
+            ["ip", "netns", "add", self.name], capture_output=True, text=True, check=False
+        )
+        if made.returncode:
+            pytest.skip(f"no network namespaces on this machine: {made.stderr.strip()}")
+        try:
+            _ip("-n", self.name, "link", "set", "lo", "up")
+            _ip("-n", self.name, "link", "add", "bridge", "type", "bridge", "stp_state", "0")
+            _ip("-n", self.name, "addr", "add", "10.77.0.1/24", "dev", "bridge")
+            _ip("-n", self.name, "link", "set", "bridge", "up")
+            with _standing_in(self.name):
+                yield self
+        finally:
+            for host in self.hosts:
+                host.remove()
+            _ip("netns", "del", self.name)
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses at which this process listens for TCP, without ports."""
+    mine = {os.readlink(path) for path in pathlib.Path(f"/proc/{pid}/fd").iterdir()}
+    rows = pathlib.Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    six = pathlib.Path(f"/proc/{pid}/net/tcp6").read_text().splitlines()[1:]
+    found = [row.split() for row in (*rows, *six)]
+    return {
+        _dotted(row[1].partition(":")[0])
+        for row in found
+        if row[3] == "0A" and f"socket:[{row[9]}]" in mine
+    }
+
+
+def _dotted(text: str) -> str:
+    if len(text) > 8:
+        return "::" if not int(text, 16) else f"[{text}]"
+    return ".".join(str(byte) for byte in bytes.fromhex(text)[::-1])
+
+
+@contextlib.contextmanager
+def _standing_in(name: str) -> Iterator[None]:
+    """The calling thread, and the processes that it starts, in this namespace."""
+    assert threading.current_thread() is threading.main_thread()
+    before = os.open(_OWN, os.O_RDONLY)
+    there = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    try:
+        _enter(there)
+        yield
+    finally:
+        _enter(before)
+        os.close(there)
+        os.close(before)
+
+
+def _enter(namespace: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _ip(*argv: str) -> None:
+    subprocess.run(["ip", *argv], check=True, capture_output=True)
