@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import importlib.util
 import multiprocessing
 import os
 import random
@@ -10,6 +11,7 @@ import threading
 from multiprocessing import connection
 
 import msgspec
+import pytest
 
 from dynamo.transfer import agent, descriptors
 from dynamo.transfer.backends import local, shm, tcp
@@ -17,6 +19,11 @@ from dynamo.transfer.backends import local, shm, tcp
 LAYOUT = descriptors.Layout(
     num_blocks=1024, block_size=4, num_layers=3, num_kv_heads=4, head_dim=8, dtype="float16"
 )
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None,
+    reason="NIXL is not installed: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1",
+)
+NIXL = pytest.param("nixl", marks=needs_nixl)
 SPAWN = multiprocessing.get_context("spawn")
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import importlib.util
 import os
 import pathlib
 import threading
@@ -17,13 +16,9 @@ import transfer_peer
 from dynamo.base import errors
 from dynamo.transfer import api, descriptors
 from dynamo.transfer.backends import local
-from transfer_peer import LAYOUT, blocks_of, content
+from transfer_peer import LAYOUT, NIXL, blocks_of, content, needs_nixl
 
-needs_nixl = pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None,
-    reason="NIXL is not installed: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1",
-)
-ACROSS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl)]
+ACROSS = ["shm", "tcp", NIXL]
 READ, WRITE = api.Operation.READ, api.Operation.WRITE
 SOON_S, LONG_S = 0.3, 30.0
 BLOCKS = st.lists(st.integers(0, LAYOUT.num_blocks - 1), min_size=1, max_size=40, unique=True)

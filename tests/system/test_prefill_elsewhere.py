@@ -10,6 +10,8 @@ import httpx
 import pytest
 from deployment import MODEL, eventually
 
+from transfer_peer import NIXL
+
 ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
 CONNECTED = re.compile(r"prefill worker \w+ is connected")
 HOLD_S = 3.0
@@ -91,7 +93,7 @@ def split(deployment):
     return Split(deployment)
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", ["shm", "tcp", NIXL])
 def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(split, backend):
     way = ("--kv-transfer-backends", backend)
     decode, prefill, _ = split.decode(*way), split.prefill(*way), split.alone()
@@ -180,7 +182,7 @@ def test_a_prompt_whose_worker_dies_is_given_to_another(split):
     until_idle(decode)
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", ["shm", "tcp", NIXL])
 def test_a_prefill_worker_that_stands_still_delays_and_loses_nothing(split, backend):
     way = ("--kv-transfer-backends", backend, "--kv-transfer-timeout-s", "1")
     decode, stuck = split.decode(*way), split.prefill(*way, "--kv-hold-s", "8")
