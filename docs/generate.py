@@ -84,6 +84,7 @@ def _worker_registry() -> prometheus_client.CollectorRegistry:
     name = instances.EndpointName("dynamo", "backend", "generate")
     registry = worker_metrics.WorkerMetrics(name, clock.SystemClock()).registry
     disagg_metrics.DisaggMetrics(registry)
+    disagg_metrics.TakerMetrics(registry)
     return registry.collectors
 
 

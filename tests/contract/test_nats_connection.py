@@ -1,6 +1,8 @@
 """A process and a real NATS server: being let in, being refused, and being told what to do."""
 
 import asyncio
+import gc
+import os
 import subprocess
 import sys
 
@@ -67,13 +69,18 @@ async def test_credentials_let_us_in_and_without_them_we_are_told(tmp_path, kind
     server.stop()
 
 
-async def test_tls_is_spoken_and_a_stranger_is_not_trusted(tmp_path):
+def secured_by_tls(tmp_path):
+    """A server, its URL, and the certificate that it is to be trusted by."""
     certificate, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
     command = "openssl req -x509 -nodes -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -days 1 -subj /CN=t"
     files = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", certificate, "-keyout", key]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
     server = start(tmp_path, "--tls", "--tlscert", certificate, "--tlskey", key)
-    url = server.url.replace("nats://", "tls://")
+    return server, server.url.replace("nats://", "tls://"), certificate
+
+
+async def test_tls_is_spoken_and_a_stranger_is_not_trusted(tmp_path):
+    server, url, certificate = secured_by_tls(tmp_path)
     to_nats = await join(url, {"NATS_TLS_CA_CERT_PATH": certificate})
     with pytest.raises(errors.ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
         await join(url, start_timeout_s=1)
@@ -81,6 +88,21 @@ async def test_tls_is_spoken_and_a_stranger_is_not_trusted(tmp_path):
     assert await is_heard(to_nats)
     await to_nats.close()
     server.stop()
+
+
+async def test_who_gives_up_connecting_leaves_nothing_open(tmp_path, caplog):
+    server, url, _ = secured_by_tls(tmp_path)
+    before = set(os.listdir("/proc/self/fd"))
+    for hundredths in range(1, 9):  # in the midst of an attempt, or between two
+        with pytest.raises(errors.ConfigError):
+            await join(url, start_timeout_s=hundredths / 100)
+    gc.collect()  # what was left open would warn, and a warning is an error
+    server.stop()
+    async with asyncio.timeout(10):
+        while set(os.listdir("/proc/self/fd")) - before:
+            await asyncio.sleep(0.01)
+
+    assert "last word" not in caplog.text
 
 
 async def test_nobody_there_is_one_sentence_with_the_address_and_the_way_out(tmp_path, caplog):

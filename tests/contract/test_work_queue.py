@@ -134,6 +134,24 @@ async def test_what_is_given_back_is_there_at_once(factory):
     assert (again.body, again.num_deliveries) == (b"x", 2)
 
 
+async def test_what_is_given_back_for_later_comes_later(factory):
+    queue = await factory.open()
+    await queue.push(b"x")
+    await (await queue.pull(PATIENT_S)).give_back(after_s=0.5)
+
+    assert await queue.pull(NOTHING_S) is None
+    assert (await queue.pull(PATIENT_S)).num_deliveries == 2
+
+
+async def test_what_waits_is_told_apart_from_what_somebody_works_on(factory):
+    queue = await factory.open()
+    for body in (b"one", b"two", b"three"):
+        await queue.push(body)
+    await queue.pull(PATIENT_S)
+
+    assert (await queue.num_waiting(), await queue.depth()) == (2, 3)
+
+
 async def test_who_says_so_keeps_it(factory):
     queue = await factory.open(IMPATIENT)
     await queue.push(b"x")
@@ -221,6 +239,23 @@ async def test_items_outlive_the_server_and_pulls_go_on(tmp_path, monkeypatch):
     await item.acknowledge()
 
     assert item.body == b"x"
+    await nats.close()
+    server.stop()
+
+
+async def test_a_queue_that_its_server_lost_is_unavailable_until_it_is_opened_again(tmp_path):
+    server = servers.NatsServer(tmp_path / "nats")
+    server.start()
+    nats = await servers.connect(server.url)
+    queue = await nats_work_queue.NatsWorkQueue.open(nats, "q")
+    await nats.jetstream.delete_stream("q")
+    for ask in (queue.depth, queue.num_waiting, lambda: queue.push(b"x")):
+        with pytest.raises(errors.Unavailable):
+            await ask()
+    again = await nats_work_queue.NatsWorkQueue.open(nats, "q")
+    await queue.push(b"x")
+
+    assert (await again.pull(PATIENT_S)).body == b"x"
     await nats.close()
     server.stop()
 

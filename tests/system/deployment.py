@@ -212,6 +212,11 @@ class Deployment:
         command = [sys.executable, "-m", *argv]
         return self._keep(Process(command, self.environ, self._log("command")))
 
+    def run_in(self, directory: pathlib.Path, *argv: str) -> Process:
+        """Likewise, where relative paths mean something else than to the others."""
+        command = ["env", "-C", str(directory), sys.executable, "-m", *argv]
+        return self._keep(Process(command, self.environ, self._log("command")))
+
     def end(self) -> None:
         for process in reversed(self._processes):
             process.end()

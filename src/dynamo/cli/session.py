@@ -8,6 +8,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
+from dynamo.frontend import model_fetch
 from dynamo.preprocess import answer, loading, preprocessor
 from dynamo.protocols import generate, instances, model_card, openai_chat
 from dynamo.runtime import client, component, requests
@@ -78,9 +79,23 @@ async def connect(
     records = await runtime.discovery.get_prefix(f"{instances.CARDS}{name.path}/")
     if not records:
         raise errors.NoWorkers(f"{name} is served, but no model is: nothing to talk to")
-    card = msgspec.json.decode(next(iter(records.values())), type=model_card.CardRecord).card_json
+    record = msgspec.json.decode(next(iter(records.values())), type=model_card.CardRecord)
+    card = await _brought(runtime, endpoint, record)
     processor = await asyncio.to_thread(loading.load, card, clock)
     return Session(endpoint, processor, card.display_name, clock)
+
+
+async def _brought(
+    runtime: component.DistributedRuntime,
+    endpoint: client.EndpointClient,
+    record: model_card.CardRecord,
+) -> model_card.ModelCard:
+    """With files that can be read here. Raises ConfigError."""
+    plane = runtime.requests
+    fetch = model_fetch.ModelFetch(plane, runtime.services, model_fetch.directory(None))
+    instance = endpoint.instances.get(record.instance_id)
+    giver = model_fetch.Giver.of(instance, plane.name) if instance is not None else None
+    return await fetch.bring(record.card_json, (giver,) if giver is not None else ())
 
 
 class _Teller(requests.Receiver):

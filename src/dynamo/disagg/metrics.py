@@ -20,6 +20,10 @@ class DisaggMetrics:
         self.retries = registry.counter(
             "prefill_retries_total", "prompts given to another prefill worker, because one failed"
         )
+        self.redelivered = registry.counter(
+            "prefill_redelivered_total",
+            "prompts that a prefill worker took from the queue after another had taken them",
+        )
         self.prefill_s = registry.histogram(
             "remote_prefill_seconds", "from asking a prefill worker to its answer", buckets=_SECONDS
         )
@@ -27,4 +31,18 @@ class DisaggMetrics:
             "kv_transfer_seconds",
             "copies of a prompt's blocks from a prefill worker",
             buckets=_SECONDS,
+        )
+
+
+class TakerMetrics:
+    """What a prefill worker counts of the tickets that it took from a queue."""
+
+    def __init__(self, registry: metrics.Registry) -> None:
+        tickets = registry.counter(
+            "prefill_tickets_total",
+            "tickets taken from the prefill queue; given_back: another is to compute it; dropped: of nobody we know",
+            ("outcome",),
+        )
+        self.done, self.given_back, self.dropped = (
+            tickets.labels(outcome) for outcome in ("done", "given_back", "dropped")
         )

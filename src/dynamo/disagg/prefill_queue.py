@@ -1,5 +1,8 @@
 """The prefill queue: prompts that wait for a prefill worker.
 
+Two implementations: `DirectQueue`, here, and `ticket_queue.TicketQueue`, which prefill workers share.
+`tests/contract/test_prefill_queues.py` runs one suite over both.
+
 `DirectQueue` needs no service: a prompt goes at once to the worker to which we gave the fewest, and waits there. The
 open stream acknowledges it: a worker that dies, or refuses because it is full, breaks the stream, and the prompt goes
 to another. Nothing waits longer than the time it was given.
@@ -15,6 +18,8 @@ import msgspec
 from dynamo.base import errors
 from dynamo.protocols import generate
 from dynamo.runtime import client
+
+ANOTHER_MAY = (errors.WorkerLost, errors.Unavailable, errors.EngineFailed)  # succeed
 
 
 class PrefillQueue(Protocol):
@@ -63,15 +68,13 @@ class DirectQueue:
                     chosen = self._choose(tried)
                     try:
                         return await self._ask(chosen, request, timeout_s)
-                    except (errors.WorkerLost, errors.Unavailable, errors.EngineFailed):
+                    except ANOTHER_MAY:
                         tried.append(chosen)
                         if not self._usable(tried):
                             raise
                         self._retried()
         except TimeoutError:
-            raise errors.DeadlineExceeded(
-                f"no prefill worker has computed the prompt within {timeout_s:g} s"
-            ) from None
+            raise late(timeout_s) from None
 
     def _usable(self, tried: Sequence[int]) -> Sequence[int]:
         return self._client.usable(self._workers(), tried)
@@ -85,20 +88,32 @@ class DirectQueue:
     async def _ask(
         self, instance_id: int, request: generate.Request, timeout_s: float
     ) -> dict[str, Any]:
-        answer = _Prefilled()
         self._num_given[instance_id] += 1
         try:
-            stream = await self._client.open(
-                request, answer, instance_id=instance_id, timeout_s=timeout_s
-            )
-            try:
-                return await answer.params
-            finally:
-                stream.cancel()
+            return await ask(self._client, instance_id, request, timeout_s=timeout_s)
         finally:
             self._num_given[instance_id] -= 1
             if not self._num_given[instance_id]:
                 del self._num_given[instance_id]
+
+
+async def ask(
+    workers: client.EndpointClient, instance_id: int, request: generate.Request, *, timeout_s: float
+) -> dict[str, Any]:
+    """Have one worker compute a prompt; it stops if we are cancelled. Raises what it failed with."""
+    answer = _Prefilled()
+    stream = await workers.open(request, answer, instance_id=instance_id, timeout_s=timeout_s)
+    try:
+        return await answer.params
+    finally:
+        stream.cancel()
+
+
+def late(timeout_s: float) -> errors.DeadlineExceeded:
+    """What a prompt ends with that took too long."""
+    return errors.DeadlineExceeded(
+        f"no prefill worker has computed the prompt within {timeout_s:g} s"
+    )
 
 
 class _Prefilled:

@@ -120,6 +120,11 @@ class FrontendConfig(AdmissionConfig):
         help="memory per model for the tokens of prompts' turns, so that only new ones are tokenized; 0: none",
         least=0,
     )
+    model_cache: str | None = config.option(
+        None,
+        env="DYN_MODEL_CACHE",
+        help="directory for tokenizers and templates of models that lie on other hosts (default: in the user's cache)",
+    )
     response_store_items: int = config.option(
         10_000,
         env="DYN_RESPONSE_STORE_ITEMS",

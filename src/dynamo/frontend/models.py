@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from dynamo.base import clock, errors
-from dynamo.frontend import metrics
+from dynamo.frontend import metrics, model_fetch
 from dynamo.frontend.served_model import Replicas, ServedModel
 from dynamo.preprocess import loading, tokenize
 from dynamo.protocols import instances, model_card
@@ -42,6 +42,7 @@ class Models:
         make_route: MakeRoute,
         counted: metrics.FrontendMetrics,
         time: clock.Clock,
+        fetch: model_fetch.ModelFetch,
         *,
         namespace: str = "",
         tokenizer_cache_bytes: int = tokenize.CACHE_BYTES,
@@ -51,6 +52,7 @@ class Models:
         self._make_route = make_route
         self._metrics = counted
         self._clock = time
+        self._fetch = fetch
         self._namespace = namespace
         self._tokenizer_cache_bytes = tokenizer_cache_bytes
         self._records: dict[str, model_card.CardRecord] = {}  # by key, oldest first
@@ -113,8 +115,9 @@ class Models:
             self._vanish(name)
             return
         model = self._models.get(name)
-        if model is None or not any(_same_files(one.card_json, model.card) for one in records):
-            model = await self._load(records[0].card_json)
+        is_known = any(model and _same_files(one.card_json, model.card) for one in records)
+        if model is None or not is_known or not model.is_loaded:
+            model = await self._load(records)
         model.replicas = await self._replicas(model, records)
         if name not in self._models and model.is_ready:
             _logger.info("serving the model %r", name)
@@ -132,11 +135,14 @@ class Models:
             model.replicas = {}
             self._show(model)
 
-    async def _load(self, card: model_card.ModelCard) -> ServedModel:
+    async def _load(self, records: list[model_card.CardRecord]) -> ServedModel:
+        """As the oldest record says; any that has the same files may give them."""
+        card = records[0].card_json
+        givers = [await self._giver(one) for one in records if _same_files(one.card_json, card)]
         try:
             made = await asyncio.to_thread(
                 loading.load,
-                card,
+                await self._fetch.bring(card, [one for one in givers if one is not None]),
                 self._clock,
                 cache_bytes=self._tokenizer_cache_bytes,
                 counted=self._metrics.of_model(card.display_name),
@@ -145,6 +151,11 @@ class Models:
             _logger.error("cannot serve the model %r: %s", card.display_name, error)  # noqa: TRY400
             return ServedModel(card, None, str(error))
         return ServedModel(card, made, None)
+
+    async def _giver(self, record: model_card.CardRecord) -> model_fetch.Giver | None:
+        name = instances.EndpointName(record.namespace, record.component, record.endpoint)
+        instance = (await self._client(name)).instances.get(record.instance_id)
+        return model_fetch.Giver.of(instance, self._fetch.plane_name) if instance else None
 
     async def _replicas(
         self, model: ServedModel, records: list[model_card.CardRecord]

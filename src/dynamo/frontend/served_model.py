@@ -68,6 +68,11 @@ class ServedModel:
         return self._problem is None and bool(self.instances)
 
     @property
+    def is_loaded(self) -> bool:
+        """Could its files be read? Else a worker that comes may bring them."""
+        return self._preparer is not None
+
+    @property
     def preparer(self) -> preprocessor.Preprocessor:
         """Raises Unavailable, saying why there is none."""
         if self._preparer is None:

@@ -15,6 +15,7 @@ from dynamo.frontend import (
     embeddings,
     metrics,
     migration,
+    model_fetch,
     models,
     pipeline,
     records,
@@ -60,6 +61,9 @@ class Frontend:
             self._routes.make,
             counted,
             now,
+            model_fetch.ModelFetch(
+                runtime.requests, runtime.services, model_fetch.directory(settings.model_cache)
+            ),
             namespace=settings.namespace,
             tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )

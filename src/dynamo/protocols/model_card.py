@@ -5,9 +5,18 @@ file under the same path notices it, and says so, instead of serving wrong token
 """
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+from dynamo.protocols import instances
+
+PART_BYTES = 512 * 1024
+
+
+def endpoint_of_files(beside: instances.EndpointName) -> str:
+    """The path where whoever serves this endpoint gives away the files on its card, at the same address."""
+    return f"{beside.namespace}/{beside.component}/model_files"
 
 
 class ModelType(StrEnum):
@@ -26,12 +35,20 @@ class WorkerType(StrEnum):
     DECODE = "decode"
 
 
-class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
+class ModelFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A file of the model directory."""
 
-    path: str
+    path: str  # at the worker
     checksum: str  # "sha256:<hex>"
     size: int
+    url: str | None = None  # in an object store, where there is one
+
+
+class FilePart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is asked at `endpoint_of_files`; it replies with bytes, at most `PART_BYTES`, none at the end."""
+
+    name: str
+    offset: Annotated[int, msgspec.Meta(ge=0)]  # bytes
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

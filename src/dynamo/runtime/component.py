@@ -13,17 +13,17 @@ hosts many workers makes one `sibling` for each, because a lease and a listener 
 import asyncio
 import functools
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from dynamo.base import config, extras, ids
 from dynamo.observability import tracing
 from dynamo.protocols import instances, model_card
-from dynamo.runtime import client, discovery, events, requests
+from dynamo.runtime import client, discovery, events, requests, services
 from dynamo.runtime.backends import (
     file,
     memory_discovery,
@@ -33,7 +33,6 @@ from dynamo.runtime.backends import (
     zmq,
 )
 from dynamo.runtime.backends.etcd import access as etcd_access
-from dynamo.runtime.backends.nats import access as nats_access
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +101,7 @@ class MemoryCluster:
     registry: memory_discovery.MemoryCluster = field(default_factory=memory_discovery.MemoryCluster)
     network: memory_requests.MemoryNetwork = field(default_factory=memory_requests.MemoryNetwork)
     bus: memory_events.MemoryBus = field(default_factory=memory_events.MemoryBus)
+    beside: services.MemoryServices = field(default_factory=services.MemoryServices)
 
 
 class DistributedRuntime:
@@ -115,18 +115,18 @@ class DistributedRuntime:
         plane: requests.RequestPlane,
         new_plane: Callable[[], requests.RequestPlane],
         event_plane: events.EventPlane,
+        beside: services.Services,
         inhibited_s: float = 5.0,
         is_sibling: bool = False,
-        close_last: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.instance_id = instance_id
         self.discovery = registry
         self.requests = plane
         self.events = event_plane
+        self.services = beside
         self._new_plane = new_plane
         self._inhibited_s = inhibited_s
         self._is_sibling = is_sibling
-        self._close_last = close_last
         self._keys: list[str] = []
         self._clients: list[client.EndpointClient] = []
 
@@ -137,7 +137,15 @@ class DistributedRuntime:
         """Join as the settings say; what they want in memory is in `cluster`. Raises ConfigError."""
         cluster = cluster or MemoryCluster()
         instance_id = ids.new_instance_id()
-        nats = await _nats(settings, instance_id)
+        nats_services = services.NatsServices(
+            settings.nats_server,
+            namespace=settings.namespace,
+            instance_id=instance_id,
+            start_timeout_s=settings.nats_start_timeout_secs,
+        )
+        has_nats = "nats" in (settings.request_plane, settings.event_plane)
+        nats = await nats_services.join() if has_nats else None
+        is_alone = settings.request_plane == "memory" and not has_nats
         new_plane = functools.partial(_request_plane, settings, cluster, nats)
         plane = new_plane()
         registry = await _discovery(settings, cluster, instance_id)
@@ -147,8 +155,8 @@ class DistributedRuntime:
             plane=plane,
             new_plane=new_plane,
             event_plane=_event_plane(settings, cluster, nats, registry, instance_id),
+            beside=cluster.beside if is_alone else nats_services,
             inhibited_s=settings.inhibited_duration_secs,
-            close_last=nats.close if nats is not None else None,
         )
 
     @classmethod
@@ -170,6 +178,7 @@ class DistributedRuntime:
             plane=self._new_plane(),
             new_plane=self._new_plane,
             event_plane=self.events,
+            beside=self.services,
             inhibited_s=self._inhibited_s,
             is_sibling=True,
         )
@@ -233,8 +242,7 @@ class DistributedRuntime:
         if not self._is_sibling:
             await self.events.close()
             await self.discovery.close()
-        if self._close_last is not None:
-            await self._close_last()
+            await self.services.close()
 
     async def __aenter__(self) -> "DistributedRuntime":
         return self
@@ -252,33 +260,8 @@ class DistributedRuntime:
         await self.discovery.put(key, msgspec.json.encode(value))
 
 
-class _NatsPlanes(Protocol):
-    """`backends.nats.planes.NatsPlanes`, which is not imported where it is not used."""
-
-    events: events.EventPlane
-
-    def new_requests(self) -> requests.RequestPlane: ...
-
-    async def close(self) -> None: ...
-
-
-async def _nats(settings: RuntimeConfig, instance_id: ids.InstanceId) -> _NatsPlanes | None:
-    """What the planes share that go over NATS. Raises ConfigError."""
-    if "nats" not in (settings.request_plane, settings.event_plane):
-        return None
-    whereto = nats_access.read(settings.nats_server, os.environ)
-    backend = extras.load("dynamo.runtime.backends.nats.planes", what="NATS", extra="nats")
-    opened: _NatsPlanes = await backend.NatsPlanes.open(
-        whereto,
-        namespace=settings.namespace,
-        instance_id=instance_id,
-        start_timeout_s=settings.nats_start_timeout_secs,
-    )
-    return opened
-
-
 def _request_plane(
-    settings: RuntimeConfig, cluster: MemoryCluster, nats: _NatsPlanes | None
+    settings: RuntimeConfig, cluster: MemoryCluster, nats: services.NatsPlanes | None
 ) -> requests.RequestPlane:
     if settings.request_plane == "memory":
         return memory_requests.MemoryRequestPlane(cluster.network)
@@ -312,7 +295,7 @@ async def _etcd(settings: RuntimeConfig, instance_id: ids.InstanceId) -> discove
 def _event_plane(
     settings: RuntimeConfig,
     cluster: MemoryCluster,
-    nats: _NatsPlanes | None,
+    nats: services.NatsPlanes | None,
     registry: discovery.Discovery,
     instance_id: ids.InstanceId,
 ) -> events.EventPlane:

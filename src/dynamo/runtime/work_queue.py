@@ -6,7 +6,7 @@ their bytes.
 
 Implementations: `backends.memory_work_queue` (one process) and `backends.nats.work_queue` (JetStream: what is in it
 outlives every process, the server too). `tests/contract/test_work_queue.py` runs one suite over both.
-Nothing uses it yet; it is there for prefill that is done elsewhere.
+`disagg.ticket_queue` uses it.
 """
 
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ class WorkItem(Protocol):
         """We are still at it: the time to acknowledge begins anew. Raises Unavailable."""
         ...
 
-    async def give_back(self) -> None:
-        """We will not do it: another may have it at once. Raises Unavailable."""
+    async def give_back(self, *, after_s: float = 0.0) -> None:
+        """We will not do it: another may have it, at once or after this time. Raises Unavailable."""
         ...
 
 
@@ -65,6 +65,10 @@ class WorkQueue(Protocol):
 
     async def depth(self) -> int:
         """How many are not acknowledged yet: those that wait, and those in work. Raises Unavailable."""
+        ...
+
+    async def num_waiting(self) -> int:
+        """How many nobody works on. What was given back may be missing. Raises Unavailable."""
         ...
 
     async def close(self) -> None:

@@ -4,19 +4,38 @@ The engine must be able to lend blocks (`api.RemotePrefill`); one that is not se
 """
 
 import base64
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.disagg import handoff, metrics, policy, prefill_queue, prefill_workers
+from dynamo.disagg import (
+    handoff,
+    metrics,
+    policy,
+    prefill_queue,
+    prefill_workers,
+    ticket_queue,
+    ticket_taker,
+    tickets,
+)
 from dynamo.engine import api
 from dynamo.observability import metrics as registries
-from dynamo.protocols import kv_transfer, model_card
+from dynamo.protocols import instances, kv_transfer, model_card
 from dynamo.runtime import component
-from dynamo.worker import card, settings
+from dynamo.worker import card, host, settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Role:
+    """The engine as it is to be hosted, and what lives beside it."""
+
+    engine: api.Engine
+    beside: Sequence[host.Beside] = ()
 
 
 def prepare(
@@ -27,20 +46,33 @@ def prepare(
     *,
     model: str,
     directory: Path,
-) -> api.Engine:
+) -> Role:
     """The engine in its role. Raises ConfigError if it cannot have it."""
     if not isinstance(engine, api.RemotePrefill):
         if worker.is_prefill or worker.disaggregation_mode == "decode":
             raise errors.ConfigError(
                 "this engine moves no KV blocks between workers: start it without --disaggregation-mode"
             )
-        return engine
+        return Role(engine)
     if worker.is_prefill or worker.disaggregation_mode == "decode":
         engine.open_blocks()
-    if worker.is_prefill or worker.disaggregation_mode == "agg":
-        return engine
-    is_ours = _recognizer(model, directory)
-    return _decode(engine, worker, runtime, registry, model=model, is_ours=is_ours)
+    if worker.disaggregation_mode == "agg":
+        return Role(engine)
+    checksums = _checksums(card.describe_files(directory))
+    join = _join_queue(worker, runtime, model, checksums)
+    if worker.is_prefill:
+        return Role(engine, _takers(worker, runtime, registry, join))
+    is_ours = _recognizer(worker, model, checksums)
+    return _decode(engine, worker, runtime, registry, join, model=model, is_ours=is_ours)
+
+
+def together(worker: settings.WorkerConfig) -> settings.WorkerConfig:
+    """For several workers in one process: they compute all by themselves. Raises ConfigError for another role."""
+    if worker.is_prefill or worker.disaggregation_mode == "decode":
+        raise errors.ConfigError(
+            "--num-workers: expected 1 with --disaggregation-mode prefill or decode, or agg for several"
+        )
+    return dataclasses.replace(worker, disaggregation_mode="agg")
 
 
 def marked(
@@ -49,7 +81,10 @@ def marked(
     """Its card with its role, and with what decode workers must know of it; the engine has started."""
     metadata = engine.transfer_metadata if isinstance(engine, api.RemotePrefill) else None
     if worker.is_prefill and metadata is not None:
-        data = {kv_transfer.METADATA: base64.b64encode(metadata).decode()}
+        data = {
+            kv_transfer.METADATA: base64.b64encode(metadata).decode(),
+            tickets.FROM_QUEUE: worker.prefill_queue == "queue",
+        }
         runtime = msgspec.structs.replace(made.runtime_config, runtime_data=data)
         kind = model_card.WorkerType.PREFILL
         return msgspec.structs.replace(made, worker_type=kind, runtime_config=runtime)
@@ -58,22 +93,44 @@ def marked(
     return made
 
 
+def _takers(
+    worker: settings.WorkerConfig,
+    runtime: component.DistributedRuntime,
+    registry: registries.Registry,
+    join: ticket_queue.Join,
+) -> Sequence[host.Beside]:
+    if worker.prefill_queue == "direct":
+        return ()
+    counts = metrics.TakerMetrics(registry)
+    return (ticket_taker.TicketTaker(join, runtime.requests, runtime.instance_id, counts),)
+
+
 def _decode(
     engine: Any,
     worker: settings.WorkerConfig,
     runtime: component.DistributedRuntime,
     registry: registries.Registry,
+    join: ticket_queue.Join,
     *,
     model: str,
     is_ours: Callable[[model_card.ModelCard], bool],
-) -> api.Engine:
+) -> Role:
     endpoint = worker.prefill_endpoint_name
     counts = metrics.DisaggMetrics(registry)
     workers = prefill_workers.PrefillWorkers(endpoint, runtime.discovery, engine, is_ours=is_ours)
-    queue = prefill_queue.DirectQueue(
-        lambda: workers.connected, runtime.client(endpoint), counts.retries.inc
-    )
-    return handoff.Handoff(
+    asked = runtime.client(endpoint)
+    queue: prefill_queue.PrefillQueue
+    beside: tuple[host.Beside, ...] = ()
+    if worker.prefill_queue == "queue":
+        ours = worker.endpoint_name
+        claims = instances.EndpointName(ours.namespace, ours.component, tickets.CLAIMS)
+        queue = ticket_queue.TicketQueue(
+            join, lambda: workers.connected, asked, runtime.requests, claims.path, counts
+        )
+        beside = (queue,)
+    else:
+        queue = prefill_queue.DirectQueue(lambda: workers.connected, asked, counts.retries.inc)
+    made = handoff.Handoff(
         engine,
         queue,
         workers,
@@ -86,12 +143,33 @@ def _decode(
         ),
         prefill_timeout_s=worker.prefill_timeout_s,
     )
+    return Role(made, beside)
 
 
-def _recognizer(model: str, directory: Path) -> Callable[[model_card.ModelCard], bool]:
-    """Tells whether a card is of our model: equal by name, and by its files."""
-    ours = _checksums(card.describe_files(directory))
-    return lambda other: other.display_name == model and _checksums(other.files) == ours
+def _join_queue(
+    worker: settings.WorkerConfig,
+    runtime: component.DistributedRuntime,
+    model: str,
+    checksums: dict[str, str],
+) -> ticket_queue.Join:
+    name = tickets.queue_name(worker.prefill_endpoint_name, model, checksums)
+    return functools.partial(runtime.services.work_queue, name, tickets.BOUNDS)
+
+
+def _recognizer(
+    worker: settings.WorkerConfig, model: str, checksums: dict[str, str]
+) -> Callable[[model_card.ModelCard], bool]:
+    """Tells whether a card is of our model, equal by name and by its files, and of a worker that we can ask."""
+
+    def is_ours(other: model_card.ModelCard) -> bool:
+        takes = other.runtime_config.runtime_data.get(tickets.FROM_QUEUE) is True
+        return (
+            other.display_name == model
+            and _checksums(other.files) == checksums
+            and (takes or worker.prefill_queue == "direct")
+        )
+
+    return is_ours
 
 
 def _checksums(files: dict[str, model_card.ModelFile]) -> dict[str, str]:

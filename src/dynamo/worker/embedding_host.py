@@ -13,7 +13,7 @@ from dynamo.base import tasks
 from dynamo.engine import api
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import component
-from dynamo.worker import embedding_calls, metrics, system
+from dynamo.worker import embedding_calls, file_sharing, metrics, system
 
 _logger = logging.getLogger(__name__)
 MakeCard = Callable[[api.EmbedderFacts], model_card.ModelCard]
@@ -39,6 +39,7 @@ class EmbeddingHost:
         self._request_limit = request_limit
         self._clock = clock
         self._counts = metrics.WorkerMetrics(endpoint, clock)
+        self._files = file_sharing.FileSharing(runtime, clock)
         self._running = tasks.Tasks()
         self._system: system.SystemPort | None = None
         self._is_ready = False
@@ -46,7 +47,7 @@ class EmbeddingHost:
     async def start(self) -> model_card.ModelCard:
         """Load and serve; gives the card under which it is known. Raises ConfigError, EngineFailed."""
         facts = await self._embedder.start()
-        card = self._make_card(facts)
+        card = await self._files.share(self._make_card(facts), self._endpoint)
         calls = embedding_calls.EmbeddingCalls(
             self._embedder,
             facts,
@@ -79,6 +80,7 @@ class EmbeddingHost:
         self._is_ready = False
         if not await self._runtime.drain(timeout_s, grace_s):
             _logger.warning("some requests did not finish within %g s", timeout_s)
+        await self._files.close()
         await self._running.close()
         await self._embedder.stop()
         if self._system is not None:

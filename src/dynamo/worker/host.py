@@ -3,8 +3,9 @@
 `Host.start` is the list of everything that lives as long as the worker: the engine's own loop, the `generate` endpoint
 with the requests in flight behind it, the `clear_kv_blocks` endpoint, the publisher of KV events and load, the
 `kv_events_replay` endpoint for who missed some, and the system port. `Host.stop` takes them down in the order that
-loses nothing: leave discovery, refuse what is new, finish what runs, give back what did not finish, then stop the
-engine. What is given back fails as `WorkerLost`, so that the frontends go on with it elsewhere.
+loses nothing: leave discovery, refuse what is new, finish what runs, give back what did not finish, let others read
+what the engine holds for them, then stop it. What is given back fails as `WorkerLost`, so that the frontends go on with
+it elsewhere.
 
 An engine that dies, or hangs (`canary`), takes the worker with it: its requests are given back, the worker leaves
 discovery at once, and `run_until` raises, so that the process ends and whoever watches over it can start another.
@@ -13,6 +14,7 @@ discovery at once, and `run_until` raises, so that the process ends and whoever 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -22,11 +24,27 @@ from dynamo.engine import api
 from dynamo.observability import tracing
 from dynamo.protocols import instances, kv_events, model_card
 from dynamo.runtime import component, requests
-from dynamo.worker import call_trace, canary, inflight, metrics, publish, system
+from dynamo.worker import call_trace, canary, file_sharing, inflight, metrics, publish, system
 
 _logger = logging.getLogger(__name__)
 ENGINE_STOP_S = 10.0  # an engine that hangs does not stop either
 MakeCard = Callable[[api.EngineFacts], model_card.ModelCard]
+
+
+class Beside(Protocol):
+    """What lives as long as the worker serves."""
+
+    async def start(self) -> None:
+        """Before the worker can be found. Raises ConfigError."""
+        ...
+
+    async def leave(self) -> None:
+        """The worker stops: begin nothing more."""
+        ...
+
+    async def close(self) -> None:
+        """What the worker had begun is over. Bounded in time."""
+        ...
 
 
 class Host:
@@ -45,6 +63,7 @@ class Host:
         traces: tracing.TracingConfig | None = None,
     ) -> None:
         self._engine = engine
+        self._beside: Sequence[Beside] = ()
         self._runtime = runtime
         self._endpoint = endpoint
         self._make_card = make_card
@@ -66,6 +85,7 @@ class Host:
             worker_id=runtime.instance_id,
             epoch=ids.new_instance_id(),
         )
+        self._files = file_sharing.FileSharing(runtime, clock)
         self._running = tasks.Tasks()
         self._system: system.SystemPort | None = None
         self._over = asyncio.Event()
@@ -76,10 +96,14 @@ class Host:
         """From `start` on see to it that the engine still answers."""
         self._patience = patience
 
+    def live_with(self, beside: Sequence[Beside]) -> None:
+        """From `start` on."""
+        self._beside = beside
+
     async def start(self) -> model_card.ModelCard:
         """Load the engine and serve it; gives the card under which it is known. Raises ConfigError, EngineFailed."""
         facts = await self._engine.start(self)
-        card = self._make_card(facts)
+        card = await self._files.share(self._make_card(facts), self._endpoint)
         await self._publisher.advertise()
         self._running.start(
             "publish load", self._publisher.publish_load(self._engine.load, self._clock)
@@ -96,6 +120,8 @@ class Host:
                 ),
                 handler,
             )
+        for one in self._beside:
+            await one.start()
         await self._runtime.register(self._endpoint, self._take, card)
         self._is_ready = True
         if self._patience is not None:
@@ -126,8 +152,11 @@ class Host:
     async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
         """Finish what runs, within `timeout_s`, and end; take what still comes for `grace_s` first. Idempotent."""
         self._is_ready = False
+        until = self._clock.now() + grace_s + timeout_s
         if len(self._requests):
             _logger.info("finishing %d requests", len(self._requests))
+        for one in self._beside:
+            await one.leave()
         if not await self._runtime.drain(timeout_s, 0.0 if self._death else grace_s):
             _logger.warning(
                 "%d requests did not finish within %g s: others shall go on with them",
@@ -135,7 +164,11 @@ class Host:
                 timeout_s,
             )
             self._requests.give_back(errors.WorkerLost("the worker stops: ask another"))
+        await self._let_others_read(until)
+        for one in self._beside:
+            await one.close()
         await self._stop_engine()
+        await self._files.close()
         await self._running.close()
         if self._system is not None:
             await self._system.close()
@@ -164,6 +197,16 @@ class Host:
 
     async def _die_with(self, asked: canary.Canary) -> None:
         self.died(await asked.watch())
+
+    async def _let_others_read(self, until: float) -> None:
+        """What the engine has computed for others and still holds, but not beyond this time of our clock."""
+        if self._death is not None or not isinstance(self._engine, api.BlockHolder):
+            return
+        try:
+            async with asyncio.timeout(max(0.0, until - self._clock.now())):
+                await self._engine.until_read()
+        except TimeoutError:
+            _logger.warning("prompts that were computed for other workers are lost: nobody came")
 
     async def _stop_engine(self) -> None:
         try:

@@ -103,15 +103,16 @@ def make_host(
     clock = clocks.SystemClock()
     counts = counts or metrics.WorkerMetrics(worker.endpoint_name, clock)
     make = make_card or _card_maker(worker, directory, clock)
+    role = disaggregated.prepare(
+        engine,
+        worker,
+        runtime,
+        counts.registry,
+        model=worker.model_name or model_source.display_name(worker.model),
+        directory=directory,
+    )
     made = host.Host(
-        disaggregated.prepare(
-            engine,
-            worker,
-            runtime,
-            counts.registry,
-            model=worker.model_name or model_source.display_name(worker.model),
-            directory=directory,
-        ),
+        role.engine,
         runtime,
         worker.endpoint_name,
         make_card=lambda facts: disaggregated.marked(make(facts), worker, engine),
@@ -120,6 +121,7 @@ def make_host(
         counts=counts,
         traces=worker,
     )
+    made.live_with(role.beside)
     if worker.patience is not None:
         made.ask_when_quiet(worker.patience)
     return made
@@ -131,7 +133,8 @@ def _make_fleet(
     runtime: component.DistributedRuntime,
     directory: Path,
 ) -> fleet.Fleet:
-    """The hosts of several engines, with one card and one set of counts."""
+    """The hosts of several engines, with one card and one set of counts. Raises ConfigError."""
+    worker = disaggregated.together(worker)
     clock = clocks.SystemClock()
     counts = metrics.WorkerMetrics(worker.endpoint_name, clock)
     make_card = functools.cache(_card_maker(worker, directory, clock))

@@ -57,6 +57,12 @@ class WorkerConfig(component.RuntimeConfig):
         help="prompts that may wait at a prefill worker before more are computed here; discovery can change it",
         least=0,
     )
+    prefill_queue: Literal["direct", "queue"] = config.option(
+        "direct",
+        env="DYN_PREFILL_QUEUE",
+        help="how prompts get to prefill workers, said to both sides: each to one of them, or through a queue in NATS"
+        " (JetStream) from which all of them take",
+    )
     prefill_timeout_s: float = config.option(
         30.0, help="seconds that a prompt may take elsewhere before it is computed here", least=0.01
     )

@@ -6,7 +6,7 @@ import pytest
 from worker_fakes import FakeEngine
 
 from dynamo.base import errors
-from dynamo.disagg import handoff
+from dynamo.disagg import handoff, ticket_queue, ticket_taker, tickets
 from dynamo.observability import metrics
 from dynamo.protocols import kv_transfer, model_card
 from dynamo.runtime import component
@@ -38,6 +38,10 @@ class Lender(FakeEngine):
 
 
 async def prepare(engine, tmp_path, **fields):
+    return (await role(engine, tmp_path, **fields)).engine
+
+
+async def role(engine, tmp_path, **fields):
     worker = settings.WorkerConfig(**fields)
     async with await component.DistributedRuntime.in_memory(component.MemoryCluster()) as runtime:
         registry = metrics.Registry("x")
@@ -65,6 +69,54 @@ async def test_a_role_says_whose_blocks_are_open_and_who_asks(
     assert engine.is_open is is_open
     assert isinstance(prepared, handoff.Handoff) is asks_others
     assert asks_others or prepared is engine
+
+
+@pytest.mark.parametrize(
+    ("fields", "beside"),
+    [
+        ({"disaggregation_mode": "decode", "prefill_queue": "queue"}, ticket_queue.TicketQueue),
+        ({"is_prefill_worker": True, "prefill_queue": "queue"}, ticket_taker.TicketTaker),
+        ({"disaggregation_mode": "agg", "prefill_queue": "queue"}, None),
+        ({"disaggregation_mode": "decode"}, None),
+        ({"is_prefill_worker": True}, None),
+    ],
+)
+async def test_who_shares_a_queue_lives_with_an_end_of_it(tmp_path, fields, beside):
+    found = await role(Lender(), tmp_path, **fields)
+
+    assert [type(one) for one in found.beside] == ([beside] if beside else [])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_ours"),
+    [
+        ("direct", "direct", True),
+        ("direct", "queue", True),
+        ("queue", "queue", True),
+        ("queue", "direct", False),
+    ],
+)
+def test_who_gives_by_the_queue_counts_on_those_who_take_from_it(ours, theirs, is_ours):
+    engine = Lender()
+    engine.open_blocks()
+    taker = settings.WorkerConfig(is_prefill_worker=True, prefill_queue=theirs)
+    giver = settings.WorkerConfig(prefill_queue=ours)
+    recognizes = disaggregated._recognizer(giver, "m", {})
+
+    assert recognizes(disaggregated.marked(CARD, taker, engine)) is is_ours
+
+
+def test_models_that_differ_in_name_or_files_have_queues_of_their_own():
+    place = settings.WorkerConfig().prefill_endpoint_name
+    names = {
+        tickets.queue_name(place, model, checksums)
+        for model, checksums in (("m", {"a": "1"}), ("n", {"a": "1"}), ("m", {"a": "2"}))
+    }
+
+    assert len(names) == 3
+    assert tickets.queue_name(place, "m", {"a": "1", "b": "2"}) == tickets.queue_name(
+        place, "m", {"b": "2", "a": "1"}
+    )
 
 
 async def test_an_engine_that_lends_nothing_serves_alone(tmp_path):

@@ -159,6 +159,35 @@ async def test_a_stopped_worker_leaves_first_and_finishes_what_runs(world):
     assert world.engine.num_stopped == 1
 
 
+async def test_a_worker_that_holds_blocks_for_others_waits_until_they_are_read(world):
+    is_asked, is_read = asyncio.Event(), asyncio.Event()
+
+    async def until_read():
+        is_asked.set()
+        await is_read.wait()
+
+    world.engine.until_read = until_read
+    await world.host.start()
+    stopping = asyncio.create_task(world.host.stop(60))
+    await is_asked.wait()
+
+    assert world.engine.num_stopped == 0
+
+    is_read.set()
+    await stopping
+
+    assert world.engine.num_stopped == 1
+
+
+async def test_a_worker_whose_blocks_nobody_reads_waits_for_its_time_only(world, caplog):
+    world.engine.until_read = asyncio.Event().wait
+    await world.host.start()
+    await world.host.stop(0.01)
+
+    assert world.engine.num_stopped == 1
+    assert "nobody came" in caplog.text
+
+
 async def test_a_dead_engine_fails_its_requests_and_ends_the_worker(world):
     await world.host.start()
     receiver, _ = await world.ask()
@@ -214,3 +243,42 @@ async def test_an_engine_that_does_not_start_is_not_registered(world):
         await world.host.start()
 
     assert await world.keys() == []
+
+
+class Beside:
+    """Notes when it is told what, and who can be found then."""
+
+    def __init__(self, world):
+        self.world, self.heard = world, []
+
+    async def start(self):
+        self.heard.append(("start", await self.is_found(), self.world.engine.is_stopped))
+
+    async def leave(self):
+        self.heard.append(("leave", await self.is_found(), self.world.engine.is_stopped))
+
+    async def close(self):
+        self.heard.append(("close", await self.is_found(), self.world.engine.is_stopped))
+
+    async def is_found(self):
+        return any("/generate/" in key for key in await self.world.keys())
+
+
+async def test_what_lives_beside_it_starts_before_it_is_found_and_leaves_before_what_runs_ends(
+    monkeypatch,
+):
+    world = await World.make()
+    world.engine.is_stopped = False
+    beside = Beside(world)
+    world.host.live_with([beside])
+    stop = world.engine.stop
+
+    async def stopped():
+        world.engine.is_stopped = True
+        await stop()
+
+    monkeypatch.setattr(world.engine, "stop", stopped)
+    await world.host.start()
+    await world.close()
+
+    assert beside.heard == [("start", False, False), ("leave", True, False), ("close", False, False)]  # fmt: skip

@@ -78,6 +78,10 @@ class MemoryWork:
         self._forget_old()
         return len(self._entries)
 
+    def num_waiting(self) -> int:
+        self._forget_old()
+        return sum(entry.free_at <= self.now for entry in self._entries)
+
     def _forget_old(self) -> None:
         born_before = self.now - self.bounds.max_age_s
         while self._entries and (oldest := next(iter(self._entries))).pushed_at <= born_before:
@@ -103,8 +107,8 @@ class MemoryItem:
     async def keep(self) -> None:
         self._work.hold(self._entry, self.num_deliveries, self._work.bounds.acknowledge_s)
 
-    async def give_back(self) -> None:
-        self._work.hold(self._entry, self.num_deliveries, 0.0)
+    async def give_back(self, *, after_s: float = 0.0) -> None:
+        self._work.hold(self._entry, self.num_deliveries, after_s)
 
 
 class MemoryWorkQueue:
@@ -127,6 +131,9 @@ class MemoryWorkQueue:
 
     async def depth(self) -> int:
         return self._work.depth()
+
+    async def num_waiting(self) -> int:
+        return self._work.num_waiting()
 
     async def close(self) -> None:
         """Nothing is ours alone."""

@@ -40,7 +40,7 @@ _PING_S = 2  # a server that does not answer three of them is left
 _AGAIN_S = 0.25  # between attempts to connect
 _CLOSE_S = 2.0
 _SETTLE_S = 2
-_WITHOUT = "to run without it: DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq"
+_WITHOUT = "to run without it: DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq DYN_PREFILL_QUEUE=direct"
 
 
 class Connection:
@@ -76,9 +76,10 @@ class Connection:
             )
             self._check_connected(connecting, start_timeout_s)
         except BaseException:
+            await _end(
+                connecting
+            )  # first, or it would begin another connection, which nobody closes
             await self.close()
-            connecting.cancel()
-            await asyncio.wait((connecting,))
             raise
         self._is_joined = True
         self._is_connected.set()
@@ -97,7 +98,7 @@ class Connection:
 
     @property
     def jetstream(self) -> JetStreamContext:
-        """Streams that outlive processes, for `work_queue`."""
+        """Streams that outlive processes, for `work_queue` and `object_store`."""
         return self._client.jetstream()
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
@@ -246,6 +247,13 @@ class Connection:
         self._trouble = ""
         self._is_connected.set()
         log.warning("NATS at %s is back", self.addresses)
+
+
+async def _end(connecting: asyncio.Task[None]) -> None:
+    """Until it is over: `asyncio.wait_for`, which nats-py uses, may swallow a cancellation that comes late."""
+    while not connecting.done():
+        connecting.cancel()
+        await asyncio.wait((connecting,), timeout=_AGAIN_S)
 
 
 class Subscription:

@@ -1,11 +1,19 @@
-"""A process's membership in NATS: both planes over one connection, loaded only where a setting asks for it."""
+"""A process's membership in NATS: planes, queues and objects over one connection, loaded only where a setting asks."""
 
 from dynamo.base import ids
-from dynamo.runtime.backends.nats import access, connection, events, requests
+from dynamo.runtime import work_queue as queues
+from dynamo.runtime.backends.nats import (
+    access,
+    connection,
+    events,
+    object_store,
+    requests,
+    work_queue,
+)
 
 
 class NatsPlanes:
-    """Whichever of the two is not used costs nothing."""
+    """Whichever of them is not used costs nothing."""
 
     def __init__(self, to_nats: connection.Connection, *, namespace: str, instance_id: int) -> None:
         self.events = events.NatsEventPlane(to_nats, instance_id)
@@ -18,6 +26,14 @@ class NatsPlanes:
             self._connection, namespace=self._namespace, number=ids.new_instance_id()
         )
         return requests.NatsRequestPlane(network)
+
+    async def work_queue(self, name: str, bounds: queues.Bounds) -> work_queue.NatsWorkQueue:
+        """Join the queue of this name. Raises ConfigError (no JetStream), Unavailable."""
+        return await work_queue.NatsWorkQueue.open(self._connection, name, bounds)
+
+    def object_store(self) -> object_store.NatsObjectStore:
+        """Where objects are kept."""
+        return object_store.NatsObjectStore(self._connection)
 
     @classmethod
     async def open(

@@ -47,9 +47,9 @@ class NatsItem:
             with contextlib.suppress(nats.errors.MsgAlreadyAckdError):
                 await self._message.in_progress()
 
-    async def give_back(self) -> None:
+    async def give_back(self, *, after_s: float = 0.0) -> None:
         async with _answered(self._addresses):
-            await self._message.nak()
+            await self._message.nak(delay=after_s or None)
 
 
 class NatsWorkQueue:
@@ -101,7 +101,7 @@ class NatsWorkQueue:
             ) from error
 
     async def pull(self, timeout_s: float) -> NatsItem | None:
-        async with self._one_at_a_time, _answered(self._addresses):
+        async with self._one_at_a_time, _there(self._stream), _answered(self._addresses):
             until = asyncio.get_running_loop().time() + timeout_s
             while (left_s := until - asyncio.get_running_loop().time()) > 0:
                 with contextlib.suppress(nats.errors.TimeoutError):
@@ -110,8 +110,12 @@ class NatsWorkQueue:
         return None
 
     async def depth(self) -> int:
-        async with _answered(self._addresses):
+        async with _there(self._stream), _answered(self._addresses):
             return (await self._jetstream.stream_info(self._stream)).state.messages
+
+    async def num_waiting(self) -> int:
+        async with _there(self._stream), _answered(self._addresses):
+            return (await self._jetstream.consumer_info(self._stream, CONSUMER)).num_pending or 0
 
     async def close(self) -> None:
         with contextlib.suppress(nats.errors.Error):  # the connection is closed already
@@ -150,6 +154,15 @@ def _consumer(bounds: work_queue.Bounds) -> api.ConsumerConfig:
         ack_wait=bounds.acknowledge_s,
         max_ack_pending=bounds.max_items,
     )
+
+
+@contextlib.asynccontextmanager
+async def _there(stream: str) -> AsyncIterator[None]:
+    """A server that came back without its data has forgotten us: who opens the queue makes it again."""
+    try:
+        yield
+    except js_errors.APIError as error:
+        raise errors.Unavailable(f"the work queue {stream} is not there: {error}") from error
 
 
 @contextlib.asynccontextmanager

@@ -5,12 +5,13 @@ import sys
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.native import agents
-from dynamo.engine.native.settings import NativeConfig
+from dynamo.engine import agents
+from dynamo.engine.transfer_settings import TransferConfig
 
 
 def make(*backends):
-    return agents.make(NativeConfig(kv_transfer_backends=backends), lambda *said: None)
+    settings = TransferConfig(kv_transfer_backends=backends)
+    return agents.make("native", settings, None, lambda *said: None)
 
 
 def test_a_way_that_nobody_knows_is_refused_by_name():

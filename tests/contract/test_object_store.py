@@ -1,0 +1,138 @@
+"""What every object store promises, held in memory and in JetStream."""
+
+import asyncio
+import random
+
+import pytest
+
+import nats_server as servers
+from dynamo.base import errors
+from dynamo.runtime import object_store
+from dynamo.runtime.backends import memory_object_store
+from dynamo.runtime.backends.nats import object_store as nats_object_store
+
+NORMAL = object_store.Bounds()
+PATIENT_S = 15.0  # on a busy machine
+BIG = random.Random(1).randbytes(700_000)  # several chunks
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def open_store(request, tmp_path):
+    """Opens sides of one store."""
+    if request.param == "memory":
+        stores = {}
+        yield lambda bounds=NORMAL: stores.setdefault(
+            0, memory_object_store.MemoryObjectStore(bounds)
+        )
+        return
+    server = servers.NatsServer(tmp_path / "nats")
+    server.start()
+    nats = await servers.connect(server.url)
+    yield lambda bounds=NORMAL: nats_object_store.NatsObjectStore(nats, bounds)
+    await nats.close()
+    server.stop()
+
+
+@pytest.mark.parametrize("body", [b"", b"short", BIG], ids=["empty", "short", "big"])
+async def test_what_one_stores_another_reads(open_store, body):
+    url = await open_store().put("sha256-abc", body)
+
+    assert await open_store().get(url, timeout_s=PATIENT_S) == body
+
+
+async def test_many_may_store_the_same(open_store):
+    urls = await asyncio.gather(*(open_store().put("k", BIG) for _ in range(4)))
+
+    assert len(set(urls)) == 1
+    assert await open_store().get(urls[0], timeout_s=PATIENT_S) == BIG
+
+
+async def test_what_nobody_stored_is_unavailable(open_store):
+    store = open_store()
+    url = await store.put("there", b"x")
+    with pytest.raises(errors.Unavailable):
+        await store.get(url.replace("there", "elsewhere"), timeout_s=PATIENT_S)
+
+
+async def test_what_is_too_long_is_refused(open_store):
+    store = open_store(object_store.Bounds(max_object_bytes=10))
+    with pytest.raises(errors.LocalProtocolError, match=r"11 bytes.*10"):
+        await store.put("k", b"x" * 11)
+
+
+async def test_a_full_store_says_so(open_store):
+    store = open_store(object_store.Bounds(max_bytes=500_000))
+    with pytest.raises(errors.Unavailable):
+        await store.put("k", BIG)
+
+
+@pytest.fixture
+async def nats(tmp_path):
+    server = servers.NatsServer(tmp_path / "nats")
+    server.start()
+    nats = await servers.connect(server.url)
+    yield nats
+    await nats.close()
+    server.stop()
+
+
+async def test_what_is_fresh_is_not_stored_again_and_what_grows_old_is(nats):
+    patient = nats_object_store.NatsObjectStore(nats)
+    hasty = nats_object_store.NatsObjectStore(nats, object_store.Bounds(max_age_s=0.0))
+    await patient.put("k", b"x")
+    stored = [await _version(nats)]
+    await patient.put("k", b"x")
+    stored.append(await _version(nats))
+    await hasty.put("k", b"x")
+    stored.append(await _version(nats))
+
+    assert stored[0] == stored[1] != stored[2]
+
+
+async def _version(nats):
+    bucket = await nats.jetstream.object_store(nats_object_store.BUCKET)
+    return (await bucket.get_info("k")).nuid
+
+
+async def test_objects_that_nobody_needs_vanish(nats):
+    store = nats_object_store.NatsObjectStore(nats, object_store.Bounds(max_age_s=0.5))
+    url = await store.put("k", b"x")
+
+    async with asyncio.timeout(PATIENT_S):
+        while True:
+            try:
+                await store.get(url, timeout_s=PATIENT_S)
+            except errors.Unavailable:
+                break
+
+
+async def test_an_object_that_is_too_long_is_not_read(nats):
+    url = await nats_object_store.NatsObjectStore(nats).put("k", b"x" * 100)
+    careful = nats_object_store.NatsObjectStore(nats, object_store.Bounds(max_object_bytes=10))
+    with pytest.raises(errors.Unavailable, match="100 bytes"):
+        await careful.get(url, timeout_s=PATIENT_S)
+
+
+async def test_an_address_of_another_kind_is_named(nats):
+    with pytest.raises(errors.Unavailable, match="expected an object of"):
+        await nats_object_store.NatsObjectStore(nats).get("http://x/y", timeout_s=1)
+
+
+async def test_without_a_server_it_is_unavailable_in_time(tmp_path):
+    server = servers.NatsServer(tmp_path / "nats")
+    server.start()
+    nats = await servers.connect(server.url)
+    server.stop()
+    with pytest.raises(errors.Unavailable):
+        await nats_object_store.NatsObjectStore(nats).get("nats://dynamo-files/k", timeout_s=0.5)
+    await nats.close()
+
+
+async def test_without_jetstream_it_is_unavailable(tmp_path):
+    server = servers.NatsServer(tmp_path / "nats", jetstream=False)
+    server.start()
+    nats = await servers.connect(server.url)
+    with pytest.raises(errors.Unavailable):
+        await nats_object_store.NatsObjectStore(nats).put("k", b"x")
+    await nats.close()
+    server.stop()

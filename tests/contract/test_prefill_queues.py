@@ -1,0 +1,411 @@
+"""What every prefill queue promises: prompts given to workers directly, and through a queue in memory or in NATS."""
+
+import asyncio
+import functools
+import itertools
+
+import msgspec
+import pytest
+
+import nats_server as servers
+from dynamo.base import errors
+from dynamo.disagg import metrics, prefill_queue, ticket_queue, ticket_taker, tickets
+from dynamo.observability import metrics as registries
+from dynamo.protocols import blocks, generate, instances
+from dynamo.runtime import component, work_queue
+from dynamo.runtime.backends.nats import work_queue as nats_work_queue
+
+PREFILL = instances.EndpointName("d", "prefill", "generate")
+CLAIMS = "d/backend/prefill_claims"
+NAMES = itertools.count()
+PATIENT_S = 20.0  # on a busy machine
+BOUNDS = work_queue.Bounds(acknowledge_s=0.5)
+
+
+def request(i=0):
+    return generate.Request(id=f"r{i}", model="m", token_ids=blocks.pack([1, 2, 3]))
+
+
+class Worker:
+    """A prefill worker that answers when it is told to; with a queue, it takes tickets from there."""
+
+    def __init__(self, runtime, join):
+        self.runtime, self.calls, self.cancelled = runtime, [], 0
+        self.counts = metrics.TakerMetrics(registries.Registry("x"))
+        self.taker = None
+        if join is not None:
+            self.taker = ticket_taker.TicketTaker(
+                join, runtime.requests, runtime.instance_id, self.counts
+            )
+
+    async def start(self):
+        await self.runtime.register(PREFILL, self._take)
+        if self.taker is not None:
+            await self.taker.start()
+
+    def _take(self, call):
+        self.calls.append(call)
+        call.on_cancel(self._cancel)
+
+    def _cancel(self):
+        self.cancelled += 1
+
+    def answer(self, i=-1):
+        params = {"do_remote_prefill": True, "of": self.runtime.instance_id}
+        self.calls[i].send(generate.Output((1,), kv_transfer_params=params))
+        self.calls[i].finish()
+
+    async def stop(self):
+        if self.taker is not None:
+            await self.taker.leave()
+        await self.runtime.drain(0)
+        if self.taker is not None:
+            await self.taker.close()
+        await self.runtime.close()
+
+    async def die(self):
+        """As kill -9 does: with no word to anybody."""
+        if self.taker is not None:
+            await self.taker._tasks.close()
+        await self.runtime.close()
+
+
+class Rig:
+    """One decode worker's queue, and prefill workers in the same process."""
+
+    def __init__(self, kind, nats):
+        self.kind, self.nats = kind, nats
+        self.cluster = component.MemoryCluster()
+        self.name = f"prefill {next(NAMES)}"
+        self.workers, self.registry = [], registries.Registry("y")
+        self.counts = metrics.DisaggMetrics(self.registry)
+
+    def join_of(self, runtime):
+        if self.kind == "direct":
+            return None
+        if self.kind == "nats":
+            return functools.partial(
+                nats_work_queue.NatsWorkQueue.open, self.nats, self.name, BOUNDS
+            )
+        return functools.partial(runtime.services.work_queue, self.name, BOUNDS)
+
+    async def open(self, num_workers=2):
+        self.runtime = await component.DistributedRuntime.in_memory(self.cluster)
+        self.join = self.join_of(self.runtime)
+        self.client = self.runtime.client(PREFILL)
+        if self.kind == "direct":
+            self.queue = prefill_queue.DirectQueue(
+                self.connected, self.client, self.counts.retries.inc
+            )
+        else:
+            self.queue = ticket_queue.TicketQueue(
+                self.join, self.connected, self.client, self.runtime.requests, CLAIMS, self.counts
+            )
+            await self.queue.start()
+        for _ in range(num_workers):
+            await self.add_worker()
+
+    async def add_worker(self):
+        runtime = await component.DistributedRuntime.in_memory(self.cluster)
+        worker = Worker(runtime, self.join_of(runtime))
+        self.workers.append(worker)
+        await worker.start()
+        await until(lambda: runtime.instance_id in self.client.instances)
+        return worker
+
+    def connected(self):
+        return list(self.client.instances)
+
+    def ask(self, i=0, timeout_s=PATIENT_S):
+        return asyncio.ensure_future(self.queue.prefill(request(i), timeout_s=timeout_s))
+
+    async def busy(self, num=1):
+        """The workers that have begun, once `num` prompts are being computed."""
+        await until(lambda: sum(len(w.calls) for w in self.workers) >= num)
+        return [w for w in self.workers if w.calls]
+
+    async def close(self):
+        for worker in self.workers:
+            await worker.stop()
+        if self.kind != "direct":
+            await self.queue.leave()
+            await self.queue.close()
+        await self.runtime.close()
+
+
+async def until(is_so):
+    async with asyncio.timeout(PATIENT_S):
+        while not is_so():
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def _leave_quickly(monkeypatch):
+    monkeypatch.setattr(ticket_taker, "PULL_S", 0.2)
+
+
+@pytest.fixture(params=["direct", "memory", "nats"])
+async def rig(request):
+    nats = None
+    if request.param == "nats":
+        nats = await servers.connect(request.getfixturevalue("nats_server").url)
+    rig = Rig(request.param, nats)
+    yield rig
+    await rig.close()
+    if nats is not None:
+        await nats.close()
+
+
+async def test_a_prompt_is_computed_and_says_where_its_blocks_are(rig):
+    await rig.open()
+    asking = rig.ask()
+    (worker,) = await rig.busy()
+    worker.answer()
+
+    assert (await asking)["of"] == worker.runtime.instance_id
+    assert (
+        msgspec.msgpack.decode(worker.calls[0].body, type=generate.Request).token_ids
+        == request().token_ids
+    )
+
+
+async def test_many_prompts_are_all_computed_by_whoever_is_there(rig):
+    await rig.open()
+    asking = [rig.ask(i) for i in range(30)]
+    answered = dict.fromkeys(rig.workers, 0)
+    while not all(one.done() for one in asking):
+        for worker, num in answered.items():
+            for i in range(num, len(worker.calls)):
+                worker.answer(i)
+            answered[worker] = len(worker.calls)
+        await asyncio.sleep(0.002)
+
+    assert sum(answered.values()) == 30
+    assert all(answered.values())
+    assert len([one.result() for one in asking]) == 30
+
+
+@pytest.mark.parametrize("error", [errors.Overloaded("x"), errors.EngineFailed("x")])
+async def test_a_prompt_that_its_worker_fails_goes_to_another(rig, error):
+    await rig.open()
+    asking = rig.ask()
+    (first,) = await rig.busy()
+    first.calls[0].fail(error)
+    await rig.busy(2)
+    second = next(worker for worker in rig.workers if worker is not first)
+    second.answer()
+
+    assert (await asking)["of"] == second.runtime.instance_id
+    assert b"prefill_retries_total 1.0" in rig.registry.render()
+
+
+async def test_a_prompt_whose_worker_dies_goes_to_another(rig):
+    await rig.open()
+    asking = rig.ask()
+    (first,) = await rig.busy()
+    rig.workers.remove(first)
+    await first.die()
+    (second,) = await rig.busy()
+    second.answer()
+
+    assert (await asking)["of"] == second.runtime.instance_id
+
+
+async def test_a_prompt_that_no_worker_could_ever_compute_fails_at_once(rig):
+    await rig.open()
+    asking = rig.ask()
+    (worker,) = await rig.busy()
+    worker.calls[0].fail(errors.ContextTooLong("too long"))
+
+    with pytest.raises(errors.ContextTooLong, match="too long"):
+        await asking
+    assert sum(len(w.calls) for w in rig.workers) == 1
+
+
+async def test_a_prompt_whose_only_worker_fails_says_why(rig):
+    await rig.open(num_workers=1)
+    asking = rig.ask()
+    (worker,) = await rig.busy()
+    worker.calls[0].fail(errors.EngineFailed("it broke"))
+
+    with pytest.raises(errors.EngineFailed, match="it broke"):
+        await asking
+
+
+async def test_without_workers_there_is_nobody(rig):
+    await rig.open(num_workers=0)
+
+    assert rig.queue.size is None
+    with pytest.raises(errors.NoWorkers):
+        await rig.ask()
+
+
+async def test_a_prompt_that_nobody_wants_any_more_is_not_computed_on(rig):
+    await rig.open()
+    asking = rig.ask()
+    (worker,) = await rig.busy()
+    asking.cancel()
+
+    await until(lambda: worker.cancelled == 1)
+
+
+async def test_nobody_waits_longer_than_the_time_given(rig):
+    await rig.open()
+    asking = rig.ask(timeout_s=0.5)
+    (worker,) = await rig.busy()
+
+    with pytest.raises(errors.DeadlineExceeded, match=r"0\.5 s"):
+        await asking
+    await until(lambda: worker.cancelled == 1)
+
+
+async def test_its_size_grows_with_what_waits_and_shrinks_when_it_is_done(rig):
+    await rig.open(num_workers=1)
+    await until(lambda: rig.queue.size == 0)
+    asking = [rig.ask(i) for i in range(6)]
+    await rig.busy()
+    await until(lambda: rig.queue.size >= 4)
+    for i in range(6):
+        await rig.busy(i + 1)
+        rig.workers[0].answer(i)
+    await asyncio.gather(*asking)
+
+    await until(lambda: rig.queue.size == 0)
+
+
+async def test_workers_that_come_later_take_their_part(rig):
+    await rig.open(num_workers=0)
+    worker = await rig.add_worker()
+    asking = rig.ask()
+    await rig.busy()
+    worker.answer()
+
+    assert (await asking)["of"] == worker.runtime.instance_id
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def shared(request):
+    """Queues that prefill workers share."""
+    nats = None
+    if request.param == "nats":
+        nats = await servers.connect(request.getfixturevalue("nats_server").url)
+    rig = Rig(request.param, nats)
+    yield rig
+    await rig.close()
+    if nats is not None:
+        await nats.close()
+
+
+async def test_a_ticket_whose_worker_dies_silently_comes_to_another(shared):
+    await shared.open(num_workers=1)
+    work = await shared.join()
+    asking = shared.ask()
+    (first,) = await shared.busy()
+    await shared.add_worker()
+    shared.workers.remove(first)
+    await first.die()
+    await until(lambda: shared.workers[0].calls)
+    shared.workers[0].answer()
+    await asking
+
+    assert b"prefill_redelivered_total 1.0" in shared.registry.render()
+    async with asyncio.timeout(PATIENT_S):
+        while await work.depth():
+            await asyncio.sleep(0.01)
+    await work.close()
+
+
+async def test_who_leaves_takes_nothing_more_and_finishes_what_it_has(shared):
+    await shared.open(num_workers=1)
+    (leaving,) = shared.workers
+    asking = [shared.ask(i) for i in range(4)]
+    await shared.busy(ticket_taker.AT_ONCE)
+    await leaving.taker.leave()
+    other = await shared.add_worker()
+    for i in range(ticket_taker.AT_ONCE):
+        leaving.answer(i)
+    await until(lambda: len(other.calls) == 4 - ticket_taker.AT_ONCE)
+    for i in range(len(other.calls)):
+        other.answer(i)
+
+    assert len(await asyncio.gather(*asking)) == 4
+    assert len(leaving.calls) == ticket_taker.AT_ONCE
+
+
+async def test_a_worker_whose_blocks_cannot_be_read_yet_is_not_asked(shared):
+    await shared.open(num_workers=2)
+    first, second = shared.workers
+    shared.queue._workers = lambda: [second.runtime.instance_id]
+    asking = [shared.ask(i) for i in range(4)]
+    for i in range(4):
+        await until(lambda i=i: len(second.calls) > i)
+        second.answer(i)
+    await asyncio.gather(*asking)
+
+    assert first.calls == []
+
+
+async def test_a_decode_worker_that_stops_takes_home_what_nobody_has_begun(shared):
+    await shared.open(num_workers=1)
+    asking = [shared.ask(i) for i in range(4)]
+    await shared.busy(ticket_taker.AT_ONCE)
+    await shared.queue.leave()
+    shared.workers[0].answer(0)
+    shared.workers[0].answer(1)
+    ends = await asyncio.gather(*asking, return_exceptions=True)
+
+    assert sum(isinstance(one, dict) for one in ends) == ticket_taker.AT_ONCE
+    assert sum(isinstance(one, errors.Unavailable) for one in ends) == 4 - ticket_taker.AT_ONCE
+    assert shared.queue.size is None
+
+
+async def test_the_last_worker_that_goes_sends_what_waits_home(shared):
+    await shared.open(num_workers=1)
+    asking = [shared.ask(i) for i in range(4)]
+    await shared.busy(ticket_taker.AT_ONCE)
+    await shared.workers.pop().die()
+
+    for one in asking:
+        with pytest.raises((errors.NoWorkers, errors.WorkerLost)):
+            await one
+
+
+async def test_what_waits_and_is_wanted_no_more_is_thrown_away(shared):
+    await shared.open(num_workers=1)
+    work = await shared.join()
+    asking = [shared.ask(i) for i in range(5)]
+    await shared.busy(ticket_taker.AT_ONCE)
+    for one in asking:
+        one.cancel()
+
+    async with asyncio.timeout(PATIENT_S):
+        while await work.depth():
+            await asyncio.sleep(0.01)
+    assert len(shared.workers[0].calls) == ticket_taker.AT_ONCE
+    await work.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"junk",
+        msgspec.msgpack.encode(tickets.Ticket(number="1", endpoint="x", transport={})),
+        msgspec.msgpack.encode(
+            tickets.Ticket(number="1", endpoint=CLAIMS, transport={"memory": "memory:999"})
+        ),
+    ],
+    ids=["junk", "another plane", "nobody there"],
+)
+async def test_a_ticket_of_nobody_is_dropped(shared, body):
+    await shared.open(num_workers=1)
+    work = await shared.join()
+    await work.push(body)
+
+    async with asyncio.timeout(PATIENT_S):
+        while await work.depth():
+            await asyncio.sleep(0.01)
+    asking = shared.ask()
+    (worker,) = await shared.busy()
+    worker.answer()
+    await asking
+    await work.close()

@@ -1,0 +1,69 @@
+"""A frontend that cannot read the worker's model directory, as on another host, in every mix."""
+
+import shutil
+
+import pytest
+from deployment import START_S, eventually
+from test_every_mix import MIXES
+
+from dynamo.worker import model_source
+from etcd_server import EtcdServer
+from nats_server import NatsServer
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def over_nats(deployment, tmp_path):
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    deployment.environ |= MIXES["file+nats+nats"] | {"NATS_SERVER": server.url}
+    yield deployment
+    deployment.end()
+    server.stop()
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory of a model that only the worker will see."""
+    shutil.copytree(model_source.built_in(), tmp_path / "there" / "tiny")
+    return tmp_path / "there" / "tiny"
+
+
+def frontend_elsewhere(deployment, tmp_path):
+    return deployment.frontend("--model-cache", str(tmp_path / "cache"))
+
+
+def answers(frontend):
+    body = {"model": "tiny", "max_tokens": 4}
+    return frontend.chat(**body).status_code == 200
+
+
+def test_its_files_are_in_the_object_store_though_the_directory_is_gone(over_nats, model, tmp_path):
+    worker = over_nats.mocker("--model", str(model), "--speedup-ratio", "100")
+    eventually(lambda: "serving tiny" in worker.log.read_text(), within_s=START_S, what="it serves")
+    model.rename(tmp_path / "gone")
+    frontend = frontend_elsewhere(over_nats, tmp_path)
+    frontend.await_models(["tiny"])
+
+    assert answers(frontend)
+    assert "from nats://dynamo-files/sha256-" in frontend.log.read_text()
+    assert list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("mix", ["file+tcp+zmq", "etcd+tcp+zmq"])
+def test_without_nats_the_worker_gives_them(deployment, model, tmp_path, mix):
+    etcd = EtcdServer(tmp_path / "etcd") if mix.startswith("etcd") else None
+    if etcd is not None:
+        etcd.start()
+        deployment.environ["ETCD_ENDPOINTS"] = etcd.url
+    deployment.environ |= MIXES[mix]
+    deployment.run_in(model.parent, "dynamo.mocker", "--model", "./tiny", "--speedup-ratio", "100")
+    frontend = frontend_elsewhere(deployment, tmp_path)
+    frontend.await_models(["tiny"])
+
+    assert answers(frontend)
+    assert "from the worker at" in frontend.log.read_text()
+    deployment.end()
+    if etcd is not None:
+        etcd.stop()

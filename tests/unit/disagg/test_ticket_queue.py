@@ -1,0 +1,166 @@
+"""The decode worker's end of a shared queue when the queue itself fails; the rest is in the suite over all queues."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from dynamo.base import errors
+from dynamo.disagg import metrics, ticket_queue, tickets
+from dynamo.observability import metrics as registries
+from dynamo.protocols import blocks, generate
+from dynamo.runtime import component, requests
+
+REQUEST = generate.Request(id="r", model="m", token_ids=blocks.pack([1, 2, 3]))
+
+
+class Work:
+    """A work queue that says what it is told to."""
+
+    def __init__(self):
+        self.waiting, self.error, self.pushed, self.is_stuck = 0, None, [], False
+
+    async def push(self, body):
+        if self.is_stuck:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+        self.pushed.append(body)
+
+    async def num_waiting(self):
+        if self.error is not None:
+            raise self.error
+        return self.waiting
+
+
+class Client:
+    """Of prefill workers."""
+
+    def __init__(self, *ids):
+        self.ids = list(ids)
+
+    def usable(self, among, tried=()):
+        return [i for i in among if i in self.ids and i not in tried]
+
+    def on_change(self, listener):
+        self.changed = listener
+
+
+class World:
+    async def start(self, *ids):
+        self.work, self.client = Work(), Client(*ids)
+        self.runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
+        self.queue = ticket_queue.TicketQueue(
+            self.join,
+            lambda: self.client.ids,
+            self.client,
+            self.runtime.requests,
+            "claims",
+            metrics.DisaggMetrics(registries.Registry("x")),
+        )
+        await self.queue.start()
+        return self
+
+    async def join(self):
+        return self.work
+
+    async def until_size(self, expected):
+        async with asyncio.timeout(20):
+            while self.queue.size != expected:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def world():
+    world = await World().start(1)
+    yield world
+    await world.queue.close()
+    await world.runtime.close()
+
+
+async def test_what_other_decode_workers_have_waiting_counts_too(world):
+    world.work.waiting = 7
+
+    await world.until_size(7)
+
+
+async def test_a_count_that_is_old_counts_no_more(world, monkeypatch):
+    world.work.waiting = 7
+    await world.until_size(7)
+    monkeypatch.setattr(ticket_queue, "_STALE_S", 0.0)
+
+    assert world.queue.size == 0
+
+
+async def test_a_queue_that_cannot_be_reached_is_nobody_until_it_can(world, caplog):
+    world.work.error = errors.Unavailable("NATS is gone")
+    await world.until_size(None)
+    with pytest.raises(errors.Unavailable, match="gone"):
+        await world.queue.prefill(REQUEST, timeout_s=5)
+    world.work.error = None
+    await world.until_size(0)
+
+    assert caplog.text.count("NATS is gone") == 1
+
+
+async def test_a_push_that_does_not_end_costs_little(world, monkeypatch):
+    monkeypatch.setattr(ticket_queue, "PUSH_S", 0.02)
+    world.work.is_stuck = True
+    with pytest.raises(errors.Unavailable, match=r"within 0\.02 s"):
+        await world.queue.prefill(REQUEST, timeout_s=20)
+
+    assert world.queue.size is None
+
+
+async def test_a_full_queue_is_overload(world):
+    world.work.error = errors.Overloaded("full")
+    with pytest.raises(errors.Overloaded):
+        await world.queue.prefill(REQUEST, timeout_s=5)
+
+
+async def test_when_the_last_worker_is_gone_what_waits_comes_home(world):
+    asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
+    async with asyncio.timeout(20):
+        while not world.work.pushed:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    world.client.ids.clear()
+    world.client.changed()
+
+    with pytest.raises(errors.NoWorkers):
+        await asking
+
+
+async def test_a_prompt_that_failed_at_all_who_are_left_comes_home(world, monkeypatch):
+    async def ask(client, instance_id, request, *, timeout_s):
+        raise errors.EngineFailed("x")
+
+    monkeypatch.setattr(ticket_queue.prefill_queue, "ask", ask)
+    world.client.ids.append(2)
+    asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
+    async with asyncio.timeout(20):
+        while not world.work.pushed:
+            await asyncio.sleep(0)
+    ticket = msgspec.msgpack.decode(world.work.pushed[0], type=tickets.Ticket)
+    is_over = await requests.ask(
+        world.runtime.requests,
+        ticket.transport["memory"],
+        ticket.endpoint,
+        tickets.Claim(number=ticket.number, instance_id=1, num_deliveries=1),
+        reply_type=bool,
+        timeout_s=20,
+    )
+    world.client.ids.remove(2)
+    world.client.changed()
+
+    with pytest.raises(errors.NoWorkers):
+        await asking
+    assert not is_over
+
+
+async def test_a_claim_that_is_none_is_refused(world):
+    address = await world.runtime.requests.serve("x", lambda call: None)
+    with pytest.raises(errors.RemoteProtocolError, match="expected a claim"):
+        await requests.ask(
+            world.runtime.requests, address, "claims", {"number": 1}, reply_type=bool, timeout_s=20
+        )

@@ -1,0 +1,123 @@
+"""The prefill worker's end of a shared queue when the queue itself fails; the rest is in the suite over all queues."""
+
+import asyncio
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.disagg import metrics, ticket_taker
+from dynamo.observability import metrics as registries
+from dynamo.runtime import component
+
+
+class Item:
+    """A ticket that nobody can read."""
+
+    body, num_deliveries = b"junk", 1
+
+    def __init__(self):
+        self.given_back_after, self.is_done = None, False
+
+    async def give_back(self, *, after_s=0.0):
+        self.given_back_after = after_s
+
+    async def acknowledge(self):
+        self.is_done = True
+
+    async def keep(self):
+        pass
+
+
+class Work:
+    """A work queue that gives what it is told to; an error is raised."""
+
+    def __init__(self):
+        self.things, self.is_closed = asyncio.Queue(), False
+
+    async def pull(self, timeout_s):
+        try:
+            async with asyncio.timeout(timeout_s):
+                thing = await self.things.get()
+        except TimeoutError:
+            return None
+        if isinstance(thing, Exception):
+            raise thing
+        return thing
+
+    async def close(self):
+        self.is_closed = True
+
+
+class World:
+    def __init__(self):
+        self.joined, self.refusals = [], []
+
+    async def start(self, monkeypatch):
+        for name, value in (("AT_ONCE", 1), ("PULL_S", 0.05), ("AGAIN_S", 0.01)):
+            monkeypatch.setattr(ticket_taker, name, value)
+        self.runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
+        self.taker = ticket_taker.TicketTaker(
+            self.join, self.runtime.requests, 1, metrics.TakerMetrics(registries.Registry("x"))
+        )
+        await self.taker.start()
+        return self
+
+    async def join(self):
+        if self.refusals:
+            raise self.refusals.pop()
+        self.joined.append(Work())
+        return self.joined[-1]
+
+
+@pytest.fixture
+async def world(monkeypatch):
+    world = await World().start(monkeypatch)
+    yield world
+    await world.taker.close()
+    await world.runtime.close()
+
+
+async def until(is_so):
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.002)
+
+
+async def test_a_queue_that_was_lost_is_joined_again(world):
+    world.refusals = [errors.Unavailable("not yet"), errors.ConfigError("nor yet")]
+    world.joined[0].things.put_nowait(errors.Unavailable("the stream is gone"))
+    world.joined[0].things.put_nowait(errors.Unavailable("it still is"))
+    world.joined[0].things.put_nowait(errors.Unavailable("and still"))
+    await until(lambda: len(world.joined) == 2)
+    item = Item()
+    world.joined[1].things.put_nowait(item)
+    await until(lambda: item.given_back_after is not None)
+
+    assert world.joined[0].is_closed
+
+
+async def test_a_ticket_that_comes_while_we_leave_is_given_back_at_once(world):
+    await world.taker.leave()
+    item = Item()
+    world.joined[0].things.put_nowait(item)
+    await world.taker.close()
+
+    assert item.given_back_after == 0.0
+    assert world.joined[0].is_closed
+
+
+@pytest.mark.parametrize(("num_deliveries", "is_dropped"), [(1, False), (2, False), (3, True)])
+async def test_a_ticket_of_nobody_goes_round_a_few_times(world, num_deliveries, is_dropped):
+    item = Item()
+    item.num_deliveries = num_deliveries
+    world.joined[0].things.put_nowait(item)
+    await until(lambda: item.is_done or item.given_back_after is not None)
+
+    assert item.is_done is is_dropped
+
+
+async def test_it_ends_before_it_began():
+    taker = ticket_taker.TicketTaker(None, None, 1, None)
+
+    await taker.leave()
+    await taker.close()

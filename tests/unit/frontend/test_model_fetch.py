@@ -1,0 +1,161 @@
+"""Where a model's files come from, and that none is used which is not the one."""
+
+import contextlib
+import hashlib
+import os
+
+import msgspec
+import pytest
+
+from dynamo.base import errors
+from dynamo.frontend import model_fetch
+from dynamo.protocols import instances, model_card
+from dynamo.runtime import component
+
+NAME = instances.EndpointName("a", "b", "generate")
+BODY = b"tokenizer" * 100_000  # two parts
+ELSEWHERE = "/nonexistent/tokenizer.json"
+
+
+def card_of(path=ELSEWHERE, body=BODY, **fields):
+    checksum = f"sha256:{hashlib.sha256(body).hexdigest()}"
+    file = model_card.ModelFile(path=str(path), checksum=checksum, size=len(body))
+    return model_card.ModelCard(
+        display_name="m",
+        source_path="/nonexistent",
+        context_length=8,
+        kv_cache_block_size=4,
+        files={"tokenizer.json": msgspec.structs.replace(file, **fields)},
+    )
+
+
+class Rig:
+    """A frontend's fetch, and workers that give bytes away."""
+
+    def __init__(self, runtime, directory):
+        self.runtime, self.directory, self.asked = runtime, directory, []
+        self.fetch = model_fetch.ModelFetch(runtime.requests, runtime.services, directory)
+
+    async def giver(self, body, name=NAME):
+        """A worker that says that these are the file's."""
+
+        def give(call):
+            part = msgspec.msgpack.decode(call.body, type=model_card.FilePart)
+            self.asked.append((name.component, part.offset))
+            call.reply(body[part.offset :][: model_card.PART_BYTES])
+            call.finish()
+
+        endpoint = model_card.endpoint_of_files(name)
+        address = await self.runtime.requests.serve(endpoint, give)
+        return model_fetch.Giver(address, endpoint)
+
+    async def content(self, card, *givers):
+        """What a reader of the card then finds."""
+        brought = await self.fetch.bring(card, givers)
+        with open(brought.files["tokenizer.json"].path, "rb") as file:
+            return file.read()
+
+
+@pytest.fixture
+async def rig(tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+        runtime = await stack.enter_async_context(
+            await component.DistributedRuntime.in_memory(component.MemoryCluster())
+        )
+        yield Rig(runtime, tmp_path / "cache" / "models")
+
+
+async def test_a_file_that_is_here_is_read_where_it_is(rig, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(BODY)
+    card = card_of(path)
+
+    assert await rig.fetch.bring(card, [await rig.giver(BODY)]) == card
+    assert not rig.asked
+    assert not rig.directory.exists()
+
+
+async def test_another_file_under_the_same_path_is_not_used(rig, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(BODY[::-1])
+
+    assert await rig.content(card_of(path), await rig.giver(BODY)) == BODY
+
+
+async def test_a_file_of_another_host_comes_from_a_worker_once(rig):
+    giver = await rig.giver(BODY)
+
+    assert await rig.content(card_of(), giver) == BODY
+    assert [offset for _, offset in rig.asked] == [0, model_card.PART_BYTES]
+    assert await rig.content(card_of()) == BODY  # nobody is asked again
+
+
+async def test_a_file_comes_from_the_store_if_it_is_there(rig):
+    url = await rig.runtime.services.object_store().put("k", BODY)
+
+    assert await rig.content(card_of(url=url), await rig.giver(BODY)) == BODY
+    assert not rig.asked
+
+
+async def test_a_store_that_lost_it_is_no_hindrance(rig):
+    assert await rig.content(card_of(url="memory://gone"), await rig.giver(BODY)) == BODY
+
+
+async def test_a_worker_that_gives_other_bytes_or_too_few_is_passed_over(rig):
+    liar = await rig.giver(BODY[::-1], instances.EndpointName("a", "liar", "x"))
+    short = await rig.giver(BODY[:10], instances.EndpointName("a", "short", "x"))
+    gone = model_fetch.Giver("memory:999", "x")
+
+    with pytest.raises(errors.ConfigError, match=r"cannot read /nonexistent.*cannot fetch it"):
+        await rig.content(card_of(), liar, gone)
+    assert await rig.content(card_of(), liar, short, await rig.giver(BODY)) == BODY
+
+
+async def test_nobody_to_ask_is_one_sentence(rig):
+    with pytest.raises(errors.ConfigError, match=r"cannot read /nonexistent.*no worker gives"):
+        await rig.fetch.bring(card_of(), [])
+
+
+@pytest.mark.parametrize(
+    "fields", [{"checksum": "sha256:../../etc"}, {"size": model_fetch.MAX_FILE_BYTES + 1}]
+)
+async def test_a_card_that_makes_no_sense_asks_for_nothing(rig, fields):
+    card = card_of(**fields)
+
+    assert await rig.fetch.bring(card, [await rig.giver(BODY)]) == card
+    assert not rig.asked
+
+
+async def test_a_cache_that_cannot_be_written_is_named(rig):
+    rig.directory.parent.write_text("a file")
+
+    with pytest.raises(errors.ConfigError, match="--model-cache"):
+        await rig.fetch.bring(card_of(), [await rig.giver(BODY)])
+
+
+async def test_who_does_not_answer_is_not_waited_for_for_ever(rig, monkeypatch):
+    monkeypatch.setattr(model_fetch, "FETCH_S", 0.05)
+    address = await rig.runtime.requests.serve("silent", lambda call: None)
+
+    with pytest.raises(errors.ConfigError, match="did not come within"):
+        await rig.fetch.bring(card_of(), [model_fetch.Giver(address, "silent")])
+
+
+async def test_the_cache_is_bounded(rig, monkeypatch):
+    monkeypatch.setattr(model_fetch, "MAX_KEPT", 3)
+    for number in range(5):
+        body = b"%d" % number
+        name = instances.EndpointName("a", f"c{number}", "x")
+        await rig.content(card_of(body=body), await rig.giver(body, name))
+        newest = hashlib.sha256(body).hexdigest()
+        os.utime(rig.directory / newest, (number, number))
+
+    assert newest in os.listdir(rig.directory)
+    assert len(os.listdir(rig.directory)) == 3
+
+
+def test_the_cache_is_where_it_is_told_or_the_user_s(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    assert model_fetch.directory(None) == tmp_path / "pydynamo" / "models"
+    assert str(model_fetch.directory("/a/b")) == "/a/b"
