@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
+from benchmarks import credentials
 from dynamo.transfer import agent, api, descriptors, memory, routes
 from dynamo.transfer.backends import shm, tcp
 
@@ -38,7 +39,7 @@ LAYOUT = descriptors.Layout(
 )
 DEADLINE_S = 30.0
 SHORT_BYTES = 128 * 1024  # as `backends.tcp` sets it on loopback
-BACKENDS = ("shm", "tcp", *(("nixl",) if importlib.util.find_spec("nixl") else ()))
+WAYS = ("shm", "tcp", "tls", *(("nixl",) if importlib.util.find_spec("nixl") else ()))
 Copy = Callable[[], Awaitable[None]]
 
 
@@ -46,6 +47,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
+    with credentials.prepared():
+        run(rounds)
+
+
+def run(rounds: int) -> None:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     peer = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
     peer.start()
@@ -62,7 +68,7 @@ def serve(control: Connection) -> None:
 
 
 async def _serve(control: Connection) -> None:
-    agents = [await start(backend) for backend in BACKENDS]
+    agents = [await start(way) for way in WAYS]
     ports = [answering_port(num_buffered) for num_buffered in (None, SHORT_BYTES)]
     control.send(([a.export_metadata() for a in agents], ports, os.getpid()))
     await asyncio.to_thread(control.recv)
@@ -70,9 +76,9 @@ async def _serve(control: Connection) -> None:
         await each.close()
 
 
-async def start(backend: str) -> agent.Agent:
+async def start(way: str) -> agent.Agent:
     """One with a pool full of bytes."""
-    made = agent.Agent(backend, backends=[make_backend(backend)])
+    made = agent.Agent(way, backends=[make_backend(way)])
     pool = made.allocate(LAYOUT.num_bytes)
     pool[:] = random.Random(7).randbytes(MIB) * (len(pool) // MIB)
     made.register(descriptors.Region(memory=pool, layout=LAYOUT))
@@ -80,10 +86,11 @@ async def start(backend: str) -> agent.Agent:
     return made
 
 
-def make_backend(name: str) -> routes.Backend:
-    if name == "nixl":
+def make_backend(way: str) -> routes.Backend:
+    if way == "nixl":
         return importlib.import_module("dynamo.transfer.backends.nixl.backend").NixlBackend()
-    return shm.ShmBackend() if name == "shm" else tcp.TcpBackend()
+    shown = credentials.of("tls" if way == "tls" else "open")
+    return shm.ShmBackend() if way == "shm" else tcp.TcpBackend(credentials=shown)
 
 
 def answering_port(num_buffered: int | None) -> int:
@@ -104,10 +111,10 @@ def answer_plainly(listening: socket.socket) -> None:
 
 async def measure(control: Connection, rounds: int) -> None:
     metadata, ports, peer_pid = await asyncio.to_thread(control.recv)
-    agents = {backend: await start(backend) for backend in BACKENDS}
+    agents = {way: await start(way) for way in WAYS}
     peers = {
-        backend: await mine.connect(theirs, deadline_s=DEADLINE_S)
-        for (backend, mine), theirs in zip(agents.items(), metadata, strict=True)
+        way: await mine.connect(theirs, deadline_s=DEADLINE_S)
+        for (way, mine), theirs in zip(agents.items(), metadata, strict=True)
     }
     plain, short = (socket.create_connection(("127.0.0.1", port)) for port in ports)
     print(
@@ -119,10 +126,10 @@ async def measure(control: Connection, rounds: int) -> None:
             "sendall, recv_into": receive_plainly(plain, num_blocks * MIB),
             "the same, short send buffer": receive_plainly(short, num_blocks * MIB),
         }
-        for backend, mine in agents.items():
+        for way, mine in agents.items():
             for word, is_scattered in (("neighbours", False), ("scattered", True)):
-                copies[f"{backend}, {word}"] = pull(
-                    mine, peers[backend], num_blocks, is_scattered=is_scattered
+                copies[f"{way}, {word}"] = pull(
+                    mine, peers[way], num_blocks, is_scattered=is_scattered
                 )
         repeats = 64 // num_blocks
         report(num_blocks * MIB, await take_turns(copies, rounds, repeats, peer_pid))

@@ -13,6 +13,8 @@ from multiprocessing import connection
 import msgspec
 import pytest
 
+import members
+from dynamo.base import config, membership
 from dynamo.transfer import agent, descriptors
 from dynamo.transfer.backends import local, shm, tcp
 
@@ -132,8 +134,21 @@ class LocalPeer:
 
 
 def make_backend(name, room=None, **options):
-    kinds = {"shm": shm.ShmBackend, "tcp": tcp.TcpBackend, "nixl": nixl_backend}
-    return local.LocalBackend(room) if name == "local" else kinds[name](**options)
+    """By its name, and how it knows its peers: "tcp", "tcp-token" ..."""
+    kind, _, how = name.partition("-")
+    if kind == "local":
+        return local.LocalBackend(room)
+    if kind == "nixl":
+        return nixl_backend(**options)
+    kinds = {"shm": shm.ShmBackend, "tcp": tcp.TcpBackend}
+    return kinds[kind](credentials=credentials(how), **options)
+
+
+def credentials(how):
+    if how == "token":
+        return members.with_token()
+    settings = config.load(membership.ClusterConfig, prog="peer", argv=())
+    return membership.read(settings, {}) if how == "tls" else membership.NOTHING
 
 
 def nixl_backend(**options):

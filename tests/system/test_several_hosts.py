@@ -27,10 +27,7 @@ class Cluster:
     def __init__(self, network, deployment, mix, folder):
         self.door, self.one, self.two, self.services = (network.add() for _ in range(4))
         self.deployment, self.servers = deployment, []
-        deployment.environ |= MIXES[mix] | {
-            "DYN_CLUSTER_TOKEN": TOKEN,
-            "DYN_KV_TRANSFER_TOKEN": TOKEN,
-        }
+        deployment.environ |= MIXES[mix] | {"DYN_CLUSTER_TOKEN": TOKEN}
         for name, kind, variable in (
             ("nats", NatsServer, "NATS_SERVER"),
             ("etcd", EtcdServer, "ETCD_ENDPOINTS"),

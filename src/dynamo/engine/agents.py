@@ -1,9 +1,10 @@
 """The agent that moves an engine's blocks, with the backends that were asked for."""
 
 import importlib
+import os
 from collections.abc import Callable
 
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.engine.transfer_settings import TransferConfig
 from dynamo.transfer import agent, api, routes
 from dynamo.transfer.backends import local, shm, tcp
@@ -19,11 +20,11 @@ def make(
 
     Raises ConfigError for a backend that is not known, or an address that is no good.
     """
-    token = (settings.kv_transfer_token or "").encode()
+    credentials = membership.read(settings, os.environ)
     kinds: dict[str, Callable[[], routes.Backend]] = {
-        "shm": lambda: shm.ShmBackend(),
-        "tcp": lambda: tcp.TcpBackend(host=settings.kv_transfer_host, token=token),
-        "nixl": lambda: _nixl(settings.kv_transfer_host),
+        "shm": lambda: shm.ShmBackend(credentials=credentials),
+        "tcp": lambda: tcp.TcpBackend(host=settings.kv_transfer_host, credentials=credentials),
+        "nixl": lambda: _nixl(settings.kv_transfer_host, is_insecure=credentials.is_insecure),
     }
     wanted = settings.kv_transfer_backends
     if unknown := [kind for kind in wanted if kind not in kinds]:
@@ -36,12 +37,12 @@ def make(
     return agent.Agent(name, backends=backends, on_notification=on_notification)
 
 
-def _nixl(host: str) -> routes.Backend:
+def _nixl(host: str, *, is_insecure: bool) -> routes.Backend:
     try:
         found = importlib.import_module("dynamo.transfer.backends.nixl.backend")  # an extra
     except ImportError as error:
         raise errors.ConfigError(
             "--kv-transfer-backends: nixl is not installed (pip install 'pydynamo[nixl]'); or leave it out"
         ) from error
-    made: routes.Backend = found.NixlBackend(host=host)
+    made: routes.Backend = found.NixlBackend(host=host, is_insecure=is_insecure)
     return made

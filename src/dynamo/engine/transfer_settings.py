@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from dynamo.base import config
+from dynamo.base import config, membership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferConfig:
+class TransferConfig(membership.ClusterConfig):
     """An engine's own settings inherit this."""
 
     kv_transfer_backends: tuple[str, ...] = config.option(
@@ -15,11 +15,6 @@ class TransferConfig:
     )
     kv_transfer_host: str = config.option(
         "127.0.0.1", help="address by which workers of other hosts reach our blocks"
-    )
-    kv_transfer_token: str | None = config.option(
-        None,
-        env="DYN_KV_TRANSFER_TOKEN",
-        help="secret that all workers share; needed for any address but loopback, best given by the environment",
     )
     kv_transfer_timeout_s: float = config.option(
         5.0,

@@ -1,5 +1,7 @@
 """What can be said of the way over NIXL without a peer; with one: tests/contract/test_transfer.py."""
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,3 +73,17 @@ def test_many_short_pieces_are_several_stretches():
     lengths = [len(stretch) for stretch in backend.stretches(pieces)]
 
     assert lengths == [messages.MAX_PIECES, 1]
+
+
+def test_other_hosts_are_served_only_where_that_is_said(monkeypatch):
+    backend = pytest.importorskip("dynamo.transfer.backends.nixl.backend", exc_type=ImportError)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+
+    with pytest.raises(errors.ConfigError, match="say --insecure"):
+        backend.NixlBackend(host="10.1.2.3")
+
+    backend.NixlBackend(host="10.1.2.3", is_insecure=True)
+    assert "UCX_NET_DEVICES" not in os.environ
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")  # what the user says there counts
+    backend.NixlBackend()
+    assert os.environ["UCX_NET_DEVICES"] == "eth7"

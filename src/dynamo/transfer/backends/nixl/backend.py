@@ -7,23 +7,20 @@ NIXL proves nothing about a peer and hides nothing from the network; on loopback
 
 import base64
 import itertools
-import logging
 import os
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.transfer import api, memory, messages, routes
 from dynamo.transfer.backends.nixl import endpoint, service, words
 from dynamo.transfer.limit import Limit
 from dynamo.transfer.plan import Piece
 
-log = logging.getLogger(__name__)
 _STRETCH_BYTES = 64 * 2**20  # between two looks at the clock: a call may copy all it is given
 _LOOK_S = 0.05
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class NixlBackend:
@@ -34,11 +31,15 @@ class NixlBackend:
         can_read=True, can_write=True, can_notify=True, is_same_host=False
     )
 
-    def __init__(self, *, host: str = "127.0.0.1") -> None:
-        if host in _LOOPBACK:  # only the environment tells UCX; what the user says there counts
+    def __init__(self, *, host: str = "127.0.0.1", is_insecure: bool = False) -> None:
+        """Raises ConfigError for any host but loopback, unless `is_insecure`."""
+        if membership.is_loopback(host):  # only the environment tells UCX; the user's word counts
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
-        else:
-            log.warning("NIXL asks for no token: who reaches %s can use the KV cache", host)
+        elif not is_insecure:
+            raise errors.ConfigError(
+                f"NIXL on {host} asks for no token or certificate, so that whoever reaches it can use the KV cache:"
+                " say --insecure if the network is yours, or leave nixl out of --kv-transfer-backends"
+            )
         self._service: service.Service | None = None
         self._exposed: routes.Exposed | None = None
         self._window: memory.Window | None = None
