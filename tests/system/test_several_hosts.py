@@ -116,8 +116,7 @@ def test_a_host_that_is_cut_off_is_gone_at_once_and_comes_back(cluster):
 def test_blocks_cross_from_host_to_host(cluster):
     deployment = cluster.deployment
     frontend = deployment.frontend(host=cluster.door)
-    at = ("--kv-transfer-host", cluster.one.address)
-    prefill = deployment.native("--is-prefill-worker", *at, host=cluster.one)
+    prefill = deployment.native("--is-prefill-worker", host=cluster.one)
     flags = ("--disaggregation-mode", "decode", "--max-local-prefill-length", "10")
     decode = deployment.native(*flags, host=cluster.two)
     frontend.others += [prefill, decode]

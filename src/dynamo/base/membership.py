@@ -21,8 +21,11 @@ MAX_TOKEN_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that it can stand beside other bases
 class ClusterConfig:
-    """What the processes of one cluster show to each other."""
+    """How the processes of one cluster reach each other, and what they show to each other."""
 
+    tcp_rpc_host: str = config.option(
+        "127.0.0.1", env="DYN_TCP_RPC_HOST", help="address by which others reach this process"
+    )
     cluster_token_file: str | None = config.option(
         None,
         env="DYN_CLUSTER_TOKEN_FILE",

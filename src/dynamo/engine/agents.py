@@ -20,11 +20,12 @@ def make(
 
     Raises ConfigError for a backend that is not known, or an address that is no good.
     """
+    host = settings.kv_transfer_host or settings.tcp_rpc_host
     credentials = membership.read(settings, os.environ)
     kinds: dict[str, Callable[[], routes.Backend]] = {
         "shm": lambda: shm.ShmBackend(credentials=credentials),
-        "tcp": lambda: tcp.TcpBackend(host=settings.kv_transfer_host, credentials=credentials),
-        "nixl": lambda: _nixl(settings.kv_transfer_host, is_insecure=credentials.is_insecure),
+        "tcp": lambda: tcp.TcpBackend(host=host, credentials=credentials),
+        "nixl": lambda: _nixl(host, is_insecure=credentials.is_insecure),
     }
     wanted = settings.kv_transfer_backends
     if unknown := [kind for kind in wanted if kind not in kinds]:

@@ -13,8 +13,9 @@ class TransferConfig(membership.ClusterConfig):
         ("shm", "tcp"),
         help="ways by which prompts' blocks may go between workers; the first that both have is taken",
     )
-    kv_transfer_host: str = config.option(
-        "127.0.0.1", help="address by which workers of other hosts reach our blocks"
+    kv_transfer_host: str | None = config.option(
+        None,
+        help="address by which workers of other hosts reach our blocks (default: --tcp-rpc-host)",
     )
     kv_transfer_timeout_s: float = config.option(
         5.0,

@@ -76,9 +76,6 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
         help="for how long a process that starts waits for NATS",
         least=0,
     )
-    tcp_rpc_host: str = config.option(
-        "127.0.0.1", env="DYN_TCP_RPC_HOST", help="address by which others reach this process"
-    )
     tcp_rpc_port: int = config.option(
         0,
         env="DYN_TCP_RPC_PORT",

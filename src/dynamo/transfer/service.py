@@ -87,16 +87,9 @@ class Service:
             self._begin(link)
 
     def _begin(self, link: Link) -> None:
+        self._make_room()
         with self._lock:
-            if len(self._strangers) >= MAX_STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                oldest.interrupt()
-            # Those that gave way need a moment to go: their threads are bounded, too.
-            if (
-                self._closed.is_set()
-                or len(self._links) >= self._max_connections + 2 * MAX_STRANGERS
-            ):
+            if self._closed.is_set():
                 link.close()
                 return
             self._strangers[link] = None
@@ -105,6 +98,17 @@ class Service:
             )
             self._links[link] = thread
             thread.start()
+
+    def _make_room(self) -> None:
+        """For one more stranger; its predecessor is gone when this returns, so that threads are bounded, too."""
+        with self._lock:
+            if len(self._strangers) < MAX_STRANGERS:
+                return
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            thread = self._links[oldest]
+        oldest.interrupt()
+        thread.join(_JOIN_S)
 
     def _serve(self, link: Link) -> None:
         try:
