@@ -3,8 +3,10 @@
 PYTHON ?= python3
 MODEL ?=
 PORT ?= 8000
-TOPOLOGY ?= agg
+TOPOLOGY ?= disagg
 TRACE ?= ../shared/data/traces/mooncake_conversation_trace.jsonl
+WORKERS_disagg := --prefill 1 --decode 1
+WORKERS_agg := --workers 1
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
@@ -17,8 +19,9 @@ help:  ## say what can be made
 
 setup: $(VENV)/.run  ## create .venv and install what serving needs
 
-run: $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or hub name, PORT=8000)
-	@exec $(BIN)/dynamo serve $(MODEL) --http-port $(PORT) $(if $(filter disagg,$(TOPOLOGY)),--prefill 1 --decode 1)
+run: $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or hub name, PORT=8000, TOPOLOGY=agg: one worker)
+	@$(if $(WORKERS_$(TOPOLOGY)),,echo "make run TOPOLOGY=$(TOPOLOGY): expected disagg or agg"; exit 2)
+	@exec $(BIN)/dynamo serve $(MODEL) --http-port $(PORT) $(WORKERS_$(TOPOLOGY))
 
 test: $(VENV)/.dev  ## run every test
 	@tests/install_services.sh
@@ -60,6 +63,7 @@ simulate-check: $(VENV)/.dev  ## does the simulator foretell what real processes
 
 bench-disagg: $(VENV)/.dev  ## measure what prefill in a worker of its own brings, and costs
 	@$(BIN)/python -m benchmarks.disagg
+	@$(BIN)/python -m benchmarks.handoff_stages
 
 bench-transfer: $(VENV)/.dev  ## measure how fast KV blocks move between processes
 	@$(BIN)/python -m benchmarks.transfer

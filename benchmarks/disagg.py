@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 import statistics
 import sys
@@ -30,6 +31,9 @@ STREAM_PROMPT, LONG_PROMPT, SHORT_PROMPT = 32, 1500, 64
 ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
 SPLIT = (("--is-prefill-worker",), ("--disaggregation-mode", "decode", *ALWAYS))
 AGGREGATED = (("--disaggregation-mode", "agg"),) * 2
+# So few that warming up has used them all: a page that is touched for the first time costs more than to copy to it.
+POOL = ("--num-gpu-blocks-override", "1200")
+NUM_WARM = 14
 SETTLE_S = 3.0  # for workers to connect, and for the first steps to be warm
 
 
@@ -40,19 +44,28 @@ class Measured:
     gaps: list[float] = field(default_factory=list)  # between tokens of the running streams
     first_tokens: list[float] = field(default_factory=list)  # of the prompts that arrive
     num_tokens: int = 0
+    num_prompt_tokens: int = 0  # of the prompts that arrived
     wall_s: float = 0.0
+    cpu_s: float = 0.0  # that the workers took
+
+    @property
+    def tokens_per_core_s(self) -> float:
+        """All that were computed, of prompts and of answers."""
+        return (self.num_prompt_tokens + self.num_tokens) / self.cpu_s
 
 
 @contextlib.contextmanager
-def serving(workers: tuple[tuple[str, ...], ...]) -> Iterator[str]:
-    """A frontend and these workers; gives the URL."""
+def serving(
+    workers: tuple[tuple[str, ...], ...], log_path: Path, **variables: str
+) -> Iterator[tuple[str, list[int]]]:
+    """A frontend and these workers; gives the URL, and the workers' process ids. All write to one log."""
     port = systems.free_port()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        log_path = Path(directory) / "log"
         log = stack.enter_context(log_path.open("w"))
         environ = systems.environment(sys.executable, directory) | {"OMP_NUM_THREADS": "1"}
+        environ |= variables
         commands = [["dynamo.frontend", "--http-port", str(port)]]
-        commands += [["dynamo.native", "--model-name", "m", *flags] for flags in workers]
+        commands += [["dynamo.native", "--model-name", "m", *POOL, *flags] for flags in workers]
         running = [
             systems.launch(stack, [sys.executable, "-m", *command], environ, log)
             for command in commands
@@ -61,7 +74,7 @@ def serving(workers: tuple[tuple[str, ...], ...]) -> Iterator[str]:
         num_answering = sum("--is-prefill-worker" not in flags for flags in workers)
         systems.wait_for_workers(url, num_answering, running, log_path)
         time.sleep(SETTLE_S)
-        yield url
+        yield url, [worker.pid for worker in running[1:]]
 
 
 async def tokens(
@@ -93,15 +106,40 @@ async def read_on(client: httpx.AsyncClient, url: str, seed: int, found: Measure
             last = now
 
 
-async def measure(url: str, *, num_streams: int, length: int, duration_s: float) -> Measured:
+@contextlib.contextmanager
+def log_file() -> Iterator[Path]:
+    """Where processes may write."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory) / "log"
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Processor time that these have taken so far, in user code and for it."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def warm_up(url: str) -> None:
+    """Both workers compute, and touch all blocks."""
+    async with httpx.AsyncClient(timeout=60) as client:
+        for i in range(2 * NUM_WARM):
+            async for _ in tokens(client, url, prompt(LONG_PROMPT, ("warm", i)), 2):
+                pass
+
+
+async def measure(
+    url: str, pids: list[int], *, num_streams: int, length: int, duration_s: float
+) -> Measured:
     """Prompts of this length arrive one after the other beside the running streams; each is answered by 4 tokens."""
     found = Measured()
     async with httpx.AsyncClient(timeout=60) as client:
-        await anext(tokens(client, url, prompt(length, "warm"), 1))
         reading = [asyncio.create_task(read_on(client, url, i, found)) for i in range(num_streams)]
         await asyncio.sleep(1.0 if num_streams else 0.0)
         found.gaps.clear()
-        found.num_tokens, began_at = 0, time.perf_counter()
+        found.num_tokens, began_at, cpu_before_s = 0, time.perf_counter(), cpu_s(pids)
         while True:
             asked_at = time.perf_counter()
             if asked_at - began_at > duration_s:
@@ -109,7 +147,9 @@ async def measure(url: str, *, num_streams: int, length: int, duration_s: float)
             times = [t async for t in tokens(client, url, prompt(length, asked_at), 4)]
             found.first_tokens.append(times[0] - asked_at)
             found.num_tokens += len(times)
+            found.num_prompt_tokens += length
         found.wall_s = time.perf_counter() - began_at
+        found.cpu_s = cpu_s(pids) - cpu_before_s
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
@@ -134,7 +174,12 @@ def row(name: str, runs: list[Measured]) -> str:
     prompts = statistics.median(len(run.first_tokens) / run.wall_s for run in runs)
     cells = [median_ms(lambda run: run.gaps, share) for share in (0.5, 0.99)]
     cells.append(median_ms(lambda run: run.first_tokens, 0.5))
-    return " | ".join(["", name, *cells, f"{prompts:.2f}", f"{rate:.0f}", ""]).strip()
+    all_tokens = statistics.median(
+        (run.num_tokens + run.num_prompt_tokens) / run.wall_s for run in runs
+    )
+    per_core = statistics.median(run.tokens_per_core_s for run in runs)
+    cells += [f"{prompts:.2f}", f"{rate:.0f}", f"{all_tokens:.0f}", f"{per_core:.0f}"]
+    return " | ".join(["", name, *cells, ""]).strip()
 
 
 def main() -> None:
@@ -152,14 +197,18 @@ def main() -> None:
     runs: dict[tuple[str, str], list[Measured]] = {}
     for _ in range(args.rounds):
         for form, workers in (("aggregated", AGGREGATED), ("split", SPLIT)):
-            with serving(workers) as url:
+            with log_file() as log, serving(workers, log) as (url, pids):
+                asyncio.run(warm_up(url))
                 for name, (num_streams, length) in cells.items():
                     measuring = measure(
-                        url, num_streams=num_streams, length=length, duration_s=args.seconds
+                        url, pids, num_streams=num_streams, length=length, duration_s=args.seconds
                     )
                     runs.setdefault((name, form), []).append(asyncio.run(measuring))
-    print("| | ITL p50, ms | ITL p99, ms | TTFT p50 of the prompts, ms | prompts/s | tokens/s |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| | ITL p50, ms | ITL p99, ms | TTFT p50 of the prompts, ms | prompts/s | tokens/s"
+        " | with the prompts' | of these per second of the workers' CPU |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for name in cells:
         for form in ("aggregated", "split"):
             print(row(f"{name}, {form}", runs[name, form]))

@@ -15,12 +15,12 @@ FILES = sorted(SRC.rglob("*.py"))
 # the diff, so a reviewer sees it.
 BUDGET = {
     "base": 850,
-    "protocols": 3510,
+    "protocols": 3540,
     "observability": 920,
     "runtime": 6200,
     "transfer": 2210,
     "kvbm": 2200,
-    "engine": 5640,
+    "engine": 6260,
     "router": 4100,
     "semantic": 1000,
     "preprocess": 3060,
@@ -29,7 +29,7 @@ BUDGET = {
     "worker": 2520,
     "planner": 2000,
     "operator": 2000,
-    "cli": 1090,
+    "cli": 1210,
     "testing": 60,
     "simulate": 1040,
 }

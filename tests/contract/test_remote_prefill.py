@@ -1,6 +1,7 @@
 """Two engines of one process: a prompt that one has computed is answered by the other as if it had computed it itself.
 
-The engine under test is the native one, with the built-in model and both ways of moving blocks.
+The engines under test are the native one, with the built-in model, and the simulated one, whose blocks hold their
+names; with both ways of moving blocks.
 """
 
 import asyncio
@@ -11,12 +12,20 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.native import engine as engines
-from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks, generate, kv_transfer
-from dynamo.worker import model_source
+from dynamo.worker import engines, model_source
 
 DEADLINE_S = 30
+OF_KIND = {
+    "native": {"threads": 1},
+    "mocker": {"block_size": 16, "speedup_ratio": 20, "kv_transfer_bandwidth": 0.5},
+}
+
+
+@pytest.fixture(autouse=True, params=OF_KIND)
+def kind(request, monkeypatch):
+    monkeypatch.setattr(Side, "kind", request.param)
+    return request.param
 
 
 class Sink:
@@ -51,16 +60,15 @@ class Sink:
 class Side:
     """One engine, started."""
 
+    kind = "native"
+
     @classmethod
     async def start(cls, *, is_open=True, **settings):
         side = cls()
-        settings = {"num_gpu_blocks_override": 400, "threads": 1} | settings
+        settings = {"num_gpu_blocks_override": 400} | OF_KIND[cls.kind] | settings
         path = model_source.resolve(None, with_weights=True)
-        side.engine, side.sink, side.reports = (
-            engines.NativeEngine(path, NativeConfig(**settings)),
-            Sink(),
-            [],
-        )
+        engine = engines.build(cls.kind, path, engines.settings_of(cls.kind)(**settings))
+        side.engine, side.sink, side.reports = engine, Sink(), []
         assert isinstance(side.engine, api.RemotePrefill)
         if is_open:
             side.engine.open_blocks()
@@ -242,13 +250,24 @@ async def test_blocks_are_free_when_the_one_for_whom_they_are_computed_goes_away
 
 
 async def test_a_prompt_is_computed_here_if_its_holder_is_gone():
-    async with pair() as (left, right):
+    async with pair(kv_transfer_backends=("tcp",)) as (left, right):
         expected = await left.answer("here", prompt(100))
         params = await left.prefill("p", prompt(100))
         await left.engine.stop()
 
         assert await right.answer("there", prompt(100), params=params) == expected
         assert right.reports[0].error is not None
+        await right.until_idle()
+
+
+async def test_memory_that_is_mapped_outlives_its_holder():
+    async with pair(kv_transfer_backends=("shm",)) as (left, right):
+        expected = await left.answer("here", prompt(100))
+        params = await left.prefill("p", prompt(100))
+        await left.engine.stop()
+
+        assert await right.answer("there", prompt(100), params=params) == expected
+        assert right.reports[0].error is None
         await right.until_idle()
 
 

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -160,6 +161,7 @@ def test_workers_elsewhere_are_asked(deployment):
         (("out=dyn://a.b.c",), 1, "python -m dynamo.native --endpoint dyn://a.b.c"),
         (("out=dyn://a",), 2, "dyn://namespace.component.endpoint"),
         (("out=warp",), 2, "native, mocker"),
+        (("out=dyn://a.b.c", "--prefill", "1"), 2, "--prefill and --decode start workers here"),
         (("in=telepathy",), 2, "text, stdin, batch:FILE, http"),
         (("in=batch:none.jsonl", "out=mocker"), 2, "none.jsonl"),
         (("in=stdin", "/no/such/model"), 2, "no such directory"),
@@ -171,3 +173,14 @@ def test_a_mistake_is_one_sentence_at_once(deployment, arguments, exit_code, exp
     assert answer.returncode == exit_code
     assert expected in answer.stderr
     assert len(answer.stderr.strip().splitlines()) == 1
+
+
+def test_prompts_can_be_computed_apart_in_one_process(deployment):
+    deployment.environ["DYN_LOG"] = "debug"
+    arguments = ("in=stdin", "--prefill", "1", "--decode", "2", "--max-tokens", "5")
+    answer = run(deployment, *arguments, text="once upon a time " * 350)
+
+    assert answer.returncode == 0, answer.stderr
+    assert "Prefilling remotely" in answer.stderr
+    assert re.search(r"num_external_tokens=0, .*'do_remote_prefill': False", answer.stderr)
+    assert "by local" in answer.stderr

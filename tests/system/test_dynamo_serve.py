@@ -157,6 +157,7 @@ def test_prompts_can_be_computed_by_a_worker_of_their_own(deployment):
     process.signal(signal.SIGINT)
 
     assert answer.json()["usage"]["completion_tokens"] == 4
+    assert "computed by 1 prefill worker, answers by 1 decode worker" in process.log.read_text()
     assert len(pids) == 4
     assert process.exit_code() == 0
     assert not any(map(is_alive, pids))

@@ -2,88 +2,19 @@
 
 import concurrent.futures
 import contextlib
-import random
-import re
+import shutil
 import signal
 
 import httpx
 import pytest
 from deployment import MODEL, eventually
+from split import ALONE, ALWAYS, Split, prefills, prompt, until_idle
 
-ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
-CONNECTED = re.compile(r"prefill worker \w+ is connected")
+from checkpoints import make_checkpoint
+from dynamo.worker import model_source
+
 HOLD_S = 3.0
 SHORT_HOLD = ("--kv-hold-s", str(HOLD_S))
-ALONE = "alone"  # the same model, served by a worker that computes all by itself
-
-
-def prompt(length, seed=0):
-    return random.Random(f"{length} {seed}").choices(range(5, 4000), k=length)
-
-
-class Split:
-    """A frontend, and workers of both kinds."""
-
-    def __init__(self, deployment):
-        self.deployment = deployment
-        self.frontend = deployment.frontend()
-
-    def prefill(self, *flags):
-        return self._worker("--is-prefill-worker", *flags)
-
-    def decode(self, *flags):
-        return self._worker("--disaggregation-mode", "decode", *ALWAYS, *flags)
-
-    def alone(self):
-        at = ("--endpoint", "dyn://dynamo.alone.generate", "--model-name", ALONE)
-        return self._worker("--disaggregation-mode", "agg", *at)
-
-    def _worker(self, *flags):
-        worker = self.deployment.native(*flags)
-        self.frontend.others.append(worker)
-        return worker
-
-    def ready(self, decode, num_prefill=1, models=(MODEL,)):
-        self.frontend.await_models(list(models))
-        eventually(
-            lambda: len(CONNECTED.findall(decode.log.read_text())) >= num_prefill,
-            within_s=30,
-            what=f"{num_prefill} prefill workers are connected",
-        )
-
-    def ask(self, token_ids, model=MODEL, max_tokens=8):
-        """The answer's text; fails if there is none."""
-        body = {
-            "model": model,
-            "prompt": token_ids,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "nvext": {"ignore_eos": True},
-        }
-        answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["completion_tokens"] == max_tokens
-        return answer.json()["choices"][0]["text"]
-
-    def ask_all(self, prompts, **fields):
-        with concurrent.futures.ThreadPoolExecutor(32) as threads:
-            return list(threads.map(lambda one: self.ask(one, **fields), prompts))
-
-
-def prefills(decode, where):
-    """How many prompts it had computed so."""
-    row = f'dynamo_component_prefills_total{{where="{where}"}} '
-    text = httpx.get(f"{decode.url}/metrics", timeout=5).text
-    return next(float(line[len(row) :]) for line in text.splitlines() if line.startswith(row))
-
-
-def until_idle(*workers, within_s=10.0):
-    for worker in workers:
-        eventually(
-            lambda worker=worker: worker.metric("kvstats_active_blocks") == 0,
-            within_s=within_s,
-            what="no block is in use",
-        )
 
 
 @pytest.fixture
@@ -91,13 +22,28 @@ def split(deployment):
     return Split(deployment)
 
 
+@pytest.fixture
+def long_model(tmp_path):
+    """The built-in model's tokenizer, with random weights for 8,192 tokens."""
+    shape = {"vocab_size": 4096, "num_hidden_layers": 2, "max_position_embeddings": 8192}
+    directory = make_checkpoint(tmp_path / "long", "qwen3", **shape)
+    built_in = model_source.resolve(None, with_weights=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(built_in / name, directory)
+    return directory
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(split, backend):
-    way = ("--kv-transfer-backends", backend)
-    decode, prefill, _ = split.decode(*way), split.prefill(*way), split.alone()
+def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(
+    split, backend, long_model
+):
+    way = ("--model", str(long_model), "--kv-transfer-backends", backend)
+    named = (*way, "--model-name", MODEL)
+    decode, prefill, _ = split.decode(*named), split.prefill(*named), split.alone(*way)
     split.ready(decode, models=[ALONE, MODEL])
-    prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 1500, 2000)]
-    prompts += [prompt(160) + prompt(i * 37 % 300 + 1, i) for i in range(22)]
+    prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 2049, 5000, 8000)]
+    prompts += [prompt(160) + prompt(i * 37 % 300 + 1, i) for i in range(21)]
 
     expected = split.ask_all(prompts, model=ALONE)
 
@@ -105,6 +51,22 @@ def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(split
     assert split.ask_all(prompts) == expected  # now they are known on both sides
     assert prefills(decode, "fallback") == 0
     assert prefills(decode, "remote") > 32
+    until_idle(decode, prefill)
+
+
+def test_answers_that_are_drawn_are_those_of_a_worker_that_computes_all_itself(split):
+    decode, prefill, _ = split.decode(), split.prefill(), split.alone()
+    split.ready(decode, models=[ALONE, MODEL])
+    ways = [
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.0, "seed": 5, "max_tokens": 1},
+        {"temperature": 0.8, "seed": 6, "top_p": 0.9, "presence_penalty": 1.0},
+    ]
+
+    for i, way in enumerate(ways):
+        prompts = [prompt(n, i) for n in (2, 16, 200, 1000)]  # none that is known by now
+        assert split.ask_all(prompts, **way) == split.ask_all(prompts, model=ALONE, **way)
+    assert prefills(decode, "remote") == 3 * 4
     until_idle(decode, prefill)
 
 
@@ -161,6 +123,23 @@ def test_prefill_workers_die_and_come_back_and_no_request_is_lost(split):
     assert prefills(decode, "fallback") > 0
     assert prefills(decode, "remote") == before + 1
     until_idle(decode, newborn)
+
+
+def test_a_prefill_worker_that_is_told_to_stop_hands_over_what_it_has_begun(split):
+    decode, leaving = split.decode(), split.prefill()
+    split.ready(decode)
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(split.ask, prompt(1500, i)) for i in range(8)]
+        eventually(
+            lambda: leaving.metric("requests_total") == 8, within_s=30, what="it has them all"
+        )
+        leaving.signal(signal.SIGTERM)
+
+        assert all(one.result() for one in asked)
+    assert leaving.exit_code(60) == 0
+    assert "nobody came" not in leaving.log.read_text()
+    assert prefills(decode, "fallback") == 0
+    until_idle(decode)
 
 
 def test_a_prompt_whose_worker_dies_is_given_to_another(split):

@@ -11,6 +11,7 @@ import typer
 
 from dynamo.base import errors
 from dynamo.cli import environment, run, serve
+from dynamo.cli.topology import Topology
 
 app = typer.Typer(
     name="dynamo",
@@ -24,6 +25,9 @@ _INTERRUPTED = 130
 _MODEL = "model directory or hub name; without it, the built-in model"
 Port = Annotated[int, typer.Option(min=1, max=65535, envvar="DYN_HTTP_PORT", help="of the API")]
 Host = Annotated[str, typer.Option(envvar="DYN_HTTP_HOST", help="0.0.0.0 for all networks")]
+Prefill = Annotated[
+    int, typer.Option(min=0, help="more workers, that compute long prompts for the others")
+]
 
 
 def main() -> None:
@@ -69,9 +73,7 @@ def serve_command(  # noqa: PLR0913 - as many as the command has flags
     workers: Annotated[
         int, typer.Option("--workers", "--decode", min=1, help="worker processes that answer")
     ] = 1,
-    prefill: Annotated[
-        int, typer.Option(min=0, help="more worker processes, that compute long prompts for them")
-    ] = 0,
+    prefill: Prefill = 0,
     engine: Annotated[str, typer.Option(help="native or mocker")] = "native",
     model_name: Annotated[str | None, typer.Option(help="what clients call the model")] = None,
     worker_flags: Annotated[
@@ -85,8 +87,7 @@ def serve_command(  # noqa: PLR0913 - as many as the command has flags
             model=model,
             model_name=model_name,
             engine=engine,
-            num_workers=workers,
-            num_prefill=prefill,
+            topology=Topology(num_answering=workers, num_prefill=prefill),
             http_host=http_host,
             http_port=http_port,
             ready_timeout_s=ready_timeout,
@@ -109,6 +110,8 @@ def run_command(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="of each answer")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0: always the same")] = None,
     output: Annotated[Path | None, typer.Option(help="file for the answers of a batch")] = None,
+    prefill: Prefill = 0,
+    decode: Annotated[int, typer.Option(min=1, help="workers that answer")] = 1,
     http_port: Port = 8000,
     http_host: Host = "127.0.0.1",
 ) -> int:
@@ -119,6 +122,7 @@ def run_command(
             **run.read_words(words or []),
             fields={name: value for name, value in fields.items() if value is not None},
             output=output,
+            topology=Topology(num_answering=decode, num_prefill=prefill),
             http_host=http_host,
             http_port=http_port,
         )

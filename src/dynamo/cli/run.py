@@ -7,6 +7,8 @@ in=http          the OpenAI API
 out=native       the built-in engine, in this process (the default)
 out=mocker       the simulated engine, in this process
 out=dyn://...    workers that run elsewhere, found through discovery
+
+With `--prefill N` and `--decode M`, several engines of this process divide the work as processes would.
 """
 
 import asyncio
@@ -20,6 +22,7 @@ from typing import Any
 from dynamo.base import clock as clocks
 from dynamo.base import errors, stopping
 from dynamo.cli import answerers, background, batch, chat, session
+from dynamo.cli.topology import Topology
 from dynamo.frontend import config, service
 from dynamo.observability import logs
 
@@ -36,6 +39,7 @@ class RunOptions:
     model: str | None = None
     fields: dict[str, Any]  # of OpenAI's request: max_tokens ...
     output: Path | None = None
+    topology: Topology  # of workers in this process
     http_host: str
     http_port: int
 
@@ -108,17 +112,22 @@ def _run_batch(
 
 @contextlib.asynccontextmanager
 async def _open_session(options: RunOptions, clock: clocks.Clock) -> AsyncIterator[session.Session]:
-    async with answerers.join(options.target, options.model) as runtime:
+    async with answerers.join(options.target, options.model, options.topology) as runtime:
         endpoint = answerers.endpoint_of(options.target)
         yield await session.connect(runtime, endpoint, clock)
+
+
+def _told(options: RunOptions) -> str:
+    """The workers, where they are ours."""
+    return "" if answerers.is_remote(options.target) else f"{options.topology.describe()}; "
 
 
 async def _serve_http(options: RunOptions) -> None:
     """The frontend beside whoever answers, until told to stop."""
     door = config.FrontendConfig(http_host=options.http_host, http_port=options.http_port)
     async with (
-        answerers.join(options.target, options.model) as runtime,
+        answerers.join(options.target, options.model, options.topology) as runtime,
         service.Frontend(door, runtime) as frontend,
     ):
-        print(f"listening on {frontend.url}; stop: Ctrl-C", flush=True)
+        print(f"listening on {frontend.url}; {_told(options)}stop: Ctrl-C", flush=True)
         await frontend.run(stopping.stop_on_signals())

@@ -25,13 +25,13 @@ from pathlib import Path
 from dynamo.base import clock as clocks
 from dynamo.base import errors, processes, restarts, tasks
 from dynamo.cli import readiness
+from dynamo.cli.topology import Topology
 from dynamo.worker import engines, model_source
 
 PROBE_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 35.0  # a worker drains for at most 30 s
 PROMPT = "Tell me a story about a brave cat"
 _DISCOVERY = "DYN_FILE_KV"
-_ANSWERS = ("--disaggregation-mode", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,11 @@ class ServeOptions:
     model: str | None
     model_name: str | None
     engine: str
-    num_workers: int
+    topology: Topology
     http_host: str
     http_port: int
     ready_timeout_s: float
     worker_flags: tuple[str, ...] = ()
-    num_prefill: int = 0  # workers beside the others that only compute prompts
 
 
 def serve(options: ServeOptions) -> int:
@@ -101,12 +100,9 @@ class _Supervisor:
         self._stop = asyncio.Event()
         self._death: processes.ChildDied | None = None
         self._child_by_name: dict[str, processes.Child] = {}
+        self._topology = _fitting(options.topology, directory)
         self._argv_by_worker = {
-            f"worker {n + 1}": self._worker_argv(*_ANSWERS if options.num_prefill else ())
-            for n in range(options.num_workers)
-        } | {
-            f"prefill worker {n + 1}": self._worker_argv("--is-prefill-worker")
-            for n in range(options.num_prefill)
+            name: self._worker_argv(mode) for name, mode in self._topology.modes.items()
         }
 
     async def run(self) -> int:
@@ -162,7 +158,8 @@ class _Supervisor:
         flags = ["--http-host", options.http_host, "--http-port", str(options.http_port)]
         return [sys.executable, "-m", "dynamo.frontend", *flags]
 
-    def _worker_argv(self, *role: str) -> list[str]:
+    def _worker_argv(self, mode: str | None) -> list[str]:
+        role = ("--disaggregation-mode", mode) if mode is not None else ()
         flags = ["--model", str(self._directory), "--model-name", self._name]
         module = f"dynamo.{self._options.engine}"
         return [sys.executable, "-m", module, *flags, *role, *self._options.worker_flags]
@@ -180,7 +177,7 @@ class _Supervisor:
             if await readiness.lists_model(options.http_host, options.http_port, self._name):
                 return True
             if progress.is_over:
-                words = self._child_by_name["worker 1"].last_words
+                words = self._first_answering.last_words
                 raise processes.ChildDied(
                     f"{self._name} did not answer within {options.ready_timeout_s:g} s; "
                     f"the worker's last words: {words}"
@@ -223,19 +220,32 @@ class _Supervisor:
             if not self._stop.is_set():
                 await self._start(name, self._argv_by_worker[name])
 
+    @property
+    def _first_answering(self) -> processes.Child:
+        return self._child_by_name[self._topology.answering[0]]
+
     def _banner(self) -> str:
         options = self._options
         host = "127.0.0.1" if options.http_host == "0.0.0.0" else options.http_host
         url = f"http://{host}:{options.http_port}"
+        join = shlex.join(self._argv_by_worker[self._topology.answering[0]])
         pids = ", ".join(f"{name} {child.pid}" for name, child in self._child_by_name.items())
         return (
             f"\n{self._name} answers at {url}\n\n"
+            f"  workers {self._topology.describe()}\n"
             f"  pids    dynamo {os.getpid()}, {pids}\n"
             f"  engine  {options.engine}, model {self._directory}\n"
-            f"  join    {_DISCOVERY}={self._environ[_DISCOVERY]} {shlex.join(self._argv_by_worker['worker 1'])}\n"
+            f"  join    {_DISCOVERY}={self._environ[_DISCOVERY]} {join}\n"
             f"  stop    Ctrl-C\n\n"
             f"  {curl_line(url, self._name)}\n"
         )
+
+
+def _fitting(wanted: Topology, directory: Path) -> Topology:
+    """A model that embeds has no prompts to compute apart."""
+    if model_source.task("auto", directory) == "embed":
+        return Topology(num_answering=wanted.num_answering)
+    return wanted
 
 
 def curl_line(url: str, model: str) -> str:

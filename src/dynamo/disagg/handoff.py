@@ -16,7 +16,14 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors, tasks
-from dynamo.disagg import known_prefix, metrics, policy, prefill_queue, prefill_workers
+from dynamo.disagg import (
+    known_prefix,
+    metrics,
+    policy,
+    prefill_queue,
+    prefill_request,
+    prefill_workers,
+)
 from dynamo.engine import api
 from dynamo.protocols import generate, kv_events, kv_transfer, load
 from dynamo.runtime import discovery
@@ -168,7 +175,7 @@ class Handoff:
         asked_at = now()
         try:
             params = await self._queue.prefill(
-                _prompt_of(request), timeout_s=self._prefill_timeout_s
+                prefill_request.make(request), timeout_s=self._prefill_timeout_s
             )
         except errors.DynamoError as error:
             self._fall_back(request.id, error)
@@ -209,19 +216,4 @@ def _must_stay(request: generate.Request) -> bool:
     """Its prompt is to be scored, or somebody has decided already."""
     return (
         request.kv_transfer_params is not None or request.output_options.prompt_logprobs is not None
-    )
-
-
-def _prompt_of(request: generate.Request) -> generate.Request:
-    """The request to a prefill worker: its one token is not used, so how it is drawn does not matter."""
-    return generate.Request(
-        id=request.id,
-        model=request.model,
-        token_ids=request.token_ids,
-        stop_conditions=generate.StopConditions(max_tokens=1, min_tokens=1),
-        sampling_options=generate.SamplingOptions(temperature=0.0),
-        priority=request.priority,
-        lora_name=request.lora_name,
-        session_id=request.session_id,
-        kv_transfer_params=kv_transfer.ASK,
     )

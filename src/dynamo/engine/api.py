@@ -112,7 +112,8 @@ class RemotePrefill(Protocol):
     Of a request with `kv_transfer_params` {"do_remote_decode": true} the prompt is computed and its blocks are held,
     until whoever copies them says that he has, or a time limit passes; the last output says where they are
     (`protocols.kv_transfer`). A request that brings such parameters waits for the copy of what is not known here, while
-    others go on; whatever fails on the way, its prompt is computed here instead.
+    others go on; whatever fails on the way, its prompt is computed here instead. Its answer may begin, before the copy
+    has ended, with the token that was drawn with the prompt.
     `tests/contract/test_remote_prefill.py` holds engines to this.
     """
 
@@ -134,7 +135,16 @@ class RemotePrefill(Protocol):
         ...
 
     async def disconnect(self, engine_id: str) -> None:
-        """It is gone; an unknown id is no error."""
+        """It leaves, or is gone: nothing new is asked of it. An unknown id is no error."""
+        ...
+
+
+@runtime_checkable
+class BlockHolder(Protocol):
+    """An engine that can tell when no other needs its memory any more."""
+
+    async def until_read(self) -> None:
+        """Returns when it holds no blocks for others: all were read, or their time is over."""
         ...
 
 

@@ -4,9 +4,9 @@ The engine must be able to lend blocks (`api.RemotePrefill`); one that is not se
 """
 
 import base64
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from dynamo.runtime import component
 from dynamo.worker import card, host, settings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Role:
     """The engine as it is to be hosted, and what lives beside it."""
 
@@ -64,6 +64,15 @@ def prepare(
         return Role(engine, _takers(worker, runtime, registry, join))
     is_ours = _recognizer(worker, model, checksums)
     return _decode(engine, worker, runtime, registry, join, model=model, is_ours=is_ours)
+
+
+def together(worker: settings.WorkerConfig) -> settings.WorkerConfig:
+    """For several workers in one process: they compute all by themselves. Raises ConfigError for another role."""
+    if worker.is_prefill or worker.disaggregation_mode == "decode":
+        raise errors.ConfigError(
+            "--num-workers: expected 1 with --disaggregation-mode prefill or decode, or agg for several"
+        )
+    return dataclasses.replace(worker, disaggregation_mode="agg")
 
 
 def marked(

@@ -14,6 +14,7 @@ from typing import Any
 
 from dynamo.base import errors, extras
 from dynamo.engine import api
+from dynamo.transfer.backends import local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +71,13 @@ def settings_of(name: str) -> type:
     return settings
 
 
-def build(name: str, directory: Path, settings: Any) -> api.Engine:
-    """An engine, not yet started. Raises ConfigError if what it needs is not installed."""
-    engine: api.Engine = _load_part(name, KIND_BY_NAME[name].engine)(directory, settings)
+def build(name: str, directory: Path, settings: Any, room: local.Room | None = None) -> api.Engine:
+    """An engine, not yet started. Raises ConfigError if what it needs is not installed.
+
+    Engines of one process find each other in `room`, and copy blocks without leaving it.
+    """
+    beside = {} if room is None else {"room": room}
+    engine: api.Engine = _load_part(name, KIND_BY_NAME[name].engine)(directory, settings, **beside)
     return engine
 
 

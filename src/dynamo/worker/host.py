@@ -3,8 +3,9 @@
 `Host.start` is the list of everything that lives as long as the worker: the engine's own loop, the `generate` endpoint
 with the requests in flight behind it, the `clear_kv_blocks` endpoint, the publisher of KV events and load, the
 `kv_events_replay` endpoint for who missed some, and the system port. `Host.stop` takes them down in the order that
-loses nothing: leave discovery, refuse what is new, finish what runs, give back what did not finish, then stop the
-engine. What is given back fails as `WorkerLost`, so that the frontends go on with it elsewhere.
+loses nothing: leave discovery, refuse what is new, finish what runs, give back what did not finish, let others read
+what the engine holds for them, then stop it. What is given back fails as `WorkerLost`, so that the frontends go on with
+it elsewhere.
 
 An engine that dies, or hangs (`canary`), takes the worker with it: its requests are given back, the worker leaves
 discovery at once, and `run_until` raises, so that the process ends and whoever watches over it can start another.
@@ -151,6 +152,7 @@ class Host:
     async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
         """Finish what runs, within `timeout_s`, and end; take what still comes for `grace_s` first. Idempotent."""
         self._is_ready = False
+        until = self._clock.now() + grace_s + timeout_s
         if len(self._requests):
             _logger.info("finishing %d requests", len(self._requests))
         for one in self._beside:
@@ -162,6 +164,7 @@ class Host:
                 timeout_s,
             )
             self._requests.give_back(errors.WorkerLost("the worker stops: ask another"))
+        await self._let_others_read(until)
         for one in self._beside:
             await one.close()
         await self._stop_engine()
@@ -194,6 +197,16 @@ class Host:
 
     async def _die_with(self, asked: canary.Canary) -> None:
         self.died(await asked.watch())
+
+    async def _let_others_read(self, until: float) -> None:
+        """What the engine has computed for others and still holds, but not beyond this time of our clock."""
+        if self._death is not None or not isinstance(self._engine, api.BlockHolder):
+            return
+        try:
+            async with asyncio.timeout(max(0.0, until - self._clock.now())):
+                await self._engine.until_read()
+        except TimeoutError:
+            _logger.warning("prompts that were computed for other workers are lost: nobody came")
 
     async def _stop_engine(self) -> None:
         try:

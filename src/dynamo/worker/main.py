@@ -133,7 +133,8 @@ def _make_fleet(
     runtime: component.DistributedRuntime,
     directory: Path,
 ) -> fleet.Fleet:
-    """The hosts of several engines, with one card and one set of counts."""
+    """The hosts of several engines, with one card and one set of counts. Raises ConfigError."""
+    worker = disaggregated.together(worker)
     clock = clocks.SystemClock()
     counts = metrics.WorkerMetrics(worker.endpoint_name, clock)
     make_card = functools.cache(_card_maker(worker, directory, clock))

@@ -13,6 +13,7 @@ from dynamo.engine.mock import answers, embedder, engine, profile
 from dynamo.engine.mock import settings as mock_settings
 from dynamo.preprocess import tokenize
 from dynamo.protocols import blocks
+from dynamo.transfer.backends import local
 
 TEXT = (
     " Once upon a time there was a little machine that told stories. Nobody had taught it to think,"
@@ -21,12 +22,16 @@ TEXT = (
 DEFAULT_CONTEXT = 32_768  # tokens, for a model that does not say
 
 
-def build(directory: Path, settings: mock_settings.MockConfig) -> engine.MockEngine:
+def build(
+    directory: Path, settings: mock_settings.MockConfig, room: local.Room | None = None
+) -> engine.MockEngine:
     """An engine that says TEXT in the model's tokens. Raises ConfigError."""
-    return build_all(directory, replace(settings, num_workers=1))[0]
+    return build_all(directory, replace(settings, num_workers=1), room)[0]
 
 
-def build_all(directory: Path, settings: mock_settings.MockConfig) -> Sequence[engine.MockEngine]:
+def build_all(
+    directory: Path, settings: mock_settings.MockConfig, room: local.Room | None = None
+) -> Sequence[engine.MockEngine]:
     """As many as --num-workers says. Raises ConfigError."""
     settings = mock_settings.with_extra(settings)
     tokenizer = tokenize.Tokenizer((directory / "tokenizer.json").read_bytes())
@@ -34,7 +39,7 @@ def build_all(directory: Path, settings: mock_settings.MockConfig) -> Sequence[e
     cycle = answers.Cycle(blocks.unpack(packed) or [0])
     length, measured = _context_length(directory), _profile(settings.planner_profile_data)
     return [
-        engine.MockEngine(settings, cycle=cycle, context_length=length, profile=measured)
+        engine.MockEngine(settings, cycle=cycle, context_length=length, profile=measured, room=room)
         for _ in range(settings.num_workers)
     ]
 

@@ -54,7 +54,6 @@ def test_no_file_is_refused(tmp_path):
         ({"block_size": 0}, "--block-size: expected at least 1, got 0"),
         ({"speedup_ratio": -1.0}, "--speedup-ratio: expected 0 or more, got -1.0"),
         ({"tick_ms": float("nan")}, "--tick-ms: expected 0 or more, got nan"),
-        ({"disaggregation_mode": "prefill"}, "prefill: the simulated engine cannot hand"),
         (
             {"enable_chunked_prefill": False, "max_model_len": 9000},
             "--max-model-len 9000 is more than --max-num-batched-tokens 8192",

@@ -3,13 +3,14 @@
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native_scheduler import Engine, answer, make_request
+from test_native_scheduler import Engine, answer, make_request, next_token
 
 from dynamo.protocols import blocks, kv_transfer
 
 
-def place(num_blocks):
+def place(num_blocks, first=None):
     remote = kv_transfer.RemoteBlocks(
+        first_token=None if first is None else kv_transfer.FirstToken(first),
         remote_block_ids=tuple(range(100, 100 + num_blocks)),
         remote_engine_id="e",
         remote_host="h",
@@ -30,8 +31,13 @@ class Pulling(Engine):
         request = make_request(*args, **kwargs)
         self.scheduler.submit(msgspec.structs.replace(request, kv_transfer_params=params))
 
-    def submit_remote(self, request_id, prompt, **kwargs):
-        self.submit_with(place(-(-len(prompt) // self.block_size)), request_id, prompt, **kwargs)
+    def submit_remote(self, request_id, prompt, *, has_token=False, **kwargs):
+        """With its first token, which is told by then."""
+        first = next_token(list(prompt)) if has_token else None
+        if has_token:
+            self.outputs[request_id, 0] = [first]
+        params = place(-(-len(prompt) // self.block_size), first)
+        self.submit_with(params, request_id, prompt, **kwargs)
 
     def step(self):
         chunks = self.scheduler.schedule()
@@ -47,7 +53,8 @@ class Pulling(Engine):
         """Write what the peer holds, as the copy would."""
         prompt = make_prompt(pull)
         if is_copied:
-            need = -(-(len(prompt) - 1) // self.block_size)
+            is_whole = pull.remote.first_token is not None
+            need = -(-(len(prompt) - (not is_whole)) // self.block_size)
             for i, block in enumerate(pull.local_blocks, need - len(pull.local_blocks)):
                 for slot in range(self.block_size):
                     end = i * self.block_size + slot + 1
@@ -81,6 +88,31 @@ def test_of_a_copied_prompt_the_last_token_is_computed():
 
     assert (chunk.start, chunk.num_tokens) == (19, 1)
     assert engine.outputs["a", 0] == answer(range(20), 3)
+
+
+def test_a_prompt_that_came_with_a_token_is_copied_whole_and_that_token_is_computed():
+    engine = Pulling()
+    engine.submit_remote("a", range(20), has_token=True, max_tokens=3)
+    engine.step()
+    (pull,) = engine.pulls
+    engine.end(pull, is_copied=True)
+    (chunk,) = engine.step()
+    engine.run()
+
+    assert pull.num_tokens == 20
+    assert (chunk.start, chunk.num_tokens) == (20, 1)
+    assert engine.outputs["a", 0] == answer(range(20), 3)
+
+
+def test_several_choices_begin_with_no_token_of_others():
+    engine = Pulling()
+    engine.submit_with(place(5, first=99), "a", range(20), n=2, max_tokens=2)
+    engine.step()
+    engine.end(engine.pulls[0], is_copied=False)
+    engine.run()
+
+    assert engine.outputs["a", 0] == answer(range(20), 2)
+    assert engine.outputs["a", 1] == answer(range(20), 2, 1)
 
 
 def test_a_prompt_that_was_not_copied_is_computed():
@@ -159,6 +191,7 @@ remote_requests = st.fixed_dictionaries(
         "copy_takes": st.integers(0, 6),
         "is_copied": st.booleans(),
         "is_remote": st.booleans(),
+        "has_token": st.booleans(),
     }
 )
 
@@ -176,8 +209,12 @@ def test_every_answer_comes_whatever_becomes_of_the_copies(plan, num_blocks, seq
     for now in range(200):
         for i, spec in enumerate(plan):
             if spec["arrives_at"] == now:
+                fields = {"max_tokens": spec["max_tokens"], "n": spec["n"]}
+                if spec["is_remote"]:
+                    may_begin = spec["n"] == 1 < spec["max_tokens"]  # else it is over, or unused
+                    fields["has_token"] = spec["has_token"] and may_begin
                 submit = engine.submit_remote if spec["is_remote"] else engine.submit
-                submit(str(i), spec["prompt"], max_tokens=spec["max_tokens"], n=spec["n"])
+                submit(str(i), spec["prompt"], **fields)
             if spec["aborted_at"] == now:
                 aborted |= {s.request.id for s in engine.scheduler.abort(str(i))}
         engine.step()

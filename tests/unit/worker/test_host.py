@@ -159,6 +159,35 @@ async def test_a_stopped_worker_leaves_first_and_finishes_what_runs(world):
     assert world.engine.num_stopped == 1
 
 
+async def test_a_worker_that_holds_blocks_for_others_waits_until_they_are_read(world):
+    is_asked, is_read = asyncio.Event(), asyncio.Event()
+
+    async def until_read():
+        is_asked.set()
+        await is_read.wait()
+
+    world.engine.until_read = until_read
+    await world.host.start()
+    stopping = asyncio.create_task(world.host.stop(60))
+    await is_asked.wait()
+
+    assert world.engine.num_stopped == 0
+
+    is_read.set()
+    await stopping
+
+    assert world.engine.num_stopped == 1
+
+
+async def test_a_worker_whose_blocks_nobody_reads_waits_for_its_time_only(world, caplog):
+    world.engine.until_read = asyncio.Event().wait
+    await world.host.start()
+    await world.host.stop(0.01)
+
+    assert world.engine.num_stopped == 1
+    assert "nobody came" in caplog.text
+
+
 async def test_a_dead_engine_fails_its_requests_and_ends_the_worker(world):
     await world.host.start()
     receiver, _ = await world.ask()

@@ -10,13 +10,16 @@ only at its next `event` (its end, or that of its blocks); in between it sends p
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from dynamo.engine import api
 from dynamo.engine.mock.answers import Cycle
+from dynamo.engine.mock.lending import Lending
 from dynamo.engine.mock.memory import Choice, Memory
-from dynamo.protocols import generate, kv_events, load
+from dynamo.engine.pulls import Pull
+from dynamo.protocols import generate, kv_events, kv_transfer, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +41,23 @@ class Plan:
     num_decoding: int
     active_share: float  # of all blocks
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing can be computed before something changes."""
+        return not self.num_prompt_tokens and not self.num_decoding
+
 
 class Batch:
     """Mutable; one event loop owns it. Requests may come and go between `schedule` and `commit`."""
 
-    def __init__(self, cycle: Cycle, memory: Memory, limits: Limits) -> None:
+    def __init__(
+        self, cycle: Cycle, memory: Memory, limits: Limits, lending: Lending | None = None
+    ) -> None:
         self._cycle = cycle
         self._memory = memory
         self._limits = limits
+        self._lending = lending or Lending(memory)
+        self._holding: dict[str, generate.Request] = {}
         self._waiting: list[Choice] = []
         self._prefilling: list[Choice] = []  # in order of admission, like all below
         self._decoding: list[Choice] = []
@@ -69,6 +81,7 @@ class Batch:
     def submit(self, request: generate.Request) -> None:
         """Take a request that fits (`engine.refusal`), and whose id is not in use."""
         leader: Choice | None = None
+        remote = kv_transfer.read(request.kv_transfer_params)
         choices = self._open[request.id] = []
         for index in range(request.sampling_options.n):
             choice = Choice(
@@ -78,6 +91,7 @@ class Batch:
                 outputs=self._cycle.outputs(index, request.output_options.logprobs),
                 leader=leader,
                 prompt_len=request.prompt_len,
+                remote=None if leader else remote,
             )
             leader = leader or choice
             choices.append(choice)
@@ -97,6 +111,25 @@ class Batch:
                 for other in choices:
                     other.leader = choices[0] if other is not choices[0] else None
 
+    def take_pulls(self) -> list[Pull]:
+        """The copies to make since the last call."""
+        return self._lending.take_begun()
+
+    def end_pull(self, number: int, *, is_copied: bool) -> None:
+        """A copy has ended; an unknown number is no error."""
+        choice = self._lending.end(number, is_copied=is_copied)
+        if choice is not None:
+            self._prefilling.append(choice)
+
+    def take_holding(self) -> dict[str, generate.Request]:
+        """The requests for whose outputs blocks are held, since the last call, by id."""
+        holding, self._holding = self._holding, {}
+        return holding
+
+    def release_held(self, number: int) -> None:
+        """Nobody needs these blocks any more; an unknown number is no error."""
+        self._lending.release(number)
+
     def clear(self) -> None:
         """Forget all reusable prefixes."""
         self._memory.pool.clear()
@@ -109,7 +142,7 @@ class Batch:
         """How busy it is. Slots are choices."""
         return load.ForwardPassMetrics(
             worker_stats=load.WorkerStats(
-                request_active_slots=len(self._prefilling) + len(self._decoding),
+                request_active_slots=self._num_running,
                 request_total_slots=self._limits.max_num_seqs,
                 num_requests_waiting=len(self._waiting),
                 active_prefill_tokens=sum(
@@ -126,7 +159,7 @@ class Batch:
         )
 
     def schedule(self) -> Plan:
-        """The next step. It is empty only if nothing waits or runs."""
+        """The next step. It is empty only if nothing runs, and what waits does so for a copy or for blocks on loan."""
         self._planned = []
         is_short = self._grow()
         num_left = self._limits.max_num_batched_tokens - len(self._decoding)
@@ -183,6 +216,8 @@ class Batch:
     def _admit(self, num_left: int) -> None:
         while self._waiting and num_left > 0 and self._has_slot():
             choice = self._waiting[0]
+            if choice.leader is not None and choice.leader.is_pulling:
+                break  # they will share its prompt
             if not self._memory.admit(
                 choice,
                 is_alone=not self._prefilling and not self._decoding,
@@ -190,12 +225,18 @@ class Batch:
             ):
                 break
             del self._waiting[0]
-            self._prefilling.append(choice)
             self._count_cached(choice)
+            if choice.remote is not None and self._lending.begin(choice):
+                continue
+            self._prefilling.append(choice)
             num_left -= self._plan(choice, num_left)
 
     def _has_slot(self) -> bool:
-        return len(self._prefilling) + len(self._decoding) < self._limits.max_num_seqs
+        return self._num_running < self._limits.max_num_seqs
+
+    @property
+    def _num_running(self) -> int:
+        return len(self._prefilling) + len(self._decoding) + self._lending.num_pulling
 
     def _count_cached(self, choice: Choice) -> None:
         if choice.num_cached is None:
@@ -242,13 +283,23 @@ class Batch:
             )
         if choice.num_output == answer.length:
             output = msgspec.structs.replace(
-                output, finish_reason=answer.finish_reason, stop_reason=answer.stop_reason
+                output,
+                finish_reason=answer.finish_reason,
+                stop_reason=answer.stop_reason,
+                kv_transfer_params=self._hold(choice),
             )
             ended.append(choice)
         elif choice.num_output == choice.event:
             self._full.append(choice)
         self._memory.commit(choice, choice.num_tokens - 1)  # the last is not computed yet
         batch.append(api.EngineOutput(choice.request.id, output))
+
+    def _hold(self, choice: Choice) -> dict[str, Any] | None:
+        """Keep its blocks, if it was computed for another engine."""
+        if not kv_transfer.wants_hold(choice.request.kv_transfer_params):
+            return None
+        self._holding[choice.request.id] = choice.request
+        return self._lending.hold(choice)
 
     def _end(self, choice: Choice) -> None:
         self._leave(choice)
@@ -258,7 +309,10 @@ class Batch:
             del self._open[choice.request.id]
 
     def _leave(self, choice: Choice) -> None:
-        """Take it out of whatever it is in."""
+        """Take it out of whatever it is in. Blocks that others write to are free when they have ended."""
+        if choice.is_pulling:
+            choice.is_aborted = True
+            return
         for queue in (self._decoding, self._prefilling, self._waiting, self._full):
             if choice in queue:
                 queue.remove(choice)

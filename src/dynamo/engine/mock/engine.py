@@ -4,19 +4,26 @@ It lives on the caller's event loop, as one task for each data-parallel rank. Ra
 its scheduler, its cache, its events and its load, as if it were a GPU of its own.
 """
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.engine import api, refusal
+from dynamo.engine import agents, api, refusal, remote
+from dynamo.engine.mock import kv_link
 from dynamo.engine.mock.answers import Cycle
 from dynamo.engine.mock.batch import Batch, Limits
+from dynamo.engine.mock.lending import Lending
 from dynamo.engine.mock.memory import Memory
 from dynamo.engine.mock.profile import Profile
 from dynamo.engine.mock.rank import Rank
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.mock.timing import Timing
 from dynamo.protocols import generate, load
+from dynamo.transfer import descriptors
+from dynamo.transfer import memory as transfer_memory
+from dynamo.transfer.backends import local
 
 
 class MockEngine:
@@ -30,15 +37,30 @@ class MockEngine:
         context_length: int,
         profile: Profile | None = None,
         clock: clocks.Clock | None = None,
+        room: local.Room | None = None,
     ) -> None:
         settings.check()
         self._startup_s = settings.startup_time
         self._facts = _facts(settings, context_length)
         self._clock = clock or clocks.SystemClock()
+        self._remote = remote.Remote(
+            functools.partial(agents.make, "mocker", settings, room),
+            pull_s=settings.kv_transfer_timeout_s,
+            hold_s=settings.kv_hold_s,
+            pass_on=_link(settings, self._clock).wait,
+        )
         timing = _timing(settings, profile)
+        numbers = itertools.count(1)  # of holds and copies
+        self._memories = [_memory(settings, cycle) for _ in range(settings.data_parallel_size)]
         self._ranks = [
-            Rank(number, _batch(settings, self._facts, cycle), timing, self._clock)
-            for number in range(settings.data_parallel_size)
+            Rank(
+                number,
+                _batch(settings, self._facts, cycle, memory, number, numbers),
+                timing,
+                self._clock,
+                self._remote,
+            )
+            for number, memory in enumerate(self._memories)
         ]
         self._tasks = tasks.Tasks()
         self._death: errors.EngineFailed | None = None
@@ -48,9 +70,35 @@ class MockEngine:
         self._sink = sink
         if self._startup_s:
             await self._clock.sleep(self._startup_s)
+        await self._remote.begin(self._region(), self)
         for rank in self._ranks:
             self._tasks.start(f"mock engine, rank {rank.number}", self._live(rank))
         return self._facts
+
+    def open_blocks(self) -> None:
+        """The memory in which blocks hold their names can be mapped by others on this host."""
+        self._remote.open()
+
+    @property
+    def transfer_metadata(self) -> bytes | None:
+        """Of the agent that moves our blocks."""
+        return self._remote.metadata
+
+    def on_pull(self, listener: Callable[[api.PullReport], None]) -> None:
+        """After every copy."""
+        self._remote.on_pull(listener)
+
+    async def connect(self, metadata: bytes, *, deadline_s: float) -> str:
+        """Ahead of need."""
+        return await self._remote.connect(metadata, deadline_s=deadline_s)
+
+    async def disconnect(self, engine_id: str) -> None:
+        """What is being copied from there fails."""
+        await self._remote.disconnect(engine_id)
+
+    async def until_read(self) -> None:
+        """See `api.BlockHolder`."""
+        await self._remote.until_read()
 
     def submit(self, request: generate.Request) -> None:
         """Begin it with the next step of the rank it names, or of the one with the fewest requests."""
@@ -59,10 +107,13 @@ class MockEngine:
         refusal.check(request, self._facts, vocab_size=None)
         if any(request.id in rank.batch for rank in self._ranks):
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
+        if request.kv_transfer_params is not None:
+            self._remote.submitted(request)
         self._rank_for(request).submit(request)
 
     def abort(self, request_id: str) -> None:
-        """Free its blocks now."""
+        """Free its blocks now, or when a copy to them has ended."""
+        self._remote.aborted(request_id)
         for rank in self._ranks:
             rank.batch.abort(request_id)
 
@@ -70,6 +121,8 @@ class MockEngine:
         """Free its blocks now."""
         for rank in self._ranks:
             rank.batch.abort_choice(request_id, index)
+        if not any(request_id in rank.batch for rank in self._ranks):
+            self._remote.aborted(request_id)
 
     def load(self) -> Sequence[load.ForwardPassMetrics]:
         """As of now, of each rank."""
@@ -83,7 +136,30 @@ class MockEngine:
 
     async def stop(self) -> None:
         """End the tasks."""
+        await self._remote.close()
         await self._tasks.close()
+
+    def end_pull(self, number: int, *, is_copied: bool) -> None:
+        """From `remote`, as an `Owner`."""
+        for rank in self._ranks:
+            rank.end_pull(number, is_copied=is_copied)
+
+    def release_held(self, number: int) -> None:
+        """From `remote`, as an `Owner`."""
+        for rank in self._ranks:
+            rank.release_held(number)
+
+    def _region(self) -> descriptors.Region:
+        """Memory for the names of all ranks' blocks; they are written only if somebody may read them."""
+        size, num_blocks = self._facts.kv_block_size, self._facts.total_kv_blocks
+        shape = kv_link.layout(num_blocks * len(self._ranks), size)
+        allocate = self._remote.allocate
+        memory = (allocate or transfer_memory.private)(shape.num_bytes)
+        names = memory.cast("Q")
+        for number, rank_memory in enumerate(self._memories):
+            mine = names[number * num_blocks * size :]
+            rank_memory.lie_in(mine, is_read=allocate is not None)
+        return descriptors.Region(memory=memory, layout=shape)
 
     def _rank_for(self, request: generate.Request) -> Rank:
         if request.data_parallel_rank is not None:
@@ -130,14 +206,34 @@ def _timing(settings: MockConfig, profile: Profile | None) -> Timing:
     )
 
 
-def _batch(settings: MockConfig, facts: api.EngineFacts, cycle: Cycle) -> Batch:
-    memory = Memory(
+def _link(settings: MockConfig, clock: clocks.Clock) -> kv_link.KvLink:
+    return kv_link.KvLink(
+        clock,
+        bytes_per_second=settings.kv_transfer_bandwidth * 1e9,
+        bytes_per_block=settings.kv_bytes_per_token * settings.block_size,
+        limit_s=settings.kv_transfer_timeout_s,
+        fail_every=settings.kv_transfer_fail_every,
+    )
+
+
+def _memory(settings: MockConfig, cycle: Cycle) -> Memory:
+    return Memory(
         cycle,
-        num_blocks=facts.total_kv_blocks,
-        block_size=facts.kv_block_size,
+        num_blocks=settings.num_gpu_blocks_override,
+        block_size=settings.block_size,
         prefix_caching=settings.enable_prefix_caching,
         watermark=settings.watermark,
     )
+
+
+def _batch(
+    settings: MockConfig,
+    facts: api.EngineFacts,
+    cycle: Cycle,
+    memory: Memory,
+    rank: int,
+    numbers: Iterator[int],
+) -> Batch:
     limits = Limits(
         max_num_seqs=facts.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
@@ -145,4 +241,5 @@ def _batch(settings: MockConfig, facts: api.EngineFacts, cycle: Cycle) -> Batch:
         chunked_prefill=settings.enable_chunked_prefill,
         preempts_newest=settings.preemption_mode == "lifo",
     )
-    return Batch(cycle, memory, limits)
+    lending = Lending(memory, first_block=rank * facts.total_kv_blocks, numbers=numbers)
+    return Batch(cycle, memory, limits, lending)

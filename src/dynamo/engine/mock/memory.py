@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dynamo.engine.mock.answers import Answer, Cycle
 from dynamo.kvbm import pool
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, kv_transfer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -28,6 +28,9 @@ class Choice:
     event: int = 0  # the number of output tokens at which to look closely
     block_ids: list[int] = field(default_factory=list)
     num_committed: int = 0
+    remote: kv_transfer.RemoteBlocks | None = None  # who has its prompt, until they are asked once
+    is_pulling: bool = False  # others write to its blocks: nobody else may have them
+    is_aborted: bool = False  # while it was pulling
     local_hashes: list[int] = field(default_factory=list)
     sequence_hashes: list[int] = field(default_factory=list)
 
@@ -52,18 +55,32 @@ class Memory:
         """`watermark`: the share of the blocks that admission leaves free while others run."""
         self.pool = pool.BlockPool(num_blocks)
         self.prefix_caching = prefix_caching
+        self.block_size = block_size
         self._cycle = cycle
-        self._block_size = block_size
+        self._names: memoryview | None = None
+        self._is_read = False
         self._watermark = max(1, round(num_blocks * watermark))
+
+    def lie_in(self, names: memoryview, *, is_read: bool) -> None:
+        """Blocks have room for their names: 8 bytes a token, the first is used. They are written if somebody reads."""
+        self._names, self._is_read = names, is_read
+
+    def is_as_named(self, choice: Choice) -> bool:
+        """Do its full blocks that were not known before hold what their names say, as far as they hold anything?"""
+        if self._names is None:
+            return True
+        new = range(choice.num_committed, min(len(choice.sequence_hashes), len(choice.block_ids)))
+        held = {i: self._names[choice.block_ids[i] * self.block_size] for i in new}
+        return all(name in (0, choice.sequence_hashes[i]) for i, name in held.items())
 
     def admit(self, choice: Choice, *, is_alone: bool, max_new: int | None = None) -> bool:
         """Blocks for all its tokens; False if there are too few, or more than `max_new` tokens to compute."""
         self._hash(choice)
-        num_usable = (choice.num_tokens - 1) // self._block_size
+        num_usable = (choice.num_tokens - 1) // self.block_size
         found = self.pool.match_prefix(choice.sequence_hashes[:num_usable])
-        num_fresh = -(-choice.num_tokens // self._block_size) - len(found)
+        num_fresh = -(-choice.num_tokens // self.block_size) - len(found)
         room = self.pool.num_free - (0 if is_alone else self._watermark)
-        num_new = choice.num_tokens - len(found) * self._block_size
+        num_new = choice.num_tokens - len(found) * self.block_size
         fits = num_fresh <= room and (max_new is None or num_new <= max_new)
         fresh = self.pool.allocate(num_fresh) if fits else None
         if fresh is None:
@@ -71,7 +88,7 @@ class Memory:
             return False
         choice.block_ids = found + fresh
         choice.num_committed = len(found)
-        choice.num_computed = len(found) * self._block_size
+        choice.num_computed = len(found) * self.block_size
         return True
 
     def grow(self, choice: Choice) -> bool:
@@ -82,16 +99,19 @@ class Memory:
 
     def num_slots(self, choice: Choice) -> int:
         """Tokens that its blocks can hold."""
-        return len(choice.block_ids) * self._block_size
+        return len(choice.block_ids) * self.block_size
 
     def commit(self, choice: Choice, num_computed: int) -> None:
         """Let the blocks be found that these tokens fill."""
-        num_full = num_computed // self._block_size
+        num_full = num_computed // self.block_size
         if not self.prefix_caching or num_full == choice.num_committed:
             return
         self._hash(choice)
         new = range(choice.num_committed, num_full)
         self.pool.commit_chain(choice.block_ids, choice.sequence_hashes, choice.local_hashes, new)
+        if self._names is not None and self._is_read:
+            for i in new:
+                self._names[choice.block_ids[i] * self.block_size] = choice.sequence_hashes[i]
         choice.num_committed = num_full
 
     def release(self, choice: Choice) -> None:
@@ -104,11 +124,11 @@ class Memory:
         if not self.prefix_caching:
             return
         names = choice.sequence_hashes
-        start = len(names) * self._block_size
+        start = len(names) * self.block_size
         num_said = max(0, start - choice.prompt_len)  # these are named already
         added = choice.request.token_ids[start * blocks.TOKEN_BYTES :] + self._cycle.packed(
             choice.answer.start + num_said, choice.num_output - num_said
         )
-        local = blocks.local_hashes(added, self._block_size)
+        local = blocks.local_hashes(added, self.block_size)
         choice.local_hashes += local
         names += blocks.sequence_hashes(local, names[-1] if names else None)

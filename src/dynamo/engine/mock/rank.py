@@ -3,7 +3,7 @@
 import asyncio
 
 from dynamo.base import clock as clocks
-from dynamo.engine import api
+from dynamo.engine import api, remote
 from dynamo.engine.mock.batch import Batch, Plan
 from dynamo.engine.mock.timing import Timing
 from dynamo.protocols import generate
@@ -12,39 +12,73 @@ from dynamo.protocols import generate
 class Rank:
     """Makes steps while there is work: schedule, wait as long as a GPU would, commit."""
 
-    def __init__(self, number: int, batch: Batch, timing: Timing, clock: clocks.Clock) -> None:
+    def __init__(
+        self,
+        number: int,
+        batch: Batch,
+        timing: Timing,
+        clock: clocks.Clock,
+        lent: remote.Remote,
+    ) -> None:
         self.number = number
         self.batch = batch
         self._timing = timing
         self._clock = clock
-        self._has_work = asyncio.Event()
+        self._remote = lent
+        self._has_changed = asyncio.Event()
         self._due = 0.0  # when the last step was over
 
     def submit(self, request: generate.Request) -> None:
         """Begin it with the next step."""
         self.batch.submit(request)
-        self._has_work.set()
+        self._has_changed.set()
+
+    def end_pull(self, number: int, *, is_copied: bool) -> None:
+        """Go on with whoever waited for this copy."""
+        self.batch.end_pull(number, is_copied=is_copied)
+        self._has_changed.set()
+
+    def release_held(self, number: int) -> None:
+        """These blocks are free."""
+        self.batch.release_held(number)
+        self._has_changed.set()
 
     async def live(self, sink: api.EngineSink) -> None:
         """Step until cancelled."""
         self._due = self._clock.now()
         while True:
-            if not self.batch.has_work:
-                self._has_work.clear()
-                await self._has_work.wait()
+            plan = self.batch.schedule()
+            if pulls := self.batch.take_pulls():
+                self._remote.begin_pulls(pulls)
+            if plan.is_empty:
+                self._has_changed.clear()
+                await self._has_changed.wait()
                 self._due = self._clock.now()
-            await self._step(sink)
+            else:
+                await self._step(plan, sink)
 
     def tell_events(self, sink: api.EngineSink) -> None:
         """What its cache took in and forgot since the last time."""
         if events := self.batch.take_events():
             sink.kv_events(events, self.number)
 
-    async def _step(self, sink: api.EngineSink) -> None:
-        await self._pace(self.batch.schedule())
-        if outputs := self.batch.commit():
+    async def _step(self, plan: Plan, sink: api.EngineSink) -> None:
+        await self._pace(plan)
+        outputs = self.batch.commit()
+        if holding := self.batch.take_holding():
+            outputs = [self._placed(holding, one) for one in outputs]
+        if outputs:
             sink.outputs(outputs)
         self.tell_events(sink)
+
+    def _placed(
+        self, holding: dict[str, generate.Request], told: api.EngineOutput
+    ) -> api.EngineOutput:
+        """If blocks are held with this output: told where they are."""
+        if told.output.kv_transfer_params is None:
+            return told
+        output = self._remote.held(holding[told.request_id], told.output)
+        return api.EngineOutput(told.request_id, output)
 
     async def _pace(self, plan: Plan) -> None:
         """Wait until the step is over; what is late by less than a step is caught up."""

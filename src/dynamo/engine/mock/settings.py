@@ -10,12 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import config, errors
+from dynamo.engine import transfer_settings
 
 _EARLIER_NAMES = {"num_gpu_blocks": "num_gpu_blocks_override", "dp_size": "data_parallel_size"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MockConfig:
+class MockConfig(transfer_settings.TransferConfig):
     """The simulated engine."""
 
     block_size: int = config.option(64, help="tokens in a block of the KV cache")
@@ -64,8 +65,14 @@ class MockConfig:
     startup_time: float = config.option(
         0.0, help="seconds that the engine takes to load before it serves", least=0
     )
-    disaggregation_mode: Literal["agg", "prefill", "decode"] = config.option(
-        "agg", help="agg: whole requests; the simulated engine does nothing else yet"
+    kv_transfer_bandwidth: float = config.option(
+        64.0, help="GB/s by which a prompt's blocks come from a prefill worker; 0: at once", least=0
+    )
+    kv_bytes_per_token: int = config.option(
+        131_072, help="of keys and values, for the time that it takes to move them", least=1
+    )
+    kv_transfer_fail_every: int = config.option(
+        0, help="let every Nth copy fail, to see what becomes of its request; 0: none", least=0
     )
     extra_engine_args: str | None = config.option(
         None, help="JSON file of these settings, by field name; it has the last word"
@@ -87,11 +94,6 @@ class MockConfig:
                 f" --max-num-seqs {self.max_num_seqs}: every running sequence gets a token in each step"
             )
         self._check_whole_prompts()
-        if self.disaggregation_mode != "agg":
-            raise errors.ConfigError(
-                f"--disaggregation-mode {self.disaggregation_mode}: the simulated engine cannot"
-                " hand a prompt's blocks to another worker yet; expected agg"
-            )
 
     def _check_whole_prompts(self) -> None:
         length = self.max_model_len

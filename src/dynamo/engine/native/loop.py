@@ -13,7 +13,8 @@ from typing import Protocol
 
 from dynamo.base import errors
 from dynamo.engine.native.scheduler import Scheduler, StepResult
-from dynamo.engine.native.sequence import Chunk, Grammar, Pull, Sampled, Sequence
+from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
+from dynamo.engine.pulls import Pull
 from dynamo.protocols import generate
 
 

@@ -18,6 +18,7 @@ little. The sequence of highest rank always goes on, so every one ends.
 The choices of a request (n > 1) are sequences that share its prompt: all wait for the first, and then find its blocks.
 
 A prompt that another engine has computed is admitted like any other, and is in `transit` until its blocks are copied.
+If that engine has drawn the first token too, the sequence has it from the beginning.
 """
 
 import bisect
@@ -27,9 +28,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dynamo.base import errors
+from dynamo.engine.native import endings
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.sequence import Chunk, Grammar, Pull, Sampled, Sequence
+from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
 from dynamo.engine.native.transit import Transit
+from dynamo.engine.pulls import Pull
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free
@@ -102,14 +105,16 @@ class Scheduler:
         """Take a request that fits (`engine.refusal`), and whose id is not in use; with what its answers follow."""
         prompt = blocks.unpack(request.token_ids)
         remote = kv_transfer.read(request.kv_transfer_params)
+        first = kv_transfer.first_of(request, remote)
+        drawn = [] if first is None else [first.token_id]
         self._num_arrived += 1
         leader: Sequence | None = None
-        group = self._groups[request.id] = _Group([])
+        group = self._groups[request.id] = _Group([], is_told_cached=first is not None)
         for index in range(request.sampling_options.n):
             sequence = Sequence(
                 request=request,
                 index=index,
-                token_ids=prompt.copy(),
+                token_ids=prompt + drawn,
                 prompt_len=len(prompt),
                 grammar=grammar,
                 leader=leader,
@@ -274,7 +279,12 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, drawn: Sampled, result: StepResult) -> None:
         sequence.token_ids.append(drawn.token_id)
-        reason, stop_reason = _finish(sequence, self._limits.context_length)
+        reason, stop_reason = endings.find(
+            sequence.request,
+            drawn.token_id,
+            num_output=sequence.num_output,
+            is_full=len(sequence.token_ids) >= self._limits.context_length,
+        )
         group = self._groups[sequence.request.id]
         is_held = reason is not None and kv_transfer.wants_hold(sequence.request.kv_transfer_params)
         output = generate.Output(
@@ -330,22 +340,3 @@ def _add_chunk(chunks: list[Chunk], sequence: Sequence, num_left: int) -> int:
 def _is_ahead(leader: Sequence | None) -> bool:
     """Whether the prompt of the choice that leads is still to be computed."""
     return leader is not None and leader.num_output == 0
-
-
-def _finish(
-    sequence: Sequence, context_length: int
-) -> tuple[generate.FinishReason | None, int | None]:
-    """Whether the last token ends the choice, and the stop token if that was it."""
-    token, conditions = sequence.token_ids[-1], sequence.request.stop_conditions
-    is_eos = token in sequence.request.eos_token_ids
-    if is_eos and sequence.grammar is not None:  # drawn only where nothing else may come
-        return generate.FinishReason.EOS, None
-    if sequence.num_output >= conditions.min_tokens:
-        if is_eos and not conditions.ignore_eos:
-            return generate.FinishReason.EOS, None
-        if token in conditions.stop_token_ids:
-            return generate.FinishReason.STOP, token
-    is_full = len(sequence.token_ids) >= context_length
-    if is_full or sequence.num_output == conditions.max_tokens:
-        return generate.FinishReason.LENGTH, None
-    return None, None

@@ -87,21 +87,6 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pull:
-    """Blocks of a prompt that another engine has computed, and those of ours to copy them to; both may be none.
-
-    The last token of a prompt is computed here in any case, because its logits are wanted: `num_tokens` are copied.
-    """
-
-    number: int  # by which its end is told
-    request: generate.Request
-    remote: kv_transfer.RemoteBlocks
-    local_blocks: tuple[int, ...]
-    remote_blocks: tuple[int, ...]
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """The part of a sequence that one step computes: positions start .. start + num_tokens - 1.
 

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import config
+from dynamo.engine import transfer_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeConfig:
+class NativeConfig(transfer_settings.TransferConfig):
     """The built-in engine."""
 
     device: Literal["cpu", "cuda"] = config.option("cpu", help="where to compute")
@@ -34,28 +35,6 @@ class NativeConfig:
     threads: int | None = config.option(
         None,
         help="CPU threads; by default OMP_NUM_THREADS, or one for a small model and else all cores",
-    )
-    kv_transfer_backends: tuple[str, ...] = config.option(
-        ("shm", "tcp"),
-        help="ways by which prompts' blocks may go between workers; the first that both have is taken",
-    )
-    kv_transfer_host: str = config.option(
-        "127.0.0.1", help="address by which workers of other hosts reach our blocks"
-    )
-    kv_transfer_token: str | None = config.option(
-        None,
-        env="DYN_KV_TRANSFER_TOKEN",
-        help="secret that all workers share; needed for any address but loopback, best given by the environment",
-    )
-    kv_transfer_timeout_s: float = config.option(
-        5.0,
-        help="seconds that a copy of a prompt's blocks may take before the prompt is computed here",
-        least=0.01,
-    )
-    kv_hold_s: float = config.option(
-        60.0,
-        help="seconds that a prefill worker keeps a prompt's blocks for who asked for it; more than a prefill may take",
-        least=0.01,
     )
 
     @property

@@ -1,8 +1,9 @@
 """Blocks that two engines share for a while: held here for a reader, or filled here from a holder.
 
 A sequence whose prompt another engine has computed gets its blocks, as any other does, and then takes part in no step
-(the state that vLLM calls WAITING_FOR_REMOTE_KVS) until the copy has ended. If it was copied, only the prompt's last
-token is left to compute; if not, what was not found here is computed here. A sequence that is aborted meanwhile leaves
+(the state that vLLM calls WAITING_FOR_REMOTE_KVS) until the copy has ended. If it was copied, only its last token is
+left to compute: the first of the answer if that came with the prompt, else the last of the prompt. If it was not, what
+was not found here is computed here. A sequence that is aborted meanwhile leaves
 its blocks behind: they belong to the copy, and are free when it ends.
 
 A prompt that was computed for another engine leaves its blocks here as well, under a number, until somebody says
@@ -12,7 +13,8 @@ A prompt that was computed for another engine leaves its blocks here as well, un
 from typing import Any
 
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.sequence import Pull, Sequence
+from dynamo.engine.native.sequence import Sequence
+from dynamo.engine.pulls import Pull
 
 
 class Transit:
@@ -42,7 +44,7 @@ class Transit:
             remote=remote,
             local_blocks=tuple(sequence.block_ids[have:need]),
             remote_blocks=remote.remote_block_ids[have:need],
-            num_tokens=sequence.prompt_len - 1 - sequence.num_computed if have < need else 0,
+            num_tokens=len(sequence.token_ids) - 1 - sequence.num_computed if have < need else 0,
         )
         self._begun.append(pull)
         if have == need:
@@ -63,7 +65,7 @@ class Transit:
             return None
         sequence.is_pulling = False
         if is_copied:
-            sequence.num_computed = sequence.prompt_len - 1
+            sequence.num_computed = len(sequence.token_ids) - 1
             self._paging.commit(sequence)
         return sequence
 
@@ -82,7 +84,7 @@ class Transit:
     def _lacking(self, sequence: Sequence, num_remote: int) -> tuple[int, int]:
         """Which of its blocks, first to end: those without content that all tokens but the last need."""
         size = self._paging.block_size
-        have, need = sequence.num_computed // size, -(-(sequence.prompt_len - 1) // size)
+        have, need = sequence.num_computed // size, -(-(len(sequence.token_ids) - 1) // size)
         is_of_use = need <= num_remote and not sequence.wants_prompt_logprobs
         return (have, need) if is_of_use and have < need else (0, 0)
 

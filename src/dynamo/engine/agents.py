@@ -1,0 +1,34 @@
+"""The agent that moves an engine's blocks, with the backends that were asked for."""
+
+from collections.abc import Callable
+
+from dynamo.base import errors
+from dynamo.engine.transfer_settings import TransferConfig
+from dynamo.transfer import agent, api, routes
+from dynamo.transfer.backends import local, shm, tcp
+
+
+def make(
+    name: str,
+    settings: TransferConfig,
+    room: local.Room | None,
+    on_notification: api.OnNotification,
+) -> agent.Agent:
+    """Not yet started; it reaches those of its process directly with whom it shares a room.
+
+    Raises ConfigError for a backend that is not known, or an address that is no good.
+    """
+    token = (settings.kv_transfer_token or "").encode()
+    kinds: dict[str, Callable[[], routes.Backend]] = {
+        "shm": lambda: shm.ShmBackend(),
+        "tcp": lambda: tcp.TcpBackend(host=settings.kv_transfer_host, token=token),
+    }
+    wanted = settings.kv_transfer_backends
+    if unknown := [kind for kind in wanted if kind not in kinds]:
+        raise errors.ConfigError(
+            f"--kv-transfer-backends: expected some of {', '.join(kinds)}, got {unknown[0]!r}"
+        )
+    backends = [kinds[kind]() for kind in wanted]
+    if room is not None:
+        backends.append(local.LocalBackend(room))
+    return agent.Agent(name, backends=backends, on_notification=on_notification)

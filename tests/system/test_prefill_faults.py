@@ -1,0 +1,255 @@
+"""Prefill and decode workers are killed, and clients go, at each point of a prompt's way: nothing is lost, nothing
+hangs, no block stays behind, and the counters say what became of it.
+
+The workers are simulated, so that each point can be held on to; blocks carry their names, so that a wrong copy is a
+wrong answer.
+"""
+
+import asyncio
+import concurrent.futures
+import itertools
+import threading
+
+import pytest
+from deployment import eventually
+from split import (
+    HOLD_S,
+    MAPPED,
+    NUM,
+    QUICK,
+    SLOW,
+    SLOW_LINK,
+    STAGES,
+    Question,
+    Split,
+    asking,
+    num_moved,
+    prefills,
+    prompt,
+    prompts_of,
+    start,
+    total,
+    until_idle,
+)
+
+from dynamo.protocols import instances
+from dynamo.runtime import component
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def split(deployment):
+    return Split(deployment, "mocker")
+
+
+@pytest.fixture(params=STAGES)
+def stage(request):
+    return STAGES[request.param]
+
+
+def test_the_only_prefill_worker_is_killed(split, stage):
+    (prefill,), (decode,) = start(split, stage, 1, 1)
+    with asking(split, prompts_of(1)) as answers:
+        stage.reached([prefill], [decode])
+        prefill.kill()
+
+    assert prefills(decode, "fallback") > 0
+    assert prefills(decode, "fallback") + prefills(decode, "remote") == NUM
+    assert answers == split.ask_all(prompts_of(1))
+    until_idle(decode)
+
+
+def test_memory_that_is_mapped_can_be_copied_when_its_worker_is_dead(split):
+    (prefill,), (decode,) = start(split, MAPPED, 1, 1)
+    with asking(split, prompts_of(1)) as answers:
+        MAPPED.reached([prefill], [decode])
+        prefill.kill()
+
+    assert prefills(decode, "remote") == NUM
+    assert answers == split.ask_all(prompts_of(1))
+    until_idle(decode)
+
+
+def test_one_of_two_prefill_workers_is_killed(split, stage):
+    (prefill, other), (decode,) = start(split, stage, 2, 1)
+    with asking(split, prompts_of(2)) as answers:
+        stage.reached([prefill, other], [decode])
+        prefill.kill()
+
+    is_copied = stage is STAGES["copied"]
+    assert (prefills(decode, "fallback") > 0) == is_copied
+    assert (decode.metric("prefill_retries_total") > 0) == (not is_copied)
+    assert prefills(decode, "fallback") + prefills(decode, "remote") == NUM
+    assert answers == split.ask_all(prompts_of(2))
+    until_idle(decode, other, within_s=HOLD_S + 20)
+
+
+def test_a_decode_worker_is_killed(split, stage):
+    (prefill,), decode = start(split, stage, 1, 2)
+    with asking(split, prompts_of(3)) as answers:
+        stage.reached([prefill], decode)
+        decode[0].kill()
+
+    assert num_moved(split) > 0
+    assert total(decode[1:], "fallback") == 0
+    assert answers == split.ask_all(prompts_of(3))
+    until_idle(decode[1], prefill, within_s=HOLD_S + 30)
+
+
+@pytest.mark.parametrize("where", ["computed", "copied"])
+def test_a_prefill_and_a_decode_worker_are_killed_at_once(split, where):
+    stage = STAGES[where]
+    prefill, decode = start(split, stage, 2, 2)
+    with asking(split, prompts_of(4)) as answers:
+        stage.reached(prefill, decode)
+        prefill[0].kill()
+        decode[0].kill()
+
+    assert num_moved(split) > 0
+    assert answers == split.ask_all(prompts_of(4))
+    until_idle(decode[1], prefill[1], within_s=HOLD_S + 30)
+
+
+def test_clients_go_away(split, stage):
+    (prefill,), (decode,) = start(split, stage, 1, 1)
+    questions = [Question(split.frontend, one) for one in prompts_of(5)]
+    stage.reached([prefill], [decode])
+    for question in questions:
+        question.leave()
+
+    until_idle(decode, prefill, within_s=HOLD_S + 30)
+    assert decode.metric("inflight_requests") == prefill.metric("inflight_requests") == 0
+    assert decode.metric("cancellation_total") > 0
+    assert split.ask(prompt(600, "after"))
+
+
+def test_where_the_queue_is_full_prompts_are_computed_here(split):
+    prefill = split.prefill(*SLOW, "--max-num-seqs", "1")
+    decode = split.decode(*QUICK, "--max-prefill-queue-size", "1")
+    split.ready(decode)
+    answers = split.ask_all(prompts_of(6))
+
+    assert prefills(decode, "remote") > 0
+    assert prefills(decode, "local") > 0
+    assert total([decode], "remote") + total([decode], "local") == NUM
+    assert answers == split.ask_all(prompts_of(6))
+    until_idle(decode, prefill)
+
+
+def test_a_prefill_worker_that_refuses_more_does_not_get_it(split):
+    prefill = split.prefill(*SLOW, "--engine-request-limit", "1")
+    decode = split.decode(*QUICK)
+    split.ready(decode)
+    answers = split.ask_all(prompts_of(7))
+
+    assert prefills(decode, "remote") > 0
+    assert prefills(decode, "fallback") > 0
+    assert answers == split.ask_all(prompts_of(7))
+    until_idle(decode, prefill)
+
+
+def test_a_copy_that_takes_too_long_is_given_up(split):
+    prefill = split.prefill("--kv-hold-s", "100")
+    decode = split.decode(*SLOW_LINK, "--kv-transfer-timeout-s", "0.3")
+    split.ready(decode)
+    answers = split.ask_all(prompts_of(8))
+
+    assert prefills(decode, "fallback") == NUM
+    assert answers == split.ask_all(prompts_of(8))
+    until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
+
+
+def test_every_other_copy_fails(split):
+    prefill = split.prefill("--kv-hold-s", "100")
+    decode = split.decode(*QUICK, "--kv-transfer-fail-every", "2")
+    split.ready(decode)
+    answers = [split.ask(one) for one in prompts_of(9)]
+
+    assert prefills(decode, "fallback") > 0
+    assert answers == split.ask_all(prompts_of(9))
+    until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
+
+
+async def put_card(deployment, key, value, told):
+    """Keep it in discovery until `told`."""
+    settings = component.RuntimeConfig(file_kv=deployment.environ["DYN_FILE_KV"])
+    async with await component.DistributedRuntime.open(settings) as runtime:
+        await runtime.discovery.put(key, value)
+        await asyncio.to_thread(told.wait)
+
+
+async def cards(deployment):
+    settings = component.RuntimeConfig(file_kv=deployment.environ["DYN_FILE_KV"])
+    async with await component.DistributedRuntime.open(settings) as runtime:
+        return await runtime.discovery.get_prefix(f"{instances.CARDS}dynamo/prefill/generate/")
+
+
+def test_what_is_told_of_a_worker_that_has_restarted_is_of_no_use_and_does_no_harm(
+    split, deployment
+):
+    first = split.prefill(*QUICK)
+    decode = split.decode(*QUICK)
+    split.ready(decode)
+    (stale,) = asyncio.run(cards(deployment)).items()
+    first.kill()
+    second, is_over = split.prefill(*QUICK), threading.Event()
+    split.ready(decode, 2)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        telling = threads.submit(asyncio.run, put_card(deployment, *stale, is_over))
+        try:
+            eventually(
+                lambda: "cannot be used" in decode.log.read_text(), within_s=20, what="it was tried"
+            )
+            answers = [split.ask(one) for one in prompts_of(10)]
+        finally:
+            is_over.set()
+        telling.result()
+
+    assert prefills(decode, "remote") == NUM
+    assert answers == split.ask_all(prompts_of(10))
+    until_idle(decode, second)
+
+
+def serves(worker):
+    """Somebody can be asked while the other is gone."""
+    return "serving storyteller" in worker.log.read_text()
+
+
+def test_500_requests_while_a_worker_is_killed_every_two_seconds(split):
+    paced = ("--speedup-ratio", "1", "--kv-hold-s", str(HOLD_S))
+    kinds = {"prefill": split.prefill, "decode": split.decode}
+    workers = {kind: [make(*paced) for _ in range(2)] for kind, make in kinds.items()}
+    for decode in workers["decode"]:
+        split.ready(decode, 2)
+    prompts = [prompt(300 + i % 200, i) for i in range(500)]
+    is_over, killed = threading.Event(), []
+
+    def keep_killing():
+        for kind in itertools.cycle(kinds):
+            if is_over.wait(2):
+                return
+            eventually(lambda kind=kind: all(map(serves, workers[kind])), within_s=60, what="both")
+            workers[kind].pop(0).kill()
+            killed.append(kind)
+            workers[kind].append(kinds[kind](*paced))
+
+    with concurrent.futures.ThreadPoolExecutor(25) as threads:
+        killing = threads.submit(keep_killing)
+        try:
+            answers = list(threads.map(lambda one: split.ask(one, max_tokens=20), prompts))
+        finally:
+            is_over.set()
+        killing.result()
+
+    sample = range(0, 500, 25)
+    again = split.ask_all([prompts[i] for i in sample], max_tokens=20)
+    assert [answers[i] for i in sample] == again
+    assert {"prefill", "decode"} == set(killed)
+    assert num_moved(split) > 0
+    eventually(
+        lambda: all(one.is_running for pair in workers.values() for one in pair),
+        within_s=5,
+        what="the last ones live",
+    )
+    until_idle(*workers["prefill"], *workers["decode"], within_s=HOLD_S + 20)

@@ -1,0 +1,24 @@
+"""Which workers a command starts, and what it says of them."""
+
+from dynamo.cli.topology import Topology
+
+
+def test_workers_that_are_alike_are_told_nothing():
+    assert Topology(num_answering=2).modes == {"worker 1": None, "worker 2": None}
+
+
+def test_workers_that_divide_the_work_are_told_how_and_prefill_comes_first():
+    modes = Topology(num_answering=2, num_prefill=1).modes
+
+    assert list(modes.items()) == [
+        ("prefill worker 1", "prefill"),
+        ("decode worker 1", "decode"),
+        ("decode worker 2", "decode"),
+    ]
+
+
+def test_it_is_described_in_a_line():
+    assert Topology().describe() == "aggregated: 1 worker, computing prompts and answers"
+    assert Topology(num_answering=2, num_prefill=1).describe() == (
+        "disaggregated: long prompts are computed by 1 prefill worker, answers by 2 decode workers"
+    )

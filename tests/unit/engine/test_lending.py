@@ -1,0 +1,114 @@
+"""Blocks that are held for another engine, over an owner that only notes what it is told."""
+
+import asyncio
+
+import pytest
+
+from dynamo.engine import lending
+from dynamo.protocols import generate, kv_transfer
+from dynamo.transfer import descriptors
+
+LONG_S, DEADLINE_S = 60, 10
+LAYOUT = descriptors.Layout(
+    num_blocks=8, block_size=16, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"
+)
+ME = descriptors.Metadata(
+    name="n", epoch="e", host="h", layout=LAYOUT, addresses={"tcp": "10.0.0.1:77"}
+)
+
+
+class Owner:
+    def __init__(self):
+        self.released = []
+
+    def end_pull(self, number, *, is_copied):
+        raise AssertionError
+
+    def release_held(self, number):
+        self.released.append(number)
+
+
+@pytest.fixture
+def owner():
+    return Owner()
+
+
+@pytest.fixture
+async def lender(owner):
+    lender = made(owner)
+    yield lender
+    lender.close()
+
+
+def made(owner, hold_s=LONG_S):
+    lender = lending.Lender(hold_s=hold_s)
+    lender.begin(owner)
+    return lender
+
+
+def output(number=3):
+    params = {"remote_block_ids": (1, 2), "remote_hold_id": number}
+    logprobs = (generate.TokenLogprobs(-1.0),)
+    return generate.Output(
+        (5,), generate.FinishReason.LENGTH, logprobs=logprobs, cached_tokens=16, kv_transfer_params=params
+    )  # fmt: skip
+
+
+def hold(lender, number=3, ask=kv_transfer.ASK):
+    request = generate.Request(id="r", model="m", token_ids=b"", kv_transfer_params=ask)
+    told = lender.held(request, output(number), ME)
+    return kv_transfer.read(told.kv_transfer_params)
+
+
+async def test_a_reader_is_told_where_the_blocks_are_and_for_how_long(lender):
+    remote = hold(lender)
+
+    assert (remote.remote_block_ids, remote.remote_engine_id) == ((1, 2), "e")
+    assert (remote.remote_host, remote.remote_port) == ("10.0.0.1", 77)
+    assert (remote.remote_hold_id, remote.remote_hold_s) == (3, LONG_S)
+
+
+async def test_the_token_comes_along_if_it_was_asked_for(lender):
+    first = kv_transfer.FirstToken(5, generate.TokenLogprobs(-1.0), 16)
+
+    assert hold(lender, 1).first_token is None
+    assert hold(lender, 2, kv_transfer.ASK_WITH_TOKEN).first_token == first
+
+
+async def test_what_is_read_is_free_and_then_nobody_waits(lender, owner):
+    for number in (1, 2):
+        hold(lender, number)
+    waiting = asyncio.create_task(lender.until_read())
+    lender.notified("peer", b"release 2")
+    await asyncio.sleep(0)
+    was_done = waiting.done()
+    lender.notified("peer", lending.release_message(hold(lender, 1)))
+    await asyncio.wait_for(waiting, DEADLINE_S)
+
+    assert not was_done
+    assert owner.released == [2, 1]
+
+
+async def test_what_nobody_reads_is_free_in_the_end(owner, caplog):
+    lender = made(owner, hold_s=0)
+    hold(lender)
+    await asyncio.wait_for(lender.until_read(), DEADLINE_S)
+
+    assert owner.released == [3]
+    assert "nobody came for the blocks held as 3" in caplog.text
+
+
+async def test_what_nobody_has_heard_of_is_free_at_once(lender, owner):
+    lender.unheard(output())
+    lender.unheard(generate.Output((5,)))
+    await asyncio.wait_for(lender.until_read(), DEADLINE_S)
+
+    assert owner.released == [3]
+
+
+@pytest.mark.parametrize("message", [b"", b"release", b"release x", b"keep 3", b"\xff"])
+async def test_other_words_release_nothing(lender, owner, caplog, message):
+    lender.notified("peer", message)
+
+    assert owner.released == []
+    assert "peer said" in caplog.text

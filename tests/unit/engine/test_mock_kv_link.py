@@ -1,0 +1,70 @@
+"""The simulated way of blocks between workers."""
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.engine.mock.kv_link import KvLink
+from dynamo.engine.pulls import Pull
+from dynamo.protocols import blocks, generate, kv_transfer
+
+
+class Stopwatch:
+    """Sleeps at once, and counts."""
+
+    def __init__(self):
+        self.slept_s = 0.0
+
+    async def sleep(self, duration_s):
+        self.slept_s += duration_s
+
+
+def link(**changed):
+    clock = Stopwatch()
+    settings = {"bytes_per_second": 1e9, "bytes_per_block": 10**6, "limit_s": 5, "fail_every": 0}
+    return clock, KvLink(clock, **(settings | changed))
+
+
+def pull(num_blocks):
+    ids = tuple(range(num_blocks))
+    remote = kv_transfer.RemoteBlocks(
+        remote_block_ids=ids, remote_engine_id="e", remote_host="", remote_port=0, remote_hold_id=1
+    )
+    request = generate.Request(id="r", model="m", token_ids=blocks.pack([1]))
+    return Pull(
+        number=1, request=request, remote=remote, local_blocks=ids, remote_blocks=ids, num_tokens=1
+    )
+
+
+async def test_a_copy_takes_as_long_as_its_bytes():
+    clock, slow = link()
+    await slow.wait(pull(500))
+
+    assert clock.slept_s == pytest.approx(0.5)
+
+
+async def test_without_a_bandwidth_it_takes_no_time():
+    clock, fast = link(bytes_per_second=0)
+    await fast.wait(pull(500))
+
+    assert clock.slept_s == 0
+
+
+async def test_one_that_takes_too_long_fails_when_its_time_is_over():
+    clock, slow = link(limit_s=0.2)
+
+    with pytest.raises(errors.TransferError, match=r"longer than 0\.2 s"):
+        await slow.wait(pull(500))
+    assert clock.slept_s == pytest.approx(0.2)
+
+
+async def test_every_third_copy_fails_if_that_is_wanted():
+    _, broken = link(fail_every=3)
+    fates = []
+    for _ in range(6):
+        try:
+            await broken.wait(pull(1))
+            fates.append("copied")
+        except errors.TransferError:
+            fates.append("failed")
+
+    assert fates == ["copied", "copied", "failed"] * 2

@@ -1,0 +1,160 @@
+"""Blocks of the simulated engine on loan: who waits for a copy, who holds, and what a wrong copy does."""
+
+import random
+
+from dynamo.engine.mock.answers import Cycle
+from dynamo.engine.mock.batch import Batch, Limits
+from dynamo.engine.mock.memory import Memory
+from dynamo.protocols import blocks, generate, kv_transfer
+
+SIZE, NUM_BLOCKS = 4, 32
+WORDS = tuple(range(1000, 1007))
+
+
+class Engine:
+    """A batch over memory in which blocks hold their names."""
+
+    def __init__(self):
+        cycle = Cycle(WORDS)
+        self.memory = Memory(cycle, num_blocks=NUM_BLOCKS, block_size=SIZE, prefix_caching=True)
+        self.names = memoryview(bytearray(8 * SIZE * NUM_BLOCKS)).cast("Q")
+        self.memory.lie_in(self.names, is_read=True)
+        limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, context_length=128)
+        self.batch = Batch(cycle, self.memory, limits)
+
+    def submit(self, request_id, prompt, params=None, max_tokens=4):
+        self.batch.submit(
+            generate.Request(
+                id=request_id,
+                model="m",
+                token_ids=blocks.pack(prompt),
+                stop_conditions=generate.StopConditions(max_tokens=max_tokens),
+                kv_transfer_params=params,
+            )
+        )
+
+    def run(self):
+        """All outputs until nothing can be computed."""
+        outputs = []
+        while not self.batch.schedule().is_empty:
+            outputs += [output for _, output in self.batch.commit()]
+        return outputs
+
+    def tokens(self):
+        return [token for output in self.run() for token in output.token_ids]
+
+    def prefill(self, prompt):
+        """Where its blocks are."""
+        self.submit("p", prompt, kv_transfer.ASK, max_tokens=1)
+        (output,) = self.run()
+        return kv_transfer.RemoteBlocks(
+            **output.kv_transfer_params, remote_engine_id="e", remote_host="", remote_port=0
+        ).as_params()
+
+    def copy(self, source):
+        """What begins is done at once; gives the copies, which have not ended."""
+        pulls = self.batch.take_pulls()
+        for pull in pulls:
+            for mine, theirs in zip(pull.local_blocks, pull.remote_blocks, strict=True):
+                self.names[mine * SIZE] = source.names[theirs * SIZE]
+        return pulls
+
+
+def prompt(length, seed=0):
+    return random.Random(seed).choices(range(500), k=length)
+
+
+def test_a_choice_takes_part_in_no_step_until_its_prompt_is_copied():
+    here, there = Engine(), Engine()
+    there.submit("alone", prompt(22))
+    expected = there.tokens()
+    params = there.prefill(prompt(22))
+    here.submit("r", prompt(22), params)
+    before = here.run()
+    (pull,) = here.copy(there)
+    here.batch.end_pull(pull.number, is_copied=True)
+    plan = here.batch.schedule()
+
+    assert before == []
+    assert pull.num_tokens == 21
+    assert plan.num_prompt_tokens == 1  # the last one
+    assert [token for _, output in here.batch.commit() for token in output.token_ids] + (
+        here.tokens()
+    ) == expected
+
+
+def test_a_copy_that_failed_is_computed():
+    here, there = Engine(), Engine()
+    here.submit("r", prompt(22), there.prefill(prompt(22)))
+    here.run()
+    (pull,) = here.copy(there)
+    here.batch.end_pull(pull.number, is_copied=False)
+
+    assert here.batch.schedule().num_prompt_tokens == 22
+
+
+def test_blocks_that_were_given_to_others_meanwhile_make_another_answer():
+    here, there = Engine(), Engine()
+    params = there.prefill(prompt(22))
+    there.batch.release_held(params["remote_hold_id"])
+    for seed in range(1, 9):  # others take all blocks
+        there.submit(f"other {seed}", prompt(40, seed))
+    there.run()
+    here.submit("alone", prompt(22))
+    expected = here.tokens()
+    here.batch.clear()
+    here.submit("r", prompt(22), params)
+    here.run()
+    (pull,) = here.copy(there)
+    here.batch.end_pull(pull.number, is_copied=True)
+
+    assert here.tokens() != expected
+
+
+def test_what_is_aborted_while_it_waits_is_free_when_its_copy_has_ended():
+    here, there = Engine(), Engine()
+    here.submit("r", prompt(22), there.prefill(prompt(22)))
+    here.run()
+    (pull,) = here.copy(there)
+    here.batch.abort("r")
+    during = here.memory.pool.num_active
+    here.batch.end_pull(pull.number, is_copied=True)
+
+    assert during == 6
+    assert here.memory.pool.num_active == 0
+    assert here.run() == []
+
+
+def test_held_blocks_are_free_once_they_are_released():
+    there = Engine()
+    params = there.prefill(prompt(22))
+    during = there.memory.pool.num_active
+    there.batch.release_held(params["remote_hold_id"])
+    there.batch.release_held(params["remote_hold_id"])
+
+    assert during == 6
+    assert there.memory.pool.num_active == 0
+
+
+def test_choices_wait_for_the_one_that_copies_their_prompt():
+    here, there = Engine(), Engine()
+    params = there.prefill(prompt(22))
+    here.batch.submit(
+        generate.Request(
+            id="r",
+            model="m",
+            token_ids=blocks.pack(prompt(22)),
+            stop_conditions=generate.StopConditions(max_tokens=2),
+            sampling_options=generate.SamplingOptions(n=3),
+            kv_transfer_params=params,
+        )
+    )
+    before = here.run()
+    (pull,) = here.copy(there)
+    here.batch.end_pull(pull.number, is_copied=True)
+    plan = here.batch.schedule()
+
+    assert before == []
+    assert (
+        plan.num_prompt_tokens == 1 + 2 * 2
+    )  # the last block, which is not full, is nobody else's
