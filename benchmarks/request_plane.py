@@ -1,8 +1,10 @@
 """What a token costs between a worker and a frontend: CPU per token on both sides of the request plane.
 
-    python -m benchmarks.request_plane [--streams 256] [--ticks 300] [--tick-ms 5] [--loop asyncio|uvloop] [--nats URL]
+    python -m benchmarks.request_plane [--streams 256] [--ticks 300] [--tick-ms 5] [--loop asyncio|uvloop]
+        [--nats URL] [--secured]
 
-Two processes, TCP on loopback; with `--nats` the same through a NATS server, in turns with TCP. Each tick the worker
+Two processes, TCP on loopback; with `--nats` the same through a NATS server, with `--secured` with a cluster token,
+with TLS and with both, in turns with TCP. Each tick the worker
 sends one token on every stream and then sleeps, as an engine's step would; the frontend's receivers only count. The
 medians of several runs are printed, in µs of CPU time per token. With pauses between the ticks caches are cold and each
 tick pays for two wake-ups; `--tick-ms 0` shows the bare path.
@@ -18,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks import credentials
 from dynamo.base import errors
 from dynamo.protocols import generate
 from dynamo.runtime import requests
@@ -47,10 +50,10 @@ class Counter:
             self.over.set()
 
 
-async def join(url: str | None, number: int) -> requests.RequestPlane:
-    """Over TCP, or through the NATS server at this address."""
-    if url is None:
-        return tcp.TcpRequestPlane()
+async def join(url: str, number: int) -> requests.RequestPlane:
+    """Over TCP, secured as said (`credentials.WAYS`), or through the NATS server at this address."""
+    if url in credentials.WAYS:
+        return tcp.TcpRequestPlane(credentials=credentials.of(url))
     nats = await planes.NatsPlanes.open(
         access.read((url,), {}), namespace="bench", instance_id=number, start_timeout_s=5
     )
@@ -58,7 +61,7 @@ async def join(url: str | None, number: int) -> requests.RequestPlane:
 
 
 async def worker(
-    pipe: Connection, url: str | None, num_streams: int, num_ticks: int, tick_s: float
+    pipe: Connection, url: str, num_streams: int, num_ticks: int, tick_s: float
 ) -> None:
     plane = await join(url, 1)
     calls: list[requests.Call] = []
@@ -85,17 +88,17 @@ async def worker(
 
 
 async def frontend(
-    pipes: dict[str | None, Connection], num_streams: int, num_ticks: int, num_runs: int
+    pipes: dict[str, Connection], num_streams: int, num_ticks: int, num_runs: int
 ) -> None:
     joined = {url: (await join(url, 2), pipe.recv()) for url, pipe in pipes.items()}
-    costs: dict[str | None, list[tuple[float, float]]] = {url: [] for url in pipes}
+    costs: dict[str, list[tuple[float, float]]] = {url: [] for url in pipes}
     for _ in range(num_runs):
         for url, (plane, address) in joined.items():
             costs[url].append(await one_run(plane, address, pipes[url], num_streams, num_ticks))
     for url, pairs in costs.items():
         asked, answered = zip(*pairs, strict=True)
         print(
-            f"{'nats' if url else 'tcp'}: frontend {statistics.median(asked):.2f} (best {min(asked):.2f}) µs/token,"
+            f"{url}: frontend {statistics.median(asked):.2f} (best {min(asked):.2f}) µs/token,"
             f" worker {statistics.median(answered):.2f} (best {min(answered):.2f}) µs/token"
         )
 
@@ -128,10 +131,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio")
     parser.add_argument("--nats", help="the address of a NATS server")
+    parser.add_argument("--secured", action="store_true", help="with token and TLS, too")
     options = parser.parse_args()
+    with credentials.prepared():
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
     size = (options.streams, options.ticks)
     pipes, processes = {}, []
-    for url in [None, options.nats] if options.nats else [None]:
+    ways = credentials.WAYS if options.secured else credentials.WAYS[:1]
+    for url in (*ways, options.nats) if options.nats else ways:
         pipes[url], theirs = multiprocessing.Pipe()
         arguments = (options.loop, worker, theirs, url, *size, options.tick_ms / 1000)
         processes.append(

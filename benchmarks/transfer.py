@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
+from benchmarks import credentials
 from dynamo.transfer import agent, api, descriptors, memory
 from dynamo.transfer.backends import shm, tcp
 
@@ -34,6 +35,7 @@ LAYOUT = descriptors.Layout(
     dtype="bfloat16",
 )
 DEADLINE_S = 30.0
+WAYS = ("shm", "tcp", "tls")
 Copy = Callable[[], Awaitable[None]]
 
 
@@ -41,6 +43,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
+    with credentials.prepared():
+        run(rounds)
+
+
+def run(rounds: int) -> None:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     peer = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
     peer.start()
@@ -57,7 +64,7 @@ def serve(control: Connection) -> None:
 
 
 async def _serve(control: Connection) -> None:
-    agents = [await start("shm"), await start("tcp")]
+    agents = [await start(way) for way in WAYS]
     listening = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=answer_plainly, args=(listening,), daemon=True).start()
     port = listening.getsockname()[1]
@@ -67,11 +74,11 @@ async def _serve(control: Connection) -> None:
         await each.close()
 
 
-async def start(backend: str) -> agent.Agent:
+async def start(way: str) -> agent.Agent:
     """One with a pool full of bytes."""
-    made = agent.Agent(
-        backend, backends=[shm.ShmBackend() if backend == "shm" else tcp.TcpBackend()]
-    )
+    shown = credentials.of("tls" if way == "tls" else "open")
+    backend = shm.ShmBackend() if way == "shm" else tcp.TcpBackend(credentials=shown)
+    made = agent.Agent(way, backends=[backend])
     pool = made.allocate(LAYOUT.num_bytes)
     pool[:] = random.Random(7).randbytes(MIB) * (len(pool) // MIB)
     made.register(descriptors.Region(memory=pool, layout=LAYOUT))
@@ -89,7 +96,7 @@ def answer_plainly(listening: socket.socket) -> None:
 
 async def measure(control: Connection, rounds: int) -> None:
     metadata, port, peer_pid = await asyncio.to_thread(control.recv)
-    agents = [await start("shm"), await start("tcp")]
+    agents = [await start(way) for way in WAYS]
     peers = [
         await mine.connect(theirs, deadline_s=DEADLINE_S)
         for mine, theirs in zip(agents, metadata, strict=True)
@@ -106,6 +113,7 @@ async def measure(control: Connection, rounds: int) -> None:
             "sendall, recv_into": receive_plainly(plain, num_blocks * MIB),
             "tcp, neighbours": pull(agents[1], peers[1], num_blocks, is_scattered=False),
             "tcp, scattered": pull(agents[1], peers[1], num_blocks, is_scattered=True),
+            "tcp with TLS": pull(agents[2], peers[2], num_blocks, is_scattered=False),
         }
         repeats = 64 // num_blocks
         report(num_blocks * MIB, await take_turns(copies, rounds, repeats, peer_pid))

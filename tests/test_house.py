@@ -14,11 +14,11 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
 # the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 850,
+    "base": 1165,
     "protocols": 3540,
     "observability": 920,
-    "runtime": 6200,
-    "transfer": 2210,
+    "runtime": 6600,
+    "transfer": 2330,
     "kvbm": 2200,
     "engine": 6260,
     "router": 4100,

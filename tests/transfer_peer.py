@@ -9,6 +9,8 @@ import threading
 
 import msgspec
 
+import members
+from dynamo.base import config, membership
 from dynamo.transfer import agent, descriptors
 from dynamo.transfer.backends import local, shm, tcp
 
@@ -117,8 +119,19 @@ class LocalPeer:
 
 
 def make_backend(name, room=None, **options):
+    """By its name, and how it knows its peers: "tcp", "tcp-token" ..."""
+    kind, _, how = name.partition("-")
+    if kind == "local":
+        return local.LocalBackend(room)
     kinds = {"shm": shm.ShmBackend, "tcp": tcp.TcpBackend}
-    return local.LocalBackend(room) if name == "local" else kinds[name](**options)
+    return kinds[kind](credentials=credentials(how), **options)
+
+
+def credentials(how):
+    if how == "token":
+        return members.with_token()
+    settings = config.load(membership.ClusterConfig, prog="peer", argv=())
+    return membership.read(settings, {}) if how == "tls" else membership.NOTHING
 
 
 def run(control, backend, seed, options, changes):

@@ -21,8 +21,9 @@ HELLOS = itertools.count()
 class Network:
     """Where planes hear each other."""
 
-    def __init__(self, kind):
+    def __init__(self, kind, credentials):
         self._kind = kind
+        self._credentials = credentials
         self.nats = None
         self._bus = memory_events.MemoryBus()
         self._cluster = memory_discovery.MemoryCluster()
@@ -38,14 +39,16 @@ class Network:
             plane = nats_events.NatsEventPlane(self.nats, instance_id)
         else:
             discovery = memory_discovery.MemoryDiscovery(self._cluster)
-            plane = zmq.ZmqEventPlane(discovery, instance_id)
+            plane = zmq.ZmqEventPlane(discovery, instance_id, credentials=self._credentials)
         self.planes.append(plane)
         return plane, instance_id
 
 
-@pytest.fixture(params=["memory", "zmq", "nats"])
+@pytest.fixture(params=["memory", "zmq-open", "zmq-token", "nats"])
 async def network(request):
-    network = Network(request.param)
+    kind, _, how = request.param.partition("-")
+    credentials = request.getfixturevalue("credentials_by_name")[how] if how else None
+    network = Network(kind, credentials)
     if request.param == "nats":
         server = request.getfixturevalue("nats_server")
         network.nats = await nats_server.connect(server.url)

@@ -1,4 +1,4 @@
-"""What every request plane promises, held over memory, over TCP and over NATS."""
+"""What every request plane promises, held over memory, over TCP (with and without token and TLS) and over NATS."""
 
 import asyncio
 import gc
@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import nats_server
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.protocols import generate, wire
 from dynamo.runtime import requests
 from dynamo.runtime.backends import answering, asking, link, memory_requests, multiplex, tcp
@@ -88,6 +88,7 @@ class World:
     """Planes that can reach each other."""
 
     kind: str
+    credentials: membership.Credentials = membership.NOTHING
     nats: connection.Connection | None = None
     memory: memory_requests.MemoryNetwork = field(default_factory=memory_requests.MemoryNetwork)
     planes: list[multiplex.MultiplexedPlane] = field(default_factory=list)
@@ -95,7 +96,9 @@ class World:
     def network(self):
         if self.kind == "nats":
             return nats_requests.NatsNetwork(self.nats, namespace="a.b", number=next(IDS))
-        return self.memory if self.kind == "memory" else tcp.TcpNetwork()
+        if self.kind == "memory":
+            return self.memory
+        return tcp.TcpNetwork(credentials=self.credentials)
 
     def plane(self, limits=NORMAL):
         if self.kind == "memory":
@@ -103,14 +106,17 @@ class World:
         elif self.kind == "nats":
             plane = nats_requests.NatsRequestPlane(self.network(), limits)
         else:
-            plane = tcp.TcpRequestPlane(limits=limits)
+            plane = tcp.TcpRequestPlane(limits=limits, credentials=self.credentials)
         self.planes.append(plane)
         return plane
 
 
-@pytest.fixture(params=["memory", "tcp", "nats"])
+@pytest.fixture(params=["memory", "tcp-open", "tcp-token", "tcp-tls", "tcp-both", "nats"])
 async def world(request):
-    world = World(request.param)
+    kind, _, how = request.param.partition("-")
+    world = World(kind)
+    if how:
+        world.credentials = request.getfixturevalue("credentials_by_name")[how]
     if request.param == "nats":
         server = request.getfixturevalue("nats_server")
         world.nats = await nats_server.connect(server.url)

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import members
 import nats_server as nats_servers
-from dynamo.base import errors
+from dynamo.base import errors, membership, proof
 from dynamo.protocols import generate, wire
 from dynamo.runtime import requests
-from dynamo.runtime.backends import memory_requests, tcp
+from dynamo.runtime.backends import link, memory_requests, tcp
 from dynamo.runtime.backends.nats import requests as nats_requests
 
 ECHO = "a/b/echo"
@@ -78,14 +79,15 @@ async def ask_a_stranger(network, make_plane, data):
 
 
 @contextlib.asynccontextmanager
-async def over_memory(url):
+async def over_memory(_):
     network = memory_requests.MemoryNetwork()
     yield network, memory_requests.MemoryRequestPlane
 
 
 @contextlib.asynccontextmanager
-async def over_tcp(url):
-    yield tcp.TcpNetwork(), lambda network: tcp.TcpRequestPlane()
+async def over_tcp(credentials):
+    shown = {"credentials": credentials}
+    yield tcp.TcpNetwork(**shown), lambda network: tcp.TcpRequestPlane(**shown)
 
 
 @contextlib.asynccontextmanager
@@ -99,19 +101,22 @@ async def over_nats(url):
     await connection.close()
 
 
-KINDS = {"memory": over_memory, "tcp": over_tcp, "nats": over_nats}
+SECURED = ["token", "tls", "both"]
 
 
-@pytest.fixture(params=KINDS, scope="module")
+@pytest.fixture(params=["memory", "open", *SECURED, "nats"], scope="module")
 def kind(request):
-    """How to make a network, and the server that it needs."""
-    is_served = request.param == "nats"
-    return KINDS[request.param], request.getfixturevalue("nats_server").url if is_served else ""
+    """How to make a network, and what it needs: a server, or credentials."""
+    if request.param == "nats":
+        return over_nats, request.getfixturevalue("nats_server").url
+    if request.param == "memory":
+        return over_memory, None
+    return over_tcp, request.getfixturevalue("credentials_by_name")[request.param]
 
 
 async def run_over(kind, story, data):
-    over, url = kind
-    async with over(url) as (network, make_plane):
+    over, needed = kind
+    async with over(needed) as (network, make_plane):
         return await story(network, make_plane, data)
 
 
@@ -131,3 +136,154 @@ def test_an_asker_always_gets_an_end_whatever_a_stranger_answers(kind, parts):
     end = asyncio.run(run_over(kind, ask_a_stranger, data))
 
     assert end is True or end is None or isinstance(end, errors.DynamoError)
+
+
+# What somebody may say who has neither token nor certificate.
+unproven = st.tuples(
+    st.sampled_from(
+        [b"", proof.GREETING, proof.GREETING + bytes(32), b"\x16\x03\x01\x00\x80\x01", b"GET / "]
+    )
+    | st.just(wire.encode(HELLO) + wire.encode(wire.Open(1, ECHO, msgspec.Raw(b"\xc0")))),
+    st.binary(max_size=300),
+).map(b"".join)
+
+
+@pytest.fixture(params=SECURED, scope="module")
+def credentials(request, credentials_by_name):
+    return credentials_by_name[request.param]
+
+
+def remembering(bodies):
+    def handler(call):
+        bodies.append(msgspec.msgpack.decode(call.body))
+        echo(call)
+
+    return handler
+
+
+async def knock(address, data, *, is_patient=False):
+    """Say it on a connection of our own, as if from another host; gives what is answered until it is closed."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0))
+    writer.write(data)
+    if not is_patient:
+        writer.write_eof()
+    try:
+        return await reader.read()
+    except ConnectionError:  # which is a way of closing it
+        return b""
+    finally:
+        writer.close()
+
+
+async def serve_beside_the_unproven(credentials, data):
+    bodies = []
+    server, plane = (tcp.TcpRequestPlane(credentials=credentials) for _ in range(2))
+    address = await server.serve(ECHO, remembering(bodies))
+    answer, reply = await asyncio.gather(
+        knock(address, data),
+        requests.ask(plane, address, ECHO, "well?", reply_type=str, timeout_s=5),
+    )
+    await plane.close()
+    await server.close()
+    return bodies, len(answer), reply
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=unproven)
+def test_the_unproven_reach_no_handler_and_others_are_served(credentials, data):
+    bodies, num_answered, reply = asyncio.run(serve_beside_the_unproven(credentials, data))
+
+    assert (bodies, reply) == (["well?"], "well?")
+    assert num_answered < 4096
+
+
+async def test_a_flood_of_strangers_keeps_no_honest_peer_out(credentials):
+    limits = link.Limits(max_strangers=8, hello_s=30)
+    server = tcp.TcpRequestPlane(credentials=credentials, limits=limits)
+    address = await server.serve(ECHO, echo)
+    strangers = [
+        asyncio.create_task(knock(address, proof.GREETING[:4], is_patient=True)) for _ in range(200)
+    ]
+    plane = tcp.TcpRequestPlane(credentials=credentials)
+    first = await requests.ask(plane, address, ECHO, 1, reply_type=int, timeout_s=20)
+    async with asyncio.timeout(20):
+        while sum(stranger.done() for stranger in strangers) < 192:
+            await asyncio.sleep(0.01)
+    later = tcp.TcpRequestPlane(credentials=credentials)
+    second = await requests.ask(later, address, ECHO, 2, reply_type=int, timeout_s=20)
+    for closed in (plane, later, server):
+        await closed.close()
+    await asyncio.gather(*strangers)  # the last ones, too, are let go
+
+    assert (first, second) == (1, 2)
+
+
+async def test_strangers_without_a_word_are_dropped_in_time(credentials):
+    limits = link.Limits(hello_s=0.1)
+    server = tcp.TcpRequestPlane(credentials=credentials, limits=limits)
+    address = await server.serve(ECHO, echo)
+    async with asyncio.timeout(20):
+        answers = await asyncio.gather(*(knock(address, b"", is_patient=True) for _ in range(5)))
+    await server.close()
+
+    assert answers == [b""] * 5
+
+
+async def test_open_planes_bound_their_strangers_too():
+    server = tcp.TcpRequestPlane(limits=link.Limits(max_strangers=8, hello_s=30))
+    address = await server.serve(ECHO, echo)
+    strangers = [asyncio.create_task(knock(address, b"\0", is_patient=True)) for _ in range(100)]
+    async with asyncio.timeout(20):
+        while sum(stranger.done() for stranger in strangers) < 92:
+            await asyncio.sleep(0.01)
+    plane = tcp.TcpRequestPlane()
+    reply = await requests.ask(plane, address, ECHO, 1, reply_type=int, timeout_s=20)
+    for closed in (plane, server):
+        await closed.close()
+    await asyncio.gather(*strangers)
+
+    assert reply == 1
+
+
+OTHER_TOKEN = members.with_token("the token of another cluster")
+
+
+@pytest.mark.parametrize(
+    ("asker", "answerer", "asker_hears", "answerer_says"),
+    [
+        ("other", "token", "has another cluster token", "the peer has another cluster token"),
+        ("token", "other", "has another cluster token", "the peer has another cluster token"),
+        ("open", "token", "refused us: the peer has no cluster token", "has no cluster token"),
+        ("token", "open", "closed the connection before it had proven", "where we have none"),
+        ("tls", "open", "cannot connect", "where we have none"),
+        ("open", "tls", "worker at", "is not one of us by TLS"),
+        ("stranger", "tls", "worker at", "is not one of us by TLS"),
+        ("tls", "stranger", "cannot connect .* certificate verify failed", "not one of us by TLS"),
+        ("tls", "token", "cannot connect", "has no cluster token"),
+    ],
+)
+async def test_who_does_not_belong_together_is_told_so_at_both_sides(
+    asker, answerer, asker_hears, answerer_says, credentials_by_name, certificates, caplog
+):
+    stranger = members.with_tls(certificates, name="stranger", authority="other")
+    shown = credentials_by_name | {"other": OTHER_TOKEN, "stranger": stranger}
+    server = tcp.TcpRequestPlane(credentials=shown[answerer])
+    plane = tcp.TcpRequestPlane(credentials=shown[asker])
+    address = await server.serve(ECHO, echo)
+
+    with pytest.raises(errors.WorkerLost, match=asker_hears):
+        await plane.open(address, ECHO, None, requests.Answer())
+    async with asyncio.timeout(10):
+        while answerer_says not in caplog.text:
+            await asyncio.sleep(0.01)
+    await plane.close()
+    await server.close()
+    assert members.TOKEN not in caplog.text
+
+
+def test_an_address_off_loopback_wants_a_token_or_certificates(credentials):
+    with pytest.raises(errors.ConfigError, match=r"DYN_TCP_RPC_HOST.*--cluster-token-file"):
+        tcp.TcpRequestPlane("10.0.0.7")
+    for shown in (credentials, membership.Credentials(is_insecure=True)):
+        tcp.TcpRequestPlane("10.0.0.7", credentials=shown)

@@ -11,16 +11,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import members
 import transfer_peer
 from dynamo.base import errors
 from dynamo.transfer import api, descriptors
 from dynamo.transfer.backends import local
 from transfer_peer import LAYOUT, blocks_of, content
 
-ACROSS = ["shm", "tcp"]
+ACROSS = ["shm", "tcp", "tcp-token", "tcp-tls", "shm-token"]
 READ, WRITE = api.Operation.READ, api.Operation.WRITE
+WAYS = ["local", *ACROSS]
 SOON_S, LONG_S = 0.3, 30.0
 BLOCKS = st.lists(st.integers(0, LAYOUT.num_blocks - 1), min_size=1, max_size=40, unique=True)
+
+
+@pytest.fixture(autouse=True)
+def shared_certificates(certificates, monkeypatch):
+    """Known to the peers' processes, too."""
+    for name, path in members.flags(certificates).items():
+        monkeypatch.setenv(f"DYN_{name.upper()}", path)
 
 
 @contextlib.asynccontextmanager
@@ -56,7 +65,7 @@ async def move(ours, operation, peer, local_blocks, remote_blocks, **post):
         await transfer.release()
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 async def test_a_read_brings_the_peers_blocks_and_touches_no_others(backend):
     async with connected(backend) as (ours, _, peer):
 
@@ -78,7 +87,7 @@ async def test_a_read_brings_the_peers_blocks_and_touches_no_others(backend):
             assert blocks_of(bytes(ours.pool), range(LAYOUT.num_blocks)) == expected
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 @pytest.mark.parametrize("num_blocks", [1, 2, 127, 1000])
 async def test_reads_of_one_to_a_thousand_blocks(backend, num_blocks):
     scattered = [block * 7 % LAYOUT.num_blocks for block in range(num_blocks)]
@@ -89,7 +98,7 @@ async def test_reads_of_one_to_a_thousand_blocks(backend, num_blocks):
         assert brought == blocks_of(content(2), scattered)
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 async def test_a_write_reaches_the_peers_pool(backend):
     async with connected(backend) as (ours, process, peer):
         await move(ours, WRITE, peer, [5, 6, 9], [100, 101, 3])
@@ -98,7 +107,7 @@ async def test_a_write_reaches_the_peers_pool(backend):
         assert arrived == blocks_of(content(1), [5, 6, 9])
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 async def test_neighbours_are_moved_together(backend):
     async with connected(backend) as (ours, _, peer):
         transfer = ours.agent.prepare(READ, peer, [*range(10, 20), 40], [*range(30, 40), 5])
@@ -107,7 +116,7 @@ async def test_neighbours_are_moved_together(backend):
         assert transfer.num_bytes == 11 * LAYOUT.block_bytes
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 async def test_a_notification_comes_with_a_transfer_and_alone(backend):
     async with connected(backend) as (ours, process, peer):
         await move(ours, READ, peer, [1], [2], notification=b"pulled 7")
@@ -116,7 +125,7 @@ async def test_a_notification_comes_with_a_transfer_and_alone(backend):
         assert process.heard() == [("decode-0", b"pulled 7"), ("decode-0", b"hello")]
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 async def test_many_transfers_at_once(backend):
     async with connected(backend) as (ours, process, peer):
         async with asyncio.TaskGroup() as tasks:
@@ -129,7 +138,7 @@ async def test_many_transfers_at_once(backend):
         assert sorted(int(said) for _, said in process.heard()) == list(range(32))
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 async def test_a_transfer_goes_through_its_states_and_again(backend):
     blocks = [block * 3 % 1024 for block in range(1000)]
     async with connected(backend) as (ours, _, peer):
@@ -149,7 +158,7 @@ async def test_a_transfer_goes_through_its_states_and_again(backend):
             transfer.post(deadline_s=LONG_S)
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 async def test_what_cannot_be_meant_is_refused_before_a_byte_moves(backend):
     async with connected(backend) as (ours, _, peer):
         for here, there in [([1], [1, 2]), ([1024], [0]), ([0], [-1]), ([3, 3], [1, 2])]:
@@ -161,7 +170,7 @@ async def test_what_cannot_be_meant_is_refused_before_a_byte_moves(backend):
             await ours.agent.notify(peer, bytes(65_537), deadline_s=1)
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 async def test_after_disconnect_nothing_goes_to_that_peer(backend):
     async with connected(backend) as (ours, _, peer):
         transfer = ours.agent.prepare(READ, peer, [1], [2])
@@ -173,7 +182,7 @@ async def test_after_disconnect_nothing_goes_to_that_peer(backend):
             await ours.agent.notify(peer, b"", deadline_s=LONG_S)
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 async def test_a_peer_that_fits_not_is_refused_by_both_names(backend):
     async with connected(backend) as (ours, process, peer):
         await ours.agent.disconnect(peer)
@@ -183,7 +192,7 @@ async def test_a_peer_that_fits_not_is_refused_by_both_names(backend):
             await ours.agent.connect(metadata, deadline_s=LONG_S)
 
 
-@pytest.mark.parametrize("backend", ["local", *ACROSS])
+@pytest.mark.parametrize("backend", WAYS)
 async def test_the_same_peer_is_connected_once(backend):
     async with connected(backend) as (ours, process, peer):
         same = await ours.agent.connect(process.metadata, deadline_s=LONG_S)

@@ -12,22 +12,29 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import members
 import transfer_peer
-from dynamo.base import errors
+from dynamo.base import errors, membership, proof
 from dynamo.transfer import api, descriptors, handshake, messages
-from dynamo.transfer.backends import tcp
+from dynamo.transfer.backends import shm, tcp
 from dynamo.transfer.limit import Limit
 from dynamo.transfer.link import Link
 from transfer_peer import LAYOUT, blocks_of, content
 
 READ = api.Operation.READ
+OPEN = membership.NOTHING
 LONG_S = 30.0
+GARBAGE = st.builds(
+    bytes.__add__,
+    st.sampled_from([b"", proof.GREETING, proof.GREETING + bytes(32), b"\x16\x03\x01\x00\x80\x01"]),
+    st.binary(max_size=200),
+)
 
 
 @contextlib.asynccontextmanager
-async def worker(token=b""):
+async def worker(credentials=membership.NOTHING):
     made = await transfer_peer.Worker(
-        "prefill-0", tcp.TcpBackend(token=token, is_always_summed=True), seed=2
+        "prefill-0", tcp.TcpBackend(credentials=credentials, is_always_summed=True), seed=2
     ).start()
     try:
         yield made
@@ -40,11 +47,11 @@ def dial(metadata):
     return socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=10)
 
 
-def enter(metadata, token=b""):
+def enter(metadata):
     """A link past the handshake."""
     link = Link(dial(metadata))
     epoch = descriptors.decode(metadata).epoch
-    handshake.enter(link, name="stranger", epoch=epoch, token=token, limit=Limit(10))
+    handshake.enter(link, name="stranger", epoch=epoch, key=b"", limit=Limit(10))
     return link
 
 
@@ -62,11 +69,13 @@ def is_closed(sock):
     return True
 
 
-async def test_garbage_at_the_door_is_dropped_and_others_are_served():
-    async with worker() as served, worker() as ours:
+@pytest.mark.parametrize("how", ["open", "token", "tls", "both"])
+async def test_garbage_at_the_door_is_dropped_and_others_are_served(how, credentials_by_name):
+    shown = credentials_by_name[how]
+    async with worker(shown) as served, worker(shown) as ours:
 
         @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-        @given(st.binary(min_size=4, max_size=200))
+        @given(GARBAGE)
         def knock(said):
             with dial(served.metadata) as sock:
                 sock.sendall(said)
@@ -86,6 +95,7 @@ async def test_a_frame_that_is_too_large_is_refused_by_its_length_alone():
 
         def knock():
             with dial(served.metadata) as sock:
+                handshake._exchange(Link(sock), proof.ask(b"", bytes(32)), Limit(10))
                 sock.sendall(struct.pack("!I", messages.MAX_GREETING_BYTES + 1))
                 assert is_closed(sock)
 
@@ -137,50 +147,67 @@ async def test_a_write_whose_checksum_is_wrong_is_not_confirmed():
         link.close()
 
 
-@pytest.mark.parametrize("token", [b"", b"other", b"secreT"])
-async def test_who_does_not_know_the_token_is_refused(token):
-    async with worker(b"secret") as served, worker(token) as ours:
-        with pytest.raises(errors.TransferError, match="wrong cluster token"):
-            await ours.agent.connect(served.metadata, deadline_s=LONG_S)
+@pytest.mark.parametrize("backend", [tcp.TcpBackend, shm.ShmBackend], ids=["tcp", "shm"])
+@pytest.mark.parametrize("how", ["open", "other"])
+async def test_who_does_not_know_the_token_is_refused(backend, how, caplog):
+    credentials = members.with_token("another token of a cluster") if how == "other" else OPEN
+    served, ours = [
+        await transfer_peer.Worker("one", backend(credentials=shown), seed=1).start()
+        for shown in (members.with_token(), credentials)
+    ]
+
+    with pytest.raises(errors.TransferError, match="the peer has another cluster token"):
+        await ours.agent.connect(served.metadata, deadline_s=LONG_S)
+    await ours.close()
+    await served.close()
+    assert "dropping a peer of one: has another cluster token" in caplog.text
 
 
-async def test_who_knows_the_token_is_served():
-    async with worker(b"secret") as served, worker(b"secret") as ours:
-        peer = await ours.agent.connect(served.metadata, deadline_s=LONG_S)
-        await ours.agent.prepare(READ, peer, [1], [2]).post(deadline_s=LONG_S)
+async def test_who_has_no_certificate_of_the_cluster_is_refused(certificates):
+    shown = (
+        members.with_tls(certificates, name="stranger"),
+        members.with_tls(certificates, name="stranger", authority="other"),
+        OPEN,
+    )
+    async with worker(members.with_tls(certificates)) as served:
+        for credentials in shown:
+            async with worker(credentials) as ours:
+                with pytest.raises(errors.TransferError):
+                    await ours.agent.connect(served.metadata, deadline_s=LONG_S)
 
-        assert blocks_of(bytes(ours.pool), [1]) == blocks_of(content(2), [2])
 
-
-async def test_a_server_that_does_not_know_the_token_is_refused():
-    async with worker(b"secret") as ours:
+@pytest.mark.parametrize("said", [bytes(32), proof.GREETING + bytes(64), bytes(200)])
+async def test_a_server_that_does_not_know_the_token_is_refused(said):
+    async with worker(members.with_token()) as ours:
         with (
-            impostor(lambda link, epoch: greet(link, proof=bytes(32))) as metadata,
-            pytest.raises(errors.TransferError, match="does not know our cluster token"),
+            impostor(lambda link, epoch: link.send_bytes(said, Limit(10))) as metadata,
+            pytest.raises(errors.TransferError, match=r"cluster token|broke"),
         ):
             await ours.agent.connect(metadata, deadline_s=LONG_S)
 
 
 async def test_a_recorded_greeting_opens_nothing():
-    async with worker(b"secret") as served:
-        epoch = descriptors.decode(served.metadata).epoch
-        nonce = secrets.token_bytes(32)
+    key = members.with_token().key(handshake.PURPOSE)
+    async with worker(members.with_token()) as served:
 
         def knock(recorded):
-            link = Link(dial(served.metadata))
-            challenge = receive(link, messages.Challenge)
-            proof = handshake.prove(b"secret", b"client", challenge.nonce, nonce, epoch)
-            hello = messages.Hello("stranger", epoch, nonce, recorded or proof)
-            link.send(hello, Limit(10))
-            try:
-                receive(link, messages.Welcome)
-            finally:
-                link.close()
-            return proof
+            """Play the asker's part, or what was recorded of it; gives what we said and what came at the end."""
+            with dial(served.metadata) as sock:
+                steps = proof.ask(key, secrets.token_bytes(32))
+                said = next(steps).said
+                sock.sendall(recorded[:40] or said)
+                sock.recv(8, socket.MSG_WAITALL)
+                steps.send(proof.GREETING)
+                proven = steps.send(sock.recv(32, socket.MSG_WAITALL)).said
+                sock.sendall(recorded[40:] or proven)
+                sock.shutdown(socket.SHUT_WR)
+                return said + proven, b"".join(iter(lambda: sock.recv(4096), b""))
 
-        recorded = await asyncio.to_thread(knock, None)
-        with pytest.raises(errors.TransferError, match="wrong cluster token"):
-            await asyncio.to_thread(knock, recorded)
+        recorded, proven = await asyncio.to_thread(knock, b"")
+        _, refusal = await asyncio.to_thread(knock, recorded)
+
+    assert len(proven) == proof.PROOF_BYTES
+    assert b"has another cluster token" in refusal
 
 
 async def test_a_server_that_breaks_off_is_an_error_at_once():
@@ -279,11 +306,6 @@ def impostor(behave):
     listening.close()
 
 
-def greet(link, *, proof):
-    link.send(messages.Challenge(bytes(32)), Limit(10))
-    receive(link, messages.Hello)
-    link.send(messages.Welcome(proof), Limit(10))
-
-
 def greet_truly(link, epoch):
-    handshake.admit(link, epoch=epoch, token=b"", limit=Limit(10))
+    handshake.admit(link, key=b"", limit=Limit(10))
+    handshake.welcome(link, epoch=epoch, limit=Limit(10))

@@ -27,10 +27,7 @@ class Cluster:
     def __init__(self, network, deployment, mix, folder):
         self.door, self.one, self.two, self.services = (network.add() for _ in range(4))
         self.deployment, self.servers = deployment, []
-        deployment.environ |= MIXES[mix] | {
-            "DYN_CLUSTER_TOKEN": TOKEN,
-            "DYN_KV_TRANSFER_TOKEN": TOKEN,
-        }
+        deployment.environ |= MIXES[mix] | {"DYN_CLUSTER_TOKEN": TOKEN}
         for name, kind, variable in (
             ("nats", NatsServer, "NATS_SERVER"),
             ("etcd", EtcdServer, "ETCD_ENDPOINTS"),
@@ -119,8 +116,7 @@ def test_a_host_that_is_cut_off_is_gone_at_once_and_comes_back(cluster):
 def test_blocks_cross_from_host_to_host(cluster):
     deployment = cluster.deployment
     frontend = deployment.frontend(host=cluster.door)
-    at = ("--kv-transfer-host", cluster.one.address)
-    prefill = deployment.native("--is-prefill-worker", *at, host=cluster.one)
+    prefill = deployment.native("--is-prefill-worker", host=cluster.one)
     flags = ("--disaggregation-mode", "decode", "--max-local-prefill-length", "10")
     decode = deployment.native(*flags, host=cluster.two)
     frontend.others += [prefill, decode]

@@ -1,8 +1,9 @@
 """The agent that moves an engine's blocks, with the backends that were asked for."""
 
+import os
 from collections.abc import Callable
 
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.engine.transfer_settings import TransferConfig
 from dynamo.transfer import agent, api, routes
 from dynamo.transfer.backends import local, shm, tcp
@@ -18,10 +19,11 @@ def make(
 
     Raises ConfigError for a backend that is not known, or an address that is no good.
     """
-    token = (settings.kv_transfer_token or "").encode()
+    host = settings.kv_transfer_host or settings.tcp_rpc_host
+    credentials = membership.read(settings, os.environ)
     kinds: dict[str, Callable[[], routes.Backend]] = {
-        "shm": lambda: shm.ShmBackend(),
-        "tcp": lambda: tcp.TcpBackend(host=settings.kv_transfer_host, token=token),
+        "shm": lambda: shm.ShmBackend(credentials=credentials),
+        "tcp": lambda: tcp.TcpBackend(host=host, credentials=credentials),
     }
     wanted = settings.kv_transfer_backends
     if unknown := [kind for kind in wanted if kind not in kinds]:

@@ -2,24 +2,20 @@
 
 from dataclasses import dataclass
 
-from dynamo.base import config
+from dynamo.base import config, membership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferConfig:
+class TransferConfig(membership.ClusterConfig):
     """An engine's own settings inherit this."""
 
     kv_transfer_backends: tuple[str, ...] = config.option(
         ("shm", "tcp"),
         help="ways by which prompts' blocks may go between workers; the first that both have is taken",
     )
-    kv_transfer_host: str = config.option(
-        "127.0.0.1", help="address by which workers of other hosts reach our blocks"
-    )
-    kv_transfer_token: str | None = config.option(
+    kv_transfer_host: str | None = config.option(
         None,
-        env="DYN_KV_TRANSFER_TOKEN",
-        help="secret that all workers share; needed for any address but loopback, best given by the environment",
+        help="address by which workers of other hosts reach our blocks (default: --tcp-rpc-host)",
     )
     kv_transfer_timeout_s: float = config.option(
         5.0,

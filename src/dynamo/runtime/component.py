@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from dynamo.base import config, extras, ids
+from dynamo.base import config, extras, ids, membership
 from dynamo.observability import tracing
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import client, discovery, events, requests, services
@@ -36,7 +36,7 @@ from dynamo.runtime.backends.etcd import access as etcd_access
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeConfig(tracing.TracingConfig):
+class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
     """Discovery and the planes, which every process has: its own configuration inherits this."""
 
     namespace: str = config.option("dynamo", env="DYN_NAMESPACE", help="namespace of our endpoints")
@@ -75,9 +75,6 @@ class RuntimeConfig(tracing.TracingConfig):
         env="DYN_NATS_START_TIMEOUT_SECS",
         help="for how long a process that starts waits for NATS",
         least=0,
-    )
-    tcp_rpc_host: str = config.option(
-        "127.0.0.1", env="DYN_TCP_RPC_HOST", help="address by which others reach this process"
     )
     tcp_rpc_port: int = config.option(
         0,
@@ -136,6 +133,7 @@ class DistributedRuntime:
     ) -> "DistributedRuntime":
         """Join as the settings say; what they want in memory is in `cluster`. Raises ConfigError."""
         cluster = cluster or MemoryCluster()
+        credentials = membership.read(settings, os.environ)
         instance_id = ids.new_instance_id()
         nats_services = services.NatsServices(
             settings.nats_server,
@@ -146,15 +144,17 @@ class DistributedRuntime:
         has_nats = "nats" in (settings.request_plane, settings.event_plane)
         nats = await nats_services.join() if has_nats else None
         is_alone = settings.request_plane == "memory" and not has_nats
-        new_plane = functools.partial(_request_plane, settings, cluster, nats)
+        new_plane = functools.partial(_request_plane, settings, credentials, cluster, nats)
         plane = new_plane()
+        if settings.event_plane == "zmq":  # before discovery is open
+            zmq.check_host(settings.tcp_rpc_host, credentials)
         registry = await _discovery(settings, cluster, instance_id)
         return cls(
             instance_id=instance_id,
             registry=registry,
             plane=plane,
             new_plane=new_plane,
-            event_plane=_event_plane(settings, cluster, nats, registry, instance_id),
+            event_plane=_event_plane(settings, credentials, cluster, nats, registry, instance_id),
             beside=cluster.beside if is_alone else nats_services,
             inhibited_s=settings.inhibited_duration_secs,
         )
@@ -261,13 +261,18 @@ class DistributedRuntime:
 
 
 def _request_plane(
-    settings: RuntimeConfig, cluster: MemoryCluster, nats: services.NatsPlanes | None
+    settings: RuntimeConfig,
+    credentials: membership.Credentials,
+    cluster: MemoryCluster,
+    nats: services.NatsPlanes | None,
 ) -> requests.RequestPlane:
     if settings.request_plane == "memory":
         return memory_requests.MemoryRequestPlane(cluster.network)
     if settings.request_plane == "nats" and nats is not None:
         return nats.new_requests()
-    return tcp.TcpRequestPlane(settings.tcp_rpc_host, settings.tcp_rpc_port)
+    return tcp.TcpRequestPlane(
+        settings.tcp_rpc_host, settings.tcp_rpc_port, credentials=credentials
+    )
 
 
 async def _discovery(
@@ -294,6 +299,7 @@ async def _etcd(settings: RuntimeConfig, instance_id: ids.InstanceId) -> discove
 
 def _event_plane(
     settings: RuntimeConfig,
+    credentials: membership.Credentials,
     cluster: MemoryCluster,
     nats: services.NatsPlanes | None,
     registry: discovery.Discovery,
@@ -303,4 +309,6 @@ def _event_plane(
         return memory_events.MemoryEventPlane(cluster.bus, instance_id)
     if settings.event_plane == "nats" and nats is not None:
         return nats.events
-    return zmq.ZmqEventPlane(registry, instance_id, host=settings.tcp_rpc_host)
+    return zmq.ZmqEventPlane(
+        registry, instance_id, host=settings.tcp_rpc_host, credentials=credentials
+    )

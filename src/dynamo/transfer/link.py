@@ -47,10 +47,24 @@ class Link:
         """Idempotent."""
         self._sock.close()
 
+    def secure(self, limit: Limit) -> None:
+        """Before the first word: a plain connection has nothing to do. Raises TransferError."""
+
     def peer_uid(self) -> int:
         """The user at the other end of a unix socket."""
         credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return int(struct.unpack("iII", credentials)[1])
+
+    def send_bytes(self, said: bytes, limit: Limit) -> None:
+        """Bare. Raises TransferError."""
+        if said:
+            self._send([memoryview(said)], limit)
+
+    def receive_bytes(self, num_bytes: int, limit: Limit) -> bytes:
+        """So many, no more. Raises TransferError."""
+        received = bytearray(num_bytes)
+        self._receive([memoryview(received)], limit)
+        return bytes(received)
 
     def send(self, message: msgspec.Struct, limit: Limit, *, is_more: bool = False) -> None:
         """`is_more`: bytes follow at once. Raises TransferError."""
@@ -107,7 +121,7 @@ class Link:
         try:
             socket.send_fds(self._sock, [b"\0"], [fd])
         except OSError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
     def receive_descriptor(self, limit: Limit) -> int:
         """Ours to close. Raises TransferError."""
@@ -115,7 +129,7 @@ class Link:
         try:
             _, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
         if not descriptors:
             raise errors.TransferError("the peer did not send its memory's descriptor")
         return descriptors[0]
@@ -129,7 +143,7 @@ class Link:
             except BlockingIOError:
                 continue  # its time is over: _allow says so
             except OSError as error:
-                raise _lost(error) from error
+                raise lost(error) from error
             buffers = _rest(buffers, num_sent)
 
     def _receive(self, buffers: list[memoryview], limit: Limit | None) -> None:
@@ -140,7 +154,7 @@ class Link:
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise _lost(error) from error
+                raise lost(error) from error
             if not num_received:
                 raise errors.TransferError("the peer closed the connection")
             buffers = _rest(buffers, num_received)
@@ -153,7 +167,7 @@ class Link:
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
         except OSError as error:
-            raise _lost(error) from error
+            raise lost(error) from error
 
 
 def _decode(body: bytes, kinds: tuple[type[M], ...]) -> M:
@@ -198,5 +212,6 @@ def _rest(buffers: list[memoryview], num_done: int) -> list[memoryview]:
     return []
 
 
-def _lost(error: OSError) -> errors.TransferError:
+def lost(error: OSError) -> errors.TransferError:
+    """What to raise for it."""
     return errors.TransferError(f"the connection to the peer broke: {error}")

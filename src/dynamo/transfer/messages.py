@@ -1,9 +1,9 @@
 """What two agents say to each other on a connection: a length (4 bytes), then msgpack; bytes of blocks follow bare.
 
     server                          client
-    Challenge(nonce)        ──▶
-                            ◀──     Hello(epoch it expects, nonce, proof)
-    Welcome(proof)          ──▶
+                                    (first both prove that they are of one cluster: `handshake`)
+                            ◀──     Hello(its name, the epoch it expects)
+    Welcome                 ──▶
                             ◀──     Attach                      shared memory: the answer brings a descriptor
                             ◀──     Read(pieces)                bytes follow the answer (and their checksum)
                             ◀──     Write(pieces), bytes (and their checksum)
@@ -27,23 +27,16 @@ MAX_GREETING_BYTES = 1024
 MAX_PIECES = 16_384  # per operation; a longer transfer is several
 MAX_NOTIFICATION_BYTES = 64 * 1024
 MAX_FRAME_BYTES = 16 * MAX_PIECES + 1024
-NONCE_BYTES = 32
 CHECKSUM_BYTES = 8
-
-
-class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
-    nonce: bytes
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     name: str
     epoch: str
-    nonce: bytes
-    proof: bytes
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    proof: bytes
+    pass
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

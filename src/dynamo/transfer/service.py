@@ -1,7 +1,8 @@
 """What an agent does for its peers: a listening socket, a thread per connection, one operation after the other.
 
 Threads, because bulk bytes through an event loop cost twice as much, and because a blocked thread is all that a
-stalled peer can hold. The number of connections is bounded, strangers have seconds to prove who they are, and each
+stalled peer can hold. The number of connections is bounded. Strangers have seconds to prove who they are, and places
+of their own: when those are taken the oldest gives way, so that a flood of strangers takes no peer's place. Each
 operation has the time that its asker gave it.
 """
 
@@ -21,6 +22,8 @@ from dynamo.transfer.routes import Exposed
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
+MAX_STRANGERS = 64
+MakeLink = Callable[[socket.socket], Link]
 _JOIN_S = 5.0
 _PAUSE_S = 0.1
 
@@ -33,16 +36,23 @@ class Service:
         sock: socket.socket,
         exposed: Exposed,
         *,
-        token: bytes,
-        check: Callable[[Link], None],
+        key: bytes,
+        check: Callable[[Link], None] = lambda link: None,
+        make_link: MakeLink = Link,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """`check` sees each new connection before a word is said. Raises TransferError to drop it."""
-        self._sock, self._exposed, self._token, self._check = sock, exposed, token, check
-        self._max_connections = max_connections
+        """`check` sees each new connection before a word is said, and raises TransferError to drop it.
+
+        `make_link` may raise OSError.
+        """
+        self._sock, self._exposed, self._key, self._check = sock, exposed, key, check
+        self._make_link, self._max_connections = make_link, max_connections
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._links: dict[Link, threading.Thread] = {}
+        self._strangers: dict[
+            Link, None
+        ] = {}  # of them, those that have proven nothing; the oldest first
         sock.listen(128)
         self._accepting = threading.Thread(target=self._accept, name="transfer-accept", daemon=True)
         self._accepting.start()
@@ -68,18 +78,37 @@ class Service:
                 if not self._closed.wait(_PAUSE_S):
                     log.warning("%s cannot take a peer's connection: %s", self._exposed.name, error)
                 continue
-            self._begin(Link(sock))
+            try:
+                link = self._make_link(sock)
+            except OSError as error:
+                log.debug("a peer of %s went away: %s", self._exposed.name, error)
+                sock.close()
+                continue
+            self._begin(link)
 
     def _begin(self, link: Link) -> None:
+        self._make_room()
         with self._lock:
-            if self._closed.is_set() or len(self._links) >= self._max_connections:
+            if self._closed.is_set():
                 link.close()
                 return
+            self._strangers[link] = None
             thread = threading.Thread(
                 target=self._serve, args=(link,), name="transfer-serve", daemon=True
             )
             self._links[link] = thread
             thread.start()
+
+    def _make_room(self) -> None:
+        """For one more stranger; its predecessor is gone when this returns, so that threads are bounded, too."""
+        with self._lock:
+            if len(self._strangers) < MAX_STRANGERS:
+                return
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            thread = self._links[oldest]
+        oldest.interrupt()
+        thread.join(_JOIN_S)
 
     def _serve(self, link: Link) -> None:
         try:
@@ -94,17 +123,31 @@ class Service:
                 self._lock
             ):  # first, so that who sees the end of one connection has room for another
                 self._links.pop(link, None)
+                self._strangers.pop(link, None)
             link.close()
 
     def _converse(self, link: Link) -> None:
         self._check(link)
         greeting = Limit(GREETING_LIMIT_S)
-        sender = handshake.admit(link, epoch=self._exposed.epoch, token=self._token, limit=greeting)
+        handshake.admit(link, key=self._key, limit=greeting)
+        self._take_place(link)
+        sender = handshake.welcome(link, epoch=self._exposed.epoch, limit=greeting)
         while True:
             request = link.receive(
                 *messages.REQUESTS, limit=None, max_bytes=messages.MAX_FRAME_BYTES
             )
             self._answer(link, sender, request)
+
+    def _take_place(self, link: Link) -> None:
+        """It is one of us. Raises RemoteProtocolError if there is no place."""
+        with self._lock:
+            is_full = len(self._links) - len(self._strangers) >= self._max_connections
+            if not is_full:
+                self._strangers.pop(link, None)
+        if is_full:
+            raise errors.RemoteProtocolError(
+                f"there are {self._max_connections} connections already; close some"
+            )
 
     def _answer(self, link: Link, sender: str, request: msgspec.Struct) -> None:
         match request:

@@ -1,12 +1,15 @@
 import asyncio
+import contextlib
 import logging
+import socket
 import threading
 
 import msgspec
 import pytest
 import zmq as pyzmq
 
-from dynamo.base import errors
+import members
+from dynamo.base import errors, membership
 from dynamo.protocols import instances
 from dynamo.runtime.backends import memory_discovery, zmq
 
@@ -160,7 +163,7 @@ def test_a_host_that_nobody_can_connect_to_is_refused(join, host):
 
 
 async def test_a_host_that_is_not_ours_is_refused(join):
-    plane = join(1, host="192.0.2.1")
+    plane = join(1, host="192.0.2.1", credentials=membership.Credentials(is_insecure=True))
     with pytest.raises(errors.ConfigError, match="expected an address of this host"):
         await plane.advertise(TOPIC)
 
@@ -175,3 +178,100 @@ async def test_leaving_leaves_no_thread_and_no_task(join):
 
     assert "event receiver" not in left
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+WITH_TOKEN = members.with_token()
+OTHER_TOKEN = members.with_token("the token of another cluster")
+
+
+async def eventually_hears(batches, publisher, payload=b"hello"):
+    """Publish until the listener hears it."""
+    async with asyncio.timeout(20):
+        while batches.empty():
+            publisher.publish(TOPIC, payload)
+            await asyncio.sleep(0.01)
+    return await take(batches)
+
+
+async def until_logged(caplog, text):
+    async with asyncio.timeout(20):
+        while text not in caplog.text:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("shown", [OTHER_TOKEN, membership.NOTHING], ids=["other", "none"])
+async def test_a_publisher_without_our_token_is_not_heard_and_told_of(join, shown, caplog):
+    stranger, honest = join(1, credentials=shown), join(2, credentials=WITH_TOKEN)
+    for publisher in (stranger, honest):
+        await publisher.advertise(TOPIC)
+    batches = await hear(join(3, credentials=WITH_TOKEN))
+    for _ in range(100):
+        stranger.publish(TOPIC, b"lies")
+    await until_logged(caplog, "has another cluster token, or none")
+    heard = await eventually_hears(batches, honest)
+
+    assert {event.publisher for event in heard} == {2}
+    assert members.TOKEN not in caplog.text
+
+
+async def test_a_listener_with_another_token_hears_nothing(join, caplog):
+    publisher = join(1, credentials=WITH_TOKEN)
+    await publisher.advertise(TOPIC)
+    deaf = await hear(join(2, credentials=OTHER_TOKEN))
+    await until_logged(caplog, "has another cluster token, or none")
+    await eventually_hears(await hear(join(3, credentials=WITH_TOKEN)), publisher)
+
+    assert deaf.empty()
+
+
+def encrypt(socket, server_key):
+    """As a listener who knows CURVE, but guesses the publisher's key."""
+    public, secret = pyzmq.curve_keypair()
+    socket.set(pyzmq.CURVE_SERVERKEY, server_key)
+    socket.set(pyzmq.CURVE_PUBLICKEY, public)
+    socket.set(pyzmq.CURVE_SECRETKEY, secret)
+
+
+@pytest.mark.parametrize("knows_curve", [False, True])
+async def test_a_stranger_is_shut_out_in_the_handshake(join, cluster, knows_curve):
+    publisher = join(1, credentials=WITH_TOKEN)
+    await publisher.advertise(TOPIC)
+    record = msgspec.json.decode(next(iter(cluster.view.get_prefix("").values())))
+    with pyzmq.Context() as context, context.socket(pyzmq.SUB) as socket:
+        if knows_curve:
+            encrypt(socket, pyzmq.curve_keypair()[0])
+        monitor = socket.get_monitor_socket(pyzmq.EVENT_HANDSHAKE_SUCCEEDED | zmq._FAILURES)
+        socket.subscribe("")
+        socket.connect(record["transport"]["zmq"])
+        event = await asyncio.to_thread(monitor.recv_multipart)
+        socket.disable_monitor()
+        monitor.close()
+
+    assert int.from_bytes(event[0][:2], "little") & zmq._FAILURES
+
+
+@pytest.mark.parametrize("shown", [WITH_TOKEN, membership.NOTHING], ids=["token", "open"])
+async def test_noise_at_the_publishers_socket_harms_nobody(join, cluster, shown):
+    publisher = join(1, credentials=shown)
+    await publisher.advertise(TOPIC)
+    record = msgspec.json.decode(next(iter(cluster.view.get_prefix("").values())))
+    host, _, port = record["transport"]["zmq"].removeprefix("tcp://").rpartition(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(48)
+    noise = [b"", b"\xff" * 64, bytes(range(256)) * 40, greeting, greeting + b"\x04\xff" * 200]
+    with contextlib.ExitStack() as stack:
+        for said in noise * 5:
+            sock = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(said)
+        heard = await eventually_hears(await hear(join(2, credentials=shown)), publisher)
+
+    assert {event.payload for event in heard} == {b"hello"}
+
+
+def test_an_address_off_loopback_wants_a_token(join):
+    with pytest.raises(
+        errors.ConfigError, match=r"event plane over ZeroMQ on 10\.0\.0\.7.*--insecure"
+    ):
+        join(1, host="10.0.0.7")
+    for shown in (WITH_TOKEN, membership.Credentials(is_insecure=True)):
+        join(1, host="10.0.0.7", credentials=shown)

@@ -1,9 +1,11 @@
 """Strangers get seconds and a bounded number of places."""
 
 import socket
+import threading
 
 import pytest
 
+from dynamo.base import errors
 from dynamo.transfer import descriptors, handshake, routes, service
 from dynamo.transfer.limit import Limit
 from dynamo.transfer.link import Link
@@ -21,7 +23,7 @@ def serve():
         exposed = routes.Exposed(
             name="prefill-0", epoch="e", region=region, shared=None, deliver=lambda *said: None
         )
-        made = service.Service(listening, exposed, token=b"", check=lambda link: None, **options)
+        made = service.Service(listening, exposed, key=b"", **options)
         started.append(made)
         return lambda: socket.create_connection(listening.getsockname(), timeout=10)
 
@@ -44,13 +46,22 @@ def test_a_stranger_who_says_nothing_is_dropped(serve, monkeypatch):
         assert is_closed(sock)
 
 
-def test_one_connection_more_than_there_are_places_is_closed_at_once(serve):
-    dial = serve(max_connections=1)
-    first = Link(dial())
-    handshake.enter(first, name="decode-0", epoch="e", token=b"", limit=Limit(10))
+def enter(dial):
+    link = Link(dial())
+    try:
+        handshake.enter(link, name="decode-0", epoch="e", key=b"", limit=Limit(10))
+    except errors.TransferError:
+        link.close()
+        raise
+    return link
 
-    with dial() as sock:
-        assert sock.recv(1) == b""
+
+def test_one_peer_more_than_there_are_places_is_told_so(serve):
+    dial = serve(max_connections=1)
+    first = enter(dial)
+
+    with pytest.raises(errors.TransferError, match="there are 1 connections already"):
+        enter(dial)
     first.close()
 
 
@@ -58,7 +69,23 @@ def test_a_peer_that_has_left_makes_room(serve):
     dial = serve(max_connections=1)
 
     for _ in range(20):
-        with dial() as sock:
-            assert sock.recv(1)
-            sock.shutdown(socket.SHUT_WR)
-            assert is_closed(sock)
+        link = enter(dial)
+        link._sock.shutdown(socket.SHUT_WR)
+        assert is_closed(link._sock)
+        link.close()
+
+
+def test_a_flood_of_strangers_takes_nobody_the_place(serve, monkeypatch):
+    monkeypatch.setattr(service, "MAX_STRANGERS", 4)
+    dial = serve(max_connections=1)
+    strangers = [dial() for _ in range(40)]
+
+    peer = enter(dial)
+    has_gone = [is_closed(stranger) for stranger in strangers[:36]]
+    num_threads = sum(t.name == "transfer-serve" for t in threading.enumerate())
+
+    assert has_gone == [True] * 36
+    assert num_threads <= 4 + 1
+    for sock in strangers:
+        sock.close()
+    peer.close()

@@ -15,11 +15,12 @@ import msgspec
 from dynamo.base import errors
 from dynamo.protocols import generate, wire
 from dynamo.runtime import requests
-from dynamo.runtime.backends import link
+from dynamo.runtime.backends import complaints, link
 
 _log = logging.getLogger(__name__)
 _encode_body = msgspec.msgpack.Encoder().encode
-_COMPLAINT_S = 1.0  # strangers fill our log with at most one line in this time
+# What a peer that has a token or TLS which we have not says first looks like a frame of absurd length.
+_HINT = "(a peer with a cluster token or TLS, where we have none, looks like this)"
 
 
 class Service:
@@ -29,10 +30,22 @@ class Service:
         self.handlers: dict[str, requests.Handler] = {}
         self.ends: set[AnsweringEnd] = set()
         self.is_draining = False
+        self.complaints = complaints.Complaints()
+        self._strangers: dict[AnsweringEnd, None] = {}  # who did not say hello; the oldest first
         self._num_calls = 0
         self._all_over = asyncio.Event()
         self._all_over.set()
-        self._complained_at = float("-inf")
+
+    def met(self, end: "AnsweringEnd") -> None:
+        """A stranger. When there are too many, the oldest gives way: who is honest says hello at once."""
+        if len(self._strangers) >= end.link.limits.max_strangers:
+            oldest = next(iter(self._strangers))
+            oldest.link.drop("gave way to newer strangers, because there are too many")
+        self._strangers[end] = None
+
+    def knows(self, end: "AnsweringEnd") -> None:
+        """It is no stranger any more, or gone."""
+        self._strangers.pop(end, None)
 
     def began(self) -> None:
         self._num_calls += 1
@@ -54,12 +67,6 @@ class Service:
         except TimeoutError:
             return False
         return True
-
-    def complain(self, now: float, message: str) -> None:
-        """Log what a peer did that did not even say hello."""
-        if now - self._complained_at >= _COMPLAINT_S:
-            self._complained_at = now
-            _log.warning("dropped a connection to the request plane: the peer %s", message)
 
 
 class AnsweringCall:
@@ -209,6 +216,7 @@ class AnsweringEnd:
 
     def connected(self) -> None:
         self._service.ends.add(self)
+        self._service.met(self)
         limit_s = self.link.limits.hello_s
         self._hello_timer = self.link.loop.call_later(
             limit_s, self.link.drop, f"did not say hello within {limit_s:g} s"
@@ -243,8 +251,9 @@ class AnsweringEnd:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._service.ends.discard(self)
+        self._service.knows(self)
         if self._peer is None and self.link.was_dropped:
-            self._service.complain(self.link.loop.time(), reason)
+            self._service.complaints.say(f"{reason} {_HINT}")
         elif self._calls or self.link.was_dropped:
             _log.warning("%s %s; %d requests of it end", self._peer, reason, len(self._calls))
         for call in list(self._calls.values()):
@@ -259,6 +268,7 @@ class AnsweringEnd:
                 f"version {frame.version} of the request plane, we speak {wire.VERSION}"
             )
         self._peer = frame.peer
+        self._service.knows(self)
         self.link.reader.max_frame_bytes = self.link.limits.max_frame_bytes
         if self._hello_timer is not None:
             self._hello_timer.cancel()

@@ -108,6 +108,8 @@ class AskingEnd:
         match frame:
             case wire.Welcome():
                 self._welcome(frame)
+            case wire.Goodbye() if not self.welcomed.done():
+                self.link.drop(f"refused us: {frame.reason}")
             case _ if not self.welcomed.done():
                 raise errors.RemoteProtocolError(
                     f"expected Welcome first, got {type(frame).__name__}"

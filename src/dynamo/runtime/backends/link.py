@@ -35,6 +35,7 @@ class Limits:
     max_frame_bytes: int = wire.MAX_FRAME_BYTES
     max_backlog_bytes: int = 64 * 2**20  # sent, but not yet taken by the peer
     max_streams: int = 65_536  # of one connection
+    max_strangers: int = 128  # connections that have not said who they are
 
 
 class End(Protocol):

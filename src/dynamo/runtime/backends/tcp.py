@@ -1,10 +1,15 @@
-"""The request plane over TCP, the default. An address is `host:port`."""
+"""The request plane over TCP, the default. An address is `host:port`.
+
+With a cluster token or certificates a `door` stands before each connection; without, only loopback is listened on.
+"""
 
 import asyncio
+import functools
 import socket
+from collections.abc import Callable
 
-from dynamo.base import errors
-from dynamo.runtime.backends import link, multiplex
+from dynamo.base import errors, membership
+from dynamo.runtime.backends import door, link, multiplex
 
 _WILDCARDS = ("", "0.0.0.0", "::")
 # Small frames leave at once, and the kernel finds out when the peer of an idle connection is gone.
@@ -22,18 +27,32 @@ class TcpNetwork:
 
     name = "tcp"
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        credentials: membership.Credentials = membership.NOTHING,
+        limits: link.Limits = link.Limits(),  # noqa: B008 (a frozen value)
+    ) -> None:
+        """Raises ConfigError for a host that is no address to give to others, or is open to strangers."""
         if host in _WILDCARDS:
             raise errors.ConfigError(
                 f"DYN_TCP_RPC_HOST is {host!r}: expected the address by which other processes reach this one"
             )
+        membership.check_address(host, "the request plane (DYN_TCP_RPC_HOST)", credentials)
         self._host = host
         self._port = port
+        self._credentials = credentials
+        self._limits = limits
+        self._is_open = credentials.token is None and credentials.tls is None
 
     async def listen(self, make_link: multiplex.MakeLink) -> multiplex.Listener:
         loop = asyncio.get_running_loop()
+        porch = door.Porch(self._limits, self._credentials, make_link)
+        make = make_link if self._is_open else functools.partial(door.AnsweringDoor, porch)
         try:
-            server = await loop.create_server(make_link, self._host, self._port)
+            server = await loop.create_server(make, self._host, self._port)
         except OSError as error:
             raise errors.ConfigError(
                 f"cannot listen on {self._host}:{self._port} (DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT): {error}"
@@ -41,12 +60,32 @@ class TcpNetwork:
         listening = server.sockets[0]
         _tune(listening)  # what connects to it inherits these options
         address = _join(self._host, listening.getsockname()[1])
-        return multiplex.Listener(address=address, close=server.close)
+
+        def close() -> None:
+            server.close()
+            porch.close()
+
+        return multiplex.Listener(address=address, close=close)
 
     async def connect(self, address: str, make_link: multiplex.MakeLink) -> None:
-        host, port = _split(address)
+        if self._is_open:
+            await self._dial(address, make_link)
+            return
+        entrance = door.AskingDoor(self._credentials, make_link, address)
         try:
-            transport, _ = await asyncio.get_running_loop().create_connection(make_link, host, port)
+            await self._dial(address, lambda: entrance)
+            await entrance.opened
+        finally:
+            if not entrance.opened.done():
+                entrance.abandon()
+
+    async def _dial(self, address: str, make: Callable[[], asyncio.Protocol]) -> None:
+        host, port = _split(address)
+        tls = self._credentials.tls
+        try:
+            transport, _ = await asyncio.get_running_loop().create_connection(
+                make, host, port, ssl=tls.asking if tls is not None else None
+            )
         except (OSError, UnicodeError) as error:
             raise errors.WorkerLost(
                 f"cannot connect to the worker at {address}: {error}"
@@ -62,8 +101,9 @@ class TcpRequestPlane(multiplex.MultiplexedPlane):
         host: str = "127.0.0.1",
         port: int = 0,
         limits: link.Limits = link.Limits(),  # noqa: B008 (a frozen value)
+        credentials: membership.Credentials = membership.NOTHING,
     ) -> None:
-        super().__init__(TcpNetwork(host, port), limits)
+        super().__init__(TcpNetwork(host, port, credentials=credentials, limits=limits), limits)
 
 
 def _tune(sock: socket.socket) -> None:

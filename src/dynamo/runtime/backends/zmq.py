@@ -12,6 +12,10 @@ nobody: the first number that a listener sees need not be 0. A listener that fal
 hands over what has come as one batch, and takes the next only when the loop has taken that one. So a busy loop gets
 large batches, and what does not fit waits in zmq, whose queues are bounded, not in ours. The PUB socket belongs to the
 loop's thread, the SUB socket to the receiving one; they talk through a queue of commands and a socket to wake it.
+
+**With a cluster token** all is authenticated and encrypted by ZeroMQ's CURVE. All publishers have one key pair, made of
+the token. Its public half is never sent either, and a listener without it cannot say the first word of CURVE's
+handshake, so that the token is what a listener proves, too. Listeners have keys of the moment.
 """
 
 import asyncio
@@ -24,8 +28,10 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
-from dynamo.base import errors, tasks
+from dynamo.base import errors, membership, tasks
 from dynamo.protocols import instances
 from dynamo.runtime.discovery import Discovery, Put
 from dynamo.runtime.events import Event, Listener
@@ -33,24 +39,43 @@ from dynamo.runtime.events import Event, Listener
 HIGH_WATER = 10_000  # messages that wait for one slow listener before it misses some
 PAYLOAD_LIMIT = 16 << 20
 _FRAME_LIMIT = PAYLOAD_LIMIT + 1024
+_SUBSCRIPTION_LIMIT = 4096  # what a listener may say at once
+_HANDSHAKE_MS = 5_000
 _BATCH_LIMIT = 1_000
 _U64 = struct.Struct(">Q")
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _WILDCARDS = ("", "*", "0.0.0.0", "::")
 
 log = logging.getLogger(__name__)
 
 
+def check_host(host: str, credentials: membership.Credentials) -> None:
+    """Raises ConfigError for a host that is no address to give to others, or is open to strangers."""
+    if host in _WILDCARDS:
+        raise errors.ConfigError(
+            f"event plane host {host!r}: expected an address that other processes can connect to"
+        )
+    membership.check_token_address(host, "the event plane over ZeroMQ", credentials)
+
+
 class ZmqEventPlane:
     """One process's publishing and listening."""
 
-    def __init__(self, discovery: Discovery, instance_id: int, *, host: str = "127.0.0.1") -> None:
-        if host in _WILDCARDS:
-            raise errors.ConfigError(
-                f"event plane host {host!r}: expected an address that other processes can connect to"
-            )
+    def __init__(
+        self,
+        discovery: Discovery,
+        instance_id: int,
+        *,
+        host: str = "127.0.0.1",
+        credentials: membership.Credentials = membership.NOTHING,
+    ) -> None:
+        """Raises ConfigError as `check_host` does."""
+        check_host(host, credentials)
         self._discovery = discovery
         self._instance_id = instance_id
         self._host = host
+        key = credentials.key("event plane")
+        self._secret = None if key is None else z85.encode(key)
         self._context = zmq.Context()
         self._publisher: _Publisher | None = None
         self._channel_keys: set[str] = set()
@@ -61,7 +86,7 @@ class ZmqEventPlane:
 
     async def advertise(self, topic: str) -> None:
         if self._publisher is None:
-            self._publisher = _Publisher(self._context, self._instance_id, self._host)
+            self._publisher = _Publisher(self._context, self._instance_id, self._host, self._secret)
         self._publisher.add(topic)
         record = instances.EventChannel(
             topic=topic,
@@ -80,7 +105,7 @@ class ZmqEventPlane:
 
     async def subscribe(self, topic: str, listener: Listener) -> "ZmqSubscription":
         if self._receiver is None:
-            self._receiver = _Receiver(self._context, self._deliver)
+            self._receiver = _Receiver(self._context, self._deliver, self._secret)
         audience = self._audience_by_topic.get(topic)
         if audience is None:
             self._receiver.subscribe(topic)
@@ -176,13 +201,22 @@ class _Publisher:
     """The PUB socket. Only for the loop's thread."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], instance_id: int, host: str
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        instance_id: int,
+        host: str,
+        secret: bytes | None,
     ) -> None:
         self._id = _U64.pack(instance_id)
         self._next_number_by_topic: dict[str, int] = {}
         self._socket = context.socket(zmq.PUB)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, HIGH_WATER)
+        self._socket.set(zmq.MAXMSGSIZE, _SUBSCRIPTION_LIMIT)
+        self._socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        if secret is not None:
+            self._socket.set(zmq.CURVE_SERVER, 1)
+            self._socket.set(zmq.CURVE_SECRETKEY, secret)
         try:
             self._socket.bind(f"tcp://{host}:0")
         except zmq.ZMQError as error:
@@ -215,7 +249,10 @@ class _Receiver:
     """The SUB socket and its thread. The methods without a note are for the loop's thread."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], deliver: Callable[[list[Event]], None]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        deliver: Callable[[list[Event]], None],
+        secret: bytes | None,
     ) -> None:
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
@@ -229,7 +266,12 @@ class _Receiver:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.RCVHWM, HIGH_WATER)
         self._socket.set(zmq.MAXMSGSIZE, _FRAME_LIMIT)
+        self._socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self._failures: zmq.Socket[bytes] | None = None  # of handshakes
+        if secret is not None:
+            self._encrypt(secret)
         self._topic_by_name: dict[bytes, str] = {}
+        self._refused: set[str] = set()  # publishers whose handshake failed
         self._is_running = True
         self._thread = threading.Thread(target=self._run, name="event receiver", daemon=True)
         self._thread.start()
@@ -249,7 +291,14 @@ class _Receiver:
         self._uses_by_address[address] -= 1
         if not self._uses_by_address[address]:
             del self._uses_by_address[address]
-            self._do(lambda: self._socket.disconnect(address))
+            self._do(lambda: self._leave(address))
+
+    def _encrypt(self, secret: bytes) -> None:
+        public, own_secret = zmq.curve_keypair()
+        self._socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(secret))
+        self._socket.set(zmq.CURVE_PUBLICKEY, public)
+        self._socket.set(zmq.CURVE_SECRETKEY, own_secret)
+        self._failures = self._socket.get_monitor_socket(_FAILURES)
 
     def resume(self) -> None:
         """The batch has been taken; bring the next."""
@@ -272,13 +321,20 @@ class _Receiver:
         self._poller = zmq.Poller()
         self._poller.register(self._woken, zmq.POLLIN)
         self._poller.register(self._socket, zmq.POLLIN)
+        if self._failures is not None:
+            self._poller.register(self._failures, zmq.POLLIN)
         while self._is_running:
             ready = dict(self._poller.poll())
             if self._woken in ready:
                 self._obey()
             elif self._socket in ready:
                 self._hand_over()
+            elif self._failures is not None:
+                self._tell_failure(self._failures)
         self._woken.close()
+        if self._failures is not None:
+            self._socket.disable_monitor()
+            self._failures.close()
         self._socket.close()
 
     def _obey(self) -> None:
@@ -288,6 +344,17 @@ class _Receiver:
                 self._commands.popleft()()
             except zmq.ZMQError as error:
                 log.warning("event plane: %s", error)
+
+    def _tell_failure(self, failures: zmq.Socket[bytes]) -> None:
+        """Once for each publisher: zmq tries again for as long as we listen."""
+        address = parse_monitor_message(failures.recv_multipart())["endpoint"].decode()
+        if address not in self._refused:
+            self._refused.add(address)
+            log.warning(
+                "event plane: the publisher at %s has another cluster token, or none; give every process the same"
+                " (--cluster-token-file)",
+                address,
+            )
 
     def _hand_over(self) -> None:
         """Bring what has come to the loop, and wait for `resume` before bringing more."""
@@ -324,6 +391,10 @@ class _Receiver:
     def _ignore(self, topic: str) -> None:
         del self._topic_by_name[topic.encode()]
         self._socket.unsubscribe(topic)
+
+    def _leave(self, address: str) -> None:
+        self._refused.discard(address)
+        self._socket.disconnect(address)
 
     def _end(self) -> None:
         self._is_running = False

@@ -2,7 +2,8 @@
 
 A socket brings the descriptor of the memory and, later, notifications. It lives in the abstract namespace under a
 random name, so nothing is left on any disk by a process that is killed; what protects it is the kernel's word on who
-is at the other end: both sides drop a peer that belongs to another user. A copy asks nothing of the peer, not even
+is at the other end: both sides drop a peer that belongs to another user, and one of another cluster, if there is a
+token. A copy asks nothing of the peer, not even
 that it lives: its memory stays as long as it is mapped here.
 """
 
@@ -11,7 +12,7 @@ import secrets
 import socket
 from collections.abc import Iterable
 
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.transfer import api, handshake, links, memory, messages, routes, service
 from dynamo.transfer.limit import Limit
 from dynamo.transfer.link import Link
@@ -26,7 +27,8 @@ class ShmBackend:
         can_read=True, can_write=True, can_notify=True, is_same_host=True
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, credentials: membership.Credentials = membership.NOTHING) -> None:
+        self._key = credentials.key(handshake.PURPOSE) or b""
         self._service: service.Service | None = None
         self._exposed: routes.Exposed | None = None
         self._window: memory.Window | None = None
@@ -38,7 +40,7 @@ class ShmBackend:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind("\0" + address)
         self._exposed, self._window = exposed, memory.Window(exposed.region.memory)
-        self._service = service.Service(sock, exposed, token=b"", check=check_user)
+        self._service = service.Service(sock, exposed, key=self._key, check=check_user)
         return address
 
     def connect(self, target: routes.Target, limit: Limit) -> "ShmRoute":
@@ -48,7 +50,7 @@ class ShmBackend:
 
         def greet(link: Link, limit: Limit) -> None:
             check_user(link)
-            handshake.enter(link, name=mine.name, epoch=target.epoch, token=b"", limit=limit)
+            handshake.enter(link, name=mine.name, epoch=target.epoch, key=self._key, limit=limit)
 
         peer = links.Links(lambda limit: _connect(target.address, limit), greet)
         with peer.borrow(limit) as link:

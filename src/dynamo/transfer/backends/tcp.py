@@ -1,25 +1,26 @@
 """To another host: the server sends from its pool, the client receives into its own, without a copy of ours between.
 
-An address is `host:port`. On loopback nothing is asked; any other address wants a cluster token at both ends
-(`handshake`).
+An address is `host:port`. On loopback nothing is asked; any other address wants a cluster token or certificates at
+both ends (`handshake`).
 """
 
-import ipaddress
+import functools
 import itertools
 import socket
 from collections.abc import Iterable, Iterator
 
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.transfer import api, handshake, links, messages, routes, service
 from dynamo.transfer.limit import Limit
 from dynamo.transfer.link import Link
 from dynamo.transfer.plan import Piece
+from dynamo.transfer.tls_link import TlsLink
 
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class TcpBackend:
-    """Listens on one host and port; port 0 lets the system choose. An empty token is none."""
+    """Listens on one host and port; port 0 lets the system choose."""
 
     name = "tcp"
     capabilities = api.Capabilities(
@@ -31,22 +32,20 @@ class TcpBackend:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        token: bytes = b"",
+        credentials: membership.Credentials = membership.NOTHING,
         is_always_summed: bool = False,
     ) -> None:
         """`is_always_summed`: checksums on loopback, too, as for tunnels that end there.
 
-        Raises ConfigError for a host that is no address to give to others, or needs a token.
+        Raises ConfigError for a host that is no address to give to others, or is open to strangers.
         """
         if host in _WILDCARDS:
             raise errors.ConfigError(
                 f"the transfer host is {host!r}: expected the address by which other workers reach this one"
             )
-        if not token and not _is_loopback(host):
-            raise errors.ConfigError(
-                f"transfers on {host} are open to its whole network: give a cluster token, or listen on 127.0.0.1"
-            )
-        self._host, self._port, self._token = host, port, token
+        membership.check_address(host, "transfers of KV blocks (--kv-transfer-host)", credentials)
+        self._host, self._port, self._credentials = host, port, credentials
+        self._key = credentials.key(handshake.PURPOSE) or b""
         self._is_always_summed = is_always_summed
         self._service: service.Service | None = None
         self._exposed: routes.Exposed | None = None
@@ -61,31 +60,43 @@ class TcpBackend:
             ) from error
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._exposed = exposed
-        self._service = service.Service(sock, exposed, token=self._token, check=lambda link: None)
+        make_link = functools.partial(self._link, is_server=True)
+        self._service = service.Service(sock, exposed, key=self._key, make_link=make_link)
         return _join(self._host, sock.getsockname()[1])
 
     def connect(self, target: routes.Target, limit: Limit) -> "TcpRoute":
         assert self._exposed is not None, "connect before listen"
         host, port = _split(target.address)
-        if not self._token and not _is_loopback(host):
+        if self._is_open and not membership.is_loopback(host):
             raise errors.TransferError(
                 f"{target.name} is on another host ({host}), which wants a cluster token, and we have none"
             )
         mine = self._exposed
 
         def greet(link: Link, limit: Limit) -> None:
-            handshake.enter(
-                link, name=mine.name, epoch=target.epoch, token=self._token, limit=limit
-            )
+            handshake.enter(link, name=mine.name, epoch=target.epoch, key=self._key, limit=limit)
 
-        peer = links.Links(lambda limit: _connect(host, port, limit), greet)
+        make_link = functools.partial(self._link, is_server=False)
+        peer = links.Links(lambda limit: _connect(host, port, limit, make_link), greet)
         peer.warm(limit)
-        is_summed = self._is_always_summed or not _is_loopback(host)
+        is_bare = self._credentials.tls is None and not membership.is_loopback(host)
+        is_summed = self._is_always_summed or is_bare
         return TcpRoute(mine.region.memory, peer, is_summed=is_summed)
 
     def close(self) -> None:
         if self._service is not None:
             self._service.close()
+
+    @property
+    def _is_open(self) -> bool:
+        shown = self._credentials
+        return shown.token is None and shown.tls is None and not shown.is_insecure
+
+    def _link(self, sock: socket.socket, *, is_server: bool) -> Link:
+        if (tls := self._credentials.tls) is None:
+            return Link(sock)
+        context = tls.answering if is_server else tls.asking
+        return TlsLink(sock, context, is_server=is_server)
 
 
 class TcpRoute:
@@ -132,7 +143,7 @@ def _remote(batch: list[Piece]) -> bytes:
     return messages.pack([(remote, length) for _, remote, length in batch])
 
 
-def _connect(host: str, port: int, limit: Limit) -> Link:
+def _connect(host: str, port: int, limit: Limit, make_link: service.MakeLink) -> Link:
     try:
         sock = socket.create_connection((host, port), timeout=limit.remaining_s())
     except OSError as error:
@@ -140,14 +151,13 @@ def _connect(host: str, port: int, limit: Limit) -> Link:
             f"cannot connect to the worker at {host}:{port}: {error}"
         ) from error
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return Link(sock)
-
-
-def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return make_link(sock)
+    except OSError as error:
+        sock.close()
+        raise errors.TransferError(
+            f"the worker at {host}:{port} closed the connection at once: {error}"
+        ) from error
 
 
 def _join(host: str, port: int) -> str:

@@ -2,23 +2,25 @@
 
 import pytest
 
+import members
 import transfer_peer
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.transfer.backends import tcp
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
 def test_an_address_that_nobody_can_call_is_refused(host):
     with pytest.raises(errors.ConfigError, match="by which other workers reach"):
-        tcp.TcpBackend(host=host, token=b"secret")
+        tcp.TcpBackend(host=host, credentials=members.with_token())
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "worker-0.example", "fe80::1"])
-def test_other_hosts_are_served_with_a_token_only(host):
-    with pytest.raises(errors.ConfigError, match="give a cluster token"):
+def test_other_hosts_are_served_with_a_token_or_at_ones_own_risk(host):
+    with pytest.raises(errors.ConfigError, match="give all processes a cluster token"):
         tcp.TcpBackend(host=host)
 
-    tcp.TcpBackend(host=host, token=b"secret")
+    tcp.TcpBackend(host=host, credentials=members.with_token())
+    tcp.TcpBackend(host=host, credentials=membership.Credentials(is_insecure=True))
 
 
 async def test_an_address_that_is_taken_is_one_sentence():

@@ -1,0 +1,174 @@
+"""What the processes of a cluster show to each other, so that no one else is served: a token, certificates, or both.
+
+The token proves who may speak (`proof`), certificates that and hide what is said. On loopback nothing is asked; any
+other address is refused without one of them, unless the user says `--insecure`.
+
+The token comes from a file or from the environment: a flag can be read by everybody on the machine.
+"""
+
+import ipaddress
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dynamo.base import config, errors, proof
+
+TOKEN_VARIABLE = "DYN_CLUSTER_TOKEN"
+MIN_TOKEN_BYTES = 16
+MAX_TOKEN_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots, so that it can stand beside other bases
+class ClusterConfig:
+    """How the processes of one cluster reach each other, and what they show to each other."""
+
+    tcp_rpc_host: str = config.option(
+        "127.0.0.1", env="DYN_TCP_RPC_HOST", help="address by which others reach this process"
+    )
+    cluster_token_file: str | None = config.option(
+        None,
+        env="DYN_CLUSTER_TOKEN_FILE",
+        help="file with the secret that all processes of the cluster share, at least 16 bytes;"
+        f" or the secret itself in {TOKEN_VARIABLE}",
+    )
+    cluster_tls_cert_path: str | None = config.option(
+        None,
+        env="DYN_CLUSTER_TLS_CERT_PATH",
+        help="certificate (PEM) of this process, for TLS with the others",
+    )
+    cluster_tls_key_path: str | None = config.option(
+        None, env="DYN_CLUSTER_TLS_KEY_PATH", help="private key (PEM) of that certificate"
+    )
+    cluster_tls_ca_cert_path: str | None = config.option(
+        None,
+        env="DYN_CLUSTER_TLS_CA_CERT_PATH",
+        help="certificates (PEM) of the authority whose certificates the others must show; the cluster's own",
+    )
+    insecure: bool = config.option(
+        False,
+        env="DYN_INSECURE",
+        help="listen on any address without a token or certificates: whoever reaches it is served",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Both sides show a certificate of the cluster's authority."""
+
+    asking: ssl.SSLContext
+    answering: ssl.SSLContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What we show, and want to see."""
+
+    token: bytes | None = field(default=None, repr=False)
+    tls: Tls | None = None
+    is_insecure: bool = False
+
+    def key(self, purpose: str) -> bytes | None:
+        """Made of the token, for this purpose only; None without one."""
+        return None if self.token is None else proof.derive(self.token, purpose)
+
+
+NOTHING = Credentials()
+
+
+def read(settings: ClusterConfig, environ: Mapping[str, str]) -> Credentials:
+    """The credentials that the settings and the environment name. Raises ConfigError."""
+    return Credentials(
+        token=_token(settings.cluster_token_file, environ.get(TOKEN_VARIABLE)),
+        tls=_tls(settings),
+        is_insecure=settings.insecure,
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Can only processes of this host reach it? Of names, that is certain of `localhost` only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_address(host: str, what: str, credentials: Credentials) -> None:
+    """Raises ConfigError if strangers could use `what` on this address."""
+    is_protected = credentials.token is not None or credentials.tls is not None
+    if not (is_protected or credentials.is_insecure or is_loopback(host)):
+        raise errors.ConfigError(
+            f"{what} on {host} would be open to its whole network: give all processes a cluster token"
+            " (--cluster-token-file) or certificates (--cluster-tls-cert-path), or say --insecure"
+        )
+
+
+def check_token_address(host: str, what: str, credentials: Credentials) -> None:
+    """As `check_address`, where TLS is not spoken. Raises ConfigError."""
+    if credentials.token is None and not (credentials.is_insecure or is_loopback(host)):
+        raise errors.ConfigError(
+            f"{what} on {host} would be open to its whole network: give all processes a cluster token"
+            " (--cluster-token-file; certificates do not cover it), or say --insecure"
+        )
+
+
+def _token(path: str | None, value: str | None) -> bytes | None:
+    if path and value:
+        raise errors.ConfigError(
+            f"--cluster-token-file and {TOKEN_VARIABLE}: expected one of them, got both"
+        )
+    if not path and not value:
+        return None
+    token = _content(path).strip() if path else (value or "").strip().encode()
+    if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:  # and its value is not repeated
+        raise errors.ConfigError(
+            f"{path or TOKEN_VARIABLE}: expected a cluster token of {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes,"
+            f" got {len(token)}; `openssl rand -hex 32` makes one"
+        )
+    return token
+
+
+def _content(path: str) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(MAX_TOKEN_BYTES + 2)  # one byte more than allowed, and the line's end
+    except OSError as error:
+        raise errors.ConfigError(
+            f"--cluster-token-file {path}: expected a file that we may read: {error.strerror}"
+        ) from error
+
+
+def _tls(settings: ClusterConfig) -> Tls | None:
+    paths = (
+        settings.cluster_tls_cert_path,
+        settings.cluster_tls_key_path,
+        settings.cluster_tls_ca_cert_path,
+    )
+    certificate, key, authority = paths
+    if not any(paths):
+        return None
+    if certificate is None or key is None or authority is None:
+        raise errors.ConfigError(
+            "--cluster-tls-cert-path, --cluster-tls-key-path and --cluster-tls-ca-cert-path:"
+            " expected all three or none"
+        )
+    return Tls(
+        asking=_context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, authority),
+        answering=_context(ssl.PROTOCOL_TLS_SERVER, certificate, key, authority),
+    )
+
+
+def _context(side: int, certificate: str, key: str, authority: str) -> ssl.SSLContext:
+    """Who has a certificate of the cluster's authority is one of us, whatever its address: workers come and go."""
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(certificate, key)
+        context.load_verify_locations(authority)
+    except OSError as error:  # ssl's errors are some too
+        raise errors.ConfigError(
+            f"--cluster-tls-…: expected PEM files in {certificate}, {key} and {authority}: {error}"
+        ) from error
+    return context

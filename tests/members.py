@@ -1,0 +1,42 @@
+"""Processes of one cluster, and strangers: tokens and certificates to test with."""
+
+import pathlib
+import subprocess
+
+from dynamo.base import membership
+
+TOKEN = "a secret of the cluster, for tests"
+KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+
+
+def with_token(token: str = TOKEN) -> membership.Credentials:
+    return membership.read(membership.ClusterConfig(), {membership.TOKEN_VARIABLE: token})
+
+
+def make_certificates(folder: pathlib.Path) -> None:
+    """As docs/security.md makes them: an authority, a member of the cluster, and a stranger with another authority."""
+
+    def make(name: str, *flags: str) -> None:
+        paths = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]
+        command = ["openssl", "req", "-x509", *KEY, *paths, *flags]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+    for authority, name in (("authority", "member"), ("other", "stranger")):
+        make(authority)
+        make(name, "-CA", f"{authority}.pem", "-CAkey", f"{authority}.key")
+
+
+def flags(folder: pathlib.Path, name: str = "member", authority: str = "authority") -> dict:
+    """The settings of who has these certificates."""
+    return {
+        "cluster_tls_cert_path": str(folder / f"{name}.pem"),
+        "cluster_tls_key_path": str(folder / f"{name}.key"),
+        "cluster_tls_ca_cert_path": str(folder / f"{authority}.pem"),
+    }
+
+
+def with_tls(
+    folder: pathlib.Path, *, token: str | None = None, **names: str
+) -> membership.Credentials:
+    environ = {} if token is None else {membership.TOKEN_VARIABLE: token}
+    return membership.read(membership.ClusterConfig(**flags(folder, **names)), environ)

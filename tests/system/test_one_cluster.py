@@ -1,0 +1,88 @@
+"""Processes that share a token, or certificates, serve each other; others are told why they do not."""
+
+import pytest
+from deployment import MODEL, eventually
+
+import members
+
+STRANGE = "the token of another cluster"
+
+
+def token_file(folder, name, token):
+    path = folder / name
+    path.write_text(token + "\n")
+    return ("--cluster-token-file", str(path))
+
+
+def certificate_flags(folder):
+    folder.mkdir()
+    members.make_certificates(folder)
+    named = members.flags(folder)
+    return [part for name, path in named.items() for part in ("--" + name.replace("_", "-"), path)]
+
+
+def is_logged(process, text):
+    return lambda: text in process.log.read_text()
+
+
+@pytest.mark.parametrize("how", ["token", "tls", "both"])
+def test_a_frontend_and_a_worker_of_one_cluster_talk(deployment, tmp_path, how):
+    flags = []
+    if how in ("token", "both"):
+        flags += token_file(tmp_path, "token", members.TOKEN)
+    if how in ("tls", "both"):
+        flags += certificate_flags(tmp_path / "certificates")
+    frontend = deployment.frontend("--router-mode", "kv", *flags)
+    deployment.mocker(*flags)
+    frontend.await_models([MODEL])
+    answers = [frontend.chat("Tell me a story " * 40, max_tokens=5) for _ in range(3)]
+
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [5, 5, 5]
+
+
+def test_a_worker_with_another_token_is_not_used_and_both_say_why(deployment, tmp_path):
+    deployment.environ["DYN_CLUSTER_TOKEN"] = members.TOKEN
+    frontend = deployment.frontend("--migration-limit", "0")
+    del deployment.environ["DYN_CLUSTER_TOKEN"]
+    stranger = deployment.mocker(*token_file(tmp_path, "other", STRANGE))
+    frontend.await_models([MODEL])
+    refused = frontend.chat("Tell me a story", max_tokens=5)
+    sentence = "has another cluster token; give every process the same (--cluster-token-file)"
+    for process in (frontend, stranger):
+        eventually(is_logged(process, sentence), within_s=20, what=f"{sentence} in {process.log}")
+    logs = frontend.log.read_text() + stranger.log.read_text()
+
+    assert refused.status_code == 503
+    assert members.TOKEN not in logs
+    assert STRANGE not in logs
+    assert "Traceback" not in logs
+
+
+def test_beside_a_stranger_the_members_serve(deployment, tmp_path):
+    ours = token_file(tmp_path, "token", members.TOKEN)
+    frontend = deployment.frontend(*ours)
+    deployment.mocker(*token_file(tmp_path, "other", STRANGE))
+    frontend.await_models([MODEL])
+    honest = deployment.mocker(*ours)
+    eventually(
+        lambda: frontend.chat("Tell me a story", max_tokens=5).status_code == 200,
+        within_s=20,
+        what="an answer of the member",
+    )
+    answers = [frontend.chat("Tell me a story", max_tokens=5) for _ in range(10)]
+
+    assert {answer.status_code for answer in answers} == {200}
+    assert honest.is_running
+
+
+@pytest.mark.parametrize("engine", ["mocker", "frontend"])
+def test_an_address_that_others_reach_is_refused_in_one_sentence(deployment, engine):
+    process = deployment.run(f"dynamo.{engine}", "--tcp-rpc-host", "10.20.30.40")
+    process.may_end = True
+
+    assert process.exit_code(30) != 0
+    said = process.log.read_text().strip().splitlines()
+    assert len(said) == 1
+    assert "--cluster-token-file" in said[0]
+    assert "--insecure" in said[0]

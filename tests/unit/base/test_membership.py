@@ -1,0 +1,119 @@
+"""Where the token comes from, what TLS wants, and which addresses are refused."""
+
+import pytest
+
+import members
+from dynamo.base import config, errors, membership
+
+TOKEN = "0123456789abcdef"
+WITH_TOKEN = membership.Credentials(token=b"x" * 16)
+INSECURE = membership.Credentials(is_insecure=True)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certificates")
+    members.make_certificates(folder)
+    return folder
+
+
+def read(environ=None, **settings):
+    return membership.read(membership.ClusterConfig(**settings), environ or {})
+
+
+def test_without_settings_nothing_is_shown():
+    assert read() == membership.NOTHING
+    assert membership.NOTHING.key("transfer") is None
+
+
+def test_a_token_is_the_same_from_a_file_and_from_the_environment(tmp_path):
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    by_file = read(cluster_token_file=str(path))
+    by_variable = read({"DYN_CLUSTER_TOKEN": TOKEN})
+
+    assert by_file == by_variable
+    assert by_file.key("transfer") == by_variable.key("transfer")
+    assert by_file.key("transfer") != by_file.key("request plane")
+
+
+def test_a_token_is_never_shown():
+    shown = read({"DYN_CLUSTER_TOKEN": TOKEN})
+
+    assert TOKEN not in repr(shown)
+
+
+def test_no_flag_takes_the_token_itself():
+    with pytest.raises(errors.ConfigError, match="unrecognized"):
+        config.load(membership.ClusterConfig, prog="x", argv=["--cluster-token", TOKEN])
+
+
+@pytest.mark.parametrize("token", ["tiny!", "x" * 15, "x" * 4097], ids=len)
+def test_a_token_too_short_or_too_long_is_refused_and_not_repeated(token, tmp_path):
+    (tmp_path / "token").write_text(token)
+    for ask in (
+        {"environ": {"DYN_CLUSTER_TOKEN": token}},
+        {"cluster_token_file": tmp_path / "token"},
+    ):
+        with pytest.raises(errors.ConfigError, match="openssl rand") as refused:
+            read(**ask)
+
+        assert token not in str(refused.value)
+
+
+def test_an_empty_token_file_is_refused(tmp_path):
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(errors.ConfigError, match="got 0"):
+        read(cluster_token_file=str(tmp_path / "token"))
+
+
+def test_a_token_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(
+        errors.ConfigError, match=r"--cluster-token-file .*nothing: expected a file"
+    ):
+        read(cluster_token_file=str(tmp_path / "nothing"))
+
+
+def test_two_tokens_are_one_too_many(tmp_path):
+    with pytest.raises(errors.ConfigError, match="got both"):
+        read({"DYN_CLUSTER_TOKEN": TOKEN}, cluster_token_file=str(tmp_path))
+
+
+def test_certificates_are_wanted_whole(certificates):
+    paths = members.flags(certificates)
+    for name in paths:
+        with pytest.raises(errors.ConfigError, match="all three or none"):
+            read(**{other: path for other, path in paths.items() if other != name})
+
+
+def test_a_file_that_is_no_certificate_is_named(certificates, tmp_path):
+    (tmp_path / "junk.pem").write_text("junk")
+    paths = members.flags(certificates) | {"cluster_tls_ca_cert_path": str(tmp_path / "junk.pem")}
+
+    with pytest.raises(errors.ConfigError, match=r"expected PEM files in .*junk\.pem"):
+        read(**paths)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
+def test_loopback_needs_nothing(host):
+    membership.check_address(host, "it", membership.NOTHING)
+    membership.check_token_address(host, "it", membership.NOTHING)
+
+    assert membership.is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "192.168.1.1", "fe80::1", "worker-0", "8.8.8.8"])
+def test_other_addresses_are_refused_unless_protected_or_insisted_on(host, certificates):
+    with pytest.raises(errors.ConfigError, match=r"it on .*--cluster-token-file.*--insecure"):
+        membership.check_address(host, "it", membership.NOTHING)
+    for shown in (WITH_TOKEN, members.with_tls(certificates), INSECURE):
+        membership.check_address(host, "it", shown)
+
+    assert not membership.is_loopback(host)
+
+
+def test_where_tls_is_not_spoken_certificates_do_not_help(certificates):
+    with pytest.raises(errors.ConfigError, match="certificates do not cover it"):
+        membership.check_token_address("10.0.0.7", "it", members.with_tls(certificates))
+    for shown in (WITH_TOKEN, INSECURE):
+        membership.check_token_address("10.0.0.7", "it", shown)
