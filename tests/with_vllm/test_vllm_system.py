@@ -20,7 +20,7 @@ from deployment import Deployment, eventually
 
 import vllm_models
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 MODEL = "qwen3-tiny"
 BLOCK = 32
 LOCAL = 200  # tokens
@@ -43,7 +43,7 @@ GOLDEN_PREFILL = (
     "request_status=FINISHED_LENGTH_CAPPED, kv_transfer_params={'do_remote_decode': True}",
     "kv transfer params: {'do_remote_prefill': True, 'do_remote_decode': False, 'remote_block_ids': ",
 )
-START_S = 300.0
+START_S = 600.0  # on a busy machine; usually half a minute
 
 
 class Served:
