@@ -58,7 +58,6 @@ class Served:
         self.workers = [self.deployment.vllm(*flags, *limits) for _ in range(2)]
         self.prefill = self.deployment.vllm(*flags, "--is-prefill-worker")
         self.frontend = self.deployment.frontend("--router-mode", "kv")
-        self.prefill_first = self.deployment.frontend("--router-mode", "kv", *limits)
         self.frontend.others = [*self.workers, self.prefill]
 
     def await_all(self):
@@ -76,9 +75,9 @@ class Served:
 
         eventually(is_so, within_s=START_S, what=what, every_s=0.5)
 
-    def ask(self, token_ids, max_tokens=16, frontend=None):
+    def ask(self, token_ids, max_tokens=16):
         """The answer and how many tokens of the prompt nobody had to compute."""
-        url = (frontend or self.frontend).url
+        url = self.frontend.url
         answer = httpx.post(f"{url}/v1/completions", json=body(token_ids, max_tokens), timeout=120)
         assert answer.status_code == 200, answer.text
         said = answer.json()
@@ -193,20 +192,6 @@ def test_a_long_prompt_is_computed_elsewhere_and_its_prefix_is_known_there(serve
     assert served.prefills("remote") == before + 2
     assert (num_first, num_second) == (0, 288)
     assert first != second
-
-
-def test_a_frontend_may_have_the_prompt_computed_first(served):
-    asked, frontend = prompt(8, 370), served.prefill_first
-    served.prefill_first.await_models([MODEL], within_s=30)
-    routed = f'dynamo_frontend_routed_prefills_total{{model="{MODEL}",where="remote"}}'
-    eventually(lambda: "by prefill workers of" in frontend.log.read_text(), within_s=30, what="who")
-
-    text, num_cached = served.ask(asked, frontend=frontend)
-
-    assert frontend.metric(routed) == 1
-    assert num_cached == 0
-    served.forget_prefixes()
-    assert served.ask(asked)[0] == text
 
 
 def test_the_log_tells_the_story(served):
