@@ -213,19 +213,18 @@ class PrefillFirst:
                     msgspec.structs.replace(terms, among=among),
                 )
         except TimeoutError:
-            self._fall_back(request, _Undelivered(f"nobody took it within {DELIVERY_S:g} s"))
+            late = errors.WorkerLost(f"nobody took it within {DELIVERY_S:g} s")
+            self._fall_back(request, late, "undelivered")
             return None
 
-    def _fall_back(self, request: generate.Request, error: errors.DynamoError) -> None:
+    def _fall_back(
+        self, request: generate.Request, error: errors.DynamoError, reason: str | None = None
+    ) -> None:
         """Raises the error if there is to be no other way."""
         if self._rules.is_enforced:
             raise error
         _logger.warning("%s: its prompt is computed where it is answered: %s", request.id, error)
-        self._counts.fell_back(_reason(error))
-
-
-class _Undelivered(errors.WorkerLost):
-    """A prompt is computed, and nobody answers it."""
+        self._counts.fell_back(reason or _reason(error))
 
 
 async def _call(
@@ -262,8 +261,6 @@ def _minus(terms: route.Terms, spent_s: float) -> route.Terms:
 
 def _reason(error: errors.DynamoError) -> str:
     match error:
-        case _Undelivered():
-            return "undelivered"
         case errors.WorkerLost():
             return "lost"
         case errors.Unavailable():
