@@ -11,7 +11,7 @@ import zmq as pyzmq
 import members
 from dynamo.base import errors, membership
 from dynamo.protocols import instances
-from dynamo.runtime.backends import memory_discovery, zmq
+from dynamo.runtime.backends import memory_discovery, zmq, zmq_receiver
 
 TOPIC = "dynamo/backend/kv-events"
 
@@ -240,14 +240,16 @@ async def test_a_stranger_is_shut_out_in_the_handshake(join, cluster, knows_curv
     with pyzmq.Context() as context, context.socket(pyzmq.SUB) as socket:
         if knows_curve:
             encrypt(socket, pyzmq.curve_keypair()[0])
-        monitor = socket.get_monitor_socket(pyzmq.EVENT_HANDSHAKE_SUCCEEDED | zmq._FAILURES)
+        monitor = socket.get_monitor_socket(
+            pyzmq.EVENT_HANDSHAKE_SUCCEEDED | zmq_receiver.HANDSHAKE_FAILURES
+        )
         socket.subscribe("")
         socket.connect(record["transport"]["zmq"])
         event = await asyncio.to_thread(monitor.recv_multipart)
         socket.disable_monitor()
         monitor.close()
 
-    assert int.from_bytes(event[0][:2], "little") & zmq._FAILURES
+    assert int.from_bytes(event[0][:2], "little") & zmq_receiver.HANDSHAKE_FAILURES
 
 
 @pytest.mark.parametrize("shown", [WITH_TOKEN, membership.NOTHING], ids=["token", "open"])

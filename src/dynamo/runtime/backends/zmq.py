@@ -8,10 +8,7 @@ to every address there. A message is `[topic, number (u64, big-endian), publishe
 nobody: the first number that a listener sees need not be 0. A listener that falls behind misses messages once
 `HIGH_WATER` of them wait. Numbers show both.
 
-**One thread receives** for all topics, because zmq's own asyncio sockets cost more per message than all else here. It
-hands over what has come as one batch, and takes the next only when the loop has taken that one. So a busy loop gets
-large batches, and what does not fit waits in zmq, whose queues are bounded, not in ours. The PUB socket belongs to the
-loop's thread, the SUB socket to the receiving one; they talk through a queue of commands and a socket to wake it.
+**One thread receives** for all topics (`zmq_receiver`). The PUB socket belongs to the loop's thread.
 
 **With a cluster token** all is authenticated and encrypted by ZeroMQ's CURVE. All publishers have one key pair, made of
 the token. Its public half is never sent either, and a listener without it cannot say the first word of CURVE's
@@ -20,30 +17,25 @@ handshake, so that the token is what a listener proves, too. Listeners have keys
 
 import asyncio
 import collections
-import contextlib
 import logging
-import struct
-import threading
-from collections.abc import Callable
 
 import msgspec
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
 
 from dynamo.base import errors, membership, tasks
 from dynamo.protocols import instances
+from dynamo.runtime.backends.zmq_receiver import (
+    HANDSHAKE_MS,
+    HIGH_WATER,
+    PAYLOAD_LIMIT,
+    U64,
+    Receiver,
+)
 from dynamo.runtime.discovery import Discovery, Put
 from dynamo.runtime.events import Event, Listener
 
-HIGH_WATER = 10_000  # messages that wait for one slow listener before it misses some
-PAYLOAD_LIMIT = 16 << 20
-_FRAME_LIMIT = PAYLOAD_LIMIT + 1024
 _SUBSCRIPTION_LIMIT = 4096  # what a listener may say at once
-_HANDSHAKE_MS = 5_000
-_BATCH_LIMIT = 1_000
-_U64 = struct.Struct(">Q")
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _WILDCARDS = ("", "*", "0.0.0.0", "::")
 
 log = logging.getLogger(__name__)
@@ -79,7 +71,7 @@ class ZmqEventPlane:
         self._context = zmq.Context()
         self._publisher: _Publisher | None = None
         self._channel_keys: set[str] = set()
-        self._receiver: _Receiver | None = None
+        self._receiver: Receiver | None = None
         self._audience_by_topic: dict[str, _Audience] = {}
         self._tasks = tasks.Tasks()
         self._is_open = True
@@ -105,7 +97,7 @@ class ZmqEventPlane:
 
     async def subscribe(self, topic: str, listener: Listener) -> "ZmqSubscription":
         if self._receiver is None:
-            self._receiver = _Receiver(self._context, self._deliver, self._secret)
+            self._receiver = Receiver(self._context, self._deliver, self._secret)
         audience = self._audience_by_topic.get(topic)
         if audience is None:
             self._receiver.subscribe(topic)
@@ -141,7 +133,7 @@ class ZmqEventPlane:
             self._publisher.close()
         self._context.term()
 
-    async def _follow(self, topic: str, receiver: "_Receiver") -> None:
+    async def _follow(self, topic: str, receiver: "Receiver") -> None:
         """Stay connected to all who publish `topic`."""
         addresses: dict[str, str] = {}
         try:
@@ -207,13 +199,13 @@ class _Publisher:
         host: str,
         secret: bytes | None,
     ) -> None:
-        self._id = _U64.pack(instance_id)
+        self._id = U64.pack(instance_id)
         self._next_number_by_topic: dict[str, int] = {}
         self._socket = context.socket(zmq.PUB)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, HIGH_WATER)
         self._socket.set(zmq.MAXMSGSIZE, _SUBSCRIPTION_LIMIT)
-        self._socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self._socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if secret is not None:
             self._socket.set(zmq.CURVE_SERVER, 1)
             self._socket.set(zmq.CURVE_SECRETKEY, secret)
@@ -238,170 +230,11 @@ class _Publisher:
                 f"event on {topic!r} has {len(payload)} bytes, expected at most {PAYLOAD_LIMIT}"
             )
         self._next_number_by_topic[topic] = number + 1
-        frames = (topic.encode(), _U64.pack(number), self._id, payload)
+        frames = (topic.encode(), U64.pack(number), self._id, payload)
         self._socket.send_multipart(frames, zmq.NOBLOCK)  # a PUB socket drops, it never refuses
 
     def close(self) -> None:
         self._socket.close()
-
-
-class _Receiver:
-    """The SUB socket and its thread. The methods without a note are for the loop's thread."""
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        deliver: Callable[[list[Event]], None],
-        secret: bytes | None,
-    ) -> None:
-        self._deliver = deliver
-        self._loop = asyncio.get_running_loop()
-        self._uses_by_address: collections.Counter[str] = collections.Counter()
-        self._commands: collections.deque[Callable[[], object]] = collections.deque()
-        self._wake = context.socket(zmq.PAIR)
-        self._wake.bind(f"inproc://wake-{id(self)}")
-        self._woken = context.socket(zmq.PAIR)
-        self._woken.connect(f"inproc://wake-{id(self)}")
-        self._socket = context.socket(zmq.SUB)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.RCVHWM, HIGH_WATER)
-        self._socket.set(zmq.MAXMSGSIZE, _FRAME_LIMIT)
-        self._socket.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        self._failures: zmq.Socket[bytes] | None = None  # of handshakes
-        if secret is not None:
-            self._encrypt(secret)
-        self._topic_by_name: dict[bytes, str] = {}
-        self._refused: set[str] = set()  # publishers whose handshake failed
-        self._is_running = True
-        self._thread = threading.Thread(target=self._run, name="event receiver", daemon=True)
-        self._thread.start()
-
-    def subscribe(self, topic: str) -> None:
-        self._do(lambda: self._hear(topic))
-
-    def unsubscribe(self, topic: str) -> None:
-        self._do(lambda: self._ignore(topic))
-
-    def connect(self, address: str) -> None:
-        self._uses_by_address[address] += 1
-        if self._uses_by_address[address] == 1:
-            self._do(lambda: self._socket.connect(address))
-
-    def disconnect(self, address: str) -> None:
-        self._uses_by_address[address] -= 1
-        if not self._uses_by_address[address]:
-            del self._uses_by_address[address]
-            self._do(lambda: self._leave(address))
-
-    def _encrypt(self, secret: bytes) -> None:
-        public, own_secret = zmq.curve_keypair()
-        self._socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(secret))
-        self._socket.set(zmq.CURVE_PUBLICKEY, public)
-        self._socket.set(zmq.CURVE_SECRETKEY, own_secret)
-        self._failures = self._socket.get_monitor_socket(_FAILURES)
-
-    def resume(self) -> None:
-        """The batch has been taken; bring the next."""
-        self._do(lambda: self._poller.modify(self._socket, zmq.POLLIN))
-
-    async def close(self) -> None:
-        self._do(self._end)
-        await asyncio.to_thread(self._thread.join)
-        self._wake.close()
-
-    def _do(self, command: Callable[[], object]) -> None:
-        """Have the thread do it."""
-        if self._is_running:
-            self._commands.append(command)
-            with contextlib.suppress(zmq.Again):  # so many wakes wait that one more is not needed
-                self._wake.send(b"", zmq.NOBLOCK)
-
-    def _run(self) -> None:
-        """The thread. What follows is called by it only."""
-        self._poller = zmq.Poller()
-        self._poller.register(self._woken, zmq.POLLIN)
-        self._poller.register(self._socket, zmq.POLLIN)
-        if self._failures is not None:
-            self._poller.register(self._failures, zmq.POLLIN)
-        while self._is_running:
-            ready = dict(self._poller.poll())
-            if self._woken in ready:
-                self._obey()
-            elif self._socket in ready:
-                self._hand_over()
-            elif self._failures is not None:
-                self._tell_failure(self._failures)
-        self._woken.close()
-        if self._failures is not None:
-            self._socket.disable_monitor()
-            self._failures.close()
-        self._socket.close()
-
-    def _obey(self) -> None:
-        self._woken.recv()
-        while self._commands:
-            try:
-                self._commands.popleft()()
-            except zmq.ZMQError as error:
-                log.warning("event plane: %s", error)
-
-    def _tell_failure(self, failures: zmq.Socket[bytes]) -> None:
-        """Once for each publisher: zmq tries again for as long as we listen."""
-        address = parse_monitor_message(failures.recv_multipart())["endpoint"].decode()
-        if address not in self._refused:
-            self._refused.add(address)
-            log.warning(
-                "event plane: the publisher at %s has another cluster token, or none; give every process the same"
-                " (--cluster-token-file)",
-                address,
-            )
-
-    def _hand_over(self) -> None:
-        """Bring what has come to the loop, and wait for `resume` before bringing more."""
-        batch: list[Event] = []
-        num_malformed = 0
-        for _ in range(_BATCH_LIMIT):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            if not _is_well_formed(frames):
-                num_malformed += 1
-            elif frames[0] in self._topic_by_name:  # zmq also lets through what only begins like it
-                batch.append(self._event(frames))
-        if num_malformed:
-            log.warning("dropped %d malformed event messages", num_malformed)
-        if batch:
-            self._poller.modify(self._socket, 0)
-            self._loop.call_soon_threadsafe(self._deliver, batch)
-
-    def _event(self, frames: list[bytes]) -> Event:
-        name, number, publisher, payload = frames
-        return Event(
-            topic=self._topic_by_name[name],
-            publisher=_U64.unpack(publisher)[0],
-            number=_U64.unpack(number)[0],
-            payload=payload,
-        )
-
-    def _hear(self, topic: str) -> None:
-        self._topic_by_name[topic.encode()] = topic
-        self._socket.subscribe(topic)
-
-    def _ignore(self, topic: str) -> None:
-        del self._topic_by_name[topic.encode()]
-        self._socket.unsubscribe(topic)
-
-    def _leave(self, address: str) -> None:
-        self._refused.discard(address)
-        self._socket.disconnect(address)
-
-    def _end(self) -> None:
-        self._is_running = False
-
-
-def _is_well_formed(frames: list[bytes]) -> bool:
-    return len(frames) == 4 and len(frames[1]) == len(frames[2]) == _U64.size
 
 
 def _address(channel: Put, topic: str) -> str | None:
