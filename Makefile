@@ -55,8 +55,8 @@ simulate-routing: $(VENV)/.dev  ## compare routing policies on a trace (TRACE=fi
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 1.3
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --cache-tokens 0
 
-chaos: $(VENV)/.dev  ## kill, stop and restart workers at random while clients ask (MINUTES=1)
-	@$(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),1)
+chaos: $(VENV)/.dev  ## kill, stop and restart everything at random while clients ask (MINUTES=1, MIX=file+tcp+zmq, etcd+tcp+zmq or etcd+nats+nats)
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),1) $(if $(MIX),--mix $(MIX))
 
 simulate-check: $(VENV)/.dev  ## does the simulator foretell what real processes do
 	@$(BIN)/python -m benchmarks.simulate_check
