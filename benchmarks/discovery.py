@@ -1,4 +1,4 @@
-"""What etcd discovery costs: `python -m benchmarks.discovery`, with etcd installed.
+"""What discovery costs, by etcd and by files: `python -m benchmarks.discovery`, with etcd installed.
 
 Rates of writing by the stubs that we use and by aetcd's client; then a real frontend beside 1,000 workers that are
 cloned from a real one's records: how long until it knows them all, and what it and etcd take when nothing happens.
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from typing import Any
 import aetcd
 
 from benchmarks.systems import free_port
+from dynamo.runtime.backends import file
 from dynamo.runtime.backends.etcd import access, connection, discovery
+from dynamo.runtime.discovery import Discovery
 
 NUM_PUTS = 3_000
 NUM_ROUNDS = 5
@@ -30,6 +32,7 @@ NUM_JOINING = 200
 NUM_CHANGES = 10_000
 IDLE_S = 30.0
 LEASE_ID, LEASE_S = 1_000_000, 600
+Join = Callable[[int], Awaitable[Discovery]]
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -37,7 +40,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         etcd, address = stack.enter_context(_etcd(Path(directory)))
         asyncio.run(_compare_puts(address))
-        asyncio.run(_bursts(address))
+        whereto = access.Access(addresses=(address,))
+        asyncio.run(_bursts("etcd", lambda number: discovery.EtcdDiscovery.open(whereto, number)))
+        files = Path(directory) / "kv"
+        asyncio.run(_bursts("file", lambda number: file.FileDiscovery.open(files, number)))
         asyncio.run(_among_many(stack, etcd, address))
 
 
@@ -95,38 +101,39 @@ async def _rate(put: Callable[[int], Awaitable[object]], num_at_once: int) -> tu
     return NUM_PUTS / (time.monotonic() - began), 1e6 * cost_s / NUM_PUTS
 
 
-async def _bursts(address: str) -> None:
+async def _bursts(backend: str, join: Join) -> None:
     """What one watcher hears of, when much happens at once; all members live in this process."""
-    whereto = access.Access(addresses=(address,))
-    watcher = await discovery.EtcdDiscovery.open(whereto, 1)
+    watcher = await join(1)
     watch = watcher.watch("v1/")
     began = time.monotonic()
-    members = await asyncio.gather(
-        *(discovery.EtcdDiscovery.open(whereto, 2 + n) for n in range(NUM_JOINING))
-    )
+    members = await asyncio.gather(*(join(2 + n) for n in range(NUM_JOINING)))
     await asyncio.gather(*(member.put(f"v1/{n}", b"x") for n, member in enumerate(members)))
-    for _ in members:
-        await anext(watch)
-    print(f"{NUM_JOINING} members joined, all told, in {time.monotonic() - began:.2f} s")
+    await _hear(watch, NUM_JOINING)
+    told = f"{NUM_JOINING} members joined, all told, in {time.monotonic() - began:.2f} s"
+    print(f"{backend}: {told}")
     await asyncio.gather(*(member.close() for member in members))
-    for _ in members:
-        await anext(watch)
-    async with _connected(address) as direct:
-        await direct.grant(LEASE_ID + 1, LEASE_S)
-        for start in range(0, NUM_CHANGES, 500):
-            keys = [f"v1/{n}" for n in range(start, start + 500)]
-            await asyncio.gather(*(direct.put(key, b"x" * 200, LEASE_ID + 1) for key in keys))
-        for _ in range(NUM_CHANGES):
-            await anext(watch)
+    await _hear(watch, NUM_JOINING)
+    owner = await join(2 + NUM_JOINING)
+    for word, change in (("came", _put_all(owner)), ("vanished", owner.close())):
         began, cpu = time.monotonic(), time.process_time()
-        await direct.revoke(LEASE_ID + 1)
-        for _ in range(NUM_CHANGES):
-            await anext(watch)
-        cost_s = time.process_time() - cpu
-    took_s = time.monotonic() - began
-    print(f"{NUM_CHANGES} keys vanished at once: told in {took_s:.2f} s, {cost_s:.2f} s of CPU")
+        changing = asyncio.ensure_future(change)
+        await _hear(watch, NUM_CHANGES)
+        cost_s, took_s = time.process_time() - cpu, time.monotonic() - began
+        await changing
+        print(f"{backend}: {NUM_CHANGES} keys {word}: told in {took_s:.2f} s, {cost_s:.2f} s CPU")
     await watch.aclose()
     await watcher.close()
+
+
+async def _put_all(owner: Discovery) -> None:
+    for start in range(0, NUM_CHANGES, 500):
+        keys = [f"v1/{n}" for n in range(start, start + 500)]
+        await asyncio.gather(*(owner.put(key, b"x" * 200) for key in keys))
+
+
+async def _hear(watch: AsyncIterator[object], number: int) -> None:
+    for _ in range(number):
+        await anext(watch)
 
 
 async def _among_many(stack: ExitStack, etcd: int, address: str) -> None:

@@ -130,6 +130,34 @@ async def test_an_open_waits_for_a_server_that_restarts(server):
         assert await opening
 
 
+async def test_who_finds_a_restarted_server_later_than_we_is_waited_for(server, monkeypatch):
+    monkeypatch.setattr(nats_requests, "RETURN_S", WITHIN_S)
+    calls, number = [], next(IDS)
+    async with joined(server, UNHURRIED) as (asker, to_nats):
+        gone, probed, publish = asyncio.Event(), asyncio.Event(), to_nats.publish
+
+        def publish_and_tell(subject, data, reply):
+            publish(subject, data, reply)
+            probed.set()
+
+        to_nats.on_lost(lambda _: gone.set())
+        monkeypatch.setattr(to_nats, "publish", publish_and_tell)
+        server.stop()
+        await gone.wait()
+        server.start()
+        address = f"dynamo.link.a.{number:x}"
+        opening = asyncio.ensure_future(asker.open(address, ECHO, None, Receiver()))
+        await probed.wait()
+        other = await servers.connect(server.url)
+        network = nats_requests.NatsNetwork(other, namespace="a", number=number)
+        late = nats_requests.NatsRequestPlane(network, UNHURRIED)
+        await late.serve(ECHO, calls.append)
+        await opening
+        await until(lambda: calls)
+        await late.close()
+        await other.close()
+
+
 async def test_a_server_that_stops_breaks_streams_by_silence_and_may_go_on(server):
     async with asking(server) as (asker, address, calls, receiver, _):
         server.freeze()

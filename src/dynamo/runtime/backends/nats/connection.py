@@ -60,6 +60,7 @@ class Connection:
         self._trouble = ""  # what the log was told last
         self._subscriptions: set[Subscription] = set()
         self._is_joined = False  # once, at least
+        self._back_at: float | None = None  # when the server was last found again
         self._is_closing = False
         self._tasks = tasks.Tasks()
 
@@ -104,6 +105,13 @@ class Connection:
     def on_lost(self, listener: Callable[[str], None]) -> None:
         """Call this with the reason whenever the server is gone: what was said may not have been heard."""
         self._on_lost.append(listener)
+
+    def is_back_since(self, duration_s: float) -> bool:
+        """Was the server away, and found again so little time ago? Others may not have found it yet."""
+        return (
+            self._back_at is not None
+            and asyncio.get_running_loop().time() < self._back_at + duration_s
+        )
 
     async def wait_connected(self) -> None:
         """Until there is a server. The caller bounds the time."""
@@ -245,6 +253,7 @@ class Connection:
 
     async def _found(self) -> None:
         self._trouble = ""
+        self._back_at = asyncio.get_running_loop().time()
         self._is_connected.set()
         log.warning("NATS at %s is back", self.addresses)
 
