@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from benchmarks import fleet as fleets
 
 ENDS = ("SIGKILL", "SIGTERM")
+WAYS = {"etcd": ("killed", "killed, emptied", "stopped"), "nats": ("killed", "stopped")}
 AWAY_S = {"process": (1, 6), "etcd": (1, 8), "nats": (0.5, 3)}  # a moved answer waits for 5 s
 
 
@@ -44,36 +45,50 @@ class Chaos:
     def _hurt_one(
         self, workers: Sequence[fleets.Process], frontends: Sequence[fleets.Process]
     ) -> None:
+        """Each kind of fault that is possible now is as likely as the others."""
         if len(workers) < 2 or not frontends:
             return
-        kinds: list[Callable[[], None]] = []
-        if len(workers) > 2:
-            kinds += 2 * [lambda: self._hurt_process("worker", self._draw.choice(workers))]
-        if len(frontends) > 1:
-            kinds += [lambda: self._hurt_process("frontend", self._draw.choice(frontends))]
+        possible: dict[str, Callable[[], None]] = {}
+        for kind, well, least in (("worker", workers, 3), ("frontend", frontends, 2)):
+            if len(well) >= least:
+                possible |= self._faults_of(kind, well)
         if not self._hurt_services:
             for name in self._fleet.services:
-                kinds.append(lambda name=name: self._hurt_service(name))
-        if kinds:
-            self._draw.choice(kinds)()
+                possible |= {f"{name} {way}": self._service_fault(name, way) for way in WAYS[name]}
+        if possible:
+            fault = self._draw.choice(list(possible))
+            self.faults[fault] += 1
+            possible[fault]()
 
-    def _hurt_process(self, kind: str, process: fleets.Process) -> None:
-        is_elder = process in (self._fleet.workers[0], self._fleet.frontends[0])
-        fault = "SIGSTOP" if is_elder else self._draw.choice([*ENDS, "SIGSTOP"])
-        self.faults[f"{kind} {fault}"] += 1
-        process.signal(signal.Signals[fault])
-        self._heal(self._wake(process) if fault == "SIGSTOP" else self._replace(process, fault))
+    def _faults_of(
+        self, kind: str, well: Sequence[fleets.Process]
+    ) -> dict[str, Callable[[], None]]:
+        elders = (self._fleet.workers[0], self._fleet.frontends[0])
+        mortal = [one for one in well if one not in elders]
+        victims = {"SIGSTOP": well} | dict.fromkeys(ENDS, mortal)
+        return {
+            f"{kind} {end}": self._process_fault(some, end) for end, some in victims.items() if some
+        }
 
-    def _hurt_service(self, name: str) -> None:
-        service, ways = self._fleet.services[name], ["killed", "stopped"]
-        way = self._draw.choice([*ways, "killed, emptied"] if name == "etcd" else ways)
-        self.faults[f"{name} {way}"] += 1
-        self._hurt_services.add(name)
-        if way == "stopped":
-            service.freeze()
-        else:
-            service.stop()
-        self._heal(self._restore(name, service, way))
+    def _process_fault(self, some: Sequence[fleets.Process], fault: str) -> Callable[[], None]:
+        def hurt() -> None:
+            process = self._draw.choice(some)
+            process.signal(signal.Signals[fault])
+            self._heal(self._wake(process) if fault == "SIGSTOP" else self._replace(process, fault))
+
+        return hurt
+
+    def _service_fault(self, name: str, way: str) -> Callable[[], None]:
+        def hurt() -> None:
+            service = self._fleet.services[name]
+            self._hurt_services.add(name)
+            if way == "stopped":
+                service.freeze()
+            else:
+                service.stop()
+            self._heal(self._restore(name, service, way))
+
+        return hurt
 
     def _heal(self, cure: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(cure)

@@ -40,10 +40,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         etcd, address = stack.enter_context(_etcd(Path(directory)))
         asyncio.run(_compare_puts(address))
-        whereto = access.Access(addresses=(address,))
-        asyncio.run(_bursts("etcd", lambda number: discovery.EtcdDiscovery.open(whereto, number)))
-        files = Path(directory) / "kv"
-        asyncio.run(_bursts("file", lambda number: file.FileDiscovery.open(files, number)))
+        whereto, files = access.Access(addresses=(address,)), Path(directory) / "kv"
+
+        async def join_etcd(number: int) -> Discovery:
+            return await discovery.EtcdDiscovery.open(whereto, number)
+
+        async def join_files(number: int) -> Discovery:
+            return await file.FileDiscovery.open(files, number)
+
+        asyncio.run(_joins(join_etcd))
+        asyncio.run(_changes("etcd", join_etcd))
+        asyncio.run(_changes("file", join_files))
+        asyncio.run(_fleets("etcd", _by_etcd(address)))
+        asyncio.run(_fleets("file", {"DYN_FILE_KV": str(files), "DYN_LOG": "warn"}))
         asyncio.run(_among_many(stack, etcd, address))
 
 
@@ -101,34 +110,58 @@ async def _rate(put: Callable[[int], Awaitable[object]], num_at_once: int) -> tu
     return NUM_PUTS / (time.monotonic() - began), 1e6 * cost_s / NUM_PUTS
 
 
-async def _bursts(backend: str, join: Join) -> None:
-    """What one watcher hears of, when much happens at once; all members live in this process."""
+async def _joins(join: Join) -> None:
+    """What one watcher hears of, when many come at once; all of them live in this process."""
     watcher = await join(1)
     watch = watcher.watch("v1/")
     began = time.monotonic()
     members = await asyncio.gather(*(join(2 + n) for n in range(NUM_JOINING)))
     await asyncio.gather(*(member.put(f"v1/{n}", b"x") for n, member in enumerate(members)))
     await _hear(watch, NUM_JOINING)
-    told = f"{NUM_JOINING} members joined, all told, in {time.monotonic() - began:.2f} s"
-    print(f"{backend}: {told}")
+    print(f"{NUM_JOINING} members joined, all told, in {time.monotonic() - began:.2f} s")
     await asyncio.gather(*(member.close() for member in members))
-    await _hear(watch, NUM_JOINING)
-    owner = await join(2 + NUM_JOINING)
-    for word, change in (("came", _put_all(owner)), ("vanished", owner.close())):
-        began, cpu = time.monotonic(), time.process_time()
-        changing = asyncio.ensure_future(change)
-        await _hear(watch, NUM_CHANGES)
-        cost_s, took_s = time.process_time() - cpu, time.monotonic() - began
-        await changing
-        print(f"{backend}: {NUM_CHANGES} keys {word}: told in {took_s:.2f} s, {cost_s:.2f} s CPU")
     await watch.aclose()
     await watcher.close()
 
 
-async def _put_all(owner: Discovery) -> None:
+async def _changes(backend: str, join: Join) -> None:
+    """And when one that holds many keys comes and goes."""
+    watcher, owner = await join(1), await join(2)
+    watch = watcher.watch("v1/")
+    hearing = asyncio.ensure_future(_hear(watch, NUM_CHANGES))
     for start in range(0, NUM_CHANGES, 500):
         keys = [f"v1/{n}" for n in range(start, start + 500)]
         await asyncio.gather(*(owner.put(key, b"x" * 200) for key in keys))
+    began = time.monotonic()
+    await hearing
+    told = f"{NUM_CHANGES} keys: all told {time.monotonic() - began:.2f} s after the last came"
+    began = time.monotonic()
+    leaving = asyncio.ensure_future(owner.close())
+    await _hear(watch, NUM_CHANGES)
+    print(f"{backend}, {told}, and {time.monotonic() - began:.2f} s after their owner began to go")
+    await leaving
+    await watch.aclose()
+    await watcher.close()
+
+
+async def _fleets(backend: str, environ: dict[str, str]) -> None:
+    """Two hundred simulated workers of one process, and a frontend that is there."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    argv = [sys.executable, "-m", "dynamo.frontend", "--http-port", str(port)]
+    with _process(argv, environ):
+        await asyncio.to_thread(_await, f"{url}/live", lambda _: True)
+        argv = [sys.executable, "-m", "dynamo.mocker", "--num-workers", str(NUM_JOINING)]
+        with _process(argv, environ):
+            await asyncio.to_thread(_await, f"{url}/health", lambda health: _num_known(health) > 0)
+            began = time.monotonic()
+            await asyncio.to_thread(
+                _await, f"{url}/health", lambda health: _num_known(health) == NUM_JOINING
+            )
+            took_s = time.monotonic() - began
+    print(
+        f"{backend}: a frontend knows {NUM_JOINING} workers {took_s:.2f} s after the first of them"
+    )
 
 
 async def _hear(watch: AsyncIterator[object], number: int) -> None:
@@ -137,7 +170,7 @@ async def _hear(watch: AsyncIterator[object], number: int) -> None:
 
 
 async def _among_many(stack: ExitStack, etcd: int, address: str) -> None:
-    environ = {"DYN_DISCOVERY_BACKEND": "etcd", "ETCD_ENDPOINTS": address, "DYN_LOG": "warn"}
+    environ = _by_etcd(address)
     worker = [sys.executable, "-m", "dynamo.mocker"]
     template = stack.enter_context(_process(worker, environ))
     async with _connected(address) as direct:
@@ -190,7 +223,15 @@ def _await(url: str, is_so: Callable[[Any], bool]) -> None:
 
 
 def _knows_all(health: Any) -> bool:
-    return len({i["instance_id"] for i in health["instances"]}) >= NUM_INSTANCES
+    return _num_known(health) >= NUM_INSTANCES
+
+
+def _num_known(health: Any) -> int:
+    return len({i["instance_id"] for i in health["instances"] if i["endpoint"] == "generate"})
+
+
+def _by_etcd(address: str) -> dict[str, str]:
+    return {"DYN_DISCOVERY_BACKEND": "etcd", "ETCD_ENDPOINTS": address, "DYN_LOG": "warn"}
 
 
 def _connected(address: str):
