@@ -77,11 +77,21 @@ class Balancer:
 
     async def check(self) -> None:
         """Who is healthy, again and again."""
+        await asyncio.gather(*(self._check(one) for one in self._frontends))
+
+    async def _check(self, frontend: fleets.Process) -> None:
+        """By itself, so that one that does not answer makes nothing old that is known of the other."""
         while True:
-            checks = (asyncio.to_thread(fleets.is_healthy, one.url, 1.0) for one in self._frontends)
-            found = zip(self._frontends, await asyncio.gather(*checks), strict=True)
-            self._healthy = [one for one, is_healthy in found if is_healthy]
+            is_healthy = await asyncio.to_thread(fleets.is_healthy, frontend.url, 1.0)
+            if is_healthy and frontend not in self._healthy:
+                self._healthy.append(frontend)
+            elif not is_healthy:
+                self._leave_out(frontend)
             await asyncio.sleep(CHECK_S)
+
+    def _leave_out(self, frontend: fleets.Process) -> None:
+        if frontend in self._healthy:
+            self._healthy.remove(frontend)
 
     async def ask(self, question: str, num_tokens: int = NUM_TOKENS) -> Answer:
         """One streamed answer, however it ends."""
@@ -109,8 +119,7 @@ class Balancer:
         try:
             response = await self.client.send(request, stream=True)
         except httpx.TransportError:
-            if frontend in self._healthy:
-                self._healthy.remove(frontend)
+            self._leave_out(frontend)
             return False
         try:
             return await _read_all(response, answer)
