@@ -24,6 +24,7 @@ from dynamo.runtime.backends import link, multiplex
 from dynamo.runtime.backends.nats import connection, envelope
 
 PROBE_S = 0.1
+AWAY_S = 5.0  # for which a new link waits for a server; then each fails at once, not one worker after the other
 RETURN_S = 2.0  # some attempts to connect, on a busy machine
 _PROBES = 10  # after the last word of the peer
 _INBOX = re.compile(r"dynamo\.link\.[A-Za-z0-9_-]+\.[0-9a-f]{1,16}")
@@ -124,8 +125,8 @@ class NatsNetwork:
     async def connect(self, address: str, make_link: multiplex.MakeLink) -> None:
         if not _INBOX.fullmatch(address):
             raise errors.WorkerLost(f"{address!r} is no address: expected the subject of a process")
-        await self.connection.wait_connected()
         try:
+            await self.connection.wait_connected(AWAY_S)
             await self._hear_inbox()
         except errors.Unavailable as error:
             raise errors.WorkerLost(f"cannot reach the worker at {address}: {error}") from error
