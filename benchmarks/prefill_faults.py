@@ -104,7 +104,7 @@ def many_faults(timed: Timed, num_requests: int = 500) -> str:
             if is_over.wait(2):
                 return
             both = workers[kind]
-            systems.eventually(lambda both=both: all(map(serves, both)), within_s=30, what="both")
+            systems.eventually(lambda both=both: all(map(serves, both)), within_s=90, what="both")
             both.pop(0).kill()
             next(num_killed)
             both.append(make[kind](*PACED))
@@ -117,9 +117,11 @@ def many_faults(timed: Timed, num_requests: int = 500) -> str:
         took_s = time.monotonic() - began_at
         is_over.set()
         killing.result()
+    everybody = [*workers["prefill"], *workers["decode"]]
+    systems.eventually(lambda: all(map(serves, everybody)), within_s=90, what="the last serve")
     told = difference(dict.fromkeys(counts(timed, []), 0.0), counts(timed, workers["decode"]))
     again = split.ask_all(prompts, max_tokens=20)
-    free_s = until_idle([*workers["prefill"], *workers["decode"]])
+    free_s = until_idle(everybody)
     return (
         f"{len(answers)} of {num_requests} {'right' if answers == again else 'WRONG'} in {took_s:.0f} s,"
         f" {next(num_killed)} killed, slowest {timed.slowest_s:.1f} s; {told}; free after {free_s:.1f} s"

@@ -14,24 +14,24 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
 # the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 1165,
-    "protocols": 3540,
+    "base": 1175,
+    "protocols": 3600,
     "observability": 920,
     "runtime": 6600,
-    "transfer": 2330,
+    "transfer": 2950,
     "kvbm": 2200,
-    "engine": 6260,
-    "router": 4100,
+    "engine": 8100,
+    "router": 4200,
     "semantic": 1000,
     "preprocess": 3060,
-    "disagg": 1080,
-    "frontend": 9130,
-    "worker": 2520,
+    "disagg": 1850,
+    "frontend": 9330,
+    "worker": 2610,
     "planner": 2000,
     "operator": 2000,
     "cli": 1210,
     "testing": 60,
-    "simulate": 1040,
+    "simulate": 1700,
 }
 LARGE: dict[str, int] = {}  # file -> lines it may keep; entries only shrink
 FACES: set[str] = (

