@@ -52,7 +52,7 @@ class Tally:
         self.pauses_s.append(answer.longest_pause_s)
         self.outcomes[self._outcome(question, answer)] += 1
         if answer.error:
-            self.errors[answer.error] += 1
+            self.errors[answer.error[:60]] += 1
 
     def _outcome(self, question: str, answer: Answer) -> str:
         expected = self.expected[question]

@@ -18,6 +18,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator
+from concurrent import futures
 from pathlib import Path
 
 import httpx
@@ -32,6 +33,8 @@ WORKER_FLAGS = ["--tick-ms", str(TICK_MS), "--graceful-shutdown-timeout", "0.2"]
 CUT_FLAGS = ["--tick-ms", "50", "--max-num-batched-tokens", "100000"]  # a prompt takes one step
 MODEL_DIR = Path(fleets.__file__).parents[1] / "src/dynamo/engine/native/storyteller"
 NUM_FRONTENDS = 2
+NUM_THREADS = 32
+STALL_STEP_S = 0.1
 MORE_FDS, MORE_MB = 8, 20.0  # that the elders may have in the end
 
 
@@ -63,6 +66,18 @@ async def balanced(fleet: fleets.Fleet) -> AsyncIterator[clients.Balancer]:
             checking.cancel()
 
 
+class Stalls:
+    """For how long this process did not come to run: a machine that stands still prolongs every fault."""
+
+    longest_s = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            began_at = time.monotonic()
+            await asyncio.sleep(STALL_STEP_S)
+            self.longest_s = max(self.longest_s, time.monotonic() - began_at - STALL_STEP_S)
+
+
 async def elders(fleet: fleets.Fleet) -> dict[str, tuple[int, float]]:
     """Descriptors and MB of those that live through all of it, when nobody asks."""
     await asyncio.sleep(1)
@@ -72,6 +87,8 @@ async def elders(fleet: fleets.Fleet) -> dict[str, tuple[int, float]]:
 
 async def under_chaos(options: argparse.Namespace) -> tuple[dict[str, object], bool]:
     """The table of one run, and whether it was well."""
+    # Whoever is waited for must not keep others from being healed.
+    asyncio.get_running_loop().set_default_executor(futures.ThreadPoolExecutor(NUM_THREADS))
     size = {"mix": options.mix, "num_frontends": NUM_FRONTENDS}
     with fleets.running(MODEL_DIR, options.workers, WORKER_FLAGS, **size) as fleet:
         await asyncio.to_thread(fleet.wait_until_well)
@@ -79,10 +96,10 @@ async def under_chaos(options: argparse.Namespace) -> tuple[dict[str, object], b
             expected = {question: await balancer.ask(question) for question in QUESTIONS}
             await load(balancer, clients.Tally(expected), options.rate, 10)  # caches and pools fill
         before = await elders(fleet)
-        tally, chaos = (
-            clients.Tally(expected),
-            chaos_faults.Chaos(fleet, random.Random(options.seed)),
-        )
+        tally = clients.Tally(expected)
+        chaos = chaos_faults.Chaos(fleet, random.Random(options.seed))
+        stalls = Stalls()
+        watching = asyncio.ensure_future(stalls.watch())
         async with balanced(fleet) as balancer:
             duration_s = options.minutes * 60
             asking = load(balancer, tally, options.rate, duration_s)
@@ -90,11 +107,13 @@ async def under_chaos(options: argparse.Namespace) -> tuple[dict[str, object], b
             await asyncio.to_thread(fleet.wait_until_well)
             await load(balancer, clients.Tally(expected), options.rate, 5)  # the broken are gone
         after = await elders(fleet)
+        watching.cancel()
         table = {
             "mix": options.mix,
             "again, at the other frontend": balancer.num_again,
             "moved, by the first frontend": int(fleet.metric("model_migration_total")),
             **_told(tally, chaos),
+            "longest stall of the machine, s": f"{stalls.longest_s:.2f}",
             **{f"{kind}: fds, MB before": f"{n}, {mb:.0f}" for kind, (n, mb) in before.items()},
             **{f"{kind}: fds, MB after": f"{n}, {mb:.0f}" for kind, (n, mb) in after.items()},
         }

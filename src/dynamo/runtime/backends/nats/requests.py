@@ -24,7 +24,7 @@ from dynamo.runtime.backends import link, multiplex
 from dynamo.runtime.backends.nats import connection, envelope
 
 PROBE_S = 0.1
-AWAY_S = 5.0  # for which a new link waits for a server; then each fails at once, not one worker after the other
+AWAY_S = 10.0  # for which new links wait for a server; then each fails at once, not one worker after the other
 RETURN_S = 2.0  # some attempts to connect, on a busy machine
 _PROBES = 10  # after the last word of the peer
 _INBOX = re.compile(r"dynamo\.link\.[A-Za-z0-9_-]+\.[0-9a-f]{1,16}")
