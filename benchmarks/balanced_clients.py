@@ -18,7 +18,7 @@ from benchmarks import fleet as fleets
 
 NUM_TOKENS = 60
 HUNG_S = 30.0
-NUM_ATTEMPTS = 20
+NUM_ATTEMPTS = 100
 PAUSE_S = 0.1
 CHECK_S = 0.5
 OUTCOMES = ("right", "failed", "cut", "corrupt", "hung")
@@ -110,8 +110,9 @@ class Balancer:
 
     async def _is_taken(self, question: str, num_tokens: int, answer: Answer) -> bool:
         """False: it may be asked again."""
-        known = self._healthy or self._frontends
-        frontend = known[next(self._turn) % len(known)]
+        if not self._healthy:
+            return False
+        frontend = self._healthy[next(self._turn) % len(self._healthy)]
         began_at = time.monotonic()
         request = self.client.build_request(
             "POST", f"{frontend.url}/v1/chat/completions", json=body(question, num_tokens)
