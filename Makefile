@@ -65,8 +65,8 @@ simulate-disagg: $(VENV)/.dev  ## where prefill on GPUs of its own pays, and whe
 	@$(BIN)/python -m dynamo.simulate disagg
 	@$(BIN)/python -m dynamo.simulate disagg --overhead-ms 9
 
-chaos: $(VENV)/.dev  ## kill, stop and restart workers at random while clients ask (MINUTES=1)
-	@$(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),1)
+chaos: $(VENV)/.dev  ## kill, stop and restart everything at random while clients ask (MINUTES=1, MIX=file+tcp+zmq, etcd+tcp+zmq or etcd+nats+nats)
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),1) $(if $(MIX),--mix $(MIX))
 
 simulate-check: $(VENV)/.dev  ## does the simulator foretell what real processes do
 	@$(BIN)/python -m benchmarks.simulate_check

@@ -1,4 +1,4 @@
-"""What etcd discovery costs: `python -m benchmarks.discovery`, with etcd installed.
+"""What discovery costs, by etcd and by files: `python -m benchmarks.discovery`, with etcd installed.
 
 Rates of writing by the stubs that we use and by aetcd's client; then a real frontend beside 1,000 workers that are
 cloned from a real one's records: how long until it knows them all, and what it and etcd take when nothing happens.
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from typing import Any
 import aetcd
 
 from benchmarks.systems import free_port
+from dynamo.runtime.backends import file
 from dynamo.runtime.backends.etcd import access, connection, discovery
+from dynamo.runtime.discovery import Discovery
 
 NUM_PUTS = 3_000
 NUM_ROUNDS = 5
@@ -30,6 +32,7 @@ NUM_JOINING = 200
 NUM_CHANGES = 10_000
 IDLE_S = 30.0
 LEASE_ID, LEASE_S = 1_000_000, 600
+Join = Callable[[int], Awaitable[Discovery]]
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -37,7 +40,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         etcd, address = stack.enter_context(_etcd(Path(directory)))
         asyncio.run(_compare_puts(address))
-        asyncio.run(_bursts(address))
+        whereto, files = access.Access(addresses=(address,)), Path(directory) / "kv"
+
+        async def join_etcd(number: int) -> Discovery:
+            return await discovery.EtcdDiscovery.open(whereto, number)
+
+        async def join_files(number: int) -> Discovery:
+            return await file.FileDiscovery.open(files, number)
+
+        asyncio.run(_joins(join_etcd))
+        asyncio.run(_changes("etcd", join_etcd))
+        asyncio.run(_changes("file", join_files))
+        asyncio.run(_fleets("etcd", _by_etcd(address)))
+        asyncio.run(_fleets("file", {"DYN_FILE_KV": str(files), "DYN_LOG": "warn"}))
         asyncio.run(_among_many(stack, etcd, address))
 
 
@@ -95,42 +110,64 @@ async def _rate(put: Callable[[int], Awaitable[object]], num_at_once: int) -> tu
     return NUM_PUTS / (time.monotonic() - began), 1e6 * cost_s / NUM_PUTS
 
 
-async def _bursts(address: str) -> None:
-    """What one watcher hears of, when much happens at once; all members live in this process."""
-    whereto = access.Access(addresses=(address,))
-    watcher = await discovery.EtcdDiscovery.open(whereto, 1)
+async def _joins(join: Join) -> None:
+    """What one watcher hears of, when many come at once; all of them live in this process."""
+    watcher = await join(1)
     watch = watcher.watch("v1/")
     began = time.monotonic()
-    members = await asyncio.gather(
-        *(discovery.EtcdDiscovery.open(whereto, 2 + n) for n in range(NUM_JOINING))
-    )
+    members = await asyncio.gather(*(join(2 + n) for n in range(NUM_JOINING)))
     await asyncio.gather(*(member.put(f"v1/{n}", b"x") for n, member in enumerate(members)))
-    for _ in members:
-        await anext(watch)
+    await _hear(watch, NUM_JOINING)
     print(f"{NUM_JOINING} members joined, all told, in {time.monotonic() - began:.2f} s")
     await asyncio.gather(*(member.close() for member in members))
-    for _ in members:
-        await anext(watch)
-    async with _connected(address) as direct:
-        await direct.grant(LEASE_ID + 1, LEASE_S)
-        for start in range(0, NUM_CHANGES, 500):
-            keys = [f"v1/{n}" for n in range(start, start + 500)]
-            await asyncio.gather(*(direct.put(key, b"x" * 200, LEASE_ID + 1) for key in keys))
-        for _ in range(NUM_CHANGES):
-            await anext(watch)
-        began, cpu = time.monotonic(), time.process_time()
-        await direct.revoke(LEASE_ID + 1)
-        for _ in range(NUM_CHANGES):
-            await anext(watch)
-        cost_s = time.process_time() - cpu
-    took_s = time.monotonic() - began
-    print(f"{NUM_CHANGES} keys vanished at once: told in {took_s:.2f} s, {cost_s:.2f} s of CPU")
     await watch.aclose()
     await watcher.close()
 
 
+async def _changes(backend: str, join: Join) -> None:
+    """And when one that holds many keys comes and goes."""
+    watcher, owner = await join(1), await join(2)
+    watch = watcher.watch("v1/")
+    hearing = asyncio.ensure_future(_hear(watch, NUM_CHANGES))
+    for start in range(0, NUM_CHANGES, 500):
+        keys = [f"v1/{n}" for n in range(start, start + 500)]
+        await asyncio.gather(*(owner.put(key, b"x" * 200) for key in keys))
+    began = time.monotonic()
+    await hearing
+    told = f"{NUM_CHANGES} keys: all told {time.monotonic() - began:.2f} s after the last came"
+    began = time.monotonic()
+    leaving = asyncio.ensure_future(owner.close())
+    await _hear(watch, NUM_CHANGES)
+    print(f"{backend}, {told}, and {time.monotonic() - began:.2f} s after their owner began to go")
+    await leaving
+    await watch.aclose()
+    await watcher.close()
+
+
+async def _fleets(backend: str, environ: dict[str, str]) -> None:
+    """Two hundred simulated workers of one process, and a frontend that is there."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    argv = [sys.executable, "-m", "dynamo.frontend", "--http-port", str(port)]
+    with _process(argv, environ):
+        await asyncio.to_thread(_await, f"{url}/live", lambda _: True)
+        argv = [sys.executable, "-m", "dynamo.mocker", "--num-workers", str(NUM_JOINING)]
+        began = time.monotonic()
+        with _process(argv, environ):
+            await asyncio.to_thread(
+                _await, f"{url}/health", lambda health: _num_known(health) == NUM_JOINING
+            )
+            took_s = time.monotonic() - began
+    print(f"{backend}: a frontend knows {NUM_JOINING} workers {took_s:.2f} s after their start")
+
+
+async def _hear(watch: AsyncIterator[object], number: int) -> None:
+    for _ in range(number):
+        await anext(watch)
+
+
 async def _among_many(stack: ExitStack, etcd: int, address: str) -> None:
-    environ = {"DYN_DISCOVERY_BACKEND": "etcd", "ETCD_ENDPOINTS": address, "DYN_LOG": "warn"}
+    environ = _by_etcd(address)
     worker = [sys.executable, "-m", "dynamo.mocker"]
     template = stack.enter_context(_process(worker, environ))
     async with _connected(address) as direct:
@@ -183,7 +220,15 @@ def _await(url: str, is_so: Callable[[Any], bool]) -> None:
 
 
 def _knows_all(health: Any) -> bool:
-    return len({i["instance_id"] for i in health["instances"]}) >= NUM_INSTANCES
+    return _num_known(health) >= NUM_INSTANCES
+
+
+def _num_known(health: Any) -> int:
+    return len({i["instance_id"] for i in health["instances"] if i["endpoint"] == "generate"})
+
+
+def _by_etcd(address: str) -> dict[str, str]:
+    return {"DYN_DISCOVERY_BACKEND": "etcd", "ETCD_ENDPOINTS": address, "DYN_LOG": "warn"}
 
 
 def _connected(address: str):

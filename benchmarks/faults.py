@@ -119,7 +119,7 @@ def worker_stopped(scene: Scene) -> str:
 
 
 def worker_partitioned(scene: Scene) -> str:
-    with _proxied(scene.etcd.port) as (proxy, address, loop):
+    with proxied(scene.etcd.port) as (proxy, address, loop):
         scene.start(lambda: scene.deployment.mocker(*SPEED), f"http://{address}")
         scene.await_listed(3)
         loop.call_soon_threadsafe(proxy.drop)
@@ -157,7 +157,8 @@ def _etcd_away(scene: Scene, *, lose_data: bool) -> str:
 
 
 @contextlib.contextmanager
-def _proxied(port: int) -> Iterator[tuple[tcp_proxy.TcpProxy, str, asyncio.AbstractEventLoop]]:
+def proxied(port: int) -> Iterator[tuple[tcp_proxy.TcpProxy, str, asyncio.AbstractEventLoop]]:
+    """A road to this port of ours that can be cut, its address, and the loop in which it lives."""
     proxy, loop = tcp_proxy.TcpProxy(port), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

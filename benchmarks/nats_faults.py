@@ -1,9 +1,12 @@
 """How NATS's faults look to clients: `PYTHONPATH=tests:tests/system python -m benchmarks.nats_faults`.
 
 A frontend and two simulated workers over file discovery, NATS requests and NATS events, a real server. Eight streams
-run when the fault comes. A row for each fault: how they ended and when, and how soon new requests are answered.
+run when the fault comes. A row for each fault: how they ended, how long they paused, how soon new requests are
+answered.
 """
 
+import contextlib
+import itertools
 import json
 import queue
 import signal
@@ -18,29 +21,39 @@ import deployment as systems
 import httpx
 
 import nats_server
+from benchmarks import faults
 
 NUM_STREAMS = 8
-AWAY_S = 6.0
+SPEED = ("--speedup-ratio", "1")
 LIMIT_S = 60.0
 
 
 class Scene:
     """The deployment and its streams."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, road: contextlib.ExitStack) -> None:
+        """The first worker reaches NATS on a road that can be cut."""
         self.nats = nats_server.NatsServer(directory / "nats")
         self.nats.start()
+        port = int(self.nats.url.rpartition(":")[2])
+        self.proxy, address, self._loop = road.enter_context(faults.proxied(port))
         self.deployment = systems.Deployment(directory)
         self.deployment.environ |= {
             "DYN_REQUEST_PLANE": "nats",
             "DYN_EVENT_PLANE": "nats",
-            "NATS_SERVER": self.nats.url,
+            "NATS_SERVER": f"nats://{address}",
         }
+        self.workers = [self.deployment.mocker(*SPEED)]
+        self.deployment.environ["NATS_SERVER"] = self.nats.url
+        self.workers.append(self.deployment.mocker(*SPEED))
         self.frontend = self.deployment.frontend()
-        self.workers = [self.deployment.mocker("--speedup-ratio", "1") for _ in range(2)]
         self.frontend.await_models([systems.MODEL])
         systems.eventually(self._are_both_listed, within_s=LIMIT_S, what="two workers")
-        self.ended: queue.Queue[tuple[str, float]] = queue.Queue()
+        self.ended: queue.Queue[tuple[str, float]] = queue.Queue()  # and its longest pause
+
+    def on_road(self, do: Callable[[], None]) -> None:
+        """Something to the first worker's road."""
+        self._loop.call_soon_threadsafe(do)
 
     def begin_streams(self) -> list[threading.Thread]:
         """Each has brought its first token when this returns."""
@@ -66,12 +79,16 @@ class Scene:
         return len({one["instance_id"] for one in health["instances"]}) == len(self.workers)
 
     def _stream(self, begun: threading.Barrier) -> None:
+        rest, times = [], []
         with self.frontend.stream(max_tokens=700, ignore_eos=True) as lines:
             next(lines)
             begun.wait()
-            rest = list(lines)
+            for line in lines:
+                rest.append(line)
+                times.append(time.monotonic())
         is_whole = rest[-1] == "[DONE]" and "error" not in json.loads(rest[-2])
-        self.ended.put(("whole" if is_whole else "error", time.monotonic()))
+        pause_s = max(b - a for a, b in itertools.pairwise(times))
+        self.ended.put(("whole" if is_whole else "error", pause_s))
 
 
 def server_killed(scene: Scene) -> Callable[[], None]:
@@ -94,28 +111,43 @@ def worker_stopped(scene: Scene) -> Callable[[], None]:
     return lambda: scene.workers[0].signal(signal.SIGCONT)
 
 
-def play(scene: Scene, fault: Callable[[Scene], Callable[[], None]]) -> str:
+def worker_partitioned(scene: Scene) -> Callable[[], None]:
+    scene.on_road(scene.proxy.drop)
+    return lambda: scene.on_road(scene.proxy.heal)
+
+
+FAULTS = (
+    (server_killed, 2.0),
+    (server_killed, 10.0),  # longer than a moved answer waits
+    (server_stopped, 6.0),
+    (worker_killed, 6.0),
+    (worker_stopped, 6.0),
+    (worker_partitioned, 6.0),
+)
+
+
+def play(scene: Scene, fault: Callable[[Scene], Callable[[], None]], away_s: float) -> str:
     threads = scene.begin_streams()
-    harmed_at = time.monotonic()
     undo = fault(scene)
-    time.sleep(AWAY_S)
+    time.sleep(away_s)
     undo()
     well_s = scene.await_answer()
     for thread in threads:
         thread.join()
     ends = [scene.ended.get() for _ in threads]
-    broken = [at - harmed_at for what, at in ends if what == "error"]
-    told = f", after {statistics.median(broken):.2f} s (last {max(broken):.2f})" if broken else ""
-    broke = f"{len(broken)} of {len(ends)} streams ended by an error{told}"
-    return f"{broke}; an answer {well_s:.2f} s after the fault was over"
+    pauses_s = [pause_s for _, pause_s in ends]
+    num_whole = sum(what == "whole" for what, _ in ends)
+    spread = f"{statistics.median(pauses_s):.2f} s (longest {max(pauses_s):.2f})"
+    whole = f"{num_whole} of {len(ends)} streams whole, paused for {spread}"
+    return f"{whole}; an answer {well_s:.2f} s after the fault was over"
 
 
 def main() -> None:
-    for fault in (server_killed, server_stopped, worker_killed, worker_stopped):
-        with tempfile.TemporaryDirectory() as directory:
-            scene = Scene(Path(directory))
+    for fault, away_s in FAULTS:
+        with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as road:
+            scene = Scene(Path(directory), road)
             try:
-                print(f"{fault.__name__}: {play(scene, fault)}", flush=True)
+                print(f"{fault.__name__}, {away_s:g} s: {play(scene, fault, away_s)}", flush=True)
             finally:
                 scene.close()
 

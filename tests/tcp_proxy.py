@@ -42,7 +42,11 @@ class TcpProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, reader, writer) -> None:
-        there = await asyncio.open_connection("127.0.0.1", self._target)
+        try:
+            there = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:  # the server is away: the road ends
+            writer.transport.abort()
+            return
         self._writers |= {writer, there[1]}
         for source, sink in ((reader, there[1]), (there[0], writer)):
             task = asyncio.create_task(self._carry(source, sink))

@@ -119,6 +119,18 @@ async def test_an_open_while_there_is_no_server_is_worker_lost_in_time(server):
             await asker.open("dynamo.link.a.1", ECHO, None, Receiver())
 
 
+async def test_a_server_that_is_away_for_long_is_not_waited_for_again(server, monkeypatch):
+    monkeypatch.setattr(nats_requests, "AWAY_S", 0.0)
+    async with joined(server, link.Limits(connect_s=60.0)) as (asker, to_nats):
+        gone = asyncio.Event()
+        to_nats.on_lost(lambda _: gone.set())
+        server.stop()
+        await gone.wait()
+        async with asyncio.timeout(WITHIN_S):
+            with pytest.raises(errors.WorkerLost, match="is gone for more than"):
+                await asker.open("dynamo.link.a.1", ECHO, None, Receiver())
+
+
 async def test_an_open_waits_for_a_server_that_restarts(server):
     async with asking(server) as (asker, address, calls, receiver, _):
         server.stop()
@@ -128,6 +140,34 @@ async def test_an_open_waits_for_a_server_that_restarts(server):
         server.start()
 
         assert await opening
+
+
+async def test_who_finds_a_restarted_server_later_than_we_is_waited_for(server, monkeypatch):
+    monkeypatch.setattr(nats_requests, "RETURN_S", WITHIN_S)
+    calls, number = [], next(IDS)
+    async with joined(server, UNHURRIED) as (asker, to_nats):
+        gone, probed, publish = asyncio.Event(), asyncio.Event(), to_nats.publish
+
+        def publish_and_tell(subject, data, reply):
+            publish(subject, data, reply)
+            probed.set()
+
+        to_nats.on_lost(lambda _: gone.set())
+        monkeypatch.setattr(to_nats, "publish", publish_and_tell)
+        server.stop()
+        await gone.wait()
+        server.start()
+        address = f"dynamo.link.a.{number:x}"
+        opening = asyncio.ensure_future(asker.open(address, ECHO, None, Receiver()))
+        await probed.wait()
+        other = await servers.connect(server.url)
+        network = nats_requests.NatsNetwork(other, namespace="a", number=number)
+        late = nats_requests.NatsRequestPlane(network, UNHURRIED)
+        await late.serve(ECHO, calls.append)
+        await opening
+        await until(lambda: calls)
+        await late.close()
+        await other.close()
 
 
 async def test_a_server_that_stops_breaks_streams_by_silence_and_may_go_on(server):
@@ -149,7 +189,7 @@ async def test_a_server_that_does_not_answer_is_left(server, monkeypatch):
         server.freeze()
         await asyncio.wait_for(gone.wait(), WITHIN_S)
         server.thaw()
-        await asyncio.wait_for(to_nats.wait_connected(), WITHIN_S)
+        await asyncio.wait_for(to_nats.wait_connected(WITHIN_S), WITHIN_S)
 
 
 async def test_a_server_that_dismisses_us_is_joined_again(tmp_path):

@@ -4,40 +4,19 @@ import json
 import signal
 
 import httpx
+import mixes
 import pytest
 from deployment import MODEL, eventually
 
-from etcd_server import EtcdServer
-from nats_server import NatsServer
-
-OVER_NATS = {"DYN_REQUEST_PLANE": "nats", "DYN_EVENT_PLANE": "nats"}
-BY_ETCD = {"DYN_DISCOVERY_BACKEND": "etcd"}
-MIXES = {
-    "file+tcp+zmq": {},
-    "etcd+tcp+zmq": BY_ETCD,
-    "file+tcp+nats": {"DYN_EVENT_PLANE": "nats"},
-    "file+nats+nats": OVER_NATS,
-    "etcd+nats+nats": BY_ETCD | OVER_NATS,
-}
 WORKER = ("--speedup-ratio", "50", "--block-size", "16")
 FORGOTTEN_S = 15  # a lease of etcd is 10 s; files are quicker
 
 
-@pytest.fixture(params=MIXES)
+@pytest.fixture(params=mixes.MIXES)
 def mixed(request, deployment, tmp_path):
     """A deployment whose processes are told to use this mix."""
-    kinds = {"nats": (NatsServer, "NATS_SERVER"), "etcd": (EtcdServer, "ETCD_ENDPOINTS")}
-    servers = []
-    deployment.environ |= MIXES[request.param]
-    for name in set(request.param.split("+")) & kinds.keys():
-        kind, variable = kinds[name]
-        servers.append(kind(tmp_path / name))
-        servers[-1].start()
-        deployment.environ[variable] = servers[-1].url
-    yield deployment
-    deployment.end()
-    for server in servers:
-        server.stop()
+    with mixes.running(request.param, deployment, tmp_path):
+        yield deployment
 
 
 def is_listing(frontend, num_workers):

@@ -60,6 +60,8 @@ class Connection:
         self._trouble = ""  # what the log was told last
         self._subscriptions: set[Subscription] = set()
         self._is_joined = False  # once, at least
+        self._lost_at = asyncio.get_running_loop().time()  # the server, the last time
+        self._back_at: float | None = None  # when it was last found again
         self._is_closing = False
         self._tasks = tasks.Tasks()
 
@@ -105,9 +107,22 @@ class Connection:
         """Call this with the reason whenever the server is gone: what was said may not have been heard."""
         self._on_lost.append(listener)
 
-    async def wait_connected(self) -> None:
-        """Until there is a server. The caller bounds the time."""
-        await self._is_connected.wait()
+    def is_back_since(self, duration_s: float) -> bool:
+        """Was the server away, and found again so little time ago? Others may not have found it yet."""
+        return (
+            self._back_at is not None
+            and asyncio.get_running_loop().time() < self._back_at + duration_s
+        )
+
+    async def wait_connected(self, limit_s: float) -> None:
+        """Until there is a server. Raises Unavailable if there is none so long after it was lost."""
+        try:
+            async with asyncio.timeout_at(self._lost_at + limit_s):
+                await self._is_connected.wait()
+        except TimeoutError:
+            raise errors.Unavailable(
+                f"NATS at {self.addresses} is gone for more than {limit_s:g} s"
+            ) from None
 
     def publish(self, subject: str, data: bytes, reply: str = "") -> None:
         """Say it to whoever hears `subject`. Never waits; what cannot be said is lost."""
@@ -223,6 +238,7 @@ class Connection:
         if not self._is_connected.is_set():
             return
         self._is_connected.clear()
+        self._lost_at = asyncio.get_running_loop().time()
         self._outbox.clear()
         self._backlog = 0
         if not self._is_closing:
@@ -245,6 +261,7 @@ class Connection:
 
     async def _found(self) -> None:
         self._trouble = ""
+        self._back_at = asyncio.get_running_loop().time()
         self._is_connected.set()
         log.warning("NATS at %s is back", self.addresses)
 

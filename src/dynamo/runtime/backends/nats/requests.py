@@ -10,7 +10,8 @@ How the loss of a peer is noticed, where NATS itself tells nothing:
   breaks with the next word. So a link that becomes quiet is probed by its asker, each `PROBE_S` for a second; where
   streams are open, the answers to heartbeats keep that up, and where none are, it ends;
 - a message to a link that is not known is answered by `close`; a missing number breaks the link;
-- a server that is gone breaks all links, at both sides at once;
+- a server that is gone breaks all links, at both sides at once. When it is back, not everybody has found it at once:
+  for `RETURN_S` a peer that nobody hears is asked for again, before a link to it is begun;
 - the rest is `link`'s limit of silence.
 """
 
@@ -23,6 +24,8 @@ from dynamo.runtime.backends import link, multiplex
 from dynamo.runtime.backends.nats import connection, envelope
 
 PROBE_S = 0.1
+AWAY_S = 10.0  # for which new links wait for a server; then each fails at once, not one worker after the other
+RETURN_S = 2.0  # some attempts to connect, on a busy machine
 _PROBES = 10  # after the last word of the peer
 _INBOX = re.compile(r"dynamo\.link\.[A-Za-z0-9_-]+\.[0-9a-f]{1,16}")
 _LINK = re.compile(_INBOX.pattern + r"\.[0-9a-f]{16}")
@@ -111,6 +114,7 @@ class NatsNetwork:
         self._links: dict[str, NatsTransport] = {}
         self._asked: set[NatsTransport] = set()  # those of them that we began
         self._probing: asyncio.TimerHandle | None = None
+        self._questions: dict[str, asyncio.Future[bool]] = {}  # is this peer there?
         to_nats.on_lost(self._break_all)
 
     async def listen(self, make_link: multiplex.MakeLink) -> multiplex.Listener:
@@ -121,11 +125,15 @@ class NatsNetwork:
     async def connect(self, address: str, make_link: multiplex.MakeLink) -> None:
         if not _INBOX.fullmatch(address):
             raise errors.WorkerLost(f"{address!r} is no address: expected the subject of a process")
-        await self.connection.wait_connected()
         try:
+            await self.connection.wait_connected(AWAY_S)
             await self._hear_inbox()
         except errors.Unavailable as error:
             raise errors.WorkerLost(f"cannot reach the worker at {address}: {error}") from error
+        while self.connection.is_back_since(RETURN_S):
+            if await self._is_heard(address):
+                break
+            await asyncio.sleep(PROBE_S)
         token = secrets.token_hex(8)
         self._establish(token, f"{address}.{token}", make_link, is_asker=True)
 
@@ -151,6 +159,24 @@ class NatsNetwork:
             if self._subscription is None:
                 self._subscription = await self.connection.subscribe(f"{self._inbox}.*", self._hear)
 
+    async def _is_heard(self, address: str) -> bool:
+        """Does anybody hear this inbox? The caller bounds the time."""
+        token = secrets.token_hex(8)
+        question: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._questions[token] = question
+        self.say(token, f"{address}.{token}", envelope.PROBE)
+        try:
+            return await question
+        finally:
+            del self._questions[token]
+
+    def _answer(self, token: str, *, is_heard: bool) -> bool:
+        """Was it about a question of ours?"""
+        question = self._questions.get(token)
+        if question is not None and not question.done():
+            question.set_result(is_heard)
+        return question is not None
+
     def _hear(self, subject: str, reply: str, message: bytes) -> None:
         token = subject.rpartition(".")[2]
         known = self._links.get(token)
@@ -163,7 +189,8 @@ class NatsNetwork:
 
     def _hear_stranger(self, token: str, reply: str, message: bytes) -> None:
         """A new link, or one that is over here and not yet there, or nonsense."""
-        if not _LINK.fullmatch(reply) or not reply.endswith(token):
+        is_ours = self._answer(token, is_heard=bool(message))
+        if is_ours or not _LINK.fullmatch(reply) or not reply.endswith(token):
             return
         try:
             kind, number = envelope.header(message)
@@ -203,6 +230,8 @@ class NatsNetwork:
     def _break_all(self, reason: str) -> None:
         for transport in list(self._links.values()):
             transport.end(ConnectionError(reason))
+        for token in self._questions:
+            self._answer(token, is_heard=False)
 
 
 class NatsRequestPlane(multiplex.MultiplexedPlane):

@@ -1,0 +1,65 @@
+"""Nothing fits on the disk under file discovery any more, and then there is room again."""
+
+import contextlib
+import os
+import subprocess
+
+import pytest
+from deployment import MODEL, eventually
+
+FAST = ("--speedup-ratio", "1000")
+
+
+@pytest.fixture
+def disk(deployment, tmp_path):
+    """A small file system under discovery."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    argv = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "discovery", str(path)]
+    made = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"a small file system needs root and the right to mount: {made.stderr.strip()}")
+    deployment.environ["DYN_FILE_KV"] = str(path)
+    yield path
+    deployment.end()
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def fill(disk):
+    with contextlib.suppress(OSError), (disk / "ballast").open("wb", 0) as ballast:
+        while True:
+            ballast.write(bytes(1024))
+    assert os.statvfs(disk).f_bavail == 0
+
+
+def await_workers(frontend, number):
+    name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
+    eventually(
+        lambda: frontend.is_live() and frontend.metric(name) == number,
+        within_s=30,
+        what=f"{number} workers",
+    )
+
+
+def test_a_full_disk_stops_nobody_who_serves_and_is_named_to_who_comes(deployment, disk):
+    dying, _ = deployment.mocker(*FAST), deployment.mocker(*FAST)
+    frontend = deployment.frontend()
+    await_workers(frontend, 2)
+    fill(disk)
+    served = {frontend.chat(max_tokens=2).status_code for _ in range(4)}
+    dying.kill()
+    await_workers(frontend, 1)  # death is still noticed
+    served |= {frontend.chat(max_tokens=2).status_code for _ in range(4)}
+    fill(disk)  # the place of the dead one's keys
+    refused = deployment.mocker(*FAST)
+    code, said = refused.exit_code(30), refused.log.read_text()
+    (disk / "ballast").unlink()
+    deployment.mocker(*FAST)
+    await_workers(frontend, 2)
+
+    assert served == {200}
+    assert code == 2
+    assert "No space left on device" in said
+    assert "DYN_FILE_KV" in said
+    assert "Traceback" not in said + frontend.log.read_text()
+    assert frontend.chat(max_tokens=2).status_code == 200

@@ -1,0 +1,54 @@
+"""A frontend that reads nothing (SIGSTOP) costs its workers little, and the other frontend's clients nothing."""
+
+import concurrent.futures
+import signal
+import threading
+import time
+
+import mixes
+import pytest
+from deployment import MODEL, eventually
+
+NUM_STREAMS = 64
+NUM_TOKENS = 400
+STILL_S = 4.0  # longer than a silent peer is borne
+ROOM_BYTES = 32 * 2**20
+
+
+@pytest.mark.parametrize("mix", ["file+tcp+zmq", "file+nats+nats"])
+def test_a_frontend_that_is_stopped_is_left_and_its_answers_go_on_when_it_wakes(
+    deployment, tmp_path, mix
+):
+    with mixes.running(mix, deployment, tmp_path):
+        worker = deployment.mocker("--tick-ms", "10")
+        still, other = deployment.frontend(), deployment.frontend()
+        for frontend in (still, other):
+            frontend.await_models([MODEL])
+        begun, ends = threading.Barrier(NUM_STREAMS + 1), []
+
+        def listen():
+            with still.stream(max_tokens=NUM_TOKENS, ignore_eos=True) as lines:
+                next(lines)
+                begun.wait(60)
+                ends.append(list(lines)[-1])
+
+        with concurrent.futures.ThreadPoolExecutor(NUM_STREAMS) as pool:
+            for _ in range(NUM_STREAMS):
+                pool.submit(listen)
+            begun.wait(60)
+            before = worker.rss_bytes()
+            still.signal(signal.SIGSTOP)
+            until = time.monotonic() + STILL_S
+            statuses, peak = set(), 0
+            while time.monotonic() < until:  # the fault itself
+                statuses.add(other.chat(max_tokens=4).status_code)
+                peak = max(peak, worker.rss_bytes())
+            eventually(
+                lambda: worker.metric("inflight_requests") == 0, within_s=10, what="it is left"
+            )
+            still.signal(signal.SIGCONT)
+
+        assert statuses == {200}
+        assert peak - before < ROOM_BYTES
+        assert ends == ["[DONE]"] * NUM_STREAMS
+        assert still.chat(max_tokens=4).status_code == 200
