@@ -83,6 +83,7 @@ class Handoff:
 
     def submit(self, request: generate.Request) -> None:
         """Here, or by way of a prefill worker; then a refusal comes through the sink."""
+        _logger.debug("New Request ID: %s", request.id)
         if self._goes_away(request):
             _logger.debug(
                 "Prefilling remotely for request %s with length %d", request.id, request.prompt_len

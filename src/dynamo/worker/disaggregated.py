@@ -115,7 +115,7 @@ def _decode(
     model: str,
     is_ours: Callable[[model_card.ModelCard], bool],
 ) -> Role:
-    endpoint = worker.prefill_endpoint_name
+    endpoint, longest = worker.prefill_endpoint_name, worker.max_local_prefill_length
     counts = metrics.DisaggMetrics(registry)
     workers = prefill_workers.PrefillWorkers(endpoint, runtime.discovery, engine, is_ours=is_ours)
     asked = runtime.client(endpoint)
@@ -138,7 +138,9 @@ def _decode(
         registry=runtime.discovery,
         model=model,
         limits=policy.Limits(
-            max_local_prefill_length=worker.max_local_prefill_length,
+            max_local_prefill_length=policy.MAX_LOCAL_PREFILL_LENGTH
+            if longest is None
+            else longest,
             max_prefill_queue_size=worker.max_prefill_queue_size,
         ),
         prefill_timeout_s=worker.prefill_timeout_s,

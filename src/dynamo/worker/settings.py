@@ -47,9 +47,10 @@ class WorkerConfig(component.RuntimeConfig):
     prefill_endpoint: str | None = config.option(
         None, help="where prefill workers serve (default: dyn://NAMESPACE.prefill.generate)"
     )
-    max_local_prefill_length: int = config.option(
-        policy.MAX_LOCAL_PREFILL_LENGTH,
-        help="prompt tokens, without the known prefix, that are always computed here; discovery can change it",
+    max_local_prefill_length: int | None = config.option(
+        None,
+        help="prompt tokens, without the known prefix, that are always computed here; discovery can change it"
+        f" (default: {policy.MAX_LOCAL_PREFILL_LENGTH}; with vLLM 0, as NVIDIA Dynamo has it)",
         least=0,
     )
     max_prefill_queue_size: int = config.option(
