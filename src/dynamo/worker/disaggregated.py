@@ -14,6 +14,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.disagg import (
+    estimated,
     handoff,
     metrics,
     policy,
@@ -115,7 +116,7 @@ def _decode(
     model: str,
     is_ours: Callable[[model_card.ModelCard], bool],
 ) -> Role:
-    endpoint, longest = worker.prefill_endpoint_name, worker.max_local_prefill_length
+    endpoint = worker.prefill_endpoint_name
     counts = metrics.DisaggMetrics(registry)
     workers = prefill_workers.PrefillWorkers(endpoint, runtime.discovery, engine, is_ours=is_ours)
     asked = runtime.client(endpoint)
@@ -137,15 +138,24 @@ def _decode(
         counts,
         registry=runtime.discovery,
         model=model,
-        limits=policy.Limits(
+        decider=_policy(worker),
+        prefill_timeout_s=worker.prefill_timeout_s,
+    )
+    return Role(made, beside)
+
+
+def _policy(worker: settings.WorkerConfig) -> policy.Policy:
+    if worker.disagg_policy == "estimated":
+        return estimated.Estimated()
+    longest = worker.max_local_prefill_length
+    return policy.Lengths(
+        policy.Limits(
             max_local_prefill_length=policy.MAX_LOCAL_PREFILL_LENGTH
             if longest is None
             else longest,
             max_prefill_queue_size=worker.max_prefill_queue_size,
-        ),
-        prefill_timeout_s=worker.prefill_timeout_s,
+        )
     )
-    return Role(made, beside)
 
 
 def _join_queue(

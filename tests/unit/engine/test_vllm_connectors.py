@@ -59,7 +59,17 @@ def test_the_side_channel_is_ours_to_choose_unless_the_user_has():
     chosen = connectors.side_channel({"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1"}, 7)
 
     assert chosen == {"VLLM_NIXL_SIDE_CHANNEL_PORT": "7"}
-    assert connectors.side_channel({}, 7)["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+
+
+def test_by_default_only_this_host_is_listened_to():
+    chosen = connectors.side_channel({"UCX_NET_DEVICES": "mlx5_0:1"}, 7)
+
+    assert connectors.side_channel({}, 7) == {
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "7",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "UCX_NET_DEVICES": "lo",
+    }
+    assert "UCX_NET_DEVICES" not in chosen
 
 
 def test_ports_of_a_run_are_free_and_not_those_that_the_system_gives():

@@ -14,6 +14,7 @@ NIXL = "NixlConnector"
 _CLASSES = {"nixl": NIXL, "lmcache": "LMCacheConnectorV1"}
 _NONE = ("none", "null")
 _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_DEVICES = "UCX_NET_DEVICES"
 
 
 def transfer_config(names: Sequence[str], engine_id: str) -> dict[str, Any] | None:
@@ -39,8 +40,13 @@ def lends(connector: str | None, extra: Mapping[str, Any]) -> bool:
 
 
 def side_channel(environ: Mapping[str, str], free_port: int) -> dict[str, str]:
-    """What is to be set in the environment, so that this engine's NIXL is asked at a port of its own."""
-    wanted = {_HOST: "127.0.0.1", _PORT: str(free_port)}
+    """What is to be set in the environment, so that this engine's NIXL is asked at a port of its own.
+
+    Unless the user names a host, only this one can ask; then NIXL's UCX need not listen to the network either.
+    """
+    wanted = {_PORT: str(free_port)}
+    if _HOST not in environ:
+        wanted |= {_HOST: "127.0.0.1", _DEVICES: "lo"}
     return {name: value for name, value in wanted.items() if name not in environ}
 
 

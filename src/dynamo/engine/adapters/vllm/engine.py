@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dynamo.base import errors, tasks
+from dynamo.base import errors, garbage, tasks
 from dynamo.engine import api, refusal
 from dynamo.engine.adapters.vllm import (
     arguments,
@@ -92,6 +92,7 @@ class VllmEngine:
         if self._feed is not None:
             self._feed.start(self._facts.kv_block_size, self._tell)
         self._tasks.start("watch vLLM", self._watch())
+        garbage.collect_rarely()  # what vLLM has imported is a million objects
         return self._facts
 
     def submit(self, request: generate.Request) -> None:
@@ -151,6 +152,7 @@ class VllmEngine:
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
+            garbage.collect_all()  # else libraries of vLLM's complain of leaks at the exit
         if self._feed is not None:
             await self._feed.close()
 

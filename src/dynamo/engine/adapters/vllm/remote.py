@@ -154,7 +154,7 @@ class RemoteEngine:
         params = output.kv_transfer_params
         if request_id in self._held and params is not None:
             _logger.debug("kv transfer params: %s", params)
-            said = {_CACHED: output.cached_tokens, **params}
+            said = {**params, _CACHED: params.get(_CACHED, output.cached_tokens)}
             output = msgspec.structs.replace(output, kv_transfer_params=said)
         pull = self._forget(request_id)
         if pull is None:
