@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer simulate-routing simulate-disagg simulate-check chaos docs clean
+.PHONY: help setup run test test-vllm check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-vllm simulate-routing simulate-disagg simulate-check chaos docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -77,6 +77,10 @@ bench-disagg: $(VENV)/.dev  ## measure what prefill in a worker of its own bring
 
 bench-transfer: $(VENV)/.dev  ## measure how fast KV blocks move between processes
 	@$(BIN)/python -m benchmarks.transfer
+
+bench-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## measure what we cost beside vLLM alone, and what KV routing over vLLM saves
+	@$(VLLM_VENV)/bin/python -m benchmarks.vllm
+	@$(VLLM_VENV)/bin/python -m benchmarks.vllm_routing
 
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate

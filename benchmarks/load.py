@@ -4,8 +4,9 @@
             --pids fe=123,mk=456 --tag ours:stream-c128
 
 It is one asyncio.Protocol per connection (uvloop if installed), keep-alive, requests built beforehand, no JSON
-parsed while it runs. It prints one JSON line: requests per second, latency and time to first token, SSE events
-per second, and the CPU seconds used by each named process tree and by this process.
+parsed while it runs. It prints one JSON line: requests per second, latency, time to first token, time per token after
+it (of each request the mean), SSE events per second, and the CPU seconds used by each named process tree and by this
+process.
 
 --prompts is a file with one item a line: a JSON string (one user message), {"messages": [...]}, or a list of token ids
 (for /v1/completions), used in turn.
@@ -14,6 +15,7 @@ per second, and the CPU seconds used by each named process tree and by this proc
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -33,16 +35,18 @@ END = b"0\r\n\r\n"
 TEXT = re.compile(rb'"(?:content|text|reasoning_content)":\s*"[^"]')
 
 
+def children(pid):
+    """Of a process, those that live."""
+    found = []
+    for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
+
+
 def tree(pid):
     """The pid and all its living descendants."""
-    found = [pid]
-    for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            for child in task.read_text().split():
-                found += tree(int(child))
-        except OSError:
-            continue
-    return found
+    return [pid, *itertools.chain.from_iterable(map(tree, children(pid)))]
 
 
 def cpu_seconds(pids):
@@ -74,7 +78,7 @@ class Run:
         self.requests, self.stream = itertools.cycle(requests), stream
         self.fresh, self.opening = fresh, set()
         self.total, self.issued, self.live = total, 0, conc
-        self.latencies, self.first_texts = [], []
+        self.latencies, self.first_texts, self.rests = [], [], []
         self.errors = self.events = self.bytes = 0
         self.last_error = None
         self.done = asyncio.get_running_loop().create_future()
@@ -143,6 +147,7 @@ class Connection(asyncio.Protocol):
         run.latencies.append(time.perf_counter() - self.start)
         if self.first is not None:
             run.first_texts.append(self.first)
+            run.rests.append(run.latencies[-1] - self.first)
         run.bytes += len(self.buffer)
         if run.stream:
             run.events += self.buffer.count(b"data: ")
@@ -223,6 +228,7 @@ async def main(args):
     if run.first_texts:
         out |= {"ttft_ms": percentiles_ms(run.first_texts), "events": run.events}
         out["events_s"] = round(run.events / wall)
+        out["itl_ms"] = percentiles_ms([rest / max(1, args.osl - 1) for rest in run.rests])
     out["MB"] = round(run.bytes / 1e6, 2)
     out["cpu_s"] = {k: round(v, 2) for k, v in cpu.items()}
     out["cpu_ms_per_req"] = {k: round(1000 * v / n, 3) for k, v in cpu.items()}

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,13 +100,13 @@ def measure(
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"the load generator failed on {way.name}: {done.stderr[-500:]}")
-        return _row(way, conc, json.loads(done.stdout), count(system), args.fresh)
+        return _row(way, conc, json.loads(done.stdout), count(system.urls), args.fresh)
 
 
-def count(system: systems.System) -> dict[str, float]:
+def count(urls: Iterable[str]) -> dict[str, float]:
     """The frontends' metrics, summed over frontends and labels."""
     found: dict[str, float] = defaultdict(float)
-    for url in system.urls:
+    for url in urls:
         for name, value in _METRIC.findall(systems.fetch(f"{url}/metrics").decode()):
             found[name] += float(value)
     return found

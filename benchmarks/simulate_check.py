@@ -67,7 +67,7 @@ def measure(policy: str, model: Path, path: Path, conc: int, requests: int) -> t
         command += ["--conc", str(conc), "--n", str(requests)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         row = json.loads(done.stdout)
-        counts = routing.count(system)
+        counts = routing.count(system.urls)
     if row["errs"]:
         raise SystemExit(f"{row['errs']} errors: {row['last_err']}")
     cached = counts["dynamo_frontend_cached_tokens_sum"]

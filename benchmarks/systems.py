@@ -145,10 +145,14 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def wait_for_workers(
-    url: str, num_workers: int, processes: list["subprocess.Popen[bytes]"], log: Path
+    url: str,
+    num_workers: int,
+    processes: Sequence["subprocess.Popen[bytes]"],
+    log: Path,
+    limit_s: float = READY_LIMIT_S,
 ) -> None:
-    """Until the frontend lists the model, and that many who serve it."""
-    deadline = time.monotonic() + READY_LIMIT_S
+    """Until the frontend lists the model, and that many who serve it; with 0, until whoever is there lists it."""
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if any(process.poll() is not None for process in processes):
             raise SystemExit(f"a process of the benchmark ended early:\n{log.read_text()[-2000:]}")
@@ -157,7 +161,7 @@ def wait_for_workers(
             if is_listed and fetch(f"{url}/health").count(b'"endpoint":"generate"') >= num_workers:
                 return
         time.sleep(0.1)
-    raise SystemExit(f"no model after {READY_LIMIT_S} s:\n{log.read_text()[-2000:]}")
+    raise SystemExit(f"no model after {limit_s} s:\n{log.read_text()[-2000:]}")
 
 
 def fetch(url: str) -> bytes:
