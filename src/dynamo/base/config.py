@@ -59,6 +59,12 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def rest(*, help: str) -> Any:  # noqa: A002
+    """A field (tuple[str, ...]) for the arguments that nobody declares: who reads them judges them."""
+    metadata = {"help": help, "env": None, "takes_rest": True, "range": (None, None)}
+    return dataclasses.field(default=(), metadata=metadata)
+
+
 def load(
     cls: type[C],
     *,
@@ -80,7 +86,10 @@ def load_parts(
     """As `load`, where each package brings its own dataclass; the first docstring heads the help."""
     fields = {field.name: field for part in parts for field in dataclasses.fields(part)}
     hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
-    flags = vars(_parser(parts, hints, prog).parse_args(sys.argv[1:] if argv is None else argv))
+    rest_of = next((name for name, field in fields.items() if _takes_rest(field)), None)
+    flags, rest_given = _parser(parts, hints, prog).parse(
+        sys.argv[1:] if argv is None else argv, takes_rest=rest_of is not None
+    )
     path = flags.pop("config")
     values = _from_file(path, fields, hints) if path else {}
     values |= _from_environment(os.environ if environ is None else environ, fields, hints)
@@ -93,10 +102,16 @@ def load_parts(
         name: _read(fields[name], hints[name], flag, _flag_of(fields[name]))
         for name, flag in given.items()
     }
+    if rest_of is not None and rest_given:
+        values[rest_of] = tuple(rest_given)
     return tuple(
         part(**{f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values})
         for part in parts
     )
+
+
+def _takes_rest(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("takes_rest"))
 
 
 def _flag_of(field: dataclasses.Field[Any]) -> str:
@@ -108,30 +123,37 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         raise errors.ConfigError(f"{message} (see --help)")
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's, but says which flag might have been meant."""
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
+    def parse(self, args: Sequence[str], *, takes_rest: bool) -> tuple[dict[str, Any], list[str]]:
+        """What is known, and the rest; if nobody takes that, says which flag might have been meant."""
+        found, unknown = self.parse_known_args(args)
+        if unknown and not takes_rest:
             name = unknown[0].partition("=")[0]
             similar = difflib.get_close_matches(name, self._option_string_actions, n=1)
             hint = f"did you mean {similar[0]}?" if similar else "see --help"
             raise errors.ConfigError(f"unrecognized argument: {unknown[0]} ({hint})")
-        return found
+        return vars(found), unknown
 
 
-def _parser(parts: Sequence[type], hints: Mapping[str, Any], prog: str) -> argparse.ArgumentParser:
+def _parser(parts: Sequence[type], hints: Mapping[str, Any], prog: str) -> _Parser:
     """The flags stand in groups: what each class declares itself, the process's own first."""
     fields = [field for part in parts for field in dataclasses.fields(part)]
     bare = [f"[{field.name}]" for field in fields if not _flag_of(field)]
     usage = " ".join((prog, *bare, "[flags]"))
-    parser = _Parser(prog=prog, usage=usage, description=parts[0].__doc__, allow_abbrev=False)
+    parser = _Parser(
+        prog=prog,
+        usage=usage,
+        description=parts[0].__doc__,
+        epilog=" ".join(field.metadata["help"] for field in fields if _takes_rest(field)),
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file with any of these settings, by field name"
     )
     for title, own in _groups(parts):
         group = parser.add_argument_group(title)
         for field in own:
-            _add_flag(group, field.name, field, _plain(hints[field.name]))
+            if not _takes_rest(field):
+                _add_flag(group, field.name, field, _plain(hints[field.name]))
     return parser
 
 

@@ -108,14 +108,14 @@ async def start(
         stdout=asyncio.subprocess.PIPE if is_passed_on else None,
         stderr=asyncio.subprocess.STDOUT if is_passed_on else None,
         process_group=0,
-        preexec_fn=_dies_with(os.getpid()),
+        preexec_fn=dies_with(os.getpid()),
         limit=_LINE_BYTES,
     )
     return Child(name, process, running)
 
 
-def _dies_with(parent: int) -> Callable[[], None] | None:
-    """What a new child does first: ask the kernel to be killed with its parent."""
+def dies_with(parent: int) -> Callable[[], None] | None:
+    """What a new child does first: ask the kernel to be killed with its parent. None where that cannot be asked."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

@@ -71,7 +71,9 @@ async def _worker(
     room: local.Room | None,
 ) -> AsyncIterator[None]:
     """One of them, an instance of its own."""
-    engine = engines.build(engine_name, directory, engines.settings_of(engine_name)(), room)
+    own = engines.settings_of(engine_name)()
+    name = model_source.display_name(told.model)
+    engine = engines.build(engine_name, directory, own, model_name=name, room=room)
     sibling = runtime.sibling()
     served = main.make_host(told, engine, sibling, directory)
     try:

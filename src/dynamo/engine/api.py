@@ -5,7 +5,7 @@ engine with one asynchronous stream per request, whose adapter gathers what one 
 and a simulated one. So outputs go to one sink, in batches.
 
 Every method is called on the worker's event loop, and the sink is called there too.
-`tests/contract/test_engine.py` holds every engine to this.
+`tests/engine_suite.py` holds every engine to this.
 
 An `Embedder` is the smaller sibling: it has no state between batches, so it is asked and answers; who waits for what
 is the worker's matter. `tests/contract/test_embedder.py` holds every embedder to it.
@@ -33,6 +33,7 @@ class EngineFacts:
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
     supports_guided: bool = False  # can it hold an answer to a grammar?
+    lora_names: tuple[str, ...] = ()  # adapters that can be asked for
 
 
 class EngineOutput(NamedTuple):

@@ -42,9 +42,10 @@ def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int 
         if num_logprobs is not None and not 0 <= num_logprobs <= facts.max_top_logprobs:
             raise _invalid(name, f"from 0 to {facts.max_top_logprobs}", num_logprobs)
     _check_guided(request, facts)
-    if request.lora_name is not None:
+    if request.lora_name not in (None, *facts.lora_names):
+        known = ", ".join(facts.lora_names) or "none"
         raise errors.InvalidRequest(
-            f"this engine serves no LoRA adapters; {request.lora_name!r} was asked for",
+            f"this engine serves the LoRA adapters {known}; {request.lora_name!r} was asked for",
             param="model",
         )
     if request.data_parallel_rank not in (None, *range(facts.data_parallel_size)):

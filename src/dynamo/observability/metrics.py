@@ -207,3 +207,18 @@ class Registry:
     def render(self) -> bytes:
         """The exposition, to be served with CONTENT_TYPE."""
         return prometheus_client.generate_latest(self._registry)
+
+
+class _Named:
+    """Those of a registry whose names begin so."""
+
+    def __init__(self, registry: prometheus_client.CollectorRegistry, prefix: str) -> None:
+        self._registry, self._prefix = registry, prefix
+
+    def collect(self) -> Iterable[core.Metric]:
+        return (one for one in self._registry.collect() if one.name.startswith(self._prefix))
+
+
+def render_named(prefix: str) -> bytes:
+    """The exposition of what others than we count in this process, under names that begin so."""
+    return prometheus_client.generate_latest(_Named(prometheus_client.REGISTRY, prefix))

@@ -14,6 +14,7 @@ from typing import Any
 
 from dynamo.base import errors, extras
 from dynamo.engine import api
+from dynamo.engine.adapters.vllm import orphans
 from dynamo.transfer.backends import local
 
 
@@ -23,11 +24,14 @@ class EngineKind:
 
     settings: str  # a dataclass, importable without the extra
     engine: str  # called with the model's directory and the settings
-    embedder: str  # likewise
+    embedder: str | None  # likewise; None: it has none
+    check: str | None = None  # called before it is imported; refuses what will not do (ConfigError)
     several: str | None = None  # likewise; gives all that the settings want in one process
     requires: str | None = None  # a package that only an extra of our distribution brings
     extra: str | None = None
     needs_weights: bool = True
+    told: tuple[str, ...] = ("room",)  # what its engine is also told, of what `build` knows
+    metrics: str | None = None  # what the names of its own metrics begin with, if it has some
     environment: Mapping[str, str] = field(default_factory=dict)  # set before it is imported
 
 
@@ -53,6 +57,21 @@ KIND_BY_NAME = {
         embedder="dynamo.worker.mocking:build_embedder",
         needs_weights=False,
     ),
+    "vllm": EngineKind(
+        settings="dynamo.engine.adapters.vllm.settings:VllmConfig",
+        engine="dynamo.engine.adapters.vllm.engine:build",
+        embedder=None,
+        check="dynamo.engine.adapters.vllm.supported:check",
+        requires="vllm",
+        extra="vllm",
+        told=("model_name",),
+        metrics="vllm:",
+        environment={
+            "VLLM_NO_USAGE_STATS": "1",  # nothing is told to strangers, unless it is asked for
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would keep our sockets open after us
+            orphans.OWNED: "1",
+        },
+    ),
 }
 
 
@@ -71,28 +90,44 @@ def settings_of(name: str) -> type:
     return settings
 
 
-def build(name: str, directory: Path, settings: Any, room: local.Room | None = None) -> api.Engine:
+def build(
+    name: str,
+    directory: Path,
+    settings: Any,
+    *,
+    model_name: str = "",
+    room: local.Room | None = None,
+) -> api.Engine:
     """An engine, not yet started. Raises ConfigError if what it needs is not installed.
 
-    Engines of one process find each other in `room`, and copy blocks without leaving it.
+    Clients call the model `model_name`. Engines of one process find each other in `room`, and copy blocks without
+    leaving it.
     """
-    beside = {} if room is None else {"room": room}
-    engine: api.Engine = _load_part(name, KIND_BY_NAME[name].engine)(directory, settings, **beside)
+    kind = KIND_BY_NAME[name]
+    known = {"model_name": model_name, "room": room}
+    beside = {key: known[key] for key in kind.told}
+    engine: api.Engine = _load_part(name, kind.engine)(directory, settings, **beside)
     return engine
 
 
-def build_all(name: str, directory: Path, settings: Any) -> Sequence[api.Engine]:
+def build_all(name: str, directory: Path, settings: Any, model_name: str) -> Sequence[api.Engine]:
     """The engines of one process, not yet started: one, unless the settings want more. Raises ConfigError."""
     several = KIND_BY_NAME[name].several
     if several is None:
-        return (build(name, directory, settings),)
+        return (build(name, directory, settings, model_name=model_name),)
     engines: Sequence[api.Engine] = _load_part(name, several)(directory, settings)
     return engines
 
 
 def build_embedder(name: str, directory: Path, settings: Any) -> api.Embedder:
-    """An embedder, not yet started. Raises ConfigError as `build` does."""
-    embedder: api.Embedder = _load_part(name, KIND_BY_NAME[name].embedder)(directory, settings)
+    """An embedder, not yet started. Raises ConfigError as `build` does, and if this engine has none."""
+    target = KIND_BY_NAME[name].embedder
+    if target is None:
+        raise errors.ConfigError(
+            f"{directory} is a model that embeds, and the {name} engine only generates here: serve it with"
+            " python -m dynamo.native"
+        )
+    embedder: api.Embedder = _load_part(name, target)(directory, settings)
     return embedder
 
 
@@ -103,8 +138,11 @@ def is_installed(name: str) -> bool:
 
 
 def _load_part(name: str, target: str) -> Any:
-    for variable, value in KIND_BY_NAME[name].environment.items():
+    kind = KIND_BY_NAME[name]
+    for variable, value in kind.environment.items():
         os.environ.setdefault(variable, value)
+    if kind.check is not None:
+        _load(name, kind.check)()
     return _load(name, target)
 
 

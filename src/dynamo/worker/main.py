@@ -72,10 +72,16 @@ def _host_maker(
     if model_source.task(worker.task, directory) == "embed":
         embedder = engines.build_embedder(engine_name, directory, own)
         return lambda runtime: make_embedding_host(worker, embedder, runtime, directory)
-    built = engines.build_all(engine_name, directory, own)
+    built = engines.build_all(engine_name, directory, own, _model_name(worker))
     if len(built) == 1:
-        return lambda runtime: make_host(worker, built[0], runtime, directory)
+        named = engines.kind_of(engine_name).metrics
+        return lambda runtime: make_host(worker, built[0], runtime, directory, passed_on=named)
     return lambda runtime: _make_fleet(worker, built, runtime, directory)
+
+
+def _model_name(worker: settings.WorkerConfig) -> str:
+    """What clients call the model."""
+    return worker.model_name or model_source.display_name(worker.model)
 
 
 async def _serve(worker: settings.WorkerConfig, make: MakeHost) -> None:
@@ -98,17 +104,18 @@ def make_host(
     *,
     make_card: host.MakeCard | None = None,
     counts: metrics.WorkerMetrics | None = None,
+    passed_on: str | None = None,
 ) -> host.Host:
-    """The host of the model in `directory`, as these settings want it."""
+    """The host of the model in `directory`, as these settings want it; `passed_on` as in `WorkerMetrics`."""
     clock = clocks.SystemClock()
-    counts = counts or metrics.WorkerMetrics(worker.endpoint_name, clock)
+    counts = counts or metrics.WorkerMetrics(worker.endpoint_name, clock, passed_on=passed_on)
     make = make_card or _card_maker(worker, directory, clock)
     role = disaggregated.prepare(
         engine,
         worker,
         runtime,
         counts.registry,
-        model=worker.model_name or model_source.display_name(worker.model),
+        model=_model_name(worker),
         directory=directory,
     )
     made = host.Host(
@@ -148,7 +155,7 @@ def _make_fleet(
 def _card_maker(
     worker: settings.WorkerConfig, directory: Path, clock: clocks.Clock
 ) -> host.MakeCard:
-    name = worker.model_name or model_source.display_name(worker.model)
+    name = _model_name(worker)
 
     def make_card(facts: api.EngineFacts) -> model_card.ModelCard:
         made = card.build(
@@ -175,7 +182,7 @@ def make_embedding_host(
 ) -> embedding_host.EmbeddingHost:
     """The host of the model in `directory`, for vectors."""
     clock = clocks.SystemClock()
-    name = worker.model_name or model_source.display_name(worker.model)
+    name = _model_name(worker)
 
     def make_card(facts: api.EmbedderFacts) -> model_card.ModelCard:
         made = card.build_embedding(directory, name=name, facts=facts, created=int(clock.wall()))

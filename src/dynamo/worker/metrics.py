@@ -17,8 +17,16 @@ _LABELS = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint")
 class WorkerMetrics:
     """The counts of one worker's `generate` endpoint."""
 
-    def __init__(self, endpoint: instances.EndpointName, clock: clocks.Clock) -> None:
+    def __init__(
+        self,
+        endpoint: instances.EndpointName,
+        clock: clocks.Clock,
+        *,
+        passed_on: str | None = None,
+    ) -> None:
+        """`passed_on` begins the names of what an engine counts itself; it is rendered, too."""
         self.registry = registry = metrics.Registry("dynamo_component")
+        self._passed_on = passed_on
         self._clock = clock
         self._started_at = clock.now()
         at = (endpoint.namespace, endpoint.component, endpoint.endpoint)
@@ -83,4 +91,5 @@ class WorkerMetrics:
             self._total_blocks.set(num_total)
             self._usage.set(num_active / num_total if num_total else 0.0)
             self._hit_rate.set(statistics.fmean(one.gpu_prefix_cache_hit_rate for one in stats))
-        return self.registry.render()
+        others = metrics.render_named(self._passed_on) if self._passed_on else b""
+        return self.registry.render() + others

@@ -188,3 +188,46 @@ def test_help_groups_the_flags_by_the_class_that_declares_them(capsys):
 def test_a_flag_like_no_other_has_no_suggestion():
     with pytest.raises(errors.ConfigError, match=r"--foo \(see --help\)"):
         load("--foo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuestConfig:
+    """Somebody who brings flags of their own."""
+
+    volume: int = config.option(3, help="how loud")
+    rest: tuple[str, ...] = config.rest(help="A guest's own flags are taken as well.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostConfig:
+    """Who takes guests: without a bare argument, which would take a value of theirs."""
+
+    port: int = config.option(8000, help="port")
+
+
+def load_with_guest(*argv, **environ):
+    return config.load_parts((HostConfig, GuestConfig), prog="host", argv=argv, environ=environ)
+
+
+def test_what_nobody_declares_goes_whole_and_in_order_to_who_takes_the_rest():
+    host, guest = load_with_guest(
+        "--theirs", "1,2", "--port", "3", "-x", '{"a": 1}', "--volume=5", "--also=b", "-1"
+    )
+
+    assert (host.port, guest.volume) == (3, 5)
+    assert guest.rest == ("--theirs", "1,2", "-x", '{"a": 1}', "--also=b", "-1")
+
+
+def test_the_rest_may_stand_in_the_file(tmp_path):
+    _, guest = load_with_guest(*toml(tmp_path, 'rest = ["--theirs", "1,2"]'))
+
+    assert guest.rest == ("--theirs", "1,2")
+
+
+def test_help_says_whose_flags_are_taken_as_well(capsys):
+    with pytest.raises(SystemExit):
+        load_with_guest("--help")
+
+    said = capsys.readouterr().out
+    assert "A guest's own flags are taken as well." in said
+    assert "--rest" not in said

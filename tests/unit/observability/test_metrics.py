@@ -1,5 +1,6 @@
 """What is counted comes out as Prometheus reads it."""
 
+import prometheus_client
 import pytest
 from prometheus_client import parser
 
@@ -71,3 +72,14 @@ def test_fast_numbers_render_like_ordinary_ones():
     slow = {k.replace("slow", ""): v for k, v in seen.items() if "slow" in k}
     assert fast == slow
     assert sorted(fast.values()) == [3, 5]
+
+
+def test_what_others_count_in_this_process_is_rendered_by_its_names_beginning(monkeypatch):
+    theirs = prometheus_client.CollectorRegistry()
+    prometheus_client.Gauge("guest:running", "theirs", registry=theirs).set(2)
+    prometheus_client.Gauge("python_info", "nobody asked", registry=theirs)
+    monkeypatch.setattr(prometheus_client, "REGISTRY", theirs)
+    text = metrics.render_named("guest:").decode()
+
+    assert "guest:running 2.0" in text
+    assert "python_info" not in text

@@ -5,18 +5,20 @@ import os
 import pytest
 
 from dynamo.base import errors
+from dynamo.engine.adapters.vllm import settings as vllm
 from dynamo.engine.mock import settings as mock
 from dynamo.engine.native import settings as native
 from dynamo.worker import engines
 
 
 def test_an_unknown_engine_is_refused_with_those_that_there_are():
-    with pytest.raises(errors.ConfigError, match="'warp'; there are native, mocker"):
+    with pytest.raises(errors.ConfigError, match="'warp'; there are native, mocker, vllm"):
         engines.kind_of("warp")
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("native", native.NativeConfig), ("mocker", mock.MockConfig)]
+    ("name", "expected"),
+    [("native", native.NativeConfig), ("mocker", mock.MockConfig), ("vllm", vllm.VllmConfig)],
 )
 def test_each_engine_brings_its_settings(name, expected):
     assert engines.settings_of(name) is expected
@@ -51,5 +53,31 @@ def test_a_wait_policy_that_the_user_set_stays(monkeypatch, tmp_path):
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
-def _engine(directory, settings):
+def test_an_engine_is_told_what_it_wants_to_know(monkeypatch, tmp_path):
+    told = {}
+    monkeypatch.setattr(engines, "_load_part", lambda *_: lambda *_, **beside: told.update(beside))
+
+    engines.build("vllm", tmp_path, vllm.VllmConfig(), model_name="tiny", room=object())
+
+    assert told == {"model_name": "tiny"}
+
+
+def test_what_is_installed_is_judged_before_it_is_loaded(monkeypatch, tmp_path):
+    def refuse():
+        raise errors.ConfigError("too old")
+
+    loaded = []
+    monkeypatch.setattr(engines, "_load", lambda _, target: loaded.append(target) or refuse)
+    with pytest.raises(errors.ConfigError, match="too old"):
+        engines.build("vllm", tmp_path, vllm.VllmConfig())
+
+    assert loaded == [engines.KIND_BY_NAME["vllm"].check]
+
+
+def test_an_engine_without_an_embedder_says_which_has_one(tmp_path):
+    with pytest.raises(errors.ConfigError, match=r"python -m dynamo\.native"):
+        engines.build_embedder("vllm", tmp_path, vllm.VllmConfig())
+
+
+def _engine(directory, settings, room):
     return directory, settings

@@ -1,0 +1,1 @@
+"""vLLM: tokens in, tokens out, by its `AsyncLLM`, whose scheduler and model run in processes of their own."""

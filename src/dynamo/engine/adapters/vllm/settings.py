@@ -1,0 +1,23 @@
+"""What we ask about vLLM beyond its own flags. Importable without vLLM: `--help` must work everywhere."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dynamo.base import config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """The vLLM engine."""
+
+    connector: Literal["nixl", "none"] = config.option(
+        "none",
+        help="how KV blocks move between workers: nixl for vLLM's NixlConnector; --kv-transfer-config says it in full",
+    )
+    lora_modules: tuple[str, ...] = config.option(
+        (), help="LoRA adapters that can be asked for, each NAME=DIRECTORY; with --enable-lora"
+    )
+    engine_args: tuple[str, ...] = config.rest(
+        help="All flags of vLLM's engine are taken as well (`vllm serve --help=all` lists them),"
+        " like --max-model-len or --tensor-parallel-size.",
+    )

@@ -1,0 +1,115 @@
+"""The one door to vLLM, and so the one file that knows what its releases call things.
+
+Everything that the adapter uses of vLLM has a name here. Where releases differ, this is where it is made one.
+"""
+
+import argparse
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from dynamo.base import errors
+
+__all__ = [
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "EngineDeadError",
+    "LoRARequest",
+    "SamplingParams",
+    "VllmConfig",
+    "tokens_input",
+]
+Record = Callable[[int, Any], None]  # of a data-parallel rank: its scheduler's statistics
+
+
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    def error(self, message: str) -> NoReturn:
+        raise errors.ConfigError(f"vLLM: {message}")
+
+
+def read_flags(flags: Sequence[str], overrides: Mapping[str, Any]) -> AsyncEngineArgs:
+    """vLLM's own flags as it understands them; `overrides` are fields that we say. Raises ConfigError."""
+    parser = AsyncEngineArgs.add_cli_args(_Parser(prog="vllm", add_help=False))
+    given: argparse.Namespace = parser.parse_args(list(flags))
+    vars(given).update(overrides)
+    return AsyncEngineArgs.from_cli_args(given)
+
+
+def make_config(arguments: AsyncEngineArgs) -> VllmConfig:
+    """What vLLM makes of these arguments and the model's files. Raises ConfigError."""
+    try:
+        return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except (ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
+        raise errors.ConfigError(f"vLLM: {error}") from error
+
+
+class _StatLogger(StatLoggerBase):  # type: ignore[misc]
+    """Passes on what one rank says after each step: the documented way to hear of it."""
+
+    def __init__(self, record: Record, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self._record, self._rank = record, engine_index
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self._record(self._rank, scheduler_stats)
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """Raises InvalidRequest for what vLLM finds wrong with them."""
+    shape = fields["structured_outputs"]
+    try:
+        return SamplingParams(
+            **{**fields, "structured_outputs": shape and StructuredOutputsParams(**shape)},
+            output_kind=RequestOutputKind.DELTA,
+        )
+    except (ValueError, VLLMClientError) as error:
+        raise translated(error) from error
+
+
+async def start(arguments: AsyncEngineArgs, vllm_config: VllmConfig, record: Record) -> AsyncLLM:
+    """An engine that has loaded; our event loop turns meanwhile. Raises EngineFailed."""
+    try:
+        llm = await asyncio.to_thread(
+            AsyncLLM.from_vllm_config,
+            vllm_config,
+            usage_context=UsageContext.ENGINE_CONTEXT,
+            stat_loggers=[functools.partial(_StatLogger, record)],
+            enable_log_requests=arguments.enable_log_requests,
+            disable_log_stats=arguments.disable_log_stats,
+        )
+        await llm.get_supported_tasks()  # it remembers them: no request waits for that again
+    except Exception as error:
+        raise errors.EngineFailed(f"vLLM did not start: {type(error).__name__}: {error}") from error
+    return llm
+
+
+def translated(error: Exception) -> errors.DynamoError:
+    """What vLLM says of a request that it does not take, or gives up, in our words."""
+    cause = error.__cause__ if isinstance(error, EngineGenerateError) else error
+    if isinstance(cause, VLLMClientError | ValueError):
+        return errors.InvalidRequest(str(cause), param=getattr(cause, "parameter", None))
+    if type(cause).__name__ in ("QueueOverflowError", "MaxQueuedTokensError"):  # 0.30 and later
+        return errors.Overloaded(str(cause))
+    return errors.EngineFailed(f"vLLM: {type(cause).__name__}: {cause}")

@@ -1,0 +1,95 @@
+"""From an answer's shape to vLLM's structured outputs; whether XGrammar means the same is asked in tests/with_vllm."""
+
+import json
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.engine.adapters.vllm import guides
+from dynamo.protocols import generate
+
+THOUGHTS = generate.Thoughts(opens=("<think>",), closes=("</think>",))
+CALLS = generate.Calls(
+    tools=(generate.ToolSchema(name="now", parameters='{"type":"object"}'),),
+    begin="<call>",
+    between=";",
+    end="</call>",
+)
+
+
+def fields(*, has_reasoner=False, **shape):
+    ability = guides.Ability(has_reasoner=has_reasoner)
+    return guides.fields(generate.GuidedDecoding(**shape), ability)
+
+
+def tag(**shape):
+    (text,) = fields(**shape).values()
+    whole = json.loads(text)
+
+    assert whole["type"] == "structural_tag"
+    return whole["format"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("json", "{}", "{}"),
+        ("regex", "a+", "a+"),
+        ("choice", ("a", "b"), ["a", "b"]),
+        ("grammar", "root ::= a", "root ::= a"),
+    ],
+)
+def test_a_plain_shape_has_a_field_of_its_own(name, value, told):
+    given = {key: one for key, one in fields(**{name: value}).items() if one is not None}
+
+    assert given == {name: told}
+
+
+def test_a_call_is_an_object_of_a_name_and_arguments():
+    made = tag(calls=CALLS)
+    (call,) = made["content"]["tags"]
+
+    assert (made["begin"], made["end"]) == ("<call>", "</call>")
+    assert call["begin"] == '{"name": "now", "arguments": '
+    assert call["content"] == {"type": "json_schema", "json_schema": {"type": "object"}}
+    assert made["content"]["stop_after_first"]
+
+
+def test_an_answer_may_be_calls_or_text():
+    kinds = [one["type"] for one in tag(calls=CALLS, regex="a")["elements"]]
+
+    assert kinds == ["tag", "regex"]
+
+
+def test_thoughts_may_be_left_out_if_they_have_not_begun():
+    thought, plain = tag(choice=("a",), thoughts=THOUGHTS)["elements"]
+
+    assert thought["elements"][0]["begin"] == "<think>"
+    assert thought["elements"][1] == plain == {"type": "const_string", "value": "a"}
+
+
+def test_thoughts_that_have_begun_must_end():
+    lead, answer = tag(grammar="g", thoughts=generate.Thoughts(closes=("x", "y")))["elements"]
+
+    assert (lead["begin"], lead["end"]) == ("", ["x", "y"])
+    assert answer == {"type": "grammar", "grammar": "g"}
+
+
+def test_vllms_own_parser_of_reasoning_is_left_to_find_where_it_ends():
+    assert fields(regex="a", thoughts=THOUGHTS, has_reasoner=True)["regex"] == "a"
+
+
+def test_a_schema_that_is_no_json_is_refused_by_what_the_caller_called_it():
+    with pytest.raises(errors.InvalidRequest) as refusal:
+        fields(json="{", thoughts=THOUGHTS, param="response_format")
+
+    assert refusal.value.param == "response_format"
+
+
+def test_another_library_than_vllm_was_started_with_is_refused():
+    wanted = generate.GuidedDecoding(regex="a", backend="outlines")
+
+    assert guides.fields(wanted, guides.Ability(backend="outlines"))["regex"] == "a"
+    with pytest.raises(errors.InvalidRequest) as refusal:
+        guides.fields(wanted, guides.Ability(backend="xgrammar"))
+    assert refusal.value.param == "guided_decoding_backend"

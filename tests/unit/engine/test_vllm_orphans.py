@@ -1,0 +1,49 @@
+"""A child of a worker that was killed is killed, too."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from dynamo.engine.adapters.vllm import orphans
+
+DEADLINE_S = 30
+
+
+def wait_as_vllm_does(started):
+    orphans.end_with_parent()
+    started.send(os.getpid())
+    time.sleep(10 * DEADLINE_S)
+
+
+def own_a_child(started):
+    multiprocessing.get_context("spawn").Process(target=wait_as_vllm_does, args=(started,)).start()
+    time.sleep(10 * DEADLINE_S)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked")
+def test_a_child_ends_with_its_killed_parent(monkeypatch):
+    monkeypatch.setenv(orphans.OWNED, "1")
+    here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
+    parent = multiprocessing.get_context("spawn").Process(target=own_a_child, args=(there,))
+    parent.start()
+    there.close()
+    assert here.poll(DEADLINE_S)
+    child = here.recv()
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join()
+
+    assert here.poll(DEADLINE_S)  # the pipe's other end is closed: nobody who had it lives
+    with pytest.raises(EOFError):
+        here.recv()
+    assert child != parent.pid
+
+
+def test_what_is_not_ours_is_left_alone(monkeypatch):
+    monkeypatch.delenv(orphans.OWNED, raising=False)
+    monkeypatch.setattr(orphans.processes, "dies_with", lambda pid: pytest.fail("asked"))
+
+    orphans.end_with_parent()

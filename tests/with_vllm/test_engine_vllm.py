@@ -1,0 +1,45 @@
+"""What every engine promises its host, over real vLLM.
+
+Without vLLM all of this is skipped: `make test-vllm` makes an environment that has it.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
+
+from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from vllm_engine import *  # noqa: F403 (its fixtures)
+
+# The adapter tells no KV events.
+del test_events_name_the_blocks_of_prompt_and_answer  # noqa: F821
+del test_events_never_tell_of_more_blocks_than_there_are  # noqa: F821
+del test_events_tell_that_all_was_forgotten  # noqa: F821
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture
+def break_down():
+    def kill_core(engine):
+        newest = max(multiprocessing.active_children(), key=lambda child: child.pid)
+        os.kill(newest.pid, signal.SIGKILL)
+
+    return kill_core
+
+
+async def test_start_gives_the_facts_of_vllms_configuration(host):
+    facts = host.facts
+
+    assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 32, 24)
+    assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
+    assert facts.supports_guided

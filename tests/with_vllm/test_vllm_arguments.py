@@ -1,0 +1,72 @@
+"""Our flags and vLLM's, as the vLLM that is installed here reads them."""
+
+import importlib.util
+import warnings
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
+
+from dynamo.base import errors
+from dynamo.engine.adapters.vllm.settings import VllmConfig
+from dynamo.worker import model_source
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import vllm_models
+    from dynamo.engine.adapters.vllm import arguments, versions
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODEL = model_source.built_in()  # vLLM looks whether it is there
+
+
+def made(*flags, directory=MODEL, **settings):
+    return arguments.engine_args(directory, VllmConfig(engine_args=flags, **settings), "some")
+
+
+def test_vllms_own_flags_are_taken_in_every_way_that_it_takes_them():
+    args = made(
+        "--max-model-len", "1k", "--max_num_seqs=7", "-tp", "2", "--no-enable-prefix-caching"
+    )
+
+    assert (args.max_model_len, args.max_num_seqs, args.tensor_parallel_size) == (1000, 7, 2)
+    assert args.enable_prefix_caching is False
+
+
+def test_model_and_name_are_what_we_say():
+    args = made()
+
+    assert (args.model, args.served_model_name) == (str(MODEL), ["some"])
+
+
+@pytest.mark.parametrize("flag", ["--served_model_name", "--model=x", "--config"])
+def test_what_we_tell_vllm_cannot_be_said_in_its_way(flag):
+    with pytest.raises(errors.ConfigError, match=flag.partition("=")[0].replace("_", "-")):
+        made(flag, "x")
+
+
+def test_a_flag_that_nobody_knows_is_named():
+    with pytest.raises(errors.ConfigError, match="--max-model-length"):
+        made("--max-model-length", "5")
+
+
+def test_adapters_are_read_by_name_and_directory():
+    read = arguments.lora_requests(VllmConfig(lora_modules=("poet=/a", "cook=/b")))
+
+    assert [(one.lora_name, one.lora_path) for one in read.values()] == [
+        ("poet", "/a"),
+        ("cook", "/b"),
+    ]
+    assert len({one.lora_int_id for one in read.values()}) == 2
+
+
+def test_an_adapter_without_a_directory_is_refused():
+    with pytest.raises(errors.ConfigError, match="NAME=DIRECTORY"):
+        arguments.lora_requests(VllmConfig(lora_modules=("poet",)))
+
+
+def test_a_setting_that_does_not_fit_the_model_is_refused_before_anything_loads(tmp_path):
+    directory = vllm_models.make(tmp_path, context_length=512)
+    with pytest.raises(errors.ConfigError, match="max_model_len"):
+        versions.make_config(made("--max-model-len", "4096", directory=directory))

@@ -1,0 +1,155 @@
+"""What a request asks of real vLLM, and what comes of it."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
+
+from dynamo.base import errors
+from dynamo.preprocess import tokenize
+from dynamo.protocols import blocks, generate
+from dynamo.worker import model_source
+from vllm_engine import *  # noqa: F403 (fixtures: one engine for this module)
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+PROMPT = tuple(range(3, 43))
+END = 2  # <|im_end|>
+NOTHING = '{"type":"object","properties":{},"additionalProperties":false}'
+CALLS = generate.Calls(
+    tools=(
+        generate.ToolSchema(name="now", parameters=NOTHING),
+        generate.ToolSchema(name="here", parameters=NOTHING),
+    ),
+    begin="<tool_call>\n",
+    between="\n</tool_call>\n<tool_call>\n",
+    end="\n</tool_call>",
+)
+
+
+async def ask(host, request_id, *, prompt=PROMPT, max_tokens=8, n=1, extra=None, **sampling):
+    host.engine.submit(
+        generate.Request(
+            id=request_id,
+            model="m",
+            token_ids=blocks.pack(prompt),
+            stop_conditions=generate.StopConditions(max_tokens=max_tokens),
+            sampling_options=generate.SamplingOptions(n=n, **sampling),
+            eos_token_ids=(END,),
+            **(extra or {}),
+        )
+    )
+    await host.sink.until(
+        lambda: (
+            request_id in host.sink.errors
+            or all(host.sink.has_ended(request_id, i) for i in range(n))
+        )
+    )
+    if request_id in host.sink.errors:
+        raise host.sink.errors[request_id]
+    return host.sink.tokens(request_id)
+
+
+async def guided(host, max_tokens=150, **shape):
+    """The text of an answer that is held to this shape."""
+    name, wanted = f"guided by {shape}", generate.GuidedDecoding(**shape)
+    tokens = await ask(host, name, max_tokens=max_tokens, guided_decoding=wanted, seed=1)
+    tokenizer = tokenize.Tokenizer((model_source.built_in() / "tokenizer.json").read_bytes())
+    assert host.sink.of(name)[-1].finish_reason == generate.FinishReason.EOS
+    return tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+
+
+async def test_a_seed_makes_an_answer_repeatable_and_each_choice_another(host):
+    await ask(host, "a", seed=7, n=2)
+    await ask(host, "b", seed=7, n=2)
+    await ask(host, "c", seed=8)
+
+    assert host.sink.tokens("a") == host.sink.tokens("b")
+    assert host.sink.tokens("a", 1) == host.sink.tokens("b", 1) != host.sink.tokens("a")
+    assert host.sink.tokens("c") != host.sink.tokens("a")
+
+
+async def test_a_bias_forces_a_token(host):
+    assert await ask(host, "a", logit_bias={1234: 100.0}, temperature=0.0) == [1234] * 8
+
+
+async def test_top_k_and_top_p_may_leave_only_the_likeliest(host):
+    greedy = await ask(host, "greedy", temperature=0.0)
+
+    assert await ask(host, "k", top_k=1, seed=1) == greedy
+    assert await ask(host, "p", top_p=0.0, seed=1) == greedy
+
+
+async def test_a_penalty_keeps_a_token_from_being_repeated(host):
+    forced = {"logit_bias": {1234: 100.0}, "temperature": 0.0}
+    tokens = await ask(host, "a", repetition_penalty=1000.0, **forced)
+
+    assert tokens[0] == 1234
+    assert tokens.count(1234) == 1
+
+
+async def test_what_vllm_refuses_names_the_field(host):
+    with pytest.raises(errors.InvalidRequest, match="temperature must be in") as refusal:
+        await ask(host, "a", temperature=3.0)
+
+    assert refusal.value.param == "temperature"
+
+
+async def test_a_grammar_that_vllm_cannot_read_is_refused(host):
+    with pytest.raises(errors.InvalidRequest):
+        await guided(host, grammar="this is none")
+
+
+async def test_a_limit_of_thoughts_needs_vllms_parser_for_them(host):
+    limit = generate.ThinkingLimit(max_tokens=5, close_ids=(4,))
+    with pytest.raises(errors.InvalidRequest, match="reasoning"):
+        await ask(host, "a", extra={"thinking": limit})
+
+
+async def test_an_adapter_that_is_not_there_is_refused(host):
+    with pytest.raises(errors.InvalidRequest, match="'poet' was asked for"):
+        await ask(host, "a", extra={"lora_name": "poet"})
+
+
+async def test_an_answer_follows_a_schema(host):
+    schema = '{"type":"object","properties":{"a":{"enum":[true,12]}},"required":["a"],"additionalProperties":false}'
+
+    assert json.loads(await guided(host, json=schema))["a"] in (True, 12)
+
+
+async def test_an_answer_follows_a_regular_expression_a_choice_and_a_grammar(host):
+    assert re.fullmatch("[0-9]{3}", await guided(host, regex="[0-9]{3}"))
+    assert await guided(host, choice=("red", "blue")) in ("red", "blue")
+    assert await guided(host, grammar='root ::= "yes" | "no"') in ("yes", "no")
+
+
+async def test_calls_can_be_forced(host):
+    text = await guided(host, calls=CALLS)
+    said = text.removeprefix(CALLS.begin).removesuffix(CALLS.end)
+
+    assert text == CALLS.begin + said + CALLS.end
+    assert json.loads(said)["name"] in ("now", "here")
+
+
+async def test_thoughts_that_have_begun_may_stand_before_a_choice(host):
+    thoughts = generate.Thoughts(closes=("t",))
+    text = await guided(host, choice=("red", "blue"), thoughts=thoughts, max_tokens=400)
+
+    assert re.search("t(red|blue)$", text)
+
+
+async def test_a_guided_answer_cannot_be_gone_on_with(host):
+    with pytest.raises(errors.InvalidRequest, match="another worker began"):
+        await ask(
+            host,
+            "a",
+            extra={"num_resumed": 2},
+            guided_decoding=generate.GuidedDecoding(choice=("red",), param="guided_choice"),
+        )
