@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer simulate-routing simulate-check chaos docs clean
+.PHONY: help setup run test test-vllm check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer simulate-routing simulate-disagg simulate-check chaos docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -61,6 +61,10 @@ simulate-routing: $(VENV)/.dev  ## compare routing policies on a trace (TRACE=fi
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --load 1.3
 	@$(BIN)/python -m dynamo.simulate routing --trace $(TRACE) --cache-tokens 0
 
+simulate-disagg: $(VENV)/.dev  ## where prefill on GPUs of its own pays, and where it does not
+	@$(BIN)/python -m dynamo.simulate disagg
+	@$(BIN)/python -m dynamo.simulate disagg --overhead-ms 9
+
 chaos: $(VENV)/.dev  ## kill, stop and restart workers at random while clients ask (MINUTES=1)
 	@$(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),1)
 
@@ -89,6 +93,7 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.run
 	@echo "installing what the tests need ..."
 	@$(PIP) --editable '.[native,dev]'
+	@$(PIP) --no-deps nixl nixl-cu12 || echo "there is no NIXL for this machine: its tests are skipped"
 	@touch $@ $(VENV)/.run
 
 # torchvision and its kin come as CUDA builds, and break the import of models; NIXL's package wants a torch of its own.

@@ -1,6 +1,7 @@
 """KV blocks between two processes, beside the plainest copies of the same bytes in the same run.
 
-`shm` beside a memcpy within one process, `tcp` beside a loop of `sendall` and `recv_into` over one loopback connection.
+`shm` beside a memcpy within one process, `tcp` beside a loop of `sendall` and `recv_into` over one loopback connection,
+and, where it is installed, `nixl` beside the memcpy: our backend on the real library (UCX on one host reads by CMA).
 The pool is that of a model with 16 layers and 8 KV heads of 128 in bfloat16: a block of 16 tokens is 1 MiB, 64 KiB per
 layer. *Neighbours* are blocks in a row, *scattered* ones random. Everything takes turns, so that a busy machine is busy
 for all. CPU seconds are those of both processes together, medians of the rounds; on a shared machine they are the
@@ -10,6 +11,8 @@ figure to trust. Wall seconds are medians, and the best behind the comma.
 import argparse
 import asyncio
 import ctypes
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import random
@@ -22,7 +25,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from benchmarks import credentials
-from dynamo.transfer import agent, api, descriptors, memory
+from dynamo.transfer import agent, api, descriptors, memory, routes
 from dynamo.transfer.backends import shm, tcp
 
 MIB = 2**20
@@ -35,7 +38,8 @@ LAYOUT = descriptors.Layout(
     dtype="bfloat16",
 )
 DEADLINE_S = 30.0
-WAYS = ("shm", "tcp", "tls")
+SHORT_BYTES = 128 * 1024  # as `backends.tcp` sets it on loopback
+WAYS = ("shm", "tcp", "tls", *(("nixl",) if importlib.util.find_spec("nixl") else ()))
 Copy = Callable[[], Awaitable[None]]
 
 
@@ -65,10 +69,8 @@ def serve(control: Connection) -> None:
 
 async def _serve(control: Connection) -> None:
     agents = [await start(way) for way in WAYS]
-    listening = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=answer_plainly, args=(listening,), daemon=True).start()
-    port = listening.getsockname()[1]
-    control.send(([a.export_metadata() for a in agents], port, os.getpid()))
+    ports = [answering_port(num_buffered) for num_buffered in (None, SHORT_BYTES)]
+    control.send(([a.export_metadata() for a in agents], ports, os.getpid()))
     await asyncio.to_thread(control.recv)
     for each in agents:
         await each.close()
@@ -76,14 +78,27 @@ async def _serve(control: Connection) -> None:
 
 async def start(way: str) -> agent.Agent:
     """One with a pool full of bytes."""
-    shown = credentials.of("tls" if way == "tls" else "open")
-    backend = shm.ShmBackend() if way == "shm" else tcp.TcpBackend(credentials=shown)
-    made = agent.Agent(way, backends=[backend])
+    made = agent.Agent(way, backends=[make_backend(way)])
     pool = made.allocate(LAYOUT.num_bytes)
     pool[:] = random.Random(7).randbytes(MIB) * (len(pool) // MIB)
     made.register(descriptors.Region(memory=pool, layout=LAYOUT))
     await made.start()
     return made
+
+
+def make_backend(way: str) -> routes.Backend:
+    if way == "nixl":
+        return importlib.import_module("dynamo.transfer.backends.nixl.backend").NixlBackend()
+    shown = credentials.of("tls" if way == "tls" else "open")
+    return shm.ShmBackend() if way == "shm" else tcp.TcpBackend(credentials=shown)
+
+
+def answering_port(num_buffered: int | None) -> int:
+    listening = socket.create_server(("127.0.0.1", 0))
+    if num_buffered is not None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_buffered)
+    threading.Thread(target=answer_plainly, args=(listening,), daemon=True).start()
+    return int(listening.getsockname()[1])
 
 
 def answer_plainly(listening: socket.socket) -> None:
@@ -95,30 +110,32 @@ def answer_plainly(listening: socket.socket) -> None:
 
 
 async def measure(control: Connection, rounds: int) -> None:
-    metadata, port, peer_pid = await asyncio.to_thread(control.recv)
-    agents = [await start(way) for way in WAYS]
-    peers = [
-        await mine.connect(theirs, deadline_s=DEADLINE_S)
-        for mine, theirs in zip(agents, metadata, strict=True)
-    ]
-    plain = socket.create_connection(("127.0.0.1", port))
+    metadata, ports, peer_pid = await asyncio.to_thread(control.recv)
+    agents = {way: await start(way) for way in WAYS}
+    peers = {
+        way: await mine.connect(theirs, deadline_s=DEADLINE_S)
+        for (way, mine), theirs in zip(agents.items(), metadata, strict=True)
+    }
+    plain, short = (socket.create_connection(("127.0.0.1", port)) for port in ports)
     print(
         "| bytes | copy | CPU ms | CPU, of plain | wall ms | wall, of plain |\n|---|---|---|---|---|---|"
     )
     for num_blocks in (2, 64):
         copies = {
             "memcpy": memcpy(num_blocks * MIB),
-            "shm, neighbours": pull(agents[0], peers[0], num_blocks, is_scattered=False),
-            "shm, scattered": pull(agents[0], peers[0], num_blocks, is_scattered=True),
             "sendall, recv_into": receive_plainly(plain, num_blocks * MIB),
-            "tcp, neighbours": pull(agents[1], peers[1], num_blocks, is_scattered=False),
-            "tcp, scattered": pull(agents[1], peers[1], num_blocks, is_scattered=True),
-            "tcp with TLS": pull(agents[2], peers[2], num_blocks, is_scattered=False),
+            "the same, short send buffer": receive_plainly(short, num_blocks * MIB),
         }
+        for way, mine in agents.items():
+            for word, is_scattered in (("neighbours", False), ("scattered", True)):
+                copies[f"{way}, {word}"] = pull(
+                    mine, peers[way], num_blocks, is_scattered=is_scattered
+                )
         repeats = 64 // num_blocks
         report(num_blocks * MIB, await take_turns(copies, rounds, repeats, peer_pid))
     plain.close()
-    for mine in agents:
+    short.close()
+    for mine in agents.values():
         await mine.close()
 
 
@@ -152,7 +169,9 @@ def cpu_s(peer_pid: int) -> float:
 
 def report(num_bytes: int, taken: dict[str, Taken]) -> None:
     for name, times in taken.items():
-        plain = taken["memcpy" if name.startswith(("memcpy", "shm")) else "sendall, recv_into"]
+        plain = taken[
+            "memcpy" if name.startswith(("memcpy", "shm", "nixl")) else "sendall, recv_into"
+        ]
         cpu, wall = statistics.median(times.cpu), statistics.median(times.wall)
         of_cpu, of_wall = statistics.median(plain.cpu) / cpu, statistics.median(plain.wall) / wall
         best, of_best = min(times.wall), min(plain.wall) / min(times.wall)

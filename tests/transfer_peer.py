@@ -1,13 +1,17 @@
 """A worker with a pool full of known bytes, to move blocks from and to: a process of its own, or within the test's."""
 
 import asyncio
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import random
 import signal
 import threading
+from multiprocessing import connection
 
 import msgspec
+import pytest
 
 import members
 from dynamo.base import config, membership
@@ -17,6 +21,11 @@ from dynamo.transfer.backends import local, shm, tcp
 LAYOUT = descriptors.Layout(
     num_blocks=1024, block_size=4, num_layers=3, num_kv_heads=4, head_dim=8, dtype="float16"
 )
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None,
+    reason="NIXL is not installed: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1",
+)
+NIXL = pytest.param("nixl", marks=needs_nixl)
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -91,6 +100,12 @@ class ProcessPeer:
         os.kill(self.pid, signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)
 
+    def resume(self):
+        """Returns when it works again, or has died of it: UCX ends a process whose reader gave up."""
+        os.kill(self.pid, signal.SIGCONT)
+        self._control.send("heard")
+        connection.wait([self._control, self._process.sentinel], 10)
+
     def kill(self):
         self._process.kill()
         self._process.join(10)
@@ -123,6 +138,8 @@ def make_backend(name, room=None, **options):
     kind, _, how = name.partition("-")
     if kind == "local":
         return local.LocalBackend(room)
+    if kind == "nixl":
+        return nixl_backend(**options)
     kinds = {"shm": shm.ShmBackend, "tcp": tcp.TcpBackend}
     return kinds[kind](credentials=credentials(how), **options)
 
@@ -134,13 +151,18 @@ def credentials(how):
     return membership.read(settings, {}) if how == "tls" else membership.NOTHING
 
 
+def nixl_backend(**options):
+    """Imported here, because a machine may not have NIXL."""
+    return importlib.import_module("dynamo.transfer.backends.nixl.backend").NixlBackend(**options)
+
+
 def run(control, backend, seed, options, changes):
     """The process."""
     asyncio.run(_run(control, backend, seed, options, changes))
 
 
 async def _run(control, backend, seed, options, changes):
-    layout = msgspec.structs.replace(LAYOUT, **changes)
+    layout = msgspec.convert({**msgspec.to_builtins(LAYOUT), **changes}, descriptors.Layout)
     made = make_backend(backend, **options)
     worker = await Worker("prefill-0", made, seed=seed, layout=layout).start()
     control.send(worker.metadata)

@@ -14,6 +14,7 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.worker import engines, model_source
+from transfer_peer import NIXL
 
 DEADLINE_S = 30
 OF_KIND = {
@@ -121,9 +122,9 @@ def prompt(length, seed=0):
     return random.Random(seed).choices(range(5, 500), k=length)
 
 
-@pytest.mark.parametrize("backends", [("shm",), ("tcp",)])
-async def test_an_answer_is_the_same_wherever_its_prompt_was_computed(backends):
-    async with pair(kv_transfer_backends=backends) as (left, right):
+@pytest.mark.parametrize("backend", ["shm", "tcp", NIXL])
+async def test_an_answer_is_the_same_wherever_its_prompt_was_computed(backend):
+    async with pair(kv_transfer_backends=(backend,)) as (left, right):
         lengths = [1, 2, 15, 16, 17, 18, 31, 32, 33, 100, 257, 513, 1000, 2000]
         for length in lengths:
             here = await left.answer(f"here {length}", prompt(length, length))

@@ -7,6 +7,7 @@ import os
 import pathlib
 import threading
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,9 +17,9 @@ import transfer_peer
 from dynamo.base import errors
 from dynamo.transfer import api, descriptors
 from dynamo.transfer.backends import local
-from transfer_peer import LAYOUT, blocks_of, content
+from transfer_peer import LAYOUT, NIXL, blocks_of, content, needs_nixl
 
-ACROSS = ["shm", "tcp", "tcp-token", "tcp-tls", "shm-token"]
+ACROSS = ["shm", "tcp", "tcp-token", "tcp-tls", "shm-token", NIXL]
 READ, WRITE = api.Operation.READ, api.Operation.WRITE
 WAYS = ["local", *ACROSS]
 SOON_S, LONG_S = 0.3, 30.0
@@ -192,6 +193,52 @@ async def test_a_peer_that_fits_not_is_refused_by_both_names(backend):
             await ours.agent.connect(metadata, deadline_s=LONG_S)
 
 
+def heads_of(pool, block, layout):
+    """The bytes of each head of a block by (layer, token, keys or values, head of the model), by definition."""
+    found, size = {}, layout.head_bytes
+    for layer in range(layout.num_layers):
+        at = layer * layout.layer_stride + block * layout.block_stride
+        for token in range(layout.block_size):
+            for half in range(2):
+                for head in layout.heads:
+                    found[layer, token, half, head] = bytes(pool[at : at + size])
+                    at += size
+    return found
+
+
+@pytest.mark.parametrize("backend", ACROSS)
+@pytest.mark.parametrize("operation", [READ, WRITE])
+@pytest.mark.parametrize(
+    "changes", [{"order": "block_major"}, {"tp_size": 2, "tp_rank": 1}, {"tp_size": 4, "order": "block_major"}]
+)  # fmt: skip
+async def test_another_order_and_a_share_of_the_heads_are_laid_out_anew(
+    backend, operation, changes
+):
+    theirs = msgspec.convert({**msgspec.to_builtins(LAYOUT), **changes}, descriptors.Layout)
+    async with connected(backend, changes=changes) as (ours, process, peer):
+        before = {False: bytes(ours.pool), True: process.content()}
+        await move(ours, operation, peer, [5, 6, 9], [100, 101, 3])
+
+        is_write = operation is WRITE
+        after = process.content() if is_write else bytes(ours.pool)
+        layouts = {False: LAYOUT, True: theirs}
+        for here, there in zip([5, 6, 9], [100, 101, 3], strict=True):
+            blocks = {False: here, True: there}
+            source = heads_of(before[not is_write], blocks[not is_write], layouts[not is_write])
+            target = heads_of(before[is_write], blocks[is_write], layouts[is_write])
+            expected = {place: source.get(place, kept) for place, kept in target.items()}
+            assert heads_of(after, blocks[is_write], layouts[is_write]) == expected
+
+
+@pytest.mark.parametrize("changes", [{"block_size": 8}, {"dtype": "bfloat16"}, {"num_layers": 4}])
+async def test_pools_that_must_be_converted_are_refused(changes):
+    ((name, value),) = changes.items()
+
+    with pytest.raises(errors.TransferError, match=f"{name} is .* here and {value} at prefill-0"):
+        async with connected("tcp", changes=changes):
+            pass
+
+
 @pytest.mark.parametrize("backend", WAYS)
 async def test_the_same_peer_is_connected_once(backend):
     async with connected(backend) as (ours, process, peer):
@@ -254,6 +301,34 @@ async def test_a_peer_killed_in_the_middle_is_an_error_at_once_over_tcp():
             async with asyncio.timeout(LONG_S / 2):
                 await posted
         await transfer.release()
+
+
+@needs_nixl
+@pytest.mark.parametrize("operation", [READ, WRITE])
+async def test_a_killed_peer_is_an_error_over_nixl(operation):
+    async with connected("nixl") as (ours, process, peer):
+        process.kill()
+
+        with pytest.raises(errors.TransferError):
+            await move(ours, operation, peer, range(1000), range(1000), deadline_s=LONG_S)
+
+
+@needs_nixl
+async def test_a_stalled_nixl_peer_is_given_up_and_writes_nothing_afterwards(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")  # over which the peer must send what we read
+    async with connected("nixl") as (ours, process, peer):
+        process.freeze()
+        with pytest.raises(errors.TransferError, match=r"within 0\.3 s"):
+            await move(ours, READ, peer, range(1000), range(1000), deadline_s=SOON_S)
+        left = bytes(ours.pool)
+
+        await asyncio.to_thread(process.resume)
+        with contextlib.suppress(
+            errors.TransferError
+        ):  # if it died; what lives makes progress here
+            await ours.agent.notify(peer, b"still there?", deadline_s=1.0)
+
+        assert bytes(ours.pool) == left
 
 
 async def test_shared_memory_outlives_its_owner():

@@ -12,6 +12,7 @@ from split import ALONE, ALWAYS, Split, prefills, prompt, until_idle
 
 from checkpoints import make_checkpoint
 from dynamo.worker import model_source
+from transfer_peer import NIXL
 
 HOLD_S = 3.0
 SHORT_HOLD = ("--kv-hold-s", str(HOLD_S))
@@ -34,7 +35,7 @@ def long_model(tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", ["shm", "tcp", NIXL])
 def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(
     split, backend, long_model
 ):
@@ -159,7 +160,7 @@ def test_a_prompt_whose_worker_dies_is_given_to_another(split):
     until_idle(decode)
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", ["shm", "tcp", NIXL])
 def test_a_prefill_worker_that_stands_still_delays_and_loses_nothing(split, backend):
     way = ("--kv-transfer-backends", backend, "--kv-transfer-timeout-s", "1")
     decode, stuck = split.decode(*way), split.prefill(*way, "--kv-hold-s", "8")

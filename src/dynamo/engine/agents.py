@@ -1,5 +1,6 @@
 """The agent that moves an engine's blocks, with the backends that were asked for."""
 
+import importlib
 import os
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ def make(
     kinds: dict[str, Callable[[], routes.Backend]] = {
         "shm": lambda: shm.ShmBackend(credentials=credentials),
         "tcp": lambda: tcp.TcpBackend(host=host, credentials=credentials),
+        "nixl": lambda: _nixl(host, is_insecure=credentials.is_insecure),
     }
     wanted = settings.kv_transfer_backends
     if unknown := [kind for kind in wanted if kind not in kinds]:
@@ -34,3 +36,14 @@ def make(
     if room is not None:
         backends.append(local.LocalBackend(room))
     return agent.Agent(name, backends=backends, on_notification=on_notification)
+
+
+def _nixl(host: str, *, is_insecure: bool) -> routes.Backend:
+    try:
+        found = importlib.import_module("dynamo.transfer.backends.nixl.backend")  # an extra
+    except ImportError as error:
+        raise errors.ConfigError(
+            "--kv-transfer-backends: nixl is not installed (pip install 'pydynamo[nixl]'); or leave it out"
+        ) from error
+    made: routes.Backend = found.NixlBackend(host=host, is_insecure=is_insecure)
+    return made

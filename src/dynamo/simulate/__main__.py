@@ -1,4 +1,6 @@
-"""`python -m dynamo.simulate routing --trace FILE --workers 8 --policy dynamo,estimated-ttft --load 0.8`."""
+"""`python -m dynamo.simulate routing --trace FILE --workers 8 --policy dynamo,estimated-ttft --load 0.8`, and
+`python -m dynamo.simulate disagg`.
+"""
 
 import importlib
 import importlib.util
@@ -6,20 +8,25 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from dynamo.base import config, errors
 from dynamo.router import settings
-from dynamo.simulate import routing, screen
+from dynamo.simulate import disagg_claim, routing, screen
 from dynamo.simulate.config import SimulateConfig
+
+_PROG = "python -m dynamo.simulate"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code. A mistake of the user's is one sentence and 2."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        told, router = config.load_parts(
-            (SimulateConfig, settings.RouterConfig), prog="python -m dynamo.simulate", argv=argv
-        )
-        _simulate(told, router)
+        if argv[:1] == ["disagg"]:
+            _disagg(config.load(disagg_claim.DisaggConfig, prog=_PROG, argv=argv))
+        else:
+            parts = (SimulateConfig, settings.RouterConfig)
+            _simulate(*config.load_parts(parts, prog=_PROG, argv=argv))
     except errors.DynamoError as error:
         sys.stderr.write(f"dynamo.simulate: {error}\n")
         return 2 if isinstance(error, errors.ConfigError) else 1
@@ -29,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _simulate(told: SimulateConfig, router: settings.RouterConfig) -> None:
     told.check()
     routing.check_policies(told.policy)
-    if told.output is not None and importlib.util.find_spec("matplotlib") is None:
-        raise errors.ConfigError("--output needs matplotlib: pip install 'pydynamo[plots]'")
+    plots = _plots(told.output)
     trace = routing.read_workload(told)
     summaries = []
     for policy in told.policy:
@@ -40,10 +46,23 @@ def _simulate(told: SimulateConfig, router: settings.RouterConfig) -> None:
             )
     caption = _caption(told)
     screen.show(summaries, caption)
-    if told.output is not None:
-        plots = importlib.import_module("dynamo.simulate.plots")  # an extra, and half a second
+    if plots is not None and told.output is not None:
         page = plots.write(summaries, caption, Path(told.output))
         sys.stdout.write(f"wrote {page}\n")
+
+
+def _disagg(told: disagg_claim.DisaggConfig) -> None:
+    plots = _plots(told.output)
+    disagg_claim.run(told, None if plots is None else plots.write_disagg)
+
+
+def _plots(output: str | None) -> ModuleType | None:
+    """The module that draws, if something is to be drawn: an extra, and half a second. Raises ConfigError."""
+    if output is None:
+        return None
+    if importlib.util.find_spec("matplotlib") is None:
+        raise errors.ConfigError("--output needs matplotlib: pip install 'pydynamo[plots]'")
+    return importlib.import_module("dynamo.simulate.plots")
 
 
 def _caption(told: SimulateConfig) -> str:

@@ -10,7 +10,9 @@ from dynamo.base import config, errors
 class SimulateConfig:
     """Route a workload over simulated workers, in virtual time, by one policy after the other."""
 
-    what: Literal["routing"] = config.option("routing", flag="", help="what to simulate: routing")
+    what: Literal["routing"] = config.option(
+        "routing", flag="", help="what to simulate: routing (or disagg, which has flags of its own)"
+    )
     trace: str | None = config.option(
         None, help="file in Mooncake's format (JSON lines); without it, --prefixes make a workload"
     )

@@ -44,11 +44,16 @@ def bar(policy: str, num_requests: int) -> Iterator[OnProgress]:
 
 def show(summaries: Sequence[Summary], caption: str) -> None:
     """The table, to standard output."""
-    grid = table.Table(
+    grid(COLUMNS, [cells(summary) for summary in summaries], caption)
+
+
+def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> None:
+    """A table, to standard output; all but the first column are numbers."""
+    shown = table.Table(
         caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    for i, column in enumerate(COLUMNS):
-        grid.add_column(column, justify="right" if i else "left", no_wrap=True)
-    for summary in summaries:
-        grid.add_row(*cells(summary))
-    console.Console(width=None if sys.stdout.isatty() else _WIDTH).print(grid)
+    for i, column in enumerate(columns):
+        shown.add_column(column, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    console.Console(width=None if sys.stdout.isatty() else _WIDTH).print(shown)

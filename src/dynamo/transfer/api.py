@@ -25,8 +25,8 @@ Promises:
 What the seam does *not* promise: that the remote blocks still hold what the caller means. Their owner keeps them
 until the reader's notification, or until a time limit that must be longer than the reader's deadline.
 
-`agent.Agent` implements it over backends (`local`, `shm`, `tcp`), of which the best that both sides have is taken when
-they connect. `tests/contract/test_transfer.py` runs one suite over all of them, between real processes.
+`agent.Agent` implements it over backends (`local`, `shm`, `nixl`, `tcp`), of which the best that both sides have is
+taken when they connect. `tests/contract/test_transfer.py` runs one suite over all of them, between real processes.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class Peer(Protocol):
 
     @property
     def backend(self) -> str:
-        """Which way was chosen: local, shm, tcp."""
+        """Which way was chosen: local, shm, nixl, tcp."""
         ...
 
     @property
@@ -143,7 +143,7 @@ class Agent(Protocol):
         ...
 
     def register(self, region: Region) -> None:
-        """Open this memory to peers, once. Memory that did not come from `allocate` is served by tcp and local only.
+        """Open this memory to peers, once. Memory that did not come from `allocate` is not served by shm.
 
         Raises ConfigError if it is shorter than its layout.
         """

@@ -1,4 +1,7 @@
-"""Which way to a peer: within a process directly, on a host by shared memory, else by TCP."""
+"""Which way to a peer: within a process directly, on a host by shared memory, else by NIXL or TCP.
+
+NIXL goes before TCP because nobody has it by default: who asks for it has the network for it.
+"""
 
 from dynamo.base import errors
 from dynamo.transfer.descriptors import Metadata
@@ -14,8 +17,9 @@ def choose_backend(local: Metadata, peer: Metadata) -> str:
     shared = local.addresses.keys() & peer.addresses.keys()
     if "shm" in shared and local.host == peer.host:
         return "shm"
-    if "tcp" in shared:
-        return "tcp"
+    for name in ("nixl", "tcp"):
+        if name in shared:
+            return name
     raise errors.TransferError(
         f"no way to {peer.name}: it offers {', '.join(sorted(peer.addresses)) or 'nothing'}"
         f" {'on this host' if local.host == peer.host else 'on another host'}, we have"

@@ -20,7 +20,7 @@ import msgspec
 from dynamo.base import errors
 
 METADATA_VERSION = 1
-MAX_METADATA_BYTES = 4096
+MAX_METADATA_BYTES = 16 * 1024  # NIXL's address names each network card of its host
 _MAX = 2**32  # of any count in a layout: whatever is larger is garbage
 _BYTES_BY_DTYPE = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 

@@ -68,3 +68,20 @@ def test_a_made_up_workload_needs_no_trace(capsys):
 
     assert code == 0
     assert "32 prefixes of 2048 tokens, 4 clients" in capsys.readouterr().out
+
+
+def test_disaggregation_is_a_table_and_a_plot(tmp_path, capsys):
+    code = command.main(["disagg", "--concurrency", "4", "--output", str(tmp_path)])
+
+    out = capsys.readouterr().out
+    assert code == 0
+    assert [line.split()[:2] for line in out.splitlines() if "gregated " in line] == [
+        ["1", "disaggregated"],
+        ["2", "disaggregated"],
+    ]
+    assert (tmp_path / "disagg.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_requests_that_fit_nowhere_are_one_sentence(capsys):
+    assert command.main(["disagg", "--prompt-tokens", "20000", "--concurrency", "1"]) == 2
+    assert "a group of 1 GPUs has room for" in capsys.readouterr().err

@@ -22,6 +22,8 @@ def agent(host, **addresses):
         (agent("h", shm="a", tcp="t"), agent("h", shm="b", tcp="t"), "shm"),
         (agent("h", shm="a", tcp="t"), agent("other", shm="b", tcp="t"), "tcp"),
         (agent("h", tcp="t"), agent("h", shm="b", tcp="t"), "tcp"),
+        (agent("h", nixl="n", tcp="t"), agent("other", nixl="n", tcp="t"), "nixl"),
+        (agent("h", shm="a", nixl="n"), agent("h", shm="b", nixl="n"), "shm"),
         (agent("h", local="p/1", shm="a"), agent("h", local="p/2", shm="b"), "local"),
         (agent("h", local="p/1", shm="a"), agent("h", local="q/2", shm="b"), "shm"),
     ],

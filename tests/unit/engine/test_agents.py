@@ -1,0 +1,26 @@
+"""Which ways to move blocks an engine opens."""
+
+import sys
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.engine import agents
+from dynamo.engine.transfer_settings import TransferConfig
+
+
+def make(*backends):
+    settings = TransferConfig(kv_transfer_backends=backends)
+    return agents.make("native", settings, None, lambda *said: None)
+
+
+def test_a_way_that_nobody_knows_is_refused_by_name():
+    with pytest.raises(errors.ConfigError, match="expected some of shm, tcp, nixl, got 'rdma'"):
+        make("shm", "rdma")
+
+
+def test_nixl_without_its_library_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dynamo.transfer.backends.nixl.backend", None)
+
+    with pytest.raises(errors.ConfigError, match=r"pip install 'pydynamo\[nixl\]'"):
+        make("shm", "nixl")

@@ -1,0 +1,160 @@
+"""Pools with clients against what can be computed on paper, and the comparison of their curves."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.base import errors
+from dynamo.disagg import policy
+from dynamo.simulate import disagg, disagg_claim
+from dynamo.simulate.disagg import Point, Pool
+from dynamo.simulate.hardware import Gpu, Group, Model
+
+BIG, SMALL = (Group(gpu=Gpu(), model=Model(), size=size) for size in (4, 1))
+AGGREGATED = Pool(name="aggregated", num_workers=2, group=BIG, max_num_tokens=4096)
+SPLIT = replace(AGGREGATED, name="split", num_workers=1, num_prefill=4, prefill_group=SMALL)
+ASKED = {"num_prompt": 3000, "num_output": 11}
+
+
+def prefill_s(group):
+    return group.iteration_s(
+        prompts_s=group.prompt_s(0, 3000), num_prompt_tokens=3000, num_decoding=0, num_read=0
+    )
+
+
+def mean_step_s(group):
+    """Of an answer alone."""
+    steps = [
+        group.iteration_s(prompts_s=0, num_prompt_tokens=0, num_decoding=1, num_read=3000 + written)
+        for written in range(1, 11)
+    ]
+    return sum(steps) / len(steps)
+
+
+def point(per_user, per_gpu):
+    return Point(1, per_user, per_gpu, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("pool", "group"), [(AGGREGATED, BIG), (SPLIT, SMALL)])
+def test_a_client_alone_waits_for_its_prompt_and_its_tokens_only(pool, group):
+    alone = disagg.measure(pool, 1, **ASKED)
+
+    assert alone.mean_ttft == pytest.approx(prefill_s(group))
+    assert alone.per_user == pytest.approx(1 / mean_step_s(BIG))
+    assert alone.per_gpu == pytest.approx(11 / (prefill_s(group) + 10 * mean_step_s(BIG)) / 8)
+
+
+def test_the_transfer_delays_the_second_token():
+    slow = disagg.measure(replace(SPLIT, transfer_s=0.5), 1, **ASKED)
+
+    assert 1 / slow.per_user == pytest.approx(mean_step_s(BIG) + 0.5 / 10)
+    assert slow.mean_ttft == pytest.approx(prefill_s(SMALL))
+
+
+def test_with_many_clients_prefill_workers_are_the_bound():
+    many = disagg.measure(SPLIT, 64, **ASKED)
+
+    assert many.per_gpu == pytest.approx(4 / prefill_s(SMALL) * 11 / 8, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "limits", "share"),
+    [
+        (3000, disagg.ALWAYS_AWAY, 1.0),
+        (900, policy.Limits(), 0.0),
+        (3000, policy.Limits(max_prefill_queue_size=0), 0.0),
+    ],
+)
+def test_the_policy_of_workers_says_where_a_prompt_is_computed(num_prompt, limits, share):
+    pool = replace(SPLIT, limits=limits)
+
+    assert disagg.measure(pool, 8, num_prompt=num_prompt, num_output=5).share_away == share
+
+
+def test_what_does_not_fit_beside_the_model_is_refused():
+    with pytest.raises(errors.ConfigError, match="a group of 1 GPUs has room for 18310 tokens"):
+        disagg.measure(SPLIT, 1, num_prompt=19_000, num_output=2)
+
+
+POINTS = st.lists(
+    st.builds(point, st.integers(1, 100).map(float), st.integers(1, 100).map(float)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(points=POINTS)
+def test_a_frontier_is_what_nothing_beats(points):
+    kept = disagg.frontier(points)
+
+    unbeaten = {
+        (p.per_user, p.per_gpu)
+        for p in points
+        if not any(
+            q.per_user >= p.per_user and q.per_gpu >= p.per_gpu and q[1:3] != p[1:3] for q in points
+        )
+    }
+    assert {(p.per_user, p.per_gpu) for p in kept} == unbeaten
+    assert [p.per_user for p in kept] == sorted({p.per_user for p in kept})
+
+
+@given(points=POINTS, factor=st.floats(0.5, 2.0))
+def test_a_curve_times_a_factor_gains_that_factor_everywhere(points, factor):
+    better = [p._replace(per_gpu=p.per_gpu * factor) for p in points]
+
+    assert all(each.ratio == pytest.approx(factor) for each in disagg.compare(better, points))
+
+
+def test_below_its_slowest_point_a_curve_stays_and_ranges_are_found():
+    ratios = disagg.compare([point(50.0, 10.0)], [point(0.0, 20.0), point(100.0, 0.1)])
+
+    assert ratios[0].ratio == pytest.approx(0.5)
+    assert (ratios[-1].per_user, ratios[-1].ratio) == (50.0, pytest.approx(10 / 10.05))
+    assert disagg.winning(ratios) == []
+    assert disagg.winning(
+        [disagg.Ratio(s, r) for s, r in ((1, 0.9), (2, 1.2), (3, 1.1), (4, 0.5))]
+    ) == [(2, 3)]
+
+
+@pytest.fixture(scope="module")
+def claim():
+    told = disagg_claim.DisaggConfig()
+    return [disagg_claim.measure(told, num_nodes).ratios["disaggregated"] for num_nodes in (1, 2)]
+
+
+def gain(ratios, speed):
+    return min(ratios, key=lambda each: abs(each.per_user - speed)).ratio
+
+
+def test_on_one_node_it_gains_a_third_in_the_middle_and_loses_at_both_ends(claim):
+    one, _ = claim
+
+    assert gain(one, 43) == pytest.approx(1.3, abs=0.1)
+    assert (one[0].ratio < 0.9, one[-1].ratio < 0.5) == (True, True)
+
+
+def test_on_two_nodes_it_gains_more_than_twice(claim):
+    one, two = claim
+
+    assert max(each.ratio for each in two) > 2
+    assert max(each.ratio for each in two) > max(each.ratio for each in one)
+    assert two[-1].ratio < 0.5
+
+
+def test_short_prompts_with_long_answers_do_not_pay():
+    told = disagg_claim.DisaggConfig(prompt_tokens=300, output_tokens=600)
+
+    ratios = disagg_claim.measure(told, 1).ratios["disaggregated"]
+
+    assert gain(ratios, 40) < 1
+
+
+def test_points_that_let_users_wait_can_be_left_out():
+    told = disagg_claim.DisaggConfig(max_ttft_s=0.1, concurrency=2)
+
+    case = disagg_claim.measure(told, 1)
+
+    assert case.points["disaggregated"] == []
+    assert disagg_claim.rows(case)[0][2:] == ("-",) * (len(disagg_claim.COLUMNS) - 2)

@@ -1,0 +1,99 @@
+"""A worker of two phases on its own: how long it takes, and who waits."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from dynamo.simulate.hardware import Gpu, Group, Model
+from dynamo.simulate.phase_worker import Job, PhaseWorker
+
+GROUP = Group(gpu=Gpu(), model=Model(), size=2)
+
+
+def worker(group=GROUP, **changes):
+    return PhaseWorker(group, **{"max_num_seqs": 8, "max_num_tokens": 2048, **changes})
+
+
+def job(num_prompt=3000, num_output=3, **changes):
+    return Job(num_prompt=num_prompt, num_output=num_output, **changes)
+
+
+def finish(worker):
+    """All that it does until it is idle: (time, done)."""
+    done = []
+    while worker.next_time < math.inf:
+        now = worker.next_time
+        done.append((now, worker.advance(now)))
+    return done
+
+
+def prompt_s(start, end, *, num_decoding=0, num_read=0):
+    return GROUP.iteration_s(
+        prompts_s=GROUP.prompt_s(start, end),
+        num_prompt_tokens=end - start,
+        num_decoding=num_decoding,
+        num_read=num_read,
+    )
+
+
+def test_a_prompt_is_computed_in_parts_and_then_answered():
+    alone, one = worker(), job()
+    alone.submit(one, 0.0)
+    finish(alone)
+
+    first = prompt_s(0, 2048) + prompt_s(2048, 3000)
+    steps = [prompt_s(0, 0, num_decoding=1, num_read=3000 + written) for written in (1, 2)]
+    assert one.first_token_at == pytest.approx(first)
+    assert one.ended_at == pytest.approx(first + sum(steps))
+
+
+def test_an_answer_waits_for_the_prompt_beside_it():
+    shared, early, late = worker(), job(num_prompt=100), job(num_prompt=2000)
+    shared.submit(early, 0.0)
+    shared.submit(late, 0.0)
+    times = [now for now, _ in finish(shared)]
+
+    assert times[1] - times[0] == pytest.approx(
+        GROUP.iteration_s(
+            prompts_s=GROUP.prompt_s(0, 2000),
+            num_prompt_tokens=2000,
+            num_decoding=1,
+            num_read=101,
+        )
+    )
+
+
+def test_a_prefill_worker_lets_go_of_a_job_with_its_first_token():
+    prefill = worker(is_prefill_only=True)
+    prefill.submit(job(num_prompt=2000), 0.0)
+    ((now, done),) = finish(prefill)
+
+    assert now == pytest.approx(prompt_s(0, 2000))
+    assert ([one.num_written for one in done.prefilled], done.ended) == ([1], [])
+    assert prefill.num_open == 0
+
+
+def test_a_job_whose_prompt_came_from_elsewhere_is_only_answered():
+    decode, one = worker(), job(num_computed=3000, num_written=1)
+    decode.submit(one, 5.0)
+    finish(decode)
+
+    assert one.ended_at == pytest.approx(
+        5.0 + sum(prompt_s(0, 0, num_decoding=1, num_read=3000 + n) for n in (1, 2))
+    )
+
+
+@pytest.mark.parametrize("limit", ["sequences", "memory"])
+def test_who_has_no_room_waits_until_another_has_ended(limit):
+    memory = replace(GROUP.gpu, memory_bytes=(70e9 + 4000 * 327_680) / 2)
+    full = worker(replace(GROUP, gpu=memory)) if limit == "memory" else worker(max_num_seqs=1)
+    first, second = job(), job()
+    for one in (first, second):
+        full.submit(one, 0.0)
+    waiting = full.num_waiting
+    finish(full)
+
+    assert waiting == 1
+    assert second.first_token_at > first.ended_at
+    assert second.ended_at == pytest.approx(2 * first.ended_at)

@@ -1,0 +1,89 @@
+"""What can be said of the way over NIXL without a peer; with one: tests/contract/test_transfer.py."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.base import errors
+from dynamo.transfer import messages
+from dynamo.transfer.backends.nixl import words
+
+WORDS = [
+    words.Hello("decode-0", b"contact"),
+    words.Welcome(),
+    words.Notify(7, b"pulled", 1.5),
+    words.Heard(7),
+    words.Refused(7, "too busy"),
+    words.Bye(),
+]
+
+
+@pytest.mark.parametrize("word", WORDS, ids=lambda word: type(word).__name__)
+def test_a_word_is_heard_as_it_was_said(word):
+    assert words.decode(words.encode(word)) == word
+
+
+@pytest.mark.parametrize("said", [b"", b"pulled", bytes(words.MAX_WORD_BYTES + 1)])
+def test_what_is_no_word_is_refused(said):
+    with pytest.raises(errors.RemoteProtocolError, match="expected"):
+        words.decode(said)
+
+
+def test_the_longest_notification_fits():
+    longest = words.Notify(2**63, bytes(messages.MAX_NOTIFICATION_BYTES), 600.0)
+
+    assert words.decode(words.encode(longest)) == longest
+
+
+def test_an_address_that_is_none_is_the_peers_mistake():
+    with pytest.raises(errors.TransferError, match="NIXL's address"):
+        words.decode_address(b"127.0.0.1:80")
+
+
+PIECES = st.lists(
+    st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(1, 2**28)), max_size=20
+)
+
+
+@given(pieces=PIECES)
+def test_stretches_are_the_same_bytes_in_bounded_lists(pieces):
+    backend = pytest.importorskip("dynamo.transfer.backends.nixl.backend", exc_type=ImportError)
+    made = list(backend.stretches(pieces))
+
+    assert all(0 < sum(n for *_, n in stretch) <= 64 * 2**20 for stretch in made)
+    joined = []
+    for local, remote, length in (piece for stretch in made for piece in stretch):
+        if joined and (local, remote) == (
+            joined[-1][0] + joined[-1][2],
+            joined[-1][1] + joined[-1][2],
+        ):
+            local, remote, before = joined.pop()
+            length += before
+        joined.append((local, remote, length))
+    assert sum(n for *_, n in joined) == sum(n for *_, n in pieces)
+    assert {piece[:2] for piece in joined} <= {piece[:2] for piece in pieces}
+
+
+def test_many_short_pieces_are_several_stretches():
+    backend = pytest.importorskip("dynamo.transfer.backends.nixl.backend", exc_type=ImportError)
+    pieces = [(i * 8, i * 16, 8) for i in range(messages.MAX_PIECES + 1)]
+
+    lengths = [len(stretch) for stretch in backend.stretches(pieces)]
+
+    assert lengths == [messages.MAX_PIECES, 1]
+
+
+def test_other_hosts_are_served_only_where_that_is_said(monkeypatch):
+    backend = pytest.importorskip("dynamo.transfer.backends.nixl.backend", exc_type=ImportError)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+
+    with pytest.raises(errors.ConfigError, match="say --insecure"):
+        backend.NixlBackend(host="10.1.2.3")
+
+    backend.NixlBackend(host="10.1.2.3", is_insecure=True)
+    assert "UCX_NET_DEVICES" not in os.environ
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")  # what the user says there counts
+    backend.NixlBackend()
+    assert os.environ["UCX_NET_DEVICES"] == "eth7"
