@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from dynamo.base import errors, tasks
 from dynamo.engine import api, refusal
-from dynamo.engine.adapters.vllm import arguments, guides, outputs, sampling, versions
+from dynamo.engine.adapters import guides
+from dynamo.engine.adapters.vllm import arguments, outputs, sampling, versions
 from dynamo.engine.adapters.vllm.load import Load
 from dynamo.engine.adapters.vllm.settings import VllmConfig
 from dynamo.protocols import blocks, generate, load

@@ -10,7 +10,7 @@ and to stop at ours. What vLLM cannot honour is refused by name.
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import guides
+from dynamo.engine.adapters import guides
 from dynamo.protocols import generate
 
 _MAX_SEED = 2**63
