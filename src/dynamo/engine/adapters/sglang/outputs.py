@@ -24,6 +24,10 @@ def translate(
     if end is None and not is_first and report == choice.PLAIN:
         return generate.Output(tokens, None, index)
     reason, stop_reason = _end(end, request)
+    begins = meta["completion_tokens"] == len(
+        tokens
+    )  # of this choice: a prompt's scores are told with each
+    scores = report.prompt_logprobs if begins and index == 0 else None
     return generate.Output(
         tokens,
         reason,
@@ -31,7 +35,7 @@ def translate(
         logprobs=_scores(meta, "output", report.logprobs),
         cached_tokens=meta["cached_tokens"] if is_first else None,
         stop_reason=stop_reason,
-        prompt_logprobs=_of_prompt(meta, report.prompt_logprobs) if is_first else None,
+        prompt_logprobs=_scores(meta, "input", scores, skip=1),
     )
 
 
@@ -58,14 +62,6 @@ def _given_up(end: Mapping[str, Any]) -> errors.DynamoError:
     if end.get("status_code") == _UNAVAILABLE:
         return errors.Overloaded(said)
     return errors.EngineFailed(said)
-
-
-def _of_prompt(
-    meta: Mapping[str, Any], num_top: int | None
-) -> tuple[generate.TokenLogprobs, ...] | None:
-    """Of each token but the first."""
-    scores = _scores(meta, "input", num_top, skip=1)
-    return scores
 
 
 def _scores(

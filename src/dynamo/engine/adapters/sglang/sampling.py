@@ -11,6 +11,7 @@ from dynamo.engine.adapters import choice, guides
 from dynamo.protocols import generate
 
 _ALL = -1  # for top_k
+_SHAPES = guides.Ability(has_choice=False)
 _FIELD = {"json": "json_schema", "regex": "regex", "grammar": "ebnf", "structural_tag": "structural_tag"}  # fmt: skip
 
 
@@ -20,7 +21,6 @@ class Ability(NamedTuple):
     has_tokenizer: bool = False
     takes_priority: bool = False
     is_low_first: bool = False  # the lower priority is served first
-    guides: guides.Ability = guides.Ability(has_choice=False)
 
 
 def plan(request: generate.Request, index: int, ability: Ability) -> dict[str, Any]:
@@ -57,15 +57,15 @@ def _params(request: generate.Request, index: int, ability: Ability) -> dict[str
         "stop_token_ids": choice.stop_ids(request),
         "ignore_eos": stop.ignore_eos,
     }
-    return params | _shape(request, ability)
+    return params | _shape(request)
 
 
-def _shape(request: generate.Request, ability: Ability) -> dict[str, Any]:
+def _shape(request: generate.Request) -> dict[str, Any]:
     guided = request.sampling_options.guided_decoding
     if guided is None:
         return {}
     choice.refuse_resumed_shape(request, "SGLang")
-    said = guides.fields(guided, ability.guides)
+    said = guides.fields(guided, _SHAPES)
     return {_FIELD[name]: value for name, value in said.items() if value is not None}
 
 

@@ -58,7 +58,7 @@ def facts(engine: Engine) -> api.EngineFacts:
     """What is known once it has loaded."""
     model, loads = engine.tokenizer_manager.model_config, snapshots(engine)
     schedule, arguments = get_schedule(), engine.server_args
-    first: Mapping[str, Any] = engine._scheduler_init_result.scheduler_infos[0]  # noqa: SLF001 (as its get_server_info)
+    first: Mapping[str, Any] = engine._scheduler_init_result.scheduler_infos[0]
     page_size = schedule.page_size or 1
     chunk = schedule.chunked_prefill_size or 0
     return api.EngineFacts(

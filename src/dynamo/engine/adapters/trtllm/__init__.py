@@ -1,1 +1,1 @@
-"""TensorRT-LLM: tokens in, tokens out, by its `LLM` (PyTorch backend). Written against the LLM API of 1.2, not run here."""
+"""TensorRT-LLM: tokens in, tokens out, by its `LLM` class on PyTorch. Written against the API of 1.2, not run here."""

@@ -1,8 +1,8 @@
 """From our request to the fields of TensorRT-LLM's sampling parameters, for each choice.
 
-Each choice is a request of its own, so that one can be aborted alone, and greedy ones may be several. TensorRT-LLM knows
-one end token, which alone it can hold back (`min_tokens`); all others are stop words. What it cannot honour is refused
-by name.
+Each choice is a request of its own, so that one can be aborted alone, and greedy ones may be several. TensorRT-LLM
+knows one end token, which alone it can hold back (`min_tokens`); all others are stop words. What it cannot honour is
+refused by name.
 """
 
 from typing import Any

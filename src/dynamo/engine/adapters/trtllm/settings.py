@@ -1,7 +1,6 @@
-"""What we ask about TensorRT-LLM; the rest is in a file of its own. Importable without it: `--help` works everywhere."""
+"""What we ask about TensorRT-LLM; all else is in its own file. Importable without it: `--help` works everywhere."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from dynamo.base import config
 
@@ -20,7 +19,7 @@ class TrtllmConfig:
     free_gpu_memory_fraction: float | None = config.option(
         None, help="share of the GPU memory that is free after loading, for the KV cache"
     )
-    extra_engine_args: Path | None = config.option(
+    extra_engine_args: str | None = config.option(
         None,
         help="a YAML file with more arguments of TensorRT-LLM's LLM class, as trtllm-serve takes; it overrides flags",
     )

@@ -20,18 +20,16 @@ __all__ = ["LLM", "RequestError", "SamplingParams"]
 LISTEN_S = 1.0  # how long it waits for statistics, or for KV events, before it asks anew
 
 
-def read_file(path: Path | None) -> dict[str, Any]:
+def read_file(path: str | None) -> dict[str, Any]:
     """A map from YAML; empty without a file. Raises ConfigError."""
     if path is None:
         return {}
     try:
-        read = yaml.safe_load(path.read_text()) or {}
+        read = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise errors.ConfigError(
-            f"--extra-engine-args: cannot read {str(path)!r}: {error}"
-        ) from error
+        raise errors.ConfigError(f"--extra-engine-args: cannot read {path!r}: {error}") from error
     if not isinstance(read, dict):
-        raise errors.ConfigError(f"--extra-engine-args: expected a map in {str(path)!r}")
+        raise errors.ConfigError(f"--extra-engine-args: expected a map in {path!r}")
     return read
 
 
@@ -66,7 +64,7 @@ def generate(llm: LLM, token_ids: list[int], params: SamplingParams) -> Any:
 
 def is_alive(llm: LLM) -> bool:
     """As TensorRT-LLM judges it before it takes a request."""
-    executor = llm._executor  # noqa: SLF001 (it has no public way to ask)
+    executor = llm._executor
     return executor is not None and not executor.is_shutdown()
 
 
