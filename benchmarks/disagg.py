@@ -5,6 +5,7 @@ one answers). Eight streams run all the time; long prompts arrive beside them, o
 tokens of the running streams is what a reader sees; the time to the first token of a long prompt is its price.
 
     python -m benchmarks.disagg --rounds 3
+    python -m benchmarks.disagg --forms lengths estimated     who decides better where a prompt is computed
 """
 
 import argparse
@@ -31,6 +32,13 @@ STREAM_PROMPT, LONG_PROMPT, SHORT_PROMPT = 32, 1500, 64
 ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
 SPLIT = (("--is-prefill-worker",), ("--disaggregation-mode", "decode", *ALWAYS))
 AGGREGATED = (("--disaggregation-mode", "agg"),) * 2
+DECODE = ("--disaggregation-mode", "decode")
+FORMS = {
+    "aggregated": AGGREGATED,
+    "split": SPLIT,
+    "lengths": (("--is-prefill-worker",), (*DECODE, "--disagg-policy", "lengths")),
+    "estimated": (("--is-prefill-worker",), (*DECODE, "--disagg-policy", "estimated")),
+}
 # So few that warming up has used them all: a page that is touched for the first time costs more than to copy to it.
 POOL = ("--num-gpu-blocks-override", "1200")
 NUM_WARM = 14
@@ -187,6 +195,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=["aggregated", "split"], help="what to compare"
+    )
     args = parser.parse_args()
     cells = {
         "8 streams, prompts of 1,500 tokens": (NUM_STREAMS, LONG_PROMPT),
@@ -195,22 +206,27 @@ def main() -> None:
         "8 streams, prompts of 64 tokens": (NUM_STREAMS, SHORT_PROMPT),
     }
     runs: dict[tuple[str, str], list[Measured]] = {}
-    for _ in range(args.rounds):
-        for form, workers in (("aggregated", AGGREGATED), ("split", SPLIT)):
-            with log_file() as log, serving(workers, log) as (url, pids):
-                asyncio.run(warm_up(url))
-                for name, (num_streams, length) in cells.items():
-                    measuring = measure(
-                        url, pids, num_streams=num_streams, length=length, duration_s=args.seconds
-                    )
-                    runs.setdefault((name, form), []).append(asyncio.run(measuring))
+    with contextlib.ExitStack() as stack:  # all stand side by side: those that are not asked idle
+        served = {}
+        for form in args.forms:
+            log = stack.enter_context(log_file())
+            served[form] = stack.enter_context(serving(FORMS[form], log))
+            asyncio.run(warm_up(served[form][0]))
+        for _, (name, cell), form in itertools.product(
+            range(args.rounds), cells.items(), args.forms
+        ):
+            num_streams, length = cell
+            measuring = measure(
+                *served[form], num_streams=num_streams, length=length, duration_s=args.seconds
+            )
+            runs.setdefault((name, form), []).append(asyncio.run(measuring))
     print(
         "| | ITL p50, ms | ITL p99, ms | TTFT p50 of the prompts, ms | prompts/s | tokens/s"
         " | with the prompts' | of these per second of the workers' CPU |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for name in cells:
-        for form in ("aggregated", "split"):
+        for form in args.forms:
             print(row(f"{name}, {form}", runs[name, form]))
 
 

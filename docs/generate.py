@@ -9,6 +9,7 @@ import prometheus_client
 
 from dynamo.base import clock
 from dynamo.disagg import metrics as disagg_metrics
+from dynamo.disagg import settings as disagg_settings
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
 from dynamo.frontend import records
@@ -39,7 +40,10 @@ def reference() -> str:
     sections = [
         HEAD,
         *_settings(
-            "python -m dynamo.frontend", frontend_config.FrontendConfig, router_config.RoutingConfig
+            "python -m dynamo.frontend",
+            frontend_config.FrontendConfig,
+            router_config.RoutingConfig,
+            disagg_settings.PrefillRoutingConfig,
         ),
     ]
     sections += _settings(
@@ -77,6 +81,7 @@ def _frontend_registry() -> prometheus_client.CollectorRegistry:
     records.Records(frontend_config.FrontendConfig(), registry, clock.SystemClock())
     admission_metrics.AdmissionMetrics(registry)
     router_metrics.RouterMetrics(registry, "")
+    disagg_metrics.RoutedMetrics(registry)
     return registry.collectors
 
 

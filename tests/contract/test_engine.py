@@ -6,8 +6,6 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
-from engine_suite import Host, Sink
 
 from dynamo.engine.mock.answers import Cycle
 from dynamo.engine.mock.batch import Batch
@@ -16,6 +14,8 @@ from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.native.engine import NativeEngine
 from dynamo.engine.native.runner import Runner
 from dynamo.engine.native.settings import NativeConfig
+from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from engine_suite import Host, Sink
 
 WORDS = tuple(range(100, 150))
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 import subprocess
 import sys
 
@@ -90,19 +89,16 @@ async def test_tls_is_spoken_and_a_stranger_is_not_trusted(tmp_path):
     server.stop()
 
 
-async def test_who_gives_up_connecting_leaves_nothing_open(tmp_path, caplog):
+async def test_who_gives_up_connecting_leaves_nothing_open(tmp_path):
     server, url, _ = secured_by_tls(tmp_path)
-    before = set(os.listdir("/proc/self/fd"))
+    before = asyncio.all_tasks()
     for hundredths in range(1, 9):  # in the midst of an attempt, or between two
         with pytest.raises(errors.ConfigError):
             await join(url, start_timeout_s=hundredths / 100)
     gc.collect()  # what was left open would warn, and a warning is an error
-    server.stop()
-    async with asyncio.timeout(10):
-        while set(os.listdir("/proc/self/fd")) - before:
-            await asyncio.sleep(0.01)
 
-    assert "last word" not in caplog.text
+    assert asyncio.all_tasks() == before
+    server.stop()
 
 
 async def test_nobody_there_is_one_sentence_with_the_address_and_the_way_out(tmp_path, caplog):

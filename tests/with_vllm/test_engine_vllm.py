@@ -13,6 +13,8 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
 
+import psutil
+
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from vllm_engine import *  # noqa: F403 (its fixtures)
 
@@ -31,7 +33,8 @@ pytestmark = [
 @pytest.fixture
 def break_down():
     def kill_core(engine):
-        newest = max(multiprocessing.active_children(), key=lambda child: child.pid)
+        children = multiprocessing.active_children()  # the shared engine has some, too
+        newest = max(children, key=lambda child: psutil.Process(child.pid).create_time())
         os.kill(newest.pid, signal.SIGKILL)
 
     return kill_core

@@ -17,19 +17,23 @@ import msgspec
 
 from dynamo.base import errors, tasks
 from dynamo.disagg import (
+    estimated,
     known_prefix,
     metrics,
     policy,
     prefill_queue,
     prefill_request,
     prefill_workers,
+    watching_sink,
 )
+from dynamo.disagg import limits as limits_watch
 from dynamo.engine import api
-from dynamo.protocols import generate, kv_events, kv_transfer, load
+from dynamo.protocols import generate, kv_transfer, load
+from dynamo.router import load as routed_load
+from dynamo.router import policy as routing
 from dynamo.runtime import discovery
 
 _logger = logging.getLogger(__name__)
-_decode_change = msgspec.json.Decoder(policy.Change).decode
 
 
 @dataclass(slots=True)
@@ -53,37 +57,44 @@ class Handoff:
         *,
         registry: discovery.Discovery,
         model: str,
-        limits: policy.Limits,
+        decider: policy.Policy,
         prefill_timeout_s: float,
     ) -> None:
-        """`limits` hold as long as discovery says nothing else of this model."""
+        """Limits of lengths hold as long as discovery says nothing else of this model."""
         assert isinstance(engine, api.RemotePrefill)
         self._engine, self._lent = engine, engine
         self._queue = queue
         self._workers = workers
         self._counts = counts
-        self._registry, self._limits_key = registry, policy.key_of(model)
-        self._default_limits = self._limits = limits
+        self._registry, self._model = registry, model
+        self._policy = decider
+        self._prefills, self._copies = routed_load.Pace(), routed_load.Pace()
         self._prefill_timeout_s = prefill_timeout_s
         self._known = known_prefix.KnownPrefix()
         self._block_size = 1
         self._away: dict[str, _Away] = {}
-        self._sink: api.EngineSink | None = None
+        self._watching: watching_sink.WatchingSink | None = None
         self._tasks = tasks.Tasks()
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """The engine, then the search for prefill workers."""
-        self._sink = sink
         self._lent.on_pull(self._pulled)
-        facts = await self._engine.start(_Watching(sink, self._known))
+        self._watching = watching_sink.WatchingSink(sink, self._known)
+        facts = await self._engine.start(self._watching)
         self._block_size = facts.kv_block_size
         self._workers.start()
-        self._tasks.start("watch limits of local prefill", self._watch_limits())
+        if isinstance(self._policy, policy.Lengths):
+            following = limits_watch.follow(self._registry, self._model, self._policy)
+            self._tasks.start("watch limits of local prefill", following)
         return facts
 
     def submit(self, request: generate.Request) -> None:
         """Here, or by way of a prefill worker; then a refusal comes through the sink."""
-        if self._goes_away(request):
+        if kv_transfer.is_prefilled(request.kv_transfer_params):  # its frontend saw to it
+            self._submit_prefilled(request)
+            if self._watching is not None:
+                self._watching.expect(request, None)
+        elif self._goes_away(request):
             _logger.debug(
                 "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
             )
@@ -99,6 +110,8 @@ class Handoff:
     def abort(self, request_id: str) -> None:
         """Wherever it is."""
         away = self._away.pop(request_id, None)
+        if self._watching is not None:
+            self._watching.forget(request_id)
         if away is None:
             self._engine.abort(request_id)
         elif away.handing is not None:
@@ -134,16 +147,41 @@ class Handoff:
         if report.error is None:
             self._counts.remote.inc()
             self._counts.transfer_s.observe(report.duration_s)
+            self._copies.observe(report.num_blocks * self._block_size, report.duration_s)
+            if self._watching is not None:
+                worker_id = self._workers.instance_of(report.engine_id)
+                self._watching.pulled(report, worker_id)
         else:
             self._counts.fallback.inc()
             self._workers.distrust(report.engine_id)
 
     def _goes_away(self, request: generate.Request) -> bool:
-        size = self._queue.size
-        if not policy.goes_away(request.prompt_len, size, self._limits) or _must_stay(request):
+        size, num_tokens = self._queue.size, request.prompt_len
+        if size is None or not self._policy.may_go(num_tokens, size) or _must_stay(request):
             return False
+        return self._policy.goes(
+            num_tokens, size, lambda: self._here(request), lambda: self._there(num_tokens)
+        )
+
+    def _here(self, request: generate.Request) -> routing.Prospect:
+        stats = [one.worker_stats for one in self._engine.load()]
         num_known = self._known.num_tokens(request.token_ids, self._block_size)
-        return policy.goes_away(request.prompt_len - num_known, size, self._limits)
+        return routing.Prospect(
+            num_new=max(0, request.prompt_len - num_known),
+            num_ahead=sum(one.active_prefill_tokens for one in stats),
+            num_requests=sum(one.request_active_slots for one in stats),
+            tokens_per_s=self._prefills.tokens_per_s,
+            copies_per_s=self._copies.measured,
+        )
+
+    def _there(self, num_tokens: int) -> routing.Prospect:
+        """As far as we know: by what we ourselves have given away."""
+        num_away = sum(away.request.prompt_len for away in self._away.values())
+        return routing.Prospect(
+            num_new=num_tokens,
+            num_ahead=num_away / max(1, len(self._workers.connected)),
+            tokens_per_s=self._prefills.tokens_per_s,
+        )
 
     async def _hand_over(self, away: _Away) -> None:
         params = await self._prefill(away.request)
@@ -152,8 +190,8 @@ class Handoff:
         try:
             self._submit_prefilled(request)
         except errors.DynamoError as error:
-            assert self._sink is not None
-            self._sink.failed(request.id, error)
+            assert self._watching is not None
+            self._watching.failed(request.id, error)
             return
         for index in away.dropped:
             self._engine.abort_choice(request.id, index)
@@ -173,6 +211,7 @@ class Handoff:
         """Where its blocks are; None if nobody has computed them."""
         now = asyncio.get_running_loop().time
         asked_at = now()
+        is_alone = len(self._away) == 1
         try:
             params = await self._queue.prefill(
                 prefill_request.make(request), timeout_s=self._prefill_timeout_s
@@ -182,34 +221,11 @@ class Handoff:
             return None
         took_s = now() - asked_at
         self._counts.prefill_s.observe(took_s)
+        if is_alone:  # nothing of ours was before it
+            self._prefills.observe(request.prompt_len, max(0.0, took_s - estimated.HANDOFF_S))
+        if self._watching is not None:
+            self._watching.expect(request, took_s)
         return kv_transfer.handed_on(params, took_s)
-
-    async def _watch_limits(self) -> None:
-        key = self._limits_key
-        async for change in self._registry.watch(key):
-            if change.key != key:
-                continue  # of a model whose name begins like ours
-            try:
-                said = _decode_change(change.value) if isinstance(change, discovery.Put) else None
-            except msgspec.DecodeError as error:
-                _logger.warning("ignored %s in discovery: %s", key, error)
-                continue
-            self._limits = self._default_limits.changed(said or policy.Change())
-            _logger.info("limits of local prefill: %s", self._limits)
-
-
-class _Watching:
-    """The engine's sink, with a look at its KV events; costs nothing per token."""
-
-    def __init__(self, sink: api.EngineSink, known: known_prefix.KnownPrefix) -> None:
-        self.outputs = sink.outputs
-        self.failed = sink.failed
-        self.died = sink.died
-        self._sink, self._known = sink, known
-
-    def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
-        self._known.apply(events)
-        self._sink.kv_events(events, dp_rank)
 
 
 def _must_stay(request: generate.Request) -> bool:

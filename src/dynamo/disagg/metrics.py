@@ -34,6 +34,52 @@ class DisaggMetrics:
         )
 
 
+class RoutedMetrics:
+    """What a frontend counts of prompts that it had computed before it asked for the answer."""
+
+    def __init__(self, registry: metrics.Registry) -> None:
+        by_model = ("model",)
+        self.prefills = registry.counter(
+            "routed_prefills_total",
+            "prompts by where the frontend had them computed; fallback: by who answers, because it failed elsewhere",
+            (*by_model, "where"),
+        )
+        self.fallbacks = registry.counter(
+            "routed_prefill_fallbacks_total",
+            "prompts that could not be computed elsewhere, by why: lost, refused, late, failed, undelivered",
+            (*by_model, "reason"),
+        )
+        self.retries = registry.counter(
+            "routed_prefill_retries_total",
+            "prompts given to another prefill worker, because one failed",
+            by_model,
+        )
+        self.prefill_s = registry.histogram(
+            "routed_prefill_seconds",
+            "from asking for a prefill worker to its answer",
+            by_model,
+            buckets=_SECONDS,
+        )
+
+
+class ModelRoutedMetrics:
+    """The same of one model, with its labels looked up."""
+
+    def __init__(self, families: RoutedMetrics, model: str) -> None:
+        label = model.lower()
+        self._families, self._label = families, label
+        self.local, self.remote, self._fallback = (
+            families.prefills.labels(label, where) for where in ("local", "remote", "fallback")
+        )
+        self.retries = families.retries.labels(label)
+        self.prefill_s = families.prefill_s.labels(label)
+
+    def fell_back(self, reason: str) -> None:
+        """Of one prompt."""
+        self._fallback.inc()
+        self._families.fallbacks.labels(self._label, reason).inc()
+
+
 class TakerMetrics:
     """What a prefill worker counts of the tickets that it took from a queue."""
 

@@ -1,20 +1,27 @@
-"""Where a prompt is computed: here, or at a prefill worker.
+"""Where a prompt is computed: by the worker that answers it (*here*), or by a prefill worker (*there*).
 
-Elsewhere if what is left of it after the known prefix is longer than `max_local_prefill_length`, because a long
+`Lengths`: there, if what is left of it after the known prefix is longer than `max_local_prefill_length`, because a long
 prefill here would delay every answer that is being written; but only while the queue there is short, because a prompt
 that waits there helps nobody. Both numbers may change at run time.
+
+`IslBounding`, the original's: here, if little is new *and* most is known to the worker that would answer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
+from dynamo.router import policy
+
 MAX_LOCAL_PREFILL_LENGTH = 1000  # tokens
 MAX_PREFILL_QUEUE_SIZE = 2
+Look = Callable[[], policy.Prospect]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What stands in discovery under `key_of` the model; what it leaves out is as the worker was started."""
+    """What stands in discovery under `key_of` the model; what it leaves out is as the process was started."""
 
     max_local_prefill_length: int | None = None
     max_prefill_queue_size: int | None = None
@@ -48,3 +55,55 @@ def goes_away(prefill_length: int, queue_size: int | None, limits: Limits) -> bo
         and prefill_length > limits.max_local_prefill_length
         and queue_size < limits.max_prefill_queue_size
     )
+
+
+class Policy(Protocol):
+    """How it is decided for prompts that somebody could compute elsewhere."""
+
+    def may_go(self, prompt_len: int, queue_size: int) -> bool:
+        """Could it go, whatever else is found? Asked first, because it costs nothing."""
+        ...
+
+    def goes(self, prompt_len: int, queue_size: int, here: Look, there: Look) -> bool:
+        """Does it go? `queue_size`: prompts that wait there where the fewest do; `here` and `there` cost a look."""
+        ...
+
+
+class Lengths:
+    """`--disagg-policy lengths`. The limits may change at any time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._default = self.limits = limits
+
+    def change(self, change: Change) -> None:
+        """Of those that it was made with."""
+        self.limits = self._default.changed(change)
+
+    def may_go(self, prompt_len: int, queue_size: int) -> bool:
+        """As `Policy`."""
+        return goes_away(prompt_len, queue_size, self.limits)
+
+    def goes(self, prompt_len: int, queue_size: int, here: Look, there: Look) -> bool:
+        """As `Policy`."""
+        del prompt_len, there
+        return goes_away(here().num_new, queue_size, self.limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslBounding:
+    """`--router-conditional-disagg`: here, if fewer tokens are new than the one, and than this share of the prompt."""
+
+    eff_isl_threshold: int = 2048
+    eff_isl_ratio_threshold: float = 0.7
+
+    def may_go(self, prompt_len: int, queue_size: int) -> bool:
+        """As `Policy`: a prompt that is all new goes, however short."""
+        del prompt_len, queue_size
+        return True
+
+    def goes(self, prompt_len: int, queue_size: int, here: Look, there: Look) -> bool:
+        """As `Policy`."""
+        del queue_size, there
+        num_new = here().num_new
+        is_short = num_new < self.eff_isl_threshold
+        return not (is_short and num_new < self.eff_isl_ratio_threshold * prompt_len)

@@ -13,9 +13,8 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from dynamo.base import errors
+from dynamo.disagg import prefill_answer
 from dynamo.protocols import generate
 from dynamo.runtime import client
 
@@ -101,10 +100,10 @@ async def ask(
     workers: client.EndpointClient, instance_id: int, request: generate.Request, *, timeout_s: float
 ) -> dict[str, Any]:
     """Have one worker compute a prompt; it stops if we are cancelled. Raises what it failed with."""
-    answer = _Prefilled()
+    answer = prefill_answer.PrefillAnswer()
     stream = await workers.open(request, answer, instance_id=instance_id, timeout_s=timeout_s)
     try:
-        return await answer.params
+        return await answer.wait()
     finally:
         stream.cancel()
 
@@ -114,27 +113,3 @@ def late(timeout_s: float) -> errors.DeadlineExceeded:
     return errors.DeadlineExceeded(
         f"no prefill worker has computed the prompt within {timeout_s:g} s"
     )
-
-
-class _Prefilled:
-    """The receiver of a prefill's only output."""
-
-    def __init__(self) -> None:
-        self.params: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-
-    def receive(self, output: generate.Output) -> None:
-        if output.kv_transfer_params is not None and not self.params.done():
-            self.params.set_result(output.kv_transfer_params)
-
-    def replied(self, body: msgspec.Raw) -> None:
-        self._fail(errors.RemoteProtocolError("expected an engine's output, got a reply"))
-
-    def ended(self, error: errors.DynamoError | None) -> None:
-        self._fail(
-            error
-            or errors.RemoteProtocolError("the prefill worker does not say where its blocks are")
-        )
-
-    def _fail(self, error: errors.DynamoError) -> None:
-        if not self.params.done():
-            self.params.set_exception(error)

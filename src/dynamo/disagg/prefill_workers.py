@@ -49,6 +49,11 @@ class PrefillWorkers:
         """Whom we can ask now."""
         return list(self._engine_ids)
 
+    def instance_of(self, engine_id: str) -> int | None:
+        """Whose engine that is; None: of nobody who is connected."""
+        known = self._engine_ids.items()
+        return next((one for one, engine in known if engine == engine_id), None)
+
     def start(self) -> None:
         """Follow them."""
         self._tasks.start("watch prefill workers", self._watch())

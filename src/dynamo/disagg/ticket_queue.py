@@ -87,7 +87,7 @@ class TicketQueue:
 
     async def start(self) -> None:
         """Raises ConfigError if there is no server for the queue."""
-        work = await self._join()
+        work = await join_first(self._join)
         address = await self._plane.serve(self._endpoint, self._hear_claim)
         transport = {self._plane.name: address}
         self._ticket = lambda number: tickets.Ticket(
@@ -217,6 +217,16 @@ class TicketQueue:
                 self._is_reachable = True
                 self._counted_at = asyncio.get_running_loop().time()
             await asyncio.sleep(COUNT_S)
+
+
+async def join_first(join: Join) -> work_queue.WorkQueue:
+    """When a worker starts, a queue that does not answer is a mistake in its settings. Raises ConfigError."""
+    try:
+        return await join()
+    except errors.Unavailable as error:
+        raise errors.ConfigError(
+            f"cannot join the prefill queue: {error}; to run without it: --prefill-queue direct"
+        ) from error
 
 
 def _future() -> "asyncio.Future[_Claimed | str]":

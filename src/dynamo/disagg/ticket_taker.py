@@ -49,7 +49,7 @@ class TicketTaker:
 
     async def start(self) -> None:
         """Raises ConfigError if there is no server for the queue."""
-        queues = [await self._join() for _ in range(AT_ONCE)]
+        queues = [await ticket_queue.join_first(self._join) for _ in range(AT_ONCE)]
         self._taking = [
             self._tasks.start("take prefill tickets", self._take(queue)) for queue in queues
         ]

@@ -7,6 +7,7 @@ import sys
 
 from dynamo.base import config as configuration
 from dynamo.base import errors, garbage, stopping
+from dynamo.disagg import settings
 from dynamo.frontend import config, http_workers, service
 from dynamo.observability import logs
 from dynamo.router import config as router_config
@@ -21,11 +22,15 @@ def main() -> int:
     prog = "python -m dynamo.frontend"
     try:
         logs.configure()
-        parts = (config.FrontendConfig, router_config.RoutingConfig)
-        door, routing = configuration.load_parts(parts, prog=prog)
+        parts = (
+            config.FrontendConfig,
+            router_config.RoutingConfig,
+            settings.PrefillRoutingConfig,
+        )
+        door, routing, prefill = configuration.load_parts(parts, prog=prog)
         if door.http_workers > 1:
             return http_workers.serve(door, sys.argv[1:])
-        asyncio.run(serve(door, routing))
+        asyncio.run(serve(door, routing, prefill))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
@@ -34,12 +39,16 @@ def main() -> int:
     return 0
 
 
-async def serve(door: config.FrontendConfig, routing: router_config.RoutingConfig) -> None:
+async def serve(
+    door: config.FrontendConfig,
+    routing: router_config.RoutingConfig,
+    prefill: settings.PrefillRoutingConfig,
+) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     garbage.collect_rarely()
     async with await component.DistributedRuntime.open(door) as runtime:
         stop = stopping.stop_on_signals()  # until here a signal ends the process: nothing runs yet
-        async with service.Frontend(door, runtime, routing) as frontend:
+        async with service.Frontend(door, runtime, routing, prefill) as frontend:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, frontend.reload_keys)
             await frontend.run(stop)
 

@@ -184,7 +184,12 @@ class Delivery(abc.ABC):
         return b"data: " + self.order.dialect.body_of(error) + b"\n\n"
 
     def note_cached(self, choice: choices.Choice, output: generate.Output) -> None:
-        """Count the prompt tokens that the worker had, if this output tells. Of several workers the first counts."""
+        """Count the prompt tokens that the worker had, if this output tells, and how the others came.
+
+        Of several workers the first counts.
+        """
+        if output.kv_transfer_params is not None and self.order.extra is not None:
+            self.order.extra.reported(output.kv_transfer_params)
         if output.cached_tokens is None:
             return
         prompt_number = choice.index // self.num_choices

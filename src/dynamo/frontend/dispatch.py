@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.frontend import delivery, metrics, migration
+from dynamo.frontend import delivery, extras, metrics, migration
 from dynamo.frontend.leg import Leg
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate
+from dynamo.router import route
 from dynamo.runtime import requests
 
 PAUSE_S = 0.1  # until it is tried again to find a worker
@@ -93,12 +94,15 @@ class Trip:
         stream = await model.open(
             leg.request,
             leg,
-            instance_id=self._instance_id,
+            route.Terms(
+                instance_id=self._instance_id,
+                headers=self._headers(),
+                timeout_s=None if self._until is None else self._until - self._shared.clock.now(),
+                on_gone=self._reply.on_gone,
+                on_asked=self._on_asked(leg),
+                on_prefilled=None if self._extra is None else self._extra.prefilled,
+            ),
             avoid=avoid,
-            headers=self._headers(),
-            timeout_s=None if self._until is None else self._until - self._shared.clock.now(),
-            on_gone=self._reply.on_gone,
-            on_asked=self._on_asked(leg),
         )
         self._opened(leg, stream)
 
@@ -184,8 +188,12 @@ class Trip:
         if self._reply.is_over or not leg.is_open:
             leg.cancel()
 
+    @property
+    def _extra(self) -> extras.Extras | None:
+        return self._reply.order.extra
+
     def _on_asked(self, leg: Leg) -> Callable[[int], None]:
-        extra = self._reply.order.extra
+        extra = self._extra
         if extra is None:
             return leg.asked
 

@@ -20,6 +20,7 @@ from dynamo.frontend.admission import desk
 from dynamo.frontend.served_model import ServedModel
 from dynamo.observability import spans
 from dynamo.protocols import blocks, embed, openai_embeddings
+from dynamo.router import route
 from dynamo.runtime.http import exchange
 
 ENDPOINT = "embeddings"  # the label in metrics
@@ -105,9 +106,7 @@ class Embeddings:
                 stream = await model.open(
                     _share(request, numbers),
                     embedding_answer.ShareReceiver(answer, numbers),
-                    instance_id=None,
-                    headers=headers,
-                    timeout_s=self._timeout_s,
+                    route.Terms(headers=headers, timeout_s=self._timeout_s),
                 )
             except errors.DynamoError as error:
                 answer.fail(error)

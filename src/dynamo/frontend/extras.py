@@ -1,13 +1,22 @@
 """What `nvext.extra_fields` asks to be told beside an answer: who gave it, and how long that took.
 
 Times are the caller's: from the arrival of the request here, in milliseconds, by the original's names. What only a
-worker could know (how long a prompt waited there) is not among them.
+worker could know (how long a prompt waited there) is not among them, but for a prompt that another worker computed:
+who answers is asked to report how its blocks came (`kv_transfer.Report`).
 """
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from dynamo.base import clock as clocks
+from dynamo.preprocess import preprocessor
+from dynamo.protocols import generate, kv_transfer
+from dynamo.router import route
+
+_logger = logging.getLogger(__name__)
 
 CountTokens = Callable[[Any, int], None]
 
@@ -25,6 +34,23 @@ class Extras:
         self._num_tokens = 0
         self._num_first = 0  # tokens of the first output
         self._instance_id: int | None = None
+        self._prefilled: route.Prefilled | None = None
+        self._report: kv_transfer.Report | None = None
+
+    def apply(self, prompts: Sequence[preprocessor.Prepared]) -> Sequence[preprocessor.Prepared]:
+        """The requests, asking for a report."""
+        return [one._replace(request=_reporting(one.request)) for one in prompts]
+
+    def prefilled(self, prefilled: route.Prefilled) -> None:
+        """Another worker has computed the prompt, or the latest."""
+        self._prefilled = prefilled
+
+    def reported(self, params: Mapping[str, Any]) -> None:
+        """By the worker that answers."""
+        try:
+            self._report = msgspec.convert(params, kv_transfer.Report)
+        except msgspec.ValidationError as error:
+            _logger.debug("expected a report of how blocks came, got %s: %s", params, error)
 
     def asked(self, instance_id: int) -> None:
         """This worker has the request, or its latest prompt."""
@@ -43,12 +69,20 @@ class Extras:
         """`nvext` of a chunk or of a whole answer; only the last of a stream has times."""
         found: dict[str, Any] = {}
         if "worker_id" in self._wanted and self._instance_id is not None:
-            # one worker does both halves of the work
-            names = ("prefill_worker_id", "decode_worker_id")
-            found["worker_id"] = dict.fromkeys(names, self._instance_id)
+            found["worker_id"] = {
+                "prefill_worker_id": self._prefill_worker_id or self._instance_id,
+                "decode_worker_id": self._instance_id,
+            }
         if "timing" in self._wanted and is_last:
             found["timing"] = self._timing(cached_share)
         return {"nvext": found} if found else {}
+
+    @property
+    def _prefill_worker_id(self) -> int | None:
+        """None: one worker has done both halves of the work."""
+        if self._prefilled is not None:
+            return self._prefilled.instance_id
+        return self._report.prefill_worker_id if self._report is not None else None
 
     def _tokens(self, num_tokens: int) -> None:
         self._last_at = self._clock.now()
@@ -65,4 +99,22 @@ class Extras:
             "itl_ms": (self._last_at - first_at) * 1000 / num_later if num_later else None,
             "total_time_ms": (self._clock.now() - self._started_at) * 1000,
             "kv_hit_rate": cached_share,
+            **self._prefill_timing(),
         }
+
+    def _prefill_timing(self) -> dict[str, Any]:
+        """Of a prompt that another worker has computed."""
+        report, found = self._report, {}
+        if self._prefilled is not None:
+            found["prefill_time_ms"] = self._prefilled.duration_s * 1000
+        elif report is not None and report.prefill_ms is not None:
+            found["prefill_time_ms"] = report.prefill_ms
+        if report is not None:
+            found["kv_transfer_time_ms"] = report.transfer_ms
+            found["kv_transfer_blocks"] = report.num_blocks
+        return found
+
+
+def _reporting(request: generate.Request) -> generate.Request:
+    annotations = (*request.annotations, kv_transfer.REPORT)
+    return msgspec.structs.replace(request, annotations=annotations)

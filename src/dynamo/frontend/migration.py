@@ -81,6 +81,7 @@ def _rest_of(request: generate.Request, choice: int, answered: bytes) -> generat
             min_tokens=max(0, conditions.min_tokens - num_tokens),
         ),
         sampling_options=change(request.sampling_options, n=1),
+        kv_transfer_params=None,  # blocks that were held for the worker that is lost
         # the worker that is lost has told them, if it told anything
         output_options=change(request.output_options, prompt_logprobs=None),
     )

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from dynamo.base import clock, errors
-from dynamo.frontend import metrics, model_fetch
+from dynamo.frontend import metrics, model_fetch, prefill_pools
 from dynamo.frontend.served_model import Replicas, ServedModel
 from dynamo.preprocess import loading, tokenize
 from dynamo.protocols import instances, model_card
@@ -59,6 +59,11 @@ class Models:
         self._models: dict[str, ServedModel] = {}
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
         self._lost: set[str] = set()  # names that were served once
+        self._pools: prefill_pools.PrefillPools | None = None
+
+    def prefill_by(self, make: prefill_pools.MakePrefill) -> None:
+        """Have prefill workers stand before those who answer, from the beginning on; else nobody here asks them."""
+        self._pools = prefill_pools.PrefillPools(self._client, make)
 
     @property
     def ready(self) -> list[ServedModel]:
@@ -95,7 +100,9 @@ class Models:
     def _read(self, change: discovery.Change) -> model_card.CardRecord | None:
         """Note the change; gives the record that came or went, if it matters to us."""
         if isinstance(change, discovery.Delete):
-            return self._records.pop(change.key, None)
+            pools = self._pools
+            gone = pools.remove(change.key) if pools is not None else None
+            return gone or self._records.pop(change.key, None)
         try:
             record = _decode_record(change.value)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -104,8 +111,17 @@ class Models:
         if self._namespace not in ("", record.namespace):
             return None
         if record.card_json.worker_type is model_card.WorkerType.PREFILL:
-            return None  # it answers decode workers, and no client
+            return self._read_prefill(change.key, record)
         self._records[change.key] = record
+        return record
+
+    def _read_prefill(
+        self, key: str, record: model_card.CardRecord
+    ) -> model_card.CardRecord | None:
+        """It answers no client; where nobody here asks it, decode workers do."""
+        if self._pools is None:
+            return None
+        self._pools.add(key, record)
         return record
 
     async def _refresh(self, name: str) -> None:
@@ -119,6 +135,8 @@ class Models:
         if model is None or not is_known or not model.is_loaded:
             model = await self._load(records)
         model.replicas = await self._replicas(model, records)
+        if self._pools is not None:
+            await self._pools.stand_before(model)
         if name not in self._models and model.is_ready:
             _logger.info("serving the model %r", name)
         self._models[name] = model

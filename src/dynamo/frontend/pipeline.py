@@ -126,7 +126,7 @@ class Pipeline:
             shape=api.shape(request, who),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=routing.apply(prompts),
+            prompts=routing.apply(prompts if timed is None else timed.apply(prompts)),
             request=request,
             headers=_told(api, arrival),
             extra=timed,

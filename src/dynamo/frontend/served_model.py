@@ -1,9 +1,11 @@
 """A model as this frontend serves it: how to prepare requests for it, and who answers them."""
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import cast
+
+import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import identity
@@ -109,29 +111,20 @@ class ServedModel:
         self,
         request: generate.Request | embed.Request,
         receiver: requests.Receiver,
+        terms: routing.Terms,
         *,
-        instance_id: int | None,
         avoid: Collection[int] = (),
-        headers: Mapping[str, str],
-        timeout_s: float | None,
-        on_gone: routing.OnGone | None = None,
-        on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
         """Begin an answer at one of its instances, if possible none of `avoid`.
 
         Raises NoWorkers, Overloaded or WorkerLost.
         """
-        replicas = self._pick(instance_id, avoid)
-        return await replicas.route.open(
-            cast("generate.Request", request),  # the route of a model that embeds looks into none
-            receiver,
-            instance_id=instance_id,
-            among=replicas.among(avoid),
-            headers=headers,
-            timeout_s=timeout_s,
-            on_gone=on_gone,
-            on_asked=on_asked,
-        )
+        replicas = self._pick(terms.instance_id, avoid)
+        if avoid:
+            terms = msgspec.structs.replace(terms, among=replicas.among(avoid))
+        # the route of a model that embeds looks into no request
+        asked = cast("generate.Request", request)
+        return await replicas.route.open(asked, receiver, terms)
 
     def choose(
         self,

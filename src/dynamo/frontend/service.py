@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 
 from dynamo.base import clock, errors, open_files, tasks
+from dynamo.disagg import prefill_routes
+from dynamo.disagg import settings as prefill_settings
 from dynamo.frontend import (
     app,
     clearing,
@@ -45,20 +47,27 @@ class Frontend:
         settings: config.FrontendConfig,
         runtime: component.DistributedRuntime,
         routing: router_config.RoutingConfig | None = None,
+        prefill: prefill_settings.PrefillRoutingConfig | None = None,
     ) -> None:
         settings.check()
         registry = observed.Registry(settings.metrics_prefix)
         now = clock.SystemClock()
-        self._routes = routes.Routes(
-            routing or router_config.RoutingConfig(), runtime, now, registry
-        )
+        routing = routing or router_config.RoutingConfig()
+        self._routes = routes.Routes(routing, runtime, now, registry)
+        prefill = prefill or prefill_settings.PrefillRoutingConfig()
+        prefill.check(routing.router_mode)
+        self._prefill: prefill_routes.PrefillRoutes | None = None
+        if routing.router_mode == "kv":
+            self._prefill = prefill_routes.PrefillRoutes(
+                self._routes, prefill, runtime.discovery, registry, now
+            )
         self._records = records.Records(settings, registry, now)
         rules = _migration_rules(settings)
         counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers, rules)
         self.models = models.Models(
             runtime.discovery,
             runtime.client,
-            self._routes.make,
+            self._routes.make if self._prefill is None else self._prefill.make,
             counted,
             now,
             model_fetch.ModelFetch(
@@ -67,6 +76,8 @@ class Frontend:
             namespace=settings.namespace,
             tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )
+        if self._prefill is not None:
+            self.models.prefill_by(self._prefill.make_prefill)
         timeout_s = settings.request_timeout_secs or None
         self._dispatcher = dispatch.Dispatcher(self.models.find, rules, now, timeout_s)
         answers = roads.Roads(
@@ -147,6 +158,8 @@ class Frontend:
         await self._dispatcher.close()
         await self._siblings.close()
         await self._tasks.close()
+        if self._prefill is not None:
+            await self._prefill.close()
         await self._routes.close()
         await self._records.close()
 

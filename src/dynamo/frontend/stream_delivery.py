@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo.frontend import choices, delivery, metrics, sse
-from dynamo.protocols import generate
+from dynamo.protocols import generate, kv_transfer
 from dynamo.runtime.http import exchange
 
 METRICS = "llm_metrics"  # the annotation that comes before each chunk
+_ELSEWHERE = (METRICS, kv_transfer.REPORT)  # not told before the answer; the latter is the worker's
 
 
 class StreamDelivery(delivery.Delivery):
@@ -120,7 +121,7 @@ class StreamDelivery(delivery.Delivery):
                 headers=(("cache-control", "no-cache"), *self.order.headers),
             )
             for name in self.order.annotations:
-                if name != METRICS:
+                if name not in _ELSEWHERE:
                     self.client.write(sse.annotation(name, self.order.annotation(name)))
         self._begun.add(choice.index)
 

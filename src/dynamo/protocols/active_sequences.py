@@ -16,7 +16,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add_request", kw_only=True, o
     token_sequence: tuple[int, ...]  # sequence hashes of its full blocks
     isl: int  # prompt tokens
     overlap: float = 0.0
-    is_prefill_completed: bool = False  # told to one that joins late
+    is_prefill_completed: bool = False  # elsewhere, or before this was told
 
 
 class MarkPrefillCompleted(msgspec.Struct, frozen=True, tag="mark_prefill_completed"):

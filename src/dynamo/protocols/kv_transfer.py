@@ -3,6 +3,7 @@
     to the engine that prefills       {"do_remote_decode": true, "do_first_token": true}
     back, with its only output        {"do_remote_prefill": true, "remote_block_ids": [1, 2], "remote_engine_id": ...}
     to the engine that decodes        the same
+    to one that shall compute itself  {"do_remote_prefill": false, "do_remote_decode": false}
 
 Between the two engines nobody looks into it: a foreign engine's connector has fields of its own, which travel as they
 are (`handed_on`). The names are those of the original's connector. What is ours: `remote_hold_id` names what the reader
@@ -24,6 +25,11 @@ from dynamo.protocols import generate
 ASK = {"do_remote_decode": True}
 ASK_WITH_TOKEN = ASK | {"do_first_token": True}
 HOLD_S = 60.0  # from the end of the prefill; longer than any reader waits
+STAY = {
+    "do_remote_prefill": False,
+    "do_remote_decode": False,
+}  # somebody has decided: compute it where it is
+REPORT = "kv_transfer_report"  # annotation of a request: tell with the first output how its blocks came (`Report`)
 METADATA = "kv_transfer_metadata"  # of an engine's agent, in a card's runtime data; base64
 
 
@@ -55,6 +61,23 @@ class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True):
         return params
 
 
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the worker that answers can tell of a prompt that another has computed: `Output.kv_transfer_params`.
+
+    Of the prefill only where it asked for it itself.
+    """
+
+    transfer_ms: float
+    num_blocks: int  # that were copied; those that it knew were not
+    prefill_worker_id: int | None = None
+    prefill_ms: float | None = None  # from asking for it to the answer
+
+
+def is_prefilled(params: Mapping[str, Any] | None) -> bool:
+    """Has another engine computed this prompt, and holds its blocks?"""
+    return params is not None and params.get("do_remote_prefill") is True
+
+
 def wants_hold(params: Mapping[str, Any] | None) -> bool:
     """Is this prompt computed for another engine, so that its blocks are to be held?"""
     return params is not None and params.get("do_remote_decode") is True
@@ -67,7 +90,7 @@ def wants_token(params: Mapping[str, Any] | None) -> bool:
 
 def read(params: Mapping[str, Any] | None) -> RemoteBlocks | None:
     """Where the prompt's blocks are, if another engine has them. Raises RemoteProtocolError for anything else."""
-    if params is None or params.get("do_remote_prefill") is not True:
+    if not is_prefilled(params):
         return None
     try:
         return msgspec.convert(params, RemoteBlocks)
@@ -93,7 +116,7 @@ def handed_on(params: Mapping[str, Any], took_s: float) -> dict[str, Any] | None
 
     `took_s` is how long ago the prefill was asked for. Only a promise of time (`remote_hold_s`) is touched.
     """
-    if params.get("do_remote_prefill") is not True:
+    if not is_prefilled(params):
         return None
     hold_s = params.get("remote_hold_s")
     told = {} if not isinstance(hold_s, int | float) else {"remote_hold_s": hold_s - took_s}

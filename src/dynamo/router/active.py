@@ -5,6 +5,9 @@
 Blocks are counted once per worker, however many of its requests share them (`chain_holders`). A request that arrives,
 runs or ends costs its own blocks, never those of others.
 
+A prompt that another worker has computed (`is_prefilled`) counts by its blocks alone. Workers that only compute prompts
+are not counted by blocks (`counts_blocks`): what they hold, they hold for others, and not for long.
+
 With a `stride` only every so many-th block is kept by name: counting a prompt in is that much cheaper, and what it
 shares with others is known that much more coarsely.
 
@@ -45,11 +48,12 @@ class _Slot:
 class ActiveSequences:
     """Mutable; one event loop owns it."""
 
-    def __init__(self, block_size: int, *, stride: int = 1) -> None:
+    def __init__(self, block_size: int, *, stride: int = 1, counts_blocks: bool = True) -> None:
         self.loads: dict[Worker, Load] = {}
         self.pace = Pace()
         self._block_size = block_size
         self._stride = stride
+        self._counts_blocks = counts_blocks
         self._pressure = Pressure(self.loads)
         self._requests: dict[str, _Request] = {}
         self._slots: dict[Worker, _Slot] = {}
@@ -80,6 +84,7 @@ class ActiveSequences:
         isl: int,
         overlap: float,
         now: float,
+        is_prefilled: bool = False,
     ) -> None:
         """A prompt of `isl` tokens, of which `overlap` blocks need not be computed, goes to a worker."""
         slot = self._slots.get(worker)
@@ -90,8 +95,13 @@ class ActiveSequences:
         slot.request_ids.add(request_id)
         num_new = max(0, isl - int(overlap * self._block_size))
         slot.load.num_requests += 1
-        slot.load.active_blocks += self._hold(worker, sequence_hashes)
-        slot.load.enter(request_id, num_new, now)
+        num_held = self._hold(worker, sequence_hashes)
+        if self._counts_blocks:
+            slot.load.active_blocks += num_held
+        if is_prefilled:
+            request.is_prefill_completed = True
+        else:
+            slot.load.enter(request_id, num_new, now)
         self._pressure.insert(slot.load, num_new)
 
     def prefill_completed(self, request_id: str, now: float) -> None:
@@ -159,6 +169,7 @@ class ActiveSequences:
                     isl=added.isl,
                     overlap=added.overlap,
                     now=now,
+                    is_prefilled=added.is_prefill_completed,
                 )
                 if added.is_prefill_completed and event.request_id in self._requests:
                     self._skip_prefill(event.request_id, now)
@@ -168,10 +179,12 @@ class ActiveSequences:
                 self.free(event.request_id, now)
 
     def _skip_prefill(self, request_id: str, now: float) -> None:
-        """Its prompt was computed before we heard of it: nothing to learn of the pace."""
+        """Its prompt was computed before we heard of that: nothing to learn of the pace."""
         request = self._requests[request_id]
         request.is_prefill_completed = True
-        self.loads[request.worker].leave(request_id, now)
+        load = self.loads[request.worker]
+        if request_id in load.waiting:
+            load.leave(request_id, now)
 
     def _insert(self, worker: Worker, capacity: Capacity) -> None:
         self._holders.insert(worker)

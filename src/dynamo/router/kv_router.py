@@ -16,8 +16,8 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.protocols import blocks, generate, model_card
-from dynamo.router import affinity, api, metrics, route, selection
+from dynamo.protocols import blocks, generate, kv_transfer, model_card
+from dynamo.router import affinity, api, metrics, policy, route, selection
 from dynamo.router.load import Capacity
 from dynamo.router.policy import Decision, Prompt
 from dynamo.runtime import client, requests
@@ -31,9 +31,7 @@ class Sending:
     prompt: Prompt
     request: generate.Request
     receiver: requests.Receiver
-    headers: Mapping[str, str] | None
-    timeout_s: float | None
-    on_asked: Callable[[int], None] | None
+    terms: route.Terms
 
 
 class Sharing:
@@ -90,33 +88,25 @@ class KvRouter:
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        *,
-        instance_id: int | None = None,
-        among: Collection[int] | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        on_gone: route.OnGone | None = None,
-        on_asked: Callable[[int], None] | None = None,
+        terms: route.Terms = route.ANYHOW,
     ) -> requests.Stream:
         """As `route.Route`."""
         sending = Sending(
             key=f"{self._counts.router_id}-{next(self._numbers)}",
-            prompt=self._read(request, instance_id, among),
+            prompt=self._read(request, terms.instance_id, terms.among),
             request=request,
             receiver=receiver,
-            headers=headers,
-            timeout_s=timeout_s,
-            on_asked=on_asked,
+            terms=terms,
         )
         tried: set[int] = set()
         while True:
-            usable = self._client.usable(among, tried)
+            usable = self._client.usable(terms.among, tried)
             sending = dataclasses.replace(sending, prompt=self._restrict(sending.prompt, usable))
-            decision = await self._choose(sending.key, sending.prompt, on_gone)
+            decision = await self._choose(sending.key, sending.prompt, terms.on_gone)
             try:
                 return await self._send(sending, decision)
             except errors.WorkerLost:
-                if instance_id is not None:
+                if terms.instance_id is not None:
                     raise
                 # its conversation's worker is gone: any other will do
                 sending = dataclasses.replace(
@@ -136,15 +126,46 @@ class KvRouter:
         prompt = self._restrict(read, self._client.usable(among))
         return self.selector.preview(prompt, self._clock.now()).worker.instance_id
 
+    @property
+    def instance_ids(self) -> frozenset[int]:
+        """Who can be asked."""
+        return frozenset(self._client.instances.keys() & self._cards.keys())
+
+    @property
+    def num_before(self) -> int | None:
+        """Requests where the fewest are; None if there is nobody to ask."""
+        usable = frozenset(self._client.usable())
+        loads = self.selector.active.loads.items()
+        return min(
+            (load.num_requests for one, load in loads if one.instance_id in usable), default=None
+        )
+
+    def prospect(
+        self, request: generate.Request, terms: route.Terms = route.ANYHOW
+    ) -> policy.Prospect:
+        """What this request would find where it would be sent first; nobody is asked. Raises NoWorkers."""
+        read = self._read(request, terms.instance_id, terms.among)
+        prompt = self._restrict(read, self._client.usable(terms.among))
+        now = self._clock.now()
+        decision = self.selector.preview(prompt, now)
+        load = self.selector.active.loads[decision.worker]
+        num_known = min(prompt.num_tokens, int(decision.overlap_blocks * self._block_size))
+        return policy.Prospect(
+            num_new=prompt.num_tokens - num_known,
+            num_ahead=load.backlog(now),
+            num_requests=load.num_requests,
+            tokens_per_s=load.pace.tokens_per_s,
+        )
+
     def prefill_completed(self, key: str) -> None:
         """The prompt of this request is computed."""
         self.selector.first_output(key, self._clock.now())
         self._sharing.prefill_completed(key)
         self._admit()
 
-    def computed(self, num_tokens: int, cached_tokens: int | None) -> None:
+    def computed(self, prompt: Prompt, cached_tokens: int | None) -> None:
         """A worker has told how much of a prompt it had."""
-        self._counts.computed(num_tokens, cached_tokens)
+        self._counts.computed(prompt, cached_tokens)
 
     def free(self, key: str) -> None:
         """This request is over, however it ended. Idempotent."""
@@ -183,6 +204,7 @@ class KvRouter:
             priority=request.priority,
             pinned=self._pinned(request, instance_id, among),
             dp_rank=request.data_parallel_rank,
+            is_prefilled=kv_transfer.is_prefilled(request.kv_transfer_params),
         )
 
     def _pinned(
@@ -264,9 +286,9 @@ class KvRouter:
                 request,
                 routed,
                 instance_id=worker.instance_id,
-                headers=sending.headers,
-                timeout_s=sending.timeout_s,
-                on_asked=sending.on_asked,
+                headers=sending.terms.headers,
+                timeout_s=sending.terms.timeout_s,
+                on_asked=sending.terms.on_asked,
             )
         except BaseException:
             self.free(sending.key)
@@ -322,7 +344,7 @@ class _Routed:
         if not self._has_begun:
             self._has_begun = True
             self._router.prefill_completed(self._sending.key)
-            self._router.computed(self._sending.prompt.num_tokens, output.cached_tokens)
+            self._router.computed(self._sending.prompt, output.cached_tokens)
         self._deliver(output)
 
     def ended(self, error: errors.DynamoError | None) -> None:

@@ -79,7 +79,7 @@ class RouterMetrics:
 
 
 class RouteMetrics:
-    """What is counted for one model, with its labels looked up."""
+    """What is counted for one model, with its labels looked up; its prefill workers and the others count together."""
 
     def __init__(self, families: RouterMetrics, model: str) -> None:
         label = model.lower()
@@ -116,16 +116,18 @@ class RouteMetrics:
     def sent(self, worker: api.Worker, prompt: policy.Prompt, overlap_blocks: float) -> None:
         """A request goes to this worker, which is believed to hold so much of its prompt."""
         self._families.requests.labels(self._families.router_id, *_labels(worker)).inc()
+        if prompt.is_prefilled:
+            return  # nobody hoped to find it there
         num_predicted = overlap_blocks * prompt.block_size
         self._hit_rate.observe(num_predicted / prompt.num_tokens)
         self._num_sent += prompt.num_tokens
         self._num_predicted += num_predicted
         self._predicted_ratio.set(self._num_predicted / self._num_sent)
 
-    def computed(self, num_tokens: int, num_cached: int | None) -> None:
+    def computed(self, prompt: policy.Prompt, num_cached: int | None) -> None:
         """A prompt is computed, and its worker has told how much of it it had."""
-        if num_cached is not None:
-            self._num_tokens += num_tokens
+        if num_cached is not None and not prompt.is_prefilled:
+            self._num_tokens += prompt.num_tokens
             self._num_confirmed += num_cached
             self._hit_ratio.set(self._num_confirmed / self._num_tokens)
 

@@ -1,6 +1,6 @@
 """The route that knows nothing of caches and load: instances in turn, or at random."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from dynamo.protocols import generate, model_card
 from dynamo.router import route
@@ -22,24 +22,17 @@ class PlainRoute:
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        *,
-        instance_id: int | None = None,
-        among: Collection[int] | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        on_gone: route.OnGone | None = None,
-        on_asked: Callable[[int], None] | None = None,
+        terms: route.Terms = route.ANYHOW,
     ) -> requests.Stream:
-        del on_gone  # nobody waits here
         return await self._client.open(
             request,
             receiver,
             mode=self._mode,
-            instance_id=instance_id,
-            among=self._among(among),
-            headers=headers,
-            timeout_s=timeout_s,
-            on_asked=on_asked,
+            instance_id=terms.instance_id,
+            among=self._among(terms.among),
+            headers=terms.headers,
+            timeout_s=terms.timeout_s,
+            on_asked=terms.on_asked,
         )
 
     def choose(

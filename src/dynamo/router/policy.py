@@ -28,6 +28,7 @@ class Prompt:
     pinned: Worker | None = None  # the caller has chosen already
     among: frozenset[int] | None = None  # instances that may be chosen; None: all
     dp_rank: int | None = None  # the rank that the caller wants, of whichever worker; None: any
+    is_prefilled: bool = False  # another worker has computed it: only room to decode is wanted
 
     @property
     def is_free(self) -> bool:
@@ -77,6 +78,19 @@ class View:
     def overlap(self, worker: Worker) -> float:
         """Blocks of the prompt that this worker will not have to compute."""
         return max(self.cached.get(worker, 0), self.in_flight.get(worker, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What a request would find at the worker that it would go to."""
+
+    num_new: int  # tokens of its prompt that would have to be computed there
+    num_ahead: float = 0.0  # tokens of other prompts that would be computed before
+    num_requests: int = 0
+    tokens_per_s: float = 0.0  # at which prompts are computed there
+    copies_per_s: float = (
+        0.0  # tokens whose keys and values it fetches from elsewhere; 0: not known
+    )
 
 
 class Decision(NamedTuple):

@@ -91,6 +91,7 @@ class ReplicaSync:
             token_sequence=tuple(prompt.sequence_hashes),
             isl=prompt.num_tokens,
             overlap=decision.overlap_blocks,
+            is_prefill_completed=prompt.is_prefilled,
         )
         event = self._own[key] = Event(
             request_id=key,

@@ -48,6 +48,7 @@ class Routes:
         self._clock = clock
         self._registry = registry
         self._metrics: metrics.RouterMetrics | None = None
+        self._counts: dict[str, metrics.RouteMetrics] = {}  # by model
         self._shared: dict[tuple[str, str], _Shared] = {}
         self._tasks = tasks.Tasks()
 
@@ -63,16 +64,18 @@ class Routes:
     def make_kv(
         self, asked: client.EndpointClient, card: model_card.ModelCard
     ) -> kv_router.KvRouter:
-        """The same for the modes that know load."""
-        if self._metrics is None:
-            self._metrics = metrics.RouterMetrics(self._registry, self._router_id)
+        """The same for the modes that know load, and for workers that only compute prompts."""
         wanted = self._settings
         shared = self._join(asked.name.namespace, asked.name.component)
-        counts = metrics.RouteMetrics(self._metrics, card.display_name)
+        counts = self._counts_of(card.display_name)
         block_size = wanted.kv_cache_block_size or card.kv_cache_block_size
         known = _Timed(shared.index, counts.found)
         selector = settings.make_selector(
-            wanted.choosing, known, block_size=block_size, draw=random.random
+            wanted.choosing,
+            known,
+            block_size=block_size,
+            draw=random.random,
+            counts_blocks=card.worker_type is not model_card.WorkerType.PREFILL,
         )
         shared.selectors.append(selector)
         ttl_s = wanted.router_session_affinity_ttl_secs
@@ -103,6 +106,13 @@ class Routes:
                 await shared.kv_feed.close()
             if shared.sync is not None:
                 await shared.sync.close()
+
+    def _counts_of(self, model: str) -> metrics.RouteMetrics:
+        if self._metrics is None:
+            self._metrics = metrics.RouterMetrics(self._registry, self._router_id)
+        if model not in self._counts:
+            self._counts[model] = metrics.RouteMetrics(self._metrics, model)
+        return self._counts[model]
 
     @property
     def _router_id(self) -> str:

@@ -10,13 +10,16 @@ Requests wait here while workers are busy, because only here can they still go t
 another. Each `admit` plans anew: the waiting, in order, choose as if those before them had gone already; who chose a
 worker with room goes. So one that holds out for the worker that knows its prompt keeps nobody else from a free one.
 
+A prompt that another worker has computed is another matter (`least_blocks`): nothing of it is left to compute, so it
+goes where most room is to decode, and never waits here, because its blocks are held for a limited time.
+
 No clock, no loop, no I/O: the frontend, the standalone router and the simulator run the same decisions.
 """
 
 from collections.abc import Mapping
 
 from dynamo.base import errors
-from dynamo.router import api, cost
+from dynamo.router import api, cost, least_blocks
 from dynamo.router.active import ActiveSequences
 from dynamo.router.load import Capacity, Load
 from dynamo.router.policy import Decision, Policy, Prompt, View
@@ -73,7 +76,7 @@ class Selector:
         """
         self._check(prompt)
         view = self._view(prompt)
-        if self._queue is None or prompt.pinned is not None:
+        if self._queue is None or prompt.pinned is not None or prompt.is_prefilled:
             return self._send(request_id, prompt, self._choose(prompt, view, now), now)
         if not len(self._queue) and self._is_room_anywhere(now):
             decision = self._choose(prompt, view, now)
@@ -170,6 +173,8 @@ class Selector:
     def _choose(self, prompt: Prompt, view: View, now: float) -> Decision:
         if prompt.pinned is not None:
             return Decision(prompt.pinned, view.overlap(prompt.pinned))
+        if prompt.is_prefilled:
+            return least_blocks.choose(prompt, view, now)
         return self._policy.choose(prompt, view, now)
 
     def _send(self, request_id: str, prompt: Prompt, decision: Decision, now: float) -> Decision:
@@ -180,6 +185,7 @@ class Selector:
             isl=prompt.num_tokens,
             overlap=decision.overlap_blocks,
             now=now,
+            is_prefilled=prompt.is_prefilled,
         )
         return decision
 
@@ -188,7 +194,7 @@ class Selector:
         if not prompt.is_free:
             allowed = {worker: load for worker, load in loads.items() if prompt.allows(worker)}
             loads = allowed or loads  # while it waited, those that it may go to have died
-        if not self._policy.looks:
+        if prompt.is_prefilled or not self._policy.looks:
             return View(loads, _NOTHING, _NOTHING)
         overlaps = self._index.find(prompt.sequence_hashes)
         return View(

@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo.base import errors, tasks
 from dynamo.protocols import blocks, generate, instances, kv_events, model_card
-from dynamo.router import kv_router, routes
+from dynamo.router import kv_router, route, routes
 from dynamo.runtime import component, requests
 
 Q = TypeVar("Q")
@@ -180,7 +180,9 @@ class RouterService:
 
     async def _forward(self, call: requests.Call, request: generate.Request) -> None:
         try:
-            stream = await self._known.open(request, _Passing(call), headers=call.headers)
+            stream = await self._known.open(
+                request, _Passing(call), route.Terms(headers=call.headers)
+            )
         except errors.DynamoError as error:
             call.fail(error)
         else:

@@ -146,13 +146,22 @@ def make_credits(settings: RouterConfig) -> cost.Credits:
 
 
 def make_selector(
-    settings: RouterConfig, index: api.Index, *, block_size: int, draw: policy.Draw
+    settings: RouterConfig,
+    index: api.Index,
+    *,
+    block_size: int,
+    draw: policy.Draw,
+    counts_blocks: bool = True,
 ) -> selection.Selector:
-    """All of it, put together."""
+    """All of it, put together. `counts_blocks` False: workers that only compute prompts."""
     return selection.Selector(
         make_policy(settings, draw),
         index,
-        active.ActiveSequences(block_size, stride=max(1, _COUNTED_TOKENS // block_size)),
+        active.ActiveSequences(
+            block_size,
+            stride=max(1, _COUNTED_TOKENS // block_size),
+            counts_blocks=counts_blocks,
+        ),
         queue=make_queue(settings),
         max_backlog=max_backlog(settings),
         credits_=make_credits(settings),

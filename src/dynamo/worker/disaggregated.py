@@ -14,6 +14,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.disagg import (
+    estimated,
     handoff,
     metrics,
     policy,
@@ -137,13 +138,21 @@ def _decode(
         counts,
         registry=runtime.discovery,
         model=model,
-        limits=policy.Limits(
-            max_local_prefill_length=worker.max_local_prefill_length,
-            max_prefill_queue_size=worker.max_prefill_queue_size,
-        ),
+        decider=_policy(worker),
         prefill_timeout_s=worker.prefill_timeout_s,
     )
     return Role(made, beside)
+
+
+def _policy(worker: settings.WorkerConfig) -> policy.Policy:
+    if worker.disagg_policy == "estimated":
+        return estimated.Estimated()
+    return policy.Lengths(
+        policy.Limits(
+            max_local_prefill_length=worker.max_local_prefill_length,
+            max_prefill_queue_size=worker.max_prefill_queue_size,
+        )
+    )
 
 
 def _join_queue(

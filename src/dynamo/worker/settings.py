@@ -47,6 +47,11 @@ class WorkerConfig(component.RuntimeConfig):
     prefill_endpoint: str | None = config.option(
         None, help="where prefill workers serve (default: dyn://NAMESPACE.prefill.generate)"
     )
+    disagg_policy: Literal["lengths", "estimated"] = config.option(
+        "lengths",
+        help="who computes a prompt, here or a prefill worker; lengths: by the two numbers below; estimated: by what"
+        " delays this prompt and the answers that are being written here least",
+    )
     max_local_prefill_length: int = config.option(
         policy.MAX_LOCAL_PREFILL_LENGTH,
         help="prompt tokens, without the known prefix, that are always computed here; discovery can change it",

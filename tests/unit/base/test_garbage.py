@@ -42,3 +42,11 @@ def test_what_was_there_before_is_not_looked_at_again():
 
     assert gc.get_freeze_count() > 0
     assert not any(one is lasting for one in gc.get_objects())
+
+
+@pytest.mark.usefixtures("settings")
+def test_what_was_not_looked_at_may_be_looked_at_again():
+    garbage.collect_rarely()
+    garbage.collect_all()
+
+    assert gc.get_freeze_count() == 0

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from dynamo.base import errors
-from dynamo.disagg import handoff, metrics, policy
+from dynamo.disagg import estimated, handoff, metrics, policy
 from dynamo.engine import api
 from dynamo.observability import metrics as registries
-from dynamo.protocols import blocks, generate, kv_events, kv_transfer
+from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 from dynamo.runtime.backends import memory_discovery
 
 REMOTE = kv_transfer.RemoteBlocks(
@@ -27,6 +27,7 @@ FACTS = api.EngineFacts(
 class Engine:
     def __init__(self):
         self.done, self.refusal, self.unreadable = [], None, False
+        self.loads = ()
 
     async def start(self, sink):
         self.sink = sink
@@ -46,7 +47,7 @@ class Engine:
         self.done.append(("abort", request_id, index))
 
     def load(self):
-        return "load"
+        return self.loads
 
     async def clear_kv_blocks(self):
         self.done.append("clear")
@@ -86,8 +87,13 @@ class Queue:
 
 
 class Workers:
+    connected = (1, 2)
+
     def __init__(self):
         self.distrusted = []
+
+    def instance_of(self, engine_id):
+        return 7
 
     def start(self):
         pass
@@ -117,7 +123,7 @@ class Sink:
 
 
 class World:
-    async def start(self):
+    async def start(self, decider=None):
         self.engine, self.queue, self.workers, self.sink = Engine(), Queue(), Workers(), Sink()
         self.counts = registries.Registry("x")
         self.registry = memory_discovery.MemoryDiscovery(memory_discovery.MemoryCluster())
@@ -128,7 +134,7 @@ class World:
             metrics.DisaggMetrics(self.counts),
             registry=self.registry,
             model="m",
-            limits=policy.Limits(max_local_prefill_length=8),
+            decider=decider or policy.Lengths(policy.Limits(max_local_prefill_length=8)),
             prefill_timeout_s=5,
         )
         assert await self.handoff.start(self.sink) is FACTS
@@ -325,5 +331,85 @@ async def test_discovery_changes_the_limits_while_it_runs(world, caplog):
 async def test_the_rest_is_the_engines(world):
     await world.handoff.clear_kv_blocks()
 
-    assert world.handoff.load() == "load"
+    assert world.handoff.load() is world.engine.loads
     assert world.engine.done == ["clear"]
+
+
+def pull_report(request_id="r", error=None):
+    return api.PullReport(
+        request_id=request_id, engine_id="e", num_blocks=2, duration_s=0.25, error=error
+    )
+
+
+async def test_a_prompt_that_its_frontend_had_computed_is_given_on_as_it_is(world):
+    made = request(kv_transfer_params=REMOTE.as_params())
+    world.handoff.submit(made)
+
+    assert world.engine.done == [made]
+    assert world.count("local") == 0  # how it went is told by the copy
+
+
+async def test_parameters_of_the_frontend_that_the_engine_cannot_read_are_as_none(world):
+    world.engine.unreadable = True
+    world.handoff.submit(request(kv_transfer_params=REMOTE.as_params()))
+
+    assert world.engine.done == [request()]
+    assert world.count("fallback") == 1
+
+
+async def test_a_frontend_that_says_stay_is_obeyed(world):
+    world.handoff.submit(request(kv_transfer_params=kv_transfer.STAY))
+
+    assert not world.queue.asked
+    assert world.count("local") == 1
+
+
+def first_output(request_id):
+    return api.EngineOutput(request_id, generate.Output((1,), cached_tokens=0))
+
+
+async def test_who_asks_is_told_with_its_outputs_how_the_blocks_came(world):
+    asked = request(annotations=(kv_transfer.REPORT,))
+    await world.hand_over(asked)
+    await world.answered()
+    batch = [first_output("other"), first_output("r")]
+    world.engine.sink.outputs(batch)  # the copy goes on still
+    world.engine.pulled(pull_report())
+    world.engine.sink.outputs(batch)
+    ending = generate.Output((2,), generate.FinishReason.LENGTH)
+    world.engine.sink.outputs([api.EngineOutput("r", ending)])
+    world.engine.sink.outputs(batch)
+    before, (other, mine), (last,), after = world.sink.heard
+    told = msgspec.convert(mine.output.kv_transfer_params, kv_transfer.Report)
+
+    assert (told.num_blocks, told.transfer_ms, told.prefill_worker_id) == (2, 250, 7)
+    assert told.prefill_ms > 0
+    assert last.output.kv_transfer_params == mine.output.kv_transfer_params
+    assert (before, other) == (batch, batch[0])
+    assert after is batch  # nothing stands between any more
+
+
+@pytest.mark.parametrize("annotations", [(), (kv_transfer.REPORT,)])
+async def test_nobody_is_told_unasked_nor_once_it_is_over(world, annotations):
+    world.handoff.submit(request(kv_transfer_params=REMOTE.as_params(), annotations=annotations))
+    world.handoff.abort("r")
+    world.engine.pulled(pull_report())
+    batch = [first_output("r")]
+    world.engine.sink.outputs(batch)
+
+    assert world.sink.heard == [batch]
+
+
+async def test_by_estimate_a_prompt_goes_that_would_delay_answers():
+    world = World()
+    await world.start(estimated.Estimated())
+    world.handoff.submit(request(100))
+    stays = list(world.engine.done)
+    stats = load.WorkerStats(request_active_slots=8, request_total_slots=9, num_requests_waiting=0)
+    kv = load.KvStats(kv_active_blocks=0, kv_total_blocks=9)
+    world.engine.loads = (load.ForwardPassMetrics(worker_stats=stats, kv_stats=kv),)
+    await world.hand_over(request(100))
+    await world.handoff.stop()
+
+    assert stays == [request(100)]
+    assert len(world.queue.asked) == 1

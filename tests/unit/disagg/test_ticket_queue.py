@@ -164,3 +164,11 @@ async def test_a_claim_that_is_none_is_refused(world):
         await requests.ask(
             world.runtime.requests, address, "claims", {"number": 1}, reply_type=bool, timeout_s=20
         )
+
+
+async def test_a_worker_that_starts_and_finds_no_queue_says_what_to_do():
+    async def join():
+        raise errors.Unavailable("JetStream does not answer")
+
+    with pytest.raises(errors.ConfigError, match=r"JetStream.*--prefill-queue direct"):
+        await ticket_queue.join_first(join)

@@ -29,7 +29,7 @@ def card_of(folder, name="m", **fields):
     }
     defaults = {"context_length": 200, "kv_cache_block_size": 16, "created": 1700000000}
     return model_card.ModelCard(
-        display_name=name, source_path=str(folder), files=files, **defaults | fields
+        display_name=name, source_path=str(folder), **defaults | {"files": files} | fields
     )
 
 
@@ -125,14 +125,14 @@ class Rig:
         self._stack = stack
         self.cluster = component.MemoryCluster()
 
-    async def start(self, routing=None, **settings):
+    async def start(self, routing=None, prefill=None, **settings):
         defaults = {"http_port": 0, "discovery_backend": "mem", "request_plane": "memory",
                     "event_plane": "memory"}  # fmt: skip
         self.settings = config.FrontendConfig(**defaults | settings)
         runtime = await component.DistributedRuntime.open(self.settings, self.cluster)
         await self._stack.enter_async_context(runtime)
         self.frontend = await self._stack.enter_async_context(
-            service.Frontend(self.settings, runtime, routing)
+            service.Frontend(self.settings, runtime, routing, prefill)
         )
         self.client = await self._stack.enter_async_context(
             httpx.AsyncClient(base_url=self.frontend.url, timeout=10)
@@ -140,11 +140,16 @@ class Rig:
 
     async def worker(self, name="m", *, kind=Worker, **fields):
         """A new worker, which the frontend knows."""
+        made = await self.register(kind, name, NAME, **fields)
+        await self.until(lambda: made.instance in self.instances)
+        return made
+
+    async def register(self, kind, name, endpoint, **fields):
+        """A new worker."""
         runtime = await component.DistributedRuntime.in_memory(self.cluster)
         await self._stack.enter_async_context(runtime)
-        made = kind(runtime, card_of(self.model_dir, name, **fields))
+        made = kind(runtime, card_of(self.model_dir, name, **fields), endpoint)
         await made.join()
-        await self.until(lambda: made.instance in self.instances)
         return made
 
     @property

@@ -7,7 +7,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.observability import metrics
 from dynamo.protocols import blocks, generate, instances, model_card
-from dynamo.router import config, routes
+from dynamo.router import config, route, routes
 from dynamo.runtime import component
 
 NAME = instances.EndpointName("dynamo", "backend", "generate")
@@ -107,7 +107,7 @@ class World:
         before = self.num_calls
         receiver = Receiver()
         stream = await self.made.open(
-            request(*token_ids, **fields), receiver, instance_id=instance_id
+            request(*token_ids, **fields), receiver, route.Terms(instance_id=instance_id)
         )
         await self.until(lambda: self.num_calls == before + 1)
         return stream, receiver

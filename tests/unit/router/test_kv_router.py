@@ -6,6 +6,7 @@ import pytest
 from routing_rig import Receiver, request
 
 from dynamo.base import errors
+from dynamo.router import route
 
 LONG = range(400)  # tokens
 
@@ -104,7 +105,7 @@ async def test_a_named_worker_gets_it_and_an_unknown_one_is_refused(world):
 
     assert len(world.workers[1].calls) == 1
     with pytest.raises(errors.InvalidRequest, match="expected the id of a worker"):
-        await world.made.open(request(), Receiver(), instance_id=7)
+        await world.made.open(request(), Receiver(), route.Terms(instance_id=7))
 
 
 async def test_a_session_stays_with_its_worker(world):
@@ -134,7 +135,7 @@ async def test_a_session_does_not_go_where_it_should_not(world):
     await world.open(session_id="s")
     lost = next(worker for worker in world.workers if worker.calls)
     other = next(worker for worker in world.workers if worker is not lost)
-    await world.made.open(request(session_id="s"), Receiver(), among={other.id})
+    await world.made.open(request(session_id="s"), Receiver(), route.Terms(among={other.id}))
     await world.until(lambda: other.calls)
 
     assert len(other.calls) == 1
@@ -203,7 +204,7 @@ async def test_a_caller_that_goes_while_it_waits_leaves_the_queue(world):
     await world.open(*LONG)
     gone = []
     waiting = asyncio.create_task(
-        world.made.open(request(*range(5000, 5400)), Receiver(), on_gone=gone.append)
+        world.made.open(request(*range(5000, 5400)), Receiver(), route.Terms(on_gone=gone.append))
     )
     await world.until(lambda: world.made.selector.num_waiting == 1)
 

@@ -6,7 +6,7 @@ import pytest
 from worker_fakes import FakeEngine
 
 from dynamo.base import errors
-from dynamo.disagg import handoff, ticket_queue, ticket_taker, tickets
+from dynamo.disagg import estimated, handoff, policy, ticket_queue, ticket_taker, tickets
 from dynamo.observability import metrics
 from dynamo.protocols import kv_transfer, model_card
 from dynamo.runtime import component
@@ -169,3 +169,12 @@ def test_two_roles_at_once_are_refused():
 
     with pytest.raises(errors.ConfigError, match="one of the two"):
         worker.check()
+
+
+async def test_a_policy_is_chosen_by_its_name(tmp_path):
+    made = [
+        await prepare(Lender(), tmp_path, disagg_policy=name) for name in ("lengths", "estimated")
+    ]
+
+    kinds = [policy.Lengths, estimated.Estimated]
+    assert [type(one._policy) for one in made] == kinds

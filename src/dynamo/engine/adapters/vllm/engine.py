@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dynamo.base import errors, tasks
+from dynamo.base import errors, garbage, tasks
 from dynamo.engine import api, refusal
 from dynamo.engine.adapters import guides
 from dynamo.engine.adapters.vllm import arguments, outputs, sampling, versions
@@ -69,6 +69,7 @@ class VllmEngine:
         self._vocab_size = config.model_config.get_vocab_size()
         self._facts = _facts(config, tuple(self._loras))
         self._tasks.start("watch vLLM", self._watch())
+        garbage.collect_rarely()  # what vLLM has imported is a million objects
         return self._facts
 
     def submit(self, request: generate.Request) -> None:
@@ -128,6 +129,7 @@ class VllmEngine:
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
             self._llm = None
+            garbage.collect_all()  # else libraries of vLLM's complain of leaks at the exit
 
     @property
     def _started(self) -> versions.AsyncLLM:

@@ -1,0 +1,152 @@
+"""A frontend in mode kv, prefill workers and decode workers: prefill by prefix, decode by load, nothing lost."""
+
+import collections
+import concurrent.futures
+import random
+import re
+
+import httpx
+import pytest
+from deployment import MODEL, eventually
+
+CONNECTED = re.compile(r"prefill worker \w+ is connected")
+ALONE = "alone"  # the same model, served by a worker that computes all by itself
+ALL_AWAY = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
+
+
+def prompt(length, seed=0):
+    return random.Random(f"{length} {seed}").choices(range(5, 4000), k=length)
+
+
+class Pools:
+    """A frontend, two prefill workers and two decode workers."""
+
+    def __init__(self, deployment):
+        self.deployment = deployment
+        self.frontend = deployment.frontend("--router-mode", "kv", *ALL_AWAY)
+        self.prefill = [self.worker("--is-prefill-worker") for _ in range(2)]
+        self.decode = [self.worker("--disaggregation-mode", "decode") for _ in range(2)]
+
+    def worker(self, *flags):
+        worker = self.deployment.native(*flags)
+        self.frontend.others.append(worker)
+        return worker
+
+    def alone(self):
+        at = ("--endpoint", "dyn://dynamo.alone.generate", "--model-name", ALONE)
+        return self.worker("--disaggregation-mode", "agg", *at)
+
+    def ready(self, models=(MODEL,), num_prefill=2):
+        self.frontend.await_models(list(models), within_s=120)
+        for decode in self.decode:
+            eventually(
+                lambda decode=decode: len(CONNECTED.findall(decode.log.read_text())) >= num_prefill,
+                within_s=60,
+                what="a decode worker is connected to the prefill workers",
+            )
+        eventually(
+            lambda: "by prefill workers of" in self.frontend.log.read_text(),
+            within_s=30,
+            what="the frontend knows the prefill workers",
+        )
+
+    def ask(self, token_ids, model=MODEL, max_tokens=8, **fields):
+        """The answer; fails if there is none."""
+        body = {
+            "model": model,
+            "prompt": token_ids,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "nvext": {"ignore_eos": True, "extra_fields": ["worker_id", "timing"]},
+            **fields,
+        }
+        answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def ask_all(self, prompts, **fields):
+        with concurrent.futures.ThreadPoolExecutor(16) as threads:
+            return list(threads.map(lambda one: self.ask(one, **fields), prompts))
+
+    def routed(self, **labels):
+        """How many prompts the frontend had computed so."""
+        text = httpx.get(f"{self.frontend.url}/metrics", timeout=10).text
+        rows = [
+            row for row in text.splitlines() if row.startswith("dynamo_frontend_routed_prefill")
+        ]
+        wanted = [f'{name}="{value}"' for name, value in labels.items()]
+        return sum(float(row.rpartition(" ")[2]) for row in rows if all(w in row for w in wanted))
+
+
+@pytest.fixture
+def pools(deployment):
+    return Pools(deployment)
+
+
+def texts(answers):
+    return [[choice["text"] for choice in answer["choices"]] for answer in answers]
+
+
+def test_answers_are_those_of_a_worker_that_computes_all_itself(pools):
+    pools.alone()
+    pools.ready(models=[ALONE, MODEL])
+    prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 1500)]
+    prompts += [prompt(160) + prompt(i * 37 % 300 + 1, i) for i in range(8)]
+
+    expected = texts(pools.ask_all(prompts, model=ALONE))
+    answers = pools.ask_all(prompts)
+
+    assert texts(answers) == expected
+    assert texts(pools.ask_all(prompts)) == expected  # now they are known on both sides
+    assert texts(pools.ask_all(prompts[5:7], n=3)) == texts(
+        pools.ask_all(prompts[5:7], n=3, model=ALONE)
+    )
+    num_asked = 2 * len(prompts) + 2
+    assert pools.routed(where="fallback") == 0
+    assert pools.routed(where="remote") >= 25
+    assert pools.routed(where="local") + pools.routed(where="remote") == num_asked
+    assert sum(worker.metric("prefills_total") for worker in pools.decode) == num_asked
+    assert sum(worker.metric("kvstats_active_blocks") for worker in pools.prefill) == 0
+
+
+def test_prefixes_find_their_prefill_worker_again_and_both_decode(pools):
+    pools.ready()
+    prefixes = [prompt(320, f"prefix {i}") for i in range(4)]
+    first = {i: pools.ask(one)["nvext"]["worker_id"] for i, one in enumerate(prefixes)}
+    before = sum(worker.metric("requests_total") for worker in pools.prefill)
+    again = [(i, prefixes[i] + prompt(20, f"{turn} {i}")) for turn in range(4) for i in range(4)]
+    answers = [(i, pools.ask(one)) for i, one in again]
+    hit_rates = [worker.metric("kvstats_gpu_prefix_cache_hit_rate") for worker in pools.prefill]
+    told = [(i, answer["nvext"]["worker_id"]) for i, answer in answers]
+    at_once = pools.ask_all([prompt(100, i) for i in range(16)], max_tokens=50)
+
+    assert all(ids["prefill_worker_id"] == first[i]["prefill_worker_id"] for i, ids in told)
+    assert all(ids["prefill_worker_id"] != ids["decode_worker_id"] for _, ids in told)
+    assert sum(worker.metric("requests_total") for worker in pools.prefill) >= before + 16
+    assert max(hit_rates) > 0.5  # 320 of 340 tokens, four times of five
+    spread = collections.Counter(one["nvext"]["worker_id"]["decode_worker_id"] for one in at_once)
+    assert len(spread) == 2
+    assert min(spread.values()) >= 4
+    timing = answers[-1][1]["nvext"]["timing"]
+    assert timing["prefill_time_ms"] > 0
+    assert timing["kv_transfer_time_ms"] > 0
+    assert timing["kv_transfer_blocks"] > 0
+
+
+def test_a_prefill_worker_dies_in_mid_traffic_and_no_request_is_lost(pools):
+    pools.ready()
+    prompts = [prompt(300, i) for i in range(60)]
+    with concurrent.futures.ThreadPoolExecutor(12) as threads:
+        answers = threads.map(pools.ask, prompts)
+        eventually(lambda: pools.routed(where="remote") >= 10, within_s=60, what="traffic")
+        pools.prefill[0].kill()
+        answers = list(answers)
+    eventually(
+        lambda: pools.routed(where="remote") >= 50, within_s=5, what="the other one computed them"
+    )
+    pools.prefill[1].kill()
+    last = pools.ask(prompt(310))
+
+    assert len(answers) == 60
+    assert all(answer["usage"]["completion_tokens"] == 8 for answer in answers)
+    assert last["usage"]["completion_tokens"] == 8

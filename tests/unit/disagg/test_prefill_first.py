@@ -1,0 +1,266 @@
+"""A request goes by two workers, or by one: routers that do what the test says."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from dynamo.base import errors
+from dynamo.disagg import metrics, policy, prefill_first
+from dynamo.observability import metrics as registries
+from dynamo.protocols import blocks, generate, kv_transfer, model_card
+from dynamo.router import policy as routing
+from dynamo.router import route
+from dynamo.testing import clock as clocks
+
+PREFILL, OTHER_PREFILL, DECODE, PLAIN = 1, 2, 10, 11
+PARAMS = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_hold_s": 60.0}
+
+
+class Stream:
+    def __init__(self):
+        self.is_cancelled = False
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
+class Router:
+    """Notes what it is asked; `script` has for each time what happens: an answer, or an error."""
+
+    def __init__(self, *instance_ids):
+        self.instance_ids, self.num_before = frozenset(instance_ids), 0
+        self.num_new, self.script = 1000, []
+        self.asked, self.streams = [], []
+
+    def serve_by(self, cards):
+        self.cards = cards
+
+    def choose(self, request, **options):
+        return DECODE
+
+    def prospect(self, request, terms=route.ANYHOW):
+        return routing.Prospect(num_new=self.num_new)
+
+    async def open(self, request, receiver, terms=route.ANYHOW):
+        chosen = min(terms.among or self.instance_ids, default=None)
+        self.asked.append((chosen, request, terms))
+        step = self.script.pop(0) if self.script else None
+        if callable(step):
+            step = await step(terms)
+        if isinstance(step, errors.NoWorkers):
+            raise step
+        if terms.on_asked is not None:
+            terms.on_asked(chosen)
+        self.streams.append(Stream())
+        if isinstance(step, errors.DynamoError):
+            receiver.ended(step)
+        elif step is not None:
+            receiver.receive(generate.Output((1,), kv_transfer_params=step))
+        return self.streams[-1]
+
+
+class World:
+    def __init__(self, *, is_enforced=False, timeout_s=5.0):
+        self.registry = registries.Registry("x")
+        self.decode, self.prefill = Router(DECODE, PLAIN), Router(PREFILL, OTHER_PREFILL)
+        self.prefill.script = [PARAMS]
+        self.made = prefill_first.PrefillFirst(
+            self.decode,
+            policy.Lengths(policy.Limits(max_local_prefill_length=8)),
+            prefill_first.Rules(prefill_timeout_s=timeout_s, is_enforced=is_enforced),
+            metrics.ModelRoutedMetrics(metrics.RoutedMetrics(self.registry), "M"),
+            clocks.VirtualClock(),
+        )
+        self.made.serve_by({DECODE: card(model_card.WorkerType.DECODE), PLAIN: card()})
+        self.made.prefill_by(self.prefill)
+        self.told = []
+
+    async def open(self, made=None, **terms):
+        terms = route.Terms(on_prefilled=self.told.append, **terms)
+        return await self.made.open(made or request(), None, terms)
+
+    @property
+    def answered(self):
+        """What the worker that answers was told of the prompt, and who that is."""
+        (chosen, asked, _) = self.decode.asked[-1]
+        return chosen, asked.kv_transfer_params
+
+    def count(self, name, **labels):
+        rows = self.registry.render().decode().splitlines()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        found = [r for r in rows if r.startswith(f"x_{name}") and all(w in r for w in wanted)]
+        return sum(float(row.rpartition(" ")[2]) for row in found)
+
+
+def card(kind=model_card.WorkerType.AGGREGATED):
+    return model_card.ModelCard(
+        display_name="m", source_path="", context_length=99, kv_cache_block_size=4, worker_type=kind
+    )
+
+
+def request(length=9, **fields):
+    fields = {"sampling_options": generate.SamplingOptions(n=2)} | fields
+    return generate.Request(id="r", model="m", token_ids=blocks.pack(range(length)), **fields)
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+async def test_a_prompt_is_computed_by_one_and_answered_by_another(world):
+    await world.open()
+    ((asked, prompt, _),) = world.prefill.asked
+    chosen, params = world.answered
+
+    assert (asked, prompt.stop_conditions.max_tokens, prompt.sampling_options.n) == (PREFILL, 1, 1)
+    assert prompt.kv_transfer_params == kv_transfer.ASK
+    assert chosen == DECODE  # PLAIN cannot copy
+    assert params == PARAMS | {"remote_hold_s": 60.0 - prefill_first.DELIVERY_S}
+    assert msgspec.structs.replace(world.decode.asked[0][1], kv_transfer_params=None) == request()
+    assert [one.instance_id for one in world.told] == [PREFILL]
+    assert world.prefill.streams[0].is_cancelled  # nobody listens any more
+    assert world.count("routed_prefills_total", model="m", where="remote") == 1
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        request(8),
+        request(output_options=generate.OutputOptions(prompt_logprobs=1)),
+    ],
+    ids=["short", "to be scored"],
+)
+async def test_some_prompts_stay_and_say_so(world, made):
+    await world.open(made)
+
+    assert not world.prefill.asked
+    assert world.answered[1] == kv_transfer.STAY
+    assert world.count("routed_prefills_total", where="local") == 1
+
+
+async def test_what_the_worker_that_answers_knows_does_not_count(world):
+    world.decode.num_new = 8
+    await world.open()
+
+    assert not world.prefill.asked
+
+
+async def test_a_prompt_stays_where_too_many_wait(world):
+    world.prefill.num_before = 3
+    await world.open()
+
+    assert not world.prefill.asked
+
+
+async def test_who_is_named_and_cannot_copy_computes_it_himself(world):
+    await world.open(instance_id=PLAIN)
+
+    assert not world.prefill.asked
+    assert world.decode.asked[0][2].instance_id == PLAIN
+
+
+async def test_without_prefill_workers_it_is_the_plain_route(world):
+    world.made.prefill_by(None)
+
+    assert world.made.open == world.decode.open
+
+
+async def test_without_anybody_who_could_copy_it_is_the_plain_route(world):
+    world.made.serve_by({PLAIN: card()})
+
+    assert world.made.open == world.decode.open
+
+
+@pytest.mark.parametrize(
+    "error", [errors.WorkerLost("x"), errors.Overloaded("x"), errors.EngineFailed("x")]
+)
+async def test_another_prefill_worker_is_asked_once(world, error):
+    world.prefill.script = [error, PARAMS]
+    await world.open()
+
+    assert [asked for asked, _, _ in world.prefill.asked] == [PREFILL, OTHER_PREFILL]
+    assert world.answered[1]["do_remote_prefill"]
+    assert world.told[0].instance_id == OTHER_PREFILL
+    assert world.count("routed_prefill_retries_total") == 1
+    assert world.count("routed_prefill_fallbacks_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "num_asked"),
+    [
+        ([errors.WorkerLost("x"), errors.WorkerLost("x")], "lost", 2),
+        ([errors.NoWorkers("x")], "refused", 1),
+        ([errors.InvalidRequest("x")], "failed", 1),
+        ([{"do_remote_prefill": False}], "failed", 1),
+    ],
+)
+async def test_what_fails_there_is_computed_where_it_is_answered(world, script, reason, num_asked):
+    world.prefill.script = script
+    await world.open()
+
+    assert len(world.prefill.asked) == num_asked
+    assert world.answered[1] == kv_transfer.STAY
+    assert world.count("routed_prefill_fallbacks_total", reason=reason) == 1
+    assert world.count("routed_prefills_total", where="fallback") == 1
+    assert not world.told
+
+
+async def forever(terms):
+    await asyncio.Event().wait()
+
+
+async def test_what_takes_too_long_there_is_computed_where_it_is_answered():
+    world = World(timeout_s=0.01)
+    world.prefill.script = [forever]
+    await world.open()
+
+    assert world.answered[1] == kv_transfer.STAY
+    assert world.count("routed_prefill_fallbacks_total", reason="late") == 1
+
+
+async def test_blocks_that_nobody_comes_for_in_time_are_computed_again(world, monkeypatch):
+    monkeypatch.setattr(prefill_first, "DELIVERY_S", 0.01)
+    world.decode.script = [forever]
+    await world.open()
+
+    assert world.answered[1] == kv_transfer.STAY
+    assert world.count("routed_prefill_fallbacks_total", reason="undelivered") == 1
+
+
+async def test_an_error_of_the_worker_that_answers_is_the_callers(world):
+    world.decode.script = [errors.NoWorkers("nobody")]
+    with pytest.raises(errors.NoWorkers, match="nobody"):
+        await world.open()
+
+    assert world.count("routed_prefill_fallbacks_total") == 0
+
+
+async def test_a_caller_that_goes_ends_the_prefill(world):
+    gone = []
+    world.prefill.script = []
+    opening = asyncio.ensure_future(world.open(on_gone=gone.append))
+    while not world.prefill.streams:
+        await asyncio.sleep(0)
+    gone[0]()
+    with pytest.raises(errors.Cancelled):
+        await opening
+
+    assert world.prefill.streams[0].is_cancelled
+    assert not world.decode.asked
+
+
+async def test_if_it_must_be_computed_elsewhere_failures_are_the_callers():
+    world = World(is_enforced=True)
+    world.prefill.script = [errors.InvalidRequest("no")]
+    with pytest.raises(errors.InvalidRequest, match="no"):
+        await world.open()
+    world.prefill.num_before = None
+    with pytest.raises(errors.NoWorkers, match="no prefill worker"):
+        await world.open()
+    world.made.prefill_by(None)
+    with pytest.raises(errors.NoWorkers, match="no prefill worker"):
+        await world.open()
+
+    assert not world.decode.asked

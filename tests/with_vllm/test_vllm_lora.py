@@ -1,0 +1,81 @@
+"""Adapters, with real vLLM: one of random weights changes an answer, and who does not ask for it is not touched."""
+
+import importlib.util
+import json
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
+
+import safetensors.torch
+import torch
+
+import vllm_models
+from dynamo.engine.adapters.vllm.settings import VllmConfig
+from dynamo.protocols import blocks, generate
+from engine_suite import Sink
+from vllm_engine import FLAGS, adapter, make_engine  # noqa: F401 (a fixture: it sets the environment)
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(400)]
+RANK = 4
+FIELDS = {
+    "peft_type": "LORA",
+    "r": RANK,
+    "lora_alpha": 64,
+    "target_modules": ["q_proj"],
+    "bias": "none",
+    "task_type": "CAUSAL_LM",
+}
+
+
+def make_adapter(directory, model):
+    config = json.loads((model / "config.json").read_text())
+    size = config["num_attention_heads"] * config["head_dim"]
+    drawn = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        begin = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+        tensors[f"{begin}A.weight"] = torch.randn(RANK, config["hidden_size"], generator=drawn)
+        tensors[f"{begin}B.weight"] = torch.randn(size, RANK, generator=drawn)
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps(FIELDS))
+    safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+async def answer(engine, sink, request_id, lora_name):
+    engine.submit(
+        generate.Request(
+            id=request_id,
+            model="m",
+            lora_name=lora_name,
+            token_ids=blocks.pack(range(3, 103)),
+            stop_conditions=generate.StopConditions(max_tokens=8),
+            sampling_options=generate.SamplingOptions(temperature=0.0),
+        )
+    )
+    await sink.until_ended(request_id)
+    return sink.tokens(request_id)
+
+
+@pytest.mark.usefixtures("make_engine")
+async def test_an_adapter_answers_who_asks_for_it_and_nobody_else(tmp_path):
+    model = vllm_models.make(tmp_path / "model")
+    poet = make_adapter(tmp_path / "poet", model)
+    flags = (*FLAGS.split(), "--enable-lora", "--max-lora-rank", "8")
+    engine = adapter.build(
+        model, VllmConfig(engine_args=flags, lora_modules=(f"poet={poet}",)), "m"
+    )
+    sink = Sink()
+    facts = await engine.start(sink)
+    plain, written, again, after = [
+        await answer(engine, sink, f"{number}", name)
+        for number, name in enumerate((None, "poet", "poet", None))
+    ]
+    await engine.stop()
+
+    assert facts.lora_names == ("poet",)
+    assert plain == after
+    assert written == again
+    assert written != plain
