@@ -42,6 +42,11 @@ def test_the_file_overrides_flags_and_json_overrides_the_file(directory):
     assert args["kv_cache_config"]["tokens_per_block"] == 32
 
 
+def test_a_tokenizer_is_loaded_for_shapes_only(directory):
+    assert made(directory)["skip_tokenizer_init"]
+    assert not made(directory, {"guided_decoding_backend": "xgrammar"})["skip_tokenizer_init"]
+
+
 @pytest.mark.parametrize("name", ["model", "skip_tokenizer_init", "backend"])
 def test_what_is_not_the_users_to_say_is_refused_with_where_he_said_it(directory, name):
     with pytest.raises(errors.ConfigError, match=f"--extra-engine-args: {name}"):

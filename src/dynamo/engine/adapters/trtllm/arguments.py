@@ -11,7 +11,7 @@ from dynamo.engine.adapters.trtllm.settings import TrtllmConfig
 Arguments = Mapping[str, Any]
 _OURS = {
     "model": "--model says it",
-    "skip_tokenizer_init": "the frontend makes tokens",
+    "skip_tokenizer_init": "a tokenizer is loaded if guided_decoding_backend is given",
     "backend": "only the PyTorch backend is supported",
 }
 _EVENTS = 1024  # KV events that TensorRT-LLM keeps for us
@@ -22,7 +22,9 @@ def llm_arguments(directory: Path, settings: TrtllmConfig, extra: Arguments) -> 
     override = _json(settings.override_engine_args)
     for given, where in ((extra, "--extra-engine-args"), (override, "--override-engine-args")):
         _refuse(given, where)
-    return merge(merge(_of_flags(directory, settings), extra), override)
+    merged = merge(merge(_of_flags(directory, settings), extra), override)
+    shapes = merged.get("guided_decoding_backend")
+    return {**merged, "skip_tokenizer_init": shapes is None}  # only shapes of answers need one
 
 
 def merge(base: Arguments, over: Arguments) -> dict[str, Any]:
@@ -60,7 +62,6 @@ def _of_flags(directory: Path, settings: TrtllmConfig) -> dict[str, Any]:
     return {
         "model": str(directory),
         "backend": "pytorch",
-        "skip_tokenizer_init": True,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "max_batch_size": settings.max_batch_size,
         "max_num_tokens": settings.max_num_tokens,
