@@ -33,7 +33,9 @@ test: $(VENV)/.dev  ## run every test
 test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (4 GB; VLLM=0.28.0 for the oldest)
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm
 
-test-sglang test-trtllm: test-%:  ## engine contract suite on SGLang (TensorRT-LLM) as $(PYTHON) has it, on a GPU (MODEL=DIRECTORY)
+test-sglang:  ## engine contract suite on the SGLang that PYTHON=... has, beside a GPU (MODEL=DIRECTORY)
+test-trtllm:  ## the same on its TensorRT-LLM
+test-sglang test-trtllm: test-%:
 	@test -n "$(MODEL)" || { echo "which model? make $@ MODEL=/models/qwen3"; exit 1; }
 	@DYN_TEST_MODEL="$(MODEL)" $(PYTHON) -m pytest tests/with_$*
 

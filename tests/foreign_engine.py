@@ -1,6 +1,6 @@
 """Fixtures for an engine of a library that is really there: it takes long to start, so the tests of a module share one.
 
-A module that imports them has the fixture `make_engine`, of the module's scope, and runs its tests in the module's loop.
+A module that imports them has the fixture `make_engine`, of the module's scope, and runs its tests in that loop.
 """
 
 import os

@@ -48,7 +48,7 @@ def make_engine():
     return lambda: adapter.build(MODEL, settings)
 
 
-async def test_start_gives_the_facts_of_its_configuration(host):  # noqa: F405
+async def test_start_gives_the_facts_of_its_configuration(host):
     facts = host.facts
 
     assert (facts.context_length, facts.kv_block_size) == (512, 32)
