@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterator
 import httpx
 from hosts import Host
 
+import processes
+
 START_S = 30.0  # on a busy machine; usually one second
 MODEL = "storyteller"
 
 
-def eventually(check: Callable[[], object], *, within_s: float, what: str) -> float:
+def eventually(
+    check: Callable[[], object], *, within_s: float, what: str, every_s: float = 0.01
+) -> float:
     """Wait until `check` holds; gives how long that took."""
     began_at = time.monotonic()
     while not check():
         waited_s = time.monotonic() - began_at
         assert waited_s < within_s, f"not within {within_s} s: {what}"
-        time.sleep(0.01)
+        time.sleep(every_s)
     return time.monotonic() - began_at
 
 
@@ -73,6 +77,12 @@ class Process:
         self.may_end = True
         self.popen.kill()
         self.popen.wait()
+
+    def kill_all(self) -> None:
+        """It, and the processes of its engine."""
+        below = processes.descendants(self.pid)
+        self.kill()
+        processes.kill(below)
 
     def exit_code(self, within_s: float = 15.0) -> int:
         return self.popen.wait(within_s)
@@ -206,6 +216,13 @@ class Deployment:
 
     def native(self, *flags: str, host: Host | None = None) -> Worker:
         return self._keep(Worker("native", self.environ, self._log("native"), *flags, host=host))
+
+    def vllm(self, *flags: str) -> Worker:
+        environ = self.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # there are several
+        }
+        return self._keep(Worker("vllm", environ, self._log("vllm"), *flags))
 
     def run(self, *argv: str) -> Process:
         """Any other command of ours, as `python -m ...`."""

@@ -18,11 +18,6 @@ import psutil
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from vllm_engine import *  # noqa: F403 (its fixtures)
 
-# The adapter tells no KV events.
-del test_events_name_the_blocks_of_prompt_and_answer  # noqa: F821
-del test_events_never_tell_of_more_blocks_than_there_are  # noqa: F821
-del test_events_tell_that_all_was_forgotten  # noqa: F821
-
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),

@@ -90,6 +90,7 @@ class Handoff:
 
     def submit(self, request: generate.Request) -> None:
         """Here, or by way of a prefill worker; then a refusal comes through the sink."""
+        _logger.debug("New Request ID: %s", request.id)
         if kv_transfer.is_prefilled(request.kv_transfer_params):  # its frontend saw to it
             self._submit_prefilled(request)
             if self._watching is not None:

@@ -46,7 +46,12 @@ def count(packed: bytes) -> int:
     return len(packed) // TOKEN_BYTES
 
 
-def local_hashes(packed: bytes, block_size: int) -> list[int]:
+def seed_of(lora_name: str | None) -> int:
+    """The seed of local hashes for what this adapter computes (None: the model alone): other keys, other names."""
+    return SEED if lora_name is None else xxhash.xxh3_64_intdigest(lora_name.encode(), SEED)
+
+
+def local_hashes(packed: bytes, block_size: int, seed: int = SEED) -> list[int]:
     """One hash for each full block of `block_size` tokens."""
     step = block_size * TOKEN_BYTES
     end = len(packed) - len(packed) % step
@@ -54,7 +59,7 @@ def local_hashes(packed: bytes, block_size: int) -> list[int]:
     blocks = struct.iter_unpack(
         f"{step}s", memoryview(packed)[:end]
     )  # a third of the time of slices
-    return [digest(block, SEED) for (block,) in blocks]
+    return [digest(block, seed) for (block,) in blocks]
 
 
 def next_sequence_hash(parent: int | None, local: int) -> int:

@@ -147,9 +147,12 @@ def _decode(
 def _policy(worker: settings.WorkerConfig) -> policy.Policy:
     if worker.disagg_policy == "estimated":
         return estimated.Estimated()
+    longest = worker.max_local_prefill_length
     return policy.Lengths(
         policy.Limits(
-            max_local_prefill_length=worker.max_local_prefill_length,
+            max_local_prefill_length=policy.MAX_LOCAL_PREFILL_LENGTH
+            if longest is None
+            else longest,
             max_prefill_queue_size=worker.max_prefill_queue_size,
         )
     )

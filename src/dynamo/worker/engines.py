@@ -30,6 +30,7 @@ class EngineKind:
     requires: str | None = None  # a package that the plain installation does not bring
     extra: str | None = None  # of our distribution, which brings it
     needs_weights: bool = True
+    max_local_prefill_length: int | None = None  # where it has a custom of its own
     told: tuple[str, ...] = ("room",)  # what its engine is also told, of what `build` knows
     metrics: str | None = None  # what the names of its own metrics begin with, if it has some
     environment: Mapping[str, str] = field(default_factory=dict)  # set before it is imported
@@ -64,6 +65,7 @@ KIND_BY_NAME = {
         check="dynamo.engine.adapters.vllm.supported:check",
         requires="vllm",
         extra="vllm",
+        max_local_prefill_length=0,
         told=("model_name",),
         metrics="vllm:",
         environment={

@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import signal
@@ -49,6 +50,9 @@ def main(engine_name: str) -> int:
         worker.check()
         logs.configure()
         kind = engines.kind_of(engine_name)
+        if worker.max_local_prefill_length is None:
+            longest = kind.max_local_prefill_length
+            worker = dataclasses.replace(worker, max_local_prefill_length=longest)
         directory = model_source.resolve(worker.model, with_weights=kind.needs_weights)
         asyncio.run(_serve(worker, _host_maker(worker, engine_name, directory, own)))
     except errors.ConfigError as error:

@@ -52,9 +52,10 @@ class WorkerConfig(component.RuntimeConfig):
         help="who computes a prompt, here or a prefill worker; lengths: by the two numbers below; estimated: by what"
         " delays this prompt and the answers that are being written here least",
     )
-    max_local_prefill_length: int = config.option(
-        policy.MAX_LOCAL_PREFILL_LENGTH,
-        help="prompt tokens, without the known prefix, that are always computed here; discovery can change it",
+    max_local_prefill_length: int | None = config.option(
+        None,
+        help="prompt tokens, without the known prefix, that are always computed here; discovery can change it"
+        f" (default: {policy.MAX_LOCAL_PREFILL_LENGTH}; with vLLM 0, as NVIDIA Dynamo has it)",
         least=0,
     )
     max_prefill_queue_size: int = config.option(

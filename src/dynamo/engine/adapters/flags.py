@@ -17,6 +17,11 @@ def refuse(words: Sequence[str], refusals: Mapping[str, str]) -> None:
             raise errors.ConfigError(said)
 
 
+def is_among(flag: str, words: Sequence[str]) -> bool:
+    """Is this flag given?"""
+    return flag in {_flag(word) for word in words if word.startswith("-")}
+
+
 def _flag(word: str) -> str:
     """A flag's name as libraries read it: with underscores, a value, or the key of a nested field, it is the same."""
     return word.partition("=")[0].partition(".")[0].replace("_", "-")

@@ -1,24 +1,46 @@
 """From our flags and vLLM's own to what vLLM is started with."""
 
-from collections.abc import Mapping
+import dataclasses
+import importlib.util
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import versions
+from dynamo.engine.adapters import flags, kv_feed
+from dynamo.engine.adapters.vllm import connectors, versions
 from dynamo.engine.adapters.vllm.settings import VllmConfig
 
-_OURS = ("--model", "--served-model-name", "--config")  # vLLM has flags of these names too
-_CONNECTORS = {"nixl": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}
+_TRANSFER = "--kv-transfer-config"
+_TWICE = f"--connector and {_TRANSFER} say the same: give one of them"
 
 
 def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versions.AsyncEngineArgs:
     """What vLLM is started with to serve the model in `directory`, and to call it so. Raises ConfigError."""
-    given = {_flag(word) for word in settings.engine_args if word.startswith("-")}
-    clash = given & {*_OURS, *(["--kv-transfer-config"] if settings.connector != "none" else [])}
-    if clash:
-        raise errors.ConfigError(_says_twice(clash.pop()))
+    twice = {} if settings.connector is None else {_TRANSFER: _TWICE}
+    flags.refuse(settings.engine_args, {**flags.OURS, **twice})
     overrides = {"model": str(directory), "served_model_name": [model_name]}
-    return versions.read_flags(settings.engine_args, overrides)
+    args = versions.read_flags(settings.engine_args, overrides)
+    if not flags.is_among(_TRANSFER, settings.engine_args):
+        fields = connectors.transfer_config(_connectors(settings), engine_id=uuid.uuid4().hex)
+        args.kv_transfer_config = fields and versions.KVTransferConfig(**fields)
+    return args
+
+
+def kv_endpoints(args: versions.AsyncEngineArgs) -> kv_feed.Endpoints | None:
+    """Where vLLM is to tell its KV events, which is written into `args`; None if it tells none."""
+    asked = args.kv_events_config
+    if asked is None and args.enable_prefix_caching is not False:
+        endpoints = kv_feed.Endpoints.free(args.data_parallel_size)
+        args.kv_events_config = versions.KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", **dataclasses.asdict(endpoints)
+        )
+        return endpoints
+    if asked is None or not asked.enable_kv_cache_events or asked.publisher != "zmq":
+        return None
+    return kv_feed.Endpoints(
+        endpoint=asked.endpoint, replay_endpoint=asked.replay_endpoint, topic=asked.topic
+    )
 
 
 def lora_requests(settings: VllmConfig) -> Mapping[str, versions.LoRARequest]:
@@ -35,12 +57,13 @@ def lora_requests(settings: VllmConfig) -> Mapping[str, versions.LoRARequest]:
     }
 
 
-def _flag(word: str) -> str:
-    """A flag's name as vLLM reads it: with underscores, a value, or the key of a nested field, it is the same flag."""
-    return word.partition("=")[0].partition(".")[0].replace("_", "-")
-
-
-def _says_twice(flag: str) -> str:
-    if flag == "--kv-transfer-config":
-        return "--connector and --kv-transfer-config say the same: give one of them"
-    return f"{flag} is ours, and vLLM is told: write it so, once, and with dashes"
+def _connectors(settings: VllmConfig) -> Sequence[str]:
+    """Raises ConfigError if NIXL is asked for and not installed."""
+    has_nixl = importlib.util.find_spec("nixl") is not None
+    if settings.connector is None:
+        return ("nixl",) if has_nixl else ("none",)
+    if "nixl" in settings.connector and not has_nixl:
+        raise errors.ConfigError(
+            "--connector nixl: expected the package nixl to be installed: pip install nixl"
+        )
+    return settings.connector

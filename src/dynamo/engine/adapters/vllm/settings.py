@@ -1,7 +1,6 @@
 """What we ask about vLLM beyond its own flags. Importable without vLLM: `--help` must work everywhere."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from dynamo.base import config
 
@@ -10,9 +9,10 @@ from dynamo.base import config
 class VllmConfig:
     """The vLLM engine."""
 
-    connector: Literal["nixl", "none"] = config.option(
-        "none",
-        help="how KV blocks move between workers: nixl for vLLM's NixlConnector; --kv-transfer-config says it in full",
+    connector: tuple[str, ...] | None = config.option(
+        None,
+        help="how KV blocks move between workers: nixl, lmcache, none, or the class of a connector of vLLM's; several"
+        " are asked in order; --kv-transfer-config says it in full (default: nixl where it is installed)",
     )
     lora_modules: tuple[str, ...] = config.option(
         (), help="LoRA adapters that can be asked for, each NAME=DIRECTORY; with --enable-lora"

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
@@ -27,6 +27,8 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "EngineDeadError",
+    "KVEventsConfig",
+    "KVTransferConfig",
     "LoRARequest",
     "SamplingParams",
     "VllmConfig",

@@ -1,0 +1,92 @@
+"""From `--connector` to vLLM's configuration."""
+
+import socket
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.engine.adapters import ports
+from dynamo.engine.adapters.vllm import connectors
+
+
+@pytest.mark.parametrize("names", [["none"], ["null"], []])
+def test_no_connector_is_no_configuration(names):
+    assert connectors.transfer_config(names, "e") is None
+
+
+def test_one_connector_is_asked_alone():
+    assert connectors.transfer_config(["nixl"], "e") == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "engine_id": "e",
+        "kv_load_failure_policy": "fail",
+    }
+
+
+def test_several_are_asked_in_their_order_and_unknown_classes_are_vllms():
+    fields = connectors.transfer_config(["lmcache", "nixl", "ExampleConnector"], "e")
+
+    assert fields["kv_connector"] == "MultiConnector"
+    asked = fields["kv_connector_extra_config"]["connectors"]
+    assert [one["kv_connector"] for one in asked] == [
+        "LMCacheConnectorV1", "NixlConnector", "ExampleConnector",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["kvbm"], "--connector kvbm: expected one of nixl, lmcache, none, null"),
+        (["nixl", "none"], "--connector nixl,none: expected none alone"),
+    ],
+)
+def test_what_is_no_connector_is_refused(names, says):
+    with pytest.raises(errors.ConfigError, match=says):
+        connectors.transfer_config(names, "e")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(["nixl"], True), (["ExampleConnector", "nixl"], True), (["lmcache"], False)],
+)
+def test_prompts_go_from_engine_to_engine_by_nixl(names, expected):
+    fields = connectors.transfer_config(names, "e")
+    extra = fields.get("kv_connector_extra_config", {})
+
+    assert connectors.lends(fields["kv_connector"], extra) is expected
+
+
+def test_the_side_channel_is_ours_to_choose_unless_the_user_has():
+    chosen = connectors.side_channel({"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1"}, 7)
+
+    assert chosen == {"VLLM_NIXL_SIDE_CHANNEL_PORT": "7"}
+
+
+def test_by_default_only_this_host_is_listened_to():
+    chosen = connectors.side_channel({"UCX_NET_DEVICES": "mlx5_0:1"}, 7)
+
+    assert connectors.side_channel({}, 7) == {
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "7",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "UCX_NET_DEVICES": "lo",
+    }
+    assert "UCX_NET_DEVICES" not in chosen
+
+
+def test_ports_of_a_run_are_free_and_not_those_that_the_system_gives():
+    first = ports.free_run(3)
+
+    assert first in ports.RANGE
+    for port in range(first, first + 3):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def test_ports_that_are_taken_are_not_free(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(ports, "RANGE", range(port, port + 2))
+
+        with pytest.raises(errors.ConfigError, match="no 1 consecutive free ports"):
+            ports.free_run(1)

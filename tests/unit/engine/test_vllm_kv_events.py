@@ -1,0 +1,266 @@
+"""vLLM's KV events in our words: random histories of a block pool against what it really holds."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamo.engine.adapters import kv_events as translation
+from dynamo.engine.adapters import kv_wire
+from dynamo.protocols import blocks, kv_events
+
+BLOCK = 2
+
+
+def tokens(*block_numbers):
+    return [token for number in block_numbers for token in (10 * number, 10 * number + 1)]
+
+
+def names(*block_numbers, seed=blocks.SEED):
+    packed = blocks.pack(tokens(*block_numbers))
+    return blocks.sequence_hashes(blocks.local_hashes(packed, BLOCK, seed))
+
+
+def stored(theirs, parent, *block_numbers, **fields):
+    return kv_wire.BlockStored(
+        block_hashes=theirs,
+        parent_block_hash=parent,
+        token_ids=tokens(*block_numbers),
+        block_size=BLOCK,
+        **fields,
+    )
+
+
+def removed(*theirs, **fields):
+    return kv_wire.BlockRemoved(block_hashes=list(theirs), **fields)
+
+
+def payload(*events, rank=0):
+    return msgspec.msgpack.encode([0.5, list(events), rank])
+
+
+class Holding:
+    """Who listens: what is held by what was told."""
+
+    def __init__(self):
+        self.names = set()
+
+    def hear(self, events):
+        for event in events:
+            match event:
+                case kv_events.Stored(blocks=told):
+                    self.names |= {block.block_hash for block in told}
+                case kv_events.Removed(block_hashes=gone):
+                    self.names -= set(gone)
+                case _:
+                    self.names.clear()
+
+
+class Pool:
+    """A block pool as vLLM's: identical blocks may be there several times, each has its own event."""
+
+    def __init__(self):
+        self.copies = []  # of chains of block numbers; a chain names its last block
+
+    def theirs(self, chain):
+        return hash(chain) % 2**64 if len(chain) % 2 else repr(chain).encode()
+
+    def store(self, chain, num_again):
+        """Blocks beyond those that are found, and the last `num_again` of the found computed anew."""
+        num_found = 0
+        while num_found < len(chain) and chain[: num_found + 1] in self.copies:
+            num_found += 1
+        start = max(0, min(num_found - num_again, len(chain) - 1))
+        new = [chain[: i + 1] for i in range(start, len(chain))]
+        self.copies += new
+        parent = self.theirs(chain[:start]) if start else None
+        return stored([self.theirs(each) for each in new], parent, *chain[start:])
+
+    def evict(self, number):
+        return removed(self.theirs(self.copies.pop(number % len(self.copies))))
+
+    @property
+    def names(self):
+        return {names(*chain)[-1] for chain in self.copies}
+
+
+CHAINS = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
+STEPS = st.one_of(
+    st.tuples(st.just("store"), CHAINS, st.integers(0, 2)),
+    st.tuples(st.just("evict"), st.integers(0, 50)),
+    st.tuples(st.just("clear")),
+)
+
+
+@given(st.lists(STEPS, max_size=40))
+@settings(deadline=None)
+def test_what_is_told_is_what_the_pool_holds(steps):
+    pool, listener = Pool(), Holding()
+    translator = translation.Translator(BLOCK)
+
+    for step in steps:
+        match step:
+            case ("store", chain, num_again):
+                told = [pool.store(chain, num_again)]
+            case ("evict", number) if pool.copies:
+                told = [pool.evict(number)]
+            case ("clear",):
+                pool.copies.clear()
+                told = [kv_wire.AllBlocksCleared()]
+            case _:
+                told = []
+        listener.hear(translator.translate(told))
+
+        assert listener.names == pool.names
+    assert translator.num_dropped == 0
+
+
+def test_a_chain_goes_on_from_its_parent_in_another_event():
+    translator = translation.Translator(BLOCK)
+
+    first = translator.translate([stored([7, b"x"], None, 1, 2)])
+    second = translator.translate([stored([9], b"x", 3)])
+
+    assert [block.block_hash for block in first[0].blocks] == names(1, 2)
+    assert first[0].parent_hash is None
+    assert second[0].parent_hash == names(1, 2)[-1]
+    assert second[0].blocks[0].block_hash == names(1, 2, 3)[-1]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored([8], 7, 1),  # its parent was never told
+        msgspec.structs.replace(stored([8], None, 1), block_size=4),
+        msgspec.structs.replace(stored([8], None, 1), token_ids=[1]),
+        stored([8], None, 1, extra_keys=[["an image", 3]]),
+    ],
+)
+def test_blocks_without_a_place_are_left_out_and_counted(event):
+    translator = translation.Translator(BLOCK)
+
+    told = translator.translate([event, removed(8)])
+
+    assert told == []
+    assert translator.num_dropped == 1
+
+
+def test_an_adapters_blocks_have_names_of_their_own():
+    translator = translation.Translator(BLOCK)
+    event = stored([1], None, 1, lora_name="poet", extra_keys=[["poet"]])
+
+    told = translator.translate([event])
+
+    assert told[0].blocks[0].block_hash == names(1, seed=blocks.seed_of("poet"))[0]
+    assert told[0].blocks[0].block_hash != names(1)[0]
+
+
+def test_a_medium_is_a_tier_and_each_holds_for_itself():
+    translator = translation.Translator(BLOCK)
+    events = [stored([1], None, 1, medium=medium) for medium in ("GPU", "CPU", "STORAGE")]
+
+    told = translator.translate([*events, removed(1, medium="CPU")])
+
+    assert [event.tier for event in told] == ["device", "host", "disk", "host"]
+    assert told[-1] == kv_events.Removed(block_hashes=tuple(names(1)), tier=kv_events.Tier.HOST)
+
+
+def test_of_several_kinds_of_attention_the_one_with_whole_prefixes_counts():
+    translator = translation.Translator(BLOCK)
+    windowed = stored([1], None, 1, group_idx=0, kv_cache_spec_kind="sliding_window")
+    whole = stored([1], None, 1, group_idx=1, kv_cache_spec_kind="full_attention")
+    another = stored([1], None, 1, group_idx=2, kv_cache_spec_kind="full_attention")
+
+    told = translator.translate([windowed, whole, another, removed(1, group_idx=0)])
+    gone = translator.translate([removed(1, group_idx=1)])
+
+    assert [event.blocks[0].block_hash for event in told] == names(1)
+    assert gone == [kv_events.Removed(block_hashes=tuple(names(1)))]
+
+
+def test_memory_is_bounded_and_what_is_forgotten_is_told():
+    translator = translation.Translator(BLOCK, max_blocks=2)
+
+    told = translator.translate([stored([1, 2, 3], None, 1, 2, 3)])
+
+    assert told[1] == kv_events.Removed(block_hashes=(names(1)[0],))
+
+
+def test_events_come_as_maps_and_as_arrays_and_may_grow():
+    as_map = {
+        "type": "BlockStored", "block_hashes": [2**64 - 1], "parent_block_hash": None, "token_ids": tokens(1),
+        "block_size": BLOCK, "lora_id": None, "medium": "GPU", "lora_name": None, "of the future": 1,
+    }  # fmt: skip
+    as_array = [
+        "BlockStored",
+        [b"x"],
+        2**64 - 1,
+        tokens(2),
+        BLOCK,
+        None,
+        "GPU",
+        None,
+        None,
+        None,
+        None,
+        1,
+        2,
+    ]
+
+    rank, events = kv_wire.decode(
+        payload(as_map, as_array, ["BlockRemoved", [b"x"]], {"type": "AllBlocksCleared"}, rank=3)
+    )
+
+    told = translation.Translator(BLOCK).translate(events)
+    assert rank == 3
+    assert [block.block_hash for event in told[:2] for block in event.blocks] == names(1, 2)
+    assert told[2:] == [kv_events.Removed(block_hashes=(names(1, 2)[1],)), kv_events.Cleared()]
+
+
+def numbered(number):
+    """The batch of this number: one block after the one of the batch before."""
+    parent = number - 1 if number else None
+    return payload(msgspec.to_builtins(stored([number], parent, number)), rank=1)
+
+
+def listen(events, numbers):
+    listener = Holding()
+    for number in numbers:
+        listener.hear(events.take(number, numbered(number)))
+    return listener.names
+
+
+def test_missed_batches_are_asked_for_and_nothing_is_taken_twice():
+    asked = []
+
+    def replay(first):
+        asked.append(first)
+        return [(n, numbered(n)) for n in range(first, 5)]
+
+    events = translation.RankEvents(translation.Translator(BLOCK), replay)
+
+    held = listen(events, [1, 4, 2, 5])
+
+    assert held == set(names(0, 1, 2, 3, 4, 5))
+    assert asked == [0]
+    assert (events.num_holes, events.num_dropped, events.dp_rank) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("replay", [None, lambda first: [], lambda first: [(first + 1, b"late")]])
+def test_all_is_forgotten_when_batches_are_lost(replay):
+    events = translation.RankEvents(translation.Translator(BLOCK), replay)
+
+    held = listen(events, [0, 1, 3])
+
+    assert held == set()
+    assert (events.num_holes, events.num_dropped) == (1, 1)
+
+
+def test_a_batch_that_cannot_be_read_counts_as_lost():
+    events = translation.RankEvents(translation.Translator(BLOCK))
+    listen(events, [0])
+
+    told = events.take(1, b"nonsense")
+
+    assert told == [kv_events.Cleared()]
+    assert events.num_holes == 1

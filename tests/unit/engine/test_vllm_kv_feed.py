@@ -1,0 +1,159 @@
+"""The subscriber against a publisher that speaks like vLLM's: PUB that connects, ROUTER that replays."""
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+
+from dynamo.base import errors
+from dynamo.engine.adapters import kv_feed, ports
+from dynamo.protocols import kv_events
+
+BLOCK = 2
+
+
+def payload(number, rank=0):
+    block = {
+        "type": "BlockStored", "block_hashes": [number], "parent_block_hash": number - 1 if number else None,
+        "token_ids": [number, number], "block_size": BLOCK,
+    }  # fmt: skip
+    return msgspec.msgpack.encode([0.5, [block], rank])
+
+
+class Publisher:
+    """One rank of vLLM."""
+
+    def __init__(self, endpoints, rank=0):
+        self.context = zmq.Context()
+        self.rank = rank
+        self.pub = self.context.socket(zmq.XPUB)
+        endpoint = kv_feed.at_rank(endpoints.endpoint, rank)
+        if kv_feed.is_bound_by_them(endpoint):
+            self.pub.bind(endpoint)
+        else:
+            self.pub.connect(endpoint)
+        self.topic = endpoints.topic.encode()
+        self.replay = self.context.socket(zmq.ROUTER)
+        if endpoints.replay_endpoint:
+            self.replay.bind(kv_feed.at_rank(endpoints.replay_endpoint, rank))
+
+    async def heard(self):
+        assert await asyncio.to_thread(self.pub.recv) == b"\x01" + self.topic
+
+    def tell(self, number):
+        self.pub.send_multipart((self.topic, number.to_bytes(8, "big"), payload(number, self.rank)))
+
+    async def answer(self, until):
+        """One question, with what there is from the asked number on."""
+        client, _, first = await asyncio.to_thread(self.replay.recv_multipart)
+        for number in range(int.from_bytes(first, "big"), until):
+            frames = (
+                client,
+                b"",
+                self.topic,
+                number.to_bytes(8, "big"),
+                payload(number, self.rank),
+            )
+            self.replay.send_multipart(frames)
+        self.replay.send_multipart((client, b"", b"", (-1).to_bytes(8, "big", signed=True), b""))
+
+    def close(self):
+        self.context.destroy(linger=0)
+
+
+class Listener:
+    def __init__(self):
+        self.told = asyncio.Queue()
+
+    def __call__(self, events, dp_rank):
+        for event in events:
+            self.told.put_nowait((dp_rank, event))
+
+    async def next_tokens(self):
+        """The rank and the number of the next stored block's tokens."""
+        async with asyncio.timeout(20):
+            return await self.told.get()
+
+
+@pytest.fixture
+async def start():
+    begun, all_publishers = [], []
+
+    async def start(endpoints, num_ranks=1):
+        feed = kv_feed.KvFeed(endpoints, num_ranks)
+        begun.append(feed.close)
+        publishers = [Publisher(endpoints, rank) for rank in range(num_ranks)]
+        all_publishers.extend(publishers)
+        listener = Listener()
+        feed.start(BLOCK, listener)
+        for publisher in publishers:
+            await publisher.heard()
+        return feed, publishers, listener
+
+    yield start
+    for close in begun:
+        await close()
+        await close()
+    for publisher in all_publishers:
+        publisher.close()
+
+
+async def test_each_rank_is_heard(start):
+    _, publishers, listener = await start(kv_feed.Endpoints.free(2), 2)
+
+    publishers[1].tell(0)
+    first = await listener.next_tokens()
+    publishers[0].tell(0)
+    second = await listener.next_tokens()
+
+    assert [rank for rank, _ in (first, second)] == [1, 0]
+    assert all(isinstance(event, kv_events.Stored) for _, event in (first, second))
+
+
+async def test_what_was_missed_is_replayed(start):
+    feed, (publisher,), listener = await start(kv_feed.Endpoints.free(1))
+
+    publisher.tell(3)
+    await publisher.answer(until=4)
+    told = [(await listener.next_tokens())[1] for _ in range(4)]
+
+    parents = [event.parent_hash for event in told]
+    assert parents == [None, *(event.blocks[0].block_hash for event in told[:3])]
+    assert (feed.num_holes, feed.num_dropped) == (0, 0)
+
+
+async def test_a_users_own_endpoint_is_connected_to(start, caplog):
+    port = ports.free_run(1)
+    endpoints = kv_feed.Endpoints(endpoint=f"tcp://*:{port}", topic="kv-events")
+    feed, (publisher,), listener = await start(endpoints)
+
+    publisher.tell(1)
+    _, event = await listener.next_tokens()
+
+    assert event == kv_events.Cleared()
+    assert (feed.num_holes, feed.num_dropped) == (1, 1)
+    assert "1 blocks had no place, and 1 times events were lost" in caplog.text
+
+
+async def test_an_endpoint_that_is_taken_is_refused():
+    endpoints = kv_feed.Endpoints.free(1)
+    feed = kv_feed.KvFeed(endpoints, 1)
+
+    with pytest.raises(errors.ConfigError, match="cannot hear KV events at 'tcp://127"):
+        kv_feed.KvFeed(endpoints, 1)
+
+    await feed.close()
+
+
+def test_the_ports_of_ranks_follow_each_other():
+    assert kv_feed.at_rank("tcp://*:5557", 2) == "tcp://*:5559"
+    assert kv_feed.at_rank("ipc:///tmp/x", 0) == "ipc:///tmp/x"
+    with pytest.raises(errors.ConfigError, match="several ranks: expected an endpoint tcp"):
+        kv_feed.at_rank("ipc:///tmp/x", 1)
+
+
+def test_a_wildcard_is_reached_on_loopback():
+    assert kv_feed.reachable("tcp://*:5557") == "tcp://127.0.0.1:5557"
+    assert kv_feed.reachable("tcp://[::]:5557") == "tcp://[::1]:5557"
+    assert not kv_feed.is_bound_by_them("tcp://127.0.0.1:5557")

@@ -1,0 +1,262 @@
+"""The engine around vLLM's that fetches prompts, over one that does what the test says."""
+
+import asyncio
+import os
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.engine import api
+from dynamo.engine.adapters.vllm import connectors, remote
+from dynamo.protocols import blocks, generate, kv_transfer
+
+PLACE = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_engine_id": "e_dp0",
+    "remote_request_id": "r-1", "remote_host": "127.0.0.1", "remote_port": 5, "remote_prefill_cached_tokens": 5,
+}  # fmt: skip
+LOST = errors.EngineFailed("vLLM gave the request up")
+
+
+class Engine:
+    def __init__(self):
+        self.done, self.refusal, self.environment = [], None, None
+
+    async def start(self, sink):
+        self.sink = sink
+        self.environment = dict(os.environ)
+        return "facts"
+
+    def submit(self, request):
+        if self.refusal is not None:
+            raise self.refusal
+        self.done.append(request)
+
+    def abort(self, request_id):
+        self.done.append(("abort", request_id))
+
+    def abort_choice(self, request_id, index):
+        self.done.append(("abort", request_id, index))
+
+    def load(self):
+        return ["load"]
+
+    async def clear_kv_blocks(self):
+        self.done.append("clear")
+
+    async def stop(self):
+        self.done.append("stop")
+
+
+class Sink:
+    def __init__(self):
+        self.heard = []
+
+    def outputs(self, batch):
+        self.heard += batch
+
+    def failed(self, request_id, error):
+        self.heard.append((request_id, error))
+
+    def kv_events(self, events, dp_rank=0):
+        self.heard.append((events, dp_rank))
+
+    def died(self, error):
+        self.heard.append(error)
+
+
+class World:
+    def __init__(self, **options):
+        self.inner, self.sink, self.reports = Engine(), Sink(), []
+        options = {"engine_id": "me", "connector": connectors.NIXL} | options
+        self.engine = remote.RemoteEngine(self.inner, **options)
+        self.engine.on_pull(self.reports.append)
+
+    async def start(self):
+        assert await self.engine.start(self.sink) == "facts"
+        return self
+
+
+def made(params=PLACE, n=1):
+    return generate.Request(
+        id="a",
+        model="m",
+        token_ids=blocks.pack([1, 2, 3]),
+        sampling_options=generate.SamplingOptions(n=n),
+        kv_transfer_params=params,
+    )
+
+
+def output(token=7, params=None, cached=None):
+    said = generate.Output((token,), kv_transfer_params=params, cached_tokens=cached)
+    return api.EngineOutput("a", said)
+
+
+@pytest.fixture
+async def world():
+    return await World().start()
+
+
+def test_it_is_an_engine_that_lends_and_fetches():
+    assert isinstance(World().engine, api.RemotePrefill)
+
+
+@pytest.mark.parametrize("params", [None, {"do_remote_prefill": False}, kv_transfer.ASK])
+async def test_what_is_not_fetched_goes_straight_through(world, params):
+    request = made(params)
+
+    world.engine.submit(request)
+    world.inner.sink.outputs([output(params=PLACE)])
+    world.inner.sink.failed("a", LOST)
+    world.inner.sink.kv_events(["event"], 3)
+
+    assert world.inner.done == [request]
+    assert world.sink.heard == [output(params=PLACE), ("a", LOST), (["event"], 3)]
+    assert world.reports == []
+
+
+async def test_vllm_is_asked_in_its_own_words(world):
+    world.engine.submit(made(kv_transfer.ASK | {"do_first_token": True}))
+
+    assert world.inner.done == [made(kv_transfer.ASK)]
+
+
+async def test_the_first_output_tells_that_the_blocks_came(world):
+    world.engine.submit(made())
+    world.inner.sink.outputs([output(7)])
+    world.inner.sink.outputs([output(8)])
+
+    (report,) = world.reports
+    assert (report.request_id, report.engine_id, report.num_blocks, report.error) == ("a", "e", 2, None)  # fmt: skip
+    assert world.sink.heard == [output(7, cached=5), output(8)]
+
+
+async def test_cached_is_what_the_computing_engine_found_so(world):
+    """vLLM 0.32 says so itself; older ones count what they have fetched."""
+    world.engine.submit(made(kv_transfer.ASK))
+    world.inner.sink.outputs([output(params={"remote_engine_id": "x"}, cached=32)])
+    ((_, told),) = world.sink.heard
+
+    assert told.kv_transfer_params == {
+        "remote_engine_id": "x", "remote_prefill_cached_tokens": 32,
+    }  # fmt: skip
+
+
+async def test_a_request_whose_blocks_do_not_come_is_given_again_without(world, caplog):
+    world.engine.submit(made())
+    world.inner.sink.failed("a", LOST)
+    world.inner.sink.outputs([output()])
+
+    assert world.inner.done == [made(), made(None)]
+    assert [report.error for report in world.reports] == [LOST]
+    assert world.sink.heard == [output()]
+    assert "a: its prompt is computed here" in caplog.text
+
+
+async def test_one_that_fails_after_it_has_begun_has_failed(world):
+    world.engine.submit(made())
+    world.inner.sink.outputs([output()])
+    world.inner.sink.failed("a", LOST)
+
+    assert world.inner.done == [made()]
+    assert world.sink.heard[-1] == ("a", LOST)
+
+
+async def test_one_that_vllm_refuses_is_not_given_again(world):
+    refusal = errors.InvalidRequest("no")
+    world.engine.submit(made())
+    world.inner.sink.failed("a", refusal)
+
+    assert world.inner.done == [made()]
+    assert world.sink.heard == [("a", refusal)]
+
+
+async def test_a_refusal_the_second_time_is_told(world):
+    world.engine.submit(made())
+    world.inner.refusal = errors.EngineFailed("dead")
+    world.inner.sink.failed("a", LOST)
+
+    assert world.sink.heard == [("a", world.inner.refusal)]
+
+
+async def test_nothing_is_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(remote, "FIRST_TOKEN_S", 0.0)
+    world = await World().start()
+    told = asyncio.Event()
+    world.engine.on_pull(lambda report: told.set())
+
+    world.engine.submit(made())
+    await told.wait()
+    await asyncio.sleep(0)
+
+    assert world.inner.done == [made(), ("abort", "a"), made(None)]
+    assert isinstance(world.reports[0].error, errors.DeadlineExceeded)
+
+
+async def test_an_aborted_request_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(remote, "FIRST_TOKEN_S", 0.0)
+    world = await World().start()
+
+    world.engine.submit(made())
+    world.engine.abort("a")
+    world.engine.submit(made())
+    world.engine.abort_choice("a", 0)
+    world.engine.submit(made())
+    await world.engine.stop()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+    assert world.inner.done[1::2] == [("abort", "a"), ("abort", "a", 0), "stop"]
+    assert world.reports == []
+
+
+async def test_several_choices_do_not_fetch(world):
+    world.engine.submit(made(n=2))
+
+    assert world.inner.done == [made(None, n=2)]
+
+
+async def test_parameters_without_an_engine_are_refused(world):
+    with pytest.raises(errors.RemoteProtocolError, match=r"got \['do_remote_prefill'\]"):
+        world.engine.submit(made({"do_remote_prefill": True}))
+
+    assert world.inner.done == []
+
+
+async def test_only_open_blocks_are_advertised(world):
+    before = world.engine.transfer_metadata
+    world.engine.open_blocks()
+
+    assert before is None
+    assert await world.engine.connect(world.engine.transfer_metadata, deadline_s=1) == "me"
+    await world.engine.disconnect("me")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        (b"\x00", "expected the metadata of a vLLM"),
+        (b'{"vllm_engine_id":"x","connector":"LMCacheConnectorV1"}', "moves blocks by LMCache"),
+    ],
+)
+async def test_an_engine_of_another_kind_is_not_connected(world, metadata, says):
+    with pytest.raises(errors.TransferError, match=says):
+        await world.engine.connect(metadata, deadline_s=1)
+
+
+async def test_vllms_processes_inherit_an_environment_that_ours_does_not_keep(monkeypatch):
+    monkeypatch.setenv("KEPT", "before")
+    monkeypatch.delenv("NEW", raising=False)
+
+    world = await World(environment={"KEPT": "while", "NEW": "1"}).start()
+
+    assert (world.inner.environment["KEPT"], world.inner.environment["NEW"]) == ("while", "1")
+    assert (os.environ["KEPT"], os.environ.get("NEW")) == ("before", None)
+
+
+async def test_what_is_the_engines_is_asked_of_it(world):
+    await world.engine.clear_kv_blocks()
+    world.inner.sink.died(LOST)
+
+    assert world.engine.load() == ["load"]
+    assert world.inner.done == ["clear"]
+    assert world.sink.heard == [LOST]

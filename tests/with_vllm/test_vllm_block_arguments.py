@@ -1,0 +1,85 @@
+"""What vLLM is told of KV events and connectors, by our flags and by its own."""
+
+import importlib.util
+import pathlib
+import warnings
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
+    pytest.skip("vllm and nixl are not installed here: make test-vllm", allow_module_level=True)
+
+from dynamo.base import errors
+from dynamo.engine import api
+from dynamo.engine.adapters.vllm.settings import VllmConfig
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM's, and those of what it imports
+    from dynamo.engine.adapters.vllm import arguments, engine
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODEL = pathlib.Path("/a/model")
+
+
+def made(*flags, **settings):
+    return arguments.engine_args(MODEL, VllmConfig(engine_args=flags, **settings), "m")
+
+
+def test_nixl_moves_blocks_where_it_is_installed():
+    assert made().kv_transfer_config.kv_connector == "NixlConnector"
+    assert made(connector=("none",)).kv_transfer_config is None
+
+
+def test_every_engine_has_an_id_of_its_own():
+    assert made().kv_transfer_config.engine_id != made().kv_transfer_config.engine_id
+
+
+def test_a_transfer_configuration_is_taken_as_given():
+    given = '{"kv_connector": "ExampleConnector", "kv_role": "kv_producer", "engine_id": "mine"}'
+
+    config = made("--kv-transfer-config", given).kv_transfer_config
+
+    assert (config.kv_connector, config.kv_role, config.engine_id) == (
+        "ExampleConnector", "kv_producer", "mine",
+    )  # fmt: skip
+
+
+def test_both_at_once_are_refused_by_name():
+    with pytest.raises(
+        errors.ConfigError, match="--connector and --kv-transfer-config say the same"
+    ):
+        made("--kv-transfer-config", "{}", connector=("nixl",))
+
+
+def test_only_an_engine_with_a_connector_lends():
+    assert isinstance(engine.build(MODEL, VllmConfig(), "m"), api.RemotePrefill)
+    for names in (("none",), ("ExampleConnector",)):
+        alone = engine.build(MODEL, VllmConfig(connector=names), "m")
+        assert not isinstance(alone, api.RemotePrefill)
+
+
+def test_events_are_told_to_a_port_of_ours_that_vllm_connects_to():
+    args = made()
+
+    endpoints = arguments.kv_endpoints(args)
+
+    told = args.kv_events_config
+    assert (told.enable_kv_cache_events, told.publisher) == (True, "zmq")
+    assert (told.endpoint, told.replay_endpoint) == (endpoints.endpoint, endpoints.replay_endpoint)
+    assert told.endpoint.startswith("tcp://127.0.0.1:")
+
+
+def test_a_users_events_are_heard_where_he_says():
+    given = '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv", "endpoint": "tcp://*:20080"}'
+
+    endpoints = arguments.kv_endpoints(made("--kv-events-config", given))
+
+    assert (endpoints.endpoint, endpoints.topic) == ("tcp://*:20080", "kv")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--no-enable-prefix-caching",), ("--kv-events-config", '{"enable_kv_cache_events": false}')],
+)
+def test_no_events_are_told_where_there_are_none(flags):
+    assert arguments.kv_endpoints(made(*flags)) is None

@@ -1,0 +1,264 @@
+"""Frontend, two workers and a prefill worker over real vLLM, as users start them.
+
+All start at once, as each takes half a minute, and serve every test here; the last two kill some of them. Prompts up to
+`LOCAL` tokens are computed by the worker that answers, longer ones by the prefill worker.
+"""
+
+import concurrent.futures
+import importlib.util
+import json
+import random
+import signal
+
+import httpx
+import pytest
+
+if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
+    pytest.skip("vllm and nixl are not installed here: make test-vllm", allow_module_level=True)
+
+from deployment import Deployment, eventually
+
+import vllm_models
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+MODEL = "qwen3-tiny"
+BLOCK = 32
+LOCAL = 200  # tokens
+FLAGS = (
+    f"--model-name {MODEL} --enforce-eager --dtype float32 --block-size {BLOCK}"
+    " --num-gpu-blocks-override 400 --max-model-len 1024 --max-num-seqs 32"
+    " --max-num-batched-tokens 512"
+)
+GOLDEN = (  # after "New Request ID: ", which every request has
+    "Prefilling remotely for request",
+    "get_num_new_matched_tokens: num_computed_tokens=0, kv_transfer_params={'do_remote_prefill': True",
+    "start_load_kv for request",
+    "is still in WAITING_FOR_REMOTE_KVS state.",
+    "Finished recving KV transfer for request",
+    "update_state_after_alloc: num_external_tokens=0, kv_transfer_params={'do_remote_prefill': False",
+)
+GOLDEN_PREFILL = (
+    "New Prefill Request ID: ",
+    "num_computed_tokens=0, kv_transfer_params={'do_remote_decode': True}",
+    "request_status=FINISHED_LENGTH_CAPPED, kv_transfer_params={'do_remote_decode': True}",
+    "kv transfer params: {'do_remote_prefill': True, 'do_remote_decode': False, 'remote_block_ids': ",
+)
+START_S = 600.0  # on a busy machine; usually half a minute
+
+
+class Served:
+    """What was started."""
+
+    def __init__(self, directory):
+        self.deployment = Deployment(directory)
+        self.deployment.environ["DYN_LOG"] = "debug"  # vLLM's too
+        model = str(vllm_models.make(directory / "model"))
+        flags = ("--model", model, *FLAGS.split())
+        limits = ("--max-local-prefill-length", str(LOCAL), "--max-prefill-queue-size", "100")
+        self.workers = [self.deployment.vllm(*flags, *limits) for _ in range(2)]
+        self.prefill = self.deployment.vllm(*flags, "--is-prefill-worker")
+        self.frontend = self.deployment.frontend("--router-mode", "kv")
+        self.frontend.others = [*self.workers, self.prefill]
+
+    def await_all(self):
+        self._await(lambda: self.frontend.models() == [MODEL], "the model")
+        served = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
+        self._await(lambda: self.frontend.metric(served) == 2, "two workers")
+        for worker in self.workers:
+            self._await(lambda log=worker.log: " is connected" in log.read_text(), "who prefills")
+
+    def _await(self, check, what):
+        def is_so():
+            for process in self.frontend.others:
+                process.check()
+            return check()
+
+        eventually(is_so, within_s=START_S, what=what, every_s=0.5)
+
+    def ask(self, token_ids, max_tokens=16):
+        """The answer and how many tokens of the prompt nobody had to compute."""
+        url = self.frontend.url
+        answer = httpx.post(f"{url}/v1/completions", json=body(token_ids, max_tokens), timeout=120)
+        assert answer.status_code == 200, answer.text
+        said = answer.json()
+        assert said["usage"]["completion_tokens"] == max_tokens
+        return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def ask_all(self, prompts, **fields):
+        with concurrent.futures.ThreadPoolExecutor(32) as threads:
+            return [text for text, _ in threads.map(lambda one: self.ask(one, **fields), prompts)]
+
+    def forget_prefixes(self):
+        httpx.post(f"{self.frontend.url}/clear_kv_blocks", timeout=60).raise_for_status()
+
+    def prefills(self, where):
+        """How many prompts were computed so."""
+        name = f'prefills_total{{where="{where}"}}'
+        return sum(worker.metric(name) for worker in self.workers if worker.is_running)
+
+    def holder(self):
+        """The worker that has a request now."""
+        found = []
+        eventually(
+            lambda: found or found.extend(worker for worker in self.workers if is_busy(worker)),
+            within_s=30,
+            what="a busy worker",
+        )
+        return found[0]
+
+
+def body(token_ids, max_tokens, **fields):
+    ways = {"temperature": 0, "nvext": {"ignore_eos": True}}
+    return {"model": MODEL, "prompt": token_ids, "max_tokens": max_tokens} | ways | fields
+
+
+def num_requests(worker):
+    return worker.metric("inflight_requests") if worker.is_running else 0
+
+
+def is_busy(worker):
+    return num_requests(worker) > 0
+
+
+def prompt(seed, num_tokens):
+    return random.Random(seed).choices(range(10, 3000), k=num_tokens)
+
+
+def chunks_of(served, asked):
+    """The chunks of a streamed answer, one by one."""
+    with (
+        httpx.Client(timeout=120) as client,
+        client.stream("POST", f"{served.frontend.url}/v1/completions", json=asked) as answer,
+    ):
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                yield chunk
+
+
+def text_of(chunks):
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    served = Served(tmp_path_factory.mktemp("served"))
+    try:
+        served.await_all()
+        yield served
+    finally:
+        for process in served.frontend.others:
+            process.signal(signal.SIGTERM)  # they end as slowly as they start: all at once
+        served.deployment.end()
+
+
+def test_an_answer_is_the_same_whole_and_in_pieces(served):
+    asked = prompt(1, 90)
+
+    whole, _ = served.ask(asked, max_tokens=40)
+    pieces = list(chunks_of(served, body(asked, 40, stream=True)))
+
+    assert text_of(pieces) == whole
+    assert len(pieces) >= 40
+
+
+def test_a_chat_is_answered(served):
+    answer = served.frontend.chat("Tell me a story", model=MODEL, max_tokens=12)
+
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"]
+
+
+def test_a_prompt_goes_where_its_prefix_is_known(served):
+    prefixes = [prompt(100 + seed, 128) for seed in range(8)]
+    for prefix in prefixes:
+        assert served.ask(prefix + prompt(1, 20), max_tokens=2)[1] == 0
+
+    found = [served.ask(prefix + prompt(2, 30), max_tokens=2)[1] for prefix in prefixes]
+
+    assert found == [128] * len(prefixes)
+    assert all(worker.metric("requests_total") > 0 for worker in served.workers)
+
+
+def test_a_long_prompt_is_computed_elsewhere_and_its_prefix_is_known_there(served):
+    before = served.prefills("remote")
+    asked = prompt(3, 400)
+
+    first, num_first = served.ask(asked)
+    second, num_second = served.ask(asked[:300] + prompt(4, 250))
+
+    assert served.prefills("remote") == before + 2
+    assert (num_first, num_second) == (0, 288)
+    assert first != second
+
+
+def test_the_log_tells_the_story(served):
+    """In the words of Dynamo's users, most of them vLLM's own."""
+    served.ask(prompt(7, 350))
+
+    assert any(tells(worker.log.read_text(), GOLDEN) for worker in served.workers)
+    assert tells(served.prefill.log.read_text(), GOLDEN_PREFILL)
+
+
+def tells(log, story):
+    """Do its lines follow each other?"""
+    at = 0
+    for line in story:
+        at = log.find(line, at)
+        if at < 0:
+            return False
+    return True
+
+
+def test_many_streams_at_once_are_all_answered(served):
+    prompts = [prompt(200 + seed, 20 + 5 * seed) for seed in range(32)]
+
+    texts = served.ask_all(prompts, max_tokens=40)
+
+    assert len(set(texts)) == 32
+
+
+def test_an_answer_that_nobody_wants_leaves_the_scheduler(served):
+    chunks = chunks_of(served, body(prompt(5, 60), 900, stream=True))
+    for _ in range(3):
+        next(chunks)
+    worker = served.holder()
+    chunks.close()
+
+    aborted = "request_status=FINISHED_ABORTED"  # as vLLM's scheduler says
+    eventually(lambda: aborted in worker.log.read_text(), within_s=30, what="it is aborted")
+    eventually(lambda: worker.metric("kvstats_active_blocks") == 0, within_s=30, what="it is gone")
+
+
+def test_a_killed_prefill_worker_costs_no_answer_and_changes_none(served):
+    before, meanwhile = ([prompt(300 + i, 300) for i in range(n, n + 6)] for n in (0, 6))
+    num_remote = served.prefills("remote")
+    remote = served.ask_all(before)
+    assert served.prefills("remote") == num_remote + 6
+
+    served.prefill.signal(signal.SIGSTOP)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(served.ask_all, meanwhile)
+        eventually(lambda: sum(map(num_requests, served.workers)) == 6, within_s=30, what="all ask")
+        served.prefill.kill_all()
+        interrupted = asking.result()
+    assert served.prefills("fallback") == 6
+    assert served.prefills("remote") == num_remote + 6
+
+    served.forget_prefixes()
+    assert served.ask_all([*before, *meanwhile]) == remote + interrupted
+
+
+def test_an_answer_whose_worker_is_killed_is_the_undisturbed_one(served):
+    asked = prompt(6, 100)
+    undisturbed, _ = served.ask(asked, max_tokens=300)
+    chunks = chunks_of(served, body(asked, 300, stream=True))
+    begun = [next(chunks) for _ in range(5)]
+
+    served.holder().kill_all()
+    text = text_of([*begun, *chunks])
+
+    assert text == undisturbed
+    assert "Stream disconnected... recreating stream..." in served.frontend.log.read_text()
