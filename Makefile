@@ -27,7 +27,7 @@ run: $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or
 
 test: $(VENV)/.dev  ## run every test
 	@tests/install_services.sh
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # pytest is told not to look for what others forget to close: vLLM leaves sockets to the garbage collector.
 test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (4 GB; VLLM=0.28.0 for the oldest)
