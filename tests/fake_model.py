@@ -36,6 +36,10 @@ class FakeModel:
     def __init__(self):
         self.waiting, self.running = collections.deque(), []
         self.is_dead = False
+        self.on_known = lambda parent, prefix: (
+            None
+        )  # called with each new block, and that before it
+        self.on_forget = lambda: None
         self._known = set()
         self._work = asyncio.Event()
         self._task = None
@@ -56,6 +60,7 @@ class FakeModel:
 
     def forget(self):
         self._known.clear()
+        self.on_forget()
 
     def close(self):
         if self._task is not None:
@@ -74,9 +79,20 @@ class FakeModel:
             request.step()
             request.say()
         for request in began:
-            self._known.update(prefixes(request.prompt))
+            self._learn(request.prompt)
+        for request in self.running:
+            if request.end is not None:
+                self._learn(request.prompt + request.tokens)
         self.running = [request for request in self.running if request.end is None]
         await asyncio.sleep(0)
+
+    def _learn(self, tokens):
+        parent = None
+        for prefix in prefixes(tokens):
+            if prefix not in self._known:
+                self._known.add(prefix)
+                self.on_known(parent, prefix)
+            parent = prefix
 
     def _admit(self):
         began = []

@@ -7,8 +7,12 @@ meta_info), `srt/managers/schedule_batch.py` (finish reasons), `srt/managers/loa
 import argparse
 import contextlib
 import importlib
+import json
 import sys
 import types
+
+import msgspec
+import zmq
 
 import fake_model
 
@@ -25,6 +29,8 @@ class ServerArgs:
         parser.add_argument("--served-model-name")
         parser.add_argument("--tp-size", type=int, default=1)
         parser.add_argument("--dp-size", type=int, default=1)
+        parser.add_argument("--disable-radix-cache", action="store_true")
+        parser.add_argument("--kv-events-config")
         parser.add_argument("--enable-priority-scheduling", action="store_true")
         parser.add_argument("--schedule-low-priority-values-first", action="store_true")
 
@@ -75,12 +81,44 @@ class Engine:
     def __init__(self, server_args):
         self.server_args = server_args
         self.model = fake_model.FakeModel()
+        self._publish(json.loads(server_args.kv_events_config))
         self.tokenizer_manager = TokenizerManager(self.model)
         total = {"max_total_num_tokens": fake_model.BLOCKS * fake_model.BLOCK}
         self._scheduler_init_result = types.SimpleNamespace(scheduler_infos=[total])
 
     def shutdown(self):
         self.model.is_dead = True
+        self._context.destroy(linger=0)
+
+    def _publish(self, config):
+        """`srt/disaggregation/kv_events.py`: a tagged map for each event, in a batch that is an array."""
+        self._context, self._num_batches = zmq.Context(), 0
+        self._pub = self._context.socket(zmq.XPUB)
+        self._pub.connect(config["endpoint"])
+        self.model.on_known, self.model.on_forget = self._stored, self._cleared
+
+    def _stored(self, parent, prefix):
+        self._tell(
+            {
+                "type": "BlockStored",
+                "block_hashes": [hash(prefix)],
+                "parent_block_hash": hash(parent) if parent else None,
+                "token_ids": list(prefix[-fake_model.BLOCK :]),
+                "block_size": fake_model.BLOCK,
+                "lora_id": None,
+                "medium": "GPU",
+            }
+        )
+
+    def _cleared(self):
+        self._tell({"type": "AllBlocksCleared"})
+
+    def _tell(self, event):
+        if not self._num_batches:
+            assert self._pub.recv() == b"\x01"  # the subscriber is there
+        number = self._num_batches.to_bytes(8, "big")
+        self._pub.send_multipart((b"", number, msgspec.msgpack.encode([0.5, [event], 0])))
+        self._num_batches += 1
 
     async def async_generate(self, *, input_ids, rid, stream, sampling_params, **wanted):
         assert stream

@@ -23,11 +23,8 @@ FLAGS = (
     " --chunked-prefill-size 64 --disable-cuda-graph"
 )
 
-# The adapter tells no KV events. SGLang ends all children of this process with one engine, so that a second beside the
+# SGLang ends all children of this process with one engine, so that a second beside the
 # shared one cannot be tested here.
-del test_events_name_the_blocks_of_prompt_and_answer  # noqa: F821
-del test_events_never_tell_of_more_blocks_than_there_are  # noqa: F821
-del test_events_tell_that_all_was_forgotten  # noqa: F821
 del test_stopping_drops_what_runs_in_silence  # noqa: F821
 del test_an_engine_that_dies_says_so_once  # noqa: F821
 

@@ -1,5 +1,7 @@
 """Our flags and SGLang's, by a fake of SGLang's parser."""
 
+import json
+
 import pytest
 
 import fake_sglang
@@ -11,6 +13,32 @@ def made(*flags, **settings):
     with fake_sglang.adapter("arguments") as arguments:
         config = SglangConfig(engine_args=flags, **settings)
         return arguments.server_args(fake_sglang.types.SimpleNamespace(), config, "some")
+
+
+def endpoints(*flags):
+    with fake_sglang.adapter("arguments") as arguments:
+        args = made(*flags)
+        return args, arguments.kv_endpoints(args)
+
+
+def test_sglang_is_told_where_to_tell_kv_events():
+    args, heard = endpoints()
+    told = json.loads(args.kv_events_config)
+
+    assert told["publisher"] == "zmq"
+    assert (told["endpoint"], told["replay_endpoint"]) == (heard.endpoint, heard.replay_endpoint)
+    assert heard.endpoint.startswith("tcp://127.0.0.1:")
+
+
+def test_a_users_own_events_are_heard_where_he_says():
+    _, heard = endpoints("--kv-events-config", '{"publisher": "zmq", "topic": "kv"}')
+
+    assert (heard.endpoint, heard.replay_endpoint, heard.topic) == ("tcp://*:5557", None, "kv")
+
+
+@pytest.mark.parametrize("flags", [("--disable-radix-cache",), ("--kv-events-config", "{}")])
+def test_an_sglang_that_tells_no_events_is_not_listened_to(flags):
+    assert endpoints(*flags)[1] is None
 
 
 def test_sglangs_own_flags_are_taken():

@@ -1,4 +1,4 @@
-"""SGLang behind the engine seam (`streams`): its requests, its load, its death.
+"""SGLang behind the engine seam (`streams`): its requests, its load, its KV events, its death.
 
 Its schedulers are processes of their own. One that fails sends SIGQUIT to us, as does SGLang's watch over them; its own
 handler of that would kill this process, ours tells the worker, whose requests then go on elsewhere.
@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.adapters import streams
+from dynamo.engine.adapters import kv_feed, streams
 from dynamo.engine.adapters.rank_load import RankLoad
 from dynamo.engine.adapters.sglang import arguments, outputs, sampling, versions
 from dynamo.engine.adapters.sglang.settings import SglangConfig
@@ -39,15 +39,22 @@ class SglangLibrary:
             is_low_first=args.schedule_low_priority_values_first,
         )
         self._engine: versions.Engine | None = None
+        self._feed: kv_feed.KvFeed | None = None
         self._death: errors.EngineFailed | None = None
 
     async def start(self, tell: streams.Tell) -> api.EngineFacts:
         """Load, in processes of SGLang's."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGQUIT, self._quit)
+        endpoints = arguments.kv_endpoints(self._args)
+        if endpoints is not None:
+            self._feed = kv_feed.KvFeed(endpoints, self._args.dp_size)
         self._engine = await versions.start(self._args)
         loop.add_signal_handler(signal.SIGQUIT, self._quit)  # SGLang has just set its own
-        return versions.facts(self._engine)
+        facts = versions.facts(self._engine)
+        if self._feed is not None:
+            self._feed.start(facts.kv_block_size, tell)
+        return facts
 
     @property
     def vocab_size(self) -> int:
@@ -105,6 +112,8 @@ class SglangLibrary:
         if self._engine is not None:
             engine, self._engine = self._engine, None
             await asyncio.to_thread(engine.shutdown)
+        if self._feed is not None:
+            await self._feed.close()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
 
     @property

@@ -14,7 +14,6 @@ _OURS = {
     "skip_tokenizer_init": "a tokenizer is loaded if guided_decoding_backend is given",
     "backend": "only the PyTorch backend is supported",
 }
-_EVENTS = 1024  # KV events that TensorRT-LLM keeps for us
 
 
 def llm_arguments(directory: Path, settings: TrtllmConfig, extra: Arguments) -> dict[str, Any]:
@@ -54,7 +53,6 @@ def _of_flags(directory: Path, settings: TrtllmConfig) -> dict[str, Any]:
     cache: dict[str, Any] = {
         "tokens_per_block": settings.kv_block_size,
         "enable_block_reuse": True,
-        "event_buffer_max_size": _EVENTS,
     }
     if settings.free_gpu_memory_fraction is not None:
         cache["free_gpu_memory_fraction"] = settings.free_gpu_memory_fraction
