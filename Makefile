@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-vllm simulate-routing simulate-disagg simulate-check chaos docs clean
+.PHONY: help setup run test test-vllm test-sglang test-trtllm check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-vllm simulate-routing simulate-disagg simulate-check chaos docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,12 @@ test: $(VENV)/.dev  ## run every test
 # pytest is told not to look for what others forget to close: vLLM leaves sockets to the garbage collector.
 test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (4 GB; VLLM=0.28.0 for the oldest)
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -p no:unraisableexception tests/with_vllm
+
+test-sglang:  ## engine contract suite on the SGLang that PYTHON=... has, beside a GPU (MODEL=DIRECTORY)
+test-trtllm:  ## the same on its TensorRT-LLM
+test-sglang test-trtllm: test-%:
+	@test -n "$(MODEL)" || { echo "which model? make $@ MODEL=/models/qwen3"; exit 1; }
+	@DYN_TEST_MODEL="$(MODEL)" $(PYTHON) -m pytest tests/with_$*
 
 check: $(VENV)/.dev  ## format, lint, types, import contracts, house rules
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .

@@ -20,7 +20,7 @@ BUDGET = {
     "runtime": 6600,
     "transfer": 2950,
     "kvbm": 2200,
-    "engine": 8100,
+    "engine": 9200,
     "router": 4200,
     "semantic": 1000,
     "preprocess": 3060,

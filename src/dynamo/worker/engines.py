@@ -27,8 +27,8 @@ class EngineKind:
     embedder: str | None  # likewise; None: it has none
     check: str | None = None  # called before it is imported; refuses what will not do (ConfigError)
     several: str | None = None  # likewise; gives all that the settings want in one process
-    requires: str | None = None  # a package that only an extra of our distribution brings
-    extra: str | None = None
+    requires: str | None = None  # a package that the plain installation does not bring
+    extra: str | None = None  # of our distribution, which brings it
     needs_weights: bool = True
     max_local_prefill_length: int | None = None  # where it has a custom of its own
     told: tuple[str, ...] = ("room",)  # what its engine is also told, of what `build` knows
@@ -73,6 +73,22 @@ KIND_BY_NAME = {
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would keep our sockets open after us
             orphans.OWNED: "1",
         },
+    ),
+    "sglang": EngineKind(
+        settings="dynamo.engine.adapters.sglang.settings:SglangConfig",
+        engine="dynamo.engine.adapters.sglang.engine:build",
+        embedder=None,
+        check="dynamo.engine.adapters.sglang.supported:check",
+        requires="sglang",
+        told=("model_name",),
+    ),
+    "trtllm": EngineKind(
+        settings="dynamo.engine.adapters.trtllm.settings:TrtllmConfig",
+        engine="dynamo.engine.adapters.trtllm.engine:build",
+        embedder=None,
+        check="dynamo.engine.adapters.trtllm.supported:check",
+        requires="tensorrt_llm",
+        told=(),
     ),
 }
 

@@ -5,7 +5,8 @@ import socket
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import connectors, ports
+from dynamo.engine.adapters import ports
+from dynamo.engine.adapters.vllm import connectors
 
 
 @pytest.mark.parametrize("names", [["none"], ["null"], []])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import guides
+from dynamo.engine.adapters import guides
 from dynamo.protocols import generate
 
 THOUGHTS = generate.Thoughts(opens=("<think>",), closes=("</think>",))

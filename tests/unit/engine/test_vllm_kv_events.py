@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.engine.adapters.vllm import kv_events as translation
-from dynamo.engine.adapters.vllm import kv_wire
+from dynamo.engine.adapters import kv_events as translation
+from dynamo.engine.adapters import kv_wire
 from dynamo.protocols import blocks, kv_events
 
 BLOCK = 2

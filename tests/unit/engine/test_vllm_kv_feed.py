@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import kv_feed, ports
+from dynamo.engine.adapters import kv_feed, ports
 from dynamo.protocols import kv_events
 
 BLOCK = 2
@@ -29,7 +29,7 @@ class Publisher:
         self.rank = rank
         self.pub = self.context.socket(zmq.XPUB)
         endpoint = kv_feed.at_rank(endpoints.endpoint, rank)
-        if kv_feed.is_bound_by_vllm(endpoint):
+        if kv_feed.is_bound_by_them(endpoint):
             self.pub.bind(endpoint)
         else:
             self.pub.connect(endpoint)
@@ -156,4 +156,4 @@ def test_the_ports_of_ranks_follow_each_other():
 def test_a_wildcard_is_reached_on_loopback():
     assert kv_feed.reachable("tcp://*:5557") == "tcp://127.0.0.1:5557"
     assert kv_feed.reachable("tcp://[::]:5557") == "tcp://[::1]:5557"
-    assert not kv_feed.is_bound_by_vllm("tcp://127.0.0.1:5557")
+    assert not kv_feed.is_bound_by_them("tcp://127.0.0.1:5557")

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dynamo.base import errors
 from dynamo.engine.adapters.vllm import outputs
 from dynamo.protocols import blocks, generate
 
@@ -28,11 +29,11 @@ def whole(told, *, is_first=False, eos=(2,), **report):
         eos_token_ids=eos,
         output_options=generate.OutputOptions(**report),
     )
-    return outputs.whole(told, 1, request, is_first_of_request=is_first)
+    return outputs.translate(told, 1, request, is_first=is_first)
 
 
 def test_most_outputs_are_tokens_of_a_choice():
-    assert outputs.plain(result([5, 6]), 3) == generate.Output((5, 6), None, 3)
+    assert whole(result([5, 6])) == generate.Output((5, 6), None, 1)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +84,9 @@ def test_a_prompts_first_token_has_no_score():
 def test_where_blocks_are_is_passed_on_as_it_is():
     params = {"remote_block_ids": [[1]], "remote_host": "h"}
 
-    assert whole(result([5], kv_transfer_params=params)).kv_transfer_params == params
+    assert whole(result([5], kv_transfer_params=params), is_first=True).kv_transfer_params == params
 
 
 def test_an_end_that_is_none_is_no_output():
-    with pytest.raises(KeyError):
+    with pytest.raises(errors.EngineFailed):
         whole(result([], reason="error"))

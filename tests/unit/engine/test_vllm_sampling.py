@@ -3,7 +3,8 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import guides, sampling
+from dynamo.engine.adapters import guides
+from dynamo.engine.adapters.vllm import sampling
 from dynamo.protocols import blocks, generate
 
 PARAMS = {"do_remote_decode": True}

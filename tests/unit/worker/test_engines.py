@@ -12,7 +12,9 @@ from dynamo.worker import engines
 
 
 def test_an_unknown_engine_is_refused_with_those_that_there_are():
-    with pytest.raises(errors.ConfigError, match="'warp'; there are native, mocker, vllm"):
+    with pytest.raises(
+        errors.ConfigError, match="'warp'; there are native, mocker, vllm, sglang, trtllm"
+    ):
         engines.kind_of("warp")
 
 

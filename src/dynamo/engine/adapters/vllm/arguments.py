@@ -7,22 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import connectors, kv_feed, versions
+from dynamo.engine.adapters import flags, kv_feed
+from dynamo.engine.adapters.vllm import connectors, versions
 from dynamo.engine.adapters.vllm.settings import VllmConfig
 
 _TRANSFER = "--kv-transfer-config"
-_OURS = ("--model", "--served-model-name", "--config")  # vLLM has flags of these names too
+_TWICE = f"--connector and {_TRANSFER} say the same: give one of them"
 
 
 def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versions.AsyncEngineArgs:
     """What vLLM is started with to serve the model in `directory`, and to call it so. Raises ConfigError."""
-    given = {_flag(word) for word in settings.engine_args if word.startswith("-")}
-    clash = given & {*_OURS, *([_TRANSFER] if settings.connector is not None else [])}
-    if clash:
-        raise errors.ConfigError(_says_twice(clash.pop()))
+    twice = {} if settings.connector is None else {_TRANSFER: _TWICE}
+    flags.refuse(settings.engine_args, {**flags.OURS, **twice})
     overrides = {"model": str(directory), "served_model_name": [model_name]}
     args = versions.read_flags(settings.engine_args, overrides)
-    if _TRANSFER not in given:
+    if not flags.is_among(_TRANSFER, settings.engine_args):
         fields = connectors.transfer_config(_connectors(settings), engine_id=uuid.uuid4().hex)
         args.kv_transfer_config = fields and versions.KVTransferConfig(**fields)
     return args
@@ -68,14 +67,3 @@ def _connectors(settings: VllmConfig) -> Sequence[str]:
             "--connector nixl: expected the package nixl to be installed: pip install nixl"
         )
     return settings.connector
-
-
-def _flag(word: str) -> str:
-    """A flag's name as vLLM reads it: with underscores, a value, or the key of a nested field, it is the same flag."""
-    return word.partition("=")[0].partition(".")[0].replace("_", "-")
-
-
-def _says_twice(flag: str) -> str:
-    if flag == _TRANSFER:
-        return f"--connector and {_TRANSFER} say the same: give one of them"
-    return f"{flag} is ours, and vLLM is told: write it so, once, and with dashes"

@@ -1,4 +1,4 @@
-"""Hears the KV events of a vLLM in this process's care.
+"""Hears the KV events of a vLLM, or of an SGLang, whose publisher is the same, in this process's care.
 
 By default we bind and vLLM's publishers connect (an endpoint without `*` tells them to): so the port is on loopback,
 is ours before vLLM starts, and the connection stands long before the first block. vLLM keeps its latest batches for
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import zmq
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import kv_events as translation
-from dynamo.engine.adapters.vllm import ports
+from dynamo.engine.adapters import kv_events as translation
+from dynamo.engine.adapters import ports
 from dynamo.protocols import kv_events
 
 HIGH_WATER = 10_000  # batches that wait for us
@@ -91,7 +91,7 @@ class KvFeed:
             )
         bring = functools.partial(self._bring, asyncio.get_running_loop(), deliver)
         self._thread = threading.Thread(
-            target=self._run, args=(bring,), name="vLLM KV events", daemon=True
+            target=self._run, args=(bring,), name="KV events", daemon=True
         )
         self._thread.start()
 
@@ -113,7 +113,7 @@ class KvFeed:
         heard.subscribe(self._endpoints.topic)
         endpoint = at_rank(self._endpoints.endpoint, rank)
         try:
-            if is_bound_by_vllm(endpoint):
+            if is_bound_by_them(endpoint):
                 heard.connect(reachable(endpoint))
             else:
                 heard.bind(endpoint)
@@ -197,7 +197,7 @@ def at_rank(endpoint: str, rank: int) -> str:
     return f"{scheme}:{int(port) + rank}"
 
 
-def is_bound_by_vllm(endpoint: str) -> bool:
+def is_bound_by_them(endpoint: str) -> bool:
     """Does vLLM listen there (then we connect), or connect there?"""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 

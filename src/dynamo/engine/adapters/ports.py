@@ -1,6 +1,6 @@
-"""Ports for what vLLM listens on, one for each data-parallel rank: vLLM adds the rank to the first.
+"""Ports for what a library listens on, one for each data-parallel rank: it adds the rank to the first.
 
-vLLM binds them some time after we have looked. So they are not taken from those that the system gives to anybody
+It binds them some time after we have looked. So they are not taken from those that the system gives to anybody
 (usually 32768 and above), and by chance, so that workers that start together look in different places.
 """
 
@@ -23,5 +23,5 @@ def free_run(num_ports: int) -> int:
                 probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
     raise errors.ConfigError(
-        f"found no {num_ports} consecutive free ports from {RANGE.start} to {RANGE.stop} for vLLM"
+        f"found no {num_ports} consecutive free ports from {RANGE.start} to {RANGE.stop}"
     )

@@ -1,7 +1,7 @@
-"""From what an answer must look like to what vLLM's structured outputs take.
+"""From what an answer must look like to what libraries take, in vLLM's words; the others' adapters rename them.
 
 A plain shape has a field of its own there. Thoughts before an answer, calls of tools, and either of two are put
-together as a structural tag, in which XGrammar (vLLM's default) composes shapes (`xgrammar.structural_tag`).
+together as a structural tag, in which XGrammar (the default of all) composes shapes (`xgrammar.structural_tag`).
 """
 
 import json
@@ -13,22 +13,24 @@ from dynamo.protocols import generate
 
 
 class Ability(NamedTuple):
-    """How this vLLM holds answers to shapes."""
+    """How this library, as it was started, holds answers to shapes."""
 
-    backend: str = "auto"  # the library, as --structured-outputs-config names it
+    backend: str = "auto"  # what compiles shapes, as the library's flags name it
     has_reasoner: bool = False  # it lets a model think by itself, and holds it to the rest
+    has_choice: bool = True  # one of several texts has a field of its own
 
 
 def fields(guided: generate.GuidedDecoding, ability: Ability) -> dict[str, Any]:
-    """The fields of vLLM's StructuredOutputsParams. Raises InvalidRequest."""
+    """One of json, regex, choice, grammar and structural_tag. Raises InvalidRequest."""
     if guided.backend not in (None, "auto", ability.backend):
         raise errors.InvalidRequest(
-            f"guided_decoding_backend: expected auto or {ability.backend}, with which vLLM was started,"
+            f"guided_decoding_backend: expected auto or {ability.backend}, with which the engine was started,"
             f" got {guided.backend!r}",
             param="guided_decoding_backend",
         )
     thoughts = None if ability.has_reasoner else guided.thoughts
-    if thoughts is not None or guided.calls is not None:
+    is_composed = guided.choice is not None and not ability.has_choice
+    if thoughts is not None or guided.calls is not None or is_composed:
         tag = {"type": "structural_tag", "format": _whole(guided, thoughts)}
         return {"structural_tag": json.dumps(tag)}
     return {

@@ -1,12 +1,12 @@
-"""What vLLM tells of its KV blocks, in our words.
+"""What a library tells of its KV blocks, in our words.
 
-A block's name at vLLM is a hash that we cannot compute; but a stored event brings the tokens. From these, and from
+A block's name there is a hash that we cannot compute; but a stored event brings the tokens. From these, and from
 what the parent was called here, we give each block the name that router and disaggregation know (`protocols.blocks`),
-and remember it under vLLM's for as long as vLLM holds the block. What cannot be placed is left out and counted: a block
+and remember it under theirs for as long as they hold the block. What cannot be placed is left out and counted: a block
 whose parent is not known, one of another size than the card says, one that depends on more than tokens and adapter.
 
-vLLM may hold a block several times (two prompts that were computed at once), and tells each copy: a block is gone with
-its last copy. Where a model has several kinds of attention, the first that keeps whole prefixes counts.
+A library may hold a block several times (two prompts that were computed at once), and tells each copy: a block is gone
+with its last copy. Where a model has several kinds of attention, the first that keeps whole prefixes counts.
 """
 
 import itertools
@@ -15,18 +15,24 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dynamo.engine.adapters.vllm import kv_wire
+from dynamo.engine.adapters import kv_wire
 from dynamo.protocols import blocks, kv_events
 
 MAX_BLOCKS = 1 << 20  # of a rank in one tier; the oldest are forgotten
-_TIERS = {"CPU": kv_events.Tier.HOST, "STORAGE": kv_events.Tier.DISK}  # all else is the device
+_TIERS = {
+    "CPU": kv_events.Tier.HOST,
+    "CPU_PINNED": kv_events.Tier.HOST,  # SGLang's
+    "STORAGE": kv_events.Tier.DISK,
+    "DISK": kv_events.Tier.DISK,
+    "EXTERNAL": kv_events.Tier.DISK,
+}  # all else is the device
 _WHOLE_PREFIXES = (None, "full_attention", "mla_attention", "sink_full_attention")
 Replay = Callable[[int], Iterable[tuple[int, bytes]]]
 
 
 @dataclass(slots=True)
 class _Held:
-    """A block as vLLM has it."""
+    """A block as the library has it."""
 
     name: int  # ours
     num_copies: int

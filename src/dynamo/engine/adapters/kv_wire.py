@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-Name = int | bytes  # what vLLM calls a block
+Name = int | bytes  # what they call a block
 _MAP, _MAP16 = 0x80, 0xDE  # the first byte of a small map in msgpack, and of larger ones
 
 

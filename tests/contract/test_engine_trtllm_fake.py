@@ -1,0 +1,63 @@
+"""What every engine promises its host, by the TensorRT-LLM adapter over a fake of what it uses of TensorRT-LLM.
+
+It shows that the adapter keeps requests, choices and faults apart; whether TensorRT-LLM is as its sources say, only
+`make test-trtllm` shows, which needs a GPU.
+"""
+
+import json
+
+import pytest
+
+import fake_trtllm
+from dynamo.engine.adapters.trtllm.settings import TrtllmConfig
+from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from engine_suite import Host, Sink
+
+# The adapter tells no KV events; TensorRT-LLM has no way to forget, gives no logprobs of the tokens that a prompt has,
+# and holds back its one end token, not stop tokens.
+del test_events_name_the_blocks_of_prompt_and_answer  # noqa: F821
+del test_events_never_tell_of_more_blocks_than_there_are  # noqa: F821
+del test_events_tell_that_all_was_forgotten  # noqa: F821
+del test_clearing_forgets_prefixes_and_disturbs_nobody  # noqa: F821
+del test_a_prompts_logprobs_are_told_once_even_if_its_prefix_is_known  # noqa: F821
+del test_a_prompt_of_one_token_has_no_logprobs_to_tell  # noqa: F821
+del test_nothing_ends_an_answer_before_min_tokens  # noqa: F821
+
+
+@pytest.fixture
+def make_engine(tmp_path):
+    model = {"max_position_embeddings": 512, "vocab_size": 200}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    settings = TrtllmConfig(max_batch_size=8, max_num_tokens=64, kv_block_size=16)
+    with fake_trtllm.adapter() as adapter:
+        yield lambda: adapter.build(tmp_path, settings)
+
+
+@pytest.fixture
+async def host(make_engine):
+    engine, sink = make_engine(), Sink()
+    facts = await engine.start(sink)
+    yield Host(engine, sink, facts)
+
+    await engine.stop()
+    assert not sink.deaths
+
+
+@pytest.fixture
+def break_down():
+    def shut_down(engine):
+        engine._library._llm.model.is_dead = True
+
+    return shut_down
+
+
+async def test_blocks_are_counted_before_it_is_ready(host):
+    facts = host.facts
+
+    assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 16, 24)
+    assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
+
+
+async def test_that_it_cannot_forget_is_said(host):
+    with pytest.raises(errors.EngineFailed, match="no way to"):  # noqa: F405
+        await host.engine.clear_kv_blocks()

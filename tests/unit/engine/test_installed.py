@@ -1,0 +1,49 @@
+"""Which releases of a library are taken."""
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.engine.adapters import installed
+from dynamo.engine.adapters.sglang import supported as sglang
+from dynamo.engine.adapters.trtllm import supported as trtllm
+
+WANTED = installed.Wanted(
+    name="Lib", package="lib", how="pip install lib", oldest=(0, 28), newest=(0, 32)
+)
+
+
+@pytest.mark.parametrize("wanted", [WANTED, sglang.SGLANG, trtllm.TENSORRT_LLM])
+def test_without_it_both_ways_out_are_named(wanted, monkeypatch):
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(errors.ConfigError, match=rf"pip install {wanted.package}.*dynamo\.native"):
+        wanted.check()
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.8.5.post2"])
+def test_an_old_one_is_refused_with_the_range(version):
+    with pytest.raises(errors.ConfigError, match=r"too old: expected 0\.28 to 0\.32"):
+        WANTED.judge(version)
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.32.1+cpu"])
+def test_those_that_are_known_are_taken_without_a_word(version, caplog):
+    WANTED.judge(version)
+
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "1.0", "dev"])
+def test_what_is_not_known_is_warned_of(version, caplog):
+    WANTED.judge(version)
+
+    assert version in caplog.text
+
+
+def test_what_is_installed_is_asked(monkeypatch):
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(
+        installed.importlib.metadata, "packages_distributions", lambda: {"lib": ["lib-cpu"]}
+    )
+    monkeypatch.setattr(installed.importlib.metadata, "version", {"lib-cpu": "0.1"}.__getitem__)
+    with pytest.raises(errors.ConfigError, match=r"Lib 0\.1 is too old"):
+        WANTED.check()

@@ -1,0 +1,118 @@
+"""From requests to arguments of SGLang's `async_generate` (0.5.23); without SGLang."""
+
+import json
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.engine.adapters.sglang import sampling
+from dynamo.protocols import blocks, generate
+
+WITH_TOKENIZER = sampling.Ability(has_tokenizer=True)
+
+
+def planned(*, index=0, ability=WITH_TOKENIZER, options=None, stop=None, report=None, **fields):
+    request = generate.Request(
+        id="a",
+        model="m",
+        token_ids=blocks.pack([1, 2]),
+        eos_token_ids=(2,),
+        sampling_options=generate.SamplingOptions(**options or {}),
+        stop_conditions=generate.StopConditions(**stop or {}),
+        output_options=generate.OutputOptions(**report or {}),
+        **fields,
+    )
+    return sampling.plan(request, index, ability)
+
+
+def params(**request):
+    return planned(**request)["sampling_params"]
+
+
+def test_each_option_has_sglangs_name():
+    made = params(
+        options={"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "logit_bias": {7: 1.5}},
+        stop={"max_tokens": 5, "min_tokens": 2, "stop_token_ids": (9,)},
+    )  # fmt: skip
+
+    assert made["temperature"] == 0.5
+    assert (made["top_p"], made["top_k"], made["min_p"]) == (0.9, 3, 0.1)
+    assert (made["max_new_tokens"], made["min_new_tokens"]) == (5, 2)
+    assert made["stop_token_ids"] == [9, 2]
+    assert made["logit_bias"] == {"7": 1.5}
+    assert made["ignore_eos"] is False
+
+
+def test_all_tokens_are_minus_one():
+    assert params()["top_k"] == -1
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_p": 0.0}])
+def test_greedy_is_temperature_zero_and_a_top_p_that_sglang_takes(options):
+    made = params(options=options)
+
+    assert made["temperature"] == 0.0
+    assert 0 < made["top_p"] <= 1
+
+
+def test_each_choice_has_a_seed_of_its_own():
+    seeds = [params(index=i, options={"seed": 5, "n": 2})["sampling_seed"] for i in range(2)]
+
+    assert seeds == [5, 6]
+
+
+def test_only_the_first_choice_is_asked_for_the_prompts_scores():
+    report = {"logprobs": 2, "prompt_logprobs": 4}
+    first, second = planned(report=report), planned(report=report, index=1)
+
+    assert (first["logprob_start_len"], first["top_logprobs_num"]) == (0, 4)
+    assert (second["logprob_start_len"], second["top_logprobs_num"]) == (-1, 2)
+    assert planned()["return_logprob"] is False
+
+
+@pytest.mark.parametrize(
+    ("shape", "field", "value"),
+    [
+        ({"json": "{}"}, "json_schema", "{}"),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+    ],
+)
+def test_a_shape_has_a_field_of_its_own(shape, field, value):
+    assert params(options={"guided_decoding": generate.GuidedDecoding(**shape)})[field] == value
+
+
+def test_a_choice_of_texts_is_a_structural_tag():
+    shape = generate.GuidedDecoding(choice=("yes", "no"))
+    made = json.loads(params(options={"guided_decoding": shape})["structural_tag"])
+
+    assert [one["value"] for one in made["format"]["elements"]] == ["yes", "no"]
+
+
+@pytest.mark.parametrize(
+    ("ability", "told"),
+    [
+        (sampling.Ability(), None),
+        (sampling.Ability(takes_priority=True), 3),
+        (sampling.Ability(takes_priority=True, is_low_first=True), -3),
+    ],
+)
+def test_priority_is_told_as_sglang_orders_it(ability, told):
+    assert planned(ability=ability, priority=3)["priority"] == told
+
+
+@pytest.mark.parametrize(
+    ("param", "request_"),
+    [
+        ("ignore_eos", {"stop": {"ignore_eos": True, "stop_token_ids": (9,)}}),
+        ("min_tokens", {"stop": {"min_tokens": 3}, "ability": sampling.Ability()}),
+        ("nvext.max_thinking_tokens", {"thinking": generate.ThinkingLimit(max_tokens=4, close_ids=(3,))}),
+        ("kv_transfer_params", {"kv_transfer_params": {"do_remote_decode": True}}),
+        ("guided_decoding", {"options": {"guided_decoding": generate.GuidedDecoding(json="{}")}, "num_resumed": 1}),
+    ],
+)  # fmt: skip
+def test_what_sglang_cannot_do_is_refused_by_name(param, request_):
+    with pytest.raises(errors.InvalidRequest, match="SGLang") as refusal:
+        planned(**request_)
+
+    assert refusal.value.param == param

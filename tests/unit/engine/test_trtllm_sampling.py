@@ -1,0 +1,86 @@
+"""From requests to the fields of TensorRT-LLM's sampling parameters; without TensorRT-LLM."""
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.engine.adapters.trtllm import sampling
+from dynamo.protocols import blocks, generate
+
+
+def fields(*, eos=(2, 3), options=None, stop=None, report=None, **request):
+    made = generate.Request(
+        id="a",
+        model="m",
+        token_ids=blocks.pack([1, 2]),
+        eos_token_ids=eos,
+        sampling_options=generate.SamplingOptions(**options or {}),
+        stop_conditions=generate.StopConditions(**stop or {}),
+        output_options=generate.OutputOptions(**report or {}),
+        **request,
+    )
+    return sampling.fields(made, 0, 100)
+
+
+def test_a_request_without_a_limit_may_fill_the_context():
+    assert fields()["max_tokens"] == 98
+    assert fields(stop={"max_tokens": 500})["max_tokens"] == 98
+    assert fields(stop={"max_tokens": 5})["max_tokens"] == 5
+
+
+def test_the_first_end_token_is_the_end_token_and_the_others_are_stop_words():
+    made = fields(stop={"stop_token_ids": (9,)})
+
+    assert (made["end_id"], made["stop_token_ids"]) == (2, [3, 9])
+    assert made["include_stop_str_in_output"]
+
+
+def test_ignored_end_tokens_end_nothing():
+    made = fields(stop={"ignore_eos": True, "stop_token_ids": (9,)})
+
+    assert (made["end_id"], made["stop_token_ids"]) == (-1, [9])
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_p": 0.0}])
+def test_greedy_is_the_likeliest_one(options):
+    made = fields(options=options)
+
+    assert made["top_k"] == 1
+    assert "top_p" not in made
+
+
+def test_a_draw_names_top_p_and_top_k_as_without_them_it_would_be_greedy():
+    made = fields()
+
+    assert (made["temperature"], made["top_p"], made["top_k"]) == (1.0, 1.0, 0)
+
+
+def test_the_chosen_tokens_logprob_is_had_by_asking_for_one():
+    assert fields(report={"logprobs": 0})["logprobs"] == 1
+    assert fields()["logprobs"] is None
+
+
+def test_a_shape_is_passed_on():
+    shape = generate.GuidedDecoding(regex="a+")
+
+    assert fields(options={"guided_decoding": shape})["guided_decoding"] == {"regex": "a+"}
+
+
+def test_one_end_token_can_be_held_back():
+    assert fields(eos=(2,), stop={"min_tokens": 3})["min_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("param", "request_"),
+    [
+        ("min_tokens", {"stop": {"min_tokens": 3}}),
+        ("logit_bias", {"options": {"logit_bias": {5: 1.0}}}),
+        ("prompt_logprobs", {"report": {"prompt_logprobs": 0}}),
+        ("nvext.max_thinking_tokens", {"thinking": generate.ThinkingLimit(max_tokens=4, close_ids=(3,))}),
+        ("kv_transfer_params", {"kv_transfer_params": {"do_remote_decode": True}}),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused_by_name(param, request_):
+    with pytest.raises(errors.InvalidRequest, match="TensorRT-LLM") as refusal:
+        fields(**request_)
+
+    assert refusal.value.param == param

@@ -1,0 +1,56 @@
+"""What every engine promises its host, over real TensorRT-LLM: `make test-trtllm MODEL=DIRECTORY`, beside a GPU."""
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("tensorrt_llm") is None:
+    pytest.skip("tensorrt_llm is not installed here", allow_module_level=True)
+
+from dynamo.engine.adapters.trtllm import engine as adapter
+from dynamo.engine.adapters.trtllm.settings import TrtllmConfig
+from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from foreign_engine import *  # noqa: F403 (its fixtures)
+from foreign_engine import model_directory
+
+MODEL = model_directory()
+
+# The adapter tells no KV events. TensorRT-LLM cannot forget: what is cached when a test begins, nobody knows. It gives
+# no logprobs of the tokens that a prompt has, and holds back its one end token, not stop tokens. How it dies depends on
+# how many GPUs it has.
+del test_events_name_the_blocks_of_prompt_and_answer  # noqa: F821
+del test_events_never_tell_of_more_blocks_than_there_are  # noqa: F821
+del test_events_tell_that_all_was_forgotten  # noqa: F821
+del test_clearing_forgets_prefixes_and_disturbs_nobody  # noqa: F821
+del test_cached_tokens_are_told_once_with_the_first_output  # noqa: F821
+del test_every_choice_is_answered  # noqa: F821
+del test_a_prompts_logprobs_are_told_once_even_if_its_prefix_is_known  # noqa: F821
+del test_a_prompt_of_one_token_has_no_logprobs_to_tell  # noqa: F821
+del test_nothing_ends_an_answer_before_min_tokens  # noqa: F821
+del test_an_engine_that_dies_says_so_once  # noqa: F821
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def make_engine():
+    settings = TrtllmConfig(
+        max_batch_size=8,
+        max_num_tokens=64,
+        max_seq_len=512,
+        kv_block_size=32,
+        free_gpu_memory_fraction=0.2,
+    )
+    return lambda: adapter.build(MODEL, settings)
+
+
+async def test_start_gives_the_facts_of_its_configuration(host):
+    facts = host.facts
+
+    assert (facts.context_length, facts.kv_block_size) == (512, 32)
+    assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
+    assert facts.total_kv_blocks > 0
