@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from deployment import START_S, eventually
-from test_every_mix import MIXES
+from mixes import MIXES
 
 from dynamo.worker import model_source
 from etcd_server import EtcdServer

@@ -77,8 +77,8 @@ def test_one_of_two_prefill_workers_is_killed(split, stage):
         stage.reached([prefill, other], [decode])
         prefill.kill()
 
-    is_copied = stage is STAGES["copied"]
-    assert (prefills(decode, "fallback") > 0) == is_copied
+    if stage is not STAGES["copied"]:  # then it depends on how much of it had come
+        assert not prefills(decode, "fallback")
     assert (decode.metric("prefill_retries_total") > 0) == (not is_copied)
     assert prefills(decode, "fallback") + prefills(decode, "remote") == NUM
     assert answers == split.ask_all(prompts_of(2))

@@ -6,6 +6,7 @@ Whatever it asks: no 5xx, a status and a body that are described, and what is fo
 import pytest
 import requests
 import schemathesis
+import schemathesis.specs.openapi.schemas  # here, in one thread: imported late, its syntax trees meet others
 from deployment import MODEL, Deployment
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode

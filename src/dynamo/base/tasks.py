@@ -14,6 +14,8 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any
 
+_CANCEL_AGAIN_S = 5.0  # longer than it takes to clean up
+
 
 class Tasks:
     """Whoever starts tasks owns one of these and closes it."""
@@ -42,11 +44,15 @@ class Tasks:
         return task
 
     async def close(self) -> None:
-        """Cancel all and wait until they are gone, those too that they start while they go."""
+        """Cancel all and wait until they are gone, those too that they start while they go.
+
+        Again after a while: `asyncio.wait_for` loses a cancellation that comes in the moment in which its wait is over
+        (before Python 3.12, https://github.com/python/cpython/issues/81839).
+        """
         while tasks := list(self._running):
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Wait for `stop`. Raises what a task died of, if one dies first."""

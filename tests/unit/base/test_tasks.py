@@ -88,3 +88,23 @@ async def test_a_task_that_ends_or_is_cancelled_did_not_die(told):
         await running.run_until(stop)
 
     assert told == []
+
+
+async def test_a_cancellation_that_is_lost_is_said_again(monkeypatch):
+    monkeypatch.setattr(tasks, "_CANCEL_AGAIN_S", 0.01)
+    begun, owner, num_lost = asyncio.Event(), tasks.Tasks(), 0
+
+    async def lose_the_first():
+        nonlocal num_lost
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            num_lost += 1
+        await asyncio.Event().wait()
+
+    owner.start("lose", lose_the_first())
+    await begun.wait()
+    await owner.close()
+
+    assert (num_lost, len(owner)) == (1, 0)

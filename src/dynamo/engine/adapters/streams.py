@@ -155,6 +155,10 @@ class StreamingEngine:
             raise errors.EngineFailed(
                 f"{self._library.name} did not forget its prefixes: {error}"
             ) from error
+        for rank in range(
+            self._facts.data_parallel_size
+        ):  # libraries tell it with their next step, if ever
+            self._sink.kv_events((kv_events.Cleared(),), rank)
 
     async def stop(self) -> None:
         """End the library's processes."""
