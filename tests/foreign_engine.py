@@ -11,6 +11,8 @@ import pytest_asyncio
 
 from engine_suite import Host, Sink
 
+Sink.deadline_s = 60
+
 __all__ = ["host", "shared"]
 
 

@@ -12,6 +12,7 @@ import pytest_asyncio
 import vllm_models
 from dynamo.engine.adapters.vllm.settings import VllmConfig
 from engine_suite import Host, Sink
+from foreign_engine import shared
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's, and those of what it imports
@@ -22,21 +23,13 @@ FLAGS = (
     "--enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override 24"
     " --max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 64"
 )
+Sink.deadline_s = 60
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # there may be two at a time
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-
-
-class Forwarding:
-    """The shared engine's sink: gives what it hears to the sink of the test that runs."""
-
-    def __init__(self):
-        self.to = Sink()
-        for name in ("outputs", "failed", "kv_events", "died"):
-            setattr(self, name, lambda *args, name=name: getattr(self.to, name)(*args))
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +39,6 @@ def make_engine(tmp_path_factory):
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         yield lambda: adapter.build(directory, VllmConfig(engine_args=tuple(FLAGS.split())), "m")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(make_engine):
-    engine, sink = make_engine(), Forwarding()
-    facts = await engine.start(sink)
-    yield engine, sink, facts
-    await engine.stop()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -115,6 +115,7 @@ def break_down(monkeypatch):
     def break_all(engine):
         monkeypatch.setattr(Batch, "schedule", fail)
         monkeypatch.setattr(Runner, "run", fail)
+        return "out of order"
 
     return break_all
 

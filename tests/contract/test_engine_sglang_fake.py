@@ -38,6 +38,7 @@ def break_down():
     def fail_a_process(engine):
         engine._library._engine.model.is_dead = True
         os.kill(os.getpid(), signal.SIGQUIT)
+        return "engine process died"
 
     return fail_a_process
 

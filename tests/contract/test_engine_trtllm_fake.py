@@ -47,6 +47,7 @@ async def host(make_engine):
 def break_down():
     def shut_down(engine):
         engine._library._llm.model.is_dead = True
+        return "engine process died"
 
     return shut_down
 

@@ -72,14 +72,15 @@ def test_memory_that_is_mapped_can_be_copied_when_its_worker_is_dead(split):
 
 
 def test_one_of_two_prefill_workers_is_killed(split, stage):
-    (prefill, other), (decode,) = start(split, stage, 2, 1)
+    workers, (decode,) = start(split, stage, 2, 1)
     with asking(split, prompts_of(2)) as answers:
-        stage.reached([prefill, other], [decode])
-        prefill.kill()
+        stage.reached(workers, [decode])
+        other, prefill = sorted(workers, key=lambda one: one.metric("requests_total"))
+        prefill.kill()  # the one that has most of them, or all
 
-    if stage is not STAGES["copied"]:  # then it depends on how much of it had come
-        assert not prefills(decode, "fallback")
-    assert (decode.metric("prefill_retries_total") > 0) == (stage is not STAGES["copied"])
+    is_copied = stage is STAGES["copied"]
+    assert (prefills(decode, "fallback") > 0) == is_copied
+    assert (decode.metric("prefill_retries_total") > 0) == (not is_copied)
     assert prefills(decode, "fallback") + prefills(decode, "remote") == NUM
     assert answers == split.ask_all(prompts_of(2))
     until_idle(decode, other, within_s=HOLD_S + 20)
@@ -150,28 +151,25 @@ def test_a_prefill_worker_that_refuses_more_does_not_get_it(split):
 
 
 def test_a_copy_that_takes_too_long_is_given_up(split):
-    prefill = split.prefill("--kv-hold-s", "30")
-    decode = split.decode(*SLOW_LINK, "--kv-transfer-timeout-s", "0.3")
+    prefill = split.prefill("--kv-hold-s", "100")
+    decode = split.decode(*SLOW_LINK, "--kv-transfer-timeout-s", "1")  # time for all to be sent
     split.ready(decode)
     answers = split.ask_all(prompts_of(8))
 
-    assert prefills(decode, "fallback") > 0
-    assert (
-        prefills(decode, "remote") == 0
-    )  # one that comes later is local: the worker is not trusted for a while
+    assert prefills(decode, "fallback") == NUM
     assert answers == split.ask_all(prompts_of(8))
-    until_idle(decode, prefill, within_s=60)
+    until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
 
 
 def test_every_other_copy_fails(split):
-    prefill = split.prefill("--kv-hold-s", "30")
+    prefill = split.prefill("--kv-hold-s", "100")
     decode = split.decode(*QUICK, "--kv-transfer-fail-every", "2")
     split.ready(decode)
     answers = [split.ask(one) for one in prompts_of(9)]
 
     assert prefills(decode, "fallback") > 0
     assert answers == split.ask_all(prompts_of(9))
-    until_idle(decode, prefill, within_s=60)
+    until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
 
 
 async def put_card(deployment, key, value, told):

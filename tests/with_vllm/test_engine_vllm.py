@@ -31,6 +31,7 @@ def break_down():
         children = multiprocessing.active_children()  # the shared engine has some, too
         newest = max(children, key=lambda child: psutil.Process(child.pid).create_time())
         os.kill(newest.pid, signal.SIGKILL)
+        return "vLLM's engine process died"
 
     return kill_core
 

@@ -66,7 +66,7 @@ def test_a_worker_shows_vllms_metrics_and_ends_with_its_engine(worker):
     assert "dynamo_component_kvstats_total_blocks 24.0" in shown
     assert "python_info" not in shown
     assert worker.exit_code(END_S) == 1
-    assert "vLLM died" in worker.log.read_text()
+    assert "vLLM's engine process died" in worker.log.read_text()
     await_gone(below)
 
 

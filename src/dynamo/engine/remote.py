@@ -7,6 +7,7 @@ decode    pulling   blocks are copied from `sources`, the engines that hold them
 from collections.abc import Callable
 
 from dynamo.base import errors
+from dynamo.engine import api
 from dynamo.engine.lending import Lender
 from dynamo.engine.own_agent import MakeAgent, OwnAgent
 from dynamo.engine.pulling import Puller
@@ -84,3 +85,34 @@ class Remote:
         await self._puller.close()
         self._sources.close()
         await self._agent.close()
+
+
+class Lent:
+    """An engine that is `api.RemotePrefill` and `api.BlockHolder` by way of its `_remote`."""
+
+    _remote: Remote
+
+    def open_blocks(self) -> None:
+        """The memory of the blocks can be mapped by others on this host."""
+        self._remote.open()
+
+    @property
+    def transfer_metadata(self) -> bytes | None:
+        """Of the agent that moves our blocks."""
+        return self._remote.metadata
+
+    def on_pull(self, listener: Callable[[api.PullReport], None]) -> None:
+        """After every copy."""
+        self._remote.on_pull(listener)
+
+    async def connect(self, metadata: bytes, *, deadline_s: float) -> str:
+        """Ahead of need."""
+        return await self._remote.connect(metadata, deadline_s=deadline_s)
+
+    async def disconnect(self, engine_id: str) -> None:
+        """What is being copied from there fails."""
+        await self._remote.disconnect(engine_id)
+
+    async def until_read(self) -> None:
+        """See `api.BlockHolder`."""
+        await self._remote.until_read()

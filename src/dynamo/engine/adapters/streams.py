@@ -243,6 +243,8 @@ class StreamingEngine:
     def _die(self, cause: BaseException) -> None:
         if self._death is not None or self._is_silent:
             return
-        self._death = errors.EngineFailed(f"{self._library.name} died; its log says why")
+        self._death = errors.EngineFailed(
+            f"{self._library.name}'s engine process died; its log says why"
+        )
         self._death.__cause__ = cause
         self._sink.died(self._death)

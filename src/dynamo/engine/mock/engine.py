@@ -6,7 +6,7 @@ its scheduler, its cache, its events and its load, as if it were a GPU of its ow
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
@@ -26,7 +26,7 @@ from dynamo.transfer import memory as transfer_memory
 from dynamo.transfer.backends import local
 
 
-class MockEngine:
+class MockEngine(remote.Lent):
     """An `api.Engine` whose answers repeat the tokens of `cycle`, which should decode to words."""
 
     def __init__(
@@ -74,31 +74,6 @@ class MockEngine:
         for rank in self._ranks:
             self._tasks.start(f"mock engine, rank {rank.number}", self._live(rank))
         return self._facts
-
-    def open_blocks(self) -> None:
-        """The memory in which blocks hold their names can be mapped by others on this host."""
-        self._remote.open()
-
-    @property
-    def transfer_metadata(self) -> bytes | None:
-        """Of the agent that moves our blocks."""
-        return self._remote.metadata
-
-    def on_pull(self, listener: Callable[[api.PullReport], None]) -> None:
-        """After every copy."""
-        self._remote.on_pull(listener)
-
-    async def connect(self, metadata: bytes, *, deadline_s: float) -> str:
-        """Ahead of need."""
-        return await self._remote.connect(metadata, deadline_s=deadline_s)
-
-    async def disconnect(self, engine_id: str) -> None:
-        """What is being copied from there fails."""
-        await self._remote.disconnect(engine_id)
-
-    async def until_read(self) -> None:
-        """See `api.BlockHolder`."""
-        await self._remote.until_read()
 
     def submit(self, request: generate.Request) -> None:
         """Begin it with the next step of the rank it names, or of the one with the fewest requests."""

@@ -21,7 +21,7 @@ from dynamo.protocols import generate, load
 from dynamo.transfer.backends import local
 
 
-class NativeEngine:
+class NativeEngine(remote.Lent):
     """An `api.Engine`. `start` comes first."""
 
     def __init__(
@@ -53,31 +53,6 @@ class NativeEngine:
             await self.stop()
             raise
         return self._running.facts
-
-    def open_blocks(self) -> None:
-        """The KV cache will lie in memory that others on this host can map."""
-        self._remote.open()
-
-    @property
-    def transfer_metadata(self) -> bytes | None:
-        """Of the agent that moves our blocks."""
-        return self._remote.metadata
-
-    def on_pull(self, listener: Callable[[api.PullReport], None]) -> None:
-        """After every copy."""
-        self._remote.on_pull(listener)
-
-    async def connect(self, metadata: bytes, *, deadline_s: float) -> str:
-        """Ahead of need."""
-        return await self._remote.connect(metadata, deadline_s=deadline_s)
-
-    async def disconnect(self, engine_id: str) -> None:
-        """What is being copied from there fails."""
-        await self._remote.disconnect(engine_id)
-
-    async def until_read(self) -> None:
-        """See `api.BlockHolder`."""
-        await self._remote.until_read()
 
     def submit(self, request: generate.Request) -> None:
         """Check it here, begin it there."""

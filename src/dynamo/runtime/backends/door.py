@@ -8,6 +8,7 @@ full, a newcomer takes the place of the oldest from the host that has most of th
 places of that host only.
 """
 
+import abc
 import asyncio
 import collections
 import logging
@@ -23,7 +24,7 @@ PURPOSE = "request plane"
 _log = logging.getLogger(__name__)
 
 
-class Door(asyncio.Protocol):
+class Door(asyncio.Protocol, abc.ABC):
     """What both sides have in common. `failed` is called with a reason that continues a sentence naming the peer."""
 
     def __init__(self, steps: proof.Steps | None, make_link: multiplex.MakeLink) -> None:
@@ -54,9 +55,9 @@ class Door(asyncio.Protocol):
         cause = f" ({exc})" if exc else ""
         self.failed(f"closed the connection before it had proven that it is one of us{cause}")
 
+    @abc.abstractmethod
     def failed(self, reason: str) -> None:
         """It will never open."""
-        raise NotImplementedError
 
     def _begin(self, transport: asyncio.Transport, early: bytes = b"") -> None:
         """The connection is ready for us; `early` came already."""
