@@ -14,7 +14,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
 # the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 1175,
+    "base": 1180,
     "protocols": 3600,
     "observability": 920,
     "runtime": 6600,
@@ -24,7 +24,7 @@ BUDGET = {
     "router": 4200,
     "semantic": 1000,
     "preprocess": 3060,
-    "disagg": 1850,
+    "disagg": 1870,
     "frontend": 9330,
     "worker": 2610,
     "planner": 2000,

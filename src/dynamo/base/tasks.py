@@ -44,15 +44,8 @@ class Tasks:
         return task
 
     async def close(self) -> None:
-        """Cancel all and wait until they are gone, those too that they start while they go.
-
-        Again after a while: `asyncio.wait_for` loses a cancellation that comes in the moment in which its wait is over
-        (before Python 3.12, https://github.com/python/cpython/issues/81839).
-        """
-        while tasks := list(self._running):
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
+        """Cancel all and wait until they are gone, those too that they start while they go."""
+        await cancel(self._running)
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Wait for `stop`. Raises what a task died of, if one dies first."""
@@ -79,3 +72,16 @@ class Tasks:
         task.get_loop().call_exception_handler(
             {"message": f"task {task.get_name()!r} died", "exception": error, "task": task}
         )
+
+
+async def cancel(running: set[asyncio.Task[Any]]) -> None:
+    """Cancel all of this set, to which they may add while they go, and wait until nothing is left of it.
+
+    Again after a while: `asyncio.wait_for` loses a cancellation that comes in the moment in which its wait is over
+    (before Python 3.12, https://github.com/python/cpython/issues/81839).
+    """
+    while tasks := list(running):
+        for task in tasks:
+            task.cancel()
+        over, _ = await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
+        running -= over

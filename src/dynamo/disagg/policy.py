@@ -4,20 +4,21 @@
 prefill here would delay every answer that is being written; but only while the queue there is short, because a prompt
 that waits there helps nobody. Both numbers may change at run time.
 
-`IslBounding`, the original's: here, if little is new *and* most is known to the worker that would answer.
+`Conditional`, the original's: here, if little is new to the worker that would answer, or the prefill workers are busy.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
-from dynamo.router import policy
+from dynamo.router import policy as routing
 
 MAX_LOCAL_PREFILL_LENGTH = 1000  # tokens
 MAX_PREFILL_QUEUE_SIZE = 2
-Look = Callable[[], policy.Prospect]
+Look = Callable[[], routing.Prospect]
+ConditionalPolicy = Literal["isl_bounding", "prefill_load", "isl_or_load"]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,11 +91,18 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IslBounding:
-    """`--router-conditional-disagg`: here, if fewer tokens are new than the one, and than this share of the prompt."""
+class Conditional:
+    """`--router-conditional-disagg`, by the original's names and rules.
 
+    `prefill_busy_threshold` is in full steps of the prefill worker, `decode_busy_threshold` a share of the blocks of
+    who would answer; one that does not say how many it has counts as full.
+    """
+
+    policy: ConditionalPolicy = "isl_bounding"
     eff_isl_threshold: int = 2048
-    eff_isl_ratio_threshold: float = 0.7
+    eff_isl_ratio_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7
+    prefill_busy_threshold: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    decode_busy_threshold: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
     def may_go(self, prompt_len: int, queue_size: int) -> bool:
         """As `Policy`: a prompt that is all new goes, however short."""
@@ -103,7 +111,28 @@ class IslBounding:
 
     def goes(self, prompt_len: int, queue_size: int, here: Look, there: Look) -> bool:
         """As `Policy`."""
-        del queue_size, there
-        num_new = here().num_new
-        is_short = num_new < self.eff_isl_threshold
-        return not (is_short and num_new < self.eff_isl_ratio_threshold * prompt_len)
+        del queue_size
+        one = here()
+        return self._is_full(one) or not (
+            self._is_known(one.num_new, prompt_len) or self._is_busy(there)
+        )
+
+    def _is_known(self, num_new: int, prompt_len: int) -> bool:
+        """Is little of it new, *and* most known?"""
+        return (
+            self.policy != "prefill_load"
+            and num_new < self.eff_isl_threshold
+            and num_new < self.eff_isl_ratio_threshold * prompt_len
+        )
+
+    def _is_busy(self, there: Look) -> bool:
+        return (
+            self.policy != "isl_bounding"
+            and self.prefill_busy_threshold is not None
+            and there().num_steps_ahead > self.prefill_busy_threshold
+        )
+
+    def _is_full(self, here: routing.Prospect) -> bool:
+        if self.decode_busy_threshold is None:
+            return False
+        return here.share_in_use is None or here.share_in_use > self.decode_busy_threshold

@@ -25,10 +25,11 @@ class PrefillRoutes:
         registry: discovery.Discovery,
         counted: registries.Registry,
         clock: clocks.Clock,
+        queue_threshold: float | None = None,
     ) -> None:
         self._routes = made
         self._wanted = wanted
-        self._conditional = wanted.conditional()
+        self._conditional = wanted.conditional(queue_threshold)
         self._registry = registry
         self._counted = metrics.RoutedMetrics(counted)
         self._clock = clock

@@ -1,7 +1,8 @@
 """What a frontend in router mode kv is told of prompts that prefill workers could compute."""
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -9,8 +10,7 @@ from dynamo.base import config, errors
 from dynamo.disagg import policy
 
 _CONFIG_FLAG = "--router-conditional-disagg-config"
-_HONOURED = ("policy", "eff_isl_threshold", "eff_isl_ratio_threshold")
-_NOT_HONOURED = ("prefill_busy_threshold", "decode_busy_threshold")
+_FIELDS = tuple(one.name for one in dataclasses.fields(policy.Conditional))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +40,17 @@ class PrefillRoutingConfig:
     router_conditional_disagg: bool = config.option(
         False,
         env="DYN_ROUTER_CONDITIONAL_DISAGG",
-        help="instead of by the two lengths above, decide by what is new to the worker that would answer: all goes to"
-        " prefill workers but prompts of which fewer tokens than eff_isl_threshold, and a smaller share than"
-        " eff_isl_ratio_threshold, are new there",
+        help="instead of by the two lengths above, decide as --router-conditional-disagg-config says; by default all"
+        " goes to prefill workers but prompts of which fewer tokens than eff_isl_threshold, and a smaller share than"
+        " eff_isl_ratio_threshold, are new to the worker that would answer",
     )
     router_conditional_disagg_config: str | None = config.option(
         None,
         env="DYN_ROUTER_CONDITIONAL_DISAGG_CONFIG",
-        help='for that, JSON: {"policy": "isl_bounding", "eff_isl_threshold": 2048, "eff_isl_ratio_threshold": 0.7}',
+        help='for that, JSON: {"policy": "isl_bounding", "eff_isl_threshold": 2048, "eff_isl_ratio_threshold": 0.7};'
+        " policy may be prefill_load (a prompt stays while prefill workers have more full steps to compute than"
+        " prefill_busy_threshold) or isl_or_load (for either reason); with decode_busy_threshold none stays where a"
+        " larger share of the blocks would be in use",
     )
     decode_fallback: bool = config.option(
         True,
@@ -58,9 +61,9 @@ class PrefillRoutingConfig:
         False, env="DYN_ENFORCE_DISAGG", help="the same as --no-decode-fallback"
     )
 
-    def check(self, router_mode: str) -> None:
+    def check(self, router_mode: str, queue_threshold: float | None = None) -> None:
         """What the types cannot say. Raises ConfigError."""
-        if self.conditional() is None and not self.is_enforced:
+        if self.conditional(queue_threshold) is None and not self.is_enforced:
             return
         if router_mode != "kv":
             raise errors.ConfigError(
@@ -81,8 +84,11 @@ class PrefillRoutingConfig:
             max_prefill_queue_size=self.max_prefill_queue_size,
         )
 
-    def conditional(self) -> policy.IslBounding | None:
-        """The original's condition, if it is wanted. Raises ConfigError."""
+    def conditional(self, queue_threshold: float | None) -> policy.Conditional | None:
+        """The original's, if it is wanted; if nothing else says when a worker is busy, the router's queue does.
+
+        Raises ConfigError.
+        """
         given = self.router_conditional_disagg_config
         if not self.router_conditional_disagg:
             if given is not None:
@@ -91,27 +97,28 @@ class PrefillRoutingConfig:
                 )
             return None
         wanted = _read(given or "{}")
-        try:
-            return msgspec.convert(wanted, policy.IslBounding)
-        except msgspec.ValidationError as error:
-            raise errors.ConfigError(f"{_CONFIG_FLAG}: {error}") from error
+        if wanted.policy == "isl_bounding" or wanted.prefill_busy_threshold is not None:
+            return wanted
+        if not queue_threshold:
+            raise errors.ConfigError(
+                f"{_CONFIG_FLAG}: {wanted.policy} needs prefill_busy_threshold, or --router-queue-threshold"
+            )
+        return dataclasses.replace(wanted, prefill_busy_threshold=queue_threshold)
 
 
-def _read(given: str) -> dict[str, Any]:
-    """The fields of the condition. Raises ConfigError."""
+def _read(given: str) -> policy.Conditional:
+    """Raises ConfigError."""
     try:
-        found = msgspec.json.decode(given, type=dict[str, Any])
+        fields = msgspec.json.decode(given, type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise errors.ConfigError(f"{_CONFIG_FLAG}: expected a JSON object: {error}") from error
-    for name in found:
-        if name in _NOT_HONOURED:
-            raise errors.ConfigError(f"{_CONFIG_FLAG}: {name} is not offered here; leave it out")
-        if name not in _HONOURED:
-            expected = ", ".join(_HONOURED)
-            raise errors.ConfigError(f"{_CONFIG_FLAG}: expected {expected}; got {name!r}")
-    wanted = found.pop("policy", "isl_bounding")
-    if wanted != "isl_bounding":
+    for name in fields:
+        if name not in _FIELDS:
+            raise errors.ConfigError(f"{_CONFIG_FLAG}: expected {', '.join(_FIELDS)}; got {name!r}")
+    try:
+        return msgspec.convert(fields, policy.Conditional)
+    except msgspec.ValidationError as error:
+        policies = ", ".join(get_args(policy.ConditionalPolicy))
         raise errors.ConfigError(
-            f"{_CONFIG_FLAG}: expected the policy isl_bounding, the only one offered here; got {wanted!r}"
-        )
-    return found
+            f"{_CONFIG_FLAG}: {error} (the policies are {policies})"
+        ) from error

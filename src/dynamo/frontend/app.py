@@ -30,6 +30,7 @@ from dynamo.runtime.http import exchange, router
 
 _MODELS = "/v1/models/"
 _MESSAGES = "/v1/messages"
+_JSON = "application/json"
 _LINKS = (
     ("/docs", "every route, with a line of curl"),
     ("/openapi.json", "the same for programs"),
@@ -156,8 +157,8 @@ class App:
             error = errors.Unavailable("this frontend is shutting down: try again")
             delivery.respond_error(caller, error, dialect)
             return False
-        kind = caller.request.headers.get("content-type", "application/json")
-        if kind.partition(";")[0].strip().lower() != "application/json":
+        kind = caller.request.headers.get("content-type", _JSON)
+        if kind != _JSON and kind.partition(";")[0].strip().lower() != _JSON:
             message = f"expected the header Content-Type: application/json, got {kind[:100]!r}"
             caller.respond(415, dialect.refusal(415, message))
             return False

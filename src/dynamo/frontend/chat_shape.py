@@ -101,9 +101,16 @@ def _delta(piece: choices.Piece | None) -> dict[str, Any]:
 
 def _message(pieces: Sequence[choices.Piece]) -> dict[str, Any]:
     """What only some answers have is there only if they have it."""
-    content = "".join(piece for piece in pieces if isinstance(piece, str))
-    thoughts = "".join(piece.text for piece in pieces if isinstance(piece, events.Reasoning))
-    calls = [_call(piece) for piece in pieces if isinstance(piece, choices.Call)]
+    content = thoughts = ""
+    calls = []
+    for piece in pieces:
+        match piece:
+            case str():
+                content += piece
+            case events.Reasoning(text):
+                thoughts += text
+            case choices.Call():
+                calls.append(_call(piece))
     message: dict[str, Any] = {
         "role": "assistant",
         "content": content or (None if calls else ""),

@@ -215,9 +215,11 @@ class Delivery(abc.ABC):
 
     def usage(self) -> openai_usage.Usage:
         """What it cost."""
-        prompt = sum(one.request.prompt_len for one in self.order.prompts)
-        completion = sum(choice.text.num_tokens for choice in self.choices)
-        thought = sum(choice.num_reasoning_tokens for choice in self.choices)
+        prompt = self._num_prompt_tokens
+        completion = thought = 0
+        for choice in self.choices:
+            completion += choice.text.num_tokens
+            thought += choice.num_reasoning_tokens
         return openai_usage.Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -232,9 +234,12 @@ class Delivery(abc.ABC):
         """What the caller asked to be told beside the answer."""
         if self.order.extra is None:
             return {}
-        num_prompt_tokens = sum(one.request.prompt_len for one in self.order.prompts)
-        share = self._num_cached / num_prompt_tokens
+        share = self._num_cached / self._num_prompt_tokens
         return self.order.extra.fields(is_last=is_last, cached_share=share)
+
+    @property
+    def _num_prompt_tokens(self) -> int:
+        return sum([one.request.prompt_len for one in self.order.prompts])
 
     @property
     def _num_cached(self) -> int:
@@ -274,12 +279,12 @@ def _choice(
     number: int, preparer: preprocessor.Preprocessor, prompt: preprocessor.Prepared
 ) -> choices.Choice:
     has_logprobs = _has_logprobs(prompt)
-    if prompt.new_parser is None:
+    if prompt.parsers is None:
         return choices.Choice(number, preparer.answer(prompt.request), has_logprobs=has_logprobs)
     return parsed_choice.ParsedChoice(
         number,
         preparer.answer(prompt.request, shows_marks=True),
-        prompt.new_parser(),
+        prompt.parsers,
         has_logprobs=has_logprobs,
         is_single_call=prompt.is_single_call,
     )

@@ -1,7 +1,7 @@
 """A choice whose text is taken apart: reasoning, tool calls, content.
 
-It goes token by token, because tokens are counted by what they are. Once the parser says that only content can follow,
-the choice is as quick as any other.
+It goes token by token, because tokens are counted by what they are. Once only content can follow, which is most often
+so from the first token on and then takes no parser at all, the choice is as quick as any other.
 """
 
 import itertools
@@ -15,21 +15,22 @@ from dynamo.protocols import generate
 
 
 class ParsedChoice(choices.Choice):
-    """A choice with a parser. `is_single_call`: it ends with its first call."""
+    """A choice that may need a parser. `is_single_call`: it ends with its first call."""
 
-    __slots__ = ("_is_enough", "_is_plain_now", "_is_single_call", "_parser", "_pieces")
+    __slots__ = ("_is_enough", "_is_plain_now", "_is_single_call", "_parser", "_parsers", "_pieces")
 
     def __init__(
         self,
         index: int,
         text: answer.AnswerText,
-        parser: events.Parser,
+        parsers: events.Parsers,
         *,
         has_logprobs: bool,
         is_single_call: bool,
     ) -> None:
         super().__init__(index, text, has_logprobs=has_logprobs)
-        self._parser = parser
+        self._parsers = parsers
+        self._parser: events.Parser | None = None  # since it is known that one is needed
         self._pieces: list[choices.Piece] = []
         self._is_plain_now = False  # nothing needs to pass through the parser any more
         self._is_single_call = is_single_call
@@ -57,7 +58,11 @@ class ParsedChoice(choices.Choice):
             return text, reports
         if len(output.token_ids) == 1 and self.reporter is None:  # nearly always so
             text, _ = super().read(output)
-            self._parse(text, 1)
+            if self._parser is None and self._parsers.can_pass(text):
+                self._is_plain_now = True
+                self._pieces.append(text)
+            else:
+                self._parse(text, 1)
             return text, None
         return self._read_one_by_one(output)
 
@@ -76,6 +81,8 @@ class ParsedChoice(choices.Choice):
 
     def _parse(self, text: str, num_tokens: int) -> None:
         parser = self._parser
+        if parser is None:
+            parser = self._parser = self._parsers.new()
         was_reasoning = parser.is_reasoning
         found = parser.push(text)
         if self.is_over:

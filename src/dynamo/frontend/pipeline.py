@@ -188,7 +188,7 @@ def id_headers(caller: exchange.Exchange, names: Sequence[str]) -> exchange.Head
 
 
 def _told(api: apis.Api[apis.R, apis.S], arrival: metrics.Arrival) -> exchange.Headers:
-    return tuple((name, arrival.told_id) for name in api.id_headers)
+    return [(name, arrival.told_id) for name in api.id_headers]
 
 
 def _check_guided(model: ServedModel, asked: generate.GuidedDecoding | None) -> None:
@@ -202,7 +202,7 @@ def _check_guided(model: ServedModel, asked: generate.GuidedDecoding | None) -> 
 def _check_logprobs(model: ServedModel, request: openai_fields.GenerationFields) -> None:
     """What its engine must be able to report. Raises InvalidRequest."""
     asked, facts = request.num_logprobs, model.card.runtime_config
-    if request.num_drawn > request.num_choices and not facts.supports_logprobs:
+    if request.is_chosen and not facts.supports_logprobs:
         raise errors.InvalidRequest(
             f"best_of: the engine of {model.name!r} does not report log probabilities to choose by; leave it out",
             param="best_of",

@@ -55,11 +55,16 @@ class Frontend:
         routing = routing or router_config.RoutingConfig()
         self._routes = routes.Routes(routing, runtime, now, registry)
         prefill = prefill or prefill_settings.PrefillRoutingConfig()
-        prefill.check(routing.router_mode)
+        prefill.check(routing.router_mode, routing.router_queue_threshold)
         self._prefill: prefill_routes.PrefillRoutes | None = None
         if routing.router_mode == "kv":
             self._prefill = prefill_routes.PrefillRoutes(
-                self._routes, prefill, runtime.discovery, registry, now
+                self._routes,
+                prefill,
+                runtime.discovery,
+                registry,
+                now,
+                routing.router_queue_threshold,
             )
         self._records = records.Records(settings, registry, now)
         rules = _migration_rules(settings)

@@ -5,6 +5,7 @@ are forced. Forced calls are told tool by tool rather than as one schema, so tha
 of their own, whose `$ref`s mean what they meant.
 """
 
+import operator
 from typing import Any
 
 import msgspec
@@ -15,11 +16,15 @@ from dynamo.protocols import generate, openai_chat, openai_fields
 
 MAX_CALLS = 32  # of one answer that must call
 _SHAPES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_NO_SHAPES = (None,) * len(_SHAPES)
+_shapes = operator.attrgetter(*_SHAPES)
 _ANY_OBJECT = '{"type":"object"}'
 
 
 def of_fields(request: openai_fields.GenerationFields) -> generate.GuidedDecoding | None:
     """What the guided fields ask for. Raises InvalidRequest if there are several."""
+    if request.nvext is None and _shapes(request) == _NO_SHAPES:  # nearly always so
+        return None
     given = [name for name in _SHAPES if _field(request, name) is not None]
     if not given:
         return None
@@ -42,18 +47,20 @@ def of_chat(
     request: openai_chat.ChatRequest, form: formats.AnswerFormat
 ) -> generate.GuidedDecoding | None:
     """What a chat asks for, of a model that answers in this form. Raises InvalidRequest for what cannot be together."""
-    fields, shape = of_fields(request), _of_format(request)
+    fields, shape, must_call = of_fields(request), _of_format(request), request.must_call
+    if fields is None and shape is None and not must_call:
+        return None
     if fields is not None and shape is not None:
         raise errors.InvalidRequest(
             f"{fields.param}: not together with {shape.param}", param=fields.param
         )
-    if request.must_call and fields is not None:
+    if must_call and fields is not None:
         raise errors.InvalidRequest(
             f"{fields.param}: not together with a tool_choice that forces a call",
             param=fields.param,
         )
     asked = fields or shape
-    if request.must_call:  # a response format is for text, and there will be none
+    if must_call:  # a response format is for text, and there will be none
         calls = _calls(request, form.frame)
         return generate.GuidedDecoding(calls=calls, backend=_backend(request), param="tool_choice")
     if asked is None or not request.allows_calls:

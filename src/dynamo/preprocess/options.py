@@ -52,9 +52,8 @@ def sampling(
 def output(request: openai_fields.GenerationFields) -> generate.OutputOptions:
     """What the engine shall report. To choose the best of several answers takes their log probabilities."""
     asked = request.num_logprobs
-    is_chosen = request.num_drawn > request.num_choices
     return generate.OutputOptions(
-        logprobs=0 if asked is None and is_chosen else asked,
+        logprobs=0 if asked is None and request.is_chosen else asked,
         prompt_logprobs=asked if request.is_echoed else None,
     )
 

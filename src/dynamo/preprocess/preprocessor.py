@@ -4,7 +4,7 @@ One `Preprocessor` stands for one model, made from its card (`loading`). It also
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
 
     request: generate.Request
     prompt: str | None  # as text; None if it came as token ids
-    new_parser: Callable[[], events.Parser] | None = None  # None: all of the answer is content
+    parsers: events.Parsers | None = None  # of its answers; None: all of them is content
     is_single_call: bool = False  # the answer ends with its first tool call
 
 
@@ -89,7 +89,7 @@ class Preprocessor:
         return Prepared(
             prepared,
             prompt,
-            new_parser=self._parser_of(request, prompt),
+            parsers=self._parsers_of(request, prompt),
             is_single_call=request.parallel_tool_calls is False or request.forced_tool is not None,
         )
 
@@ -165,20 +165,20 @@ class Preprocessor:
             raise errors.InvalidRequest(f"{guided.param}: {error}", param=guided.param) from error
         return msgspec.structs.replace(guided, thoughts=thoughts)
 
-    def _parser_of(
-        self, request: openai_chat.ChatRequest, prompt: str
-    ) -> Callable[[], events.Parser] | None:
-        """Makes a parser for each choice; None if none is needed. Raises InvalidRequest."""
+    def _parsers_of(self, request: openai_chat.ChatRequest, prompt: str) -> events.Parsers | None:
+        """Of its choices; None if none is needed. Raises InvalidRequest."""
         form = self._answer_format
+        if not request.allows_calls:
+            return form.parsers(prompt, None)
         if request.must_call:
             form = dataclasses.replace(form, tools=form.forced)
-        if request.allows_calls and form.tools is None:
+        if form.tools is None:
             raise errors.InvalidRequest(
                 f"tools: it is not known how the model {request.model!r} writes tool calls; leave them out, "
                 "or start its worker with --dyn-tool-call-parser",
                 param="tools",
             )
-        return form.parsers(prompt, _schemas(request) if request.allows_calls else None)
+        return form.parsers(prompt, _schemas(request))
 
     def _render(self, request: openai_chat.ChatRequest) -> str:
         if self._template is None:

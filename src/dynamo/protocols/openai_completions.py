@@ -34,6 +34,10 @@ class CompletionRequest(
         return self.best_of or self.num_choices
 
     @property
+    def is_chosen(self) -> bool:
+        return self.num_drawn > self.num_choices
+
+    @property
     def is_echoed(self) -> bool:
         return bool(self.echo)
 

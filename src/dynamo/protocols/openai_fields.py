@@ -117,7 +117,12 @@ class GenerationFields(
     @property
     def num_drawn(self) -> int:
         """How many answers the engine shall give, of which `num_choices` are told."""
-        return self.num_choices
+        return self.n or 1
+
+    @property
+    def is_chosen(self) -> bool:
+        """Does the engine give more answers than are told?"""
+        return False
 
     @property
     def num_logprobs(self) -> int | None:
@@ -137,8 +142,9 @@ class GenerationFields(
     @property
     def instance_id(self) -> int | None:
         """The worker to ask."""
-        named = self.extensions.decode_worker_id
-        return self.extensions.backend_instance_id if named is None else named
+        extensions = self.extensions
+        named = extensions.decode_worker_id
+        return extensions.backend_instance_id if named is None else named
 
     @property
     def urgency(self) -> int:
@@ -151,7 +157,9 @@ class GenerationFields(
     @property
     def session_id(self) -> str | None:
         """The conversation that this belongs to."""
-        control, context = self.extensions.session_control, self.extensions.agent_context
+        if self.nvext is None:
+            return None
+        control, context = self.nvext.session_control, self.nvext.agent_context
         if control is not None:
             return control.session_id
         return context.session_id if context is not None else None

@@ -149,11 +149,14 @@ class KvRouter:
         now = self._clock.now()
         decision = self.selector.preview(prompt, now)
         load = self.selector.active.loads[decision.worker]
+        num_ahead = load.backlog(now)
         num_known = min(prompt.num_tokens, int(decision.overlap_blocks * self._block_size))
         return policy.Prospect(
             num_new=prompt.num_tokens - num_known,
-            num_ahead=load.backlog(now),
+            num_ahead=num_ahead,
+            num_steps_ahead=num_ahead / load.capacity.max_num_batched_tokens,
             num_requests=load.num_requests,
+            share_in_use=load.share_in_use(len(prompt.sequence_hashes)),
             tokens_per_s=load.pace.tokens_per_s,
         )
 

@@ -84,6 +84,11 @@ class Load:
         self.prefill_tokens -= num_tokens
         self.head_since = now
 
+    def share_in_use(self, num_blocks: int) -> float | None:
+        """Of all its blocks, once a request has so many more; None if it does not say how many there are."""
+        total = self.capacity.total_blocks
+        return (self.active_blocks + num_blocks) / total if total else None
+
     def has_room(self, num_blocks: int, max_backlog: float, now: float) -> bool:
         """Whether a request that needs so many more blocks would soon be computed there."""
         if not self.num_requests:

@@ -86,7 +86,11 @@ class Prospect:
 
     num_new: int  # tokens of its prompt that would have to be computed there
     num_ahead: float = 0.0  # tokens of other prompts that would be computed before
+    num_steps_ahead: float = 0.0  # the same in full steps of that worker
     num_requests: int = 0
+    share_in_use: float | None = (
+        None  # of its blocks, with this prompt's; None: it does not say how many it has
+    )
     tokens_per_s: float = 0.0  # at which prompts are computed there
     copies_per_s: float = (
         0.0  # tokens whose keys and values it fetches from elsewhere; 0: not known

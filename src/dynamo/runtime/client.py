@@ -37,6 +37,7 @@ class EndpointClient:
         draw: Callable[[int], int] = random.randrange,
     ) -> None:
         self.name = name
+        self._path = name.path
         self._registry = registry
         self._plane = plane
         self._inhibited_s = inhibited_s
@@ -99,7 +100,7 @@ class EndpointClient:
             try:
                 stream = await self._plane.open(
                     self._instances[chosen].transport[self._plane.name],
-                    self.name.path,
+                    self._path,
                     body,
                     _Watched(receiver, self, chosen),
                     headers=headers,

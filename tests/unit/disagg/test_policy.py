@@ -32,8 +32,8 @@ def test_the_key_is_the_originals():
     assert policy.key_of("m") == "public/components/disagg_router/models/chat/m"
 
 
-def look(num_new):
-    return lambda: routing.Prospect(num_new=num_new)
+def look(num_new, **facts):
+    return lambda: routing.Prospect(num_new=num_new, **facts)
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,38 @@ def look(num_new):
 def test_the_originals_condition_is_both_few_tokens_and_a_small_share(
     prompt_len, num_new, expected
 ):
-    one = policy.IslBounding()
+    one = policy.Conditional()
 
     assert one.may_go(prompt_len, 99)
     assert one.goes(prompt_len, 99, look(num_new), look(0)) is expected
+
+
+BUSY, CALM = look(0, num_steps_ahead=2.1), look(0, num_steps_ahead=2.0)
+NEW, KNOWN = look(4000), look(100)
+
+
+@pytest.mark.parametrize(
+    ("kind", "here", "there", "expected"),
+    [
+        ("prefill_load", KNOWN, CALM, True),
+        ("prefill_load", NEW, BUSY, False),
+        ("isl_or_load", NEW, CALM, True),
+        ("isl_or_load", KNOWN, CALM, False),
+        ("isl_or_load", NEW, BUSY, False),
+        ("isl_bounding", NEW, BUSY, True),
+    ],
+)
+def test_a_prompt_may_stay_because_prefill_workers_are_busy(kind, here, there, expected):
+    one = policy.Conditional(policy=kind, prefill_busy_threshold=2)
+
+    assert one.goes(4000, 0, here, there) is expected
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.9, False), (0.91, True), (None, True)])
+def test_none_stays_where_blocks_are_short(share, expected):
+    one = policy.Conditional(decode_busy_threshold=0.9)
+
+    assert one.goes(4000, 0, look(100, share_in_use=share), CALM) is expected
 
 
 def test_lengths_may_be_limited_anew():

@@ -34,6 +34,16 @@ async def test_a_prompt_in_flight_draws_the_same_prompt(world):
     assert len(first.calls) == 2
 
 
+async def test_a_prospect_tells_what_waits_and_what_would_be_in_use(world):
+    await world.route(1, {"max_num_batched_tokens": 200})
+    await world.open(*LONG)
+
+    found = world.made.prospect(request(*range(1000, 1100)))
+
+    assert (found.num_new, found.num_ahead, found.num_steps_ahead) == (100, 400, 2)
+    assert found.share_in_use == (100 + 25) / 10_000
+
+
 async def test_the_first_output_ends_the_prefill_and_the_end_frees(world):
     await world.route(1)
     _, receiver = await world.open(*LONG)

@@ -24,6 +24,14 @@ def test_room_ends_with_the_tokens_of_a_step():
     assert (before, worker.has_room(0, 1.0, 0.0)) == (True, False)
 
 
+def test_what_is_in_use_is_known_where_the_worker_says_how_much_it_has():
+    worker = load(total_blocks=10)
+    worker.active_blocks = 6
+
+    assert worker.share_in_use(1) == 0.7
+    assert load().share_in_use(1) is None
+
+
 def test_room_ends_with_slots_and_with_blocks():
     worker = load(max_num_seqs=2, total_blocks=10)
     worker.num_requests, worker.active_blocks = 1, 6

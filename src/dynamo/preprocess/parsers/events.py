@@ -4,9 +4,9 @@ A parser is fed the text of one choice, in pieces cut anywhere, and tells what i
 the events, neighbours of one kind joined, are the same. What cannot be read as what it seemed to be is told as content.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +55,17 @@ class Parser(Protocol):
     def finish(self) -> Sequence[Event]:
         """The text is over; gives what was held back."""
         ...
+
+
+def _never(text: str) -> bool:
+    del text
+    return False
+
+
+class Parsers(NamedTuple):
+    """For the answers to one prompt: most of them need none, which is known as soon as they begin."""
+
+    new: Callable[[], Parser]
+    can_pass: Callable[[str], bool] = (
+        _never  # an answer that begins with this text, as it is: all of it is content
+    )

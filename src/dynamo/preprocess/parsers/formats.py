@@ -4,12 +4,13 @@ The names are the original's, because users have them in their commands.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dynamo.base import errors
 from dynamo.preprocess.parsers import chained, events, harmony, reading, spans
-from dynamo.preprocess.parsers.reasoning import ReasoningFormat, ReasoningParser
+from dynamo.preprocess.parsers.reasoning import ReasoningFormat
 from dynamo.preprocess.parsers.tools import Frame, ToolFormat, ToolParser
 from dynamo.protocols import generate
 
@@ -192,21 +193,17 @@ class AnswerFormat:
             return generate.Thoughts(closes=form.closes)
         return generate.Thoughts(opens=form.opens, closes=form.closes) if may_think else None
 
-    def parsers(
-        self, prompt: str, tools: events.Tools | None
-    ) -> Callable[[], events.Parser] | None:
-        """Makes parsers for answers to this prompt; None if an answer is all content. `tools` None: no calls."""
+    def parsers(self, prompt: str, tools: events.Tools | None) -> events.Parsers | None:
+        """For answers to this prompt; None if all of them is content. `tools` None: no calls."""
         if self._is_harmony:
-            return lambda: harmony.HarmonyParser(tools)
-        makers: list[Callable[[], events.Parser]] = []
-        if (thoughts := self.reasoning) is not None:
-            begins_in = thoughts.begins_in(prompt)
-            makers.append(lambda: ReasoningParser(thoughts, begins_in=begins_in))
-        if (calls := self.tools) is not None and tools is not None:
-            makers.append(lambda: ToolParser(calls, tools))
-        if len(makers) == 2:
-            return lambda: chained.Chained(*(make() for make in makers))
-        return makers[0] if makers else None
+            return events.Parsers(lambda: harmony.HarmonyParser(tools))
+        thoughts = None if self.reasoning is None else self.reasoning.parsers(prompt)
+        if self.tools is None or tools is None:
+            return thoughts
+        calls = functools.partial(ToolParser, self.tools, tools)
+        if thoughts is None:
+            return events.Parsers(calls)
+        return events.Parsers(lambda: chained.Chained(thoughts.new(), calls()))
 
     @property
     def thought_marks(self) -> ReasoningFormat | None:

@@ -4,6 +4,7 @@ Some models write the opening mark, for some the prompt ends with it, and some j
 opening mark later in the text is content: an answer may speak of marks. White space around reasoning is dropped.
 """
 
+import functools
 from dataclasses import dataclass
 
 from dynamo.preprocess import marks
@@ -29,6 +30,24 @@ class ReasoningFormat:
         """Does the answer to this prompt begin with reasoning?"""
         end = prompt[-_PROMPT_END:].rstrip()
         return end.endswith(self.opens) or (self.is_forced and not end.endswith(self.closes))
+
+    def parsers(self, prompt: str) -> events.Parsers:
+        """For answers to this prompt."""
+        if self.begins_in(prompt):
+            return events.Parsers(functools.partial(ReasoningParser, self, begins_in=True))
+        return events.Parsers(
+            functools.partial(ReasoningParser, self, begins_in=False), self.cannot_open
+        )
+
+    def cannot_open(self, text: str) -> bool:
+        """Is it certain that an answer which begins with this text begins with no mark, nor with blanks before one?"""
+        first = text.lstrip()[:1]
+        if not first:
+            return False
+        for mark in self.opens:  # noqa: SIM110 (once per answer: a generator costs more than the rest)
+            if mark.startswith(first):
+                return False
+        return True
 
     def is_over_in(self, prompt: str) -> bool:
         """Does the prompt end with reasoning that is complete, so that the answer has none?"""

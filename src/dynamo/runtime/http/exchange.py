@@ -170,20 +170,21 @@ class Exchange:
         self._done()
 
     def _make_head(self, status: int, content_type: str, headers: Headers) -> bytes:
-        lines = [
-            f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}",
-            f"content-type: {content_type}",
-            _date(int(time.time())),
-            *(f"{name}: {value}" for name, value in self.headers),
-            *(f"{name}: {value}" for name, value in headers),
-        ]
+        head = _first_lines(status, content_type, int(time.time()))
+        for name, value in (*self.headers, *headers):
+            head += f"{name}: {value}\r\n"
         if not self.request.keeps_alive:
-            lines.append("connection: close")
+            head += "connection: close\r\n"
         elif self.request.is_http_1_0:
-            lines.append("connection: keep-alive")
-        return ("\r\n".join(lines) + "\r\n").encode("latin-1", "replace")
+            head += "connection: keep-alive\r\n"
+        return head.encode("latin-1", "replace")
 
 
-@lru_cache(maxsize=1)
-def _date(second: int) -> str:
-    return "date: " + formatdate(second, usegmt=True)
+@lru_cache(maxsize=16)
+def _first_lines(status: int, content_type: str, second: int) -> str:
+    """What the answers of one second have in common."""
+    return (
+        f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}\r\n"
+        f"content-type: {content_type}\r\n"
+        f"date: {formatdate(second, usegmt=True)}\r\n"
+    )

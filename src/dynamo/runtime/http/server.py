@@ -50,7 +50,7 @@ class HttpServer:
         self.handler = handler
         self.limits = limits or Limits()
         self.error_body = error_body
-        self.tasks = tasks.Tasks()
+        self.answering: set[asyncio.Task[None]] = set()
         self.connections: set[_Connection] = set()
         self.is_draining = False
         self._tls = tls
@@ -119,7 +119,7 @@ class HttpServer:
             self._listener.close()
         for connection in list(self.connections):
             connection.abort()
-        await self.tasks.close()
+        await tasks.cancel(self.answering)
 
     def exchange_began(self) -> None:
         """For a connection."""
@@ -299,14 +299,18 @@ class _Connection(asyncio.Protocol):
             self._give_up(exchange)
             return
         if result is not None:
-            self._server.tasks.start("http request", self._supervise(exchange, result))
+            task = self._loop.create_task(self._supervise(exchange, result))
+            self._server.answering.add(task)
 
     async def _supervise(self, exchange: Exchange, result: Awaitable[None]) -> None:
+        """Takes its task out of `answering` itself: a callback would cost as much as the task."""
         try:
             await result
         except Exception:
             _logger.exception("%s %s failed", exchange.request.method, exchange.request.path)
             self._give_up(exchange)
+        finally:
+            self._server.answering.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _give_up(self, exchange: Exchange) -> None:
         """The handler raised, which is a bug of ours: it is in the log, and the client learns no more than that."""

@@ -64,8 +64,8 @@ def parser(tools=None, reasoning=None, *, prompt="", known=TOOLS):
     chosen = formats.AnswerFormat(
         formats.TOOLS[tools] if tools else None, formats.REASONING[reasoning] if reasoning else None
     )
-    make = chosen.parsers(prompt, known if tools else None)
-    return make() if make else None
+    parsers = chosen.parsers(prompt, known if tools else None)
+    return parsers.new() if parsers else None
 
 
 def read(made, *pieces):

@@ -153,3 +153,28 @@ def test_however_it_is_cut_reasoning_is_the_same(name, is_open, parts, place):
     assert read(parser(reasoning=name, prompt=prompt), *text) == whole
     assert read(parser(reasoning=name, prompt=prompt), text[:at], text[at:]) == whole
     assert joined(whole) == whole
+
+
+@pytest.mark.parametrize("name", ["basic", "granite", "kimi"])
+@given(pieces=st.lists(st.text("<think>/ \nH◁,", min_size=1, max_size=8), min_size=1, max_size=4))
+def test_an_answer_that_may_pass_is_all_content(name, pieces):
+    parsers = formats.AnswerFormat(reasoning=formats.REASONING[name]).parsers("hi", None)
+
+    if parsers.can_pass(pieces[0]):
+        assert read(parsers.new(), *pieces) == [content("".join(pieces))]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        ("hi", "Yes", True),
+        ("hi", " Yes", True),
+        ("hi", "<", False),
+        ("hi", "\n", False),
+        ("<think>", "Yes", False),
+    ],
+)
+def test_an_answer_may_pass_as_soon_as_no_mark_can_stand_before_it(prompt, text, expected):
+    parsers = formats.AnswerFormat(reasoning=formats.REASONING["basic"]).parsers(prompt, None)
+
+    assert parsers.can_pass(text) is expected
