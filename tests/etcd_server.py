@@ -4,7 +4,6 @@ import base64
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -12,13 +11,9 @@ from collections.abc import Sequence
 import httpx
 import pytest
 
+import ports
+
 START_S = 30.0  # on a busy machine; usually one second
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class EtcdServer:
@@ -36,13 +31,13 @@ class EtcdServer:
         """`before` stands before the command, to run it elsewhere, at the address `host`."""
         if shutil.which("etcd") is None:
             pytest.skip("etcd is not installed: as root on Debian, tests/install_services.sh")
-        self.port = _free_port()
+        self.port = ports.reserve()
         self.address = f"{host}:{self.port}"
         self.url = f"{scheme}://{self.address}"
         self._flags = flags
         self._before = before
         self._directory = directory
-        self._peer = f"http://127.0.0.1:{_free_port()}"
+        self._peer = f"http://127.0.0.1:{ports.reserve()}"
         self._name = name
         self.cluster = [self]
         self._process: subprocess.Popen | None = None

@@ -10,15 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
+import ports
 from dynamo.runtime.backends.nats import access, connection
 
 START_S = 30.0  # on a busy machine; usually 20 ms
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class NatsServer:
@@ -40,7 +35,7 @@ class NatsServer:
         self._directory = directory
         store = ("-js", "-sd", str(directory / "store")) if jetstream else ()
         self._flags = (*store, *flags)
-        self._port = _free_port()
+        self._port = ports.reserve()
         self._process: subprocess.Popen | None = None
         self._host, self._before = host, before
         self.url = f"nats://{host}:{self._port}"

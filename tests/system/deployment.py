@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 import httpx
 from hosts import Host
 
+import ports
 import processes
 
 START_S = 30.0  # on a busy machine; usually one second
@@ -29,12 +29,6 @@ def eventually(
         assert waited_s < within_s, f"not within {within_s} s: {what}"
         time.sleep(every_s)
     return time.monotonic() - began_at
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Process:
@@ -173,7 +167,7 @@ class Worker(Process):
         *flags: str,
         host: Host | None = None,
     ) -> None:
-        port = free_port()
+        port = ports.reserve()
         argv = [sys.executable, "-m", f"dynamo.{engine}", "--system-port", str(port), *flags]
         super().__init__(argv, environ, log, host)
         self.url = f"http://{host.address if host else '127.0.0.1'}:{port}"
@@ -208,7 +202,7 @@ class Deployment:
 
     def frontend(self, *flags: str, port: int | None = None, host: Host | None = None) -> Frontend:
         log = self._log("frontend")
-        return self._keep(Frontend(port or free_port(), self.environ, log, *flags, host=host))
+        return self._keep(Frontend(port or ports.reserve(), self.environ, log, *flags, host=host))
 
     def mocker(self, *flags: str, host: Host | None = None) -> Worker:
         """A simulated worker with the built-in model's tokenizer."""

@@ -14,7 +14,9 @@ import time
 
 import httpx
 import pytest
-from deployment import MODEL, chat, eventually, free_port
+from deployment import MODEL, chat, eventually
+
+import ports
 
 DYNAMO = [sys.executable, "-m", "dynamo.cli"]
 
@@ -133,11 +135,11 @@ def test_a_batch_is_answered_line_by_line(deployment, tmp_path):
 
 
 def test_the_api_in_one_process(deployment):
-    port = free_port()
+    port = ports.reserve()
     process = deployment.run("dynamo.cli", "run", "in=http", "out=mocker", "--http-port", str(port))
     eventually(lambda: "listening" in process.log.read_text(), within_s=30, what="listening")
     url = f"http://127.0.0.1:{port}"
-    eventually(lambda: MODEL in httpx.get(f"{url}/v1/models").text, within_s=10, what="a model")
+    eventually(lambda: MODEL in httpx.get(f"{url}/v1/models").text, within_s=30, what="a model")
     answer = httpx.post(f"{url}/v1/chat/completions", json=chat("hello", max_tokens=4))
     process.signal(signal.SIGINT)
 

@@ -10,7 +10,9 @@ import subprocess
 
 import httpx
 import pytest
-from deployment import Frontend, Process, eventually, free_port
+from deployment import Frontend, Process, eventually
+
+import ports
 
 MOCK = ("--engine", "mocker", "--worker-flags", "--speedup-ratio 1000")
 
@@ -45,7 +47,7 @@ def last_line(process: Process) -> str:
 
 
 def test_the_printed_curl_line_works_and_ctrl_c_leaves_nothing(deployment):
-    process = serve(deployment, free_port())
+    process = serve(deployment, ports.reserve())
     arguments = re.search(r"curl (.*?}')$", process.log.read_text(), re.DOTALL | re.MULTILINE)
     assert arguments
     answer = subprocess.run(
@@ -68,7 +70,7 @@ def test_the_printed_curl_line_works_and_ctrl_c_leaves_nothing(deployment):
 
 
 def test_a_terminal_that_closes_ends_it_in_order(deployment):
-    process = serve(deployment, free_port(), *MOCK)
+    process = serve(deployment, ports.reserve(), *MOCK)
     pids = pids_of(process)
     process.signal(signal.SIGHUP)
 
@@ -78,7 +80,7 @@ def test_a_terminal_that_closes_ends_it_in_order(deployment):
 
 
 def test_no_child_survives_the_sudden_death_of_its_parent(deployment):
-    process = serve(deployment, free_port(), *MOCK)
+    process = serve(deployment, ports.reserve(), *MOCK)
     pids = pids_of(process)
     process.kill()
 
@@ -95,7 +97,7 @@ def test_a_port_in_use_is_said_in_a_sentence(deployment):
 
 
 def test_a_crashed_worker_is_replaced(deployment):
-    port = free_port()
+    port = ports.reserve()
     process = serve(deployment, port, *MOCK)
     frontend_pid, worker_pid = pids_of(process)[1:]
     os.kill(worker_pid, signal.SIGKILL)
@@ -114,7 +116,7 @@ def test_a_crashed_worker_is_replaced(deployment):
 
 
 def test_a_crashed_frontend_ends_it_all(deployment):
-    process = serve(deployment, free_port(), *MOCK)
+    process = serve(deployment, ports.reserve(), *MOCK)
     frontend_pid, worker_pid = pids_of(process)[1:]
     os.kill(frontend_pid, signal.SIGKILL)
 
@@ -134,7 +136,7 @@ def test_a_crashed_frontend_ends_it_all(deployment):
     ],
 )
 def test_a_mistake_is_one_sentence_at_once(deployment, arguments, expected):
-    argv = [argument.format(port=free_port()) for argument in arguments]
+    argv = [argument.format(port=ports.reserve()) for argument in arguments]
     process = deployment.run("dynamo.cli", *argv)
 
     assert process.exit_code(15) == 2
@@ -144,7 +146,7 @@ def test_a_mistake_is_one_sentence_at_once(deployment, arguments, expected):
 
 def test_prompts_can_be_computed_by_a_worker_of_their_own(deployment):
     process = serve(
-        deployment, free_port(), "--prefill", "1", "--decode", "1",
+        deployment, ports.reserve(), "--prefill", "1", "--decode", "1",
         "--worker-flags", "--max-local-prefill-length 0",
     )  # fmt: skip
     url = re.search(r"answers at (\S+)", process.log.read_text())[1]

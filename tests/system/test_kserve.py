@@ -5,8 +5,10 @@ import sys
 
 import httpx
 import numpy
-from deployment import MODEL, eventually, free_port
+from deployment import MODEL, eventually
 from tritonclient import grpc as triton
+
+import ports
 
 
 def text_input(text="Once upon a time"):
@@ -27,7 +29,7 @@ def said(results):
 
 def test_grpc_and_http_say_the_same(deployment):
     deployment.native()
-    port = free_port()
+    port = ports.reserve()
     frontend = deployment.frontend("--kserve-grpc-server", "--kserve-grpc-port", str(port))
     frontend.await_models([MODEL])
     asked = {"max_tokens": 20, "temperature": 0}
@@ -54,7 +56,7 @@ def test_grpc_and_http_say_the_same(deployment):
 
 def test_a_client_that_leaves_frees_its_worker(deployment):
     worker = deployment.mocker("--tick-ms", "20")
-    port = free_port()
+    port = ports.reserve()
     frontend = deployment.frontend("--kserve-grpc-server", "--kserve-grpc-port", str(port))
     frontend.await_models([MODEL])
     results = []
@@ -64,7 +66,7 @@ def test_a_client_that_leaves_frees_its_worker(deployment):
         client.async_stream_infer(
             MODEL, [text_input(), streaming()], parameters={"max_tokens": 900, "ignore_eos": True}
         )
-        eventually(lambda: results, within_s=10, what="the first piece")
+        eventually(lambda: results, within_s=30, what="the first piece")
         assert worker.metric("inflight_requests") == 1
         client.stop_stream(cancel_requests=True)
 

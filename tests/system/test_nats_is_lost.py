@@ -6,8 +6,9 @@ import sys
 import time
 
 import pytest
-from deployment import MODEL, eventually, free_port
+from deployment import MODEL, eventually
 
+import ports
 from nats_server import NatsServer
 
 SILENCE_S = 3.0
@@ -58,7 +59,7 @@ def test_streams_end_in_time_and_all_goes_on_when_it_is_back(deployment, server,
         server.thaw()
     eventually(lambda: answers(frontend), within_s=20, what="an answer after the server is back")
     eventually(
-        lambda: worker.metric("inflight_requests") == 0, within_s=10, what="nothing left behind"
+        lambda: worker.metric("inflight_requests") == 0, within_s=30, what="nothing left behind"
     )
 
     assert rest[-1] == "[DONE]" or "error" in "".join(rest[-2:])
@@ -104,7 +105,7 @@ def test_a_server_that_is_absent_is_named_and_may_come_late(deployment, absent):
 def test_help_asks_nobody(deployment):
     environ = deployment.environ | {
         "DYN_REQUEST_PLANE": "nats",
-        "NATS_SERVER": f"nats://127.0.0.1:{free_port()}",
+        "NATS_SERVER": f"nats://127.0.0.1:{ports.reserve()}",
     }
     argv = [sys.executable, "-m", "dynamo.frontend", "--help"]
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=30)
