@@ -271,3 +271,33 @@ async def test_if_it_must_be_computed_elsewhere_failures_are_the_callers():
         await world.open()
 
     assert not world.decode.asked
+
+
+async def test_an_adapter_s_prompt_is_computed_by_one_that_has_it_and_no_other(world):
+    world.prefill.with_adapter = {OTHER_PREFILL}
+    world.prefill.script = [errors.Overloaded("full")]
+    await world.open(request(lora_name="poet"))
+
+    assert [asked for asked, _, _ in world.prefill.asked] == [OTHER_PREFILL]
+    assert world.answered[1] == kv_transfer.STAY
+
+
+async def test_an_adapter_s_prompt_stays_where_no_prefill_worker_has_it(world):
+    await world.open(request(lora_name="poet"))
+
+    assert not world.prefill.asked
+    assert world.answered[1] == kv_transfer.STAY
+
+
+async def test_an_adapter_s_prompt_stays_where_those_that_have_it_cannot_copy(world):
+    world.prefill.with_adapter = {PREFILL}
+    await world.open(request(lora_name="poet"), among={PLAIN})
+
+    assert not world.prefill.asked
+    assert world.answered == (PLAIN, kv_transfer.STAY)
+
+
+async def test_where_it_is_the_rule_an_adapter_without_a_prefill_worker_is_refused():
+    world = World(is_enforced=True)
+    with pytest.raises(errors.NoWorkers, match="no prefill worker"):
+        await world.open(request(lora_name="poet"))
