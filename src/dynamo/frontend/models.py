@@ -1,8 +1,8 @@
 """Which models can be served: follows the cards that workers put into discovery.
 
-A model appears with the first card of its name and vanishes with the last, and so do its LoRA adapters (`adapters`).
-The oldest card says what the model is; one of the same name that differs in its files is refused, because its tokens
-would mean something else. A refused card stays known, so that it counts once the others are gone.
+A model appears with the first card of its name and vanishes with the last, and with it its LoRA adapters
+(`lora_adapters`). The oldest card says what the model is; one of the same name that differs in its files is refused,
+because its tokens would mean something else. A refused card stays known, so that it counts once the others are gone.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from dynamo.base import clock, errors
-from dynamo.frontend import adapters, metrics, model_fetch, prefill_pools
+from dynamo.frontend import lora_adapters, metrics, model_fetch, prefill_pools
 from dynamo.frontend.served_model import Replicas, ServedModel
 from dynamo.preprocess import loading, tokenize
 from dynamo.protocols import instances, model_card
@@ -154,7 +154,7 @@ class Models:
     def _refresh_adapters(self) -> None:
         """Make them what the models' workers say."""
         before = self._adapters
-        self._adapters = adapters.of(self._models, before)
+        self._adapters = lora_adapters.of(self._models, before)
         for name in before.keys() - self._adapters.keys():
             self._lose(before[name])
         for name, model in self._adapters.items():

@@ -4,14 +4,14 @@ import pytest
 from routing_rig import Receiver, request
 
 from dynamo.base import errors
-from dynamo.router import adapter_route, route
+from dynamo.router import lora_route, route
 
 
 @pytest.fixture(params=["kv", "round-robin"])
 async def adapters(world, request):
     """Of three workers, the first two have the adapter."""
     await world.route(3, router_mode=request.param)
-    world.whole, world.made = world.made, adapter_route.AdapterRoute(world.made)
+    world.whole, world.made = world.made, lora_route.LoraRoute(world.made)
     world.made.serve_by({worker.id: None for worker in world.workers[:2]})
     return world
 

@@ -99,6 +99,17 @@ def test_an_adapter_is_routed_by_its_own_prefixes(deployment):
         assert answer.status_code == 200, answer.text
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
+    def foretold():
+        """The sum of the shares of prompts that the router believed to be cached."""
+        text = httpx.get(f"{frontend.url}/metrics", timeout=5).text
+        rows = [row for row in text.splitlines() if "_router_kv_hit_rate_sum{" in row]
+        return sum(float(row.rpartition(" ")[2]) for row in rows)
+
+    def is_foretold(model):
+        before = foretold()
+        return num_cached(model) and foretold() > before
+
     assert [num_cached(model) for model in ("poet", "clerk", MODEL)] == [0, 0, 0]
+    assert foretold() == 0
     for model in ("poet", "clerk", MODEL):
-        eventually(lambda name=model: num_cached(name) > 0, within_s=10, what=f"{model}'s prefix")
+        eventually(lambda name=model: is_foretold(name), within_s=10, what=f"{model}'s prefix")

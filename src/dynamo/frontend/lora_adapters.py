@@ -2,7 +2,7 @@
 
 A worker names its adapters on its model's card. So what they are follows from the models alone: an adapter is served by
 those workers of its model that name it, appears and vanishes with them, and is refused where they are. It has the
-model's tokenizer and template, and goes by the model's route (`router.adapter_route`).
+model's tokenizer and template, and goes by the model's route (`router.lora_route`).
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from dynamo.frontend.served_model import Replicas, ServedModel
 from dynamo.protocols import instances
-from dynamo.router import adapter_route
+from dynamo.router import lora_route
 
 _logger = logging.getLogger(__name__)
 _Found = dict[str, dict[instances.EndpointName, Replicas]]
@@ -45,7 +45,7 @@ def _replicas(base: ServedModel) -> _Found:
             for name in card.lora_names:
                 by_endpoint = found.setdefault(name, {})
                 if endpoint not in by_endpoint:
-                    route = adapter_route.AdapterRoute(whole.route)
+                    route = lora_route.LoraRoute(whole.route)
                     by_endpoint[endpoint] = Replicas(whole.client, route)
                 by_endpoint[endpoint].cards[instance_id] = card
     for by_endpoint in found.values():

@@ -14,7 +14,7 @@ from dynamo.router import route
 from dynamo.runtime import requests
 
 
-class AdapterRoute:
+class LoraRoute:
     """A `route.Route`, for requests with a `lora_name`."""
 
     def __init__(self, whole: route.Route) -> None:
