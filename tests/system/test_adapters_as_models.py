@@ -5,6 +5,7 @@ import httpx
 import openai
 import pytest
 from deployment import MODEL, eventually
+from split import ALWAYS, CONNECTED
 
 QUESTION = "Tell me a story about a brave cat"
 SAY = [{"role": "user", "content": QUESTION}]
@@ -113,3 +114,27 @@ def test_an_adapter_is_routed_by_its_own_prefixes(deployment):
     assert foretold() == 0
     for model in ("poet", "clerk", MODEL):
         eventually(lambda name=model: is_foretold(name), within_s=10, what=f"{model}'s prefix")
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "kv"], ids=["by the worker", "by the frontend"])
+def test_an_adapter_s_prompt_is_computed_by_a_prefill_worker_that_has_it(deployment, mode):
+    flags = (*AT_ONCE, "--lora-names", "poet")
+    frontend = deployment.frontend("--router-mode", mode, *(ALWAYS if mode == "kv" else ()))
+    prefill = deployment.mocker(*flags, "--is-prefill-worker")
+    decode = deployment.mocker(*flags, "--disaggregation-mode", "decode", *ALWAYS)
+    frontend.others = [prefill, decode]
+    frontend.await_models(["poet", MODEL])
+    eventually(
+        lambda: (
+            CONNECTED.search(decode.log.read_text())
+            and (mode != "kv" or "by prefill workers of" in frontend.log.read_text())
+        ),
+        within_s=30,
+        what="prompts go by the prefill worker",
+    )
+    names = [said(frontend.chat(QUESTION * 20, model=model))[0] for model in ("poet", MODEL)]
+
+    assert names == ["poet", MODEL]
+    assert prefill.metric("requests_total") == 2
+    assert decode.metric('prefills_total{where="remote"}') == 2
+    assert decode.metric('prefills_total{where="fallback"}') == 0

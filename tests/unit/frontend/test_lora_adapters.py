@@ -1,7 +1,8 @@
 """LoRA adapters are models: they come and go with the workers that have them, and are asked there."""
 
+import msgspec
 import pytest
-from frontend_rig import Worker, card_of
+from frontend_rig import Worker
 
 from dynamo.disagg import settings
 from dynamo.protocols import generate, instances, kv_transfer, model_card
@@ -102,6 +103,23 @@ async def test_an_adapter_vanishes_with_its_last_worker_and_comes_back_with_anot
     assert len(again.requests) == 1
 
 
+async def test_a_worker_that_writes_its_card_anew_has_other_adapters(poetic):
+    name, instance = poetic.poet.name, poetic.poet.instance
+    record = model_card.CardRecord(
+        namespace=name.namespace,
+        component=name.component,
+        endpoint=name.endpoint,
+        instance_id=instance.instance_id,
+        card_json=msgspec.structs.replace(poetic.poet.card, lora_names=("clerk", "singer")),
+    )
+    before = poetic.frontend.models.find("clerk")
+    registry = poetic.poet.runtime.discovery
+    await registry.put(instance.card_key, msgspec.json.encode(record))
+    await poetic.until(lambda: served(poetic) == {"clerk", "m", "singer"})
+
+    assert poetic.frontend.models.find("clerk") is before  # whoever waits for it is not forgotten
+
+
 async def test_workers_are_told_and_cleared_once_whatever_adapters_they_have(poetic):
     health = (await poetic.client.get("/health")).json()
     cleared = (await poetic.client.post("/clear_kv_blocks")).json()
@@ -138,8 +156,7 @@ async def test_of_two_models_adapters_of_one_name_the_older_model_s_is_served(po
 
 
 async def test_a_worker_that_is_refused_lends_no_adapters(rig, caplog):
-    card = card_of(rig.model_dir, files={}, lora_names=("poet",))
-    stranger = await rig.register(Worker, "m", OTHER, files={}, lora_names=card.lora_names)
+    stranger = await rig.register(Worker, "m", OTHER, files={}, lora_names=("poet",))
     await rig.until(lambda: "refused instance" in caplog.text)
 
     assert served(rig) == {"m"}
