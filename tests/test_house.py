@@ -24,7 +24,7 @@ BUDGET = {
     "router": 4200,
     "semantic": 1000,
     "preprocess": 3060,
-    "disagg": 1870,
+    "disagg": 1890,
     "frontend": 9330,
     "worker": 2610,
     "planner": 2000,

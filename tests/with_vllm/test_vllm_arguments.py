@@ -52,7 +52,7 @@ def test_a_flag_that_nobody_knows_is_named():
 
 
 def test_adapters_are_read_by_name_and_directory():
-    read = arguments.lora_requests(VllmConfig(lora_modules=("poet=/a", "cook=/b")))
+    read = arguments.lora_requests(VllmConfig(lora_modules=("poet=/a", "cook=/b")), is_enabled=True)
 
     assert [(one.lora_name, one.lora_path) for one in read.values()] == [
         ("poet", "/a"),
@@ -61,9 +61,18 @@ def test_adapters_are_read_by_name_and_directory():
     assert len({one.lora_int_id for one in read.values()}) == 2
 
 
-def test_an_adapter_without_a_directory_is_refused():
-    with pytest.raises(errors.ConfigError, match="NAME=DIRECTORY"):
-        arguments.lora_requests(VllmConfig(lora_modules=("poet",)))
+@pytest.mark.parametrize(
+    ("modules", "is_enabled", "expected"),
+    [
+        (("poet",), True, "NAME=DIRECTORY"),
+        (("poet=/a", "poet=/b"), True, "each name once"),
+        (("poet=/a",), False, "--enable-lora"),
+    ],
+    ids=["without a directory", "twice", "without vLLM's flag"],
+)
+def test_adapters_that_could_not_be_asked_for_are_refused(modules, is_enabled, expected):
+    with pytest.raises(errors.ConfigError, match=expected):
+        arguments.lora_requests(VllmConfig(lora_modules=modules), is_enabled=is_enabled)
 
 
 def test_a_setting_that_does_not_fit_the_model_is_refused_before_anything_loads(tmp_path):

@@ -8,8 +8,10 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
 
+import httpx
 import safetensors.torch
 import torch
+from deployment import Deployment, eventually
 
 import vllm_models
 from dynamo.engine.adapters.vllm.settings import VllmConfig
@@ -79,3 +81,53 @@ async def test_an_adapter_answers_who_asks_for_it_and_nobody_else(tmp_path):
     assert plain == after
     assert written == again
     assert written != plain
+
+
+@pytest.fixture
+def story(tmp_path):
+    """A frontend in mode kv, and a worker that has the adapter."""
+    model = vllm_models.make(tmp_path / "model")
+    poet = make_adapter(tmp_path / "poet", model)
+    deployment = Deployment(tmp_path)
+    lora = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"poet={poet}")
+    named = ("--model", str(model), "--model-name", "m")
+    worker = deployment.vllm(*named, *FLAGS.split(), *lora)
+    frontend = deployment.frontend("--router-mode", "kv")
+    frontend.others = [worker]
+    frontend.await_models(["m", "poet"], within_s=300)
+    yield frontend
+    deployment.end()
+
+
+def asked(frontend, model):
+    """What it says, and how many tokens of the prompt it had."""
+    body = {"model": model, "prompt": list(range(3, 103)), "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    said = answer.json()
+    assert said["model"] == model
+    return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def foretold(frontend):
+    """The sum of the shares of prompts that the router believed to be cached."""
+    rows = httpx.get(f"{frontend.url}/metrics", timeout=5).text.splitlines()
+    found = [row for row in rows if "_router_kv_hit_rate_sum{" in row]
+    return sum(float(row.rpartition(" ")[2]) for row in found)
+
+
+@pytest.mark.system
+def test_clients_ask_for_it_as_a_model_and_the_router_knows_its_prefixes(story):
+    cold = {model: asked(story, model) for model in ("m", "poet")}
+    before = foretold(story)
+    warm = asked(story, "poet")
+    eventually(
+        lambda: asked(story, "poet") and foretold(story) > before,
+        within_s=30,
+        what="a prefix of the adapter that the router knows",
+    )
+
+    assert before == 0
+    assert [num_cached for _, num_cached in cold.values()] == [0, 0]
+    assert warm == (cold["poet"][0], 96)
+    assert cold["m"][0] != cold["poet"][0]

@@ -28,7 +28,7 @@ from dynamo.disagg import (
 )
 from dynamo.disagg import limits as limits_watch
 from dynamo.engine import api
-from dynamo.protocols import generate, kv_transfer, load
+from dynamo.protocols import blocks, generate, kv_transfer, load
 from dynamo.router import load as routed_load
 from dynamo.router import policy as routing
 from dynamo.runtime import discovery
@@ -160,13 +160,16 @@ class Handoff:
         size, num_tokens = self._queue.size, request.prompt_len
         if size is None or not self._policy.may_go(num_tokens, size) or _must_stay(request):
             return False
+        if request.lora_name is not None and not self._workers.all_have(request.lora_name):
+            return False
         return self._policy.goes(
             num_tokens, size, lambda: self._here(request), lambda: self._there(num_tokens)
         )
 
     def _here(self, request: generate.Request) -> routing.Prospect:
         stats = [one.worker_stats for one in self._engine.load()]
-        num_known = self._known.num_tokens(request.token_ids, self._block_size)
+        seed = blocks.seed_of(request.lora_name)
+        num_known = self._known.num_tokens(request.token_ids, self._block_size, seed)
         return routing.Prospect(
             num_new=max(0, request.prompt_len - num_known),
             num_ahead=sum(one.active_prefill_tokens for one in stats),

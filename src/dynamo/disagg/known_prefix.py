@@ -26,9 +26,9 @@ class KnownPrefix:
                 case kv_events.Cleared():
                     self._names.clear()
 
-    def num_tokens(self, token_ids: bytes, block_size: int) -> int:
-        """How many of these packed tokens need not be computed."""
-        names = blocks.sequence_hashes(blocks.local_hashes(token_ids, block_size))
+    def num_tokens(self, token_ids: bytes, block_size: int, seed: int = blocks.SEED) -> int:
+        """How many of these packed tokens need not be computed; `seed` as `blocks.seed_of`."""
+        names = blocks.sequence_hashes(blocks.local_hashes(token_ids, block_size, seed))
         num_blocks = next(
             (i for i, name in enumerate(names) if name not in self._names), len(names)
         )

@@ -120,7 +120,8 @@ class PrefillFirst:
         self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.Terms
     ) -> bool:
         """Raises NoWorkers if it must, and cannot."""
-        num_there = prefill.num_before
+        among = prefill.having(request.lora_name)
+        num_there = prefill.num_before(among)
         if num_there is None:
             if self._rules.is_enforced:
                 raise errors.NoWorkers(_NOBODY)
@@ -132,12 +133,14 @@ class PrefillFirst:
             request.prompt_len,
             queue_size,
             lambda: self._decode.prospect(request, terms),
-            lambda: prefill.prospect(request),
+            lambda: prefill.prospect(request, route.Terms(among=among)),
         )
 
     def _can_copy(self, terms: route.Terms) -> bool:
         """Can whoever its caller wants take blocks from others?"""
-        return terms.instance_id is None or terms.instance_id in self._decoders
+        if terms.instance_id is not None:
+            return terms.instance_id in self._decoders
+        return terms.among is None or not self._decoders.isdisjoint(terms.among)
 
     async def _compute(
         self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.Terms
@@ -166,14 +169,15 @@ class PrefillFirst:
         """One prefill worker, and if that fails another. Raises what the last one failed with."""
         began_at = self._clock.now()
         asked: list[int] = []
+        those = prefill.having(request.lora_name)
         to_prefill = msgspec.structs.replace(
-            terms, instance_id=None, among=None, on_asked=asked.append, on_prefilled=None
+            terms, instance_id=None, among=those, on_asked=asked.append, on_prefilled=None
         )
         prompt = prefill_request.make(request)
         try:
             params = await _call(prefill, prompt, to_prefill)
         except prefill_queue.ANOTHER_MAY as error:
-            others = prefill.instance_ids - set(asked)
+            others = (prefill.instance_ids if those is None else those) - set(asked)
             if not asked or not others:
                 raise
             _logger.warning("%s: another prefill worker is asked: %s", request.id, error)
@@ -204,7 +208,9 @@ class PrefillFirst:
         terms: route.Terms,
     ) -> requests.Stream | None:
         """Begin the answer; None: it took so long that the blocks may be held no more."""
-        among = self._decoders.intersection(terms.among or self._decoders) or self._decoders
+        among = self._decoders.intersection(terms.among or self._decoders)
+        if request.lora_name is None:  # else nobody but those has the adapter
+            among = among or self._decoders
         try:
             async with asyncio.timeout(DELIVERY_S):
                 return await self._decode.open(

@@ -40,6 +40,7 @@ class PrefillWorkers:
         self._engine = engine
         self._is_ours = is_ours
         self._metadata: dict[int, bytes] = {}
+        self._lora_names: dict[int, tuple[str, ...]] = {}
         self._connecting: dict[int, asyncio.Task[None]] = {}
         self._engine_ids: dict[int, str] = {}
         self._tasks = tasks.Tasks()
@@ -48,6 +49,10 @@ class PrefillWorkers:
     def connected(self) -> list[int]:
         """Whom we can ask now."""
         return list(self._engine_ids)
+
+    def all_have(self, lora_name: str) -> bool:
+        """Can whoever is asked compute with this adapter? Nobody chooses among them by that."""
+        return all(lora_name in names for names in self._lora_names.values())
 
     def instance_of(self, engine_id: str) -> int | None:
         """Whose engine that is; None: of nobody who is connected."""
@@ -87,6 +92,7 @@ class PrefillWorkers:
             metadata = _metadata(card)
             if self._is_ours(card):
                 self._metadata[instance_id] = metadata
+                self._lora_names[instance_id] = card.lora_names
                 self._begin(instance_id, 0)
         _logger.debug("Current Prefill Workers: %d", len(self._metadata))
 
@@ -110,6 +116,7 @@ class PrefillWorkers:
 
     async def _forget(self, instance_id: int) -> None:
         self._metadata.pop(instance_id, None)
+        self._lora_names.pop(instance_id, None)
         connecting = self._connecting.pop(instance_id, None)
         if connecting is not None:
             connecting.cancel()

@@ -178,7 +178,7 @@ class App:
             delivery.respond_error(caller, error)
 
     def _health(self, caller: exchange.Exchange) -> None:
-        found = [one for model in self._models.ready for one in model.instances]
+        found = [one for model in self._models.ready_bases for one in model.instances]
         message = "draining" if self.is_draining else "" if found else "No endpoints available"
         if message:
             body = {"status": "unhealthy", "message": message, "instances": found}
@@ -237,10 +237,11 @@ def _live(caller: exchange.Exchange) -> None:
 
 
 def _model_object(model: ServedModel) -> dict[str, Any]:
-    return {
+    told = {
         "id": model.name,
         "object": "model",
         "created": model.card.created,
         "owned_by": "dynamo",
         "context_window": model.card.context_length,
     }
+    return told if model.base is None else {**told, "parent": model.base.name}

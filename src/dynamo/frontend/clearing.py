@@ -37,7 +37,7 @@ class CacheClearing:
 
     async def clear(self) -> dict[str, Any]:
         """What came of it, as the original tells it."""
-        caching = [model for model in self._models.ready if model.can_generate]
+        caching = [model for model in self._models.ready_bases if model.can_generate]
         workers = [(model.name, one) for model in caching for one in model.instances]
         if not workers:
             return {"message": "No active worker groups found"}

@@ -61,7 +61,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         return NumberedTokens() if by_number else self.text
 
 
-def fingerprint(card: model_card.ModelCard) -> str:
+def fingerprint(card: model_card.ModelCard, *adapter: str) -> str:
     """The same for the same model files, engine settings and release: with a seed, answers are then the same."""
     facts = (
         _VERSION,
@@ -69,5 +69,6 @@ def fingerprint(card: model_card.ModelCard) -> str:
         card.context_length,
         card.kv_cache_block_size,
         card.runtime_config,
+        *adapter,
     )
     return f"fp_{xxhash.xxh3_64_hexdigest(_encode(facts))[:10]}"

@@ -1,19 +1,20 @@
 """Which models can be served: follows the cards that workers put into discovery.
 
-A model appears with the first card of its name and vanishes with the last. The oldest card says what the model
-is; one of the same name that differs in its files is refused, because its tokens would mean something else. A refused
-card stays known, so that it counts once the others are gone.
+A model appears with the first card of its name and vanishes with the last, and with it its LoRA adapters
+(`lora_adapters`). The oldest card says what the model is; one of the same name that differs in its files is refused,
+because its tokens would mean something else. A refused card stays known, so that it counts once the others are gone.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Protocol
 
 import msgspec
 
 from dynamo.base import clock, errors
-from dynamo.frontend import metrics, model_fetch, prefill_pools
+from dynamo.frontend import lora_adapters, metrics, model_fetch, prefill_pools
 from dynamo.frontend.served_model import Replicas, ServedModel
 from dynamo.preprocess import loading, tokenize
 from dynamo.protocols import instances, model_card
@@ -57,6 +58,7 @@ class Models:
         self._tokenizer_cache_bytes = tokenizer_cache_bytes
         self._records: dict[str, model_card.CardRecord] = {}  # by key, oldest first
         self._models: dict[str, ServedModel] = {}
+        self._adapters: Mapping[str, ServedModel] = {}  # of these
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
         self._lost: set[str] = set()  # names that were served once
         self._pools: prefill_pools.PrefillPools | None = None
@@ -68,11 +70,16 @@ class Models:
     @property
     def ready(self) -> list[ServedModel]:
         """Those that can answer now, by name."""
-        return sorted((m for m in self._models.values() if m.is_ready), key=lambda m: m.name)
+        return sorted((m for m in self._all() if m.is_ready), key=lambda m: m.name)
+
+    @property
+    def ready_bases(self) -> list[ServedModel]:
+        """The same without LoRA adapters: every worker serves one of these, and no more."""
+        return [model for model in self.ready if model.base is None]
 
     def find(self, name: str) -> ServedModel:
         """Raises ModelNotFound, or NoWorkers if it is known but nobody serves it now."""
-        model = self._models.get(name)
+        model = self._models.get(name) or self._adapters.get(name)
         if model is not None:
             return model
         if name in self._lost:
@@ -96,6 +103,7 @@ class Models:
             record = self._read(change)
             if record is not None:
                 await self._refresh(record.card_json.display_name)
+                self._refresh_adapters()
 
     def _read(self, change: discovery.Change) -> model_card.CardRecord | None:
         """Note the change; gives the record that came or went, if it matters to us."""
@@ -143,15 +151,30 @@ class Models:
         self._lost.discard(name)
         self._show(model)
 
+    def _refresh_adapters(self) -> None:
+        """Make them what the models' workers say."""
+        before = self._adapters
+        self._adapters = lora_adapters.of(self._models, before)
+        for name in before.keys() - self._adapters.keys():
+            self._lose(before[name])
+        for name, model in self._adapters.items():
+            if name not in before:
+                _logger.info("serving %r, an adapter of %r", name, model.base and model.base.name)
+            self._lost.discard(name)
+            self._show(model)
+
     def _vanish(self, name: str) -> None:
         model = self._models.pop(name, None)
         if model is not None:
-            _logger.warning("the model %r has lost its last worker", name)
-            self._lost.add(name)
-            for replicas in model.replicas.values():
-                replicas.route.serve_by({})
-            model.replicas = {}
-            self._show(model)
+            self._lose(model)
+
+    def _lose(self, model: ServedModel) -> None:
+        _logger.warning("the model %r has lost its last worker", model.name)
+        self._lost.add(model.name)
+        for replicas in model.replicas.values():
+            replicas.route.serve_by({})
+        model.replicas = {}
+        self._show(self._models.get(model.name, model))
 
     async def _load(self, records: list[model_card.CardRecord]) -> ServedModel:
         """As the oldest record says; any that has the same files may give them."""
@@ -213,8 +236,11 @@ class Models:
         return known
 
     def _show_all(self) -> None:
-        for model in self._models.values():
+        for model in self._all():
             self._show(model)
+
+    def _all(self) -> Iterator[ServedModel]:
+        return itertools.chain(self._models.values(), self._adapters.values())
 
     def _show(self, model: ServedModel) -> None:
         self._metrics.show_model(model.card, len(model.instances), is_ready=model.is_ready)

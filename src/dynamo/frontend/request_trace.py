@@ -75,7 +75,8 @@ def _replay(request: metrics.RequestMeter) -> dict[str, Any] | None:
     size = request.model.block_size
     if request.request is None or not size:
         return None
-    local = blocks.local_hashes(request.request.token_ids, size)
+    seed = blocks.seed_of(request.request.lora_name)
+    local = blocks.local_hashes(request.request.token_ids, size, seed)
     return {
         "trace_block_size": size,
         "input_length": request.request.prompt_len,

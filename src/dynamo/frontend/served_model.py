@@ -47,13 +47,23 @@ class ServedModel:
         card: model_card.ModelCard,
         preparer: preprocessor.Preprocessor | None,
         problem: str | None,
+        *,
+        base: "ServedModel | None" = None,
     ) -> None:
         self.card = card
+        self.base = base  # the model that it is a LoRA adapter of
         self.replicas: Mapping[instances.EndpointName, Replicas] = {}
         self._preparer = preparer
         self._problem = problem
         self._turns = itertools.count()
-        self.fingerprint = identity.fingerprint(card)
+        adapter = () if base is None else (card.display_name,)
+        self.fingerprint = identity.fingerprint(card, *adapter)
+
+    def adapter(self, name: str) -> "ServedModel":
+        """A LoRA adapter of it. Its replicas are the caller's to find."""
+        card = msgspec.structs.replace(self.card, display_name=name, lora_names=())
+        preparer = None if self._preparer is None else self._preparer.for_adapter(name)
+        return ServedModel(card, preparer, self._problem, base=self)
 
     @property
     def name(self) -> str:

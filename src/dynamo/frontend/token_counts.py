@@ -76,7 +76,7 @@ class TokenCounts:
         """The one of this name, or the only one."""
         if name is not None:
             return self._models.find(name)
-        ready = self._models.ready
+        ready = self._models.ready_bases
         if len(ready) == 1:
             return ready[0]
         served = ", ".join(repr(model.name) for model in ready)

@@ -3,6 +3,7 @@
 One `Preprocessor` stands for one model, made from its card (`loading`). It also knows the way back (`answer`).
 """
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -70,6 +71,13 @@ class Preprocessor:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._defaults = defaults
+        self._lora_name: str | None = None
+
+    def for_adapter(self, lora_name: str) -> "Preprocessor":
+        """The same for a LoRA adapter of the model. They share tokenizer, template and what these remember."""
+        made = copy.copy(self)
+        made._lora_name = lora_name
+        return made
 
     async def chat(
         self, request: openai_chat.ChatRequest, request_id: str, *, param: str = "messages"
@@ -260,6 +268,7 @@ class Preprocessor:
             eos_token_ids=self._eos_token_ids,
             annotations=tuple(request.extensions.annotations or ()),
             priority=request.urgency,
+            lora_name=self._lora_name,
             thinking=limit,
             session_id=request.session_id,
             expected_output_tokens=hints.osl if hints else None,

@@ -91,6 +91,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     )
     runtime_config: RuntimeConfig = RuntimeConfig()
     embedding: EmbeddingFacts | None = None
+    lora_names: tuple[str, ...] = ()  # adapters that this worker has; to clients each is a model
     created: int = 0  # seconds since 1970
     user_data: dict[str, Any] = {}
 

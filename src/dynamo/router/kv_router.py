@@ -131,10 +131,15 @@ class KvRouter:
         """Who can be asked."""
         return frozenset(self._client.instances.keys() & self._cards.keys())
 
-    @property
-    def num_before(self) -> int | None:
+    def having(self, lora_name: str | None) -> frozenset[int] | None:
+        """Who has this adapter; None: none is wanted, so anybody will do."""
+        if lora_name is None:
+            return None
+        return frozenset(one for one, card in self._cards.items() if lora_name in card.lora_names)
+
+    def num_before(self, among: Collection[int] | None = None) -> int | None:
         """Requests where the fewest are; None if there is nobody to ask."""
-        usable = frozenset(self._client.usable())
+        usable = frozenset(self._client.usable(among))
         loads = self.selector.active.loads.items()
         return min(
             (load.num_requests for one, load in loads if one.instance_id in usable), default=None
@@ -176,9 +181,11 @@ class KvRouter:
         self._sharing.freed(key)
         self._admit()
 
-    def decide(self, packed: bytes, key: str | None) -> Decision:
+    def decide(self, packed: bytes, key: str | None, lora_name: str | None = None) -> Decision:
         """Who should get these tokens; with `key`, counted from now on as in flight. Raises NoWorkers or Overloaded."""
-        prompt = Prompt.from_tokens(packed, self._block_size)
+        prompt = Prompt.from_tokens(packed, self._block_size, seed=blocks.seed_of(lora_name))
+        if lora_name is not None:
+            prompt = dataclasses.replace(prompt, among=self.having(lora_name))
         if key is None:
             return self.selector.preview(prompt, self._clock.now())
         decision = self.selector.select(key, prompt, self._clock.now())
@@ -196,7 +203,8 @@ class KvRouter:
     ) -> Prompt:
         """What may be known of the request, and where it must go, if its caller or its conversation says so."""
         began_at = time.perf_counter()
-        local = blocks.local_hashes(request.token_ids, self._block_size)
+        seed = blocks.seed_of(request.lora_name)
+        local = blocks.local_hashes(request.token_ids, self._block_size, seed)
         named_at = time.perf_counter()
         sequence = blocks.sequence_hashes(local)
         self._counts.hashed(named_at - began_at, time.perf_counter() - named_at)
@@ -206,6 +214,7 @@ class KvRouter:
             sequence_hashes=sequence,
             priority=request.priority,
             pinned=self._pinned(request, instance_id, among),
+            is_bound=request.lora_name is not None,
             dp_rank=request.data_parallel_rank,
             is_prefilled=kv_transfer.is_prefilled(request.kv_transfer_params),
         )
@@ -226,7 +235,7 @@ class KvRouter:
 
     def _restrict(self, prompt: Prompt, usable: Sequence[int]) -> Prompt:
         """Let only the usable be chosen, if that says anything."""
-        if len(usable) == len(self._client.instances):
+        if len(usable) == len(self._client.instances) and not prompt.is_bound:
             return prompt
         if not usable:
             raise errors.NoWorkers(f"none of the instances of {self._client.name} can be reached")
@@ -239,6 +248,9 @@ class KvRouter:
         self._counts.decided(time.perf_counter() - began_at)
         if decision is None:
             decision = await self._wait(key, prompt, on_gone)
+            if prompt.is_bound and not prompt.allows(decision.worker):
+                self.free(key)
+                raise errors.NoWorkers("while it waited, the last that could answer it was lost")
         self._counts.sent(decision.worker, prompt, decision.overlap_blocks)
         self._sharing.added(key, decision, prompt)
         return decision

@@ -27,6 +27,7 @@ class Prompt:
     deadline: float | None = None  # when its first token is wanted, on the clock of `now`
     pinned: Worker | None = None  # the caller has chosen already
     among: frozenset[int] | None = None  # instances that may be chosen; None: all
+    is_bound: bool = False  # no other instance could answer it, whatever happens to those
     dp_rank: int | None = None  # the rank that the caller wants, of whichever worker; None: any
     is_prefilled: bool = False  # another worker has computed it: only room to decode is wanted
 
@@ -47,15 +48,16 @@ class Prompt:
         packed: bytes,
         block_size: int,
         *,
+        seed: int = blocks.SEED,
         priority: float = 0.0,
         deadline: float | None = None,
         pinned: Worker | None = None,
     ) -> "Prompt":
-        """The prompt of these tokens (`blocks.pack`)."""
+        """The prompt of these tokens (`blocks.pack`); `seed` as `blocks.seed_of`."""
         return cls(
             num_tokens=blocks.count(packed),
             block_size=block_size,
-            sequence_hashes=blocks.sequence_hashes(blocks.local_hashes(packed, block_size)),
+            sequence_hashes=blocks.sequence_hashes(blocks.local_hashes(packed, block_size, seed)),
             priority=priority,
             deadline=deadline,
             pinned=pinned,

@@ -32,6 +32,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """Which worker should get these tokens? Packed (`blocks.pack`), or as a list of ids."""
 
     token_ids: bytes | list[int]
+    lora_name: str | None = None  # the adapter that computes them
     request_id: str | None = None
     update_states: bool = False  # count it as in flight, under `request_id`, until `free`
 
@@ -149,7 +150,7 @@ class RouterService:
         if isinstance(packed, list):
             packed = blocks.pack(packed)
         key = question.request_id if question.update_states else None
-        decision = self._known.decide(packed, key)
+        decision = self._known.decide(packed, key, question.lora_name)
         return Answer(
             worker_id=decision.worker.instance_id,
             dp_rank=decision.worker.dp_rank,
@@ -180,9 +181,8 @@ class RouterService:
 
     async def _forward(self, call: requests.Call, request: generate.Request) -> None:
         try:
-            stream = await self._known.open(
-                request, _Passing(call), route.Terms(headers=call.headers)
-            )
+            terms = route.Terms(headers=call.headers, among=self._known.having(request.lora_name))
+            stream = await self._known.open(request, _Passing(call), terms)
         except errors.DynamoError as error:
             call.fail(error)
         else:

@@ -34,6 +34,10 @@ def build(
     migration_limit: int | None = None,
 ) -> model_card.ModelCard:
     """The card of the model in `directory`, as an engine with these facts serves it. Raises ConfigError."""
+    if name in facts.lora_names:
+        raise errors.ConfigError(
+            f"a LoRA adapter is called {name!r}, and so is its model: clients could not ask for it; rename one"
+        )
     return model_card.ModelCard(
         display_name=name,
         source_path=str(directory),
@@ -48,6 +52,7 @@ def build(
             reasoning_parser=reasoning_parser,
             infill_format=infill_format,
         ),
+        lora_names=facts.lora_names,
         created=created,
     )
 

@@ -95,6 +95,9 @@ class Workers:
     def instance_of(self, engine_id):
         return 7
 
+    def all_have(self, lora_name):
+        return lora_name in self.adapters
+
     def start(self):
         pass
 
@@ -413,3 +416,13 @@ async def test_by_estimate_a_prompt_goes_that_would_delay_answers():
 
     assert stays == [request(100)]
     assert len(world.queue.asked) == 1
+
+
+@pytest.mark.parametrize("all_have", [True, False])
+async def test_an_adapter_s_prompt_goes_if_whoever_computes_it_has_the_adapter(world, all_have):
+    world.workers.adapters = {"poet"} if all_have else set()
+    world.handoff.submit(request(lora_name="poet"))
+    await asyncio.sleep(0)
+
+    assert bool(world.queue.asked) is all_have
+    assert bool(world.engine.done) is not all_have

@@ -34,3 +34,12 @@ def test_a_cleared_cache_is_forgotten():
     known.apply([kv_events.Cleared()])
 
     assert (before, known.num_tokens(packed, SIZE)) == (SIZE, 0)
+
+
+def test_what_an_adapter_has_computed_is_of_no_use_to_others():
+    known, packed, seed = known_prefix.KnownPrefix(), blocks.pack(range(SIZE)), blocks.seed_of("a")
+    (name,) = blocks.local_hashes(packed, SIZE, seed)
+    known.apply([kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(name, name),))])
+
+    assert known.num_tokens(packed, SIZE, seed) == SIZE
+    assert known.num_tokens(packed, SIZE) == 0

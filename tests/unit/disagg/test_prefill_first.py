@@ -29,12 +29,19 @@ class Router:
     """Notes what it is asked; `script` has for each time what happens: an answer, or an error."""
 
     def __init__(self, *instance_ids):
-        self.instance_ids, self.num_before = frozenset(instance_ids), 0
+        self.instance_ids, self.num_requests = frozenset(instance_ids), 0
         self.num_new, self.script = 1000, []
         self.asked, self.streams = [], []
+        self.with_adapter = frozenset()
 
     def serve_by(self, cards):
         self.cards = cards
+
+    def having(self, lora_name):
+        return None if lora_name is None else self.instance_ids & self.with_adapter
+
+    def num_before(self, among=None):
+        return self.num_requests if among is None or among else None
 
     def choose(self, request, **options):
         return DECODE
@@ -148,7 +155,7 @@ async def test_what_the_worker_that_answers_knows_does_not_count(world):
 
 
 async def test_a_prompt_stays_where_too_many_wait(world):
-    world.prefill.num_before = 3
+    world.prefill.num_requests = 3
     await world.open()
 
     assert not world.prefill.asked
@@ -256,7 +263,7 @@ async def test_if_it_must_be_computed_elsewhere_failures_are_the_callers():
     world.prefill.script = [errors.InvalidRequest("no")]
     with pytest.raises(errors.InvalidRequest, match="no"):
         await world.open()
-    world.prefill.num_before = None
+    world.prefill.num_requests = None
     with pytest.raises(errors.NoWorkers, match="no prefill worker"):
         await world.open()
     world.made.prefill_by(None)
@@ -264,3 +271,33 @@ async def test_if_it_must_be_computed_elsewhere_failures_are_the_callers():
         await world.open()
 
     assert not world.decode.asked
+
+
+async def test_an_adapter_s_prompt_is_computed_by_one_that_has_it_and_no_other(world):
+    world.prefill.with_adapter = {OTHER_PREFILL}
+    world.prefill.script = [errors.Overloaded("full")]
+    await world.open(request(lora_name="poet"))
+
+    assert [asked for asked, _, _ in world.prefill.asked] == [OTHER_PREFILL]
+    assert world.answered[1] == kv_transfer.STAY
+
+
+async def test_an_adapter_s_prompt_stays_where_no_prefill_worker_has_it(world):
+    await world.open(request(lora_name="poet"))
+
+    assert not world.prefill.asked
+    assert world.answered[1] == kv_transfer.STAY
+
+
+async def test_an_adapter_s_prompt_stays_where_those_that_have_it_cannot_copy(world):
+    world.prefill.with_adapter = {PREFILL}
+    await world.open(request(lora_name="poet"), among={PLAIN})
+
+    assert not world.prefill.asked
+    assert world.answered == (PLAIN, kv_transfer.STAY)
+
+
+async def test_where_it_is_the_rule_an_adapter_without_a_prefill_worker_is_refused():
+    world = World(is_enforced=True)
+    with pytest.raises(errors.NoWorkers, match="no prefill worker"):
+        await world.open(request(lora_name="poet"))

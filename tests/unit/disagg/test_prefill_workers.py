@@ -46,7 +46,7 @@ class World:
     def key(self, instance_id):
         return f"{instances.CARDS}{ENDPOINT.path}/{instance_id:x}"
 
-    async def join(self, instance_id, metadata=b"e1", *, name="m", data=None):
+    async def join(self, instance_id, metadata=b"e1", *, name="m", data=None, lora_names=()):
         if data is None:
             data = {kv_transfer.METADATA: base64.b64encode(metadata).decode()}
         card = model_card.ModelCard(
@@ -55,6 +55,7 @@ class World:
             context_length=8,
             kv_cache_block_size=4,
             runtime_config=model_card.RuntimeConfig(runtime_data=data),
+            lora_names=lora_names,
         )
         record = model_card.CardRecord(
             namespace="dynamo",
@@ -124,3 +125,16 @@ async def test_workers_of_other_models_and_broken_cards_are_passed_over(world, c
 
     assert world.workers.connected == [4]
     assert caplog.text.count("ignored the prefill worker") == 2
+
+
+async def test_an_adapter_counts_if_all_who_may_be_asked_have_it(world):
+    await world.join(1, b"e1", lora_names=("poet",))
+    await until(lambda: len(world.workers.connected) == 1)
+    alone = world.workers.all_have("poet")
+    await world.join(2, b"e2")
+    await until(lambda: len(world.workers.connected) == 2)
+    together = world.workers.all_have("poet")
+    await world.registry.delete(world.key(2))
+    await until(lambda: len(world.workers.connected) == 1)
+
+    assert (alone, together, world.workers.all_have("poet")) == (True, False, True)

@@ -185,3 +185,49 @@ async def test_without_a_prefix_cache_nothing_is_found_and_nothing_told():
 
     assert sink.cached == [0, 0]
     assert sink.stored == {}
+
+
+class Answers(Times):
+    """A sink that notes tokens, and the names of blocks."""
+
+    def __init__(self):
+        super().__init__(FakeClock())
+        self.tokens, self.names = [], []
+
+    def outputs(self, batch):
+        self.tokens += [token for one in batch for token in one.output.token_ids]
+        super().outputs(batch)
+
+    def kv_events(self, events, dp_rank):
+        self.names += [block.block_hash for event in events for block in event.blocks]
+
+
+async def answer_of(lora_name):
+    settings = MockConfig(lora_names=("poet", "clerk"), block_size=4, speedup_ratio=0)
+    engine = MockEngine(settings, cycle=Cycle(range(1000)), context_length=100, clock=FakeClock())
+    sink = Answers()
+    facts = await engine.start(sink)
+    prompt = blocks.pack(range(9))
+    engine.submit(generate.Request(id="a", model="m", token_ids=prompt, lora_name=lora_name))
+    async with asyncio.timeout(10):
+        await sink.ended.wait()
+    await engine.stop()
+    assert facts.lora_names == ("poet", "clerk")
+    return sink
+
+
+async def test_an_adapter_answers_otherwise_and_its_blocks_have_the_names_that_routers_expect():
+    plain, poet, clerk = [await answer_of(name) for name in (None, "poet", "clerk")]
+    local = blocks.local_hashes(blocks.pack(range(9)), 4, blocks.seed_of("poet"))
+
+    assert len({plain.tokens[0], poet.tokens[0], clerk.tokens[0]}) == 3
+    assert poet.names[:2] == blocks.sequence_hashes(local)
+    assert not {*plain.names} & {*poet.names}
+
+
+async def test_an_adapter_that_it_has_not_is_refused():
+    engine = MockEngine(MockConfig(), cycle=Cycle([1]), context_length=100)
+    with pytest.raises(errors.InvalidRequest, match="adapters none; 'poet' was asked for"):
+        engine.submit(
+            generate.Request(id="a", model="m", token_ids=blocks.pack([1]), lora_name="poet")
+        )

@@ -55,3 +55,14 @@ async def test_what_cannot_be_played_again_is_not_told(traced):
     await traced.chat(n=2)
 
     assert await rows(traced) == []
+
+
+async def test_an_adapter_s_blocks_have_names_of_their_own(traced):
+    await traced.worker(kv_cache_block_size=4, lora_names=("poet",))
+    for model in ("m", "poet"):
+        await traced.complete("ten tokens", model=model)
+    plain, poet = [row["request"] for row in await rows(traced)]
+
+    assert (plain["model"], poet["model"]) == ("m", "poet")
+    assert len(poet["replay"]["input_sequence_hashes"]) == 2
+    assert poet["replay"] != plain["replay"]

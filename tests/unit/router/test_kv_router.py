@@ -300,3 +300,47 @@ async def test_plain_modes_take_turns(world):
         await world.open(*LONG)
 
     assert [len(worker.calls) for worker in world.workers] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("second", "shares"),
+    [("poet", True), ("clerk", False), (None, False)],
+    ids=["the same adapter", "another", "none"],
+)
+async def test_prefixes_are_an_adapter_s_own(world, second, shares):
+    await world.route(2)
+    await world.open(*LONG, lora_name="poet")
+
+    found = world.made.prospect(request(*LONG, lora_name=second))
+    index = [prompt_of(world, name).sequence_hashes for name in ("poet", second)]
+
+    assert (index[0] == index[1]) is shares
+    assert found.num_requests == (1 if shares else 0)  # else it would go where nobody is
+    assert (found.num_new == 400) is not shares
+
+
+def prompt_of(world, lora_name):
+    return world.made._read(request(*LONG, lora_name=lora_name), None, None)
+
+
+async def test_who_waits_for_an_adapter_is_refused_when_the_last_that_has_it_is_lost(world):
+    full = {"max_num_batched_tokens": 100}
+    await world.route(2, full, router_queue_threshold=1.0, router_queue_timeout_secs=30.0)
+    for turn in range(2):
+        await world.open(*range(turn * 1000, turn * 1000 + 400))
+    poet, other = world.workers
+    terms = route.Terms(among={poet.id})
+    waiting = asyncio.ensure_future(
+        world.made.open(request(*LONG, lora_name="poet"), Receiver(), terms)
+    )
+    await world.until(lambda: world.made.selector.num_waiting == 1)
+    num_before = len(other.calls)
+    await poet.runtime.close()
+    for number in range(num_before):
+        other.answer(number)
+        other.finish(number)
+
+    with pytest.raises(errors.NoWorkers, match="while it waited"):
+        await waiting
+    assert len(other.calls) == num_before
+    await world.until(lambda: in_flight(world) == 0)

@@ -107,3 +107,22 @@ async def test_who_goes_away_frees_the_worker(served):
 async def test_what_is_no_question_is_refused(served):
     with pytest.raises(errors.InvalidRequest, match="expected a Question"):
         await served.ask("best_worker_id", {"tokens": 3}, msgspec.Raw)
+
+
+async def test_an_adapter_s_prompt_goes_to_a_worker_that_has_it(served):
+    poet = served.workers[1]
+    told = msgspec.structs.replace(card(), lora_names=("poet",))
+    served.service._apply(poet.id, told)
+    named = [await served.best(range(100), lora_name="poet") for _ in range(2)]
+    client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
+    await client.wait_for_instances(5)
+    for turn in range(2):
+        await client.open(
+            request(*range(turn * 1000, turn * 1000 + 9), lora_name="poet"), Receiver()
+        )
+    await served.until(lambda: served.num_calls == 2)
+
+    assert {one.worker_id for one in named} == {poet.id}
+    assert len(poet.calls) == 2
+    with pytest.raises(errors.NoWorkers):
+        await served.best(range(100), lora_name="clerk")

@@ -1,5 +1,6 @@
 """The card of a model directory."""
 
+import dataclasses
 import hashlib
 import json
 
@@ -78,3 +79,11 @@ def test_a_tokenizer_config_that_is_no_json_is_named(directory):
     (directory / "tokenizer_config.json").write_text("{")
     with pytest.raises(errors.ConfigError, match=r"tokenizer_config.json: expected a JSON object"):
         build(directory)
+
+
+def test_an_adapter_is_on_the_card_and_must_not_be_called_as_its_model(directory):
+    facts = dataclasses.replace(FACTS, lora_names=("poet",))
+
+    assert card.build(directory, name="m", facts=facts, created=5).lora_names == ("poet",)
+    with pytest.raises(errors.ConfigError, match="'poet', and so is its model"):
+        card.build(directory, name="poet", facts=facts, created=5)

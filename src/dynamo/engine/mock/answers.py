@@ -46,7 +46,8 @@ class Cycle:
         """What choice `index` of the request will be."""
         conditions = request.stop_conditions
         num_prompt_bytes = len(request.token_ids) - request.num_resumed * blocks.TOKEN_BYTES
-        digest = xxhash.xxh3_64_intdigest(request.token_ids[:num_prompt_bytes])
+        seed = 0 if request.lora_name is None else blocks.seed_of(request.lora_name)
+        digest = xxhash.xxh3_64_intdigest(request.token_ids[:num_prompt_bytes], seed)
         start = (digest + request.first_choice + index + request.num_resumed) % len(self)
         room = context_length - request.prompt_len
         length = min(room, conditions.max_tokens or room)

@@ -19,7 +19,7 @@ from dynamo.engine.mock.answers import Cycle
 from dynamo.engine.mock.lending import Lending
 from dynamo.engine.mock.memory import Choice, Memory
 from dynamo.engine.pulls import Pull
-from dynamo.protocols import generate, kv_events, kv_transfer, load
+from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,7 @@ class Batch:
         """Take a request that fits (`engine.refusal`), and whose id is not in use."""
         leader: Choice | None = None
         remote = kv_transfer.read(request.kv_transfer_params)
+        seed = blocks.seed_of(request.lora_name)
         choices = self._open[request.id] = []
         for index in range(request.sampling_options.n):
             choice = Choice(
@@ -91,6 +92,7 @@ class Batch:
                 outputs=self._cycle.outputs(index, request.output_options.logprobs),
                 leader=leader,
                 prompt_len=request.prompt_len,
+                seed=seed,
                 remote=None if leader else remote,
             )
             leader = leader or choice

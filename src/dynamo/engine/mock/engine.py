@@ -168,6 +168,7 @@ def _facts(settings: MockConfig, context_length: int) -> api.EngineFacts:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         data_parallel_size=settings.data_parallel_size,
+        lora_names=settings.lora_names,
     )
 
 

@@ -22,6 +22,7 @@ class Choice:
     outputs: Sequence[generate.Output]  # one for each token of the cycle
     leader: "Choice | None"  # the choice that tells what was cached; None: this one
     prompt_len: int
+    seed: int = blocks.SEED  # of the names of its blocks
     num_output: int = 0
     num_computed: int = 0
     num_cached: int | None = None
@@ -129,6 +130,6 @@ class Memory:
         added = choice.request.token_ids[start * blocks.TOKEN_BYTES :] + self._cycle.packed(
             choice.answer.start + num_said, choice.num_output - num_said
         )
-        local = blocks.local_hashes(added, self.block_size)
+        local = blocks.local_hashes(added, self.block_size, choice.seed)
         choice.local_hashes += local
         names += blocks.sequence_hashes(local, names[-1] if names else None)

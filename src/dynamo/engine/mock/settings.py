@@ -62,6 +62,9 @@ class MockConfig(transfer_settings.TransferConfig):
     embedding_dimensions: int = config.option(
         384, help="numbers in a vector, where the task is to embed", least=1
     )
+    lora_names: tuple[str, ...] = config.option(
+        (), help="LoRA adapters that it pretends to have; their answers and their blocks differ"
+    )
     startup_time: float = config.option(
         0.0, help="seconds that the engine takes to load before it serves", least=0
     )

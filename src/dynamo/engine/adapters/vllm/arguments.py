@@ -43,14 +43,16 @@ def kv_endpoints(args: versions.AsyncEngineArgs) -> kv_feed.Endpoints | None:
     )
 
 
-def lora_requests(settings: VllmConfig) -> Mapping[str, versions.LoRARequest]:
-    """The adapters that can be asked for, by name. Raises ConfigError."""
+def lora_requests(settings: VllmConfig, *, is_enabled: bool) -> Mapping[str, versions.LoRARequest]:
+    """The adapters that can be asked for, by name; `is_enabled` as vLLM was told. Raises ConfigError."""
     pairs = [module.partition("=") for module in settings.lora_modules]
-    for name, _, path in pairs:
-        if not name or not path:
-            raise errors.ConfigError(
-                f"--lora-modules: expected NAME=DIRECTORY, got {','.join(settings.lora_modules)!r}"
-            )
+    given = ",".join(settings.lora_modules)
+    if not all(name and path for name, _, path in pairs):
+        raise errors.ConfigError(f"--lora-modules: expected NAME=DIRECTORY, got {given!r}")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise errors.ConfigError(f"--lora-modules: expected each name once, got {given!r}")
+    if pairs and not is_enabled:
+        raise errors.ConfigError(f"--lora-modules {given}: give --enable-lora too, for vLLM")
     return {
         name: versions.LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
         for number, (name, _, path) in enumerate(pairs, start=1)

@@ -25,7 +25,8 @@ from dynamo.protocols import blocks, generate, load
 def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
     """The engine for the model in `directory`, not yet started. Raises ConfigError."""
     args = arguments.engine_args(directory, settings, model_name)
-    engine = streams.StreamingEngine(VllmLibrary(args, arguments.lora_requests(settings)))
+    loras = arguments.lora_requests(settings, is_enabled=args.enable_lora)
+    engine = streams.StreamingEngine(VllmLibrary(args, loras))
     moves = args.kv_transfer_config
     if moves is None or not connectors.lends(moves.kv_connector, moves.kv_connector_extra_config):
         return engine

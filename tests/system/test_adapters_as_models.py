@@ -1,0 +1,140 @@
+"""LoRA adapters are models to clients: real processes, simulated engines that pretend to have some."""
+
+import anthropic
+import httpx
+import openai
+import pytest
+from deployment import MODEL, eventually
+from split import ALWAYS, CONNECTED
+
+QUESTION = "Tell me a story about a brave cat"
+SAY = [{"role": "user", "content": QUESTION}]
+AT_ONCE = ("--speedup-ratio", "0", "--block-size", "16")
+
+
+@pytest.fixture(params=["round-robin", "kv"])
+def story(deployment, request):
+    """A frontend, a worker, and one that has two adapters."""
+    plain = deployment.mocker(*AT_ONCE)
+    poet = deployment.mocker(*AT_ONCE, "--lora-names", "poet,clerk")
+    frontend = deployment.frontend("--router-mode", request.param)
+    frontend.others = [plain, poet]
+    frontend.await_models(["clerk", "poet", MODEL])
+    eventually(lambda: num_instances(frontend) == 2, within_s=30, what="two workers")
+    return frontend, plain, poet
+
+
+def num_instances(frontend):
+    return len(httpx.get(f"{frontend.url}/health", timeout=5).json()["instances"])
+
+
+def said(answer):
+    """Who says that it answered, and what."""
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    return body["model"], body["choices"][0]["message"]["content"]
+
+
+def test_they_are_listed_asked_and_gone_with_their_worker_while_the_model_goes_on(story):
+    frontend, plain, poet = story
+    listed = httpx.get(f"{frontend.url}/v1/models", timeout=5).json()["data"]
+    answers = {
+        model: {said(frontend.chat(QUESTION, model=model, max_tokens=9)) for _ in range(4)}
+        for model in (MODEL, "poet", "clerk")
+    }
+    unknown = frontend.chat(QUESTION, model="singer")
+    poet.kill()
+    frontend.others = [plain]
+    frontend.await_models([MODEL], within_s=10)
+    lost = frontend.chat(QUESTION, model="poet")
+    after = said(frontend.chat(QUESTION, model=MODEL, max_tokens=9))
+
+    assert {one["id"]: one.get("parent") for one in listed} == {
+        "clerk": MODEL,
+        "poet": MODEL,
+        MODEL: None,
+    }
+    assert [{name for name, _ in told} for told in answers.values()] == [
+        {MODEL},
+        {"poet"},
+        {"clerk"},
+    ]
+    texts = [{text for _, text in told} for told in answers.values()]
+    assert all(len(one) == 1 for one in texts)
+    assert len(set.union(*texts)) == 3  # each answers in its own way: its name came to the engine
+    assert unknown.status_code == 404
+    assert lost.status_code == 503
+    assert after in answers[MODEL]
+
+
+def test_each_api_s_own_client_is_answered_by_an_adapter(story):
+    frontend, _, _ = story
+    open_ai = openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="none")
+    claude = anthropic.Anthropic(base_url=frontend.url, api_key="none")
+    with open_ai, claude:
+        chat = open_ai.chat.completions.create(model="poet", messages=SAY, max_tokens=9)
+        message = claude.messages.create(model="poet", messages=SAY, max_tokens=9)
+        response = open_ai.responses.create(model="poet", input=QUESTION, max_output_tokens=9)
+        tensors = httpx.post(
+            f"{frontend.url}/v2/models/poet/generate", json={"text_input": QUESTION}, timeout=10
+        ).json()
+        shown = open_ai.models.retrieve("poet")
+    text = chat.choices[0].message.content
+
+    assert text
+    assert [message.content[0].text, response.output_text] == [text, text]
+    assert [chat.model, message.model, response.model, shown.id] == ["poet"] * 4
+    assert tensors["model_name"] == "poet"
+
+
+def test_an_adapter_is_routed_by_its_own_prefixes(deployment):
+    deployment.mocker(*AT_ONCE, "--lora-names", "poet,clerk")
+    deployment.mocker(*AT_ONCE, "--lora-names", "poet")
+    frontend = deployment.frontend("--router-mode", "kv")
+    frontend.await_models(["clerk", "poet", MODEL])
+    eventually(lambda: num_instances(frontend) == 2, within_s=30, what="two workers")
+
+    def num_cached(model):
+        body = {"model": model, "prompt": QUESTION * 20, "max_tokens": 1}
+        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def foretold():
+        """The sum of the shares of prompts that the router believed to be cached."""
+        text = httpx.get(f"{frontend.url}/metrics", timeout=5).text
+        rows = [row for row in text.splitlines() if "_router_kv_hit_rate_sum{" in row]
+        return sum(float(row.rpartition(" ")[2]) for row in rows)
+
+    def is_foretold(model):
+        before = foretold()
+        return num_cached(model) and foretold() > before
+
+    assert [num_cached(model) for model in ("poet", "clerk", MODEL)] == [0, 0, 0]
+    assert foretold() == 0
+    for model in ("poet", "clerk", MODEL):
+        eventually(lambda name=model: is_foretold(name), within_s=10, what=f"{model}'s prefix")
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "kv"], ids=["by the worker", "by the frontend"])
+def test_an_adapter_s_prompt_is_computed_by_a_prefill_worker_that_has_it(deployment, mode):
+    flags = (*AT_ONCE, "--lora-names", "poet")
+    frontend = deployment.frontend("--router-mode", mode, *(ALWAYS if mode == "kv" else ()))
+    prefill = deployment.mocker(*flags, "--is-prefill-worker")
+    decode = deployment.mocker(*flags, "--disaggregation-mode", "decode", *ALWAYS)
+    frontend.others = [prefill, decode]
+    frontend.await_models(["poet", MODEL])
+    eventually(
+        lambda: (
+            CONNECTED.search(decode.log.read_text())
+            and (mode != "kv" or "by prefill workers of" in frontend.log.read_text())
+        ),
+        within_s=30,
+        what="prompts go by the prefill worker",
+    )
+    names = [said(frontend.chat(QUESTION * 20, model=model))[0] for model in ("poet", MODEL)]
+
+    assert names == ["poet", MODEL]
+    assert prefill.metric("requests_total") == 2
+    assert decode.metric('prefills_total{where="remote"}') == 2
+    assert decode.metric('prefills_total{where="fallback"}') == 0

@@ -1,0 +1,45 @@
+"""The route of an adapter: nobody without it is asked."""
+
+import pytest
+from routing_rig import Receiver, request
+
+from dynamo.base import errors
+from dynamo.router import lora_route, route
+
+
+@pytest.fixture(params=["kv", "round-robin"])
+async def adapters(world, request):
+    """Of three workers, the first two have the adapter."""
+    await world.route(3, router_mode=request.param)
+    world.whole, world.made = world.made, lora_route.LoraRoute(world.made)
+    world.made.serve_by({worker.id: None for worker in world.workers[:2]})
+    return world
+
+
+async def test_it_asks_those_who_have_the_adapter(adapters):
+    for turn in range(4):
+        await adapters.open(*range(turn * 1000, turn * 1000 + 100), lora_name="poet")
+
+    assert [len(worker.calls) for worker in adapters.workers] == [2, 2, 0]
+    assert adapters.made.choose(request()) in {worker.id for worker in adapters.workers[:2]}
+
+
+async def test_of_whom_the_caller_would_have_it_asks_those_who_have_it(adapters):
+    _, second, third = adapters.workers
+    terms = route.Terms(among={second.id, third.id})
+    for _ in range(3):
+        await adapters.made.open(request(lora_name="poet"), Receiver(), terms)
+    await adapters.until(lambda: adapters.num_calls == 3)
+
+    assert len(second.calls) == 3
+    assert adapters.made.choose(request(), among=terms.among) == second.id
+
+
+async def test_when_those_are_gone_nobody_is_asked(adapters):
+    for worker in adapters.workers[:2]:
+        await worker.runtime.close()
+    await adapters.until(lambda: len(adapters.client.instances) == 1)
+
+    with pytest.raises(errors.NoWorkers):
+        await adapters.made.open(request(lora_name="poet"), Receiver())
+    assert not adapters.num_calls
