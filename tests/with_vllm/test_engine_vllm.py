@@ -16,6 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 import psutil
 
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from sleeper_suite import *  # noqa: F403 (likewise)
 from vllm_engine import *  # noqa: F403 (its fixtures)
 
 pytestmark = [
@@ -34,6 +35,14 @@ def break_down():
         return "vLLM's engine process died"
 
     return kill_core
+
+
+@pytest.fixture
+def sleeper(shared):
+    """vLLM refuses --enable-sleep-mode on a CPU, where its worker does all of it but for the memory."""
+    engine = getattr(shared[0], "_engine", shared[0])  # without what moves blocks
+    assert engine.sleeper is None
+    return engine._library
 
 
 async def test_start_gives_the_facts_of_vllms_configuration(host):
