@@ -55,9 +55,9 @@ def test_a_flag_that_nobody_knows_is_named():
 
 def test_an_engine_that_may_sleep_lends_no_memory():
     assert made("--enable-sleep-mode").kv_transfer_config is None
+    both = VllmConfig(engine_args=("--enable-sleep-mode", "--kv-transfer-config", NIXL))
     with pytest.raises(errors.ConfigError, match="--enable-sleep-mode: expected --connector none"):
-        asleep = ("--enable-sleep-mode", "--kv-transfer-config", NIXL)
-        adapter.build(MODEL, VllmConfig(engine_args=asleep), "some")
+        adapter.build(MODEL, both, "some")
 
 
 def test_adapters_are_read_by_name_and_directory():
