@@ -72,6 +72,25 @@ def test_the_only_worker_finishes_its_answer_and_nobody_is_there_until_it_wakes(
     assert frontend.chat(max_tokens=4).status_code == 200
 
 
+def test_a_router_expects_nothing_of_a_worker_that_has_slept(deployment):
+    worker, frontend = deployment.mocker(*FAST), deployment.frontend("--router-mode", "kv")
+    frontend.await_models([MODEL])
+    known = [num_cached(frontend) for _ in range(2)]
+
+    tell(worker, "sleep")
+    tell(worker, "wake_up")
+    frontend.await_models([MODEL])
+    again = [num_cached(frontend) for _ in range(2)]
+
+    assert known[1] > known[0] == 0
+    assert again == known
+
+
+def num_cached(frontend):
+    answer = frontend.chat("Tell me of a hundred long nights. " * 20, max_tokens=4)
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
 def test_what_does_not_end_in_time_goes_on_elsewhere(deployment):
     flags = (*SLOW, "--graceful-shutdown-timeout", "0")
     workers = [deployment.mocker(*flags) for _ in range(2)]

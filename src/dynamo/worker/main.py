@@ -135,10 +135,9 @@ def make_host(
     made.live_with(role.beside)
     if worker.patience is not None:
         made.ask_when_quiet(worker.patience)
-    takes_from_queue = worker.is_prefill and worker.prefill_queue == "queue"  # found or not
-    if isinstance(engine, api.CanSleep) and engine.sleeper is not None and not takes_from_queue:
-        limits = (worker.graceful_shutdown_timeout_s, worker.grace_period_s)
-        made.sleep_when_told(engine.sleeper, *limits)
+    sleeper = engine.sleeper if isinstance(engine, api.CanSleep) else None
+    if sleeper is not None and not worker.takes_from_queue:
+        made.sleep_when_told(sleeper, worker.graceful_shutdown_timeout_s, worker.grace_period_s)
     return made
 
 
