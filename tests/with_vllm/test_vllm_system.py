@@ -269,15 +269,18 @@ def test_a_frontend_that_knows_prefixes_sends_long_prompts_ahead_itself(served):
     assert "prefill_time_ms" not in short["nvext"]["timing"]
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 5}, {"logprobs": 2}])
-def test_choices_whose_prompt_was_sent_ahead_are_those_whose_was_not(served, fields):
+@pytest.mark.parametrize(
+    ("seed", "fields"), [(11, {}), (12, {"temperature": 1.0, "seed": 5}), (13, {"logprobs": 2})]
+)
+def test_choices_whose_prompt_was_sent_ahead_are_those_whose_was_not(served, seed, fields):
     """vLLM computes a prompt of several choices where it answers them."""
-    asked = prompt(11, 300)
+    asked, routed = prompt(seed, 300), served.routed("remote")
 
-    there = served.complete(asked, **fields)["choices"]
-    served.forget_prefixes()
     here = served.complete(asked, n=2, **fields)["choices"]
+    served.forget_prefixes()
+    there = served.complete(asked, **fields)["choices"]
 
+    assert served.routed("remote") == routed + 2  # the former in vain
     assert len({text_of([{"choices": [one]}]) for one in here}) == (2 if "seed" in fields else 1)
     assert there == here[:1]
 
