@@ -7,6 +7,7 @@ import sys
 
 import nkeys
 import pytest
+from nats.aio import transport
 
 import nats_server as servers
 from dynamo.base import errors
@@ -184,3 +185,31 @@ def test_without_the_extra_it_is_named():
 
     assert "ConfigError: NATS needs nats" in done.stderr
     assert "pip install 'pydynamo[nats]'" in done.stderr
+
+
+async def test_leaving_while_the_server_is_away_leaves_nothing_behind(tmp_path, monkeypatch):
+    """Not even if nats-py's attempt to connect again fails in the moment in which it is cancelled."""
+    server = start(tmp_path)
+    joined = await join(server.url)
+    tries = asyncio.Event()
+    swallowed = []
+
+    async def connect(*where, **options):
+        tries.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if swallowed:
+                raise
+            swallowed.append(True)
+            raise ConnectionRefusedError from None
+
+    monkeypatch.setattr(transport.TcpTransport, "connect", connect)
+    server.stop()
+    async with asyncio.timeout(10):
+        await tries.wait()
+
+    await joined.close()
+
+    assert swallowed
+    assert asyncio.all_tasks() == {asyncio.current_task()}

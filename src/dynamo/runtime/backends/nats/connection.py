@@ -157,6 +157,10 @@ class Connection:
         except (TimeoutError, nats.errors.Error, OSError) as error:
             log.warning("left NATS at %s without a last word: %s", self.addresses, error)
         await self._tasks.close()
+        if (again := getattr(self._client, "_reconnection_task", None)) is not None:
+            await _end(
+                again
+            )  # nats-py cancels it once, which may be swallowed: it would try for ever
 
     async def _settle(self) -> None:
         """Until the server knows what we want to hear: else the first words to us could be too early.
