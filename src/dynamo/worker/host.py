@@ -206,6 +206,9 @@ class Host:
         asleep = errors.WorkerLost("the worker sleeps: ask another")
         await self._requests.leave(asleep, self._retire_s)
         await self._let_others_read(until)
+
+    async def forget_prefixes(self) -> None:
+        """So that nobody expects them here afterwards."""
         await self._engine.clear_kv_blocks()
 
     async def come_back(self) -> None:

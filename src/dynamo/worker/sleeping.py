@@ -25,6 +25,10 @@ class Worker(Protocol):
         """Be found no more, and have nothing under way. Bounded in time."""
         ...
 
+    async def forget_prefixes(self) -> None:
+        """The engine's, and say so."""
+        ...
+
     async def come_back(self) -> None:
         """Take requests, and be found."""
         ...
@@ -95,6 +99,7 @@ class Sleeping:
     async def _fall_asleep(self, level: int) -> str:
         await self._worker.retire()
         async with asyncio.timeout(self._change_s):
+            await self._worker.forget_prefixes()
             await self._sleeper.sleep(level)
         self._state, self._level = "asleep", level
         _logger.info("asleep (level %d)", level)

@@ -21,6 +21,9 @@ class World:
     async def retire(self):
         self.heard.append("retire")
 
+    async def forget_prefixes(self):
+        self.heard.append("forget")
+
     async def come_back(self):
         self.heard.append("come back")
 
@@ -61,14 +64,14 @@ async def test_it_leaves_before_it_sleeps_and_comes_back_when_it_is_awake(asked,
     said = [await asked.sleep(1), await asked.wake_up(())]
 
     assert said == ["asleep (level 1)", "awake"]
-    assert world.heard == ["retire", "sleep 1", "wake up ", "come back"]
+    assert world.heard == ["retire", "forget", "sleep 1", "wake up ", "come back"]
 
 
 async def test_what_has_happened_already_is_no_error(asked, world):
     said = [await asked.wake_up(()), await asked.sleep(2), await asked.sleep(1)]
 
     assert said == ["awake already", "asleep (level 2)", "asleep already (level 2)"]
-    assert world.heard == ["retire", "sleep 2"]
+    assert world.heard == ["retire", "forget", "sleep 2"]
 
 
 async def test_it_comes_back_only_when_all_is_back(asked, world):
@@ -103,7 +106,7 @@ async def test_who_asked_may_leave(asked, world):
     await until(lambda: first.done())
 
     await until_asleep(asked)
-    assert world.heard == ["retire", "sleep 1"]
+    assert world.heard == ["retire", "forget", "sleep 1"]
 
 
 async def test_before_it_serves_it_is_not_ready():
