@@ -45,6 +45,27 @@ def sleeper(shared):
     return engine._library
 
 
+async def test_only_weights_that_were_dropped_are_read_anew(sleeper, monkeypatch):
+    asked, llm = [], sleeper._llm
+    pass_on = llm.collective_rpc
+
+    async def noted(method):
+        asked.append(method)
+        return await pass_on(method)
+
+    monkeypatch.setattr(llm, "collective_rpc", noted)
+    await sleeper.sleep(1)
+    await sleeper.wake_up([])
+    assert asked == []
+
+    await sleeper.sleep(2)
+    await sleeper.wake_up(["kv_cache"])
+    assert asked == []
+
+    await sleeper.wake_up(["weights"])
+    assert asked == ["reload_weights"]
+
+
 async def test_start_gives_the_facts_of_vllms_configuration(host):
     facts = host.facts
 
