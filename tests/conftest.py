@@ -6,7 +6,7 @@ A suite that several modules import says what went wrong as their own tests do.
 import hypothesis
 import pytest
 
-pytest.register_assert_rewrite("engine_suite")
+pytest.register_assert_rewrite("engine_suite", "sleeper_suite")
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")

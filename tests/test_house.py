@@ -14,19 +14,19 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
 # the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 1180,
+    "base": 1190,
     "protocols": 3600,
     "observability": 920,
     "runtime": 6600,
     "transfer": 2950,
     "kvbm": 2200,
-    "engine": 9200,
+    "engine": 9260,
     "router": 4200,
     "semantic": 1000,
     "preprocess": 3060,
     "disagg": 1890,
     "frontend": 9330,
-    "worker": 2610,
+    "worker": 2840,
     "planner": 2000,
     "operator": 2000,
     "cli": 1210,

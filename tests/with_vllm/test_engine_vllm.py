@@ -16,6 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 import psutil
 
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from sleeper_suite import *  # noqa: F403 (likewise)
 from vllm_engine import *  # noqa: F403 (its fixtures)
 
 pytestmark = [
@@ -34,6 +35,35 @@ def break_down():
         return "vLLM's engine process died"
 
     return kill_core
+
+
+@pytest.fixture
+def sleeper(shared):
+    """vLLM refuses --enable-sleep-mode on a CPU, where its worker does all of it but for the memory."""
+    engine = getattr(shared[0], "_engine", shared[0])  # without what moves blocks
+    assert engine.sleeper is None
+    return engine._library
+
+
+async def test_only_weights_that_were_dropped_are_read_anew(sleeper, monkeypatch):
+    asked, llm = [], sleeper._llm
+    pass_on = llm.collective_rpc
+
+    async def noted(method):
+        asked.append(method)
+        return await pass_on(method)
+
+    monkeypatch.setattr(llm, "collective_rpc", noted)
+    await sleeper.sleep(1)
+    await sleeper.wake_up([])
+    assert asked == []
+
+    await sleeper.sleep(2)
+    await sleeper.wake_up(["kv_cache"])
+    assert asked == []
+
+    await sleeper.wake_up(["weights"])
+    assert asked == ["reload_weights"]
 
 
 async def test_start_gives_the_facts_of_vllms_configuration(host):

@@ -16,8 +16,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm_models
     from dynamo.engine.adapters.vllm import arguments, versions
+    from dynamo.engine.adapters.vllm import engine as adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 MODEL = model_source.built_in()  # vLLM looks whether it is there
 
 
@@ -49,6 +51,13 @@ def test_what_we_tell_vllm_cannot_be_said_in_its_way(flag):
 def test_a_flag_that_nobody_knows_is_named():
     with pytest.raises(errors.ConfigError, match="--max-model-length"):
         made("--max-model-length", "5")
+
+
+def test_an_engine_that_may_sleep_lends_no_memory():
+    assert made("--enable-sleep-mode").kv_transfer_config is None
+    both = VllmConfig(engine_args=("--enable-sleep-mode", "--kv-transfer-config", NIXL))
+    with pytest.raises(errors.ConfigError, match="--enable-sleep-mode: expected --connector none"):
+        adapter.build(MODEL, both, "some")
 
 
 def test_adapters_are_read_by_name_and_directory():

@@ -1,7 +1,8 @@
-"""Frontend, two workers and a prefill worker over real vLLM, as users start them.
+"""Frontends, two decode workers and a prefill worker over real vLLM, as users start them.
 
 All start at once, as each takes half a minute, and serve every test here; the last two kill some of them. Prompts up to
-`LOCAL` tokens are computed by the worker that answers, longer ones by the prefill worker.
+`LOCAL` tokens are computed by the worker that answers, longer ones by the prefill worker: of what `frontend` is asked,
+in router mode kv, it sends them there itself; of what `plain` is asked the worker does that answers.
 """
 
 import concurrent.futures
@@ -55,17 +56,22 @@ class Served:
         model = str(vllm_models.make(directory / "model"))
         flags = ("--model", model, *FLAGS.split())
         limits = ("--max-local-prefill-length", str(LOCAL), "--max-prefill-queue-size", "100")
-        self.workers = [self.deployment.vllm(*flags, *limits) for _ in range(2)]
+        decode = ("--disaggregation-mode", "decode", *limits)
+        self.workers = [self.deployment.vllm(*flags, *decode) for _ in range(2)]
         self.prefill = self.deployment.vllm(*flags, "--is-prefill-worker")
-        self.frontend = self.deployment.frontend("--router-mode", "kv")
+        self.plain = self.deployment.frontend()
+        self.frontend = self.deployment.frontend("--router-mode", "kv", *limits)
         self.frontend.others = [*self.workers, self.prefill]
 
     def await_all(self):
-        self._await(lambda: self.frontend.models() == [MODEL], "the model")
         served = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
-        self._await(lambda: self.frontend.metric(served) == 2, "two workers")
+        for frontend in (self.frontend, self.plain):
+            self._await(lambda of=frontend: of.models() == [MODEL], "the model")
+            self._await(lambda of=frontend: of.metric(served) == 2, "two workers")
         for worker in self.workers:
             self._await(lambda log=worker.log: " is connected" in log.read_text(), "who prefills")
+        told = "by prefill workers of"
+        self._await(lambda: told in self.frontend.log.read_text(), "the frontend's prefill worker")
 
     def _await(self, check, what):
         def is_so():
@@ -75,18 +81,31 @@ class Served:
 
         eventually(is_so, within_s=START_S, what=what, every_s=0.5)
 
-    def ask(self, token_ids, max_tokens=16):
-        """The answer and how many tokens of the prompt nobody had to compute."""
-        url = self.frontend.url
-        answer = httpx.post(f"{url}/v1/completions", json=body(token_ids, max_tokens), timeout=120)
+    def complete(self, token_ids, max_tokens=16, frontend=None, **fields):
+        """All that is said."""
+        url = (frontend or self.frontend).url
+        asked = body(token_ids, max_tokens, **fields)
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=120)
         assert answer.status_code == 200, answer.text
-        said = answer.json()
+        return answer.json()
+
+    def ask(self, token_ids, max_tokens=16, **fields):
+        """The answer and how many tokens of the prompt nobody had to compute."""
+        said = self.complete(token_ids, max_tokens, **fields)
         assert said["usage"]["completion_tokens"] == max_tokens
-        return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return said["choices"][0]["text"], cached_of(said)
 
     def ask_all(self, prompts, **fields):
         with concurrent.futures.ThreadPoolExecutor(32) as threads:
             return [text for text, _ in threads.map(lambda one: self.ask(one, **fields), prompts)]
+
+    def ask_by_both(self, prompts):
+        """The first half of the frontend that sends prompts ahead, the rest of the other."""
+        half = len(prompts) // 2
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            ahead = threads.submit(self.ask_all, prompts[:half])
+            late = threads.submit(self.ask_all, prompts[half:], frontend=self.plain)
+            return ahead.result() + late.result()
 
     def forget_prefixes(self):
         httpx.post(f"{self.frontend.url}/clear_kv_blocks", timeout=60).raise_for_status()
@@ -95,6 +114,16 @@ class Served:
         """How many prompts were computed so."""
         name = f'prefills_total{{where="{where}"}}'
         return sum(worker.metric(name) for worker in self.workers if worker.is_running)
+
+    def routed(self, where):
+        """How many prompts the frontend has had computed so."""
+        name = "dynamo_frontend_routed_prefills_total"
+        return self.frontend.metric(f'{name}{{model="{MODEL}",where="{where}"}}')
+
+    def num_sent_away(self):
+        """Prompts for which somebody has turned to the prefill worker."""
+        logs = [process.log.read_text() for process in (self.frontend, *self.workers)]
+        return sum(log.count("Prefilling remotely for request") for log in logs)
 
     def holder(self):
         """The worker that has a request now."""
@@ -110,6 +139,11 @@ class Served:
 def body(token_ids, max_tokens, **fields):
     ways = {"temperature": 0, "nvext": {"ignore_eos": True}}
     return {"model": MODEL, "prompt": token_ids, "max_tokens": max_tokens} | ways | fields
+
+
+def cached_of(said):
+    """Tokens of the prompt that nobody had to compute."""
+    return said["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def num_requests(worker):
@@ -183,20 +217,21 @@ def test_a_prompt_goes_where_its_prefix_is_known(served):
 
 
 def test_a_long_prompt_is_computed_elsewhere_and_its_prefix_is_known_there(served):
-    before = served.prefills("remote")
+    before, routed = served.prefills("remote"), served.routed("remote")
     asked = prompt(3, 400)
 
-    first, num_first = served.ask(asked)
-    second, num_second = served.ask(asked[:300] + prompt(4, 250))
+    first, num_first = served.ask(asked, frontend=served.plain)
+    second, num_second = served.ask(asked[:300] + prompt(4, 250), frontend=served.plain)
 
     assert served.prefills("remote") == before + 2
+    assert served.routed("remote") == routed
     assert (num_first, num_second) == (0, 288)
     assert first != second
 
 
 def test_the_log_tells_the_story(served):
     """In the words of Dynamo's users, most of them vLLM's own."""
-    served.ask(prompt(7, 350))
+    served.ask(prompt(7, 350), frontend=served.plain)
 
     assert any(tells(worker.log.read_text(), GOLDEN) for worker in served.workers)
     assert tells(served.prefill.log.read_text(), GOLDEN_PREFILL)
@@ -210,6 +245,44 @@ def tells(log, story):
         if at < 0:
             return False
     return True
+
+
+def test_a_frontend_that_knows_prefixes_sends_long_prompts_ahead_itself(served):
+    before, routed, known = served.prefills("remote"), served.routed("remote"), prompt(8, 300)
+    fields = {"nvext": {"ignore_eos": True, "extra_fields": ["worker_id", "timing"]}}
+
+    first = served.complete(known, **fields)
+    second = served.complete(known + prompt(9, 250), **fields)
+    short = served.complete(prompt(10, LOCAL), **fields)
+
+    assert served.prefills("remote") == before + 2
+    assert served.routed("remote") == routed + 2
+    assert [cached_of(said) for said in (first, second, short)] == [0, 288, 0]
+    for said in (first, second):
+        ids, timing = said["nvext"]["worker_id"], said["nvext"]["timing"]
+        assert ids["prefill_worker_id"] != ids["decode_worker_id"]
+        assert timing["prefill_time_ms"] > 0
+        assert timing["kv_transfer_time_ms"] > 0
+    assert first["nvext"]["timing"]["kv_transfer_blocks"] == 10
+    ids = short["nvext"]["worker_id"]
+    assert ids["prefill_worker_id"] == ids["decode_worker_id"]
+    assert "prefill_time_ms" not in short["nvext"]["timing"]
+
+
+@pytest.mark.parametrize(
+    ("seed", "fields"), [(11, {}), (12, {"temperature": 1.0, "seed": 5}), (13, {"logprobs": 2})]
+)
+def test_choices_whose_prompt_was_sent_ahead_are_those_whose_was_not(served, seed, fields):
+    """vLLM computes a prompt of several choices where it answers them."""
+    asked, routed = prompt(seed, 300), served.routed("remote")
+
+    here = served.complete(asked, n=2, **fields)["choices"]
+    served.forget_prefixes()
+    there = served.complete(asked, **fields)["choices"]
+
+    assert served.routed("remote") == routed + 2  # the former in vain
+    assert len({text_of([{"choices": [one]}]) for one in here}) == (2 if "seed" in fields else 1)
+    assert there == here[:1]
 
 
 def test_many_streams_at_once_are_all_answered(served):
@@ -233,18 +306,21 @@ def test_an_answer_that_nobody_wants_leaves_the_scheduler(served):
 
 
 def test_a_killed_prefill_worker_costs_no_answer_and_changes_none(served):
+    """Whether the frontend sent the prompts there, or the worker that answers."""
     before, meanwhile = ([prompt(300 + i, 300) for i in range(n, n + 6)] for n in (0, 6))
-    num_remote = served.prefills("remote")
-    remote = served.ask_all(before)
+    num_remote, num_routed = served.prefills("remote"), served.routed("remote")
+    remote = served.ask_by_both(before)
     assert served.prefills("remote") == num_remote + 6
+    assert served.routed("remote") == num_routed + 3
 
+    num_sent = served.num_sent_away()
     served.prefill.signal(signal.SIGSTOP)
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(served.ask_all, meanwhile)
-        eventually(lambda: sum(map(num_requests, served.workers)) == 6, within_s=30, what="all ask")
+        asking = threads.submit(served.ask_by_both, meanwhile)
+        eventually(lambda: served.num_sent_away() == num_sent + 6, within_s=30, what="all ask")
         served.prefill.kill_all()
         interrupted = asking.result()
-    assert served.prefills("fallback") == 6
+    assert served.prefills("fallback") == served.routed("fallback") == 3
     assert served.prefills("remote") == num_remote + 6
 
     served.forget_prefixes()

@@ -9,6 +9,7 @@
     │   ├── ResponseNotFound         an earlier answer is not kept (any more)  400
     │   ├── Unauthenticated          no key, or one that nobody gave out       401
     │   ├── Forbidden                this key may not do that                  403
+    │   ├── Conflict                 it does not fit the state of things       409
     │   ├── RateLimited              this key has had its share                429
     │   └── Cancelled                the caller went away                      499
     ├── Unavailable              nobody can answer now → 503
@@ -87,6 +88,12 @@ class Forbidden(RequestError):
     """The key is known, but may not do this."""
 
     code = "forbidden"
+
+
+class Conflict(RequestError):
+    """What is asked for does not fit the state that things are in; it may later."""
+
+    code = "conflict"
 
 
 class RateLimited(RequestError):

@@ -149,6 +149,31 @@ class BlockHolder(Protocol):
         ...
 
 
+class Sleeper(Protocol):
+    """Gives an engine's memory back for a while. Nothing runs then, and nothing is submitted until it is awake.
+
+    Who calls sees to that, and has prefixes forgotten before. `tests/contract/test_sleeper.py` holds engines to this.
+    """
+
+    async def sleep(self, level: int) -> None:
+        """1: the weights wait in host memory; 2: they are dropped, and read anew when it wakes."""
+        ...
+
+    async def wake_up(self, tags: Sequence[str]) -> bool:
+        """Take "weights" or "kv_cache" back, or without tags all; is it all there now?"""
+        ...
+
+
+@runtime_checkable
+class CanSleep(Protocol):
+    """What an engine is beside `Engine` if there is a way to give its memory back."""
+
+    @property
+    def sleeper(self) -> Sleeper | None:
+        """None: it was started such that it cannot."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedderFacts:
     """What is known once an embedder has started."""

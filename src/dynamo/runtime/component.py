@@ -124,7 +124,7 @@ class DistributedRuntime:
         self._new_plane = new_plane
         self._inhibited_s = inhibited_s
         self._is_sibling = is_sibling
-        self._keys: list[str] = []
+        self._records: dict[str, bytes] = {}  # what others find of us, by key
         self._clients: list[client.EndpointClient] = []
 
     @classmethod
@@ -212,8 +212,18 @@ class DistributedRuntime:
 
     async def deregister(self) -> None:
         """Take back what we registered, last first; we still answer."""
-        while self._keys:
-            await self.discovery.delete(self._keys.pop())
+        await self.withdraw()
+        self._records.clear()
+
+    async def withdraw(self) -> None:
+        """Take it back for a while; we still answer."""
+        for key in reversed(list(self._records)):
+            await self.discovery.delete(key)
+
+    async def restore(self) -> None:
+        """What was withdrawn can be found again."""
+        for key, value in self._records.items():
+            await self.discovery.put(key, value)
 
     def client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Follow and ask an endpoint; it is closed with us, if not before."""
@@ -256,8 +266,8 @@ class DistributedRuntime:
         await self.close()
 
     async def _put(self, key: str, value: msgspec.Struct) -> None:
-        self._keys.append(key)
-        await self.discovery.put(key, msgspec.json.encode(value))
+        self._records[key] = msgspec.json.encode(value)
+        await self.discovery.put(key, self._records[key])
 
 
 def _request_plane(

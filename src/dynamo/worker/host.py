@@ -24,7 +24,17 @@ from dynamo.engine import api
 from dynamo.observability import tracing
 from dynamo.protocols import instances, kv_events, model_card
 from dynamo.runtime import component, requests
-from dynamo.worker import call_trace, canary, file_sharing, inflight, metrics, publish, system
+from dynamo.worker import (
+    call_trace,
+    canary,
+    file_sharing,
+    inflight,
+    metrics,
+    publish,
+    sleep_routes,
+    sleeping,
+    system,
+)
 
 _logger = logging.getLogger(__name__)
 ENGINE_STOP_S = 10.0  # an engine that hangs does not stop either
@@ -91,10 +101,16 @@ class Host:
         self._over = asyncio.Event()
         self._death: errors.EngineFailed | None = None
         self._is_ready = False
+        self._sleeping: sleeping.Sleeping | None = None  # None: it cannot
 
     def ask_when_quiet(self, patience: canary.Patience) -> None:
         """From `start` on see to it that the engine still answers."""
         self._patience = patience
+
+    def sleep_when_told(self, sleeper: api.Sleeper, timeout_s: float, grace_s: float = 0.0) -> None:
+        """From `start` on, by the system port, which is not open yet; the times are those of `stop`."""
+        self._sleeping = sleeping.Sleeping(sleeper, self)
+        self._retire_s, self._retire_grace_s = timeout_s, grace_s
 
     def live_with(self, beside: Sequence[Beside]) -> None:
         """From `start` on."""
@@ -126,9 +142,11 @@ class Host:
         self._is_ready = True
         if self._patience is not None:
             asked = canary.Canary(
-                self._requests.take, self._engine.load, self._patience, self._clock
+                self._ask_if_awake, self._engine.load, self._patience, self._clock
             )
             self._running.start("canary", self._die_with(asked))
+        if self._sleeping is not None:
+            self._sleeping.begin()
         _logger.info("serving %s at %s", card.display_name, self._endpoint)
         return card
 
@@ -139,6 +157,7 @@ class Host:
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._counts.uptime_s,
             render=lambda: self._counts.render(self._engine.load() if self._is_ready else ()),
+            beside=sleep_routes.table(self._sleeping) if self._sleeping is not None else {},
         )
         return await self._system.start(host, port)
 
@@ -152,6 +171,8 @@ class Host:
     async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
         """Finish what runs, within `timeout_s`, and end; take what still comes for `grace_s` first. Idempotent."""
         self._is_ready = False
+        if self._sleeping is not None:
+            await self._sleeping.close()
         until = self._clock.now() + grace_s + timeout_s
         if len(self._requests):
             _logger.info("finishing %d requests", len(self._requests))
@@ -176,6 +197,26 @@ class Host:
             await asyncio.to_thread(self._exporter.close)
         _logger.info("stopped")
 
+    async def retire(self) -> None:
+        """Be found no more, and have nothing under way; `come_back` undoes it."""
+        self._is_ready = False
+        await self._runtime.withdraw()
+        await self._clock.sleep(self._retire_grace_s)
+        until = self._clock.now() + self._retire_s
+        asleep = errors.WorkerLost("the worker sleeps: ask another")
+        await self._requests.leave(asleep, self._retire_s)
+        await self._let_others_read(until)
+
+    async def forget_prefixes(self) -> None:
+        """So that nobody expects them here afterwards."""
+        await self._engine.clear_kv_blocks()
+
+    async def come_back(self) -> None:
+        """Take requests, and be found."""
+        self._requests.come_back()
+        await self._runtime.restore()
+        self._is_ready = True
+
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
         """From the engine: all outputs of one step."""
         self._requests.outputs(batch)
@@ -194,6 +235,12 @@ class Host:
         self._death = error
         self._requests.give_back(errors.WorkerLost(f"the worker's engine is lost: {error}"))
         self._over.set()
+
+    def _ask_if_awake(self, question: requests.Call) -> None:
+        if self._is_ready:
+            self._requests.take(question)
+        else:  # it sleeps, or is about to leave
+            question.finish()
 
     async def _die_with(self, asked: canary.Canary) -> None:
         self.died(await asked.watch())

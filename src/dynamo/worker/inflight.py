@@ -5,6 +5,7 @@ all in one turn of the event loop, so that the request plane makes one frame of 
 `n` choices ended, when the engine gives it up, or when its caller goes away (then the engine is told to stop).
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class InFlight:
         self._entry_by_id: dict[str, _Entry] = {}
         self._num_renamed = 0
         self._closed: errors.WorkerLost | None = None  # why nothing is taken any more
+        self._is_empty = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._entry_by_id)
@@ -80,6 +82,22 @@ class InFlight:
         """The engine gives one request up."""
         if request_id in self._entry_by_id:
             self._release(request_id, error).call.fail(error)
+
+    async def leave(self, reason: errors.WorkerLost, timeout_s: float) -> None:
+        """Take nothing more, finish what runs, and give back what has not ended by then."""
+        self._closed = reason
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._entry_by_id:
+                    self._is_empty.clear()
+                    await self._is_empty.wait()
+        except TimeoutError:
+            _logger.warning("%d requests did not finish within %g s", len(self), timeout_s)
+            self.give_back(reason)
+
+    def come_back(self) -> None:
+        """Take requests again."""
+        self._closed = None
 
     def give_back(self, reason: errors.WorkerLost) -> None:
         """Fail all requests, and all that still come: another worker shall answer them."""
@@ -127,6 +145,8 @@ class InFlight:
     def _release(self, request_id: str, error: errors.DynamoError | None) -> _Entry:
         entry = self._entry_by_id.pop(request_id)
         self._counts.ended(self._clock.now() - entry.taken_at, error)
+        if not self._entry_by_id:
+            self._is_empty.set()
         return entry
 
 

@@ -135,6 +135,9 @@ def make_host(
     made.live_with(role.beside)
     if worker.patience is not None:
         made.ask_when_quiet(worker.patience)
+    sleeper = engine.sleeper if isinstance(engine, api.CanSleep) else None
+    if sleeper is not None and not worker.takes_from_queue:
+        made.sleep_when_told(sleeper, worker.graceful_shutdown_timeout_s, worker.grace_period_s)
     return made
 
 

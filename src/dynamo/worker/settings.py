@@ -178,3 +178,8 @@ class WorkerConfig(component.RuntimeConfig):
     def is_prefill(self) -> bool:
         """Does it only compute prompts?"""
         return self.is_prefill_worker or self.disaggregation_mode == "prefill"
+
+    @property
+    def takes_from_queue(self) -> bool:
+        """Does it take prompts whether or not anybody finds it?"""
+        return self.is_prefill and self.prefill_queue == "queue"

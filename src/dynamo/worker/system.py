@@ -3,9 +3,12 @@
 GET /live       200 for as long as the process turns its event loop
 GET /health     200 once the worker serves, 503 before, while it drains, and after its engine died
 GET /metrics    Prometheus
+
+What can be told to a worker beside that brings its own routes (`sleep_routes`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -25,6 +28,7 @@ class SystemPort:
         is_ready: Callable[[], bool],
         uptime_s: Callable[[], float],
         render: Callable[[], bytes],
+        beside: Mapping[tuple[str, str], router.Handler] = MappingProxyType({}),
     ) -> None:
         self._endpoints = endpoints
         self._is_ready = is_ready
@@ -34,6 +38,7 @@ class SystemPort:
             ("GET", "/live"): self._live,
             ("GET", "/health"): self._health,
             ("GET", "/metrics"): self._metrics,
+            **beside,
         }
         self._server = server.HttpServer(
             router.Router(table, error_body=server.plain_error), error_body=server.plain_error

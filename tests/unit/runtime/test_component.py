@@ -61,6 +61,24 @@ async def test_what_one_registers_the_other_finds_and_asks(pair):
     assert client.instances == {worker.instance_id: instance}
 
 
+async def test_what_is_withdrawn_is_not_found_until_it_is_restored(pair):
+    worker, frontend = pair
+    await worker.register(NAME, echo, CARD)
+    before = await frontend.discovery.get_prefix("v1/")
+
+    await worker.withdraw()
+    meanwhile = await frontend.discovery.get_prefix("v1/")
+    await worker.restore()
+    after = await frontend.discovery.get_prefix("v1/")
+    await worker.withdraw()
+    await worker.deregister()
+    await worker.restore()
+
+    assert len(before) == 2
+    assert (meanwhile, after) == ({}, before)
+    assert await frontend.discovery.get_prefix("v1/") == {}
+
+
 async def test_a_card_stands_beside_its_instance(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import pytest
 from worker_fakes import FACTS, FakeEngine, make_request
 
@@ -70,6 +71,17 @@ class World:
 
     async def keys(self):
         return list(await self.asker.discovery.get_prefix("v1/"))
+
+    async def is_found(self):
+        return any("/generate/" in key for key in await self.keys())
+
+    async def tell(self, what):
+        async with httpx.AsyncClient() as client:
+            return await client.post(f"http://127.0.0.1:{self.port}/engine/{what}")
+
+    async def health(self):
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"http://127.0.0.1:{self.port}/health")).status_code
 
     async def close(self):
         await self.host.stop(0)
@@ -224,6 +236,103 @@ async def test_an_engine_that_hangs_ends_the_worker(world, monkeypatch):
     assert isinstance(await receiver.end, errors.WorkerLost)
 
 
+class Sleeper:
+    """The engine's memory, and whether its worker is found while it is given back."""
+
+    def __init__(self, world):
+        self.world, self.heard = world, []
+
+    async def sleep(self, level):
+        self.heard.append(("sleep", level, await self.world.is_found()))
+
+    async def wake_up(self, tags):
+        self.heard.append(("wake up", *tags, await self.world.is_found()))
+        return True
+
+
+@pytest.fixture
+async def asleep(world):
+    """A world whose worker sleeps as soon as what ran has ended."""
+    world.sleeper = Sleeper(world)
+    world.host.sleep_when_told(world.sleeper, timeout_s=60)
+    world.port = await world.host.open_system_port("127.0.0.1", 0)
+    await world.host.start()
+    receiver, _ = await world.ask()
+    sleeping = asyncio.create_task(world.tell("sleep"))
+    await until_not_found(world)
+    assert (await world.health(), world.sleeper.heard) == (503, [])
+    world.host.outputs([output(generate.FinishReason.EOS)])
+    assert await receiver.end is None
+    assert (await sleeping).status_code == 200
+    return world
+
+
+async def until_not_found(world):
+    async with asyncio.timeout(5):
+        while await world.is_found():
+            await asyncio.sleep(0)
+
+
+async def test_a_worker_that_is_put_to_sleep_leaves_first_and_comes_back_awake(asleep):
+    meanwhile = await asleep.keys()
+    woken = await asleep.tell("wake_up")
+    asleep.engine.submitted.clear()
+    receiver, _ = await asleep.ask()
+    asleep.host.outputs([output(generate.FinishReason.EOS)])
+
+    assert meanwhile == []
+    assert asleep.engine.num_cleared == 1
+    assert woken.json() == {"status": "ok", "message": "awake"}
+    assert asleep.sleeper.heard == [("sleep", 1, False), ("wake up", False)]
+    assert await receiver.end is None
+    assert await asleep.health() == 200
+
+
+async def test_a_worker_that_sleeps_stops_when_it_is_told(asleep):
+    await asleep.host.stop(5)
+
+    assert asleep.engine.num_stopped == 1
+
+
+async def test_a_worker_whose_engine_fails_to_sleep_ends(world):
+    async def fail(level):
+        raise OSError("no memory")
+
+    sleeper = Sleeper(world)
+    sleeper.sleep = fail
+    world.host.sleep_when_told(sleeper, timeout_s=0)
+    world.port = await world.host.open_system_port("127.0.0.1", 0)
+    await world.host.start()
+
+    answer = await world.tell("sleep")
+
+    assert answer.status_code == 500
+    with pytest.raises(errors.EngineFailed, match="no memory"):
+        await world.host.run_until(asyncio.Event())
+
+
+async def test_a_canary_asks_no_engine_that_sleeps(world):
+    asked = asyncio.Event()
+    world.host.ask_when_quiet(canary.Patience(wait_s=0, answer_s=60))
+    world.engine.submit = lambda request: asked.set()
+    world.host.sleep_when_told(Sleeper(world), timeout_s=0)
+    world.port = await world.host.open_system_port("127.0.0.1", 0)
+    await world.host.start()
+    await asked.wait()
+    await world.tell("sleep")
+    asked.clear()
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+    assert not asked.is_set()
+
+
+async def test_a_worker_that_cannot_sleep_has_no_route_for_it(world):
+    world.port = await world.host.open_system_port("127.0.0.1", 0)
+
+    assert (await world.tell("sleep")).status_code == 404
+
+
 async def test_kv_events_reach_whoever_listens(world):
     heard = []
     await world.asker.events.subscribe("dynamo/backend/kv_events", heard.extend)
@@ -252,16 +361,13 @@ class Beside:
         self.world, self.heard = world, []
 
     async def start(self):
-        self.heard.append(("start", await self.is_found(), self.world.engine.is_stopped))
+        self.heard.append(("start", await self.world.is_found(), self.world.engine.is_stopped))
 
     async def leave(self):
-        self.heard.append(("leave", await self.is_found(), self.world.engine.is_stopped))
+        self.heard.append(("leave", await self.world.is_found(), self.world.engine.is_stopped))
 
     async def close(self):
-        self.heard.append(("close", await self.is_found(), self.world.engine.is_stopped))
-
-    async def is_found(self):
-        return any("/generate/" in key for key in await self.world.keys())
+        self.heard.append(("close", await self.world.is_found(), self.world.engine.is_stopped))
 
 
 async def test_what_lives_beside_it_starts_before_it_is_found_and_leaves_before_what_runs_ends(

@@ -1,5 +1,7 @@
 """Requests between the plane and the engine."""
 
+import asyncio
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -49,6 +51,36 @@ def test_a_request_goes_to_the_engine_and_its_outputs_come_back(table, engine):
     assert [o.token_ids for o in call.sent] == [(7,), (8,)]
     assert call.num_finished == 1
     assert len(table) == 0
+
+
+async def test_who_leaves_waits_for_what_runs_and_sends_others_elsewhere(table):
+    asleep = errors.WorkerLost("asleep")
+    running = take(table)
+    leaving = asyncio.create_task(table.leave(asleep, 60))
+    await asyncio.sleep(0)
+    late = take(table, make_request("late"))
+
+    assert not leaving.done()
+    assert (type(late.error), str(late.error)) == (errors.WorkerLost, "asleep")
+
+    table.outputs([output(end=END)])
+    await leaving
+
+    assert (running.num_finished, running.error) == (1, None)
+
+
+async def test_who_leaves_gives_back_what_does_not_end_in_time_and_may_come_back(table, engine):
+    call = take(table)
+    await table.leave(errors.WorkerLost("asleep"), 0)
+
+    assert str(call.error) == "asleep"
+    assert engine.aborted == ["r"]
+
+    table.come_back()
+    again = take(table)
+
+    assert again.error is None
+    assert len(table) == 1
 
 
 def test_a_call_ends_when_all_its_choices_ended(table):

@@ -3,10 +3,15 @@
 import shutil
 import sys
 
+import httpx
 import pytest
 
 from dynamo.base import errors
-from dynamo.worker import main, model_source
+from dynamo.engine.mock.answers import Cycle
+from dynamo.engine.mock.engine import MockEngine
+from dynamo.engine.mock.settings import MockConfig
+from dynamo.runtime import component
+from dynamo.worker import main, model_source, settings
 
 
 @pytest.fixture
@@ -56,3 +61,25 @@ def test_a_model_that_no_frontend_could_read_is_not_served(run, capsys, tmp_path
 
     assert run("--model", str(directory), *memory) == 2
     assert "the chat template is no valid template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({}, 409),
+        ({"is_prefill_worker": True}, 409),
+        ({"is_prefill_worker": True, "prefill_queue": "queue"}, 404),
+    ],
+)
+async def test_a_worker_may_sleep_unless_a_queue_gives_it_work(fields, status):
+    """409: not before it is ready."""
+    engine = MockEngine(MockConfig(), cycle=Cycle((1, 2)), context_length=64)
+    async with await component.DistributedRuntime.in_memory(component.MemoryCluster()) as runtime:
+        worker = settings.WorkerConfig(**fields)
+        made = main.make_host(worker, engine, runtime, model_source.built_in())
+        port = await made.open_system_port("127.0.0.1", 0)
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(f"http://127.0.0.1:{port}/engine/sleep")
+        await made.stop(0)
+
+    assert answer.status_code == status

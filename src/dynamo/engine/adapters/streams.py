@@ -92,8 +92,9 @@ class _Gathered(NamedTuple):
 class StreamingEngine:
     """An `api.Engine` of a library. `start` comes first."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, sleeper: api.Sleeper | None = None) -> None:
         self._library = library
+        self.sleeper = sleeper
         self._tasks = tasks.Tasks()
         self._open: dict[str, _Open] = {}  # by request id
         self._gathered: list[_Gathered] = []

@@ -25,6 +25,8 @@ from dynamo.transfer import descriptors
 from dynamo.transfer import memory as transfer_memory
 from dynamo.transfer.backends import local
 
+_GIVEN_BACK = frozenset(("weights", "kv_cache"))
+
 
 class MockEngine(remote.Lent):
     """An `api.Engine` whose answers repeat the tokens of `cycle`, which should decode to words."""
@@ -64,6 +66,7 @@ class MockEngine(remote.Lent):
         ]
         self._tasks = tasks.Tasks()
         self._death: errors.EngineFailed | None = None
+        self._asleep: frozenset[str] = frozenset()  # what has been given back
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """Nothing to load, but it may be told to take its time."""
@@ -79,6 +82,8 @@ class MockEngine(remote.Lent):
         """Begin it with the next step of the rank it names, or of the one with the fewest requests."""
         if self._death is not None:
             raise self._death
+        if self._asleep:
+            raise errors.Conflict(f"the engine sleeps: it misses {', '.join(sorted(self._asleep))}")
         refusal.check(request, self._facts, vocab_size=None)
         if any(request.id in rank.batch for rank in self._ranks):
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
@@ -108,6 +113,21 @@ class MockEngine(remote.Lent):
         for rank in self._ranks:
             rank.batch.clear()
             rank.tell_events(self._sink)
+
+    @property
+    def sleeper(self) -> api.Sleeper:
+        """See `api.CanSleep`."""
+        return self
+
+    async def sleep(self, level: int) -> None:
+        """See `api.Sleeper`. There is nothing to give back, but it takes no requests."""
+        del level
+        self._asleep = _GIVEN_BACK
+
+    async def wake_up(self, tags: Sequence[str]) -> bool:
+        """See `api.Sleeper`."""
+        self._asleep -= frozenset(tags) or _GIVEN_BACK
+        return not self._asleep
 
     async def stop(self) -> None:
         """End the tasks."""

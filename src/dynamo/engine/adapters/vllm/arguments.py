@@ -22,7 +22,9 @@ def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versi
     overrides = {"model": str(directory), "served_model_name": [model_name]}
     args = versions.read_flags(settings.engine_args, overrides)
     if not flags.is_among(_TRANSFER, settings.engine_args):
-        fields = connectors.transfer_config(_connectors(settings), engine_id=uuid.uuid4().hex)
+        fields = connectors.transfer_config(
+            _connectors(settings, sleeps=args.enable_sleep_mode), engine_id=uuid.uuid4().hex
+        )
         args.kv_transfer_config = fields and versions.KVTransferConfig(**fields)
     return args
 
@@ -59,11 +61,11 @@ def lora_requests(settings: VllmConfig, *, is_enabled: bool) -> Mapping[str, ver
     }
 
 
-def _connectors(settings: VllmConfig) -> Sequence[str]:
+def _connectors(settings: VllmConfig, *, sleeps: bool) -> Sequence[str]:
     """Raises ConfigError if NIXL is asked for and not installed."""
     has_nixl = importlib.util.find_spec("nixl") is not None
     if settings.connector is None:
-        return ("nixl",) if has_nixl else ("none",)
+        return ("nixl",) if has_nixl and not sleeps else ("none",)
     if "nixl" in settings.connector and not has_nixl:
         raise errors.ConfigError(
             "--connector nixl: expected the package nixl to be installed: pip install nixl"

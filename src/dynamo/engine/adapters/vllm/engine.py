@@ -21,15 +21,22 @@ from dynamo.engine.adapters.vllm.load import Load
 from dynamo.engine.adapters.vllm.settings import VllmConfig
 from dynamo.protocols import blocks, generate, load
 
+_SLEEPS = (
+    "--enable-sleep-mode: expected --connector none: NIXL would read memory that was given back"
+)
+
 
 def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
     """The engine for the model in `directory`, not yet started. Raises ConfigError."""
     args = arguments.engine_args(directory, settings, model_name)
     loras = arguments.lora_requests(settings, is_enabled=args.enable_lora)
-    engine = streams.StreamingEngine(VllmLibrary(args, loras))
+    library = VllmLibrary(args, loras)
+    engine = streams.StreamingEngine(library, library if args.enable_sleep_mode else None)
     moves = args.kv_transfer_config
     if moves is None or not connectors.lends(moves.kv_connector, moves.kv_connector_extra_config):
         return engine
+    if args.enable_sleep_mode:
+        raise errors.ConfigError(_SLEEPS)
     channel = connectors.side_channel(os.environ, ports.free_run(args.data_parallel_size))
     return remote.RemoteEngine(
         engine, engine_id=moves.engine_id, connector=moves.kv_connector, environment=channel
@@ -37,7 +44,7 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
 
 
 class VllmLibrary:
-    """A `streams.Library`."""
+    """A `streams.Library`, and an `api.Sleeper` for one that runs with `--enable-sleep-mode`."""
 
     name = "vLLM"
 
@@ -48,6 +55,7 @@ class VllmLibrary:
         self._loras = loras
         self._load = Load(args.data_parallel_size)
         self._llm: versions.AsyncLLM | None = None
+        self._has_weights = True
         self._feed: kv_feed.KvFeed | None = None
 
     async def start(self, tell: streams.Tell) -> api.EngineFacts:
@@ -115,6 +123,19 @@ class VllmLibrary:
         """What runs computes its own anew, if need be."""
         if not await self._started.reset_prefix_cache():  # something runs
             await self._started.reset_prefix_cache(reset_running_requests=True)
+
+    async def sleep(self, level: int) -> None:
+        """See `api.Sleeper`."""
+        await self._started.sleep(level)
+        self._has_weights = level < 2
+
+    async def wake_up(self, tags: Sequence[str]) -> bool:
+        """See `api.Sleeper`. vLLM leaves it to us to read weights anew."""
+        await self._started.wake_up(list(tags) or None)
+        if not self._has_weights and (not tags or "weights" in tags):
+            await self._started.collective_rpc("reload_weights")
+            self._has_weights = True
+        return not await self._started.is_sleeping()
 
     async def stop(self) -> None:
         """End its processes."""

@@ -24,7 +24,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.protocols import generate, kv_events, kv_transfer, load
+from dynamo.protocols import generate, kv_events, kv_transfer
 
 FIRST_TOKEN_S = 60.0  # more than a handshake (vLLM: 5 s), a copy, and the turn to be served
 _CACHED = "remote_prefill_cached_tokens"  # of vLLM 0.32's parameters, and ours for older ones
@@ -60,6 +60,7 @@ class RemoteEngine:
     ) -> None:
         """`environment` is set while the engine starts: its processes inherit it."""
         self._engine = engine
+        self.load, self.clear_kv_blocks = engine.load, engine.clear_kv_blocks
         self._environment = environment
         self._me = msgspec.json.encode(_Metadata(engine_id, connector))
         self._connector = connector
@@ -100,14 +101,6 @@ class RemoteEngine:
         """The engine's."""
         self._forget(request_id)  # what is fetched has one choice
         self._engine.abort_choice(request_id, index)
-
-    def load(self) -> Sequence[load.ForwardPassMetrics]:
-        """The engine's."""
-        return self._engine.load()
-
-    async def clear_kv_blocks(self) -> None:
-        """The engine's."""
-        await self._engine.clear_kv_blocks()
 
     async def stop(self) -> None:
         """The engine's."""

@@ -12,7 +12,8 @@ class VllmConfig:
     connector: tuple[str, ...] | None = config.option(
         None,
         help="how KV blocks move between workers: nixl, lmcache, none, or the class of a connector of vLLM's; several"
-        " are asked in order; --kv-transfer-config says it in full (default: nixl where it is installed)",
+        " are asked in order; --kv-transfer-config says it in full (default: nixl where it is"
+        " installed, but none with --enable-sleep-mode)",
     )
     lora_modules: tuple[str, ...] = config.option(
         (), help="LoRA adapters that can be asked for, each NAME=DIRECTORY; with --enable-lora"

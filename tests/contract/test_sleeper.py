@@ -1,0 +1,33 @@
+"""What every engine promises that can give its memory back, over the mock engine; `tests/with_vllm` has vLLM."""
+
+import pytest
+from test_engine import make_mock
+
+from dynamo.base import errors
+from dynamo.engine import api
+from engine_suite import Host, Sink
+from sleeper_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+
+PROMPT = list(range(3, 43))
+
+
+@pytest.fixture
+async def host():
+    engine, sink = make_mock(), Sink()
+    yield Host(engine, sink, await engine.start(sink))
+    await engine.stop()
+
+
+@pytest.fixture
+def sleeper(host):
+    assert isinstance(host.engine, api.CanSleep)
+    return host.engine.sleeper
+
+
+async def test_the_mock_engine_takes_nothing_while_it_sleeps(host, sleeper):
+    """So that a worker which asks it then is found out."""
+    await sleeper.sleep(1)
+    await sleeper.wake_up(["weights"])
+
+    with pytest.raises(errors.Conflict, match="it misses kv_cache"):
+        host.submit("a", PROMPT, max_tokens=4)

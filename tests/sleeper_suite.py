@@ -1,0 +1,31 @@
+"""What every `api.Sleeper` promises. A module that imports this has fixtures `host` and `sleeper`."""
+
+import pytest
+
+PROMPT = list(range(3, 43))
+ALL = [()]
+BY_PARTS = [("weights",), ("kv_cache",)]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("parts", [ALL, BY_PARTS])
+async def test_it_answers_after_its_sleep_as_before(host, sleeper, level, parts):
+    name = f"{level} {len(parts)}"
+    before = await host.answer(f"{name} before", PROMPT, max_tokens=8)
+    await host.engine.clear_kv_blocks()
+
+    await sleeper.sleep(level)
+    for tags in parts:
+        is_awake = await sleeper.wake_up(tags)
+    after = await host.answer(f"{name} after", PROMPT, max_tokens=8)
+
+    assert is_awake
+    assert after == before
+    assert host.sink.of(f"{name} after")[0].cached_tokens == 0
+
+
+async def test_it_is_not_awake_before_all_is_back(sleeper):
+    await sleeper.sleep(1)
+
+    assert not await sleeper.wake_up(["weights"])
+    assert await sleeper.wake_up(["kv_cache"])

@@ -1,0 +1,132 @@
+"""A worker is put to sleep and woken by its system port, while others answer."""
+
+import signal
+
+import httpx
+from deployment import MODEL, eventually
+
+FAST = ("--speedup-ratio", "1000")
+SLOW = ("--speedup-ratio", "2")
+
+
+def tell(worker, what, **body):
+    return httpx.post(f"{worker.url}/engine/{what}", json=body, timeout=60)
+
+
+def health(worker):
+    return httpx.get(f"{worker.url}/health", timeout=5)
+
+
+def num_workers(frontend):
+    return frontend.metric(f'dynamo_frontend_model_workers{{model="{MODEL}"}}')
+
+
+def test_others_answer_while_one_sleeps_and_it_comes_back(deployment):
+    workers = [deployment.mocker(*FAST) for _ in range(2)]
+    frontend = deployment.frontend("--router-mode", "kv")
+    frontend.await_models([MODEL])
+    eventually(lambda: num_workers(frontend) == 2, within_s=30, what="both")
+    sleeper, other = workers
+
+    slept = tell(sleeper, "sleep", level=1)
+    eventually(lambda: num_workers(frontend) == 1, within_s=10, what="one alone")
+    before = other.metric("requests_total")
+    answers = [frontend.chat(max_tokens=4).status_code for _ in range(10)]
+
+    assert slept.json() == {"status": "ok", "message": "asleep (level 1)"}
+    assert tell(sleeper, "sleep").json()["message"] == "asleep already (level 1)"
+    assert (health(sleeper).status_code, health(sleeper).json()["status"]) == (503, "notready")
+    assert httpx.get(f"{sleeper.url}/live", timeout=5).status_code == 200
+    assert answers == [200] * 10
+    assert other.metric("requests_total") == before + 10
+
+    partly = tell(sleeper, "wake_up", tags=["weights"])
+    assert partly.json()["message"] == "asleep still, though weights may be back"
+    assert health(sleeper).status_code == 503
+
+    woken = tell(sleeper, "wake_up")
+    eventually(lambda: num_workers(frontend) == 2, within_s=10, what="both again")
+    other.signal(signal.SIGTERM)
+    eventually(lambda: num_workers(frontend) == 1, within_s=20, what="the other is gone")
+
+    assert woken.json() == {"status": "ok", "message": "awake"}
+    assert health(sleeper).status_code == 200
+    assert frontend.chat(max_tokens=4).status_code == 200
+
+
+def test_the_only_worker_finishes_its_answer_and_nobody_is_there_until_it_wakes(deployment):
+    worker, frontend = deployment.mocker(*SLOW), deployment.frontend()
+    frontend.await_models([MODEL])
+    with frontend.stream(max_tokens=300, ignore_eos=True) as lines:
+        next(lines)
+        slept = tell(worker, "sleep", level=2)
+        rest = list(lines)
+
+    assert slept.status_code == 200
+    assert rest[-1] == "[DONE]"
+    frontend.await_models([])
+
+    tell(worker, "wake_up")
+    frontend.await_models([MODEL])
+
+    assert frontend.chat(max_tokens=4).status_code == 200
+
+
+def test_a_router_expects_nothing_of_a_worker_that_has_slept(deployment):
+    worker, frontend = deployment.mocker(*FAST), deployment.frontend("--router-mode", "kv")
+    frontend.await_models([MODEL])
+    known = [num_cached(frontend) for _ in range(2)]
+
+    tell(worker, "sleep")
+    tell(worker, "wake_up")
+    frontend.await_models([MODEL])
+    again = [num_cached(frontend) for _ in range(2)]
+
+    assert known[1] > known[0] == 0
+    assert again == known
+
+
+def num_cached(frontend):
+    answer = frontend.chat("Tell me of a hundred long nights. " * 20, max_tokens=4)
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_what_does_not_end_in_time_goes_on_elsewhere(deployment):
+    flags = (*SLOW, "--graceful-shutdown-timeout", "0")
+    workers = [deployment.mocker(*flags) for _ in range(2)]
+    frontend = deployment.frontend()
+    frontend.await_models([MODEL])
+    eventually(lambda: num_workers(frontend) == 2, within_s=30, what="both")
+    with frontend.stream(max_tokens=300, ignore_eos=True) as lines:
+        begun = [next(lines) for _ in range(3)]
+        (busy,) = [worker for worker in workers if worker.metric("inflight_requests")]
+        tell(busy, "sleep")
+        rest = list(lines)
+
+    assert rest[-1] == "[DONE]"
+    assert len(begun) + len(rest) > 300
+    assert health(busy).status_code == 503
+
+
+def test_a_worker_that_sleeps_ends_cleanly(deployment):
+    worker = deployment.mocker(*FAST)
+    eventually(lambda: is_healthy(worker), within_s=30, what="a worker")
+    tell(worker, "sleep")
+    worker.signal(signal.SIGTERM)
+
+    assert worker.exit_code() == 0
+
+
+def is_healthy(worker):
+    worker.check()
+    try:
+        return health(worker).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_an_engine_that_cannot_sleep_has_no_such_route(deployment):
+    worker = deployment.native()
+    eventually(lambda: is_healthy(worker), within_s=60, what="a worker")
+
+    assert tell(worker, "sleep").status_code == 404
