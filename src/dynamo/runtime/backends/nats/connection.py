@@ -78,9 +78,7 @@ class Connection:
             )
             self._check_connected(connecting, start_timeout_s)
         except BaseException:
-            await _end(
-                connecting
-            )  # first, or it would begin another connection, which nobody closes
+            await _end(connecting)  # first, or it would begin one more, which nobody closes
             await self.close()
             raise
         self._is_joined = True
@@ -157,10 +155,9 @@ class Connection:
         except (TimeoutError, nats.errors.Error, OSError) as error:
             log.warning("left NATS at %s without a last word: %s", self.addresses, error)
         await self._tasks.close()
-        if (again := getattr(self._client, "_reconnection_task", None)) is not None:
-            await _end(
-                again
-            )  # nats-py cancels it once, which may be swallowed: it would try for ever
+        # nats-py cancels its attempts to connect again once, which may be swallowed: they would go on for ever
+        if (connecting := getattr(self._client, "_reconnection_task", None)) is not None:
+            await _end(connecting)
 
     async def _settle(self) -> None:
         """Until the server knows what we want to hear: else the first words to us could be too early.
