@@ -57,6 +57,7 @@ class Models:
         self._namespace = namespace
         self._tokenizer_cache_bytes = tokenizer_cache_bytes
         self._records: dict[str, model_card.CardRecord] = {}  # by key, oldest first
+        self._prefill: dict[str, model_card.CardRecord] = {}  # the same of who answers no client
         self._models: dict[str, ServedModel] = {}
         self._adapters: Mapping[str, ServedModel] = {}  # of these
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
@@ -76,6 +77,11 @@ class Models:
     def ready_bases(self) -> list[ServedModel]:
         """The same without LoRA adapters: every worker serves one of these, and no more."""
         return [model for model in self.ready if model.base is None]
+
+    @property
+    def prefill_workers(self) -> list[model_card.CardRecord]:
+        """Those who compute prompts for workers that answer, whoever asks them."""
+        return list(self._prefill.values())
 
     def find(self, name: str) -> ServedModel:
         """Raises ModelNotFound, or NoWorkers if it is known but nobody serves it now."""
@@ -108,8 +114,8 @@ class Models:
     def _read(self, change: discovery.Change) -> model_card.CardRecord | None:
         """Note the change; gives the record that came or went, if it matters to us."""
         if isinstance(change, discovery.Delete):
-            pools = self._pools
-            gone = pools.remove(change.key) if pools is not None else None
+            self._prefill.pop(change.key, None)
+            gone = self._pools.remove(change.key) if self._pools is not None else None
             return gone or self._records.pop(change.key, None)
         try:
             record = _decode_record(change.value)
@@ -127,6 +133,7 @@ class Models:
         self, key: str, record: model_card.CardRecord
     ) -> model_card.CardRecord | None:
         """It answers no client; where nobody here asks it, decode workers do."""
+        self._prefill[key] = record
         if self._pools is None:
             return None
         self._pools.add(key, record)

@@ -1,7 +1,9 @@
 """All workers are asked to forget what they cached."""
 
+from frontend_rig import Worker
+
 from dynamo.base import errors
-from dynamo.protocols import instances
+from dynamo.protocols import instances, model_card
 
 NAME = instances.EndpointName("dynamo", "backend", "clear_kv_blocks")
 DONE = {"status": "success", "message": "KV cache cleared"}
@@ -55,3 +57,20 @@ async def test_with_nobody_there_it_says_so(bare):
     assert (await bare.client.post("/clear_kv_blocks")).json() == {
         "message": "No active worker groups found"
     }
+
+
+async def test_prefill_workers_forget_too(rig):
+    endpoint = instances.EndpointName("dynamo", "prefill", "generate")
+    prefill = await rig.register(Worker, "m", endpoint, worker_type=model_card.WorkerType.PREFILL)
+    at = instances.EndpointName("dynamo", "prefill", "clear_kv_blocks")
+    await prefill.runtime.register(at, clears)
+    await rig.one.runtime.register(NAME, clears)
+    await rig.until(lambda: rig.frontend.models.prefill_workers)
+    cleared = (await rig.client.post("/clear_kv_blocks")).json()["cleared_workers"]
+    await prefill.runtime.close()
+    await rig.until(lambda: not rig.frontend.models.prefill_workers)
+    then = (await rig.client.post("/clear_kv_blocks")).json()
+
+    assert [one["endpoint"] for one in cleared] == [str(NAME), str(at)]
+    assert len(then["cleared_workers"]) == 1
+    assert not then["failed_workers"]
