@@ -113,7 +113,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(terminal):
     person.type("hello\n")
     person.await_text("the")
     person.type("\x03")
-    person.await_text("(stopped)", within_s=5)
+    person.await_text("(stopped)", within_s=15)
     person.await_text("> ")
     person.type("/exit\n")
 
