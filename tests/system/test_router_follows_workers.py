@@ -70,6 +70,9 @@ async def test_a_killed_worker_is_forgotten_and_the_next_one_is_known(deployment
         await router.until(lambda held: held == first)
         worker.kill()
         await router.until(lambda held: not held)
+        await asyncio.to_thread(
+            frontend.await_models, []
+        )  # it may hear of it later than the router
         deployment.native()
         await serve(deployment, frontend, "Tell me a story about a dog " * 20)
         second = await held_by(deployment)
