@@ -195,7 +195,7 @@ def test_an_answer_is_the_same_whole_and_in_pieces(served):
     pieces = list(chunks_of(served, body(asked, 40, stream=True)))
 
     assert text_of(pieces) == whole
-    assert len(pieces) >= 40
+    assert len(pieces) > 10  # tokens that come together are told together
 
 
 def test_a_chat_is_answered(served):
