@@ -153,7 +153,7 @@ async def test_a_process_that_is_stopped_for_longer_than_its_lease_comes_back_as
 
 
 async def test_a_partitioned_member_is_forgotten_by_others_and_forgets_nobody(join, proxy):
-    cut_off, other = await join(await proxy.start()), await join()
+    cut_off, other = await join(await proxy.start()), await join(lease_ttl_s=20)
     await cut_off.put("v1/cut", b"")
     await other.put("v1/other", b"")
     inside, outside = cut_off.watch("v1/"), other.watch("v1/")
