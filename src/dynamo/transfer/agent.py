@@ -98,7 +98,7 @@ class Agent:
             deadline_s=deadline_s,
             discard=lambda route: route.close(),
         )
-        return await self._keep(ConnectedPeer(theirs, backend, await job.outcome))
+        return await self._keep(ConnectedPeer(theirs, backend, await job.result()))
 
     async def disconnect(self, peer: api.Peer) -> None:
         if self._peer_by_epoch.get(peer.epoch) is peer:

@@ -38,6 +38,15 @@ class Job(Generic[T]):
         """A thread may still be at work."""
         return not self._quiet.is_set()
 
+    async def result(self) -> T:
+        """The outcome. One that comes in the moment in which its caller is cancelled is discarded like a late one."""
+        try:
+            return await self.outcome
+        except asyncio.CancelledError:
+            if self.outcome.done() and not self.outcome.cancelled():
+                self._drop(self.outcome)
+            raise
+
     async def stop(self) -> None:
         """Returns when no thread is at work on it any more; `outcome` is over then."""
         self._stop()
@@ -73,6 +82,6 @@ class Job(Generic[T]):
         else:
             self.outcome.set_result(running.result())
 
-    def _drop(self, running: "Future[T]") -> None:
+    def _drop(self, running: "Future[T] | asyncio.Future[T]") -> None:
         if not running.cancelled() and running.exception() is None:
             self._discard(running.result())

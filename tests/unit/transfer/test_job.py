@@ -51,6 +51,20 @@ async def test_stopping_waits_until_the_thread_is_away(threads):
     assert isinstance(job.outcome.exception(), errors.TransferError)
 
 
+async def test_a_result_that_comes_as_its_caller_is_cancelled_is_discarded(threads):
+    discarded, may_end = [], threading.Event()
+    job = Job(threads, lambda limit: may_end.wait(10), deadline_s=10, discard=discarded.append)
+    caller = asyncio.create_task(job.result())
+    job.outcome.add_done_callback(lambda _: caller.cancel())  # before the caller hears of it
+    await asyncio.sleep(0)  # the caller waits
+    may_end.set()
+
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+
+    assert discarded == [True]
+
+
 async def test_a_deadline_holds_while_waiting_for_a_thread(threads):
     release = threading.Event()
     first = Job(threads, lambda limit: release.wait(10), deadline_s=10)
