@@ -78,7 +78,7 @@ def prefills(decode, where):
     return next(float(line[len(row) :]) for line in text.splitlines() if line.startswith(row))
 
 
-def until_idle(*workers, within_s=30.0):
+def until_idle(*workers, within_s=10.0):
     for worker in workers:
         eventually(
             lambda worker=worker: worker.metric("kvstats_active_blocks") == 0,

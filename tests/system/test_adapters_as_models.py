@@ -45,7 +45,7 @@ def test_they_are_listed_asked_and_gone_with_their_worker_while_the_model_goes_o
     unknown = frontend.chat(QUESTION, model="singer")
     poet.kill()
     frontend.others = [plain]
-    frontend.await_models([MODEL], within_s=30)
+    frontend.await_models([MODEL], within_s=10)
     lost = frontend.chat(QUESTION, model="poet")
     after = said(frontend.chat(QUESTION, model=MODEL, max_tokens=9))
 

@@ -32,7 +32,7 @@ def holder(workers):
     """The one that has a request now."""
     found = []
     eventually(
-        lambda: found or found.extend(filter(is_busy, workers)), within_s=30, what="a busy worker"
+        lambda: found or found.extend(filter(is_busy, workers)), within_s=10, what="a busy worker"
     )
     return found[0]
 
@@ -90,7 +90,7 @@ def test_a_worker_that_is_stopped_is_left_within_seconds_and_does_no_harm_when_i
         silent_s = time.monotonic() - stopped_at
         stopped.signal(signal.SIGCONT)
         answer = text_of([*begun, *lines])
-    eventually(lambda: not is_busy(stopped), within_s=30, what="its requests to be cancelled")
+    eventually(lambda: not is_busy(stopped), within_s=10, what="its requests to be cancelled")
 
     assert answer == undisturbed
     assert silent_s < 8  # three until it is given up

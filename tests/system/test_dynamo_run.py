@@ -113,7 +113,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(terminal):
     person.type("hello\n")
     person.await_text("the")
     person.type("\x03")
-    person.await_text("(stopped)", within_s=15)
+    person.await_text("(stopped)", within_s=5)
     person.await_text("> ")
     person.type("/exit\n")
 
@@ -139,7 +139,7 @@ def test_the_api_in_one_process(deployment):
     process = deployment.run("dynamo.cli", "run", "in=http", "out=mocker", "--http-port", str(port))
     eventually(lambda: "listening" in process.log.read_text(), within_s=30, what="listening")
     url = f"http://127.0.0.1:{port}"
-    eventually(lambda: MODEL in httpx.get(f"{url}/v1/models").text, within_s=30, what="a model")
+    eventually(lambda: MODEL in httpx.get(f"{url}/v1/models").text, within_s=10, what="a model")
     answer = httpx.post(f"{url}/v1/chat/completions", json=chat("hello", max_tokens=4))
     process.signal(signal.SIGINT)
 

@@ -44,7 +44,7 @@ def test_a_frontend_that_is_stopped_is_left_and_its_answers_go_on_when_it_wakes(
                 statuses.add(other.chat(max_tokens=4).status_code)
                 peak = max(peak, worker.rss_bytes())
             eventually(
-                lambda: worker.metric("inflight_requests") == 0, within_s=30, what="it is left"
+                lambda: worker.metric("inflight_requests") == 0, within_s=10, what="it is left"
             )
             still.signal(signal.SIGCONT)
 

@@ -66,7 +66,7 @@ def test_a_client_that_leaves_frees_its_worker(deployment):
         client.async_stream_infer(
             MODEL, [text_input(), streaming()], parameters={"max_tokens": 900, "ignore_eos": True}
         )
-        eventually(lambda: results, within_s=30, what="the first piece")
+        eventually(lambda: results, within_s=10, what="the first piece")
         assert worker.metric("inflight_requests") == 1
         client.stop_stream(cancel_requests=True)
 

@@ -59,7 +59,7 @@ def test_streams_end_in_time_and_all_goes_on_when_it_is_back(deployment, server,
         server.thaw()
     eventually(lambda: answers(frontend), within_s=20, what="an answer after the server is back")
     eventually(
-        lambda: worker.metric("inflight_requests") == 0, within_s=30, what="nothing left behind"
+        lambda: worker.metric("inflight_requests") == 0, within_s=10, what="nothing left behind"
     )
 
     assert rest[-1] == "[DONE]" or "error" in "".join(rest[-2:])

@@ -89,7 +89,7 @@ def test_a_prefill_worker_is_no_model(split):
     split.ready(decode)  # the frontend has seen the prefill worker's card by now
     decode.end()
 
-    split.frontend.await_models([], within_s=30)
+    split.frontend.await_models([], within_s=10)
 
 
 def test_a_worker_without_flags_uses_prefill_workers_as_well(split):
@@ -150,7 +150,7 @@ def test_a_prompt_whose_worker_dies_is_given_to_another(split):
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         answers = threads.map(split.ask, [prompt(200, i) for i in range(8)])
         eventually(
-            lambda: prefills(decode, "remote") >= 4, within_s=30, what="the other one has answered"
+            lambda: prefills(decode, "remote") >= 4, within_s=10, what="the other one has answered"
         )
         doomed.kill()
 
@@ -183,7 +183,7 @@ def test_blocks_held_for_a_decode_worker_that_dies_are_freed(split):
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         asked = [threads.submit(split.ask, prompt(700, i)) for i in range(16)]
         eventually(
-            lambda: prefill.metric("kvstats_active_blocks") > 0, within_s=30, what="it computes"
+            lambda: prefill.metric("kvstats_active_blocks") > 0, within_s=10, what="it computes"
         )
         decode.kill()
         concurrent.futures.wait(asked)  # they fail: nobody else could answer

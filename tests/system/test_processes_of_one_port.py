@@ -57,7 +57,7 @@ def test_both_answer_and_one_page_has_the_metrics_of_both(two):
 def test_one_that_is_killed_comes_back_while_the_other_answers(two):
     before = children(two)
     os.kill(before[0], signal.SIGKILL)
-    eventually(lambda: before[0] not in children(two), within_s=30, what="it is gone")
+    eventually(lambda: before[0] not in children(two), within_s=10, what="it is gone")
     answer = two.chat(max_tokens=2)
     eventually(lambda: len(children(two)) == 2, within_s=START_S, what="it is started again")
     eventually(lambda: serving(two) == {"1", "2"}, within_s=START_S, what="both serve again")

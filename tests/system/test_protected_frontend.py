@@ -71,13 +71,13 @@ def test_a_key_that_is_added_is_valid_and_one_that_is_taken_away_is_not(guarded)
     before = guarded.ask("sk-modest-2").status_code
     guarded.keys.write_text(KEYS.replace("sk-modest-1", "sk-modest-2"))
     eventually(
-        lambda: guarded.ask("sk-modest-2").status_code == 200, within_s=30, what="the new key works"
+        lambda: guarded.ask("sk-modest-2").status_code == 200, within_s=10, what="the new key works"
     )
     after = guarded.ask("sk-modest-1").status_code
     guarded.keys.write_text("broken")
     eventually(
         lambda: "the keys stay as they were" in guarded.log.read_text(),
-        within_s=30,
+        within_s=10,
         what="it is told",
     )
 
@@ -129,6 +129,6 @@ def test_a_worker_whose_blocks_are_full_is_busy_until_they_are_free(deployment):
     frontend.await_models([MODEL])
     with frontend.stream(max_tokens=2000, ignore_eos=True) as lines:
         next(lines)
-        eventually(lambda: frontend.chat(max_tokens=1).status_code == 503, within_s=30, what="busy")
+        eventually(lambda: frontend.chat(max_tokens=1).status_code == 503, within_s=10, what="busy")
 
-    eventually(lambda: frontend.chat(max_tokens=1).status_code == 200, within_s=30, what="free")
+    eventually(lambda: frontend.chat(max_tokens=1).status_code == 200, within_s=10, what="free")

@@ -77,7 +77,7 @@ def test_a_killed_worker_gets_nothing_after_it_was_noticed(deployment):
     workers, (frontend,) = start(deployment, 1)
     load([frontend])
     workers[0].kill()
-    eventually(lambda: is_listing(frontend, 2), within_s=20, what="two workers")
+    eventually(lambda: is_listing(frontend, 2), within_s=5, what="two workers")
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         told = list(pool.map(lambda n: ask(frontend, prefix(n)), range(NUM_PREFIXES)))
@@ -101,7 +101,7 @@ def test_a_worker_killed_in_mid_traffic_costs_the_streams_that_it_had_and_no_mor
         asked = [pool.submit(ask_and_note, text) for text in texts[:120]]
         eventually(lambda: sum(one.done() for one in asked) >= 30, within_s=60, what="traffic")
         workers[0].kill()
-        eventually(lambda: is_listing(frontend, 2), within_s=20, what="two workers")
+        eventually(lambda: is_listing(frontend, 2), within_s=5, what="two workers")
         noticed_after.set()
         asked += [pool.submit(ask_and_note, text) for text in texts[120:]]
         told = [one.result() for one in asked]
@@ -122,7 +122,7 @@ def test_workers_of_one_process_are_routed_to_by_what_each_has(deployment):
     assert fleet.metric("requests_total") == NUM_PREFIXES * REPEATS
 
     fleet.kill()
-    eventually(lambda: frontend.models() == [], within_s=20, what="no model")
+    eventually(lambda: frontend.models() == [], within_s=5, what="no model")
 
 
 def test_ranks_of_one_worker_are_routed_to_by_what_each_has(deployment):

@@ -55,7 +55,7 @@ def test_the_logs_of_both_name_the_request(deployment):
         json=chat("hi", max_tokens=4),
         headers={"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": "mine"},
     )
-    eventually(lambda: rows_of(frontend.log), within_s=30, what="a line of the frontend")
+    eventually(lambda: rows_of(frontend.log), within_s=10, what="a line of the frontend")
     (at_door,), (at_worker,) = rows_of(frontend.log), rows_of(worker.log)
 
     for row, name in ((at_door, "http-request"), (at_worker, "handle_payload")):
