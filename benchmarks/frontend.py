@@ -7,7 +7,6 @@ against ours instead: the ratios that this shows mean nothing. CPU is the proces
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import subprocess
@@ -82,17 +81,10 @@ class Files:
 
 def load(cell: Cell, system: systems.System, path: str, *, requests: int | None = None) -> Figures:
     """Run one cell on one system; the load generator's figures."""
-    command = [sys.executable, str(HERE / "load.py"), "--url", system.url, "--pids", system.pids]
-    command += cell.arguments(path)
+    arguments = ["--url", system.url, "--pids", system.pids, *cell.arguments(path)]
     if requests is not None:
-        command += ["--n", str(requests)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the load generator failed on {system.name}: {done.stderr[-500:]}")
-    row: Figures = json.loads(done.stdout)
-    if row["errs"]:
-        raise SystemExit(f"{cell.name}: {row['errs']} errors on {system.name}: {row['last_err']}")
-    return row
+        arguments += ["--n", str(requests)]
+    return systems.generate_load(arguments, f"{cell.name} on {system.name}")
 
 
 def bench_cells(cells: list[Cell], contenders: list[Contender], rounds: int, rows: Rows) -> None:

@@ -1,6 +1,7 @@
 """Start and stop the systems that a benchmark compares: frontends and simulated workers, processes on loopback."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 READY_LIMIT_S = 60
 
@@ -42,6 +44,18 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def generate_load(arguments: Sequence[str], what: str) -> dict[str, Any]:
+    """The load generator's figures; ends the benchmark, naming `what` was asked, at the first error."""
+    command = [sys.executable, str(Path(__file__).parent / "load.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{what}: the load generator failed: {done.stderr[-500:]}")
+    row: dict[str, Any] = json.loads(done.stdout)
+    if row["errs"]:
+        raise SystemExit(f"{what}: {row['errs']} errors: {row['last_err']}")
+    return row
 
 
 @contextlib.contextmanager

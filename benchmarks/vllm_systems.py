@@ -63,16 +63,10 @@ class Served:
 
     def ask(self, url: str, prompts: Path, **shape: object) -> Figures:
         """Streams of one length each; what the load generator found out."""
-        command = [sys.executable, load.__file__, "--url", url, "--pids", self.pids, "--stream"]
-        command += ["--prompts", str(prompts), "--extra", json.dumps(GREEDY)]
-        command += [word for name, value in shape.items() for word in (f"--{name}", str(value))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"the load generator failed on {self.name}: {done.stderr[-500:]}")
-        row: Figures = json.loads(done.stdout)
-        if row["errs"]:
-            raise SystemExit(f"{row['errs']} errors on {self.name}: {row['last_err']}")
-        return row
+        arguments = ["--url", url, "--pids", self.pids, "--stream"]
+        arguments += ["--prompts", str(prompts), "--extra", json.dumps(GREEDY)]
+        arguments += [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+        return systems.generate_load(arguments, self.name)
 
 
 def model_at(directory: Path, tokenizer: Path) -> Path:

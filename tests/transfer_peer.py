@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+from multiprocessing import connection
 
 import msgspec
 import pytest
@@ -98,6 +99,12 @@ class ProcessPeer:
         """Returns when all its threads have stopped: the signal takes its time."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)
+
+    def resume(self):
+        """Returns when it works again, or has died of it: UCX ends a process whose reader gave up."""
+        os.kill(self.pid, signal.SIGCONT)
+        self._control.send("heard")
+        connection.wait([self._control, self._process.sentinel], 10)
 
     def kill(self):
         self._process.kill()

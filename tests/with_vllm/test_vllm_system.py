@@ -192,10 +192,14 @@ def test_an_answer_is_the_same_whole_and_in_pieces(served):
     asked = prompt(1, 90)
 
     whole, _ = served.ask(asked, max_tokens=40)
-    pieces = list(chunks_of(served, body(asked, 40, stream=True)))
+    counting = {"include_usage": True, "continuous_usage_stats": True}
+    pieces = list(chunks_of(served, body(asked, 40, stream=True, stream_options=counting)))
+    counts = [piece["usage"]["completion_tokens"] for piece in pieces if text_of([piece])]
 
     assert text_of(pieces) == whole
-    assert len(pieces) > 10  # tokens that come together are told together
+    assert counts == sorted(set(counts))  # each brings tokens, several where these came together
+    assert len(counts) > 1
+    assert counts[-1] == 40
 
 
 def test_a_chat_is_answered(served):
