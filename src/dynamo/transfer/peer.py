@@ -53,7 +53,7 @@ class PreparedTransfer:
         self._job: Job[None] | None = None
         self._outcome: asyncio.Future[None] | None = None
         self._is_released = False
-        self._quick_pieces = list(copies.pieces()) if self._is_quick else None
+        self._quick_pattern = copies.pattern() if self._is_quick else None
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +68,7 @@ class PreparedTransfer:
             is_what = "released" if self._is_released else "running"
             raise errors.LocalProtocolError(f"cannot post a transfer that is {is_what}")
         check_message(notification or b"")
-        quick = self._quick_pieces
+        quick = self._quick_pattern
         if quick is not None and notification is None and not self._peer.is_closed:
             self._job, self._outcome = None, self._move_now(quick, Limit(deadline_s))
         else:
@@ -97,10 +97,10 @@ class PreparedTransfer:
             and self.num_pieces <= QUICK_PIECES
         )
 
-    def _move_now(self, pieces: list[plan.Piece], limit: Limit) -> asyncio.Future[None]:
+    def _move_now(self, pattern: plan.Pattern, limit: Limit) -> asyncio.Future[None]:
         outcome = asyncio.get_running_loop().create_future()
         try:
-            self._peer.route.move(self._operation, pieces, limit)
+            self._peer.route.move(self._operation, pattern, limit)
         except errors.TransferError as error:
             outcome.set_exception(error)
         else:
@@ -111,7 +111,7 @@ class PreparedTransfer:
         route, operation, copies = self._peer.route, self._operation, self._plan
 
         def work(limit: Limit) -> None:
-            route.move(operation, copies.pieces(), limit)
+            route.move(operation, copies.pattern(), limit)
             if notification is not None:
                 route.notify(notification, limit)
 

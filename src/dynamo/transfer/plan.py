@@ -18,6 +18,28 @@ from dynamo.transfer.descriptors import Layout, Order
 
 Piece = tuple[int, int, int]
 """One contiguous copy: where it begins in the local and in the remote pool, and how many bytes."""
+Origin = tuple[int, int]
+"""A place in the local pool and one in the remote."""
+
+
+class Pattern(NamedTuple):
+    """The pieces of `stencil` once from each of `origins`."""
+
+    origins: Sequence[Origin]
+    stencil: Sequence[Piece]
+
+    def pieces(self) -> Iterator[Piece]:
+        """One after the other, in no order that means anything."""
+        for local_origin, remote_origin in self.origins:
+            for local, remote, length in self.stencil:
+                yield local_origin + local, remote_origin + remote, length
+
+    def turned(self) -> "Pattern":
+        """The same with the two pools in each other's place."""
+        return Pattern(
+            [(remote, local) for local, remote in self.origins],
+            [(remote, local, length) for local, remote, length in self.stencil],
+        )
 
 
 class Run(NamedTuple):
@@ -50,7 +72,7 @@ class Plan:
 
     @property
     def num_pieces(self) -> int:
-        """How many `pieces` there are."""
+        """How many there are in the `pattern`."""
         num_layers, num_slabs = self.local.num_layers, self.num_blocks * self.local.num_layers
         if self._is_split:
             return 2 * num_slabs * self.local.block_size
@@ -58,14 +80,15 @@ class Plan:
             return len(self.runs)
         return len(self.runs) * num_layers if self._has_order(Order.LAYER_MAJOR) else num_slabs
 
-    def pieces(self) -> Iterator[Piece]:
-        """In no order that means anything."""
+    def pattern(self) -> Pattern:
+        """What repeats: in most plans it is the same for each layer."""
         if self._is_split:
-            return self._head_pieces()
+            return Pattern(self._slab_origins(), self._head_pieces())
         if self._has_order(Order.BLOCK_MAJOR):
-            return self._block_pieces()
+            return Pattern([(0, 0)], self._run_pieces(self.runs, self.local.block_bytes))
         can_join = self._has_order(Order.LAYER_MAJOR)
-        return self._layer_pieces(self.runs if can_join else self._single_blocks())
+        runs = self.runs if can_join else self._single_blocks()
+        return Pattern(self._layer_origins(), self._run_pieces(runs, self.local.slab_bytes))
 
     @property
     def _is_split(self) -> bool:
@@ -79,34 +102,29 @@ class Plan:
             for i in range(num_blocks):
                 yield Run(local + i, remote + i, 1)
 
-    def _block_pieces(self) -> Iterator[Piece]:
-        size = self.local.block_bytes
-        for local, remote, num_blocks in self.runs:
-            yield local * size, remote * size, num_blocks * size
-
-    def _layer_pieces(self, runs: Iterable[Run]) -> Iterator[Piece]:
-        size = self.local.slab_bytes
-        local_layers, remote_layers = _layer_offsets(self.local), _layer_offsets(self.remote)
+    def _run_pieces(self, runs: Iterable[Run], num_bytes: int) -> list[Piece]:
+        """Of the first layer; `num_bytes` of each block."""
         local_stride, remote_stride = self.local.block_stride, self.remote.block_stride
-        for local, remote, num_blocks in runs:
-            local_at, remote_at = local * local_stride, remote * remote_stride
-            length = num_blocks * size
-            for local_layer, remote_layer in zip(local_layers, remote_layers, strict=True):
-                yield local_at + local_layer, remote_at + remote_layer, length
+        return [
+            (local * local_stride, remote * remote_stride, num_blocks * num_bytes)
+            for local, remote, num_blocks in runs
+        ]
 
-    def _head_pieces(self) -> Iterator[Piece]:
-        """Keys, then values, of the shared heads of each token."""
-        length = len(self.heads) * self.local.head_bytes
-        offsets = list(
-            zip(
-                _head_offsets(self.local, self.heads.start),
-                _head_offsets(self.remote, self.heads.start),
-                strict=True,
-            )
+    def _head_pieces(self) -> list[Piece]:
+        """Of a slab: keys, then values, of the shared heads of each token."""
+        length, first = len(self.heads) * self.local.head_bytes, self.heads.start
+        offsets = zip(
+            _head_offsets(self.local, first), _head_offsets(self.remote, first), strict=True
         )
-        for local_slab, remote_slab, _ in self._layer_pieces(self._single_blocks()):
-            for local, remote in offsets:
-                yield local_slab + local, remote_slab + remote, length
+        return [(local, remote, length) for local, remote in offsets]
+
+    def _layer_origins(self) -> list[Origin]:
+        return list(zip(_layer_offsets(self.local), _layer_offsets(self.remote), strict=True))
+
+    def _slab_origins(self) -> list[Origin]:
+        slabs = self._run_pieces(self._single_blocks(), self.local.slab_bytes)
+        by_layer = Pattern(self._layer_origins(), slabs)
+        return [(local, remote) for local, remote, _ in by_layer.pieces()]
 
 
 def make(

@@ -4,14 +4,14 @@ Everything here blocks, under a limit, and is called by threads; `agent` keeps i
 are in `backends`, and are strangers to each other.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo.transfer import api, memory
 from dynamo.transfer.descriptors import Region
 from dynamo.transfer.limit import Limit
-from dynamo.transfer.plan import Piece
+from dynamo.transfer.plan import Pattern
 
 Deliver = Callable[[str, bytes, Limit], None]
 
@@ -43,8 +43,8 @@ class Target:
 class Route(Protocol):
     """To one peer. Several threads may use it at once."""
 
-    def move(self, operation: api.Operation, pieces: Iterable[Piece], limit: Limit) -> None:
-        """Copy them all. Raises TransferError; then nothing is being copied any more."""
+    def move(self, operation: api.Operation, pattern: Pattern, limit: Limit) -> None:
+        """Copy all its pieces. Raises TransferError; then nothing is being copied any more."""
         ...
 
     def notify(self, message: bytes, limit: Limit) -> None:

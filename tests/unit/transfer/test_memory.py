@@ -7,9 +7,14 @@ import pytest
 from dynamo.base import errors
 from dynamo.transfer import api, memory
 from dynamo.transfer.limit import Limit
+from dynamo.transfer.plan import Pattern
 
 READ, WRITE = api.Operation.READ, api.Operation.WRITE
 MIB = 2**20
+
+
+def one(local, remote, length):
+    return Pattern([(0, 0)], [(local, remote, length)])
 
 
 def test_two_mappings_of_one_pool_show_the_same_bytes():
@@ -75,8 +80,8 @@ def test_short_and_long_copies_in_both_directions(length):
     ours, theirs = (memory.Window(memory.private(41 * MIB)) for _ in range(2))
     theirs.view[10 : 10 + length] = os.urandom(length)
 
-    memory.move(READ, ours, theirs, [(3, 10, length)], Limit(30))
-    memory.move(WRITE, ours, theirs, [(3, 0, length)], Limit(30))
+    memory.move(READ, ours, theirs, one(3, 10, length), Limit(30))
+    memory.move(WRITE, ours, theirs, one(3, 0, length), Limit(30))
 
     assert ours.view[3 : 3 + length] == theirs.view[:length]
     ours.close()
@@ -90,7 +95,42 @@ def test_a_copy_that_was_cancelled_stops_on_its_way():
     limit.cancel()
 
     with pytest.raises(errors.TransferError, match="cancelled"):
-        memory.move(READ, ours, theirs, [(0, 0, 64 * MIB)], limit)
+        memory.move(READ, ours, theirs, one(0, 0, 64 * MIB), limit)
     assert ours.view[-1] == 0
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("operation", [READ, WRITE])
+def test_a_pattern_is_copied_from_each_of_its_origins(operation):
+    ours, theirs = (memory.Window(memory.private(300)) for _ in range(2))
+    ours.view[:], theirs.view[:] = os.urandom(300), os.urandom(300)
+    pattern = Pattern([(0, 200), (100, 10)], [(5, 1, 20), (50, 70, 8)])
+    expected_ours, expected_theirs = bytearray(ours.view), bytearray(theirs.view)
+    for here, there, length in [(5, 201, 20), (50, 270, 8), (105, 11, 20), (150, 80, 8)]:
+        if operation is READ:
+            expected_ours[here : here + length] = theirs.view[there : there + length]
+        else:
+            expected_theirs[there : there + length] = ours.view[here : here + length]
+
+    memory.move(operation, ours, theirs, pattern, Limit(30))
+
+    assert (ours.view, theirs.view) == (expected_ours, expected_theirs)
+    ours.close()
+    theirs.close()
+
+
+def test_other_threads_may_run_for_every_other_stretch_of_short_pieces(monkeypatch):
+    """In between they may not, so the stretch must be long enough for a thread to wake in it."""
+    ours, theirs = (memory.Window(memory.private(12 * MIB)) for _ in range(2))
+    freely, copy = [], memory._memmove
+    monkeypatch.setattr(memory, "_memmove", lambda *at: (freely.append(at[0]), copy(*at)))
+    size = 64 * 1024
+    pieces = [(at, at, size) for at in range(0, 12 * MIB, size)]
+
+    memory.move(READ, ours, theirs, Pattern([(0, 0)], pieces), Limit(30))
+
+    stretches = [range(start, start + 2 * MIB, size) for start in (2 * MIB, 6 * MIB, 10 * MIB)]
+    assert [at - ours.address for at in freely] == [at for each in stretches for at in each]
     ours.close()
     theirs.close()

@@ -67,7 +67,7 @@ def test_every_byte_goes_where_the_layouts_say(local, remote, order, other, rank
         return
 
     made = plan.make(here, there, *zip(*pairs, strict=True))
-    pieces = list(made.pieces())
+    pieces = list(made.pattern().pieces())
     for to, of, length in pieces:
         moved[to : to + length] = source[of : of + length]
     copy_naively(expected, source, here, there, pairs)
@@ -99,13 +99,13 @@ def test_runs_are_the_pairs_again_and_cannot_be_merged_further(local, remote):
 def test_neighbours_become_one_copy_where_both_pools_let_them(order, other, num_pieces):
     made = plan.make(layout(order=order), layout(order=other), [0, 1, 2, 6], [3, 4, 5, 7])
 
-    assert made.num_pieces == len(list(made.pieces())) == num_pieces
+    assert made.num_pieces == len(list(made.pattern().pieces())) == num_pieces
 
 
 def test_no_blocks_are_no_copies():
     made = plan.make(SHAPE, SHAPE, [], [])
 
-    assert list(made.pieces()) == []
+    assert list(made.pattern().pieces()) == []
     assert made.num_bytes == made.num_pieces == 0
 
 

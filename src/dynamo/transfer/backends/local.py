@@ -1,12 +1,11 @@
 """Within one process: `dynamo run` with prefill and decode side by side, and tests that need no second process."""
 
 import secrets
-from collections.abc import Iterable
 
 from dynamo.base import errors
 from dynamo.transfer import api, memory, routes
 from dynamo.transfer.limit import Limit
-from dynamo.transfer.plan import Piece
+from dynamo.transfer.plan import Pattern
 
 
 class Room:
@@ -52,9 +51,9 @@ class LocalRoute:
         self._ours = memory.Window(mine.region.memory)
         self._theirs = memory.Window(self._peer().region.memory)
 
-    def move(self, operation: api.Operation, pieces: Iterable[Piece], limit: Limit) -> None:
+    def move(self, operation: api.Operation, pattern: Pattern, limit: Limit) -> None:
         self._peer()
-        memory.move(operation, self._ours, self._theirs, pieces, limit)
+        memory.move(operation, self._ours, self._theirs, pattern, limit)
 
     def notify(self, message: bytes, limit: Limit) -> None:
         self._peer().deliver(self._mine.name, message, limit)

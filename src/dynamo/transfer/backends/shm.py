@@ -10,13 +10,12 @@ that it lives: its memory stays as long as it is mapped here.
 import os
 import secrets
 import socket
-from collections.abc import Iterable
 
 from dynamo.base import errors, membership
 from dynamo.transfer import api, handshake, links, memory, messages, routes, service
 from dynamo.transfer.limit import Limit
 from dynamo.transfer.link import Link
-from dynamo.transfer.plan import Piece
+from dynamo.transfer.plan import Pattern
 
 
 class ShmBackend:
@@ -72,8 +71,8 @@ class ShmRoute:
     def __init__(self, ours: memory.Window, theirs: memory.Window, peer: links.Links) -> None:
         self._ours, self._theirs, self._links = ours, theirs, peer
 
-    def move(self, operation: api.Operation, pieces: Iterable[Piece], limit: Limit) -> None:
-        memory.move(operation, self._ours, self._theirs, pieces, limit)
+    def move(self, operation: api.Operation, pattern: Pattern, limit: Limit) -> None:
+        memory.move(operation, self._ours, self._theirs, pattern, limit)
 
     def notify(self, message: bytes, limit: Limit) -> None:
         self._links.notify(message, limit)

@@ -7,13 +7,13 @@ both ends (`handshake`).
 import functools
 import itertools
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from dynamo.base import errors, membership
 from dynamo.transfer import api, handshake, links, messages, routes, service
 from dynamo.transfer.limit import Limit
 from dynamo.transfer.link import Link
-from dynamo.transfer.plan import Piece
+from dynamo.transfer.plan import Pattern, Piece
 from dynamo.transfer.tls_link import TlsLink
 
 _WILDCARDS = ("", "0.0.0.0", "::")
@@ -108,10 +108,10 @@ class TcpRoute:
     def __init__(self, memory: memoryview, peer: links.Links, *, is_summed: bool) -> None:
         self._memory, self._links, self._is_summed = memory, peer, is_summed
 
-    def move(self, operation: api.Operation, pieces: Iterable[Piece], limit: Limit) -> None:
+    def move(self, operation: api.Operation, pattern: Pattern, limit: Limit) -> None:
         step = self._pull if operation is api.Operation.READ else self._push
         with self._links.borrow(limit) as link:
-            for batch in _batches(pieces):
+            for batch in _batches(pattern.pieces()):
                 step(link, batch, limit)
 
     def notify(self, message: bytes, limit: Limit) -> None:
@@ -132,9 +132,8 @@ class TcpRoute:
         link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    rest = iter(pieces)
-    while batch := list(itertools.islice(rest, messages.MAX_PIECES)):
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    while batch := list(itertools.islice(pieces, messages.MAX_PIECES)):
         yield batch
 
 

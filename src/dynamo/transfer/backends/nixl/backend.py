@@ -17,7 +17,7 @@ from dynamo.base import errors, membership
 from dynamo.transfer import api, memory, messages, routes
 from dynamo.transfer.backends.nixl import endpoint, service, words
 from dynamo.transfer.limit import Limit
-from dynamo.transfer.plan import Piece
+from dynamo.transfer.plan import Pattern, Piece
 
 _STRETCH_BYTES = 64 * 2**20  # between two looks at the clock: a call may copy all it is given
 _LOOK_S = 0.05
@@ -88,9 +88,9 @@ class NixlRoute:
         with self._borrow(limit):
             pass
 
-    def move(self, operation: api.Operation, pieces: Iterable[Piece], limit: Limit) -> None:
+    def move(self, operation: api.Operation, pattern: Pattern, limit: Limit) -> None:
         with self._borrow(limit) as ours:
-            for stretch in stretches(pieces):
+            for stretch in stretches(pattern.pieces()):
                 limit.remaining_s()
                 ours.move(operation, self._target.epoch, self._address.pool_at, stretch, limit)
 
