@@ -4,8 +4,11 @@
 and, where it is installed, `nixl` beside the memcpy: our backend on the real library (UCX on one host reads by CMA).
 The pool is that of a model with 16 layers and 8 KV heads of 128 in bfloat16: a block of 16 tokens is 1 MiB, 64 KiB per
 layer. *Neighbours* are blocks in a row, *scattered* ones random. Everything takes turns, so that a busy machine is busy
-for all. CPU seconds are those of both processes together, medians of the rounds; on a shared machine they are the
-figure to trust. Wall seconds are medians, and the best behind the comma.
+for all. Each process keeps to a CPU of its own, as two busy workers do: on one CPU a plain loop over TCP is twice as
+fast as on two, and left alone the scheduler changes its mind (`--loose`). CPU seconds are those of both processes
+together, medians of the rounds; on a shared machine they are the figure to trust. Wall seconds are medians, and the
+best behind the comma. At last, how late the event loop is while blocks are pulled without a pause: the inter-token
+latency of the others pays for it.
 """
 
 import argparse
@@ -38,7 +41,9 @@ LAYOUT = descriptors.Layout(
     dtype="bfloat16",
 )
 DEADLINE_S = 30.0
-SHORT_BYTES = 128 * 1024  # as `backends.tcp` sets it on loopback
+TICK_S = 0.001
+LATENESS_TICKS = 500
+SHORT_BYTES = 256 * 1024  # as `backends.tcp` sets it on loopback
 WAYS = ("shm", "tcp", "tls", *(("nixl",) if importlib.util.find_spec("nixl") else ()))
 Copy = Callable[[], Awaitable[None]]
 
@@ -46,24 +51,34 @@ Copy = Callable[[], Awaitable[None]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    parser.add_argument(
+        "--loose", action="store_true", help="let the scheduler place the two processes"
+    )
+    asked = parser.parse_args()
     with credentials.prepared():
-        run(rounds)
+        run(asked.rounds, is_loose=asked.loose)
 
 
-def run(rounds: int) -> None:
+def run(rounds: int, *, is_loose: bool) -> None:
+    cpus = [None, None] if is_loose else sorted(os.sched_getaffinity(0))[:2] * 2
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    peer = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
+    peer = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, cpus[1]))
     peer.start()
     try:
-        asyncio.run(measure(ours, rounds))
+        asyncio.run(measure(ours, rounds, cpus[0]))
     finally:
         ours.send("stop")
         peer.join()
 
 
-def serve(control: Connection) -> None:
+def keep_to(cpu: int | None) -> None:
+    if cpu is not None:
+        os.sched_setaffinity(0, {cpu})
+
+
+def serve(control: Connection, cpu: int | None) -> None:
     """The other process: an agent per backend, and the loop that answers the plain copies."""
+    keep_to(cpu)
     asyncio.run(_serve(control))
 
 
@@ -109,7 +124,9 @@ def answer_plainly(listening: socket.socket) -> None:
         sock.sendall(source[: int.from_bytes(asked)])
 
 
-async def measure(control: Connection, rounds: int) -> None:
+async def measure(control: Connection, rounds: int, cpu: int | None) -> None:
+    allowed = os.sched_getaffinity(0)
+    keep_to(cpu)
     metadata, ports, peer_pid = await asyncio.to_thread(control.recv)
     agents = {way: await start(way) for way in WAYS}
     peers = {
@@ -135,6 +152,10 @@ async def measure(control: Connection, rounds: int) -> None:
         report(num_blocks * MIB, await take_turns(copies, rounds, repeats, peer_pid))
     plain.close()
     short.close()
+    os.sched_setaffinity(0, allowed)
+    print("\n| pulling | event loop late by, ms: median | p99 |\n|---|---|---|")
+    for way, mine in agents.items():
+        await report_lateness(way, mine, peers[way])
     for mine in agents.values():
         await mine.close()
 
@@ -179,6 +200,25 @@ def report(num_bytes: int, taken: dict[str, Taken]) -> None:
             f"| {num_bytes // MIB} MiB | {name} | {cpu * 1e3:.3f} | {of_cpu:.2f}"
             f" | {wall * 1e3:.3f}, {best * 1e3:.3f} | {of_wall:.2f}, {of_best:.2f} |"
         )
+
+
+async def report_lateness(way: str, mine: agent.Agent, peer: api.Peer) -> None:
+    copy = pull(mine, peer, LAYOUT.num_blocks, is_scattered=True)
+    copying = asyncio.create_task(repeat(copy))
+    late_s = []
+    for _ in range(LATENESS_TICKS):
+        began = time.perf_counter()
+        await asyncio.sleep(TICK_S)
+        late_s.append(time.perf_counter() - began - TICK_S)
+    copying.cancel()
+    await asyncio.wait([copying])
+    p50, p99 = (statistics.quantiles(late_s, n=100)[i - 1] * 1e3 for i in (50, 99))
+    print(f"| {way}, scattered | {p50:.2f} | {p99:.2f} |")
+
+
+async def repeat(copy: Copy) -> None:
+    while True:
+        await copy()
 
 
 def memcpy(num_bytes: int) -> Copy:

@@ -7,6 +7,7 @@ change of threads, but not so long that the processor's cache has lost them when
 together is sent so that the kernel need not wake the receiver for a part of it (MSG_MORE).
 """
 
+import functools
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from dynamo.transfer.limit import Limit
 GREETING_LIMIT_S = 5.0
 _BITE_BYTES = 2 * 2**20
 _BITE_BUFFERS = 512  # the kernel takes 1,024 (IOV_MAX)
+_WAKE_BYTES = 256 * 1024  # so many have come before a receiver of more is woken
 _LENGTH = struct.Struct("!I")
 _TIMEVAL = struct.Struct("ll")
 M = TypeVar("M", bound=msgspec.Struct)
@@ -104,8 +106,14 @@ class Link:
     ) -> None:
         """Fill these bytes. Raises TransferError, also if their checksum is wrong."""
         checksum = xxhash.xxh3_64()
-        for bite in _bites(memory, spans):
+        num_left = sum(length for _, length in spans)
+        if num_left > _WAKE_BYTES:
+            self._wake_after(_WAKE_BYTES)
+        for bite in _bites(memory, spans, num_last=_WAKE_BYTES):
+            if num_left == _WAKE_BYTES:
+                self._wake_after(1)  # more than are on their way would never come
             self._receive(bite, limit)
+            num_left -= sum(map(len, bite))
             if is_summed:
                 _add(checksum, bite)
         if not is_summed:
@@ -159,6 +167,13 @@ class Link:
                 raise errors.TransferError("the peer closed the connection")
             buffers = _rest(buffers, num_received)
 
+    def _wake_after(self, num_bytes: int) -> None:
+        """Let the kernel collect so many before it wakes us: on one host each waking is a change of threads."""
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+        except OSError as error:
+            raise lost(error) from error
+
     def _allow(self, limit: Limit | None, option: int) -> None:
         """Let the next call wait as long as the limit says, at least a millisecond: 0 would be for ever."""
         remaining_s = 0.0 if limit is None else max(limit.remaining_s(), 0.001)
@@ -172,7 +187,7 @@ class Link:
 
 def _decode(body: bytes, kinds: tuple[type[M], ...]) -> M:
     try:
-        message = msgspec.msgpack.decode(body, type=Union[*kinds, messages.Refused])
+        message = _decoder(kinds).decode(body)
     except msgspec.DecodeError as error:
         raise errors.RemoteProtocolError(f"expected another message: {error}") from error
     if isinstance(message, messages.Refused):
@@ -180,22 +195,38 @@ def _decode(body: bytes, kinds: tuple[type[M], ...]) -> M:
     return cast("M", message)
 
 
-def _bites(memory: memoryview, spans: Sequence[messages.Span]) -> Iterator[list[memoryview]]:
-    """The bytes of all spans, in order, in lists that are short enough for one call."""
+@functools.cache
+def _decoder(kinds: tuple[type[M], ...]) -> msgspec.msgpack.Decoder[M | messages.Refused]:
+    return msgspec.msgpack.Decoder(Union[*kinds, messages.Refused])
+
+
+def _bites(
+    memory: memoryview, spans: Sequence[messages.Span], *, num_last: int = 0
+) -> Iterator[list[memoryview]]:
+    """The bytes of all spans, in order, in lists that are short enough for one call.
+
+    One list begins where `num_last` bytes are left, if there are more.
+    """
     bite: list[memoryview] = []
-    room = _BITE_BYTES
+    num_left = sum(length for _, length in spans)
+    room = _room(num_left, num_last)
     for offset, length in spans:
         end = offset + length
         while offset < end:
             part = memory[offset : min(end, offset + room)]
             bite.append(part)
             offset += len(part)
+            num_left -= len(part)
             room -= len(part)
             if not room or len(bite) == _BITE_BUFFERS:
                 yield bite
-                bite, room = [], _BITE_BYTES
+                bite, room = [], _room(num_left, num_last)
     if bite:
         yield bite
+
+
+def _room(num_left: int, num_last: int) -> int:
+    return min(_BITE_BYTES, num_left - num_last if num_left > num_last else num_left)
 
 
 def _add(checksum: xxhash.xxh3_64, bite: list[memoryview]) -> None:

@@ -70,3 +70,6 @@ class TlsLink(Link):
                 if not num_received:
                     raise errors.TransferError("the peer closed the connection")
                 rest = rest[num_received:]
+
+    def _wake_after(self, num_bytes: int) -> None:
+        """No: OpenSSL holds a part of what has come, so that the kernel could wait for it in vain."""

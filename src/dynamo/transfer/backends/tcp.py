@@ -19,7 +19,7 @@ from dynamo.transfer.tls_link import TlsLink
 _WILDCARDS = ("", "0.0.0.0", "::")
 # On loopback, where no bytes are on their way, a short send buffer lets the kernel use the same pages again while they
 # are in the cache. Left alone it grows to megabytes, and 2 MiB cost up to twice the CPU. (The kernel doubles this.)
-_LOOPBACK_SEND_BYTES = 128 * 1024
+_LOOPBACK_SEND_BYTES = 256 * 1024
 
 
 class TcpBackend:

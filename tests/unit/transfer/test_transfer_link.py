@@ -1,0 +1,108 @@
+"""Bytes between two ends of a real connection: all of them arrive, however they come."""
+
+import array
+import fcntl
+import itertools
+import socket
+import termios
+import threading
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.transfer.limit import Limit
+from dynamo.transfer.link import Link
+
+WAKE = 256 * 1024
+
+
+@pytest.fixture
+def ends():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+    yield Link(near), far
+    near.close()
+    far.close()
+
+
+def spans_of(total):
+    """In unequal parts with gaps between them, the later ones first."""
+    ends = sorted({0, total, total // 3, total // 2 + 1} & set(range(total + 1)))
+    spans = [
+        (start + 7 * i, end - start) for i, (start, end) in enumerate(itertools.pairwise(ends))
+    ]
+    return spans[::-1]
+
+
+@pytest.mark.parametrize("total", [1, WAKE - 1, WAKE, WAKE + 1, 2 * WAKE + 3, 20 * WAKE])
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_spans_arrive_whole_and_words_after_them(ends, total, is_summed):
+    link, far = ends
+    sent = memoryview(bytearray(range(251)) * (total // 251 + 2))
+    received = memoryview(bytearray(len(sent)))
+    spans, limit = spans_of(total), Limit(30)
+
+    def send():
+        Link(far).send_spans(sent, spans, limit, is_summed=is_summed)
+        far.sendall(b"!")
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    link.receive_spans(received, spans, limit, is_summed=is_summed)
+
+    assert link.receive_bytes(1, limit) == b"!"
+    sending.join()
+    for at, length in spans:
+        assert received[at : at + length] == sent[at : at + length]
+
+
+@pytest.mark.parametrize("num_first", [1, WAKE - 1, WAKE + 1, 2 * WAKE - 1, 2 * WAKE + 1])
+def test_a_sender_who_is_slow_at_any_point_is_waited_for(ends, num_first):
+    """The rest is sent when the kernel has acknowledged the first, so that both come for themselves."""
+    link, far = ends
+    body = bytes(range(256)) * (3 * WAKE // 256)
+    received = memoryview(bytearray(len(body)))
+    far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send():
+        far.sendall(body[:num_first])
+        await_acknowledgement(far)
+        for byte in range(num_first, num_first + 3):
+            far.sendall(body[byte : byte + 1])
+            await_acknowledgement(far)
+        far.sendall(body[num_first + 3 :])
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    link.receive_spans(received, [(0, len(body))], Limit(30), is_summed=False)
+
+    sending.join()
+    assert received == body
+
+
+@pytest.mark.parametrize("num_sent", [1, WAKE + 1, 3 * WAKE - 1])
+def test_a_sender_who_goes_before_the_end_is_an_error_at_once(ends, num_sent):
+    link, far = ends
+    far.sendall(bytes(num_sent))
+    far.shutdown(socket.SHUT_WR)
+    received = memoryview(bytearray(3 * WAKE))
+
+    with pytest.raises(errors.TransferError, match="closed the connection"):
+        link.receive_spans(received, [(0, 3 * WAKE)], Limit(30), is_summed=False)
+
+
+def test_a_sender_who_stops_is_an_error_when_the_time_is_over(ends):
+    link, far = ends
+    far.sendall(bytes(WAKE + 1))
+    received = memoryview(bytearray(3 * WAKE))
+
+    with pytest.raises(errors.TransferError, match="not complete within"):
+        link.receive_spans(received, [(0, 3 * WAKE)], Limit(0.2), is_summed=False)
+
+
+def await_acknowledgement(sock):
+    """SIOCOUTQ counts what the other side's kernel has not acknowledged."""
+    left = array.array("i", [1])
+    while left[0]:
+        fcntl.ioctl(sock, termios.TIOCOUTQ, left)
