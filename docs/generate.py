@@ -12,8 +12,8 @@ from dynamo.disagg import metrics as disagg_metrics
 from dynamo.disagg import settings as disagg_settings
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
-from dynamo.frontend import records
 from dynamo.frontend.admission import metrics as admission_metrics
+from dynamo.frontend.records import wanted as records
 from dynamo.observability import loop_delay, metrics
 from dynamo.protocols import instances
 from dynamo.router import __main__ as router_main

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
-from dynamo.frontend import openapi, operations
+from dynamo.frontend import operations
+from dynamo.frontend.description import openapi
 
 NUM_EXAMPLES = 8  # of each kind for each operation
 # It makes bodies that the schema allows and that mean nothing (unknown tools, parameters that contradict each other): a

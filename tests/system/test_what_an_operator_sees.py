@@ -44,7 +44,7 @@ def test_a_trace_goes_through_frontend_and_worker(deployment):
 
 def test_the_logs_of_both_name_the_request(deployment):
     deployment.environ |= {
-        "DYN_LOG": "warn,dynamo.frontend.request_log=debug,dynamo.worker.inflight=debug",
+        "DYN_LOG": "warn,dynamo.frontend.records.request_log=debug,dynamo.worker.inflight=debug",
         "DYN_LOGGING_JSONL": "1",
     }
     frontend, worker = deployment.frontend(), deployment.mocker(*FAST)

@@ -8,7 +8,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
-from dynamo.frontend import model_fetch
+from dynamo.frontend.catalog import model_fetch
 from dynamo.preprocess import answer, loading, preprocessor
 from dynamo.protocols import generate, instances, model_card, openai_chat
 from dynamo.runtime import client, component, requests

@@ -8,7 +8,8 @@ import sys
 from dynamo.base import config as configuration
 from dynamo.base import errors, garbage, stopping
 from dynamo.disagg import settings
-from dynamo.frontend import config, http_workers, service
+from dynamo.frontend import config, service
+from dynamo.frontend.processes import http_workers
 from dynamo.observability import logs
 from dynamo.router import config as router_config
 from dynamo.runtime import component

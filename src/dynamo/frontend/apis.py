@@ -4,13 +4,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dynamo.frontend import (
+from dynamo.frontend import identity, metrics
+from dynamo.frontend.answer import (
     chat_shape,
     completion_shape,
     delivery,
-    identity,
     message_shape,
-    metrics,
     sse,
     stream_delivery,
     typed_delivery,

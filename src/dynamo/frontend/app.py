@@ -5,25 +5,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.frontend import (
-    apis,
-    clearing,
-    delivery,
-    description,
-    embeddings,
-    merged_metrics,
-    models,
-    pipeline,
-    responses,
-    roads,
-    shared_responses,
-    siblings,
-    sse,
-    token_counts,
-)
+from dynamo.frontend import apis, clearing, embeddings, pipeline, responses, roads, token_counts
 from dynamo.frontend.admission import desk
+from dynamo.frontend.answer import delivery, sse
+from dynamo.frontend.catalog import models
+from dynamo.frontend.catalog.served_model import ServedModel
+from dynamo.frontend.description import pages
 from dynamo.frontend.kserve import routes
-from dynamo.frontend.served_model import ServedModel
+from dynamo.frontend.processes import merged_metrics, shared_responses, siblings
 from dynamo.observability import metrics
 from dynamo.protocols import anthropic_errors, kserve_errors, openai_errors
 from dynamo.runtime.http import exchange, router
@@ -72,7 +61,7 @@ class App:
         self._desk = counter
         self._siblings = others
         self.is_draining = False
-        self._description = description.Description()
+        self._description = pages.Description()
         counts = token_counts.TokenCounts(known, remembered)
         tensors = routes.KserveRoutes(
             answers.text, known, counter, self._accepts, is_draining=lambda: self.is_draining

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dynamo.base import errors
-from dynamo.frontend import models, sse
+from dynamo.frontend.answer import sse
+from dynamo.frontend.catalog import models
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import client, requests
 from dynamo.runtime.http import exchange

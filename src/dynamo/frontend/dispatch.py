@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.frontend import delivery, extras, metrics, migration
-from dynamo.frontend.leg import Leg
-from dynamo.frontend.served_model import ServedModel
+from dynamo.frontend import extras, metrics, migration
+from dynamo.frontend.answer import delivery
+from dynamo.frontend.answer.leg import Leg
+from dynamo.frontend.catalog.served_model import ServedModel
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate
 from dynamo.router import route

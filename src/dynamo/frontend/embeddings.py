@@ -7,17 +7,11 @@ inputs of one request may be computed by several workers.
 from collections.abc import Sequence
 
 from dynamo.base import errors
-from dynamo.frontend import (
-    apis,
-    delivery,
-    embedding_answer,
-    embedding_shares,
-    metrics,
-    models,
-    pipeline,
-)
+from dynamo.frontend import apis, embedding_shares, metrics, pipeline
 from dynamo.frontend.admission import desk
-from dynamo.frontend.served_model import ServedModel
+from dynamo.frontend.answer import delivery, embedding_answer
+from dynamo.frontend.catalog import models
+from dynamo.frontend.catalog.served_model import ServedModel
 from dynamo.observability import spans
 from dynamo.protocols import blocks, embed, openai_embeddings
 from dynamo.router import route

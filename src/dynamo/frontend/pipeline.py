@@ -9,22 +9,12 @@ import re
 from collections.abc import Sequence
 
 from dynamo.base import clock, errors, ids
-from dynamo.frontend import (
-    apis,
-    audit,
-    delivery,
-    dispatch,
-    extras,
-    identity,
-    instance_query,
-    metrics,
-    models,
-    routing_headers,
-    sse,
-    whole_delivery,
-)
+from dynamo.frontend import apis, dispatch, extras, identity, metrics, routing_headers
 from dynamo.frontend.admission import desk
-from dynamo.frontend.served_model import ServedModel
+from dynamo.frontend.answer import delivery, instance_query, sse, whole_delivery
+from dynamo.frontend.catalog import models
+from dynamo.frontend.catalog.served_model import ServedModel
+from dynamo.frontend.records import audit
 from dynamo.observability import logs, spans
 from dynamo.protocols import generate, openai_fields
 from dynamo.runtime.http import exchange

@@ -7,7 +7,9 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import apis, delivery, response_shape, response_store, sse, typed_delivery
+from dynamo.frontend import apis
+from dynamo.frontend.answer import delivery, response_shape, sse, typed_delivery
+from dynamo.frontend.processes import response_store
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import openai_chat, openai_errors, openai_items, openai_responses
 from dynamo.runtime.http import exchange

@@ -17,18 +17,15 @@ from dynamo.frontend import (
     embeddings,
     metrics,
     migration,
-    model_fetch,
-    models,
     pipeline,
-    records,
-    response_store,
     responses,
     roads,
-    shared_responses,
-    siblings,
 )
 from dynamo.frontend.admission import control
+from dynamo.frontend.catalog import model_fetch, models
 from dynamo.frontend.kserve import loading
+from dynamo.frontend.processes import response_store, shared_responses, siblings
+from dynamo.frontend.records import wanted
 from dynamo.observability import loop_delay
 from dynamo.observability import metrics as observed
 from dynamo.router import config as router_config
@@ -66,7 +63,7 @@ class Frontend:
                 now,
                 routing.router_queue_threshold,
             )
-        self._records = records.Records(settings, registry, now)
+        self._records = wanted.Records(settings, registry, now)
         rules = _migration_rules(settings)
         counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers, rules)
         self.models = models.Models(

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import models, responses
-from dynamo.frontend.served_model import ServedModel
+from dynamo.frontend import responses
+from dynamo.frontend.catalog import models
+from dynamo.frontend.catalog.served_model import ServedModel
 from dynamo.protocols import anthropic, anthropic_blocks, blocks, openai_chat, tokenization
 
 

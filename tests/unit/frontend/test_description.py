@@ -7,7 +7,8 @@ import msgspec
 import pytest
 from frontend_rig import events, outputs
 
-from dynamo.frontend import docs_page, field_details, openapi, operations
+from dynamo.frontend import operations
+from dynamo.frontend.description import docs_page, field_details, openapi
 from dynamo.protocols import openai_chat
 
 DOCUMENT = openapi.document(operations.OPERATIONS, field_details.DETAILS, "1.2.3")

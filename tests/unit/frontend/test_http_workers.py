@@ -5,7 +5,8 @@ import socket
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend import config, http_workers
+from dynamo.frontend import config
+from dynamo.frontend.processes import http_workers
 
 
 def listen(port, *, shares):

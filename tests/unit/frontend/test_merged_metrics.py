@@ -2,7 +2,7 @@
 
 from prometheus_client import parser
 
-from dynamo.frontend import merged_metrics
+from dynamo.frontend.processes import merged_metrics
 from dynamo.observability import metrics
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend import model_fetch
+from dynamo.frontend.catalog import model_fetch
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import component
 

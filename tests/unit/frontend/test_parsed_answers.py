@@ -6,7 +6,7 @@ import openai
 import pytest
 from frontend_rig import EOS, events, outputs
 
-from dynamo.frontend import stream_delivery
+from dynamo.frontend.answer import stream_delivery
 from dynamo.protocols import generate, model_card
 
 TOOLS = [

@@ -2,10 +2,10 @@
 
 import logging
 
-from dynamo.frontend import request_log
+from dynamo.frontend.records import request_log
 from dynamo.observability import logs
 
-NAME = "dynamo.frontend.request_log"
+NAME = "dynamo.frontend.records.request_log"
 
 
 async def test_a_request_makes_a_line_at_debug(bare, caplog):

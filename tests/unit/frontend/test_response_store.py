@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend import response_store
+from dynamo.frontend.processes import response_store
 
 
 def kept(size):

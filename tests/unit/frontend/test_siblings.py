@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from dynamo.frontend import response_store, shared_responses, siblings
+from dynamo.frontend.processes import response_store, shared_responses, siblings
 from dynamo.runtime.http import exchange
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
-from dynamo.frontend import config, delivery, models
+from dynamo.frontend import config
 from dynamo.frontend.admission import busy, desk, door, gate, key_file, load_watch, metrics
+from dynamo.frontend.answer import delivery
+from dynamo.frontend.catalog import models
 from dynamo.observability import metrics as observed
 from dynamo.runtime import events
 from dynamo.runtime.http import router

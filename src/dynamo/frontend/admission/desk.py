@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.frontend import metrics as frontend_metrics
-from dynamo.frontend import models
 from dynamo.frontend.admission import busy, gate, keys, limits, metrics, thresholds
-from dynamo.frontend.served_model import ServedModel
+from dynamo.frontend.catalog import models
+from dynamo.frontend.catalog.served_model import ServedModel
 from dynamo.protocols import embed, generate
 from dynamo.runtime.http import exchange
 

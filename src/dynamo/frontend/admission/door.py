@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.frontend import delivery
 from dynamo.frontend.admission import keys, limits, metrics
+from dynamo.frontend.answer import delivery
 from dynamo.runtime.http import exchange, router
 
 OPEN = frozenset(("/live", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.frontend import models
 from dynamo.frontend.admission import busy
+from dynamo.frontend.catalog import models
 from dynamo.protocols import load
 from dynamo.runtime import events
 

@@ -5,8 +5,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from dynamo.frontend import models, sse
 from dynamo.frontend.admission import busy
+from dynamo.frontend.answer import sse
+from dynamo.frontend.catalog import models
 from dynamo.protocols import openai_decode
 from dynamo.runtime.http import exchange
 

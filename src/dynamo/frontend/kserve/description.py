@@ -3,8 +3,8 @@
 import importlib.metadata
 from typing import Any
 
-from dynamo.frontend import models
-from dynamo.frontend.served_model import ServedModel
+from dynamo.frontend.catalog import models
+from dynamo.frontend.catalog.served_model import ServedModel
 from dynamo.protocols import kserve
 
 EXTENSIONS = ["generate", "model_configuration"]

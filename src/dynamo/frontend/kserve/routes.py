@@ -12,8 +12,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from dynamo.base import errors
-from dynamo.frontend import apis, delivery, models, pipeline, sse
+from dynamo.frontend import apis, pipeline
 from dynamo.frontend.admission import desk
+from dynamo.frontend.answer import delivery, sse
+from dynamo.frontend.catalog import models
 from dynamo.frontend.kserve import description, shapes
 from dynamo.protocols import kserve, kserve_errors
 from dynamo.runtime.http import exchange, router

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.frontend import choices, identity, sse, stream_delivery
+from dynamo.frontend import identity
+from dynamo.frontend.answer import choices, sse, stream_delivery
 from dynamo.protocols import kserve, openai_usage
 
 

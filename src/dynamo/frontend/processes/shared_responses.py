@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from dynamo.frontend import response_store, siblings
+from dynamo.frontend.processes import response_store, siblings
 from dynamo.runtime.http import exchange, router
 
 PATH = "/kept/"

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from dynamo.disagg import prefill_first
-from dynamo.frontend.served_model import ServedModel
+from dynamo.frontend.catalog.served_model import ServedModel
 from dynamo.protocols import instances, model_card
 from dynamo.router import kv_router
 from dynamo.runtime import client

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from dynamo.base import ids
-from dynamo.frontend import choices
+from dynamo.frontend.answer import choices
 from dynamo.preprocess import answer
 from dynamo.preprocess.parsers import events
 from dynamo.protocols import generate

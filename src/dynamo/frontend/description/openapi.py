@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from dynamo.frontend import operations, sse
+from dynamo.frontend import operations
+from dynamo.frontend.answer import sse
 from dynamo.frontend.operations import Operation
 
 _SCHEMAS = "#/components/schemas/"

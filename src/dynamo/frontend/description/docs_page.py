@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from dynamo.frontend import openapi
+from dynamo.frontend.description import openapi
 from dynamo.frontend.operations import Operation
 
 SECURITY = (("content-security-policy", "default-src 'none'; style-src 'unsafe-inline'"),)

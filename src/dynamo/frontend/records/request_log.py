@@ -1,6 +1,6 @@
 """A line for each request that has ended, for whoever reads logs at `debug`; at `info` a request makes none.
 
-DYN_LOG=info,dynamo.frontend.request_log=debug
+DYN_LOG=info,dynamo.frontend.records.request_log=debug
 """
 
 import logging

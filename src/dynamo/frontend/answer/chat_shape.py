@@ -7,7 +7,8 @@ A chunk that carries content is a template, `head + JSON of the text + tail`, ma
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.frontend import choices, identity, sse
+from dynamo.frontend import identity
+from dynamo.frontend.answer import choices, sse
 from dynamo.preprocess.parsers import events
 from dynamo.protocols import openai_chat, openai_usage
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from dynamo.frontend import choices
+from dynamo.frontend.answer import choices
 from dynamo.protocols import generate, openai_usage
 
 CONTENT_TYPE = "text/event-stream"

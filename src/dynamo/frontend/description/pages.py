@@ -4,7 +4,9 @@ import functools
 import importlib.metadata
 from typing import Any
 
-from dynamo.frontend import docs_page, field_details, openapi, operations, sse
+from dynamo.frontend import operations
+from dynamo.frontend.answer import sse
+from dynamo.frontend.description import docs_page, field_details, openapi
 from dynamo.runtime.http import exchange
 
 

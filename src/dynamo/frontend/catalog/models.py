@@ -14,8 +14,9 @@ from typing import Protocol
 import msgspec
 
 from dynamo.base import clock, errors
-from dynamo.frontend import lora_adapters, metrics, model_fetch, prefill_pools
-from dynamo.frontend.served_model import Replicas, ServedModel
+from dynamo.frontend import metrics
+from dynamo.frontend.catalog import lora_adapters, model_fetch, prefill_pools
+from dynamo.frontend.catalog.served_model import Replicas, ServedModel
 from dynamo.preprocess import loading, tokenize
 from dynamo.protocols import instances, model_card
 from dynamo.router import route

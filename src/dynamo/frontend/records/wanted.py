@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from dynamo.base import clock
-from dynamo.frontend import audit, config, metrics, request_log, request_spans, request_trace
+from dynamo.frontend import config, metrics
+from dynamo.frontend.records import audit, request_log, request_spans, request_trace
 from dynamo.observability import metrics as observed
 from dynamo.observability import row_writer, spans, tracing
 

@@ -14,8 +14,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import choices, echo, extras, metrics, parsed_choice, sse
-from dynamo.frontend.leg import Leg
+from dynamo.frontend import extras, metrics
+from dynamo.frontend.answer import choices, echo, parsed_choice, sse
+from dynamo.frontend.answer.leg import Leg
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import blocks, generate, openai_errors, openai_fields, openai_usage
 from dynamo.runtime.http import exchange

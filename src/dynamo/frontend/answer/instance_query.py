@@ -4,7 +4,7 @@ A gateway before us asks so, and sends the request itself by and by, with the wo
 told. Both are events of a stream that holds nothing else.
 """
 
-from dynamo.frontend import delivery, sse
+from dynamo.frontend.answer import delivery, sse
 from dynamo.runtime.http import exchange
 
 NAME = "query_instance_id"

@@ -5,7 +5,7 @@ An item with text has one part; a function call has none.
 
 from typing import Any
 
-from dynamo.frontend import choices
+from dynamo.frontend.answer import choices
 
 
 def new(piece: choices.Piece, number: int, digits: str) -> dict[str, Any]:

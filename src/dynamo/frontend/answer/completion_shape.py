@@ -6,7 +6,8 @@ Choices are numbered over all prompts: prompt number × n + number of the choice
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.frontend import choices, identity, sse
+from dynamo.frontend import identity
+from dynamo.frontend.answer import choices, sse
 from dynamo.protocols import generate, openai_completions, openai_usage
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import choices, sse
+from dynamo.frontend.answer import choices, sse
 from dynamo.protocols import anthropic_errors, openai_usage
 
 _MARK = "\u0000"

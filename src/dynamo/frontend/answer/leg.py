@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import choices
+from dynamo.frontend.answer import choices
 from dynamo.protocols import generate
 from dynamo.runtime import requests
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import delivery, metrics, sse
+from dynamo.frontend import metrics
+from dynamo.frontend.answer import delivery, sse
 from dynamo.protocols import embed, generate, openai_embeddings
 from dynamo.runtime import requests
 from dynamo.runtime.http import exchange

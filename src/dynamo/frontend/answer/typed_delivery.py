@@ -7,7 +7,8 @@ piece of text costs one template.
 from typing import Protocol
 
 from dynamo.base import errors
-from dynamo.frontend import choices, delivery, metrics, sse
+from dynamo.frontend import metrics
+from dynamo.frontend.answer import choices, delivery, sse
 from dynamo.protocols import generate, openai_usage
 from dynamo.runtime.http import exchange
 

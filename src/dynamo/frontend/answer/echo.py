@@ -4,7 +4,7 @@ With log probabilities the prompt's tokens have theirs too, and with `max_tokens
 evaluators let a model score a text. No engine can draw no token; it draws one, which is not told.
 """
 
-from dynamo.frontend import choices
+from dynamo.frontend.answer import choices
 from dynamo.preprocess import answer, preprocessor
 from dynamo.protocols import blocks, generate
 

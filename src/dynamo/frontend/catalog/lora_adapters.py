@@ -8,7 +8,7 @@ model's tokenizer and template, and goes by the model's route (`router.lora_rout
 import logging
 from collections.abc import Mapping
 
-from dynamo.frontend.served_model import Replicas, ServedModel
+from dynamo.frontend.catalog.served_model import Replicas, ServedModel
 from dynamo.protocols import instances
 from dynamo.router import lora_route
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import choices, response_items, sse
+from dynamo.frontend.answer import choices, response_items, sse
 from dynamo.protocols import openai_responses, openai_usage
 
 _MARKS = ("\u0000", "\u0001")  # in the place of a text and of a number

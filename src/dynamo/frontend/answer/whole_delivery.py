@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from dynamo.frontend import choices, delivery, metrics, sse
+from dynamo.frontend import metrics
+from dynamo.frontend.answer import choices, delivery, sse
 from dynamo.protocols import generate
 from dynamo.runtime.http import exchange
 

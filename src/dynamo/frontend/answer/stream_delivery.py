@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.frontend import choices, delivery, metrics, sse
+from dynamo.frontend import metrics
+from dynamo.frontend.answer import choices, delivery, sse
 from dynamo.protocols import generate, kv_transfer
 from dynamo.runtime.http import exchange
 

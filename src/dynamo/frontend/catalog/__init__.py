@@ -1,0 +1,1 @@
+"""The models that are served: who serves them, from what, and where their prompts can be computed."""

@@ -1,0 +1,1 @@
+"""What is written down of single requests, if the operator wants it."""
