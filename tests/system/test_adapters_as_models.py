@@ -138,3 +138,90 @@ def test_an_adapter_s_prompt_is_computed_by_a_prefill_worker_that_has_it(deploym
     assert prefill.metric("requests_total") == 2
     assert decode.metric('prefills_total{where="remote"}') == 2
     assert decode.metric('prefills_total{where="fallback"}') == 0
+
+
+def tell(worker, method, path="", **body):
+    return httpx.request(method, f"{worker.url}/v1/loras{path}", json=body or None, timeout=60)
+
+
+def load(worker, name, directory):
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text("{}")
+    return tell(worker, "POST", lora_name=name, source={"uri": directory.as_uri()})
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "kv"])
+def test_they_are_loaded_and_unloaded_while_clients_ask(deployment, tmp_path, mode):
+    one, other = (deployment.mocker(*AT_ONCE) for _ in range(2))
+    frontend = deployment.frontend("--router-mode", mode)
+    frontend.others = [one, other]
+    frontend.await_models([MODEL])
+    eventually(lambda: num_instances(frontend) == 2, within_s=30, what="two workers")
+    plain = said(frontend.chat(QUESTION, model=MODEL, max_tokens=9))
+
+    loaded = load(one, "a/poet", tmp_path / "poet")
+    frontend.await_models(["a/poet", MODEL], within_s=10)
+    answers = {said(frontend.chat(QUESTION, model="a/poet", max_tokens=9)) for _ in range(4)}
+    shown = tell(one, "GET").json()
+    unloaded = tell(one, "DELETE", "/a/poet")
+    frontend.await_models([MODEL], within_s=10)
+    lost = frontend.chat(QUESTION, model="a/poet")
+
+    assert loaded.json() == {
+        "status": "success",
+        "message": "LoRA adapter 'a/poet' is loaded",
+        "lora_name": "a/poet",
+        "lora_id": 1,
+    }
+    assert shown == {"status": "success", "loras": {"a/poet": 1}, "count": 1}
+    assert len(answers) == 1
+    assert plain not in answers
+    assert unloaded.status_code == 200
+    assert lost.status_code == 503
+    assert said(frontend.chat(QUESTION, model=MODEL, max_tokens=9)) == plain
+    assert tell(one, "DELETE", "/a/poet").status_code == 404
+    assert load(other, MODEL, tmp_path / "model").status_code == 409
+
+
+def test_one_that_is_loaded_at_both_workers_is_computed_here_and_answered_there(
+    deployment, tmp_path
+):
+    frontend = deployment.frontend()
+    prefill = deployment.mocker(*AT_ONCE, "--is-prefill-worker")
+    decode = deployment.mocker(*AT_ONCE, "--disaggregation-mode", "decode", *ALWAYS)
+    frontend.others = [prefill, decode]
+    frontend.await_models([MODEL])
+    connected = lambda: CONNECTED.findall(decode.log.read_text())  # noqa: E731
+    eventually(connected, within_s=30, what="prompts go by the prefill worker")
+
+    load(decode, "poet", tmp_path / "poet")
+    frontend.await_models(["poet", MODEL], within_s=10)
+    said(frontend.chat(QUESTION * 20, model="poet"))
+    elsewhere = 'prefills_total{where="remote"}'
+    before = decode.metric(elsewhere)
+    load(prefill, "poet", tmp_path / "poet")
+
+    def goes_by_the_prefill_worker():
+        said(frontend.chat(QUESTION * 20, model="poet"))
+        return decode.metric(elsewhere) == 1
+
+    eventually(goes_by_the_prefill_worker, within_s=10, what="the adapter at the prefill worker")
+    assert before == 0
+    assert len(connected()) == 1  # nobody had to connect again
+
+
+def test_a_worker_that_sleeps_takes_no_adapter_and_is_not_found_by_one(deployment, tmp_path):
+    worker, frontend = deployment.mocker(*AT_ONCE), deployment.frontend()
+    frontend.others = [worker]
+    frontend.await_models([MODEL])
+    httpx.post(f"{worker.url}/engine/sleep", timeout=60)
+    frontend.await_models([])
+
+    refused = load(worker, "poet", tmp_path / "poet")
+    httpx.post(f"{worker.url}/engine/wake_up", timeout=60)
+    frontend.await_models([MODEL])
+
+    assert refused.status_code == 409
+    assert "try again" in refused.json()["error"]["message"]
+    assert load(worker, "poet", tmp_path / "poet").status_code == 200
+    frontend.await_models(["poet", MODEL], within_s=10)

@@ -14,9 +14,13 @@ import torch
 from deployment import Deployment, eventually
 
 import vllm_models
+from adapters_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from adapters_suite import answer as written
+from dynamo.base import errors
+from dynamo.engine import api
 from dynamo.engine.adapters.vllm.settings import VllmConfig
 from dynamo.protocols import blocks, generate
-from engine_suite import Sink
+from engine_suite import Host, Sink
 from vllm_engine import FLAGS, adapter, make_engine  # noqa: F401 (a fixture: it sets the environment)
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(400)]
@@ -31,10 +35,10 @@ FIELDS = {
 }
 
 
-def make_adapter(directory, model):
+def make_adapter(directory, model, *, seed=0):
     config = json.loads((model / "config.json").read_text())
     size = config["num_attention_heads"] * config["head_dim"]
-    drawn = torch.Generator().manual_seed(0)
+    drawn = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
         begin = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
@@ -81,6 +85,51 @@ async def test_an_adapter_answers_who_asks_for_it_and_nobody_else(tmp_path):
     assert plain == after
     assert written == again
     assert written != plain
+
+
+@pytest.fixture
+async def host(tmp_path, make_engine):  # noqa: F811 (it sets the environment)
+    model = vllm_models.make(tmp_path / "model")
+    flags = (*FLAGS.split(), "--enable-lora", "--max-lora-rank", "8", "--max-cpu-loras", "2")
+    engine, sink = adapter.build(model, VllmConfig(engine_args=flags), "m"), Sink()
+    yield Host(engine, sink, await engine.start(sink))
+    await engine.stop()
+
+
+@pytest.fixture
+def adapters(host):
+    assert isinstance(host.engine, api.CanAdapt)
+    return host.engine.adapters
+
+
+@pytest.fixture
+def directory(tmp_path, host):
+    return make_adapter(tmp_path / "poet", tmp_path / "model")
+
+
+async def test_another_adapter_of_the_same_name_finds_no_blocks_of_the_former(
+    host, adapters, directory, tmp_path
+):
+    other = make_adapter(tmp_path / "other", tmp_path / "model", seed=1)
+    await adapters.load_lora("other", other)
+    expected = await written(host, "by its name", "other")
+    await adapters.load_lora("poet", directory)
+    former = await written(host, "former", "poet")
+    await adapters.unload_lora("poet")
+
+    await adapters.load_lora("poet", other)
+
+    assert await written(host, "latter", "poet") == expected != former
+
+
+async def test_what_vllm_cannot_load_is_refused_and_it_goes_on(host, adapters, tmp_path):
+    broken = make_adapter(tmp_path / "broken", tmp_path / "model")
+    (broken / "adapter_config.json").write_text(json.dumps(FIELDS | {"r": 64}))
+
+    with pytest.raises(errors.InvalidRequest, match="vLLM cannot load the LoRA adapter in"):
+        await adapters.load_lora("poet", broken)
+    assert adapters.lora_names == ()
+    assert await written(host, "still", None)
 
 
 @pytest.fixture

@@ -86,15 +86,22 @@ class PrefillWorkers:
                 _logger.warning("ignored the prefill worker %s: %s", change.key, error)
 
     async def _apply(self, instance_id: int, change: discovery.Change) -> None:
-        await self._forget(instance_id)
-        if isinstance(change, discovery.Put):
-            card = _decode_record(change.value).card_json
-            metadata = _metadata(card)
-            if self._is_ours(card):
-                self._metadata[instance_id] = metadata
-                self._lora_names[instance_id] = card.lora_names
-                self._begin(instance_id, 0)
+        if isinstance(change, discovery.Delete):
+            await self._forget(instance_id)
+        else:
+            await self._read(instance_id, _decode_record(change.value).card_json)
         _logger.debug("Current Prefill Workers: %d", len(self._metadata))
+
+    async def _read(self, instance_id: int, card: model_card.ModelCard) -> None:
+        """One that has other adapters than before stays connected."""
+        metadata, is_ours = _metadata(card), self._is_ours(card)
+        if not is_ours or self._metadata.get(instance_id) != metadata:
+            await self._forget(instance_id)
+            if is_ours:
+                self._metadata[instance_id] = metadata
+                self._begin(instance_id, 0)
+        if is_ours:
+            self._lora_names[instance_id] = card.lora_names
 
     def _begin(self, instance_id: int, pause_s: float) -> None:
         connecting = self._connect(instance_id, self._metadata[instance_id], pause_s)

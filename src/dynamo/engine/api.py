@@ -13,6 +13,7 @@ is the worker's matter. `tests/contract/test_embedder.py` holds every embedder t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from dynamo.base import errors
@@ -171,6 +172,36 @@ class CanSleep(Protocol):
     @property
     def sleeper(self) -> Sleeper | None:
         """None: it was started such that it cannot."""
+        ...
+
+
+class Adapters(Protocol):
+    """LoRA adapters that come and go while an engine runs. `tests/contract/test_adapters.py` holds engines to this.
+
+    Who calls does so one at a time, loads no name that is there, and unloads none that is not.
+    """
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Those that can be asked for now."""
+        ...
+
+    async def load_lora(self, name: str, directory: Path) -> None:
+        """Take requests for it. Raises InvalidRequest (it does not fit the model), Conflict or EngineFailed."""
+        ...
+
+    async def unload_lora(self, name: str) -> None:
+        """Take none any more; those that run go on. Raises EngineFailed."""
+        ...
+
+
+@runtime_checkable
+class CanAdapt(Protocol):
+    """What an engine is beside `Engine` if there is a way to change its adapters."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """None: it was started such that it has none."""
         ...
 
 

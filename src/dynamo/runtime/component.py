@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from dynamo.base import config, extras, ids, membership
+from dynamo.base import config, errors, extras, ids, membership
 from dynamo.observability import tracing
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import client, discovery, events, requests, services
@@ -125,6 +125,7 @@ class DistributedRuntime:
         self._inhibited_s = inhibited_s
         self._is_sibling = is_sibling
         self._records: dict[str, bytes] = {}  # what others find of us, by key
+        self._is_withdrawn = False
         self._clients: list[client.EndpointClient] = []
 
     @classmethod
@@ -200,15 +201,14 @@ class DistributedRuntime:
         )
         await self._put(instance.key, instance)
         if card is not None:
-            record = model_card.CardRecord(
-                namespace=name.namespace,
-                component=name.component,
-                endpoint=name.endpoint,
-                instance_id=self.instance_id,
-                card_json=card,
-            )
-            await self._put(instance.card_key, record)
+            await self._put(instance.card_key, self._card_record(instance, card))
         return instance
+
+    async def change_card(self, instance: instances.Instance, card: model_card.ModelCard) -> None:
+        """Of what was registered with one. Raises Conflict while it is withdrawn, or we leave."""
+        if self._is_withdrawn or instance.card_key not in self._records:
+            raise errors.Conflict("nobody is to find us now: try again when we serve")
+        await self._put(instance.card_key, self._card_record(instance, card))
 
     async def deregister(self) -> None:
         """Take back what we registered, last first; we still answer."""
@@ -217,6 +217,7 @@ class DistributedRuntime:
 
     async def withdraw(self) -> None:
         """Take it back for a while; we still answer."""
+        self._is_withdrawn = True
         for key in reversed(list(self._records)):
             await self.discovery.delete(key)
 
@@ -224,6 +225,7 @@ class DistributedRuntime:
         """What was withdrawn can be found again."""
         for key, value in self._records.items():
             await self.discovery.put(key, value)
+        self._is_withdrawn = False
 
     def client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Follow and ask an endpoint; it is closed with us, if not before."""
@@ -264,6 +266,17 @@ class DistributedRuntime:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
+
+    def _card_record(
+        self, instance: instances.Instance, card: model_card.ModelCard
+    ) -> model_card.CardRecord:
+        return model_card.CardRecord(
+            namespace=instance.namespace,
+            component=instance.component,
+            endpoint=instance.endpoint,
+            instance_id=self.instance_id,
+            card_json=card,
+        )
 
     async def _put(self, key: str, value: msgspec.Struct) -> None:
         self._records[key] = msgspec.json.encode(value)

@@ -13,7 +13,7 @@ discovery at once, and `run_until` raises, so that the process ends and whoever 
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -24,11 +24,14 @@ from dynamo.engine import api
 from dynamo.observability import tracing
 from dynamo.protocols import instances, kv_events, model_card
 from dynamo.runtime import component, requests
+from dynamo.runtime.http import router
 from dynamo.worker import (
+    adapters,
     call_trace,
     canary,
     file_sharing,
     inflight,
+    lora_routes,
     metrics,
     publish,
     sleep_routes,
@@ -102,6 +105,7 @@ class Host:
         self._death: errors.EngineFailed | None = None
         self._is_ready = False
         self._sleeping: sleeping.Sleeping | None = None  # None: it cannot
+        self._adapters: adapters.LoraAdapters | None = None  # None: it has none, or ever the same
 
     def ask_when_quiet(self, patience: canary.Patience) -> None:
         """From `start` on see to it that the engine still answers."""
@@ -111,6 +115,10 @@ class Host:
         """From `start` on, by the system port, which is not open yet; the times are those of `stop`."""
         self._sleeping = sleeping.Sleeping(sleeper, self)
         self._retire_s, self._retire_grace_s = timeout_s, grace_s
+
+    def adapt_when_told(self, engine: api.Adapters) -> None:
+        """From `start` on, by the system port, which is not open yet."""
+        self._adapters = adapters.LoraAdapters(engine, self._tell_adapters)
 
     def live_with(self, beside: Sequence[Beside]) -> None:
         """From `start` on."""
@@ -138,7 +146,8 @@ class Host:
             )
         for one in self._beside:
             await one.start()
-        await self._runtime.register(self._endpoint, self._take, card)
+        self._card = card
+        self._instance = await self._runtime.register(self._endpoint, self._take, card)
         self._is_ready = True
         if self._patience is not None:
             asked = canary.Canary(
@@ -147,6 +156,8 @@ class Host:
             self._running.start("canary", self._die_with(asked))
         if self._sleeping is not None:
             self._sleeping.begin()
+        if self._adapters is not None:
+            self._adapters.begin(card.display_name)
         _logger.info("serving %s at %s", card.display_name, self._endpoint)
         return card
 
@@ -157,7 +168,7 @@ class Host:
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._counts.uptime_s,
             render=lambda: self._counts.render(self._engine.load() if self._is_ready else ()),
-            beside=sleep_routes.table(self._sleeping) if self._sleeping is not None else {},
+            beside=self._told_routes(),
         )
         return await self._system.start(host, port)
 
@@ -173,6 +184,8 @@ class Host:
         self._is_ready = False
         if self._sleeping is not None:
             await self._sleeping.close()
+        if self._adapters is not None:
+            await self._adapters.close()
         until = self._clock.now() + grace_s + timeout_s
         if len(self._requests):
             _logger.info("finishing %d requests", len(self._requests))
@@ -235,6 +248,18 @@ class Host:
         self._death = error
         self._requests.give_back(errors.WorkerLost(f"the worker's engine is lost: {error}"))
         self._over.set()
+
+    def _told_routes(self) -> Mapping[tuple[str, str], router.Handler]:
+        """What an operator can tell it."""
+        sleep = sleep_routes.table(self._sleeping) if self._sleeping is not None else {}
+        adapt = lora_routes.table(self._adapters) if self._adapters is not None else {}
+        return {**sleep, **adapt}
+
+    async def _tell_adapters(self, names: tuple[str, ...]) -> None:
+        """Others find them by our card."""
+        card = msgspec.structs.replace(self._card, lora_names=names)
+        await self._runtime.change_card(self._instance, card)
+        self._card = card
 
     def _ask_if_awake(self, question: requests.Call) -> None:
         if self._is_ready:

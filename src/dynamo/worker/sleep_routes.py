@@ -12,10 +12,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dynamo.base import errors
 from dynamo.protocols import openai_decode
-from dynamo.runtime.http import exchange, router, server
-from dynamo.worker import sleeping
+from dynamo.runtime.http import exchange, router
+from dynamo.worker import replies, sleeping
+
+_Change = Callable[[bytes], Awaitable[Mapping[str, object]]]
 
 
 class Sleep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,11 +38,11 @@ _decode_wake_up = openai_decode.RequestDecoder(WakeUp).decode
 def table(asked: sleeping.Sleeping) -> Mapping[tuple[str, str], router.Handler]:
     """For the system port of the worker that is asked."""
 
-    async def sleep(body: bytes) -> str:
-        return await asked.sleep(_decode_sleep(body).level)
+    async def sleep(body: bytes) -> Mapping[str, object]:
+        return _ok(await asked.sleep(_decode_sleep(body).level))
 
-    async def wake_up(body: bytes) -> str:
-        return await asked.wake_up(_decode_wake_up(body).tags)
+    async def wake_up(body: bytes) -> Mapping[str, object]:
+        return _ok(await asked.wake_up(_decode_wake_up(body).tags))
 
     return {
         ("POST", "/engine/sleep"): functools.partial(_answer, sleep),
@@ -49,21 +50,9 @@ def table(asked: sleeping.Sleeping) -> Mapping[tuple[str, str], router.Handler]:
     }
 
 
-async def _answer(change: Callable[[bytes], Awaitable[str]], request: exchange.Exchange) -> None:
-    try:
-        message = await change(request.request.body or b"{}")
-    except errors.DynamoError as error:
-        status = _status(error)
-        request.respond(status, server.plain_error(status, str(error), request.request.path))
-    else:
-        request.respond(200, msgspec.json.encode({"status": "ok", "message": message}))
+async def _answer(change: _Change, request: exchange.Exchange) -> None:
+    await replies.reply(request, change(request.request.body or b"{}"))
 
 
-def _status(error: errors.DynamoError) -> int:
-    match error:
-        case errors.Conflict():
-            return 409
-        case errors.RequestError():
-            return 400
-        case _:
-            return 500
+def _ok(message: str) -> Mapping[str, object]:
+    return {"status": "ok", "message": message}

@@ -4,7 +4,7 @@ GET /live       200 for as long as the process turns its event loop
 GET /health     200 once the worker serves, 503 before, while it drains, and after its engine died
 GET /metrics    Prometheus
 
-What can be told to a worker beside that brings its own routes (`sleep_routes`).
+What can be told to a worker beside that brings its own routes (`sleep_routes`, `lora_routes`).
 """
 
 from collections.abc import Callable, Mapping

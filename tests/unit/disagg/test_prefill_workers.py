@@ -138,3 +138,17 @@ async def test_an_adapter_counts_if_all_who_may_be_asked_have_it(world):
     await until(lambda: len(world.workers.connected) == 1)
 
     assert (alone, together, world.workers.all_have("poet")) == (True, False, True)
+
+
+async def test_a_worker_whose_adapters_change_stays_connected(world):
+    await world.join(1, b"e1")
+    await until(lambda: world.workers.connected == [1])
+
+    await world.join(1, b"e1", lora_names=("poet",))
+    await until(lambda: world.workers.all_have("poet"))
+    await world.join(1, b"e1")
+    await until(lambda: not world.workers.all_have("poet"))
+
+    assert world.workers.connected == [1]
+    assert world.engine.connected == ["e1"]
+    assert world.engine.gone == []

@@ -89,6 +89,38 @@ async def test_a_card_stands_beside_its_instance(pair):
     assert record.instance_id == worker.instance_id
 
 
+async def test_a_card_can_change_while_it_can_be_found(pair):
+    worker, frontend = pair
+    instance = await worker.register(NAME, echo, CARD)
+    poetic = msgspec.structs.replace(CARD, lora_names=("poet",))
+
+    async def found():
+        records = await frontend.discovery.get_prefix(instances.CARDS)
+        cards = [msgspec.json.decode(one, type=model_card.CardRecord) for one in records.values()]
+        return [one.card_json for one in cards]
+
+    await worker.change_card(instance, poetic)
+    changed = await found()
+    await worker.withdraw()
+    with pytest.raises(errors.Conflict, match="nobody is to find us now"):
+        await worker.change_card(instance, CARD)
+    meanwhile = await found()
+    await worker.restore()
+
+    assert (changed, meanwhile) == ([poetic], [])
+    assert await found() == [poetic]
+
+
+async def test_who_leaves_does_not_come_back_by_a_changed_card(pair):
+    worker, frontend = pair
+    instance = await worker.register(NAME, echo, CARD)
+    await worker.deregister()
+
+    with pytest.raises(errors.Conflict, match="nobody is to find us now"):
+        await worker.change_card(instance, CARD)
+    assert await frontend.discovery.get_prefix("v1/") == {}
+
+
 async def test_deregister_takes_all_keys_back_and_still_answers(pair):
     worker, frontend = pair
     await worker.register(NAME, echo, CARD)

@@ -8,8 +8,10 @@ the beginning of a name.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dynamo.base import errors, tasks
@@ -92,9 +94,17 @@ class _Gathered(NamedTuple):
 class StreamingEngine:
     """An `api.Engine` of a library. `start` comes first."""
 
-    def __init__(self, library: Library, sleeper: api.Sleeper | None = None) -> None:
+    def __init__(
+        self,
+        library: Library,
+        sleeper: api.Sleeper | None = None,
+        loras: api.Adapters | None = None,
+    ) -> None:
+        """`sleeper` and `loras` are the library's; without `loras` there are no adapters."""
         self._library = library
         self.sleeper = sleeper
+        self._loras = loras
+        self._unloaded: set[str] = set()  # names of adapters, whose blocks may be here still
         self._tasks = tasks.Tasks()
         self._open: dict[str, _Open] = {}  # by request id
         self._gathered: list[_Gathered] = []
@@ -160,6 +170,36 @@ class StreamingEngine:
             self._facts.data_parallel_size
         ):  # libraries tell it with their next step, if ever
             self._sink.kv_events((kv_events.Cleared(),), rank)
+
+    @property
+    def adapters(self) -> api.Adapters | None:
+        """See `api.CanAdapt`."""
+        return self if self._loras is not None else None
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """See `api.Adapters`."""
+        return self._loras.lora_names if self._loras is not None else ()
+
+    async def load_lora(self, name: str, directory: Path) -> None:
+        """See `api.Adapters`. Blocks go by the adapter's name: those of a former one of that name are forgotten."""
+        assert self._loras is not None
+        if name in self._unloaded:
+            if any(opened.request.lora_name == name for opened in self._open.values()):
+                raise errors.Conflict(
+                    f"requests for the adapter that was called {name!r} before still run: try again"
+                )
+            await self.clear_kv_blocks()
+        await self._loras.load_lora(name, directory)
+        self._facts = dataclasses.replace(self._facts, lora_names=self.lora_names)
+
+    async def unload_lora(self, name: str) -> None:
+        """See `api.Adapters`."""
+        assert self._loras is not None
+        names = tuple(one for one in self.lora_names if one != name)
+        self._facts = dataclasses.replace(self._facts, lora_names=names)
+        self._unloaded.add(name)
+        await self._loras.unload_lora(name)
 
     async def stop(self) -> None:
         """End the library's processes."""

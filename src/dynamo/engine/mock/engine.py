@@ -4,9 +4,11 @@ It lives on the caller's event loop, as one task for each data-parallel rank. Ra
 its scheduler, its cache, its events and its load, as if it were a GPU of its own.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
@@ -128,6 +130,26 @@ class MockEngine(remote.Lent):
         """See `api.Sleeper`."""
         self._asleep -= frozenset(tags) or _GIVEN_BACK
         return not self._asleep
+
+    @property
+    def adapters(self) -> api.Adapters:
+        """See `api.CanAdapt`."""
+        return self
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """See `api.Adapters`."""
+        return self._facts.lora_names
+
+    async def load_lora(self, name: str, directory: Path) -> None:
+        """See `api.Adapters`. Nothing is read."""
+        del directory
+        self._facts = dataclasses.replace(self._facts, lora_names=(*self.lora_names, name))
+
+    async def unload_lora(self, name: str) -> None:
+        """See `api.Adapters`."""
+        names = tuple(one for one in self.lora_names if one != name)
+        self._facts = dataclasses.replace(self._facts, lora_names=names)
 
     async def stop(self) -> None:
         """End the tasks."""

@@ -56,9 +56,14 @@ def lora_requests(settings: VllmConfig, *, is_enabled: bool) -> Mapping[str, ver
     if pairs and not is_enabled:
         raise errors.ConfigError(f"--lora-modules {given}: give --enable-lora too, for vLLM")
     return {
-        name: versions.LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
+        name: lora_request(name, number, Path(path))
         for number, (name, _, path) in enumerate(pairs, start=1)
     }
+
+
+def lora_request(name: str, number: int, directory: Path) -> versions.LoRARequest:
+    """How vLLM is asked for an adapter; it knows it by its number."""
+    return versions.LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
 
 
 def _connectors(settings: VllmConfig, *, sleeps: bool) -> Sequence[str]:

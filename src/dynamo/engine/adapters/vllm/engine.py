@@ -1,6 +1,7 @@
 """vLLM behind the engine seam (`streams`): its requests, its load, its KV events, its death."""
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,11 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
     args = arguments.engine_args(directory, settings, model_name)
     loras = arguments.lora_requests(settings, is_enabled=args.enable_lora)
     library = VllmLibrary(args, loras)
-    engine = streams.StreamingEngine(library, library if args.enable_sleep_mode else None)
+    engine = streams.StreamingEngine(
+        library,
+        library if args.enable_sleep_mode else None,
+        library if args.enable_lora else None,
+    )
     moves = args.kv_transfer_config
     if moves is None or not connectors.lends(moves.kv_connector, moves.kv_connector_extra_config):
         return engine
@@ -44,7 +49,7 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
 
 
 class VllmLibrary:
-    """A `streams.Library`, and an `api.Sleeper` for one that runs with `--enable-sleep-mode`."""
+    """A `streams.Library`, an `api.Sleeper` with `--enable-sleep-mode`, and `api.Adapters` with `--enable-lora`."""
 
     name = "vLLM"
 
@@ -52,7 +57,8 @@ class VllmLibrary:
         self, args: versions.AsyncEngineArgs, loras: Mapping[str, versions.LoRARequest]
     ) -> None:
         self._args = args
-        self._loras = loras
+        self._loras = dict(loras)
+        self._lora_numbers = itertools.count(len(loras) + 1)  # vLLM takes a number for the same
         self._load = Load(args.data_parallel_size)
         self._llm: versions.AsyncLLM | None = None
         self._has_weights = True
@@ -136,6 +142,32 @@ class VllmLibrary:
             await self._started.collective_rpc("reload_weights")
             self._has_weights = True
         return not await self._started.is_sleeping()
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """See `api.Adapters`."""
+        return tuple(self._loras)
+
+    async def load_lora(self, name: str, directory: Path) -> None:
+        """See `api.Adapters`. vLLM reads it now, so that what is wrong with it is told."""
+        request = arguments.lora_request(name, next(self._lora_numbers), directory)
+        try:
+            await self._started.add_lora(request)
+        except versions.EngineDeadError as error:
+            raise errors.EngineFailed("vLLM's engine process died") from error
+        except Exception as error:
+            raise errors.InvalidRequest(
+                f"vLLM cannot load the LoRA adapter in {directory}: {error}", param="source.uri"
+            ) from error
+        self._loras[name] = request
+
+    async def unload_lora(self, name: str) -> None:
+        """See `api.Adapters`."""
+        request = self._loras.pop(name)
+        try:
+            await self._started.remove_lora(request.lora_int_id)
+        except Exception as error:
+            raise errors.EngineFailed(f"vLLM did not unload {name!r}: {error}") from error
 
     async def stop(self) -> None:
         """End its processes."""

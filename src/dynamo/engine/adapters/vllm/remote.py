@@ -108,6 +108,11 @@ class RemoteEngine:
             self._forget(request_id)
         await self._engine.stop()
 
+    @property
+    def adapters(self) -> api.Adapters | None:
+        """The engine's."""
+        return self._engine.adapters if isinstance(self._engine, api.CanAdapt) else None
+
     def open_blocks(self) -> None:
         """See `api.RemotePrefill`. vLLM's connector lends whatever it is told to hold."""
         self._is_open = True

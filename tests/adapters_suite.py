@@ -1,0 +1,69 @@
+"""What every `api.Adapters` promises. A module that imports this has fixtures `host`, `adapters` and `directory`.
+
+`directory` holds an adapter that changes answers.
+"""
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.protocols import blocks, generate
+
+PROMPT = list(range(3, 103))
+
+
+def ask(host, request_id, lora_name):
+    host.engine.submit(
+        generate.Request(
+            id=request_id,
+            model="m",
+            lora_name=lora_name,
+            token_ids=blocks.pack(PROMPT),
+            stop_conditions=generate.StopConditions(max_tokens=8),
+            sampling_options=generate.SamplingOptions(temperature=0.0),
+        )
+    )
+
+
+async def answer(host, request_id, lora_name):
+    ask(host, request_id, lora_name)
+    await host.sink.until_ended(request_id)
+    return host.sink.tokens(request_id)
+
+
+async def test_it_answers_who_asks_for_it_until_it_is_unloaded(host, adapters, directory):
+    plain = await answer(host, "before", None)
+    with pytest.raises(errors.InvalidRequest, match="'poet' was asked for"):
+        ask(host, "too early", "poet")
+
+    await adapters.load_lora("poet", directory)
+    names = adapters.lora_names
+    written = await answer(host, "poet", "poet")
+    untouched = await answer(host, "meanwhile", None)
+    await adapters.unload_lora("poet")
+
+    assert names == ("poet",)
+    assert adapters.lora_names == ()
+    assert written != plain == untouched
+    with pytest.raises(errors.InvalidRequest, match="'poet' was asked for"):
+        ask(host, "too late", "poet")
+
+
+async def test_what_runs_goes_on_when_its_adapter_is_unloaded(host, adapters, directory):
+    await adapters.load_lora("poet", directory)
+    expected = await answer(host, "in peace", "poet")
+
+    ask(host, "running", "poet")
+    await adapters.unload_lora("poet")
+    await host.sink.until_ended("running")
+
+    assert host.sink.tokens("running") == expected
+
+
+async def test_a_name_can_be_loaded_again(host, adapters, directory):
+    await adapters.load_lora("poet", directory)
+    first = await answer(host, "first", "poet")
+    await adapters.unload_lora("poet")
+
+    await adapters.load_lora("poet", directory)
+
+    assert await answer(host, "second", "poet") == first
