@@ -9,6 +9,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
 
 import httpx
+import pytest_asyncio
 import safetensors.torch
 import torch
 from deployment import Deployment, eventually
@@ -19,11 +20,14 @@ from adapters_suite import answer as written
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.adapters.vllm.settings import VllmConfig
-from dynamo.protocols import blocks, generate
-from engine_suite import Host, Sink
-from vllm_engine import FLAGS, adapter, make_engine  # noqa: F401 (a fixture: it sets the environment)
+from vllm_engine import *  # noqa: F403 (its fixtures, but for make_engine)
+from vllm_engine import ENVIRONMENT, FLAGS, adapter
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(400),
+]
 RANK = 4
 FIELDS = {
     "peft_type": "LORA",
@@ -50,67 +54,55 @@ def make_adapter(directory, model, *, seed=0):
     return directory
 
 
-async def answer(engine, sink, request_id, lora_name):
-    engine.submit(
-        generate.Request(
-            id=request_id,
-            model="m",
-            lora_name=lora_name,
-            token_ids=blocks.pack(range(3, 103)),
-            stop_conditions=generate.StopConditions(max_tokens=8),
-            sampling_options=generate.SamplingOptions(temperature=0.0),
-        )
-    )
-    await sink.until_ended(request_id)
-    return sink.tokens(request_id)
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Has the model, and may have adapters of it."""
+    directory = tmp_path_factory.mktemp("place")
+    vllm_models.make(directory / "model")
+    return directory
 
 
-@pytest.mark.usefixtures("make_engine")
-async def test_an_adapter_answers_who_asks_for_it_and_nobody_else(tmp_path):
-    model = vllm_models.make(tmp_path / "model")
-    poet = make_adapter(tmp_path / "poet", model)
-    flags = (*FLAGS.split(), "--enable-lora", "--max-lora-rank", "8")
-    engine = adapter.build(
-        model, VllmConfig(engine_args=flags, lora_modules=(f"poet={poet}",)), "m"
-    )
-    sink = Sink()
-    facts = await engine.start(sink)
-    plain, written, again, after = [
-        await answer(engine, sink, f"{number}", name)
-        for number, name in enumerate((None, "poet", "poet", None))
-    ]
-    await engine.stop()
-
-    assert facts.lora_names == ("poet",)
-    assert plain == after
-    assert written == again
-    assert written != plain
-
-
-@pytest.fixture
-async def host(tmp_path, make_engine):  # noqa: F811 (it sets the environment)
-    model = vllm_models.make(tmp_path / "model")
+@pytest.fixture(scope="module")
+def make_engine(place):
+    clerk = make_adapter(place / "clerk", place / "model", seed=2)
     flags = (*FLAGS.split(), "--enable-lora", "--max-lora-rank", "8", "--max-cpu-loras", "2")
-    engine, sink = adapter.build(model, VllmConfig(engine_args=flags), "m"), Sink()
-    yield Host(engine, sink, await engine.start(sink))
-    await engine.stop()
+    settings = VllmConfig(engine_args=flags, lora_modules=(f"clerk={clerk}",))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield lambda: adapter.build(place / "model", settings, "m")
 
 
-@pytest.fixture
-def adapters(host):
+@pytest_asyncio.fixture(loop_scope="module")
+async def adapters(host):
     assert isinstance(host.engine, api.CanAdapt)
-    return host.engine.adapters
+    asked = host.engine.adapters
+    assert asked.lora_names == ("clerk",)
+    yield asked
+    for name in asked.lora_names[1:]:
+        await asked.unload_lora(name)
 
 
 @pytest.fixture
-def directory(tmp_path, host):
-    return make_adapter(tmp_path / "poet", tmp_path / "model")
+def directory(tmp_path, place):
+    return make_adapter(tmp_path / "poet", place / "model")
+
+
+async def test_one_of_the_start_answers_who_asks_for_it_and_nobody_else(host):
+    plain, said, again, after = [
+        await written(host, f"{number}", name)
+        for number, name in enumerate((None, "clerk", "clerk", None))
+    ]
+
+    assert host.facts.lora_names == ("clerk",)
+    assert plain == after
+    assert said == again != plain
 
 
 async def test_another_adapter_of_the_same_name_finds_no_blocks_of_the_former(
-    host, adapters, directory, tmp_path
+    host, adapters, directory, place, tmp_path
 ):
-    other = make_adapter(tmp_path / "other", tmp_path / "model", seed=1)
+    other = make_adapter(tmp_path / "other", place / "model", seed=1)
     await adapters.load_lora("other", other)
     expected = await written(host, "by its name", "other")
     await adapters.load_lora("poet", directory)
@@ -122,13 +114,13 @@ async def test_another_adapter_of_the_same_name_finds_no_blocks_of_the_former(
     assert await written(host, "latter", "poet") == expected != former
 
 
-async def test_what_vllm_cannot_load_is_refused_and_it_goes_on(host, adapters, tmp_path):
-    broken = make_adapter(tmp_path / "broken", tmp_path / "model")
+async def test_what_vllm_cannot_load_is_refused_and_it_goes_on(host, adapters, place, tmp_path):
+    broken = make_adapter(tmp_path / "broken", place / "model")
     (broken / "adapter_config.json").write_text(json.dumps(FIELDS | {"r": 64}))
 
     with pytest.raises(errors.InvalidRequest, match="vLLM cannot load the LoRA adapter in"):
         await adapters.load_lora("poet", broken)
-    assert adapters.lora_names == ()
+    assert adapters.lora_names == ("clerk",)
     assert await written(host, "still", None)
 
 

@@ -85,16 +85,18 @@ class VllmLibrary:
         return self._vocab_size
 
     def plan(self, request: generate.Request, index: int) -> Any:
-        """Sampling parameters for vLLM."""
-        return versions.sampling_params(sampling.fields(request, index, self._ability))
+        """Sampling parameters and adapter for vLLM; the adapter may be unloaded before `stream`."""
+        params = versions.sampling_params(sampling.fields(request, index, self._ability))
+        return params, self._loras[request.lora_name] if request.lora_name else None
 
     def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
         """What it says of one choice."""
+        params, lora = plan
         said: AsyncIterator[Any] = self._started.generate(
             versions.tokens_input(blocks.unpack(request.token_ids)),
-            plan,
+            params,
             name,
-            lora_request=self._loras[request.lora_name] if request.lora_name else None,
+            lora_request=lora,
             priority=-request.priority,  # with vLLM the lower is served first
             data_parallel_rank=request.data_parallel_rank,
         )
