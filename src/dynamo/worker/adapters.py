@@ -8,6 +8,7 @@ an adapter should call the new one otherwise.
 import asyncio
 import itertools
 import logging
+import os.path
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,8 @@ class LoraAdapters:
     async def _unload(self, name: str) -> int:
         async with self._turn:
             if name not in self._number_by_name:
-                raise errors.ModelNotFound(
-                    f"there is no LoRA adapter {name!r} here: {self._known()}"
-                )
+                known = ", ".join(self._number_by_name) or "none"
+                raise errors.ModelNotFound(f"there is no LoRA adapter {name!r} here, but {known}")
             await self._publish(tuple(one for one in self._engine.lora_names if one != name))
             self._directories.pop(name, None)
             number = self._number_by_name.pop(name)
@@ -110,7 +110,7 @@ class LoraAdapters:
             raise errors.Conflict(f"the adapter {name!r} is there, from {where}: unload it first")
         if len(self._number_by_name) >= MAX_ADAPTERS:
             raise errors.Conflict(f"there are {MAX_ADAPTERS} LoRA adapters here: unload one first")
-        if not await asyncio.to_thread((directory / FILE).is_file):
+        if not await asyncio.to_thread(os.path.isfile, directory / FILE):
             raise errors.InvalidRequest(
                 f"source.uri: expected a directory of this worker's host with {FILE}, got {directory}",
                 param="source.uri",
@@ -122,9 +122,6 @@ class LoraAdapters:
         except errors.DynamoError:
             await self._engine.unload_lora(name)
             raise
-
-    def _known(self) -> str:
-        return ", ".join(self._number_by_name) or "there is none"
 
 
 async def _caught(work: Coroutine[Any, Any, int]) -> int | errors.DynamoError:

@@ -125,7 +125,7 @@ async def test_names_that_are_taken_are_refused_with_the_reason(world, asked, po
 
 
 async def test_what_is_no_adapter_is_refused_before_the_engine_sees_it(world, asked, tmp_path):
-    for where in (tmp_path, tmp_path / "nowhere"):
+    for where in (tmp_path, tmp_path / "nowhere", tmp_path / ("x" * 999), tmp_path / "\0"):
         with pytest.raises(errors.InvalidRequest, match=r"with adapter_config\.json, got"):
             await asked.load("poet", where)
 
@@ -191,7 +191,7 @@ async def test_a_worker_that_stops_says_so(world, asked, poet):
 
 
 async def test_one_that_is_not_there_cannot_be_unloaded(asked):
-    with pytest.raises(errors.ModelNotFound, match="no LoRA adapter 'poet' here: native"):
+    with pytest.raises(errors.ModelNotFound, match="no LoRA adapter 'poet' here, but native"):
         await asked.unload("poet")
 
 
