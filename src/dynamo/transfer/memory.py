@@ -23,9 +23,8 @@ CAN_SHARE = sys.platform == "linux"
 _HELD_BYTES = 2 * 2**20
 _STRETCH_BYTES = 16 * 2**20  # of one call: between two looks at the clock
 
-_memmove = ctypes.CDLL(
-    None
-).memmove  # `ctypes.memmove` makes a number of the address that nobody wants
+# That of the C library: `ctypes.memmove` makes a number of the address, which nobody wants.
+_memmove = ctypes.CDLL(None).memmove
 _memmove.restype = None
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
