@@ -212,6 +212,7 @@ async def report_lateness(way: str, mine: agent.Agent, peer: api.Peer) -> None:
         late_s.append(time.perf_counter() - began - TICK_S)
     copying.cancel()
     await asyncio.wait([copying])
+    assert copying.cancelled(), copying.exception()
     p50, p99 = (statistics.quantiles(late_s, n=100)[i - 1] * 1e3 for i in (50, 99))
     print(f"| {way}, scattered | {p50:.2f} | {p99:.2f} |")
 

@@ -34,7 +34,7 @@ async def answer(host, request_id, lora_name):
 async def test_it_answers_who_asks_for_it_until_it_is_unloaded(host, adapters, directory):
     others = adapters.lora_names
     plain = await answer(host, "before", None)
-    with pytest.raises(errors.InvalidRequest, match="'poet' was asked for"):
+    with pytest.raises(errors.WorkerLost, match="'poet' was asked for"):
         ask(host, "too early", "poet")
 
     await adapters.load_lora("poet", directory)
@@ -46,7 +46,7 @@ async def test_it_answers_who_asks_for_it_until_it_is_unloaded(host, adapters, d
     assert names == (*others, "poet")
     assert adapters.lora_names == others
     assert written != plain == untouched
-    with pytest.raises(errors.InvalidRequest, match="'poet' was asked for"):
+    with pytest.raises(errors.WorkerLost, match="'poet' was asked for"):
         ask(host, "too late", "poet")
 
 

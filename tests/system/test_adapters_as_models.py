@@ -1,5 +1,8 @@
 """LoRA adapters are models to clients: real processes, simulated engines that pretend to have some."""
 
+import concurrent.futures
+import threading
+
 import anthropic
 import httpx
 import openai
@@ -177,7 +180,7 @@ def test_they_are_loaded_and_unloaded_while_clients_ask(deployment, tmp_path, mo
     assert len(answers) == 1
     assert plain not in answers
     assert unloaded.status_code == 200
-    assert lost.status_code == 503
+    assert lost.status_code == 404
     assert said(frontend.chat(QUESTION, model=MODEL, max_tokens=9)) == plain
     assert tell(one, "DELETE", "/a/poet").status_code == 404
     assert load(other, MODEL, tmp_path / "model").status_code == 409
@@ -225,3 +228,36 @@ def test_a_worker_that_sleeps_takes_no_adapter_and_is_not_found_by_one(deploymen
     assert "try again" in refused.json()["error"]["message"]
     assert load(worker, "poet", tmp_path / "poet").status_code == 200
     frontend.await_models(["poet", MODEL], within_s=10)
+
+
+@pytest.mark.parametrize("mode", ["round-robin", "kv"])
+def test_no_request_fails_because_one_of_two_workers_unloads_its_adapter(
+    deployment, tmp_path, mode
+):
+    one, other = (deployment.mocker(*AT_ONCE, "--lora-names", "poet") for _ in range(2))
+    frontend = deployment.frontend("--router-mode", mode)
+    frontend.others = [one, other]
+    frontend.await_models(["poet", MODEL])
+    eventually(lambda: num_instances(frontend) == 2, within_s=30, what="two workers")
+    is_over = threading.Event()
+
+    def ask_on():
+        with httpx.Client(base_url=frontend.url, timeout=30) as client:
+            body = {"model": "poet", "prompt": QUESTION, "max_tokens": 2}
+            statuses = []
+            while not is_over.is_set():
+                statuses.append(client.post("/v1/completions", json=body).status_code)
+        return statuses
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask_on) for _ in range(4)]
+        told = []
+        for _ in range(6):
+            told.append(tell(one, "DELETE", "/poet").status_code)
+            told.append(load(one, "poet", tmp_path / "poet").status_code)
+        is_over.set()
+        statuses = [status for each in asking for status in each.result()]
+
+    assert told == [200] * 12
+    assert len(statuses) > 4
+    assert set(statuses) == {200}

@@ -72,7 +72,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: generate.Request) -> None:
-        """Take a request. Raises RequestError (it can never be served) or Overloaded."""
+        """Take a request. Raises RequestError (it can never be served), Overloaded, or WorkerLost (ask another)."""
         ...
 
     def abort(self, request_id: str) -> None:

@@ -28,7 +28,10 @@ _SHAPE: dict[
 
 
 def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int | None) -> None:
-    """Raises RequestError if an engine with these facts can never serve it. `vocab_size` None: any token will do."""
+    """Raises RequestError if an engine with these facts can never serve it, WorkerLost if only another one can.
+
+    `vocab_size` None: any token will do.
+    """
     _check_prompt(request, facts.context_length)
     _check_resumed(request)
     _check_sampling(request.sampling_options, facts.max_num_seqs)
@@ -44,9 +47,8 @@ def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int 
     _check_guided(request, facts)
     if request.lora_name not in (None, *facts.lora_names):
         known = ", ".join(facts.lora_names) or "none"
-        raise errors.InvalidRequest(
-            f"this engine serves the LoRA adapters {known}; {request.lora_name!r} was asked for",
-            param="model",
+        raise errors.WorkerLost(  # who asks for it had read that it is here, a moment ago
+            f"this engine serves the LoRA adapters {known}; {request.lora_name!r} was asked for"
         )
     if request.data_parallel_rank not in (None, *range(facts.data_parallel_size)):
         raise _invalid(

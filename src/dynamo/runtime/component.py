@@ -12,6 +12,7 @@ hosts many workers makes one `sibling` for each, because a lease and a listener 
 
 import asyncio
 import functools
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from dynamo.runtime.backends import (
     zmq,
 )
 from dynamo.runtime.backends.etcd import access as etcd_access
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,7 @@ class DistributedRuntime:
         self._is_sibling = is_sibling
         self._records: dict[str, bytes] = {}  # what others find of us, by key
         self._is_withdrawn = False
+        self._publishing = asyncio.Lock()  # a card that changes is not put behind our back
         self._clients: list[client.EndpointClient] = []
 
     @classmethod
@@ -205,10 +209,21 @@ class DistributedRuntime:
         return instance
 
     async def change_card(self, instance: instances.Instance, card: model_card.ModelCard) -> None:
-        """Of what was registered with one. Raises Conflict while it is withdrawn, or we leave."""
-        if self._is_withdrawn or instance.card_key not in self._records:
-            raise errors.Conflict("nobody is to find us now: try again when we serve")
-        await self._put(instance.card_key, self._card_record(instance, card))
+        """Of what was registered with one. Raises Conflict while it is withdrawn, or we leave.
+
+        If discovery is away, others hear of it later.
+        """
+        async with self._publishing:
+            before = self._records.get(instance.card_key)
+            if self._is_withdrawn or before is None:
+                raise errors.Conflict("nobody is to find us now: try again when we serve")
+            try:
+                await self._put(instance.card_key, self._card_record(instance, card))
+            except errors.Unavailable as error:
+                _logger.warning("others hear of our changed card when discovery is back: %s", error)
+            except BaseException:
+                self._records[instance.card_key] = before
+                raise
 
     async def deregister(self) -> None:
         """Take back what we registered, last first; we still answer."""
@@ -217,15 +232,17 @@ class DistributedRuntime:
 
     async def withdraw(self) -> None:
         """Take it back for a while; we still answer."""
-        self._is_withdrawn = True
-        for key in reversed(list(self._records)):
-            await self.discovery.delete(key)
+        async with self._publishing:
+            self._is_withdrawn = True
+            for key in reversed(list(self._records)):
+                await self.discovery.delete(key)
 
     async def restore(self) -> None:
         """What was withdrawn can be found again."""
-        for key, value in self._records.items():
-            await self.discovery.put(key, value)
-        self._is_withdrawn = False
+        async with self._publishing:
+            for key, value in self._records.items():
+                await self.discovery.put(key, value)
+            self._is_withdrawn = False
 
     def client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Follow and ask an endpoint; it is closed with us, if not before."""

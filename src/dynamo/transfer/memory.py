@@ -100,17 +100,18 @@ def move(
     cuts = [(slice(to, to + n), slice(of, of + n), n) for to, of, n in pattern.stencil]
     num_copied = 0
     for target_at, source_at in pattern.origins:
-        into, out_of = target.view[target_at:], source.view[source_at:]
         to_address, of_address = target.address + target_at, source.address + source_at
-        for to, of, length in cuts:
-            num_copied += length
-            if num_copied <= _HELD_BYTES:
-                into[to] = out_of[of]
-            elif num_copied < 2 * _HELD_BYTES:
-                _memmove(to_address + to.start, of_address + of.start, length)
-            else:
-                _copy(to_address + to.start, of_address + of.start, length, limit)
-                num_copied = 0
+        # given back at once: an error that is kept would keep the peer's pool mapped
+        with target.view[target_at:] as into, source.view[source_at:] as out_of:
+            for to, of, length in cuts:
+                num_copied += length
+                if num_copied <= _HELD_BYTES:
+                    into[to] = out_of[of]
+                elif num_copied < 2 * _HELD_BYTES:
+                    _memmove(to_address + to.start, of_address + of.start, length)
+                else:
+                    _copy(to_address + to.start, of_address + of.start, length, limit)
+                    num_copied = 0
     limit.remaining_s()  # late is too late: the owner may have given the blocks to others
 
 

@@ -26,9 +26,16 @@ Publish = Callable[[tuple[str, ...]], Awaitable[None]]
 class LoraAdapters:
     """What can be told from `begin` on."""
 
-    def __init__(self, engine: api.Adapters, publish: Publish, *, load_s: float = LOAD_S) -> None:
-        """`publish` says which there are; it raises Conflict while the worker cannot be found."""
-        self._engine, self._publish, self._load_s = engine, publish, load_s
+    def __init__(
+        self,
+        engine: api.Adapters,
+        publish: Publish,
+        serves: Callable[[], bool],
+        *,
+        load_s: float = LOAD_S,
+    ) -> None:
+        """`publish` tells others which there are; `serves` says whether the worker does now."""
+        self._engine, self._publish, self._serves, self._load_s = engine, publish, serves, load_s
         self._numbers = itertools.count(1)
         self._number_by_name: dict[str, int] = {}
         self._directories: dict[str, Path] = {}  # of those that were loaded here
@@ -46,8 +53,13 @@ class LoraAdapters:
         """Of those that are there, by name."""
         return self._number_by_name
 
+    async def settle(self) -> None:
+        """Nothing changes when this returns, nor until the worker serves again. Bounded by the time of a load."""
+        async with self._turn:
+            return
+
     async def close(self) -> None:
-        """A change that is under way ends now, wherever it is."""
+        """A change that is under way ends now, wherever it is; the worker serves no more."""
         await self._tasks.close()
 
     async def load(self, name: str, directory: Path) -> int:
@@ -72,6 +84,7 @@ class LoraAdapters:
 
     async def _load(self, name: str, directory: Path) -> int:
         async with self._turn:
+            self._check_serves()
             if self._directories.get(name) == directory:
                 return self._number_by_name[name]
             await self._check(name, directory)
@@ -90,6 +103,7 @@ class LoraAdapters:
 
     async def _unload(self, name: str) -> int:
         async with self._turn:
+            self._check_serves()
             if name not in self._number_by_name:
                 known = ", ".join(self._number_by_name) or "none"
                 raise errors.ModelNotFound(f"there is no LoRA adapter {name!r} here, but {known}")
@@ -100,9 +114,11 @@ class LoraAdapters:
             _logger.info("the LoRA adapter %r is unloaded", name)
             return number
 
+    def _check_serves(self) -> None:
+        if not self._serves():
+            raise errors.Conflict("the worker does not serve now: try again when it does")
+
     async def _check(self, name: str, directory: Path) -> None:
-        if self._model_name is None:
-            raise errors.Conflict("the worker does not serve yet: try again when it does")
         if name == self._model_name:
             raise errors.Conflict(f"{name!r} is the model itself: give the adapter another name")
         if name in self._number_by_name:
@@ -119,7 +135,7 @@ class LoraAdapters:
     async def _tell_or_unload(self, name: str) -> None:
         try:
             await self._publish(self._engine.lora_names)
-        except errors.DynamoError:
+        except BaseException:
             await self._engine.unload_lora(name)
             raise
 

@@ -118,7 +118,7 @@ class Host:
 
     def adapt_when_told(self, engine: api.Adapters) -> None:
         """From `start` on, by the system port, which is not open yet."""
-        self._adapters = adapters.LoraAdapters(engine, self._tell_adapters)
+        self._adapters = adapters.LoraAdapters(engine, self._tell_adapters, lambda: self._is_ready)
 
     def live_with(self, beside: Sequence[Beside]) -> None:
         """From `start` on."""
@@ -213,6 +213,8 @@ class Host:
     async def retire(self) -> None:
         """Be found no more, and have nothing under way; `come_back` undoes it."""
         self._is_ready = False
+        if self._adapters is not None:
+            await self._adapters.settle()
         await self._runtime.withdraw()
         await self._clock.sleep(self._retire_grace_s)
         until = self._clock.now() + self._retire_s

@@ -66,18 +66,19 @@ def table(asked: adapters.LoraAdapters) -> Mapping[tuple[str, str], router.Handl
 
 def directory(uri: str) -> Path:
     """Of `file:///directory`, or of a path from the root. Raises InvalidRequest for anything else."""
-    parts = urllib.parse.urlsplit(uri)
-    path = Path(urllib.parse.unquote(parts.path) if parts.scheme else uri)
-    if (
-        parts.scheme not in ("", "file")
-        or parts.netloc not in ("", "localhost")
-        or not path.is_absolute()
-    ):
-        raise errors.InvalidRequest(
-            f"source.uri: expected file:///directory on this worker's host, got {uri!r}",
-            param="source.uri",
-        )
-    return path
+    if uri.startswith("/") and not uri.startswith("//"):
+        return Path(uri)
+    refused = errors.InvalidRequest(
+        f"source.uri: expected file:///directory on this worker's host, got {uri!r}",
+        param="source.uri",
+    )
+    try:
+        scheme, host, path, *more = urllib.parse.urlsplit(uri)
+    except ValueError as error:
+        raise refused from error
+    if scheme != "file" or host not in ("", "localhost") or any(more) or not path.startswith("/"):
+        raise refused
+    return Path(urllib.parse.unquote(path))
 
 
 async def _answer(handle: _Handle, request: exchange.Exchange) -> None:

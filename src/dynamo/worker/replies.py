@@ -27,5 +27,7 @@ def _status(error: errors.DynamoError) -> int:
             return 409
         case errors.RequestError():
             return 400
+        case errors.Unavailable():
+            return 503
         case _:
             return 500

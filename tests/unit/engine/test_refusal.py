@@ -82,8 +82,12 @@ def test_bytes_that_are_no_tokens_are_refused():
         refusal.check(request, FACTS, vocab_size=50)
 
 
-def test_adapters_and_ranks_that_are_not_here_are_refused():
-    assert refused(lora_name="poet") == "model"
+def test_who_asks_for_an_adapter_that_was_here_a_moment_ago_is_sent_on():
+    with pytest.raises(errors.WorkerLost, match="adapters none; 'poet' was asked for"):
+        check(lora_name="poet")
+
+
+def test_a_rank_that_is_not_here_is_refused():
     assert refused(data_parallel_rank=1) == "data_parallel_rank"
     check(data_parallel_rank=0)
 

@@ -103,18 +103,33 @@ async def test_an_adapter_vanishes_with_its_last_worker_and_comes_back_with_anot
     assert len(again.requests) == 1
 
 
+async def change(worker, *lora_names):
+    """It has these from now on."""
+    card = msgspec.structs.replace(worker.card, lora_names=lora_names)
+    await worker.runtime.change_card(worker.instance, card)
+
+
+async def test_an_adapter_that_was_unloaded_everywhere_is_not_found_and_one_that_was_lost_is_awaited(
+    poetic,
+):
+    other = await poetic.worker(lora_names=("poet",))
+    await poetic.until(lambda: len(poetic.frontend.models.find("poet").instances) == 2)
+    await change(poetic.poet, "clerk")
+    await poetic.until(lambda: len(poetic.frontend.models.find("poet").instances) == 1)
+    answers = [await poetic.chat(model="poet")]
+    await other.runtime.close()
+    await poetic.until(lambda: served(poetic) == {"clerk", "m"})
+    answers.append(await poetic.chat(model="poet"))
+    await change(poetic.poet)
+    await poetic.until(lambda: served(poetic) == {"m"})
+    answers.append(await poetic.chat(model="clerk"))
+
+    assert [one.status_code for one in answers] == [200, 503, 404]
+
+
 async def test_a_worker_that_writes_its_card_anew_has_other_adapters(poetic):
-    name, instance = poetic.poet.name, poetic.poet.instance
-    record = model_card.CardRecord(
-        namespace=name.namespace,
-        component=name.component,
-        endpoint=name.endpoint,
-        instance_id=instance.instance_id,
-        card_json=msgspec.structs.replace(poetic.poet.card, lora_names=("clerk", "singer")),
-    )
     before = poetic.frontend.models.find("clerk")
-    registry = poetic.poet.runtime.discovery
-    await registry.put(instance.card_key, msgspec.json.encode(record))
+    await change(poetic.poet, "clerk", "singer")
     await poetic.until(lambda: served(poetic) == {"clerk", "m", "singer"})
 
     assert poetic.frontend.models.find("clerk") is before  # whoever waits for it is not forgotten

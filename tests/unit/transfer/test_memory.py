@@ -134,3 +134,23 @@ def test_other_threads_may_run_for_every_other_stretch_of_short_pieces(monkeypat
     assert [at - ours.address for at in freely] == [at for each in stretches for at in each]
     ours.close()
     theirs.close()
+
+
+def test_a_copy_that_failed_holds_no_memory(monkeypatch):
+    memories = [memory.private(8 * MIB) for _ in range(2)]
+    ours, theirs = map(memory.Window, memories)
+    limit = Limit(30)
+    monkeypatch.setattr(memory, "_memmove", lambda *_: limit.cancel())
+    size = 64 * 1024
+    pieces = [(at, at, size) for at in range(0, 8 * MIB, size)]
+
+    with pytest.raises(errors.TransferError, match="cancelled") as failure:
+        memory.move(READ, ours, theirs, Pattern([(0, 0)], pieces), limit)
+    ours.close()
+    theirs.close()
+    for one in memories:
+        mapped = one.obj
+        one.release()
+        mapped.close()  # BufferError if anybody has a part of it
+
+    assert failure.value

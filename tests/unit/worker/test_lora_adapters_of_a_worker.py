@@ -15,7 +15,10 @@ class World:
         self.names, self.heard = ["native"], []
         self.may_load = asyncio.Event()
         self.may_load.set()
-        self.failure, self.refusal = None, None
+        self.failure, self.refusal, self.is_ready = None, None, True
+
+    def serves(self):
+        return self.is_ready
 
     @property
     def lora_names(self):
@@ -45,7 +48,7 @@ def world():
 
 @pytest.fixture
 async def asked(world):
-    made = adapters.LoraAdapters(world, world.publish, load_s=60)
+    made = adapters.LoraAdapters(world, world.publish, world.serves, load_s=60)
     made.begin("m")
     yield made
     await made.close()
@@ -159,7 +162,7 @@ async def test_an_engine_that_refuses_it_has_said_why_and_nobody_hears_of_it(wor
 
 
 async def test_an_engine_that_is_not_done_in_time_is_given_up(world, poet):
-    asked = adapters.LoraAdapters(world, world.publish, load_s=0.01)
+    asked = adapters.LoraAdapters(world, world.publish, world.serves, load_s=0.01)
     asked.begin("m")
     world.may_load.clear()
 
@@ -195,9 +198,41 @@ async def test_one_that_is_not_there_cannot_be_unloaded(asked):
         await asked.unload("poet")
 
 
-async def test_before_the_worker_serves_there_is_nothing_to_load(world, poet):
-    asked = adapters.LoraAdapters(world, world.publish)
+async def test_while_the_worker_does_not_serve_the_engine_is_left_alone(world, asked, poet):
+    await asked.load("poet", poet)
+    world.is_ready, heard = False, list(world.heard)
 
-    with pytest.raises(errors.Conflict, match="does not serve yet"):
+    for change in (asked.load("clerk", poet), asked.load("poet", poet), asked.unload("poet")):
+        with pytest.raises(errors.Conflict, match="does not serve now: try again"):
+            await change
+    assert world.heard == heard
+
+
+async def test_who_puts_it_to_sleep_waits_for_what_is_being_loaded(world, asked, poet, tmp_path):
+    world.may_load.clear()
+    loading = asyncio.create_task(asked.load("poet", poet))
+    later = asyncio.create_task(asked.load("clerk", make(tmp_path / "clerk")))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    world.is_ready = False
+    settling = asyncio.create_task(asked.settle())
+    await asyncio.sleep(0)
+    is_settled = settling.done()
+    world.may_load.set()
+    await settling
+
+    assert not is_settled
+    assert await loading == 2
+    with pytest.raises(errors.Conflict, match="does not serve now"):
+        await later
+    assert world.heard == ["load poet", ("native", "poet")]
+
+
+async def test_one_that_could_not_be_told_for_any_reason_is_unloaded_again(world, asked, poet):
+    world.refusal = OSError("no space left")
+    with pytest.raises(OSError, match="no space"):
         await asked.load("poet", poet)
-    assert asked.numbers == {}
+    world.refusal = None
+
+    assert world.names == ["native"]
+    assert await asked.load("poet", poet) == 2

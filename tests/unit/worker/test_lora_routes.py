@@ -87,7 +87,20 @@ def test_where_it_lies(uri, directory):
 
 @pytest.mark.parametrize(
     "uri",
-    ["hf://someone/poet", "s3://b/poet", "file://elsewhere/poet", "adapters/poet", "file:poet"],
+    [
+        "hf://someone/poet",
+        "s3://b/poet",
+        "file://elsewhere/poet",
+        "adapters/poet",
+        "file:poet",
+        "file://[bad/x",
+        "//[x",
+        "//host/poet",
+        "file:///a?b",
+        "file:///a#b",
+        "file://loc\u2100alhost/a",
+        "",
+    ],
 )
 def test_what_is_not_on_this_host_is_refused(uri):
     with pytest.raises(errors.InvalidRequest, match="expected file:///directory on this worker"):

@@ -142,8 +142,10 @@ class MockEngine(remote.Lent):
         return self._facts.lora_names
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """See `api.Adapters`. Nothing is read."""
+        """See `api.Adapters`. Nothing is read, but it takes none while it sleeps."""
         del directory
+        if self._asleep:
+            raise errors.Conflict("the engine sleeps")
         self._facts = dataclasses.replace(self._facts, lora_names=(*self.lora_names, name))
 
     async def unload_lora(self, name: str) -> None:

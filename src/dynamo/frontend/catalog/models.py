@@ -63,6 +63,7 @@ class Models:
         self._adapters: Mapping[str, ServedModel] = {}  # of these
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
         self._lost: set[str] = set()  # names that were served once
+        self._unloaded: set[str] = set()  # adapters that the last card to change has no more
         self._pools: prefill_pools.PrefillPools | None = None
 
     def prefill_by(self, make: prefill_pools.MakePrefill) -> None:
@@ -114,6 +115,7 @@ class Models:
 
     def _read(self, change: discovery.Change) -> model_card.CardRecord | None:
         """Note the change; gives the record that came or went, if it matters to us."""
+        self._unloaded = set()
         if isinstance(change, discovery.Delete):
             self._prefill.pop(change.key, None)
             gone = self._pools.remove(change.key) if self._pools is not None else None
@@ -127,6 +129,9 @@ class Models:
             return None
         if record.card_json.worker_type is model_card.WorkerType.PREFILL:
             return self._read_prefill(change.key, record)
+        before = self._records.get(change.key)
+        if before is not None:
+            self._unloaded = {*before.card_json.lora_names} - {*record.card_json.lora_names}
         self._records[change.key] = record
         return record
 
@@ -165,6 +170,8 @@ class Models:
         self._adapters = lora_adapters.of(self._models, before)
         for name in before.keys() - self._adapters.keys():
             self._lose(before[name])
+            if name in self._unloaded:
+                self._lost.discard(name)  # nobody need wait for it to come back
         for name, model in self._adapters.items():
             if name not in before:
                 _logger.info("serving %r, an adapter of %r", name, model.base and model.base.name)
