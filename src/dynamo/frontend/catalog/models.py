@@ -169,9 +169,11 @@ class Models:
         before = self._adapters
         self._adapters = lora_adapters.of(self._models, before)
         for name in before.keys() - self._adapters.keys():
-            self._lose(before[name])
-            if name in self._unloaded:
-                self._lost.discard(name)  # nobody need wait for it to come back
+            if name in self._unloaded:  # nobody need wait for it to come back
+                _logger.info("the adapter %r was unloaded by the last worker that had it", name)
+                self._take_away(before[name])
+            else:
+                self._lose(before[name])
         for name, model in self._adapters.items():
             if name not in before:
                 _logger.info("serving %r, an adapter of %r", name, model.base and model.base.name)
@@ -186,6 +188,9 @@ class Models:
     def _lose(self, model: ServedModel) -> None:
         _logger.warning("the model %r has lost its last worker", model.name)
         self._lost.add(model.name)
+        self._take_away(model)
+
+    def _take_away(self, model: ServedModel) -> None:
         for replicas in model.replicas.values():
             replicas.route.serve_by({})
         model.replicas = {}
