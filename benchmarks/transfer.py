@@ -152,7 +152,8 @@ async def measure(control: Connection, rounds: int, cpu: int | None) -> None:
         report(num_blocks * MIB, await take_turns(copies, rounds, repeats, peer_pid))
     plain.close()
     short.close()
-    os.sched_setaffinity(0, allowed)
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), allowed)
     print("\n| pulling | event loop late by, ms: median | p99 |\n|---|---|---|")
     for way, mine in agents.items():
         await report_lateness(way, mine, peers[way])

@@ -225,9 +225,9 @@ async def test_an_adapter_answers_otherwise_and_its_blocks_have_the_names_that_r
     assert not {*plain.names} & {*poet.names}
 
 
-async def test_an_adapter_that_it_has_not_is_refused():
+async def test_who_asks_for_an_adapter_that_it_has_not_is_sent_on():
     engine = MockEngine(MockConfig(), cycle=Cycle([1]), context_length=100)
-    with pytest.raises(errors.InvalidRequest, match="adapters none; 'poet' was asked for"):
+    with pytest.raises(errors.WorkerLost, match="adapters none; 'poet' was asked for"):
         engine.submit(
             generate.Request(id="a", model="m", token_ids=blocks.pack([1]), lora_name="poet")
         )
