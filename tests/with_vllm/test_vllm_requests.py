@@ -114,7 +114,7 @@ async def test_a_limit_of_thoughts_needs_vllms_parser_for_them(host):
 
 
 async def test_an_adapter_that_is_not_there_is_refused(host):
-    with pytest.raises(errors.InvalidRequest, match="'poet' was asked for"):
+    with pytest.raises(errors.WorkerLost, match="'poet' was asked for"):
         await ask(host, "a", extra={"lora_name": "poet"})
 
 
