@@ -113,7 +113,7 @@ async def test_a_limit_of_thoughts_needs_vllms_parser_for_them(host):
         await ask(host, "a", extra={"thinking": limit})
 
 
-async def test_an_adapter_that_is_not_there_is_refused(host):
+async def test_who_asks_for_an_adapter_that_is_not_there_is_sent_on(host):
     with pytest.raises(errors.WorkerLost, match="'poet' was asked for"):
         await ask(host, "a", extra={"lora_name": "poet"})
 
