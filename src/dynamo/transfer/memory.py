@@ -23,6 +23,7 @@ CAN_SHARE = sys.platform == "linux"
 _HELD_BYTES = 2 * 2**20
 _STRETCH_BYTES = 16 * 2**20  # of one call: between two looks at the clock
 
+_NOTHING = memoryview(b"")
 # That of the C library: `ctypes.memmove` makes a number of the address, which nobody wants.
 _memmove = ctypes.CDLL(None).memmove
 _memmove.restype = None
@@ -99,10 +100,11 @@ def move(
         target, source, pattern = theirs, ours, pattern.turned()
     cuts = [(slice(to, to + n), slice(of, of + n), n) for to, of, n in pattern.stencil]
     num_copied = 0
-    for target_at, source_at in pattern.origins:
-        to_address, of_address = target.address + target_at, source.address + source_at
-        # given back at once: an error that is kept would keep the peer's pool mapped
-        with target.view[target_at:] as into, source.view[source_at:] as out_of:
+    into = out_of = _NOTHING
+    try:
+        for target_at, source_at in pattern.origins:
+            into, out_of = target.view[target_at:], source.view[source_at:]
+            to_address, of_address = target.address + target_at, source.address + source_at
             for to, of, length in cuts:
                 num_copied += length
                 if num_copied <= _HELD_BYTES:
@@ -112,6 +114,8 @@ def move(
                 else:
                     _copy(to_address + to.start, of_address + of.start, length, limit)
                     num_copied = 0
+    finally:
+        into = out_of = _NOTHING  # an error that is kept would keep the peer's pool mapped
     limit.remaining_s()  # late is too late: the owner may have given the blocks to others
 
 
