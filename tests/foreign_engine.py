@@ -20,7 +20,10 @@ def model_directory():
     """Where the model is with which to test."""
     named = os.environ.get("DYN_TEST_MODEL")
     if not named:
-        pytest.skip("DYN_TEST_MODEL names no model's directory", allow_module_level=True)
+        pytest.skip(
+            "no model to test with: make test-sglang (or test-trtllm) MODEL=DIRECTORY",
+            allow_module_level=True,
+        )
     return Path(named)
 
 

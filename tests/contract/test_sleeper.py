@@ -1,21 +1,13 @@
 """What every engine promises that can give its memory back, over the mock engine; `tests/with_vllm` has vLLM."""
 
 import pytest
-from test_engine import make_mock
 
 from dynamo.base import errors
 from dynamo.engine import api
-from engine_suite import Host, Sink
+from mock_host import *  # noqa: F403 (the fixture `host`)
 from sleeper_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 
 PROMPT = list(range(3, 43))
-
-
-@pytest.fixture
-async def host():
-    engine, sink = make_mock(), Sink()
-    yield Host(engine, sink, await engine.start(sink))
-    await engine.stop()
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ import signal
 import pytest
 
 if importlib.util.find_spec("sglang") is None:
-    pytest.skip("sglang is not installed here", allow_module_level=True)
+    pytest.skip(
+        "sglang is not installed here, and needs a GPU: make test-sglang", allow_module_level=True
+    )
 
 import pytest_asyncio
 

@@ -5,7 +5,10 @@ import importlib.util
 import pytest
 
 if importlib.util.find_spec("tensorrt_llm") is None:
-    pytest.skip("tensorrt_llm is not installed here", allow_module_level=True)
+    pytest.skip(
+        "tensorrt_llm is not installed here, and needs a GPU: make test-trtllm",
+        allow_module_level=True,
+    )
 
 from dynamo.engine.adapters.trtllm import engine as adapter
 from dynamo.engine.adapters.trtllm.settings import TrtllmConfig

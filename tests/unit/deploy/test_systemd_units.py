@@ -27,7 +27,10 @@ def test_there_is_no_other_unit():
     assert {path.name for path in FOLDER.iterdir()} == set(UNITS)
 
 
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+@pytest.mark.skipif(
+    not shutil.which("systemd-analyze"),
+    reason="systemd is not installed: as root on Debian, tests/install_services.sh",
+)
 @pytest.mark.parametrize("name", UNITS)
 def test_systemd_takes_it(name, tmp_path):
     path = tmp_path / name.replace("@", "@native")

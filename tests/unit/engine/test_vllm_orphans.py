@@ -24,7 +24,9 @@ def own_a_child(started):
     time.sleep(10 * DEADLINE_S)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only the kernel of Linux ends a child with its parent"
+)
 def test_a_child_ends_with_its_killed_parent(monkeypatch):
     monkeypatch.setenv(orphans.OWNED, "1")
     here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)

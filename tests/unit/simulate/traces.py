@@ -31,5 +31,7 @@ def conversations(num_requests):
 def recorded(limit=None):
     """Mooncake's conversation trace."""
     if not RECORDED.exists():
-        pytest.skip("needs Mooncake's conversation trace in ../shared/data/traces")
+        pytest.skip(
+            f"no ../shared/data/traces/{RECORDED.name}, Mooncake's public trace (github.com/kvcache-ai/Mooncake)"
+        )
     return read_trace(RECORDED, limit=limit)

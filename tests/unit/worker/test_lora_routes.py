@@ -2,30 +2,21 @@
 
 from pathlib import Path
 
-import httpx
 import pytest
+import told_worker
 
 from dynamo.base import errors
-from dynamo.worker import lora_routes, system
+from dynamo.worker import lora_routes
 
 
-class Asked:
-    """Notes what it is told; raises `failure`, if there is one."""
-
-    def __init__(self):
-        self.heard, self.failure, self.numbers = [], None, {"poet": 3}
+class Asked(told_worker.Told):
+    said, numbers = 3, {"poet": 3}
 
     async def load(self, name, directory):
-        return self._told(("load", name, directory))
+        return self.told("load", name, directory)
 
     async def unload(self, name):
-        return self._told(("unload", name))
-
-    def _told(self, what):
-        if self.failure is not None:
-            raise self.failure
-        self.heard.append(what)
-        return 3
+        return self.told("unload", name)
 
 
 @pytest.fixture
@@ -35,17 +26,8 @@ def asked():
 
 @pytest.fixture
 async def client(asked):
-    served = system.SystemPort(
-        endpoints=("generate",),
-        is_ready=lambda: True,
-        uptime_s=lambda: 0.0,
-        render=lambda: b"",
-        beside=lora_routes.table(asked),
-    )
-    port = await served.start("127.0.0.1", 0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with told_worker.client_of(lora_routes.table(asked)) as client:
         yield client
-    await served.close()
 
 
 def body(name="poet", uri="file:///adapters/poet"):

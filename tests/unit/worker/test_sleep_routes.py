@@ -1,29 +1,20 @@
 """The routes by which a worker is told to sleep, over a real socket."""
 
-import httpx
 import pytest
+import told_worker
 
 from dynamo.base import errors
-from dynamo.worker import sleep_routes, system
+from dynamo.worker import sleep_routes
 
 
-class Asked:
-    """Notes what it is told; raises `failure`, if there is one."""
-
-    def __init__(self):
-        self.heard, self.failure = [], None
+class Asked(told_worker.Told):
+    said = "done"
 
     async def sleep(self, level):
-        return self._told(("sleep", level))
+        return self.told("sleep", level)
 
     async def wake_up(self, tags):
-        return self._told(("wake up", *tags))
-
-    def _told(self, what):
-        if self.failure is not None:
-            raise self.failure
-        self.heard.append(what)
-        return "done"
+        return self.told("wake up", *tags)
 
 
 @pytest.fixture
@@ -33,17 +24,8 @@ def asked():
 
 @pytest.fixture
 async def client(asked):
-    served = system.SystemPort(
-        endpoints=("generate",),
-        is_ready=lambda: True,
-        uptime_s=lambda: 0.0,
-        render=lambda: b"",
-        beside=sleep_routes.table(asked),
-    )
-    port = await served.start("127.0.0.1", 0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/engine") as client:
+    async with told_worker.client_of(sleep_routes.table(asked), "/engine") as client:
         yield client
-    await served.close()
 
 
 @pytest.mark.parametrize(
