@@ -13,13 +13,13 @@ import pytest_asyncio
 import safetensors.torch
 import torch
 from deployment import Deployment, eventually
+from dynamo.engine.adapters.vllm.settings import VllmConfig
 
 import vllm_models
-from adapters_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
-from adapters_suite import answer as written
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.adapters.vllm.settings import VllmConfig
+from lora_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from lora_suite import answer as written
 from vllm_engine import *  # noqa: F403 (its fixtures, but for make_engine)
 from vllm_engine import ENVIRONMENT, FLAGS, adapter
 
@@ -74,9 +74,9 @@ def make_engine(place):
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def adapters(host):
-    assert isinstance(host.engine, api.CanAdapt)
-    asked = host.engine.adapters
+async def loras(host):
+    assert isinstance(host.engine, api.HoldsLoras)
+    asked = host.engine.loras
     assert asked.lora_names == ("clerk",)
     yield asked
     for name in asked.lora_names[1:]:
@@ -100,27 +100,27 @@ async def test_one_of_the_start_answers_who_asks_for_it_and_nobody_else(host):
 
 
 async def test_another_adapter_of_the_same_name_finds_no_blocks_of_the_former(
-    host, adapters, directory, place, tmp_path
+    host, loras, directory, place, tmp_path
 ):
     other = make_adapter(tmp_path / "other", place / "model", seed=1)
-    await adapters.load_lora("other", other)
+    await loras.load_lora("other", other)
     expected = await written(host, "by its name", "other")
-    await adapters.load_lora("poet", directory)
+    await loras.load_lora("poet", directory)
     former = await written(host, "former", "poet")
-    await adapters.unload_lora("poet")
+    await loras.unload_lora("poet")
 
-    await adapters.load_lora("poet", other)
+    await loras.load_lora("poet", other)
 
     assert await written(host, "latter", "poet") == expected != former
 
 
-async def test_what_vllm_cannot_load_is_refused_and_it_goes_on(host, adapters, place, tmp_path):
+async def test_what_vllm_cannot_load_is_refused_and_it_goes_on(host, loras, place, tmp_path):
     broken = make_adapter(tmp_path / "broken", place / "model")
     (broken / "adapter_config.json").write_text(json.dumps(FIELDS | {"r": 64}))
 
     with pytest.raises(errors.InvalidRequest, match="vLLM cannot load the LoRA adapter in"):
-        await adapters.load_lora("poet", broken)
-    assert adapters.lora_names == ("clerk",)
+        await loras.load_lora("poet", broken)
+    assert loras.lora_names == ("clerk",)
     assert await written(host, "still", None)
 
 

@@ -175,8 +175,8 @@ class CanSleep(Protocol):
         ...
 
 
-class Adapters(Protocol):
-    """LoRA adapters that come and go while an engine runs. `tests/contract/test_adapters.py` holds engines to this.
+class LoraHolder(Protocol):
+    """LoRA adapters that come and go while an engine runs. `tests/contract/test_lora_holder.py` holds engines to this.
 
     Who calls does so one at a time, loads no name that is there, and unloads none that is not.
     """
@@ -196,11 +196,11 @@ class Adapters(Protocol):
 
 
 @runtime_checkable
-class CanAdapt(Protocol):
+class HoldsLoras(Protocol):
     """What an engine is beside `Engine` if there is a way to change its adapters."""
 
     @property
-    def adapters(self) -> Adapters | None:
+    def loras(self) -> LoraHolder | None:
         """None: it was started such that it has none."""
         ...
 

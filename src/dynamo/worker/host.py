@@ -26,12 +26,12 @@ from dynamo.protocols import instances, kv_events, model_card
 from dynamo.runtime import component, requests
 from dynamo.runtime.http import router
 from dynamo.worker import (
-    adapters,
     call_trace,
     canary,
     file_sharing,
     inflight,
     lora_routes,
+    loras,
     metrics,
     publish,
     sleep_routes,
@@ -105,7 +105,7 @@ class Host:
         self._death: errors.EngineFailed | None = None
         self._is_ready = False
         self._sleeping: sleeping.Sleeping | None = None  # None: it cannot
-        self._adapters: adapters.LoraAdapters | None = None  # None: it has none, or ever the same
+        self._loras: loras.Loras | None = None  # None: it has none, or ever the same
 
     def ask_when_quiet(self, patience: canary.Patience) -> None:
         """From `start` on see to it that the engine still answers."""
@@ -116,9 +116,9 @@ class Host:
         self._sleeping = sleeping.Sleeping(sleeper, self)
         self._retire_s, self._retire_grace_s = timeout_s, grace_s
 
-    def adapt_when_told(self, engine: api.Adapters) -> None:
+    def change_loras_when_told(self, engine: api.LoraHolder) -> None:
         """From `start` on, by the system port, which is not open yet."""
-        self._adapters = adapters.LoraAdapters(engine, self._tell_adapters, lambda: self._is_ready)
+        self._loras = loras.Loras(engine, self._tell_loras, lambda: self._is_ready)
 
     def live_with(self, beside: Sequence[Beside]) -> None:
         """From `start` on."""
@@ -156,8 +156,8 @@ class Host:
             self._running.start("canary", self._die_with(asked))
         if self._sleeping is not None:
             self._sleeping.begin()
-        if self._adapters is not None:
-            self._adapters.begin(card.display_name)
+        if self._loras is not None:
+            self._loras.begin(card.display_name)
         _logger.info("serving %s at %s", card.display_name, self._endpoint)
         return card
 
@@ -184,8 +184,8 @@ class Host:
         self._is_ready = False
         if self._sleeping is not None:
             await self._sleeping.close()
-        if self._adapters is not None:
-            await self._adapters.close()
+        if self._loras is not None:
+            await self._loras.close()
         until = self._clock.now() + grace_s + timeout_s
         if len(self._requests):
             _logger.info("finishing %d requests", len(self._requests))
@@ -213,8 +213,8 @@ class Host:
     async def retire(self) -> None:
         """Be found no more, and have nothing under way; `come_back` undoes it."""
         self._is_ready = False
-        if self._adapters is not None:
-            await self._adapters.settle()
+        if self._loras is not None:
+            await self._loras.settle()
         await self._runtime.withdraw()
         await self._clock.sleep(self._retire_grace_s)
         until = self._clock.now() + self._retire_s
@@ -254,10 +254,10 @@ class Host:
     def _told_routes(self) -> Mapping[tuple[str, str], router.Handler]:
         """What an operator can tell it."""
         sleep = sleep_routes.table(self._sleeping) if self._sleeping is not None else {}
-        adapt = lora_routes.table(self._adapters) if self._adapters is not None else {}
+        adapt = lora_routes.table(self._loras) if self._loras is not None else {}
         return {**sleep, **adapt}
 
-    async def _tell_adapters(self, names: tuple[str, ...]) -> None:
+    async def _tell_loras(self, names: tuple[str, ...]) -> None:
         """Others find them by our card."""
         card = msgspec.structs.replace(self._card, lora_names=names)
         await self._runtime.change_card(self._instance, card)

@@ -18,7 +18,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.protocols import openai_decode
 from dynamo.runtime.http import exchange, router
-from dynamo.worker import adapters, replies
+from dynamo.worker import loras, replies
 
 _PREFIXES = ("/v1/loras", "/loras")
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -41,7 +41,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decode = openai_decode.RequestDecoder(Load).decode
 
 
-def table(asked: adapters.LoraAdapters) -> Mapping[tuple[str, str], router.Handler]:
+def table(asked: loras.Loras) -> Mapping[tuple[str, str], router.Handler]:
     """For the system port of the worker that is asked."""
 
     async def load(request: exchange.Exchange) -> Mapping[str, object]:

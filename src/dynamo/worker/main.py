@@ -138,9 +138,9 @@ def make_host(
     sleeper = engine.sleeper if isinstance(engine, api.CanSleep) else None
     if sleeper is not None and not worker.takes_from_queue:
         made.sleep_when_told(sleeper, worker.graceful_shutdown_timeout_s, worker.grace_period_s)
-    adapters = engine.adapters if isinstance(engine, api.CanAdapt) else None
-    if adapters is not None:
-        made.adapt_when_told(adapters)
+    loras = engine.loras if isinstance(engine, api.HoldsLoras) else None
+    if loras is not None:
+        made.change_loras_when_told(loras)
     return made
 
 

@@ -98,7 +98,7 @@ class StreamingEngine:
         self,
         library: Library,
         sleeper: api.Sleeper | None = None,
-        loras: api.Adapters | None = None,
+        loras: api.LoraHolder | None = None,
     ) -> None:
         """`sleeper` and `loras` are the library's; without `loras` there are no adapters."""
         self._library = library
@@ -172,17 +172,17 @@ class StreamingEngine:
             self._sink.kv_events((kv_events.Cleared(),), rank)
 
     @property
-    def adapters(self) -> api.Adapters | None:
-        """See `api.CanAdapt`."""
+    def loras(self) -> api.LoraHolder | None:
+        """See `api.HoldsLoras`."""
         return self if self._loras is not None else None
 
     @property
     def lora_names(self) -> tuple[str, ...]:
-        """See `api.Adapters`."""
+        """See `api.LoraHolder`."""
         return self._loras.lora_names if self._loras is not None else ()
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """See `api.Adapters`. Blocks go by the adapter's name: those of a former one of that name are forgotten."""
+        """See `api.LoraHolder`. Blocks go by the adapter's name: those of a former one of that name are forgotten."""
         assert self._loras is not None
         if name in self._unloaded:
             if any(opened.request.lora_name == name for opened in self._open.values()):
@@ -194,7 +194,7 @@ class StreamingEngine:
         self._facts = dataclasses.replace(self._facts, lora_names=self.lora_names)
 
     async def unload_lora(self, name: str) -> None:
-        """See `api.Adapters`."""
+        """See `api.LoraHolder`."""
         assert self._loras is not None
         names = tuple(one for one in self.lora_names if one != name)
         self._facts = dataclasses.replace(self._facts, lora_names=names)

@@ -132,24 +132,24 @@ class MockEngine(remote.Lent):
         return not self._asleep
 
     @property
-    def adapters(self) -> api.Adapters:
-        """See `api.CanAdapt`."""
+    def loras(self) -> api.LoraHolder:
+        """See `api.HoldsLoras`."""
         return self
 
     @property
     def lora_names(self) -> tuple[str, ...]:
-        """See `api.Adapters`."""
+        """See `api.LoraHolder`."""
         return self._facts.lora_names
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """See `api.Adapters`. Nothing is read, but it takes none while it sleeps."""
+        """See `api.LoraHolder`. Nothing is read, but it takes none while it sleeps."""
         del directory
         if self._asleep:
             raise errors.Conflict("the engine sleeps")
         self._facts = dataclasses.replace(self._facts, lora_names=(*self.lora_names, name))
 
     async def unload_lora(self, name: str) -> None:
-        """See `api.Adapters`."""
+        """See `api.LoraHolder`."""
         names = tuple(one for one in self.lora_names if one != name)
         self._facts = dataclasses.replace(self._facts, lora_names=names)
 

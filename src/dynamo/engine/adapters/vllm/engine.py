@@ -49,7 +49,7 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
 
 
 class VllmLibrary:
-    """A `streams.Library`, an `api.Sleeper` with `--enable-sleep-mode`, and `api.Adapters` with `--enable-lora`."""
+    """A `streams.Library`, an `api.Sleeper` with `--enable-sleep-mode`, and `api.LoraHolder` with `--enable-lora`."""
 
     name = "vLLM"
 
@@ -147,11 +147,11 @@ class VllmLibrary:
 
     @property
     def lora_names(self) -> tuple[str, ...]:
-        """See `api.Adapters`."""
+        """See `api.LoraHolder`."""
         return tuple(self._loras)
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """See `api.Adapters`. vLLM reads it now, so that what is wrong with it is told."""
+        """See `api.LoraHolder`. vLLM reads it now, so that what is wrong with it is told."""
         request = arguments.lora_request(name, next(self._lora_numbers), directory)
         try:
             await self._started.add_lora(request)
@@ -164,7 +164,7 @@ class VllmLibrary:
         self._loras[name] = request
 
     async def unload_lora(self, name: str) -> None:
-        """See `api.Adapters`. vLLM drops it for the next that needs its place: told to now, it would read it anew."""
+        """See `api.LoraHolder`. vLLM drops it for the next that needs its place: told to now, it would read it anew."""
         del self._loras[name]
 
     async def stop(self) -> None:

@@ -109,9 +109,9 @@ class RemoteEngine:
         await self._engine.stop()
 
     @property
-    def adapters(self) -> api.Adapters | None:
+    def loras(self) -> api.LoraHolder | None:
         """The engine's."""
-        return self._engine.adapters if isinstance(self._engine, api.CanAdapt) else None
+        return self._engine.loras if isinstance(self._engine, api.HoldsLoras) else None
 
     def open_blocks(self) -> None:
         """See `api.RemotePrefill`. vLLM's connector lends whatever it is told to hold."""

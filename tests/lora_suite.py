@@ -1,6 +1,6 @@
-"""What every `api.Adapters` promises.
+"""What every `api.LoraHolder` promises.
 
-A module that imports this has fixtures `host`, `adapters` (without one called poet) and `directory`, which holds an
+A module that imports this has fixtures `host`, `loras` (without one called poet) and `directory`, which holds an
 adapter that changes answers.
 """
 
@@ -31,41 +31,41 @@ async def answer(host, request_id, lora_name):
     return host.sink.tokens(request_id)
 
 
-async def test_it_answers_who_asks_for_it_until_it_is_unloaded(host, adapters, directory):
-    others = adapters.lora_names
+async def test_it_answers_who_asks_for_it_until_it_is_unloaded(host, loras, directory):
+    others = loras.lora_names
     plain = await answer(host, "before", None)
     with pytest.raises(errors.WorkerLost, match="'poet' was asked for"):
         ask(host, "too early", "poet")
 
-    await adapters.load_lora("poet", directory)
-    names = adapters.lora_names
+    await loras.load_lora("poet", directory)
+    names = loras.lora_names
     written = await answer(host, "poet", "poet")
     untouched = await answer(host, "meanwhile", None)
-    await adapters.unload_lora("poet")
+    await loras.unload_lora("poet")
 
     assert names == (*others, "poet")
-    assert adapters.lora_names == others
+    assert loras.lora_names == others
     assert written != plain == untouched
     with pytest.raises(errors.WorkerLost, match="'poet' was asked for"):
         ask(host, "too late", "poet")
 
 
-async def test_what_runs_goes_on_when_its_adapter_is_unloaded(host, adapters, directory):
-    await adapters.load_lora("poet", directory)
+async def test_what_runs_goes_on_when_its_adapter_is_unloaded(host, loras, directory):
+    await loras.load_lora("poet", directory)
     expected = await answer(host, "in peace", "poet")
 
     ask(host, "running", "poet")
-    await adapters.unload_lora("poet")
+    await loras.unload_lora("poet")
     await host.sink.until_ended("running")
 
     assert host.sink.tokens("running") == expected
 
 
-async def test_a_name_can_be_loaded_again(host, adapters, directory):
-    await adapters.load_lora("poet", directory)
+async def test_a_name_can_be_loaded_again(host, loras, directory):
+    await loras.load_lora("poet", directory)
     first = await answer(host, "first", "poet")
-    await adapters.unload_lora("poet")
+    await loras.unload_lora("poet")
 
-    await adapters.load_lora("poet", directory)
+    await loras.load_lora("poet", directory)
 
     assert await answer(host, "second", "poet") == first

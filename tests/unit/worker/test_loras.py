@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dynamo.base import errors
-from dynamo.worker import adapters
+from dynamo.worker import loras
 
 
 class World:
@@ -48,7 +48,7 @@ def world():
 
 @pytest.fixture
 async def asked(world):
-    made = adapters.LoraAdapters(world, world.publish, world.serves, load_s=60)
+    made = loras.Loras(world, world.publish, world.serves, load_s=60)
     made.begin("m")
     yield made
     await made.close()
@@ -61,7 +61,7 @@ def poet(tmp_path):
 
 def make(directory):
     directory.mkdir()
-    (directory / adapters.FILE).write_text("{}")
+    (directory / loras.FILE).write_text("{}")
     return directory
 
 
@@ -136,7 +136,7 @@ async def test_what_is_no_adapter_is_refused_before_the_engine_sees_it(world, as
 
 
 async def test_there_is_a_bound(asked, world, poet):
-    world.names += [f"poet-{i}" for i in range(adapters.MAX_ADAPTERS - 1)]
+    world.names += [f"poet-{i}" for i in range(loras.MAX_ADAPTERS - 1)]
     asked.begin("m")
 
     with pytest.raises(errors.Conflict, match="there are 512 LoRA adapters here"):
@@ -162,7 +162,7 @@ async def test_an_engine_that_refuses_it_has_said_why_and_nobody_hears_of_it(wor
 
 
 async def test_an_engine_that_is_not_done_in_time_is_given_up(world, poet):
-    asked = adapters.LoraAdapters(world, world.publish, world.serves, load_s=0.01)
+    asked = loras.Loras(world, world.publish, world.serves, load_s=0.01)
     asked.begin("m")
     world.may_load.clear()
 

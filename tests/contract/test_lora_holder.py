@@ -2,15 +2,15 @@
 
 import pytest
 
-from adapters_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from dynamo.engine import api
+from lora_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from mock_host import *  # noqa: F403 (the fixture `host`)
 
 
 @pytest.fixture
-def adapters(host):
-    assert isinstance(host.engine, api.CanAdapt)
-    return host.engine.adapters
+def loras(host):
+    assert isinstance(host.engine, api.HoldsLoras)
+    return host.engine.loras
 
 
 @pytest.fixture

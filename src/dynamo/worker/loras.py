@@ -23,12 +23,12 @@ _logger = logging.getLogger(__name__)
 Publish = Callable[[tuple[str, ...]], Awaitable[None]]
 
 
-class LoraAdapters:
+class Loras:
     """What can be told from `begin` on."""
 
     def __init__(
         self,
-        engine: api.Adapters,
+        engine: api.LoraHolder,
         publish: Publish,
         serves: Callable[[], bool],
         *,
