@@ -13,11 +13,11 @@ import pytest_asyncio
 import safetensors.torch
 import torch
 from deployment import Deployment, eventually
-from dynamo.engine.adapters.vllm.settings import VllmConfig
 
 import vllm_models
 from dynamo.base import errors
 from dynamo.engine import api
+from dynamo.engine.adapters.vllm.settings import VllmConfig
 from lora_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from lora_suite import answer as written
 from vllm_engine import *  # noqa: F403 (its fixtures, but for make_engine)
