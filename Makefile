@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang test-trtllm check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-vllm simulate-routing simulate-disagg simulate-check chaos docs clean
+.PHONY: help setup run test test-vllm test-sglang test-trtllm check fmt bench bench-before bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-vllm simulate-routing simulate-disagg simulate-check chaos docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -50,8 +50,15 @@ fmt: $(VENV)/.dev  ## format the code
 
 bench: bench-frontend bench-engine bench-router  ## measure frontend, engine and router
 
-bench-frontend: $(VENV)/.dev  ## measure the frontend against its goals (beside the real Dynamo: PEER=its python; NOISE=1: ours beside ours)
-	@$(BIN)/python -m benchmarks.frontend $(if $(PEER),--peer $(PEER)) $(if $(NOISE),--noise)
+bench-frontend: $(VENV)/.dev  ## measure the frontend (PEER=python of the real Dynamo, BEFORE=another checkout, NOISE=1: ours beside ours)
+	@$(BIN)/python -m benchmarks.frontend $(if $(PEER),--peer $(PEER)) $(if $(BEFORE),--before $(BEFORE)) $(if $(NOISE),--noise)
+
+bench-before: $(VENV)/.dev  ## engine, router and transfer beside another checkout, interleaved, with the noise (BEFORE=directory)
+	@test -n "$(BEFORE)" || { echo "which checkout? make $@ BEFORE=../before"; exit 2; }
+	@$(BIN)/python -m benchmarks.side_by_side $(BEFORE) engine_step
+	@$(BIN)/python -m benchmarks.side_by_side $(BEFORE) router_index --rounds 1
+	@$(BIN)/python -m benchmarks.side_by_side $(BEFORE) router_decision
+	@$(BIN)/python -m benchmarks.side_by_side $(BEFORE) transfer --rounds 7
 
 bench-engine: $(VENV)/.dev  ## measure the native engine on the built-in model
 	@$(BIN)/python -m benchmarks.engine_step

@@ -1,8 +1,9 @@
 """`make bench-frontend`: what the frontend costs per token and per request, against what it may cost.
 
 The frontend is driven by `load.py`, a process of its own, against a simulated worker. With --peer PYTHON, a Python that
-has the real Dynamo installed, every cell runs on both, interleaved, and the ratio is printed. --noise runs ours
-against ours instead: the ratios that this shows mean nothing. CPU is the processes' own accounting.
+has the real Dynamo installed, every cell runs on both, interleaved, and the ratio is printed. --before DIRECTORY adds
+another checkout of ours, and --noise ours once more: a ratio to it shows how far the figures of equal code differ.
+CPU is the processes' own accounting.
 """
 
 import argparse
@@ -43,8 +44,9 @@ class Contender:
     """One of the systems that are compared, by its Python."""
 
     name: str
-    python: str
+    python: str = sys.executable
     is_peer: bool = False
+    checkout: Path | None = None  # another one of ours
 
     def flags(self, pace: Pace) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """For its worker and for its frontend."""
@@ -94,7 +96,9 @@ def bench_cells(cells: list[Cell], contenders: list[Contender], rounds: int, row
         running: dict[Pace, list[systems.System]] = defaultdict(list)
         for pace in dict.fromkeys(cell.pace for cell in cells):
             for one in contenders:
-                started = systems.running(one.name, one.python, files.model, *one.flags(pace))
+                started = systems.running(
+                    one.name, one.python, files.model, *one.flags(pace), checkout=one.checkout
+                )
                 running[pace].append(stack.enter_context(started))
         for cell in cells:  # turn 0 warms: system prompts become known, code and caches hot
             for system in running[cell.pace]:
@@ -114,7 +118,9 @@ def bench_start(contenders: list[Contender], rows: Rows) -> None:
     """From the start of the process to its first answer on /health."""
     for _ in range(NUM_STARTS):
         for one in contenders:
-            rows["start to healthy", one.name].append(systems.start_frontend_s(one.python))
+            rows["start to healthy", one.name].append(
+                systems.start_frontend_s(one.python, one.checkout)
+            )
 
 
 def bench_processes(rounds: int) -> None:
@@ -159,26 +165,28 @@ def _sharing(system: systems.System) -> contextlib.AbstractContextManager[bool]:
 
 
 def report(cells: list[Cell], contenders: list[Contender], rows: Rows) -> None:
-    """Medians and bests; ours as a share of the other's; whether the goal is met."""
-    second = next((one for one in contenders if one.name != OURS), None)
-    other, is_peer = (second.name, second.is_peer) if second else (None, False)
+    """Print medians and bests, ours as a ratio to each other contender, and whether the goal is met."""
+    others = contenders[1:]
     table: list[tuple[str, str, Goal | None]] = [(c.name, c.unit, c.goal) for c in cells]
     table += [("memory after load", "MB", MEMORY), ("start to healthy", "s", START)]
-    print(f"\n| | unit | ours (best) | {other or '–'} (best) | ratio | goal | |")
-    print("|---|---|---|---|---|---|---|")
+    heads = "".join(f" {other.name} (best) | ratio |" for other in others)
+    print(f"\n| | unit | ours (best) |{heads} goal | |")
+    print("|---|---|---|" + "---|---|" * len(others) + "---|---|")
     for name, unit, goal in table:
         if (name, OURS) not in rows:
             continue
-        mine, theirs = rows[name, OURS], rows.get((name, other or ""), [])
-        median = statistics.median(mine)
-        base = statistics.median(theirs) if theirs else None
+        ours = rows[name, OURS]
+        median = statistics.median(ours)
+        columns, peer_median = "", None
+        for other in others:
+            figures = rows[name, other.name]
+            base = statistics.median(figures)
+            columns += f" {_shown(figures)} | {median / base:.2f} |"
+            peer_median = base if other.is_peer else peer_median
         verdict = {None: "", True: "MEETS", False: "MISSES"}[
-            goal.is_met(median, base if is_peer else None) if goal else None
+            goal.is_met(median, peer_median) if goal else None
         ]
-        print(
-            f"| {name} | {unit} | {_shown(mine)} | {_shown(theirs)} "
-            f"| {f'{median / base:.2f}' if base else '–'} | {goal or 'none'} | {verdict} |"
-        )
+        print(f"| {name} | {unit} | {_shown(ours)} |{columns} {goal or 'none'} | {verdict} |")
 
 
 def _shown(found: list[float]) -> str:
@@ -194,14 +202,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--peer", help="a Python with the real Dynamo installed, to compare with")
-    p.add_argument("--noise", action="store_true", help="compare ours with ours")
+    p.add_argument("--before", type=Path, help="another checkout of ours, to compare with")
+    p.add_argument("--noise", action="store_true", help="compare ours with ours, too")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--only", default="", help="only the cells whose name contains this")
     args = p.parse_args()
-    contenders = [Contender(name=OURS, python=sys.executable)]
+    contenders = [Contender(name=OURS)]
+    if args.before:
+        contenders.append(Contender(name="before", checkout=args.before))
     if args.noise:
-        contenders.append(Contender(name="ours again", python=sys.executable))
-    elif args.peer:
+        contenders.append(Contender(name="ours again"))
+    if args.peer:
         contenders.append(Contender(name="Dynamo", python=args.peer, is_peer=True))
     cells = [cell for cell in CELLS if args.only in cell.name]
     rows: Rows = defaultdict(list)

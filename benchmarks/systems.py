@@ -68,12 +68,16 @@ def running(
     *,
     num_workers: int = 1,
     num_frontends: int = 1,
+    checkout: Path | None = None,
 ) -> Iterator[System]:
-    """The system while the block runs. `python` decides which: ours, or one with the real Dynamo installed."""
+    """Run the system while the block runs. `python` decides which: ours, or one with the real Dynamo installed.
+
+    With `checkout`, the code of that other checkout of ours is run.
+    """
     ports = [free_port() for _ in range(num_frontends)]
     serve = ["--model-path", str(model), "--model-name", "m", *worker_flags]
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        environ = environment(python, directory)
+        environ = environment(python, directory, checkout)
         log = Path(directory) / "log"
         output = stack.enter_context(log.open("w"))
 
@@ -95,14 +99,14 @@ def running(
         )
 
 
-def start_frontend_s(python: str) -> float:
-    """Seconds from the start of a frontend without workers to its first answer."""
+def start_frontend_s(python: str, checkout: Path | None = None) -> float:
+    """Return the seconds from the start of a frontend without workers to its first answer."""
     port = free_port()
     command = [python, "-m", "dynamo.frontend", "--http-port", str(port)]
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         log = stack.enter_context((Path(directory) / "log").open("w"))
         begun = time.monotonic()
-        process = launch(stack, command, environment(python, directory), log)
+        process = launch(stack, command, environment(python, directory, checkout), log)
         while process.poll() is None and time.monotonic() < begun + READY_LIMIT_S:
             if _answers(f"http://127.0.0.1:{port}/health"):
                 return time.monotonic() - begun
@@ -120,8 +124,8 @@ def _answers(url: str) -> bool:
     return True
 
 
-def environment(python: str, directory: str) -> dict[str, str]:
-    """Of all processes of one system, so that they find each other and nobody else."""
+def environment(python: str, directory: str, checkout: Path | None = None) -> dict[str, str]:
+    """Return the environment of all processes of one system, which find each other and no other processes."""
     environ = os.environ | {
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": directory,
@@ -134,6 +138,8 @@ def environment(python: str, directory: str) -> dict[str, str]:
     }
     if python != sys.executable:
         environ.pop("PYTHONPATH", None)  # the other system must not find ours
+    if checkout is not None:
+        environ["PYTHONPATH"] = str(checkout.resolve() / "src")
     return environ
 
 
