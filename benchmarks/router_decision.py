@@ -59,7 +59,7 @@ def _case(policy: str, num_workers: int, num_blocks: int) -> tuple[Step, Step, S
     for worker in workers:
         for _ in range(NUM_IN_FLIGHT):
             prompt = Prompt.from_tokens(tokens(), BLOCK_SIZE)
-            index.hold(worker, kv_events.Tier.DEVICE, prompt.sequence_hashes)
+            index.hold(worker, kv_events.DEVICE, prompt.sequence_hashes)
             request_id = f"standing {rng.random()}"
             selector.select(request_id, prompt, 0.0)
             selector.first_output(request_id, 0.0)

@@ -28,7 +28,7 @@ from dynamo.router import api, prefix_index
 
 Policy = Literal["ttl", "lru"]
 _LEAST_DROPPED = 1024  # at a time: walking over what was dropped before costs, too
-_DEVICE = kv_events.Tier.DEVICE
+_DEVICE = kv_events.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,11 +42,11 @@ class ForeignNames:
 
     def knows(self, worker: api.Worker) -> bool:
         """Whether it ever named a block in its own way."""
-        return any((worker, tier) in self._names for tier in kv_events.Tier)
+        return any((worker, tier) in self._names for tier in kv_events.TIERS)
 
     def leave(self, worker: api.Worker) -> None:
         """Nothing of this worker is known any more."""
-        for tier in kv_events.Tier:
+        for tier in kv_events.TIERS:
             if names := self._names.pop((worker, tier), None):
                 self._left.append(names)
 
@@ -61,7 +61,7 @@ class ForeignNames:
         return not self._left
 
     def _find(self, worker: api.Worker, name: int) -> int | None:
-        for tier in kv_events.Tier:
+        for tier in kv_events.TIERS:
             known = self._names.get((worker, tier))
             if known and name in known:
                 return known[name]

@@ -17,7 +17,7 @@ class Holders:
     """Workers by bit. All bits of the living are in `living`, by tier."""
 
     def __init__(self) -> None:
-        self.living = dict.fromkeys(kv_events.Tier, 0)
+        self.living = dict.fromkeys(kv_events.TIERS, 0)
         self.left = 0  # who left and was not begun to be swept
         self._bits: dict[tuple[api.Worker, kv_events.Tier], int] = {}
         self._workers: list[api.Worker | None] = []  # by position of the bit
@@ -32,12 +32,12 @@ class Holders:
         bit = self._bits.get((worker, tier))
         if bit is None:
             bit = self._bits[worker, tier] = self._new_bit(worker)
-            self.living[tier] |= bit
+            self.living[tier] = self.living.get(tier, 0) | bit
         return bit
 
     def leave(self, worker: api.Worker) -> None:
         """It has nothing any more, in no tier."""
-        for tier in kv_events.Tier:
+        for tier in self.living:
             bit = self._bits.pop((worker, tier), 0)
             self.living[tier] &= ~bit
             self.left |= bit

@@ -16,7 +16,7 @@ from dynamo.protocols import kv_events
 from dynamo.router import api, chains, foreign_names, holders
 
 MAX_BLOCKS = 1 << 22  # about 450 MB
-_DEVICE, _HOST, _DISK = kv_events.Tier
+_DEVICE, _HOST, _DISK = kv_events.DEVICE, kv_events.HOST, kv_events.DISK
 _SWEEP = 4  # segments for each event
 _SWEEP_NAMES = 256  # of foreign engines
 

@@ -131,9 +131,9 @@ class Simulation:
         """The index hears at once what a cache took in, and what it forgot."""
         for is_stored, names in changes:
             if is_stored:
-                self._index.hold(worker, kv_events.Tier.DEVICE, names)
+                self._index.hold(worker, kv_events.DEVICE, names)
             else:
-                self._index.drop(worker, kv_events.Tier.DEVICE, names)
+                self._index.drop(worker, kv_events.DEVICE, names)
 
     def _end(self, request_ids: Sequence[str], now: float) -> None:
         for request_id in request_ids:

@@ -22,7 +22,7 @@ class KvRecord:
         self.next_event_id = 0
         self._recent: deque[kv_events.KvEvent] = deque()
         self._num_recent_blocks = 0
-        self._held: dict[kv_events.Tier, dict[int, _Origin]] = {t: {} for t in kv_events.Tier}
+        self._held: dict[kv_events.Tier, dict[int, _Origin]] = {t: {} for t in kv_events.TIERS}
 
     def add(self, events: Sequence[kv_events.KvEvent]) -> int:
         """Take new events; gives the number of the first."""
@@ -51,12 +51,12 @@ class KvRecord:
     def _apply(self, event: kv_events.KvEvent) -> None:
         match event:
             case kv_events.Stored(parent_hash=parent, blocks=blocks, tier=tier):
-                origins = self._held[tier]
+                origins = self._held.setdefault(tier, {})
                 for block in blocks:
                     origins[block.block_hash] = (parent, block.tokens_hash)
                     parent = block.block_hash
             case kv_events.Removed(block_hashes=names, tier=tier):
-                origins = self._held[tier]
+                origins = self._held.get(tier, {})
                 for name in names:
                     origins.pop(name, None)
             case kv_events.Cleared():

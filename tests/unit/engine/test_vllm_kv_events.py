@@ -162,7 +162,7 @@ def test_a_medium_is_a_tier_and_each_holds_for_itself():
     told = translator.translate([*events, removed(1, medium="CPU")])
 
     assert [event.tier for event in told] == ["device", "host", "disk", "host"]
-    assert told[-1] == kv_events.Removed(block_hashes=tuple(names(1)), tier=kv_events.Tier.HOST)
+    assert told[-1] == kv_events.Removed(block_hashes=tuple(names(1)), tier=kv_events.HOST)
 
 
 def test_of_several_kinds_of_attention_the_one_with_whole_prefixes_counts():

@@ -11,7 +11,7 @@ from dynamo.router import api, prefix_index, segment
 ALICE, BOB, BOB_1 = api.Worker(1), api.Worker(2), api.Worker(2, dp_rank=1)
 FOREIGN = (api.Worker(3), api.Worker(4))  # their engines have names of their own
 WORKERS = (ALICE, BOB, BOB_1, *FOREIGN)
-DEVICE, HOST, DISK = kv_events.Tier
+DEVICE, HOST, DISK = TIERS = kv_events.TIERS[:3]
 
 
 @pytest.fixture(autouse=True, params=[1, 3, 128], scope="module")
@@ -42,24 +42,24 @@ class Naive:
     """Sets of names by worker and tier."""
 
     def __init__(self):
-        self.held = {(w, t): set() for w in WORKERS for t in kv_events.Tier}
+        self.held = {(w, t): set() for w in WORKERS for t in TIERS}
 
     def stored(self, worker, local_hashes, skip, tier):
         names = blocks.sequence_hashes(local_hashes)
-        known = set().union(*(self.held[worker, t] for t in kv_events.Tier))
+        known = set().union(*(self.held[worker, t] for t in TIERS))
         if worker in FOREIGN and skip and names[skip - 1] not in known:
             return  # its name cannot be known
         self.held[worker, tier] |= set(names[skip:])
 
     def clear(self, worker):
-        for tier in kv_events.Tier:
+        for tier in TIERS:
             self.held[worker, tier].clear()
 
     def find(self, names):
-        found = {tier: {} for tier in kv_events.Tier}
+        found = {tier: {} for tier in TIERS}
         for worker in WORKERS:
             at = 0
-            for tier in kv_events.Tier:
+            for tier in TIERS:
                 begin = at
                 while at < len(names) and names[at] in self.held[worker, tier]:
                     at += 1

@@ -14,9 +14,9 @@ POSITIONS = {worker: kv_events.Position(7, 42) for worker in (ALICE, BOB, STRANG
 def make_index():
     """Two workers in two tiers, and one with block names of its own."""
     index = prefix_index.PrefixIndex()
-    index.hold(ALICE, kv_events.Tier.DEVICE, blocks.sequence_hashes([1, 2, 3]))
-    index.hold(BOB, kv_events.Tier.DEVICE, blocks.sequence_hashes([1]))
-    index.hold(BOB, kv_events.Tier.HOST, blocks.sequence_hashes([1, 2]))
+    index.hold(ALICE, kv_events.DEVICE, blocks.sequence_hashes([1, 2, 3]))
+    index.hold(BOB, kv_events.DEVICE, blocks.sequence_hashes([1]))
+    index.hold(BOB, kv_events.HOST, blocks.sequence_hashes([1, 2]))
     own_name = kv_events.StoredBlock(block_hash=99, tokens_hash=1)
     index.apply(STRANGER, kv_events.Stored(parent_hash=None, blocks=(own_name,)))
     return index

@@ -7,7 +7,7 @@ from dynamo.protocols import blocks, kv_events
 from dynamo.worker import kv_record
 
 CHAIN = st.lists(st.integers(1, 3), min_size=1, max_size=6)
-TIER = st.sampled_from(kv_events.Tier)
+TIER = st.sampled_from(kv_events.TIERS)
 
 
 def stored(local_hashes, skip, tier):
@@ -33,7 +33,7 @@ EVENTS = st.lists(EVENT, max_size=20)
 
 def state(events):
     """What is held after these events."""
-    held = {tier: {} for tier in kv_events.Tier}
+    held = {tier: {} for tier in kv_events.TIERS}
     for event in events:
         if isinstance(event, kv_events.Stored):
             parent = event.parent_hash
@@ -44,7 +44,7 @@ def state(events):
             for name in event.block_hashes:
                 held[event.tier].pop(name, None)
         else:
-            held = {tier: {} for tier in kv_events.Tier}
+            held = {tier: {} for tier in kv_events.TIERS}
     return held
 
 
@@ -61,7 +61,7 @@ def test_what_is_held_is_told_as_events_that_lead_there(events):
 
 @given(EVENTS)
 def test_parents_are_told_before_their_children(events):
-    told = {tier: set() for tier in kv_events.Tier}
+    told = {tier: set() for tier in kv_events.TIERS}
     held = state(events)
     for event in recorded(events).held():
         if event.parent_hash in held[event.tier]:
@@ -95,7 +95,7 @@ def test_old_events_are_forgotten_by_number_and_by_size():
 
 
 def test_events_after_the_call_change_nothing_in_what_is_being_told():
-    record = recorded([stored([1, 2], 0, kv_events.Tier.DEVICE)])
+    record = recorded([stored([1, 2], 0, kv_events.DEVICE)])
     telling = record.held()
     record.add([kv_events.Cleared()])
 

@@ -20,11 +20,11 @@ from dynamo.protocols import blocks, kv_events
 
 MAX_BLOCKS = 1 << 20  # of a rank in one tier; the oldest are forgotten
 _TIERS = {
-    "CPU": kv_events.Tier.HOST,
-    "CPU_PINNED": kv_events.Tier.HOST,  # SGLang's
-    "STORAGE": kv_events.Tier.DISK,
-    "DISK": kv_events.Tier.DISK,
-    "EXTERNAL": kv_events.Tier.DISK,
+    "CPU": kv_events.HOST,
+    "CPU_PINNED": kv_events.HOST,  # SGLang's
+    "STORAGE": kv_events.DISK,
+    "DISK": kv_events.DISK,
+    "EXTERNAL": kv_events.DISK,
 }  # all else is the device
 _WHOLE_PREFIXES = (None, "full_attention", "mla_attention", "sink_full_attention")
 Replay = Callable[[int], Iterable[tuple[int, bytes]]]
@@ -46,7 +46,7 @@ class Translator:
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._held: dict[kv_events.Tier, dict[kv_wire.Name, _Held]] = {
-            tier: {} for tier in kv_events.Tier
+            tier: {} for tier in kv_events.TIERS
         }
         self._group: int | None = None  # the kind of attention that counts
 
@@ -174,4 +174,4 @@ class RankEvents:
 
 
 def _tier(medium: str | None) -> kv_events.Tier:
-    return _TIERS.get(medium or "", kv_events.Tier.DEVICE)
+    return _TIERS.get(medium or "", kv_events.DEVICE)
