@@ -1,4 +1,4 @@
-"""What every `api.Sleeper` promises. A module that imports this has fixtures `host` and `sleeper`."""
+"""What every `api.SleepController` promises. A module that imports this has fixtures `host` and `sleeper`."""
 
 import pytest
 

@@ -11,7 +11,6 @@ import random
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine import api
 from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.worker import engines, model_source
 from transfer_peer import NIXL
@@ -70,7 +69,7 @@ class Side:
         path = model_source.resolve(None, with_weights=True)
         engine = engines.build(cls.kind, path, engines.settings_of(cls.kind)(**settings))
         side.engine, side.sink, side.reports = engine, Sink(), []
-        assert isinstance(side.engine, api.RemotePrefill)
+        assert side.engine.capabilities.kv_transfer is side.engine
         if is_open:
             side.engine.open_blocks()
         side.engine.on_pull(side.reports.append)

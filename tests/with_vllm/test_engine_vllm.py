@@ -41,7 +41,7 @@ def break_down():
 def sleeper(shared):
     """vLLM refuses --enable-sleep-mode on a CPU, where its worker does all of it but for the memory."""
     engine = getattr(shared[0], "_engine", shared[0])  # without what moves blocks
-    assert engine.sleeper is None
+    assert engine.capabilities.sleep is None
     return engine._library
 
 

@@ -16,7 +16,6 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") 
 import processes
 import vllm_models
 from dynamo.base import errors
-from dynamo.engine import api
 from dynamo.engine.adapters.vllm.settings import VllmConfig
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer
 from dynamo.router import api as router_api
@@ -42,7 +41,7 @@ class Side:
         self.num_indexed = 0
 
     async def start(self):
-        assert isinstance(self.engine, api.RemotePrefill)
+        assert self.engine.capabilities.kv_transfer is self.engine
         before = processes.descendants(os.getpid())
         self.engine.open_blocks()
         self.engine.on_pull(self.reports.append)

@@ -16,7 +16,6 @@ from deployment import Deployment, eventually
 
 import vllm_models
 from dynamo.base import errors
-from dynamo.engine import api
 from dynamo.engine.adapters.vllm.settings import VllmConfig
 from lora_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from lora_suite import answer as written
@@ -75,8 +74,7 @@ def make_engine(place):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def loras(host):
-    assert isinstance(host.engine, api.HoldsLoras)
-    asked = host.engine.loras
+    asked = host.engine.capabilities.lora_adapters
     assert asked.lora_names == ("clerk",)
     yield asked
     for name in asked.lora_names[1:]:

@@ -46,7 +46,7 @@ class _Away:
 
 
 class Handoff:
-    """An `api.Engine` around one that is also an `api.RemotePrefill`."""
+    """An `api.Engine` around one that can move KV blocks (`api.RemotePrefill`)."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class Handoff:
         prefill_timeout_s: float,
     ) -> None:
         """Limits of lengths hold as long as discovery says nothing else of this model."""
-        assert isinstance(engine, api.RemotePrefill)
-        self._engine, self._lent = engine, engine
+        self.capabilities = engine.capabilities
+        assert engine.capabilities.kv_transfer is not None
+        self._engine, self._lent = engine, engine.capabilities.kv_transfer
         self._queue = queue
         self._workers = workers
         self._counts = counts

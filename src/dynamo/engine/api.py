@@ -14,7 +14,7 @@ is the worker's matter. `tests/contract/test_embedder.py` holds every embedder t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
 from dynamo.protocols import generate, kv_events, load, model_card
@@ -64,38 +64,6 @@ class EngineSink(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """An engine. Life: start once, then submit and abort at will, then stop once."""
-
-    async def start(self, sink: EngineSink) -> EngineFacts:
-        """Load and be ready. Raises ConfigError (the model or a setting is not supported) or EngineFailed."""
-        ...
-
-    def submit(self, request: generate.Request) -> None:
-        """Take a request. Raises RequestError (it can never be served), Overloaded, or WorkerLost (ask another)."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """Stop it and free its blocks; nothing more is said about it. An unknown id is no error."""
-        ...
-
-    def abort_choice(self, request_id: str, index: int) -> None:
-        """Stop one of its n choices; nothing more is said about it, and the others go on. Of the last it is `abort`."""
-        ...
-
-    def load(self) -> Sequence[load.ForwardPassMetrics]:
-        """How busy each data-parallel rank is now; cheap."""
-        ...
-
-    async def clear_kv_blocks(self) -> None:
-        """Forget all reusable prefixes; running requests are not disturbed."""
-        ...
-
-    async def stop(self) -> None:
-        """End; requests in flight are dropped in silence. Idempotent."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullReport:
     """How it went when the engine copied a prompt's blocks from another one."""
@@ -107,7 +75,6 @@ class PullReport:
     error: errors.DynamoError | None  # then the prompt is computed here
 
 
-@runtime_checkable
 class RemotePrefill(Protocol):
     """What an engine is beside `Engine` if a prompt that one engine has computed can be answered by another.
 
@@ -141,7 +108,6 @@ class RemotePrefill(Protocol):
         ...
 
 
-@runtime_checkable
 class BlockHolder(Protocol):
     """An engine that can tell when no other needs its memory any more."""
 
@@ -150,58 +116,96 @@ class BlockHolder(Protocol):
         ...
 
 
-class Sleeper(Protocol):
-    """Gives an engine's memory back for a while. Nothing runs then, and nothing is submitted until it is awake.
+class SleepController(Protocol):
+    """Releases an engine's memory for a while, and takes it back.
 
-    Who calls sees to that, and has prefixes forgotten before. `tests/contract/test_sleeper.py` holds engines to this.
+    The caller ensures that no request runs or is submitted before the engine is awake again, and clears the reusable
+    KV blocks before it calls `sleep`. `tests/contract/test_sleep_controller.py` holds every engine to this.
     """
 
     async def sleep(self, level: int) -> None:
-        """1: the weights wait in host memory; 2: they are dropped, and read anew when it wakes."""
+        """Release the engine's memory.
+
+        Level 1 moves the weights to host memory; level 2 drops them, and `wake_up` reads them from the files again.
+        """
         ...
 
     async def wake_up(self, tags: Sequence[str]) -> bool:
-        """Take "weights" or "kv_cache" back, or without tags all; is it all there now?"""
+        """Take back the memory of "weights" or "kv_cache", or of both if `tags` is empty.
+
+        Returns True once all memory is back and the engine can serve.
+        """
         ...
 
 
-@runtime_checkable
-class CanSleep(Protocol):
-    """What an engine is beside `Engine` if there is a way to give its memory back."""
+class LoraAdapterStore(Protocol):
+    """Loads and unloads LoRA adapters while an engine runs.
 
-    @property
-    def sleeper(self) -> Sleeper | None:
-        """None: it was started such that it cannot."""
-        ...
-
-
-class LoraHolder(Protocol):
-    """LoRA adapters that come and go while an engine runs. `tests/contract/test_lora_holder.py` holds engines to this.
-
-    Who calls does so one at a time, loads no name that is there, and unloads none that is not.
+    The caller makes one call at a time, loads only names that are not loaded, and unloads only names that are.
+    `tests/contract/test_lora_adapter_store.py` holds every engine to this.
     """
 
     @property
     def lora_names(self) -> tuple[str, ...]:
-        """Those that can be asked for now."""
+        """Names of the loaded adapters."""
         ...
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """Take requests for it. Raises InvalidRequest (it does not fit the model), Conflict or EngineFailed."""
+        """Load the adapter in `directory`, and accept requests for it as `name`.
+
+        Raises InvalidRequest (the adapter does not fit the model), Conflict or EngineFailed.
+        """
         ...
 
     async def unload_lora(self, name: str) -> None:
-        """Take none any more; those that run go on. Raises EngineFailed."""
+        """Refuse new requests for an adapter; its running requests go on. Raises EngineFailed."""
         ...
 
 
-@runtime_checkable
-class HoldsLoras(Protocol):
-    """What an engine is beside `Engine` if there is a way to change its adapters."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an engine can do besides generating. A field is None where the engine, as it is configured, cannot."""
+
+    kv_transfer: RemotePrefill | None = None  # moves KV blocks between engines
+    kv_exports: BlockHolder | None = None  # knows whether other engines still read its KV blocks
+    sleep: SleepController | None = None  # releases and takes back the engine's memory
+    lora_adapters: LoraAdapterStore | None = None  # loads and unloads LoRA adapters
+
+
+class Engine(Protocol):
+    """An engine. Life: start once, then submit and abort at will, then stop once."""
 
     @property
-    def loras(self) -> LoraHolder | None:
-        """None: it was started such that it has none."""
+    def capabilities(self) -> EngineCapabilities:
+        """Return what else the engine can do; the same value before and after `start`."""
+        ...
+
+    async def start(self, sink: EngineSink) -> EngineFacts:
+        """Load and be ready. Raises ConfigError (the model or a setting is not supported) or EngineFailed."""
+        ...
+
+    def submit(self, request: generate.Request) -> None:
+        """Take a request. Raises RequestError (it can never be served), Overloaded, or WorkerLost (ask another)."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Stop it and free its blocks; nothing more is said about it. An unknown id is no error."""
+        ...
+
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """Stop one of its n choices; nothing more is said about it, and the others go on. Of the last it is `abort`."""
+        ...
+
+    def load(self) -> Sequence[load.ForwardPassMetrics]:
+        """How busy each data-parallel rank is now; cheap."""
+        ...
+
+    async def clear_kv_blocks(self) -> None:
+        """Forget all reusable prefixes; running requests are not disturbed."""
+        ...
+
+    async def stop(self) -> None:
+        """End; requests in flight are dropped in silence. Idempotent."""
         ...
 
 

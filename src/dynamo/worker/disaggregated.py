@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -49,14 +48,15 @@ def prepare(
     directory: Path,
 ) -> Role:
     """The engine in its role. Raises ConfigError if it cannot have it."""
-    if not isinstance(engine, api.RemotePrefill):
+    transfer = engine.capabilities.kv_transfer
+    if transfer is None:
         if worker.is_prefill or worker.disaggregation_mode == "decode":
             raise errors.ConfigError(
                 "this engine moves no KV blocks between workers: start it without --disaggregation-mode"
             )
         return Role(engine)
     if worker.is_prefill or worker.disaggregation_mode == "decode":
-        engine.open_blocks()
+        transfer.open_blocks()
     if worker.disaggregation_mode == "agg":
         return Role(engine)
     checksums = _checksums(card.describe_files(directory))
@@ -64,7 +64,7 @@ def prepare(
     if worker.is_prefill:
         return Role(engine, _takers(worker, runtime, registry, join))
     is_ours = _recognizer(worker, model, checksums)
-    return _decode(engine, worker, runtime, registry, join, model=model, is_ours=is_ours)
+    return _decode(engine, transfer, worker, runtime, registry, join, model=model, is_ours=is_ours)
 
 
 def together(worker: settings.WorkerConfig) -> settings.WorkerConfig:
@@ -80,7 +80,8 @@ def marked(
     made: model_card.ModelCard, worker: settings.WorkerConfig, engine: api.Engine
 ) -> model_card.ModelCard:
     """Its card with its role, and with what decode workers must know of it; the engine has started."""
-    metadata = engine.transfer_metadata if isinstance(engine, api.RemotePrefill) else None
+    transfer = engine.capabilities.kv_transfer
+    metadata = transfer.transfer_metadata if transfer is not None else None
     if worker.is_prefill and metadata is not None:
         data = {
             kv_transfer.METADATA: base64.b64encode(metadata).decode(),
@@ -107,7 +108,8 @@ def _takers(
 
 
 def _decode(
-    engine: Any,
+    engine: api.Engine,
+    transfer: api.RemotePrefill,
     worker: settings.WorkerConfig,
     runtime: component.DistributedRuntime,
     registry: registries.Registry,
@@ -118,7 +120,7 @@ def _decode(
 ) -> Role:
     endpoint = worker.prefill_endpoint_name
     counts = metrics.DisaggMetrics(registry)
-    workers = prefill_workers.PrefillWorkers(endpoint, runtime.discovery, engine, is_ours=is_ours)
+    workers = prefill_workers.PrefillWorkers(endpoint, runtime.discovery, transfer, is_ours=is_ours)
     asked = runtime.client(endpoint)
     queue: prefill_queue.PrefillQueue
     beside: tuple[host.Beside, ...] = ()

@@ -111,12 +111,14 @@ class Host:
         """From `start` on see to it that the engine still answers."""
         self._patience = patience
 
-    def sleep_when_told(self, sleeper: api.Sleeper, timeout_s: float, grace_s: float = 0.0) -> None:
+    def sleep_when_told(
+        self, sleeper: api.SleepController, timeout_s: float, grace_s: float = 0.0
+    ) -> None:
         """From `start` on, by the system port, which is not open yet; the times are those of `stop`."""
         self._sleeping = sleeping.Sleeping(sleeper, self)
         self._retire_s, self._retire_grace_s = timeout_s, grace_s
 
-    def change_loras_when_told(self, engine: api.LoraHolder) -> None:
+    def change_loras_when_told(self, engine: api.LoraAdapterStore) -> None:
         """From `start` on, by the system port, which is not open yet."""
         self._loras = loras.Loras(engine, self._tell_loras, lambda: self._is_ready)
 
@@ -274,11 +276,12 @@ class Host:
 
     async def _let_others_read(self, until: float) -> None:
         """What the engine has computed for others and still holds, but not beyond this time of our clock."""
-        if self._death is not None or not isinstance(self._engine, api.BlockHolder):
+        exports = self._engine.capabilities.kv_exports
+        if self._death is not None or exports is None:
             return
         try:
             async with asyncio.timeout(max(0.0, until - self._clock.now())):
-                await self._engine.until_read()
+                await exports.until_read()
         except TimeoutError:
             _logger.warning("prompts that were computed for other workers are lost: nobody came")
 

@@ -28,7 +28,7 @@ class Loras:
 
     def __init__(
         self,
-        engine: api.LoraHolder,
+        engine: api.LoraAdapterStore,
         publish: Publish,
         serves: Callable[[], bool],
         *,

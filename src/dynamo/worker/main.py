@@ -135,12 +135,11 @@ def make_host(
     made.live_with(role.beside)
     if worker.patience is not None:
         made.ask_when_quiet(worker.patience)
-    sleeper = engine.sleeper if isinstance(engine, api.CanSleep) else None
-    if sleeper is not None and not worker.takes_from_queue:
-        made.sleep_when_told(sleeper, worker.graceful_shutdown_timeout_s, worker.grace_period_s)
-    loras = engine.loras if isinstance(engine, api.HoldsLoras) else None
-    if loras is not None:
-        made.change_loras_when_told(loras)
+    sleeping = engine.capabilities.sleep
+    if sleeping is not None and not worker.takes_from_queue:
+        made.sleep_when_told(sleeping, worker.graceful_shutdown_timeout_s, worker.grace_period_s)
+    if engine.capabilities.lora_adapters is not None:
+        made.change_loras_when_told(engine.capabilities.lora_adapters)
     return made
 
 

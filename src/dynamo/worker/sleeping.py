@@ -41,7 +41,9 @@ class Worker(Protocol):
 class Sleeping:
     """Of one worker, which can be told from `begin` on."""
 
-    def __init__(self, sleeper: api.Sleeper, worker: Worker, *, change_s: float = CHANGE_S) -> None:
+    def __init__(
+        self, sleeper: api.SleepController, worker: Worker, *, change_s: float = CHANGE_S
+    ) -> None:
         self._sleeper, self._worker = sleeper, worker
         self._change_s = change_s
         self._state = "not ready yet"
@@ -58,13 +60,13 @@ class Sleeping:
         await self._tasks.close()
 
     async def sleep(self, level: int) -> str:
-        """To `api.Sleeper.sleep`; gives what became of it. Raises Conflict, EngineFailed."""
+        """To `api.SleepController.sleep`; gives what became of it. Raises Conflict, EngineFailed."""
         if self._state == "asleep":
             return f"asleep already (level {self._level})"
         return await self._change("awake", "falling asleep", self._fall_asleep(level))
 
     async def wake_up(self, tags: Sequence[str]) -> str:
-        """To `api.Sleeper.wake_up`; gives what became of it. Raises Conflict, EngineFailed."""
+        """To `api.SleepController.wake_up`; gives what became of it. Raises Conflict, EngineFailed."""
         if self._state == "awake":
             return "awake already"
         return await self._change("asleep", "waking up", self._wake_up(tags))

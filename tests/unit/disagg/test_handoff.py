@@ -28,6 +28,7 @@ class Engine:
     def __init__(self):
         self.done, self.refusal, self.unreadable = [], None, False
         self.loads = ()
+        self.capabilities = api.EngineCapabilities(kv_transfer=self)
 
     async def start(self, sink):
         self.sink = sink

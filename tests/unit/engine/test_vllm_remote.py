@@ -18,6 +18,8 @@ LOST = errors.EngineFailed("vLLM gave the request up")
 
 
 class Engine:
+    capabilities = api.EngineCapabilities()
+
     def __init__(self):
         self.done, self.refusal, self.environment = [], None, None
 
@@ -97,7 +99,9 @@ async def world():
 
 
 def test_it_is_an_engine_that_lends_and_fetches():
-    assert isinstance(World().engine, api.RemotePrefill)
+    engine = World().engine
+
+    assert engine.capabilities == api.EngineCapabilities(kv_transfer=engine)
 
 
 @pytest.mark.parametrize("params", [None, {"do_remote_prefill": False}, kv_transfer.ASK])

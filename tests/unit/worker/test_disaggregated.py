@@ -7,6 +7,7 @@ from worker_fakes import FakeEngine
 
 from dynamo.base import errors
 from dynamo.disagg import estimated, handoff, policy, ticket_queue, ticket_taker, tickets
+from dynamo.engine import api
 from dynamo.observability import metrics
 from dynamo.protocols import kv_transfer, model_card
 from dynamo.runtime import component
@@ -23,6 +24,7 @@ class Lender(FakeEngine):
     def __init__(self):
         super().__init__()
         self.is_open, self.transfer_metadata = False, None
+        self.capabilities = api.EngineCapabilities(kv_transfer=self)
 
     def open_blocks(self):
         self.is_open, self.transfer_metadata = True, b"here"

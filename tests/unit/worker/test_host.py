@@ -174,11 +174,12 @@ async def test_a_stopped_worker_leaves_first_and_finishes_what_runs(world):
 async def test_a_worker_that_holds_blocks_for_others_waits_until_they_are_read(world):
     is_asked, is_read = asyncio.Event(), asyncio.Event()
 
-    async def until_read():
-        is_asked.set()
-        await is_read.wait()
+    class Exports:
+        async def until_read(self):
+            is_asked.set()
+            await is_read.wait()
 
-    world.engine.until_read = until_read
+    world.engine.capabilities = api.EngineCapabilities(kv_exports=Exports())
     await world.host.start()
     stopping = asyncio.create_task(world.host.stop(60))
     await is_asked.wait()
@@ -192,7 +193,11 @@ async def test_a_worker_that_holds_blocks_for_others_waits_until_they_are_read(w
 
 
 async def test_a_worker_whose_blocks_nobody_reads_waits_for_its_time_only(world, caplog):
-    world.engine.until_read = asyncio.Event().wait
+    class Exports:
+        async def until_read(self):
+            await asyncio.Event().wait()
+
+    world.engine.capabilities = api.EngineCapabilities(kv_exports=Exports())
     await world.host.start()
     await world.host.stop(0.01)
 

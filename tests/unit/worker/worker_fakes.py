@@ -42,6 +42,7 @@ class FakeEngine:
         self.refusal: Exception | None = None
         self.num_cleared = 0
         self.num_stopped = 0
+        self.capabilities = api.EngineCapabilities()
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         self.sink = sink

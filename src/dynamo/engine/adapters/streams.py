@@ -97,12 +97,12 @@ class StreamingEngine:
     def __init__(
         self,
         library: Library,
-        sleeper: api.Sleeper | None = None,
-        loras: api.LoraHolder | None = None,
+        sleeper: api.SleepController | None = None,
+        loras: api.LoraAdapterStore | None = None,
     ) -> None:
         """`sleeper` and `loras` are the library's; without `loras` there are no adapters."""
         self._library = library
-        self.sleeper = sleeper
+        self._sleeper = sleeper
         self._loras = loras
         self._unloaded: set[str] = set()  # names of adapters, whose blocks may be here still
         self._tasks = tasks.Tasks()
@@ -112,6 +112,13 @@ class StreamingEngine:
         self._num_prefill_tokens = 0
         self._death: errors.EngineFailed | None = None
         self._is_silent = False
+
+    @property
+    def capabilities(self) -> api.EngineCapabilities:
+        """Return what the library can do as it is configured."""
+        return api.EngineCapabilities(
+            sleep=self._sleeper, lora_adapters=self if self._loras is not None else None
+        )
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """Load, in processes of the library's."""
@@ -172,17 +179,12 @@ class StreamingEngine:
             self._sink.kv_events((kv_events.Cleared(),), rank)
 
     @property
-    def loras(self) -> api.LoraHolder | None:
-        """See `api.HoldsLoras`."""
-        return self if self._loras is not None else None
-
-    @property
     def lora_names(self) -> tuple[str, ...]:
-        """See `api.LoraHolder`."""
+        """See `api.LoraAdapterStore`."""
         return self._loras.lora_names if self._loras is not None else ()
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """See `api.LoraHolder`. Blocks go by the adapter's name: those of a former one of that name are forgotten."""
+        """Load an adapter, after dropping the KV blocks of an unloaded adapter of the same name."""
         assert self._loras is not None
         if name in self._unloaded:
             if any(opened.request.lora_name == name for opened in self._open.values()):
@@ -194,7 +196,7 @@ class StreamingEngine:
         self._facts = dataclasses.replace(self._facts, lora_names=self.lora_names)
 
     async def unload_lora(self, name: str) -> None:
-        """See `api.LoraHolder`."""
+        """See `api.LoraAdapterStore`."""
         assert self._loras is not None
         names = tuple(one for one in self.lora_names if one != name)
         self._facts = dataclasses.replace(self._facts, lora_names=names)

@@ -70,6 +70,13 @@ class MockEngine(remote.Lent):
         self._death: errors.EngineFailed | None = None
         self._asleep: frozenset[str] = frozenset()  # what has been given back
 
+    @property
+    def capabilities(self) -> api.EngineCapabilities:
+        """Return itself for each of them."""
+        return api.EngineCapabilities(
+            kv_transfer=self, kv_exports=self, sleep=self, lora_adapters=self
+        )
+
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """Nothing to load, but it may be told to take its time."""
         self._sink = sink
@@ -116,40 +123,30 @@ class MockEngine(remote.Lent):
             rank.batch.clear()
             rank.tell_events(self._sink)
 
-    @property
-    def sleeper(self) -> api.Sleeper:
-        """See `api.CanSleep`."""
-        return self
-
     async def sleep(self, level: int) -> None:
-        """See `api.Sleeper`. There is nothing to give back, but it takes no requests."""
+        """See `api.SleepController`. There is nothing to give back, but it takes no requests."""
         del level
         self._asleep = _GIVEN_BACK
 
     async def wake_up(self, tags: Sequence[str]) -> bool:
-        """See `api.Sleeper`."""
+        """See `api.SleepController`."""
         self._asleep -= frozenset(tags) or _GIVEN_BACK
         return not self._asleep
 
     @property
-    def loras(self) -> api.LoraHolder:
-        """See `api.HoldsLoras`."""
-        return self
-
-    @property
     def lora_names(self) -> tuple[str, ...]:
-        """See `api.LoraHolder`."""
+        """See `api.LoraAdapterStore`."""
         return self._facts.lora_names
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """See `api.LoraHolder`. Nothing is read, but it takes none while it sleeps."""
+        """See `api.LoraAdapterStore`. Nothing is read, but it takes none while it sleeps."""
         del directory
         if self._asleep:
             raise errors.Conflict("the engine sleeps")
         self._facts = dataclasses.replace(self._facts, lora_names=(*self.lora_names, name))
 
     async def unload_lora(self, name: str) -> None:
-        """See `api.LoraHolder`."""
+        """See `api.LoraAdapterStore`."""
         names = tuple(one for one in self.lora_names if one != name)
         self._facts = dataclasses.replace(self._facts, lora_names=names)
 

@@ -37,6 +37,11 @@ class NativeEngine(remote.Lent):
         self._ended = asyncio.Event()
         self._running: Running | None = None
 
+    @property
+    def capabilities(self) -> api.EngineCapabilities:
+        """Return what it can do: exchange KV blocks with other engines."""
+        return api.EngineCapabilities(kv_transfer=self, kv_exports=self)
+
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """Load, in the thread that will compute."""
         event_loop = asyncio.get_running_loop()

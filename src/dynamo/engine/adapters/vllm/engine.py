@@ -49,7 +49,7 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
 
 
 class VllmLibrary:
-    """A `streams.Library`, an `api.Sleeper` with `--enable-sleep-mode`, and `api.LoraHolder` with `--enable-lora`."""
+    """vLLM's `AsyncLLM` as a `streams.Library`, `api.SleepController` and `api.LoraAdapterStore`."""
 
     name = "vLLM"
 
@@ -133,12 +133,12 @@ class VllmLibrary:
             await self._started.reset_prefix_cache(reset_running_requests=True)
 
     async def sleep(self, level: int) -> None:
-        """See `api.Sleeper`."""
+        """See `api.SleepController`."""
         await self._started.sleep(level)
         self._has_weights = level < 2
 
     async def wake_up(self, tags: Sequence[str]) -> bool:
-        """See `api.Sleeper`. vLLM leaves it to us to read weights anew."""
+        """See `api.SleepController`. vLLM leaves it to us to read weights anew."""
         await self._started.wake_up(list(tags) or None)
         if not self._has_weights and (not tags or "weights" in tags):
             await self._started.collective_rpc("reload_weights")
@@ -147,11 +147,11 @@ class VllmLibrary:
 
     @property
     def lora_names(self) -> tuple[str, ...]:
-        """See `api.LoraHolder`."""
+        """See `api.LoraAdapterStore`."""
         return tuple(self._loras)
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """See `api.LoraHolder`. vLLM reads it now, so that what is wrong with it is told."""
+        """See `api.LoraAdapterStore`. vLLM reads it now, so that what is wrong with it is told."""
         request = arguments.lora_request(name, next(self._lora_numbers), directory)
         try:
             await self._started.add_lora(request)
@@ -164,7 +164,7 @@ class VllmLibrary:
         self._loras[name] = request
 
     async def unload_lora(self, name: str) -> None:
-        """See `api.LoraHolder`. vLLM drops it for the next that needs its place: told to now, it would read it anew."""
+        """Refuse new requests for an adapter. vLLM evicts it when another adapter needs its slot."""
         del self._loras[name]
 
     async def stop(self) -> None:

@@ -70,6 +70,13 @@ class RemoteEngine:
         self._listeners: list[Callable[[api.PullReport], None]] = []
         self._sink: api.EngineSink | None = None
 
+    @property
+    def capabilities(self) -> api.EngineCapabilities:
+        """Return the KV transfer of this object and the LoRA adapters of the engine within."""
+        return api.EngineCapabilities(
+            kv_transfer=self, lora_adapters=self._engine.capabilities.lora_adapters
+        )
+
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """The engine's."""
         with _environment(self._environment):
@@ -107,11 +114,6 @@ class RemoteEngine:
         for request_id in list(self._pulls):
             self._forget(request_id)
         await self._engine.stop()
-
-    @property
-    def loras(self) -> api.LoraHolder | None:
-        """The engine's."""
-        return self._engine.loras if isinstance(self._engine, api.HoldsLoras) else None
 
     def open_blocks(self) -> None:
         """See `api.RemotePrefill`. vLLM's connector lends whatever it is told to hold."""

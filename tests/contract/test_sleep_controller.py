@@ -3,7 +3,6 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine import api
 from mock_host import *  # noqa: F403 (the fixture `host`)
 from sleeper_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 
@@ -12,8 +11,7 @@ PROMPT = list(range(3, 43))
 
 @pytest.fixture
 def sleeper(host):
-    assert isinstance(host.engine, api.CanSleep)
-    return host.engine.sleeper
+    return host.engine.capabilities.sleep
 
 
 async def test_the_mock_engine_takes_nothing_while_it_sleeps(host, sleeper):

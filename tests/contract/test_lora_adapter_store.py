@@ -2,15 +2,13 @@
 
 import pytest
 
-from dynamo.engine import api
 from lora_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from mock_host import *  # noqa: F403 (the fixture `host`)
 
 
 @pytest.fixture
 def loras(host):
-    assert isinstance(host.engine, api.HoldsLoras)
-    return host.engine.loras
+    return host.engine.capabilities.lora_adapters
 
 
 @pytest.fixture
