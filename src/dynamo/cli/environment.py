@@ -5,10 +5,19 @@ import os
 import platform
 import sys
 
+from dynamo.base import distribution
 from dynamo.runtime.backends import file
 from dynamo.worker import engines
 
-_PACKAGES = ("pydynamo", "torch", "tokenizers", "msgspec", "httptools", "pyzmq", "huggingface-hub")
+_PACKAGES = (
+    distribution.NAME,
+    "torch",
+    "tokenizers",
+    "msgspec",
+    "httptools",
+    "pyzmq",
+    "huggingface-hub",
+)
 _VARIABLES = ("DYN_", "ETCD_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _SECRET = ("TOKEN", "KEY", "PASSWORD", "SECRET")
 

@@ -1,6 +1,5 @@
 """The `dynamo` command: its subcommands and their options. What they do is in the modules beside this one."""
 
-import importlib.metadata
 import os
 import shlex
 import sys
@@ -9,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dynamo.base import errors
+from dynamo.base import distribution, errors
 from dynamo.cli import environment, run, serve
 from dynamo.cli.topology import Topology
 
@@ -50,7 +49,7 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(importlib.metadata.version("pydynamo"))
+        print(distribution.version())
         raise typer.Exit
 
 

@@ -4,7 +4,7 @@ import importlib
 import os
 from collections.abc import Callable
 
-from dynamo.base import errors, membership
+from dynamo.base import distribution, errors, membership
 from dynamo.engine.transfer_settings import TransferConfig
 from dynamo.transfer import agent, api, routes
 from dynamo.transfer.backends import local, shm, tcp
@@ -43,7 +43,8 @@ def _nixl(host: str, *, is_insecure: bool) -> routes.Backend:
         found = importlib.import_module("dynamo.transfer.backends.nixl.backend")  # an extra
     except ImportError as error:
         raise errors.ConfigError(
-            "--kv-transfer-backends: nixl is not installed (pip install 'pydynamo[nixl]'); or leave it out"
+            "--kv-transfer-backends: nixl is not installed: "
+            f"{distribution.install_command('nixl')}, or leave nixl out"
         ) from error
     made: routes.Backend = found.NixlBackend(host=host, is_insecure=is_insecure)
     return made

@@ -1,12 +1,11 @@
 """`python -m dynamo.frontend`: one HTTP door to all models that workers serve."""
 
 import asyncio
-import importlib.metadata
 import signal
 import sys
 
 from dynamo.base import config as configuration
-from dynamo.base import errors, garbage, stopping
+from dynamo.base import distribution, errors, garbage, stopping
 from dynamo.disagg import settings
 from dynamo.frontend import config, service
 from dynamo.frontend.processes import http_workers
@@ -18,7 +17,7 @@ from dynamo.runtime import component
 def main() -> int:
     """The process's exit status."""
     if "--version" in sys.argv[1:]:
-        sys.stdout.write(f"Dynamo Frontend {importlib.metadata.version('pydynamo')}\n")
+        sys.stdout.write(f"Dynamo Frontend {distribution.version()}\n")
         return 0
     prog = "python -m dynamo.frontend"
     try:

@@ -1,15 +1,15 @@
 """What an answer says of itself: its id, when it was made, by which model and which version of it."""
 
-import importlib.metadata
 from typing import Any, Protocol
 
 import msgspec
 import xxhash
 
+from dynamo.base import distribution
 from dynamo.preprocess import detokenize
 from dynamo.protocols import model_card
 
-_VERSION = importlib.metadata.version("pydynamo")
+_VERSION = distribution.version()
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 

@@ -4,10 +4,9 @@ The variables are OpenTelemetry's own, and the original's switch before them. Op
 and are not even imported unless it is on.
 """
 
-import importlib
 from dataclasses import dataclass
 
-from dynamo.base import config, errors
+from dynamo.base import config, distribution, errors
 from dynamo.observability import spans
 
 
@@ -45,11 +44,8 @@ def exporter(settings: TracingConfig) -> spans.Exporter | None:
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT: expected the URL of a collector that takes OTLP over HTTP, "
             f"like http://localhost:4318/v1/traces, got {endpoint!r}"
         )
-    try:
-        door = importlib.import_module("dynamo.observability.otlp")
-    except ModuleNotFoundError as error:
-        raise errors.ConfigError(
-            f"OTEL_EXPORT_ENABLED: traces need OpenTelemetry ({error}): pip install 'pydynamo[otel]'"
-        ) from error
-    made: spans.Exporter = door.OtlpExporter(endpoint, settings.otel_service_name)
-    return made
+    otlp = distribution.load_extra(
+        "dynamo.observability.otlp", feature="OTEL_EXPORT_ENABLED", extra="otel"
+    )
+    span_exporter: spans.Exporter = otlp.OtlpExporter(endpoint, settings.otel_service_name)
+    return span_exporter

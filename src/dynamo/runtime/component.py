@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from dynamo.base import config, errors, extras, ids, membership
+from dynamo.base import config, distribution, errors, ids, membership
 from dynamo.observability import tracing
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import client, discovery, events, requests, services
@@ -328,8 +328,8 @@ async def _discovery(
 
 async def _etcd(settings: RuntimeConfig, instance_id: ids.InstanceId) -> discovery.Discovery:
     whereto = etcd_access.read(settings.etcd_endpoints, os.environ)
-    backend = extras.load(
-        "dynamo.runtime.backends.etcd.discovery", what="etcd discovery", extra="etcd"
+    backend = distribution.load_extra(
+        "dynamo.runtime.backends.etcd.discovery", feature="etcd discovery", extra="etcd"
     )
     opened: discovery.Discovery = await backend.EtcdDiscovery.open(
         whereto, instance_id, start_timeout_s=settings.etcd_start_timeout_secs

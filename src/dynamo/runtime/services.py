@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
-from dynamo.base import extras, ids
+from dynamo.base import distribution, ids
 from dynamo.runtime import events, object_store, requests, work_queue
 from dynamo.runtime.backends import memory_object_store, memory_work_queue
 from dynamo.runtime.backends.nats import access as nats_access
@@ -90,7 +90,9 @@ class NatsServices:
         async with self._joining:
             if self._planes is None:
                 whereto = nats_access.read(self._servers, os.environ)
-                backend = extras.load("dynamo.runtime.backends.nats.planes", what="NATS", extra="nats")  # fmt: skip
+                backend = distribution.load_extra(
+                    "dynamo.runtime.backends.nats.planes", feature="NATS", extra="nats"
+                )
                 opened: NatsPlanes = await backend.NatsPlanes.open(
                     whereto,
                     namespace=self._namespace,

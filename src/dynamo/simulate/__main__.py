@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from dynamo.base import config, errors
+from dynamo.base import config, distribution, errors
 from dynamo.router import settings
 from dynamo.simulate import disagg_claim, routing, screen
 from dynamo.simulate.config import SimulateConfig
@@ -61,7 +61,8 @@ def _plots(output: str | None) -> ModuleType | None:
     if output is None:
         return None
     if importlib.util.find_spec("matplotlib") is None:
-        raise errors.ConfigError("--output needs matplotlib: pip install 'pydynamo[plots]'")
+        command = distribution.install_command("plots")
+        raise errors.ConfigError(f"--output needs matplotlib, which is not installed: {command}")
     return importlib.import_module("dynamo.simulate.plots")
 
 

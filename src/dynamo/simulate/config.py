@@ -54,7 +54,7 @@ class SimulateConfig:
     seed: int = config.option(0, help="of whatever is drawn")
     output: str | None = config.option(
         None,
-        help="directory for the plots (PNG) and report.html; needs pip install 'pydynamo[plots]'",
+        help="directory for the plots (PNG) and report.html; needs matplotlib (the extra plots)",
     )
 
     def check(self) -> None:

@@ -47,7 +47,7 @@ class DisaggConfig:
         0.0, help="leave out points whose mean time to first token is longer; 0: none", least=0
     )
     output: str | None = config.option(
-        None, help="directory for the plot (PNG); needs pip install 'pydynamo[plots]'"
+        None, help="directory for the plot (PNG); needs matplotlib (the extra plots)"
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dynamo.base import errors, extras
+from dynamo.base import distribution, errors
 from dynamo.engine import api
 from dynamo.engine.adapters.vllm import orphans
 from dynamo.transfer.backends import local
@@ -169,4 +169,6 @@ def _load(name: str, target: str) -> Any:
     extra = KIND_BY_NAME[name].extra
     if extra is None:
         return getattr(importlib.import_module(module), attribute)
-    return getattr(extras.load(module, what=f"the {name} engine", extra=extra), attribute)
+    return getattr(
+        distribution.load_extra(module, feature=f"the {name} engine", extra=extra), attribute
+    )

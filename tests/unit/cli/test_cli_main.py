@@ -20,7 +20,7 @@ def run(monkeypatch, capsys, *arguments):
 def test_the_version_is_printed(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "--version")
 
-    assert (code, out.strip()) == (0, importlib.metadata.version("pydynamo"))
+    assert (code, out.strip()) == (0, importlib.metadata.version("dynamo-serving"))
 
 
 @pytest.mark.parametrize(

@@ -22,5 +22,5 @@ def test_a_way_that_nobody_knows_is_refused_by_name():
 def test_nixl_without_its_library_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "dynamo.transfer.backends.nixl.backend", None)
 
-    with pytest.raises(errors.ConfigError, match=r"pip install 'pydynamo\[nixl\]'"):
+    with pytest.raises(errors.ConfigError, match=r"make setup EXTRAS=nixl"):
         make("shm", "nixl")

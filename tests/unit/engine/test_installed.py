@@ -8,14 +8,17 @@ from dynamo.engine.adapters.sglang import supported as sglang
 from dynamo.engine.adapters.trtllm import supported as trtllm
 
 WANTED = installed.Wanted(
-    name="Lib", package="lib", how="pip install lib", oldest=(0, 28), newest=(0, 32)
+    name="Lib", package="lib", how="make setup EXTRAS=lib", oldest=(0, 28), newest=(0, 32)
 )
 
 
-@pytest.mark.parametrize("wanted", [WANTED, sglang.SGLANG, trtllm.TENSORRT_LLM])
-def test_without_it_both_ways_out_are_named(wanted, monkeypatch):
+@pytest.mark.parametrize(
+    ("wanted", "extra"),
+    [(WANTED, "lib"), (sglang.SGLANG, "sglang"), (trtllm.TENSORRT_LLM, "trtllm")],
+)
+def test_a_missing_library_names_its_extra_and_the_native_engine(wanted, extra, monkeypatch):
     monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(errors.ConfigError, match=rf"pip install {wanted.package}.*dynamo\.native"):
+    with pytest.raises(errors.ConfigError, match=rf"make setup EXTRAS={extra}.*dynamo\.native"):
         wanted.check()
 
 

@@ -12,7 +12,9 @@ from dynamo.engine.adapters.vllm import supported
 
 def test_without_vllm_both_ways_out_are_named(monkeypatch):
     monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(errors.ConfigError, match=r"pydynamo\[vllm\].*python -m dynamo.native"):
+    with pytest.raises(
+        errors.ConfigError, match=r"make setup EXTRAS=vllm .*python -m dynamo.native"
+    ):
         supported.check()
 
 

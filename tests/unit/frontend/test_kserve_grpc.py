@@ -352,7 +352,7 @@ async def test_a_port_that_is_taken_is_a_sentence(rig, bare):
 async def test_without_the_library_the_flag_says_what_to_install(bare, monkeypatch):
     monkeypatch.delitem(sys.modules, "dynamo.frontend.kserve.server", raising=False)
     monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(errors.ConfigError, match=r"pip install 'pydynamo\[kserve\]'"):
+    with pytest.raises(errors.ConfigError, match=r"make setup EXTRAS=kserve"):
         await bare.start(kserve_grpc_server=True)
 
 

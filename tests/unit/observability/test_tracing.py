@@ -29,7 +29,7 @@ def test_without_the_extra_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "dynamo.observability.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
 
-    with pytest.raises(errors.ConfigError, match=r"pip install 'pydynamo\[otel\]'"):
+    with pytest.raises(errors.ConfigError, match=r"make setup EXTRAS=otel"):
         tracing.exporter(settings())
 
 

@@ -31,7 +31,7 @@ def test_an_engine_without_its_extra_says_what_to_install(monkeypatch, tmp_path)
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
     monkeypatch.setattr(engines.importlib, "import_module", fail)
-    with pytest.raises(errors.ConfigError, match=r"pip install 'pydynamo\[native\]'"):
+    with pytest.raises(errors.ConfigError, match=r"make setup EXTRAS=native"):
         engines.build("native", tmp_path, native.NativeConfig())
 
 

@@ -1,9 +1,9 @@
 """The two routes that describe all routes. The document is made when it is first asked for: few ever do."""
 
 import functools
-import importlib.metadata
 from typing import Any
 
+from dynamo.base import distribution
 from dynamo.frontend import operations
 from dynamo.frontend.answer import sse
 from dynamo.frontend.description import docs_page, field_details, openapi
@@ -16,7 +16,7 @@ class Description:
     @functools.cached_property
     def document(self) -> dict[str, Any]:
         """OpenAPI's."""
-        version = importlib.metadata.version("pydynamo")
+        version = distribution.version()
         return openapi.document(operations.OPERATIONS, field_details.DETAILS, version)
 
     def show(self, caller: exchange.Exchange) -> None:

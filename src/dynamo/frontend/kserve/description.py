@@ -1,8 +1,8 @@
 """What a server and its models say of themselves in KServe's v2 protocol; the same over HTTP and gRPC."""
 
-import importlib.metadata
 from typing import Any
 
+from dynamo.base import distribution
 from dynamo.frontend.catalog import models
 from dynamo.frontend.catalog.served_model import ServedModel
 from dynamo.protocols import kserve
@@ -13,7 +13,7 @@ _STRING, _BOOL = "TYPE_STRING", "TYPE_BOOL"
 
 def of_server() -> dict[str, Any]:
     """Its name and version."""
-    version = importlib.metadata.version("pydynamo")
+    version = distribution.version()
     return {"name": kserve.PLATFORM, "version": version, "extensions": EXTENSIONS}
 
 

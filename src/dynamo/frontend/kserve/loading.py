@@ -1,11 +1,10 @@
 """The gRPC server, if it is asked for; its library is an extra, and is loaded only then."""
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from dynamo.base import errors
+from dynamo.base import distribution, errors
 from dynamo.frontend import config
 from dynamo.runtime.http import router
 
@@ -41,13 +40,7 @@ def build(settings: config.FrontendConfig, handler: router.Handler) -> Server:
     """What these settings want. Raises ConfigError if it is not installed, or cannot read a certificate."""
     if not settings.kserve_grpc_server:
         return NoServer()
-    try:
-        module = importlib.import_module(_SERVER)
-    except ModuleNotFoundError as error:
-        raise errors.ConfigError(
-            f"--kserve-grpc-server needs {error.name}, which is not installed: "
-            "pip install 'pydynamo[kserve]'"
-        ) from error
+    module = distribution.load_extra(_SERVER, feature="--kserve-grpc-server", extra="kserve")
     made: Server = module.GrpcServer(
         handler,
         max_message_bytes=settings.http_body_limit_mb * 2**20,

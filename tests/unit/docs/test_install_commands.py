@@ -1,0 +1,76 @@
+"""Texts recommend this distribution by its own name, and else only packages that pyproject.toml names."""
+
+import pathlib
+import re
+import tomllib
+
+ROOT = pathlib.Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+REQUIREMENTS = [*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)]
+NAMES = {re.split(r"[\[<>=;~! ]", line)[0].lower() for line in REQUIREMENTS}
+NAMES |= {"nixl-cu12", "numpy", PROJECT["name"]}  # nixl-cu12 comes with nixl
+SUFFIXES = {".py", ".md", ".sh", ".html", ".service", ".toml", ".txt", ".yaml"}
+FOLDERS = ("src", "docs", "tests", "benchmarks", "training", "deploy", ".ci")
+VALUE_FLAGS = {"-r", "-c", "--constraint", "--requirement", "--find-links", "--index-url"}
+
+
+def texts():
+    """Yield the path and text of each file that people read."""
+    files = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in FOLDERS:
+        files += (path for path in (ROOT / folder).rglob("*") if path.is_file())
+    for path in files:
+        if path.suffix in SUFFIXES or path.name in {"Makefile", "run"}:
+            yield str(path.relative_to(ROOT)), path.read_text()
+
+
+def packages_of(command):
+    """Return the names of the packages that the words after `pip install` name, without flags, paths and variables."""
+    words = re.split(r"[`#|)(;:,]|&&|\.\s|\.$|, | \\$|…", command)[0].replace('"', "'")
+    names, skips = [], False
+    for word in words.replace("'", "").split():
+        if skips or word.startswith("-"):
+            skips = word in VALUE_FLAGS
+        elif not re.match(r"[./$%{]|dist/", word):
+            names.append(re.split(r"[\[<>=~!]", word)[0].lower())
+    return names
+
+
+def test_packages_of_reads_a_command():
+    command = "--constraint versions.txt 'Dynamo-serving[etcd]' nixl==1.5 ./dist/x.whl && dynamo"
+
+    assert packages_of(command) == ["dynamo-serving", "nixl"]
+
+
+def test_each_recommended_package_is_one_that_pyproject_names():
+    found = {
+        (path, name)
+        for path, text in texts()
+        if path != "tests/unit/docs/test_install_commands.py"
+        for command in re.findall(r"pip install ([^\n]+)", text)
+        for name in packages_of(command)
+        if re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name)
+    }
+    strange = {(path, name) for path, name in found if name not in NAMES}
+
+    assert not strange
+    assert {name for _, name in found} >= {
+        PROJECT["name"],
+        "nixl",
+    }  # that is, the commands were read
+
+
+def test_each_recommended_extra_exists():
+    for path, text in texts():
+        named = re.findall(rf"{PROJECT['name']}\[([\w,-]+)\]", text)
+        named += re.findall(r"make setup EXTRAS=([\w-]+(?:,[\w-]+)*)", text)
+        for extra in (extra for names in named for extra in names.split(",")):
+            assert extra in EXTRAS or path.startswith("tests/"), f"{path}: no extra {extra}"
+
+
+def test_no_text_names_the_distribution_of_others():
+    """`pydynamo` on the Python package index is a DynamoDB client; `ai-dynamo` is NVIDIA's."""
+    for path, text in texts():
+        if path != "tests/unit/docs/test_install_commands.py":
+            assert not re.search(r"pydynamo\[|install[^\n]* (pydynamo|ai-dynamo)\b", text), path
