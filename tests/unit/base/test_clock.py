@@ -1,4 +1,7 @@
+import asyncio
 import time
+
+import pytest
 
 from dynamo.base import clock
 
@@ -17,3 +20,19 @@ async def test_the_system_clock_sleeps_as_long_as_it_is_told():
     await system.sleep(0.005)
 
     assert system.now() - began >= 0.004
+
+
+async def test_system_clock_calls_back_after_the_duration_unless_cancelled():
+    system = clock.SystemClock()
+    fired = asyncio.Event()
+    cancelled = system.call_later(0.001, pytest.fail, "this timer was cancelled")
+    cancelled.cancel()
+    system.call_later(0.002, fired.set)
+
+    await asyncio.wait_for(fired.wait(), 5)
+
+
+async def test_system_clock_raises_timeout_error_after_the_duration():
+    with pytest.raises(TimeoutError):
+        async with clock.SystemClock().timeout(0.001):
+            await asyncio.Event().wait()

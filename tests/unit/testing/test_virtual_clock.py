@@ -1,5 +1,7 @@
 import asyncio
 
+import pytest
+
 from dynamo.testing import clock
 
 
@@ -61,3 +63,37 @@ async def test_a_cancelled_sleeper_does_not_hold_up_the_others():
 
 async def test_no_time_is_no_sleep():
     await clock.VirtualClock().sleep(0)
+
+
+async def test_timer_fires_at_its_time_and_a_cancelled_one_does_not():
+    virtual = clock.VirtualClock()
+    began, fired = virtual.now(), []
+    virtual.call_later(1.0, lambda: fired.append(virtual.now() - began))
+    virtual.call_later(0.5, pytest.fail, "this timer was cancelled").cancel()
+    await virtual.advance(2.0)
+
+    assert fired == [1.0]
+
+
+async def test_timeout_cancels_its_body_when_virtual_time_has_come():
+    virtual = clock.VirtualClock()
+
+    async def wait():
+        async with virtual.timeout(5.0):
+            await asyncio.Event().wait()
+
+    waiting = asyncio.create_task(wait())
+    await virtual.advance(4.9)
+    was_done = waiting.done()
+    await virtual.advance(0.2)
+
+    assert not was_done
+    with pytest.raises(TimeoutError):
+        await waiting
+
+
+async def test_timeout_whose_body_ends_in_time_leaves_no_timer():
+    virtual = clock.VirtualClock()
+    async with virtual.timeout(1.0):
+        await asyncio.sleep(0)
+    await virtual.advance(2.0)
