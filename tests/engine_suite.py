@@ -12,7 +12,7 @@ import collections
 import pytest
 
 from dynamo.base import errors
-from dynamo.protocols import blocks, generate, kv_events
+from dynamo.protocols import blocks, generate, kv_events, model_errors
 
 WORDS = tuple(range(100, 150))
 
@@ -326,7 +326,9 @@ async def test_callers_that_come_and_go_leave_nothing_behind(host):
 
 
 async def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(host):
-    with pytest.raises(errors.ContextTooLong, match=r"512 tokens; at most 511.*context of 512"):
+    with pytest.raises(
+        model_errors.ContextTooLong, match=r"512 tokens; at most 511.*context of 512"
+    ):
         host.submit("a", [5] * 512)
 
 

@@ -15,7 +15,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # the diff, so a reviewer sees it.
 BUDGET = {
     "base": 1210,
-    "protocols": 3600,
+    "protocols": 3630,
     "observability": 920,
     "runtime": 6600,
     "transfer": 2950,

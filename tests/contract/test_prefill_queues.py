@@ -11,7 +11,7 @@ import nats_server as servers
 from dynamo.base import errors
 from dynamo.disagg import metrics, prefill_queue, ticket_queue, ticket_taker, tickets
 from dynamo.observability import metrics as registries
-from dynamo.protocols import blocks, generate, instances
+from dynamo.protocols import blocks, generate, instances, model_errors
 from dynamo.runtime import component, work_queue
 from dynamo.runtime.backends.nats import work_queue as nats_work_queue
 
@@ -215,9 +215,9 @@ async def test_a_prompt_that_no_worker_could_ever_compute_fails_at_once(rig):
     await rig.open()
     asking = rig.ask()
     (worker,) = await rig.busy()
-    worker.calls[0].fail(errors.ContextTooLong("too long"))
+    worker.calls[0].fail(model_errors.ContextTooLong("too long"))
 
-    with pytest.raises(errors.ContextTooLong, match="too long"):
+    with pytest.raises(model_errors.ContextTooLong, match="too long"):
         await asking
     assert sum(len(w.calls) for w in rig.workers) == 1
 

@@ -11,7 +11,7 @@ import pytest
 
 import nats_server
 from dynamo.base import errors, membership
-from dynamo.protocols import generate, wire
+from dynamo.protocols import generate, model_errors, wire
 from dynamo.runtime import requests
 from dynamo.runtime.backends import answering, asking, link, memory_requests, multiplex, tcp
 from dynamo.runtime.backends.nats import connection
@@ -308,7 +308,7 @@ async def test_on_cancel_is_not_called_after_finish(held):
 
 
 @pytest.mark.parametrize(
-    "error", [errors.ContextTooLong("too long"), errors.Overloaded("busy"), KeyError("a bug")]
+    "error", [model_errors.ContextTooLong("too long"), errors.Overloaded("busy"), KeyError("a bug")]
 )
 async def test_what_a_handler_raises_is_the_end_of_its_stream(world, error, caplog):
     def handler(call):
@@ -720,7 +720,7 @@ async def test_ask_raises_what_the_endpoint_failed_with(world):
     def handler(call):
         match msgspec.msgpack.decode(call.body):
             case "fail":
-                call.fail(errors.ModelNotFound("no such model"))
+                call.fail(model_errors.ModelNotFound("no such model"))
             case "nothing":
                 call.finish()
             case "output":
@@ -735,7 +735,7 @@ async def test_ask_raises_what_the_endpoint_failed_with(world):
             await requests.ask(plane, address, ECHO, value, reply_type=int, timeout_s=0.02)
         return info.type
 
-    assert await error_of("fail") is errors.ModelNotFound
+    assert await error_of("fail") is model_errors.ModelNotFound
     assert await error_of("nothing") is errors.RemoteProtocolError
     assert await error_of("output") is errors.RemoteProtocolError
     assert await error_of("text") is errors.RemoteProtocolError

@@ -1,41 +1,47 @@
-"""Every failure of the system, named for what its catcher will do.
+"""The tree of errors of this project, each named for what its catcher will do.
 
     DynamoError
-    ├── ConfigError              a flag, variable or file of ours is wrong → one sentence, exit 2
+    ├── ConfigError              a flag, variable or file is wrong → one sentence, exit 2
     ├── RequestError             the caller's fault → 4xx
     │   ├── InvalidRequest           a field is wrong or unsupported           400
-    │   ├── ContextTooLong           prompt and answer exceed the context      400
-    │   ├── ModelNotFound            nobody serves this name                   404
-    │   ├── ResponseNotFound         an earlier answer is not kept (any more)  400
-    │   ├── Unauthenticated          no key, or one that nobody gave out       401
+    │   ├── Unauthenticated          no API key, or an unknown one             401
     │   ├── Forbidden                this key may not do that                  403
-    │   ├── Conflict                 it does not fit the state of things       409
-    │   ├── RateLimited              this key has had its share                429
+    │   ├── Conflict                 does not fit the present state            409
+    │   ├── RateLimited              this key has used up its share            429
     │   └── Cancelled                the caller went away                      499
-    ├── Unavailable              nobody can answer now → 503
+    ├── Unavailable              cannot be answered now → 503
     │   ├── Overloaded               all are busy, try later (retry_after_s)
     │   └── NoWorkers                no instance serves this endpoint
-    ├── WorkerLost               try elsewhere → migrate
-    │   └── StreamBroken             its connection broke in the middle of an answer
-    ├── TransferError            KV blocks did not come → compute them here
-    ├── DeadlineExceeded         the caller's or our time limit passed → 504
-    ├── EngineFailed             the engine could not do it, or died → 500
-    ├── LocalProtocolError       we broke the wire → a bug of ours
-    └── RemoteProtocolError      the peer broke the wire → its bug, log it and drop the peer
+    ├── WorkerLost               try another instance → migrate
+    │   └── StreamBroken             the connection broke in the middle of a response
+    ├── TransferError            a copy between processes failed → do without it
+    ├── DeadlineExceeded         the time limit of the request passed → 504
+    ├── EngineFailed             the handler's machinery failed or died → 500
+    ├── LocalProtocolError       this process broke the wire protocol → a bug here
+    └── RemoteProtocolError      the peer broke the wire protocol → log it and drop the peer
 
-Bases exist to be caught. Foreign exceptions are translated at the door through which they come in, with
-their cause chained. A message says what was expected, what came and what to do.
+Base classes exist to be caught. A layer above adds classes of its own (`protocols.model_errors`). Foreign exceptions
+are translated where they enter the program, with their cause chained. A message says what was expected, what came and
+what to do.
 
-`code` is how an error is named on the wire, where it crosses processes (`from_wire`).
+`code` names an error on the wire between processes (`from_wire`). A class with a `code` of its own can be sent and
+received as soon as its module is imported.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
+
+_class_by_code: dict[str, type["DynamoError"]] = {}
 
 
 class DynamoError(Exception):
-    """Base of all errors that this project raises on purpose."""
+    """The base of all errors that this project raises on purpose."""
 
     code: ClassVar[str] = "internal"
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "code" in cls.__dict__:
+            _class_by_code[cls.code] = cls
 
 
 class ConfigError(DynamoError):
@@ -45,7 +51,7 @@ class ConfigError(DynamoError):
 
 
 class RequestError(DynamoError):
-    """The caller's fault. `param` names the field of the request, where there is one."""
+    """The request is at fault. `param` names the field of the request, where there is one."""
 
     code = "request"
 
@@ -60,26 +66,8 @@ class InvalidRequest(RequestError):
     code = "invalid_request"
 
 
-class ContextTooLong(RequestError):
-    """The prompt, or the prompt and the asked-for answer, exceed the model's context."""
-
-    code = "context_length_exceeded"
-
-
-class ModelNotFound(RequestError):
-    """Nobody serves a model of this name."""
-
-    code = "model_not_found"
-
-
-class ResponseNotFound(RequestError):
-    """The answer to go on from is not kept, or not any more."""
-
-    code = "previous_response_not_found"
-
-
 class Unauthenticated(RequestError):
-    """The request has no API key, or one that is not known."""
+    """The request has no API key, or an unknown one."""
 
     code = "invalid_api_key"
 
@@ -91,13 +79,13 @@ class Forbidden(RequestError):
 
 
 class Conflict(RequestError):
-    """What is asked for does not fit the state that things are in; it may later."""
+    """The request does not fit the present state of the server; it may fit later."""
 
     code = "conflict"
 
 
 class RateLimited(RequestError):
-    """The key or its tenant has used up what it may; `retry_after_s` says when it is worth trying again."""
+    """The key or its tenant has used up its share; retry after `retry_after_s` seconds."""
 
     code = "rate_limit_exceeded"
 
@@ -107,13 +95,13 @@ class RateLimited(RequestError):
 
 
 class Cancelled(RequestError):
-    """The caller went away; nobody waits for the answer."""
+    """The caller went away and no longer waits for the response."""
 
     code = "cancelled"
 
 
 class Unavailable(DynamoError):
-    """Nobody can answer now; `retry_after_s` says when it is worth trying again."""
+    """The request cannot be answered now; retry after `retry_after_s` seconds."""
 
     code = "unavailable"
 
@@ -123,7 +111,7 @@ class Unavailable(DynamoError):
 
 
 class Overloaded(Unavailable):
-    """Everybody who could answer is busy."""
+    """Every instance that could answer is busy."""
 
     code = "overloaded"
 
@@ -141,53 +129,46 @@ class WorkerLost(DynamoError):
 
 
 class StreamBroken(WorkerLost):
-    """The connection to the worker broke before its answer was complete."""
+    """The connection to the worker broke before its response was complete."""
 
     code = "stream_broken"
 
 
 class TransferError(DynamoError):
-    """KV blocks could not be moved from or to another worker; whoever needs them can compute them."""
+    """Memory could not be copied from or to another process; the caller can do without it."""
 
     code = "transfer"
 
 
 class DeadlineExceeded(DynamoError):
-    """The time that the request was given is over."""
+    """The time limit of the request has passed."""
 
     code = "deadline_exceeded"
 
 
 class EngineFailed(DynamoError):
-    """The engine could not carry out the request, or died."""
+    """The machinery behind a handler could not carry out the request, or died."""
 
     code = "engine_failed"
 
 
 class LocalProtocolError(DynamoError):
-    """We were about to send, or asked for, what the protocol does not allow."""
+    """This process was about to send, or asked for, something that the protocol does not allow."""
 
     code = "local_protocol"
 
 
 class RemoteProtocolError(DynamoError):
-    """The peer sent what the protocol does not allow."""
+    """The peer sent something that the protocol does not allow."""
 
     code = "remote_protocol"
-
-
-def _descendants(cls: type[DynamoError]) -> list[type[DynamoError]]:
-    return [cls, *(d for sub in cls.__subclasses__() for d in _descendants(sub))]
-
-
-_CLASS_BY_CODE = {cls.code: cls for cls in _descendants(DynamoError)}
 
 
 def from_wire(
     code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
 ) -> DynamoError:
-    """The error that a peer named by `code`; an unknown code is a plain DynamoError."""
-    error = _CLASS_BY_CODE.get(code, DynamoError)(message)
+    """Make the error that a peer named by `code`; an unknown code gives a plain DynamoError."""
+    error = _class_by_code.get(code, DynamoError)(message)
     if isinstance(error, RequestError):
         error.param = param
     if isinstance(error, Unavailable | RateLimited) and retry_after_s is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, stopping
+from dynamo.base import errors, process_setup
 from dynamo.cli import answerers, background, batch, chat, session
 from dynamo.cli.topology import Topology
 from dynamo.frontend import config, service
@@ -130,4 +130,4 @@ async def _serve_http(options: RunOptions) -> None:
         service.Frontend(door, runtime) as frontend,
     ):
         print(f"listening on {frontend.url}; {_told(options)}stop: Ctrl-C", flush=True)
-        await frontend.run(stopping.stop_on_signals())
+        await frontend.run(process_setup.stop_on_signals())

@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, model_errors
 
 _CHOICES = range(2**32)
 _SEEDS = range(-(2**63), 2**64)
@@ -76,7 +76,7 @@ def _check_prompt(request: generate.Request, context_length: int) -> None:
             param="prompt",
         )
     if request.prompt_len >= context_length:
-        raise errors.ContextTooLong(
+        raise model_errors.ContextTooLong(
             f"the prompt has {request.prompt_len} tokens; at most {context_length - 1} fit here,"
             f" as prompt and answer share a context of {context_length} tokens",
             param="prompt",

@@ -5,7 +5,7 @@ import signal
 import sys
 
 from dynamo.base import config as configuration
-from dynamo.base import distribution, errors, garbage, stopping
+from dynamo.base import distribution, errors, process_setup
 from dynamo.disagg import settings
 from dynamo.frontend import config, service
 from dynamo.frontend.processes import http_workers
@@ -45,9 +45,11 @@ async def serve(
     prefill: settings.PrefillRoutingConfig,
 ) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
-    garbage.collect_rarely()
+    process_setup.collect_garbage_rarely()
     async with await component.DistributedRuntime.open(door) as runtime:
-        stop = stopping.stop_on_signals()  # until here a signal ends the process: nothing runs yet
+        stop = (
+            process_setup.stop_on_signals()
+        )  # until here a signal ends the process: nothing runs yet
         async with service.Frontend(door, runtime, routing, prefill) as frontend:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, frontend.reload_keys)
             await frontend.run(stop)

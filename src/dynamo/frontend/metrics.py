@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from dynamo.base import errors
 from dynamo.frontend import migration
 from dynamo.observability import metrics
-from dynamo.protocols import embed, generate, model_card, trace_context
+from dynamo.protocols import embed, generate, model_card, model_errors, trace_context
 
 _TOKENS_IN = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 _TOKENS_OUT = (0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
@@ -367,7 +367,7 @@ class RequestMeter:
 def _error_type(error: errors.DynamoError) -> str:
     """The label, as the original names it."""
     match error:
-        case errors.ModelNotFound():
+        case model_errors.ModelNotFound():
             return "not_found"
         case errors.Cancelled():
             return "cancelled"

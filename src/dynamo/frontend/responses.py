@@ -11,7 +11,13 @@ from dynamo.frontend import apis
 from dynamo.frontend.answer import delivery, response_shape, sse, typed_delivery
 from dynamo.frontend.processes import response_store
 from dynamo.preprocess import preprocessor
-from dynamo.protocols import openai_chat, openai_errors, openai_items, openai_responses
+from dynamo.protocols import (
+    model_errors,
+    openai_chat,
+    openai_errors,
+    openai_items,
+    openai_responses,
+)
 from dynamo.runtime.http import exchange
 
 PATH = "/v1/responses/"
@@ -116,7 +122,7 @@ class Responses:
             return new
         kept = self._store.find(prompted.previous_response_id)
         if kept is None:
-            raise errors.ResponseNotFound(
+            raise model_errors.ResponseNotFound(
                 f"Previous response with id {prompted.previous_response_id[:100]!r} not found: answers are kept "
                 "for a limited time, unless store is false",
                 param="previous_response_id",

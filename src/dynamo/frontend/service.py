@@ -6,7 +6,7 @@ import ssl
 import time
 from types import TracebackType
 
-from dynamo.base import clock, errors, open_files, tasks
+from dynamo.base import clock, errors, process_setup, tasks
 from dynamo.disagg import prefill_routes
 from dynamo.disagg import settings as prefill_settings
 from dynamo.frontend import (
@@ -121,7 +121,7 @@ class Frontend:
             limits=limits.Limits(
                 body_bytes=settings.http_body_limit_mb * 2**20,
                 request_s=settings.http_read_timeout_secs,
-                num_connections=open_files.make_room(limits.NUM_CONNECTIONS),
+                num_connections=process_setup.reserve_open_files(limits.NUM_CONNECTIONS),
             ),
             tls=_tls(settings),
             error_body=app.error_body,

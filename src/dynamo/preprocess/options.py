@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from dynamo.base import errors
 from dynamo.preprocess import generation_defaults
-from dynamo.protocols import generate, openai_embeddings, openai_fields
+from dynamo.protocols import generate, model_errors, openai_embeddings, openai_fields
 
 T = TypeVar("T")
 MIN_TEXT = 2**18  # characters that any text may have, whatever the context
@@ -87,14 +87,14 @@ def answer_len(
         raise errors.InvalidRequest(f"{param}: expected at least one token, got none", param=param)
     left = context_length - prompt_len
     if asked is not None and asked > left:
-        raise errors.ContextTooLong(
+        raise model_errors.ContextTooLong(
             f"This model's maximum context length is {context_length} tokens. However, you requested "
             f"{prompt_len + asked} tokens ({prompt_len} in the {param}, {asked} in the completion). "
             f"Please reduce the length of the {param} or completion.",
             param=param,
         )
     if left < 1:
-        raise errors.ContextTooLong(
+        raise model_errors.ContextTooLong(
             f"This model's maximum context length is {context_length} tokens, prompt and completion "
             f"together. However, your {param} resulted in {prompt_len} tokens. "
             f"Please reduce the length of the {param}.",
@@ -112,7 +112,7 @@ def check_text(length: int, context_length: int, param: str) -> None:
     """
     most = max(MIN_TEXT, context_length * CHARS_PER_TOKEN)
     if length > most:
-        raise errors.ContextTooLong(
+        raise model_errors.ContextTooLong(
             f"This model's maximum context length is {context_length} tokens. However, your {param} has the "
             f"length {length}; expected at most {most} characters or ids. Please reduce the length of the {param}.",
             param=param,
@@ -122,7 +122,7 @@ def check_text(length: int, context_length: int, param: str) -> None:
 def check_messages(num_messages: int, context_length: int, param: str) -> None:
     """Refuse more messages than there is room for tokens before they are rendered. Raises ContextTooLong."""
     if num_messages > context_length:
-        raise errors.ContextTooLong(
+        raise model_errors.ContextTooLong(
             f"This model's maximum context length is {context_length} tokens. However, your {param} "
             f"has {num_messages} parts, of at least one token each. Please reduce their number.",
             param=param,
@@ -138,7 +138,7 @@ def check_inputs(lengths: Sequence[int], context_length: int) -> None:
                 param="input",
             )
         if length > context_length:
-            raise errors.ContextTooLong(
+            raise model_errors.ContextTooLong(
                 f"This model's maximum context length is {context_length} tokens. However, input number "
                 f"{number} has {length} tokens. Please reduce its length.",
                 param="input",

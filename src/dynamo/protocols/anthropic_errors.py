@@ -6,9 +6,10 @@ The anthropic package raises a class per status, and retries 408, 409, 429 and a
 import msgspec
 
 from dynamo.base import errors
+from dynamo.protocols import model_errors
 
 _KIND_BY_CLASS: dict[type[errors.DynamoError], tuple[int, str]] = {
-    errors.ModelNotFound: (404, "not_found_error"),
+    model_errors.ModelNotFound: (404, "not_found_error"),
     errors.Unauthenticated: (401, "authentication_error"),
     errors.Forbidden: (403, "permission_error"),
     errors.RateLimited: (429, "rate_limit_error"),

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import openai_completions, openai_decode
+from dynamo.protocols import model_errors, openai_completions, openai_decode
 
 VERSION = "1"  # every model has this one
 PLATFORM = "dynamo"
@@ -84,7 +84,7 @@ _completion = openai_decode.RequestDecoder(InferRequest)
 def check_version(model: str, version: str) -> None:
     """Raises ModelNotFound for any but the one there is; "" is that one."""
     if version not in ("", VERSION):
-        raise errors.ModelNotFound(
+        raise model_errors.ModelNotFound(
             f"The model {model[:100]!r} has one version, {VERSION}, and no {version[:20]!r}",
             param="model_version",
         )

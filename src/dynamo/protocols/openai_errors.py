@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo.base import errors
+from dynamo.protocols import model_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,8 @@ class Kind:
 
 _KIND_BY_CLASS: dict[type[errors.DynamoError], Kind] = {
     errors.InvalidRequest: Kind(400, "invalid_request_error"),
-    errors.ContextTooLong: Kind(400, "invalid_request_error"),
-    errors.ModelNotFound: Kind(404, "invalid_request_error"),
+    model_errors.ContextTooLong: Kind(400, "invalid_request_error"),
+    model_errors.ModelNotFound: Kind(404, "invalid_request_error"),
     errors.Unauthenticated: Kind(401, "invalid_request_error"),
     errors.Forbidden: Kind(403, "invalid_request_error"),
     errors.RateLimited: Kind(429, "rate_limit_error"),

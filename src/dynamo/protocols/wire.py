@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import generate
+from dynamo.protocols import generate, model_errors  # noqa: F401 (so that each peer knows their codes)
 
 VERSION = 1
 MAX_FRAME_BYTES = 32 * 2**20  # DYN_TCP_MAX_MESSAGE_SIZE of the original

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from dynamo.base import clock as clocks
-from dynamo.base import config, errors, stopping
+from dynamo.base import config, errors, process_setup
 from dynamo.observability import logs
 from dynamo.observability import metrics as observed
 from dynamo.protocols import instances
@@ -46,7 +46,9 @@ async def serve(
 ) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     async with await component.DistributedRuntime.open(own) as runtime:
-        stop = stopping.stop_on_signals()  # until here a signal ends the process: nothing runs yet
+        stop = (
+            process_setup.stop_on_signals()
+        )  # until here a signal ends the process: nothing runs yet
         made = routes.Routes(
             wanted, runtime, clocks.SystemClock(), observed.Registry("dynamo_component")
         )

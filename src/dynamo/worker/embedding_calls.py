@@ -13,7 +13,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.protocols import blocks, embed
+from dynamo.protocols import blocks, embed, model_errors
 from dynamo.runtime import requests
 from dynamo.worker import embedding_queue, metrics
 
@@ -156,7 +156,7 @@ def _check_input(token_ids: bytes, facts: api.EmbedderFacts) -> None:
             param="input",
         )
     if blocks.count(token_ids) > facts.context_length:
-        raise errors.ContextTooLong(
+        raise model_errors.ContextTooLong(
             f"input: expected at most {facts.context_length} tokens, got {blocks.count(token_ids)}",
             param="input",
         )

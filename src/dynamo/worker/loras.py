@@ -15,6 +15,7 @@ from typing import Any
 
 from dynamo.base import errors, tasks
 from dynamo.engine import api
+from dynamo.protocols import model_errors
 
 LOAD_S = 300.0
 MAX_ADAPTERS = 512  # their names are on the card, which every frontend reads at each change
@@ -106,7 +107,9 @@ class Loras:
             self._check_serves()
             if name not in self._number_by_name:
                 known = ", ".join(self._number_by_name) or "none"
-                raise errors.ModelNotFound(f"there is no LoRA adapter {name!r} here, but {known}")
+                raise model_errors.ModelNotFound(
+                    f"there is no LoRA adapter {name!r} here, but {known}"
+                )
             await self._publish(tuple(one for one in self._engine.lora_names if one != name))
             self._directories.pop(name, None)
             number = self._number_by_name.pop(name)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
-from dynamo.base import config, errors, stopping
+from dynamo.base import config, errors, process_setup
 from dynamo.engine import api
 from dynamo.observability import logs
 from dynamo.preprocess import loading
@@ -95,7 +95,7 @@ async def _serve(worker: settings.WorkerConfig, make: MakeHost) -> None:
             if worker.system_port != system.PORT_DISABLED:
                 await served.open_system_port(worker.system_host, worker.system_port)
             await served.start()  # until here a signal ends the process at once: nothing runs yet
-            await served.run_until(stopping.stop_on_signals())
+            await served.run_until(process_setup.stop_on_signals())
         finally:
             await served.stop(worker.graceful_shutdown_timeout_s, worker.grace_period_s)
 

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Mapping
 import msgspec
 
 from dynamo.base import errors
+from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange, server
 
 
@@ -21,7 +22,7 @@ async def reply(request: exchange.Exchange, work: Awaitable[Mapping[str, object]
 
 def _status(error: errors.DynamoError) -> int:
     match error:
-        case errors.ModelNotFound():
+        case model_errors.ModelNotFound():
             return 404
         case errors.Conflict():
             return 409

@@ -6,6 +6,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.cli import chat, session
+from dynamo.protocols import model_errors
 
 
 class Talk:
@@ -79,7 +80,7 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(say, talk, capsys):
     assert talk.seen == [["one"]]
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), errors.ContextTooLong("too long")])
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), model_errors.ContextTooLong("too long")])
 def test_a_question_without_an_answer_is_forgotten(say, talk, failure):
     talk.failure = failure
     say("one", "two")

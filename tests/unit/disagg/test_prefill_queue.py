@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.disagg import prefill_queue
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, model_errors
 
 REQUEST = generate.Request(id="r", model="m", token_ids=blocks.pack([1, 2, 3]))
 PARAMS = {"do_remote_prefill": True}
@@ -105,9 +105,9 @@ async def test_a_prompt_that_fails_everywhere_says_why():
 async def test_a_prompt_that_no_worker_could_ever_compute_is_given_to_nobody_else():
     workers = Workers(1, 2)
     asking = await workers.begin()
-    workers.asked[0][1].ended(errors.ContextTooLong("too long"))
+    workers.asked[0][1].ended(model_errors.ContextTooLong("too long"))
 
-    with pytest.raises(errors.ContextTooLong):
+    with pytest.raises(model_errors.ContextTooLong):
         await asking
     assert len(workers.asked) == 1
 

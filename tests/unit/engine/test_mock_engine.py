@@ -8,7 +8,7 @@ from dynamo.base import errors
 from dynamo.engine.mock.answers import Cycle
 from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, model_errors
 
 
 class FakeClock:
@@ -84,7 +84,7 @@ async def test_a_prompt_longer_than_a_step_is_refused_where_prompts_stay_whole()
     )
     engine = MockEngine(settings, cycle=Cycle([1]), context_length=100, clock=FakeClock())
 
-    with pytest.raises(errors.ContextTooLong, match="20 tokens; at most 15"):
+    with pytest.raises(model_errors.ContextTooLong, match="20 tokens; at most 15"):
         engine.submit(generate.Request(id="a", model="m", token_ids=blocks.pack(range(20))))
 
 

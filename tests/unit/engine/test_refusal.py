@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.engine import api, refusal
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, model_errors
 
 FACTS = api.EngineFacts(
     context_length=100,
@@ -97,7 +97,7 @@ def test_a_prompt_must_leave_room_for_an_answer(prompt_len):
     if prompt_len < 100:
         check(prompt=[1] * prompt_len)
         return
-    with pytest.raises(errors.ContextTooLong, match=f"{prompt_len} tokens; at most 99"):
+    with pytest.raises(model_errors.ContextTooLong, match=f"{prompt_len} tokens; at most 99"):
         check(prompt=[1] * prompt_len)
 
 

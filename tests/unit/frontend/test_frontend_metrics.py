@@ -6,7 +6,7 @@ from frontend_rig import outputs
 from dynamo.base import errors
 from dynamo.frontend import metrics
 from dynamo.observability import metrics as observed
-from dynamo.protocols import generate
+from dynamo.protocols import generate, model_errors
 
 P = "dynamo_frontend_"
 
@@ -58,7 +58,7 @@ async def test_the_prefix_can_be_chosen(bare):
     ("error", "label"),
     [
         (errors.InvalidRequest("x"), "validation"),
-        (errors.ModelNotFound("x"), "not_found"),
+        (model_errors.ModelNotFound("x"), "not_found"),
         (errors.NoWorkers("x"), "overload"),
         (errors.EngineFailed("x"), "internal"),
         (errors.Cancelled("x"), "cancelled"),

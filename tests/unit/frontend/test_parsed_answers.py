@@ -6,7 +6,7 @@ import openai
 import pytest
 from frontend_rig import EOS, events, outputs
 
-from dynamo.frontend.answer import stream_delivery
+from dynamo.frontend.answer import parsed_choice, stream_delivery
 from dynamo.protocols import generate, model_card
 
 TOOLS = [
@@ -232,3 +232,10 @@ async def test_a_conversation_goes_on_with_the_result_of_a_call(parsed):
 
     assert answer.json()["choices"][0]["message"]["content"] == "done"
     assert parsed.two.prompts[-1].endswith("tool: 5\n")
+
+
+def test_tool_call_ids_are_different_and_have_nine_letters_and_digits():
+    call_ids = {parsed_choice.new_tool_call_id() for _ in range(100)}
+
+    assert len(call_ids) == 100
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in call_ids)

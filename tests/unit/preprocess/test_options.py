@@ -4,7 +4,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.preprocess import generation_defaults, options
-from dynamo.protocols import generate, openai_completions
+from dynamo.protocols import generate, model_errors, openai_completions
 
 VOCAB = 100
 NOTHING = generation_defaults.GenerationDefaults()
@@ -120,7 +120,7 @@ def test_length_of_the_answer(wanted, default, expected):
     ],
 )
 def test_too_long_a_context_names_limit_and_lengths(wanted, prompt_len, sentence):
-    with pytest.raises(errors.ContextTooLong, match=sentence) as caught:
+    with pytest.raises(model_errors.ContextTooLong, match=sentence) as caught:
         options.answer_len(
             asked=wanted, default=None, prompt_len=prompt_len, context_length=100, param="prompt"
         )

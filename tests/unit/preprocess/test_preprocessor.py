@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynamo.base import errors
 from dynamo.preprocess import generation_defaults, options, preprocessor, tokenize
 from dynamo.preprocess.parsers import formats
-from dynamo.protocols import blocks, generate, openai_chat, openai_completions
+from dynamo.protocols import blocks, generate, model_errors, openai_chat, openai_completions
 
 CONTEXT = 400
 
@@ -85,7 +85,7 @@ async def test_a_chat_that_is_too_long_names_limit_and_length(byte_level_model):
     messages = [{"role": "user", "content": "cat " * CONTEXT}]
 
     with pytest.raises(
-        errors.ContextTooLong, match=rf"length is {CONTEXT} tokens.*messages"
+        model_errors.ContextTooLong, match=rf"length is {CONTEXT} tokens.*messages"
     ) as caught:
         await byte_level_model.chat(chat(messages=messages), "r")
 
@@ -294,7 +294,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(byte_lev
         (byte_level_model.read_text(text, add_special_tokens=True), "prompt"),
     ):
         with pytest.raises(
-            errors.ContextTooLong, match=f"expected at most {most} characters"
+            model_errors.ContextTooLong, match=f"expected at most {most} characters"
         ) as caught:
             await made
         assert caught.value.param == param
@@ -304,12 +304,12 @@ async def test_a_long_text_is_tokenized_as_long_as_it_might_fit(byte_level_model
     packed = await byte_level_model.read_text("cat " * 20_000, add_special_tokens=True)
 
     assert blocks.count(packed) > CONTEXT
-    with pytest.raises(errors.ContextTooLong, match=r"your tokens has the length"):
+    with pytest.raises(model_errors.ContextTooLong, match=r"your tokens has the length"):
         byte_level_model.write_text([7] * (options.MIN_TEXT + 1))
 
 
 async def test_more_messages_than_tokens_are_refused_before_they_are_rendered(byte_level_model):
     asked = chat(messages=[{"role": "user", "content": ""}] * (CONTEXT + 1))
 
-    with pytest.raises(errors.ContextTooLong, match=f"has {CONTEXT + 1} parts"):
+    with pytest.raises(model_errors.ContextTooLong, match=f"has {CONTEXT + 1} parts"):
         await byte_level_model.chat(asked, "r1")

@@ -5,15 +5,15 @@ import json
 import pytest
 
 from dynamo.base import errors
-from dynamo.protocols import anthropic_errors
+from dynamo.protocols import anthropic_errors, model_errors
 
 
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
         (errors.InvalidRequest("x", param="p"), 400, "invalid_request_error"),
-        (errors.ContextTooLong("x"), 400, "invalid_request_error"),
-        (errors.ModelNotFound("x"), 404, "not_found_error"),
+        (model_errors.ContextTooLong("x"), 400, "invalid_request_error"),
+        (model_errors.ModelNotFound("x"), 404, "not_found_error"),
         (errors.Overloaded("x"), 529, "overloaded_error"),
         (errors.NoWorkers("x"), 503, "api_error"),
         (errors.StreamBroken("x"), 503, "api_error"),

@@ -5,15 +5,20 @@ import json
 import pytest
 
 from dynamo.base import errors
-from dynamo.protocols import openai_errors
+from dynamo.protocols import model_errors, openai_errors
 
 
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code"),
     [
         (errors.InvalidRequest("no"), 400, "invalid_request_error", "invalid_request"),
-        (errors.ContextTooLong("no"), 400, "invalid_request_error", "context_length_exceeded"),
-        (errors.ModelNotFound("no"), 404, "invalid_request_error", "model_not_found"),
+        (
+            model_errors.ContextTooLong("no"),
+            400,
+            "invalid_request_error",
+            "context_length_exceeded",
+        ),
+        (model_errors.ModelNotFound("no"), 404, "invalid_request_error", "model_not_found"),
         (errors.Cancelled("no"), 499, "request_cancelled", "cancelled"),
         (errors.Overloaded("no"), 503, "service_unavailable", "overloaded"),
         (errors.NoWorkers("no"), 503, "service_unavailable", "no_workers"),

@@ -7,7 +7,7 @@ from worker_fakes import FakeCall
 
 from dynamo.base import clock, errors, tasks
 from dynamo.engine import api
-from dynamo.protocols import blocks, embed, instances, model_card
+from dynamo.protocols import blocks, embed, instances, model_card, model_errors
 from dynamo.worker import embedding_calls, metrics
 
 FACTS = api.EmbedderFacts(
@@ -162,7 +162,7 @@ async def test_more_tokens_than_memory_is_meant_for_are_refused(calls, embedder,
         ({"id": "r", "model": "m", "inputs": [b""]}, errors.InvalidRequest, "got 0 bytes"),
         (
             {"id": "r", "model": "m", "inputs": [blocks.pack([1] * 9)]},
-            errors.ContextTooLong,
+            model_errors.ContextTooLong,
             "at most 8 tokens, got 9",
         ),
         (

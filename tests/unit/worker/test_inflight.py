@@ -11,7 +11,7 @@ from worker_fakes import FakeCall, FakeEngine, make_load, make_request
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.protocols import blocks, generate, instances
+from dynamo.protocols import blocks, generate, instances, model_errors
 from dynamo.worker import inflight, metrics
 
 ENDPOINT = instances.EndpointName("dynamo", "backend", "generate")
@@ -153,7 +153,7 @@ def test_more_than_the_limit_is_refused(table, engine):
 
 
 def test_what_the_engine_refuses_fails_the_call_and_is_forgotten(table, engine):
-    engine.refusal = errors.ContextTooLong("too long")
+    engine.refusal = model_errors.ContextTooLong("too long")
     call = take(table)
 
     assert call.error is engine.refusal

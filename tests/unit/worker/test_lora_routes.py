@@ -6,6 +6,7 @@ import pytest
 import told_worker
 
 from dynamo.base import errors
+from dynamo.protocols import model_errors
 from dynamo.worker import lora_routes
 
 
@@ -112,7 +113,7 @@ async def test_a_field_that_is_wrong_is_named(client, asked, content, says):
 @pytest.mark.parametrize(
     ("failure", "status"),
     [
-        (errors.ModelNotFound("there is no adapter 'poet' here"), 404),
+        (model_errors.ModelNotFound("there is no adapter 'poet' here"), 404),
         (errors.Conflict("it is there"), 409),
         (errors.EngineFailed("no memory"), 500),
     ],

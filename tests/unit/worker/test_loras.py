@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from dynamo.base import errors
+from dynamo.protocols import model_errors
 from dynamo.worker import loras
 
 
@@ -194,7 +195,7 @@ async def test_a_worker_that_stops_says_so(world, asked, poet):
 
 
 async def test_one_that_is_not_there_cannot_be_unloaded(asked):
-    with pytest.raises(errors.ModelNotFound, match="no LoRA adapter 'poet' here, but native"):
+    with pytest.raises(model_errors.ModelNotFound, match="no LoRA adapter 'poet' here, but native"):
         await asked.unload("poet")
 
 

@@ -5,9 +5,9 @@ so from the first token on and then takes no parser at all, the choice is as qui
 """
 
 import itertools
+import secrets
 from collections.abc import Iterator, Sequence
 
-from dynamo.base import ids
 from dynamo.frontend.answer import choices
 from dynamo.preprocess import answer
 from dynamo.preprocess.parsers import events
@@ -102,7 +102,7 @@ class ParsedChoice(choices.Choice):
             case events.Reasoning():
                 self._pieces.append(event)
             case events.ToolCall(name, arguments):
-                call = choices.Call(self.num_calls, ids.new_tool_call_id(), name, arguments)
+                call = choices.Call(self.num_calls, new_tool_call_id(), name, arguments)
                 self._pieces.append(call)
                 self.num_calls += 1
                 if self._is_single_call:
@@ -127,3 +127,8 @@ def _join(pieces: Iterator[choices.Piece]) -> Iterator[choices.Piece]:
         yield events.Reasoning("".join(thoughts))
     else:
         yield from found
+
+
+def new_tool_call_id() -> str:
+    """Return nine random letters and digits: the chat templates of Mistral's models refuse any other length."""
+    return secrets.token_hex(5)[:9]

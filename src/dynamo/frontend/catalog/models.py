@@ -18,7 +18,7 @@ from dynamo.frontend import metrics
 from dynamo.frontend.catalog import lora_adapters, model_fetch, prefill_pools
 from dynamo.frontend.catalog.served_model import Replicas, ServedModel
 from dynamo.preprocess import loading, tokenize
-from dynamo.protocols import instances, model_card
+from dynamo.protocols import instances, model_card, model_errors
 from dynamo.router import route
 from dynamo.runtime import client, discovery
 
@@ -100,7 +100,7 @@ class Models:
                 f"no worker has registered yet, so the model {name[:100]!r} cannot be served: start one "
                 "with the same discovery settings, or try again shortly"
             )
-        raise errors.ModelNotFound(
+        raise model_errors.ModelNotFound(
             f"The model {name[:100]!r} does not exist. Served here: {served or 'none'}.",
             param="model",
         )
