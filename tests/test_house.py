@@ -30,7 +30,7 @@ BUDGET = {
     "planner": 2000,
     "operator": 2000,
     "cli": 1210,
-    "testing": 60,
+    "testing": 110,
     "simulate": 1700,
 }
 LARGE: dict[str, int] = {}  # file -> lines it may keep; entries only shrink
