@@ -56,7 +56,7 @@ class Side:
 
     def __init__(self, engine):
         self.engine, self.sink, self.reports = engine, Sink(), []
-        engine.on_pull(self.reports.append)
+        engine.on_import(self.reports.append)
 
     async def answer(self, request_id, token_ids, *, max_tokens=NUM_TOKENS, params=None):
         self.sink.answers[request_id] = []
@@ -86,7 +86,7 @@ async def started(model, *, is_open=False, backends=("shm",), room=None):
     settings = NativeConfig(kv_transfer_backends=backends, **SETTINGS)
     engine = engines.NativeEngine(model, settings, room)
     if is_open:
-        engine.open_blocks()
+        engine.enable_export()
     side = Side(engine)
     await engine.start(side.sink)
     try:
@@ -136,7 +136,7 @@ async def test_divided_work_gives_the_same_answers(model, expected, way, knowing
     backends = () if way == "local" else (way,)
     opened = {"is_open": True, "backends": backends, "room": room}
     async with started(model, **opened) as prefill, started(model, **opened) as decode:
-        await decode.engine.connect(prefill.engine.transfer_metadata, deadline_s=5)
+        await decode.engine.connect_peer(prefill.engine.transfer_metadata, deadline_s=5)
         sides = {"prefill": prefill, "decode": decode}
         await asyncio.gather(*(sides[name].know(prompts) for name in knowing))
 

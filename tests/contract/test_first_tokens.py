@@ -139,7 +139,7 @@ async def test_the_first_token_is_told_before_the_copy_has_ended():
         handed = await prefilled(left, make("r"))
         is_told = []
         recorder = Recorder(right, "r")
-        right.engine.on_pull(lambda report: is_told.append(len(recorder.heard)))
+        right.engine.on_import(lambda report: is_told.append(len(recorder.heard)))
         right.sink.begin("r")
         right.engine.submit(handed)
         await asyncio.wait_for(right.sink.ends["r"], DEADLINE_S)
@@ -172,8 +172,8 @@ async def test_an_engine_that_leaves_is_read_to_the_end():
     async with pair() as (left, right):
         expected = await ask(left, make("r"))
         handed = await prefilled(left, make("r"))
-        await right.engine.disconnect(right.source)
-        stopping = asyncio.create_task(left.engine.until_read())
+        await right.engine.disconnect_peer(right.source)
+        stopping = asyncio.create_task(left.engine.wait_until_released())
         there = await ask(right, handed)
         await asyncio.wait_for(stopping, DEADLINE_S)
 

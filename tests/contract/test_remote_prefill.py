@@ -71,8 +71,8 @@ class Side:
         side.engine, side.sink, side.reports = engine, Sink(), []
         assert side.engine.capabilities.kv_transfer is side.engine
         if is_open:
-            side.engine.open_blocks()
-        side.engine.on_pull(side.reports.append)
+            side.engine.enable_export()
+        side.engine.on_import(side.reports.append)
         await side.engine.start(side.sink)
         return side
 
@@ -109,7 +109,7 @@ class Side:
 async def pair(*, is_open=True, prefill=None, **settings):
     left = await Side.start(**(settings | (prefill or {})))
     right = await Side.start(is_open=is_open, **settings)
-    right.source = await right.engine.connect(left.engine.transfer_metadata, deadline_s=5)
+    right.source = await right.engine.connect_peer(left.engine.transfer_metadata, deadline_s=5)
     try:
         yield left, right
     finally:

@@ -43,8 +43,8 @@ class Side:
     async def start(self):
         assert self.engine.capabilities.kv_transfer is self.engine
         before = processes.descendants(os.getpid())
-        self.engine.open_blocks()
-        self.engine.on_pull(self.reports.append)
+        self.engine.enable_export()
+        self.engine.on_import(self.reports.append)
         self.facts = await self.engine.start(self.sink)
         self.processes = processes.descendants(os.getpid()) - before
         return self
@@ -136,7 +136,7 @@ async def test_a_prompt_computed_elsewhere_is_answered_as_if_it_had_been_compute
     prompt = a_prompt(1)
     expected = await decode.tokens(prompt)
     await decode.engine.clear_kv_blocks()
-    engine_id = await decode.engine.connect(prefill.engine.transfer_metadata, deadline_s=5)
+    engine_id = await decode.engine.connect_peer(prefill.engine.transfer_metadata, deadline_s=5)
 
     params = await prefill.prefill(prompt)
     answered = await decode.answer(prompt, params=params)

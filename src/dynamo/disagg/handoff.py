@@ -28,6 +28,7 @@ from dynamo.disagg import (
 )
 from dynamo.disagg import limits as limits_watch
 from dynamo.engine import api
+from dynamo.kvbm import sharing
 from dynamo.protocols import blocks, generate, kv_transfer, load
 from dynamo.router import load as routed_load
 from dynamo.router import policy as routing
@@ -46,7 +47,7 @@ class _Away:
 
 
 class Handoff:
-    """An `api.Engine` around one that can move KV blocks (`api.RemotePrefill`)."""
+    """An `api.Engine` around one that can move KV blocks (`api.KvTransferPeer`)."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Handoff:
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """The engine, then the search for prefill workers."""
-        self._lent.on_pull(self._pulled)
+        self._lent.on_import(self._pulled)
         self._watching = watching_sink.WatchingSink(sink, self._known)
         facts = await self._engine.start(self._watching)
         self._block_size = facts.kv_block_size
@@ -144,7 +145,7 @@ class Handoff:
         await self._workers.close()
         await self._engine.stop()
 
-    def _pulled(self, report: api.PullReport) -> None:
+    def _pulled(self, report: sharing.ImportReport) -> None:
         """From the engine: how a copy went."""
         if report.error is None:
             self._counts.remote.inc()

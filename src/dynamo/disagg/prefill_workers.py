@@ -30,7 +30,7 @@ class PrefillWorkers:
         self,
         endpoint: instances.EndpointName,
         registry: discovery.Discovery,
-        engine: api.RemotePrefill,
+        engine: api.KvTransferPeer,
         *,
         is_ours: Callable[[model_card.ModelCard], bool],
     ) -> None:
@@ -112,7 +112,7 @@ class PrefillWorkers:
         await asyncio.sleep(pause_s)
         while True:
             try:
-                engine_id = await self._engine.connect(metadata, deadline_s=CONNECT_S)
+                engine_id = await self._engine.connect_peer(metadata, deadline_s=CONNECT_S)
             except errors.TransferError as error:
                 _logger.warning("prefill worker %x cannot be used: %s", instance_id, error)
                 await asyncio.sleep(RETRY_S)
@@ -129,7 +129,7 @@ class PrefillWorkers:
             connecting.cancel()
         engine_id = self._engine_ids.pop(instance_id, None)
         if engine_id is not None:
-            await self._engine.disconnect(engine_id)
+            await self._engine.disconnect_peer(engine_id)
             _logger.info("prefill worker %x is gone", instance_id)
 
 

@@ -11,6 +11,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.disagg import known_prefix
 from dynamo.engine import api
+from dynamo.kvbm import sharing
 from dynamo.protocols import generate, kv_events, kv_transfer
 
 
@@ -40,7 +41,7 @@ class WatchingSink:
             self._prefill_s[request.id] = prefill_s
             self.outputs = self._outputs_with_reports
 
-    def pulled(self, report: api.PullReport, worker_id: int | None) -> None:
+    def pulled(self, report: sharing.ImportReport, worker_id: int | None) -> None:
         """Its blocks have come."""
         if report.request_id in self._prefill_s:
             prefill_s = self._prefill_s[report.request_id]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
+from dynamo.kvbm import sharing
 from dynamo.protocols import generate, kv_events, load, model_card
 
 
@@ -64,55 +65,47 @@ class EngineSink(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullReport:
-    """How it went when the engine copied a prompt's blocks from another one."""
+class KvTransferPeer(Protocol):
+    """Moves KV blocks between this engine and others, so that one computes a prompt and another answers it.
 
-    request_id: str
-    engine_id: str  # of the other
-    num_blocks: int
-    duration_s: float
-    error: errors.DynamoError | None  # then the prompt is computed here
-
-
-class RemotePrefill(Protocol):
-    """What an engine is beside `Engine` if a prompt that one engine has computed can be answered by another.
-
-    Of a request with `kv_transfer_params` {"do_remote_decode": true} the prompt is computed and its blocks are held,
-    until whoever copies them says that he has, or a time limit passes; the last output says where they are
-    (`protocols.kv_transfer`). A request that brings such parameters waits for the copy of what is not known here, while
-    others go on; whatever fails on the way, its prompt is computed here instead. Its answer may begin, before the copy
-    has ended, with the token that was drawn with the prompt.
-    `tests/contract/test_remote_prefill.py` holds engines to this.
+    Of a request with KV transfer parameters that say `do_remote_decode`, the engine computes the prompt and keeps its
+    blocks under a lease, until the importing engine releases it or a time limit passes; the last output says where the
+    blocks are (`protocols.kv_transfer`). A request that brings such parameters waits until the blocks that are missing
+    here are copied, while others go on; if anything fails, its prompt is computed here. Its answer may begin, before
+    the copy has ended, with the token that was drawn with the prompt.
+    `tests/contract/test_remote_prefill.py` holds every engine to this.
     """
 
-    def open_blocks(self) -> None:
-        """Let others copy from here; before `start`. Without it this engine can only copy from others."""
+    def enable_export(self) -> None:
+        """Let other engines copy blocks from here; before `start`. Otherwise this engine can only import."""
         ...
 
     @property
     def transfer_metadata(self) -> bytes | None:
-        """For the other's `connect`; None if the blocks are not open, or not started."""
+        """The argument of another engine's `connect_peer`; None unless export is enabled and the engine has started."""
         ...
 
-    def on_pull(self, listener: Callable[[PullReport], None]) -> None:
-        """Call this after every copy from another engine."""
+    def on_import(self, listener: Callable[[sharing.ImportReport], None]) -> None:
+        """Call `listener` after every import of blocks from another engine."""
         ...
 
-    async def connect(self, metadata: bytes, *, deadline_s: float) -> str:
-        """Be ready to copy from the engine that gave this; gives its id. Idempotent. Raises TransferError."""
+    async def connect_peer(self, metadata: bytes, *, deadline_s: float) -> str:
+        """Prepare for imports from the engine that exported `metadata`; return its id.
+
+        Idempotent. Raises TransferError.
+        """
         ...
 
-    async def disconnect(self, engine_id: str) -> None:
-        """It leaves, or is gone: nothing new is asked of it. An unknown id is no error."""
+    async def disconnect_peer(self, engine_id: str) -> None:
+        """Stop connecting to an engine that leaves or is gone. An unknown id is no error."""
         ...
 
 
-class BlockHolder(Protocol):
-    """An engine that can tell when no other needs its memory any more."""
+class KvExportDrain(Protocol):
+    """Lets an engine that shuts down wait until no other engine needs its blocks."""
 
-    async def until_read(self) -> None:
-        """Returns when it holds no blocks for others: all were read, or their time is over."""
+    async def wait_until_released(self) -> None:
+        """Return when no block is under a lease: all leases were released, or their time limits have passed."""
         ...
 
 
@@ -166,8 +159,8 @@ class LoraAdapterStore(Protocol):
 class EngineCapabilities:
     """What an engine can do besides generating. A field is None where the engine, as it is configured, cannot."""
 
-    kv_transfer: RemotePrefill | None = None  # moves KV blocks between engines
-    kv_exports: BlockHolder | None = None  # knows whether other engines still read its KV blocks
+    kv_transfer: KvTransferPeer | None = None  # moves KV blocks between engines
+    kv_exports: KvExportDrain | None = None  # knows whether other engines still read its KV blocks
     sleep: SleepController | None = None  # releases and takes back the engine's memory
     lora_adapters: LoraAdapterStore | None = None  # loads and unloads LoRA adapters
 

@@ -1,1 +1,1 @@
-"""KV blocks: the pool that pages an engine's memory, and (to come) the tiers below it."""
+"""KV blocks: the pool of one engine, export to and import from other engines, and the tiers below device memory."""

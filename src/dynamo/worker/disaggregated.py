@@ -1,6 +1,6 @@
 """What a worker is in a deployment that computes prompts apart: prefill, decode, or all in one.
 
-The engine must be able to lend blocks (`api.RemotePrefill`); one that is not serves alone, whatever others do.
+The engine must be able to lend blocks (`api.KvTransferPeer`); one that is not serves alone, whatever others do.
 """
 
 import base64
@@ -56,7 +56,7 @@ def prepare(
             )
         return Role(engine)
     if worker.is_prefill or worker.disaggregation_mode == "decode":
-        transfer.open_blocks()
+        transfer.enable_export()
     if worker.disaggregation_mode == "agg":
         return Role(engine)
     checksums = _checksums(card.describe_files(directory))
@@ -109,7 +109,7 @@ def _takers(
 
 def _decode(
     engine: api.Engine,
-    transfer: api.RemotePrefill,
+    transfer: api.KvTransferPeer,
     worker: settings.WorkerConfig,
     runtime: component.DistributedRuntime,
     registry: registries.Registry,

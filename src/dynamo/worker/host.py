@@ -281,7 +281,7 @@ class Host:
             return
         try:
             async with asyncio.timeout(max(0.0, until - self._clock.now())):
-                await exports.until_read()
+                await exports.wait_until_released()
         except TimeoutError:
             _logger.warning("prompts that were computed for other workers are lost: nobody came")
 

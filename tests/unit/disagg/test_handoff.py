@@ -8,6 +8,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.disagg import estimated, handoff, metrics, policy
 from dynamo.engine import api
+from dynamo.kvbm import sharing
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 from dynamo.runtime.backends import memory_discovery
@@ -56,18 +57,18 @@ class Engine:
     async def stop(self):
         self.done.append("stop")
 
-    def open_blocks(self):
+    def enable_export(self):
         pass
 
     transfer_metadata = None
 
-    def on_pull(self, listener):
+    def on_import(self, listener):
         self.pulled = listener
 
-    async def connect(self, metadata, *, deadline_s):
+    async def connect_peer(self, metadata, *, deadline_s):
         return "e"
 
-    async def disconnect(self, engine_id):
+    async def disconnect_peer(self, engine_id):
         pass
 
 
@@ -309,7 +310,9 @@ async def test_a_refusal_after_the_prefill_goes_to_the_sink(world):
 )
 async def test_copies_are_counted_and_who_failed_is_distrusted(world, error, where):
     world.engine.pulled(
-        api.PullReport(request_id="r", engine_id="e", num_blocks=2, duration_s=0.1, error=error)
+        sharing.ImportReport(
+            request_id="r", engine_id="e", num_blocks=2, duration_s=0.1, error=error
+        )
     )
 
     assert world.count(where) == 1
@@ -340,7 +343,7 @@ async def test_the_rest_is_the_engines(world):
 
 
 def pull_report(request_id="r", error=None):
-    return api.PullReport(
+    return sharing.ImportReport(
         request_id=request_id, engine_id="e", num_blocks=2, duration_s=0.25, error=error
     )
 

@@ -20,14 +20,14 @@ class Engine:
     def __init__(self):
         self.connected, self.gone, self.unreachable, self.num_tried = [], [], set(), 0
 
-    async def connect(self, metadata, *, deadline_s):
+    async def connect_peer(self, metadata, *, deadline_s):
         self.num_tried += 1
         if metadata in self.unreachable:
             raise errors.TransferError("nobody there")
         self.connected.append(metadata.decode())
         return metadata.decode()
 
-    async def disconnect(self, engine_id):
+    async def disconnect_peer(self, engine_id):
         self.gone.append(engine_id)
 
 

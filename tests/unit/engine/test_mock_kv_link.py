@@ -4,7 +4,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.engine.mock.kv_link import KvLink
-from dynamo.engine.pulls import Pull
+from dynamo.kvbm import sharing
 from dynamo.protocols import blocks, generate, kv_transfer
 
 
@@ -30,8 +30,13 @@ def pull(num_blocks):
         remote_block_ids=ids, remote_engine_id="e", remote_host="", remote_port=0, remote_hold_id=1
     )
     request = generate.Request(id="r", model="m", token_ids=blocks.pack([1]))
-    return Pull(
-        number=1, request=request, remote=remote, local_blocks=ids, remote_blocks=ids, num_tokens=1
+    return sharing.KvImport(
+        import_id=1,
+        request=request,
+        remote=remote,
+        local_blocks=ids,
+        remote_blocks=ids,
+        num_tokens=1,
     )
 
 

@@ -71,7 +71,7 @@ class World:
         self.inner, self.sink, self.reports = Engine(), Sink(), []
         options = {"engine_id": "me", "connector": connectors.NIXL} | options
         self.engine = remote.RemoteEngine(self.inner, **options)
-        self.engine.on_pull(self.reports.append)
+        self.engine.on_import(self.reports.append)
 
     async def start(self):
         assert await self.engine.start(self.sink) == "facts"
@@ -186,7 +186,7 @@ async def test_nothing_is_waited_for_without_end(monkeypatch):
     monkeypatch.setattr(remote, "FIRST_TOKEN_S", 0.0)
     world = await World().start()
     told = asyncio.Event()
-    world.engine.on_pull(lambda report: told.set())
+    world.engine.on_import(lambda report: told.set())
 
     world.engine.submit(made())
     await told.wait()
@@ -228,11 +228,11 @@ async def test_parameters_without_an_engine_are_refused(world):
 
 async def test_only_open_blocks_are_advertised(world):
     before = world.engine.transfer_metadata
-    world.engine.open_blocks()
+    world.engine.enable_export()
 
     assert before is None
-    assert await world.engine.connect(world.engine.transfer_metadata, deadline_s=1) == "me"
-    await world.engine.disconnect("me")
+    assert await world.engine.connect_peer(world.engine.transfer_metadata, deadline_s=1) == "me"
+    await world.engine.disconnect_peer("me")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ async def test_only_open_blocks_are_advertised(world):
 )
 async def test_an_engine_of_another_kind_is_not_connected(world, metadata, says):
     with pytest.raises(errors.TransferError, match=says):
-        await world.engine.connect(metadata, deadline_s=1)
+        await world.engine.connect_peer(metadata, deadline_s=1)
 
 
 async def test_vllms_processes_inherit_an_environment_that_ours_does_not_keep(monkeypatch):

@@ -26,16 +26,16 @@ class Lender(FakeEngine):
         self.is_open, self.transfer_metadata = False, None
         self.capabilities = api.EngineCapabilities(kv_transfer=self)
 
-    def open_blocks(self):
+    def enable_export(self):
         self.is_open, self.transfer_metadata = True, b"here"
 
-    def on_pull(self, listener):
+    def on_import(self, listener):
         pass
 
-    async def connect(self, metadata, *, deadline_s):
+    async def connect_peer(self, metadata, *, deadline_s):
         return "e"
 
-    async def disconnect(self, engine_id):
+    async def disconnect_peer(self, engine_id):
         pass
 
 
@@ -100,7 +100,7 @@ async def test_who_shares_a_queue_lives_with_an_end_of_it(tmp_path, fields, besi
 )
 def test_who_gives_by_the_queue_counts_on_those_who_take_from_it(ours, theirs, is_ours):
     engine = Lender()
-    engine.open_blocks()
+    engine.enable_export()
     taker = settings.WorkerConfig(is_prefill_worker=True, prefill_queue=theirs)
     giver = settings.WorkerConfig(prefill_queue=ours)
     recognizes = disaggregated._recognizer(giver, "m", {})
@@ -131,7 +131,7 @@ async def test_an_engine_that_lends_nothing_serves_alone(tmp_path):
 
 def test_the_card_of_a_prefill_worker_says_how_to_reach_its_blocks():
     engine = Lender()
-    engine.open_blocks()
+    engine.enable_export()
     marked = disaggregated.marked(CARD, settings.WorkerConfig(is_prefill_worker=True), engine)
 
     assert marked.worker_type is model_card.WorkerType.PREFILL

@@ -175,7 +175,7 @@ async def test_a_worker_that_holds_blocks_for_others_waits_until_they_are_read(w
     is_asked, is_read = asyncio.Event(), asyncio.Event()
 
     class Exports:
-        async def until_read(self):
+        async def wait_until_released(self):
             is_asked.set()
             await is_read.wait()
 
@@ -194,7 +194,7 @@ async def test_a_worker_that_holds_blocks_for_others_waits_until_they_are_read(w
 
 async def test_a_worker_whose_blocks_nobody_reads_waits_for_its_time_only(world, caplog):
     class Exports:
-        async def until_read(self):
+        async def wait_until_released(self):
             await asyncio.Event().wait()
 
     world.engine.capabilities = api.EngineCapabilities(kv_exports=Exports())

@@ -9,16 +9,15 @@ It stands behind benchmarks of everything else, so a token must cost next to not
 only at its next `event` (its end, or that of its blocks); in between it sends prepared outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from dynamo.engine import api
 from dynamo.engine.mock.answers import Cycle
-from dynamo.engine.mock.lending import Lending
 from dynamo.engine.mock.memory import Choice, Memory
-from dynamo.engine.pulls import Pull
+from dynamo.kvbm import sharing
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
 
@@ -51,12 +50,16 @@ class Batch:
     """Mutable; one event loop owns it. Requests may come and go between `schedule` and `commit`."""
 
     def __init__(
-        self, cycle: Cycle, memory: Memory, limits: Limits, lending: Lending | None = None
+        self,
+        cycle: Cycle,
+        memory: Memory,
+        limits: Limits,
+        shared: sharing.SharedBlocks[Choice] | None = None,
     ) -> None:
         self._cycle = cycle
         self._memory = memory
         self._limits = limits
-        self._lending = lending or Lending(memory)
+        self._shared = shared or sharing.SharedBlocks(memory.pool, memory.block_size)
         self._holding: dict[str, generate.Request] = {}
         self._waiting: list[Choice] = []
         self._prefilling: list[Choice] = []  # in order of admission, like all below
@@ -113,24 +116,34 @@ class Batch:
                 for other in choices:
                     other.leader = choices[0] if other is not choices[0] else None
 
-    def take_pulls(self) -> list[Pull]:
-        """The copies to make since the last call."""
-        return self._lending.take_begun()
+    def take_imports(self) -> list[sharing.KvImport]:
+        """Return the imports that began since the last call."""
+        return self._shared.take_imports()
 
-    def end_pull(self, number: int, *, is_copied: bool) -> None:
-        """A copy has ended; an unknown number is no error."""
-        choice = self._lending.end(number, is_copied=is_copied)
-        if choice is not None:
-            self._prefilling.append(choice)
+    def end_import(self, import_id: int, *, is_copied: bool) -> None:
+        """Let the choice of an import go on. An unknown id is no error."""
+        choice = self._shared.end_import(import_id)
+        if choice is None:
+            return
+        if choice.is_aborted:
+            self._memory.release(choice)
+            return
+        if is_copied:
+            if not self._memory.is_as_named(
+                choice
+            ):  # the blocks were given to others: answer wrongly
+                choice.answer = replace(choice.answer, start=choice.answer.start + 1)
+            choice.num_computed = choice.prompt_len - 1
+        self._prefilling.append(choice)
 
     def take_holding(self) -> dict[str, generate.Request]:
         """The requests for whose outputs blocks are held, since the last call, by id."""
         holding, self._holding = self._holding, {}
         return holding
 
-    def release_held(self, number: int) -> None:
-        """Nobody needs these blocks any more; an unknown number is no error."""
-        self._lending.release(number)
+    def release_lease(self, lease_id: int) -> None:
+        """Free the blocks under a lease. An unknown id is no error."""
+        self._shared.release_lease(lease_id)
 
     def clear(self) -> None:
         """Forget all reusable prefixes."""
@@ -218,7 +231,7 @@ class Batch:
     def _admit(self, num_left: int) -> None:
         while self._waiting and num_left > 0 and self._has_slot():
             choice = self._waiting[0]
-            if choice.leader is not None and choice.leader.is_pulling:
+            if choice.leader is not None and choice.leader.is_importing:
                 break  # they will share its prompt
             if not self._memory.admit(
                 choice,
@@ -228,7 +241,7 @@ class Batch:
                 break
             del self._waiting[0]
             self._count_cached(choice)
-            if choice.remote is not None and self._lending.begin(choice):
+            if choice.remote is not None and self._shared.begin_import(choice):
                 continue
             self._prefilling.append(choice)
             num_left -= self._plan(choice, num_left)
@@ -238,7 +251,7 @@ class Batch:
 
     @property
     def _num_running(self) -> int:
-        return len(self._prefilling) + len(self._decoding) + self._lending.num_pulling
+        return len(self._prefilling) + len(self._decoding) + self._shared.num_importing
 
     def _count_cached(self, choice: Choice) -> None:
         if choice.num_cached is None:
@@ -301,7 +314,7 @@ class Batch:
         if not kv_transfer.wants_hold(choice.request.kv_transfer_params):
             return None
         self._holding[choice.request.id] = choice.request
-        return self._lending.hold(choice)
+        return self._shared.lease_blocks(choice.block_ids)
 
     def _end(self, choice: Choice) -> None:
         self._leave(choice)
@@ -312,7 +325,7 @@ class Batch:
 
     def _leave(self, choice: Choice) -> None:
         """Take it out of whatever it is in. Blocks that others write to are free when they have ended."""
-        if choice.is_pulling:
+        if choice.is_importing:
             choice.is_aborted = True
             return
         for queue in (self._decoding, self._prefilling, self._waiting, self._full):

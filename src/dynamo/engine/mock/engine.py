@@ -12,16 +12,16 @@ from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.engine import agents, api, refusal, remote
+from dynamo.engine import api, refusal
 from dynamo.engine.mock import kv_link
 from dynamo.engine.mock.answers import Cycle
 from dynamo.engine.mock.batch import Batch, Limits
-from dynamo.engine.mock.lending import Lending
-from dynamo.engine.mock.memory import Memory
+from dynamo.engine.mock.memory import Choice, Memory
 from dynamo.engine.mock.profile import Profile
 from dynamo.engine.mock.rank import Rank
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.mock.timing import Timing
+from dynamo.kvbm import exchange, local_agent, sharing
 from dynamo.protocols import generate, load
 from dynamo.transfer import descriptors
 from dynamo.transfer import memory as transfer_memory
@@ -30,7 +30,7 @@ from dynamo.transfer.backends import local
 _GIVEN_BACK = frozenset(("weights", "kv_cache"))
 
 
-class MockEngine(remote.Lent):
+class MockEngine(exchange.ExchangesKv):
     """An `api.Engine` whose answers repeat the tokens of `cycle`, which should decode to words."""
 
     def __init__(
@@ -47,22 +47,22 @@ class MockEngine(remote.Lent):
         self._startup_s = settings.startup_time
         self._facts = _facts(settings, context_length)
         self._clock = clock or clocks.SystemClock()
-        self._remote = remote.Remote(
-            functools.partial(agents.make, "mocker", settings, room),
-            pull_s=settings.kv_transfer_timeout_s,
-            hold_s=settings.kv_hold_s,
-            pass_on=_link(settings, self._clock).wait,
+        self._exchange = exchange.KvExchange(
+            functools.partial(local_agent.make_agent, "mocker", settings, room),
+            timeout_s=settings.kv_transfer_timeout_s,
+            lease_s=settings.kv_hold_s,
+            before_copy=_link(settings, self._clock).wait,
         )
         timing = _timing(settings, profile)
-        numbers = itertools.count(1)  # of holds and copies
+        share_ids = itertools.count(1)  # of leases and imports
         self._memories = [_memory(settings, cycle) for _ in range(settings.data_parallel_size)]
         self._ranks = [
             Rank(
                 number,
-                _batch(settings, self._facts, cycle, memory, number, numbers),
+                _batch(settings, self._facts, cycle, memory, number, share_ids),
                 timing,
                 self._clock,
-                self._remote,
+                self._exchange,
             )
             for number, memory in enumerate(self._memories)
         ]
@@ -82,7 +82,7 @@ class MockEngine(remote.Lent):
         self._sink = sink
         if self._startup_s:
             await self._clock.sleep(self._startup_s)
-        await self._remote.begin(self._region(), self)
+        await self._exchange.start(self._region(), self)
         for rank in self._ranks:
             self._tasks.start(f"mock engine, rank {rank.number}", self._live(rank))
         return self._facts
@@ -97,12 +97,12 @@ class MockEngine(remote.Lent):
         if any(request.id in rank.batch for rank in self._ranks):
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
         if request.kv_transfer_params is not None:
-            self._remote.submitted(request)
+            self._exchange.accept_request(request)
         self._rank_for(request).submit(request)
 
     def abort(self, request_id: str) -> None:
         """Free its blocks now, or when a copy to them has ended."""
-        self._remote.aborted(request_id)
+        self._exchange.abort_import(request_id)
         for rank in self._ranks:
             rank.batch.abort(request_id)
 
@@ -111,7 +111,7 @@ class MockEngine(remote.Lent):
         for rank in self._ranks:
             rank.batch.abort_choice(request_id, index)
         if not any(request_id in rank.batch for rank in self._ranks):
-            self._remote.aborted(request_id)
+            self._exchange.abort_import(request_id)
 
     def load(self) -> Sequence[load.ForwardPassMetrics]:
         """As of now, of each rank."""
@@ -152,24 +152,24 @@ class MockEngine(remote.Lent):
 
     async def stop(self) -> None:
         """End the tasks."""
-        await self._remote.close()
+        await self._exchange.close()
         await self._tasks.close()
 
-    def end_pull(self, number: int, *, is_copied: bool) -> None:
-        """From `remote`, as an `Owner`."""
+    def end_import(self, import_id: int, *, is_copied: bool) -> None:
+        """See `sharing.BlockOwner`."""
         for rank in self._ranks:
-            rank.end_pull(number, is_copied=is_copied)
+            rank.end_import(import_id, is_copied=is_copied)
 
-    def release_held(self, number: int) -> None:
-        """From `remote`, as an `Owner`."""
+    def release_lease(self, lease_id: int) -> None:
+        """See `sharing.BlockOwner`."""
         for rank in self._ranks:
-            rank.release_held(number)
+            rank.release_lease(lease_id)
 
     def _region(self) -> descriptors.Region:
         """Memory for the names of all ranks' blocks; they are written only if somebody may read them."""
         size, num_blocks = self._facts.kv_block_size, self._facts.total_kv_blocks
         shape = kv_link.layout(num_blocks * len(self._ranks), size)
-        allocate = self._remote.allocate
+        allocate = self._exchange.allocate
         memory = (allocate or transfer_memory.private)(shape.num_bytes)
         names = memory.cast("Q")
         for number, rank_memory in enumerate(self._memories):
@@ -249,7 +249,7 @@ def _batch(
     cycle: Cycle,
     memory: Memory,
     rank: int,
-    numbers: Iterator[int],
+    share_ids: Iterator[int],
 ) -> Batch:
     limits = Limits(
         max_num_seqs=facts.max_num_seqs,
@@ -258,5 +258,7 @@ def _batch(
         chunked_prefill=settings.enable_chunked_prefill,
         preempts_newest=settings.preemption_mode == "lifo",
     )
-    lending = Lending(memory, first_block=rank * facts.total_kv_blocks, numbers=numbers)
-    return Batch(cycle, memory, limits, lending)
+    shared: sharing.SharedBlocks[Choice] = sharing.SharedBlocks(
+        memory.pool, memory.block_size, first_block=rank * facts.total_kv_blocks, ids=share_ids
+    )
+    return Batch(cycle, memory, limits, shared)

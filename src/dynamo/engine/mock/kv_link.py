@@ -2,7 +2,7 @@
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.engine.pulls import Pull
+from dynamo.kvbm import sharing
 from dynamo.transfer import descriptors
 
 _BYTES_OF_NAME = 8  # with this head, a token has as many, of which the first of a block are used
@@ -27,9 +27,9 @@ class KvLink:
         self._fail_every = fail_every
         self._num_copies = 0
 
-    async def wait(self, pull: Pull) -> None:
+    async def wait(self, kv_import: sharing.KvImport) -> None:
         """For as long as these blocks take. Raises TransferError."""
-        duration_s = len(pull.local_blocks) * self._s_per_block
+        duration_s = len(kv_import.local_blocks) * self._s_per_block
         if duration_s:
             await self._clock.sleep(min(duration_s, self._limit_s))
         self._num_copies += 1

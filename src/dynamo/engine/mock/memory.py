@@ -29,9 +29,11 @@ class Choice:
     event: int = 0  # the number of output tokens at which to look closely
     block_ids: list[int] = field(default_factory=list)
     num_committed: int = 0
-    remote: kv_transfer.RemoteBlocks | None = None  # who has its prompt, until they are asked once
-    is_pulling: bool = False  # others write to its blocks: nobody else may have them
-    is_aborted: bool = False  # while it was pulling
+    remote: kv_transfer.RemoteBlocks | None = (
+        None  # its prompt at another engine, until the import begins
+    )
+    is_importing: bool = False  # a copy writes to its blocks: they must not be freed
+    is_aborted: bool = False  # during the import
     local_hashes: list[int] = field(default_factory=list)
     sequence_hashes: list[int] = field(default_factory=list)
 

@@ -3,9 +3,10 @@
 import asyncio
 
 from dynamo.base import clock as clocks
-from dynamo.engine import api, remote
+from dynamo.engine import api
 from dynamo.engine.mock.batch import Batch, Plan
 from dynamo.engine.mock.timing import Timing
+from dynamo.kvbm import exchange as exchanges
 from dynamo.protocols import generate
 
 
@@ -18,13 +19,13 @@ class Rank:
         batch: Batch,
         timing: Timing,
         clock: clocks.Clock,
-        lent: remote.Remote,
+        exchange: exchanges.KvExchange,
     ) -> None:
         self.number = number
         self.batch = batch
         self._timing = timing
         self._clock = clock
-        self._remote = lent
+        self._exchange = exchange
         self._has_changed = asyncio.Event()
         self._due = 0.0  # when the last step was over
 
@@ -33,14 +34,14 @@ class Rank:
         self.batch.submit(request)
         self._has_changed.set()
 
-    def end_pull(self, number: int, *, is_copied: bool) -> None:
-        """Go on with whoever waited for this copy."""
-        self.batch.end_pull(number, is_copied=is_copied)
+    def end_import(self, import_id: int, *, is_copied: bool) -> None:
+        """Let the choice of an import go on."""
+        self.batch.end_import(import_id, is_copied=is_copied)
         self._has_changed.set()
 
-    def release_held(self, number: int) -> None:
-        """These blocks are free."""
-        self.batch.release_held(number)
+    def release_lease(self, lease_id: int) -> None:
+        """Free the blocks under a lease."""
+        self.batch.release_lease(lease_id)
         self._has_changed.set()
 
     async def live(self, sink: api.EngineSink) -> None:
@@ -48,8 +49,8 @@ class Rank:
         self._due = self._clock.now()
         while True:
             plan = self.batch.schedule()
-            if pulls := self.batch.take_pulls():
-                self._remote.begin_pulls(pulls)
+            if imports := self.batch.take_imports():
+                self._exchange.begin_imports(imports)
             if plan.is_empty:
                 self._has_changed.clear()
                 await self._has_changed.wait()
@@ -77,7 +78,7 @@ class Rank:
         """If blocks are held with this output: told where they are."""
         if told.output.kv_transfer_params is None:
             return told
-        output = self._remote.held(holding[told.request_id], told.output)
+        output = self._exchange.publish_lease(holding[told.request_id], told.output)
         return api.EngineOutput(told.request_id, output)
 
     async def _pace(self, plan: Plan) -> None:

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import config, errors
-from dynamo.engine import transfer_settings
+from dynamo.kvbm import local_agent
 
 _EARLIER_NAMES = {"num_gpu_blocks": "num_gpu_blocks_override", "dp_size": "data_parallel_size"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MockConfig(transfer_settings.TransferConfig):
+class MockConfig(local_agent.TransferConfig):
     """The simulated engine."""
 
     block_size: int = config.option(64, help="tokens in a block of the KV cache")

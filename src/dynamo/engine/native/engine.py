@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.engine import agents, api, remote
+from dynamo.engine import api
 from dynamo.engine.native.assemble import assemble
 from dynamo.engine.native.running import Post, Running
 from dynamo.engine.native.settings import NativeConfig
+from dynamo.kvbm import exchange, local_agent
 from dynamo.protocols import generate, load
 from dynamo.transfer.backends import local
 
 
-class NativeEngine(remote.Lent):
+class NativeEngine(exchange.ExchangesKv):
     """An `api.Engine`. `start` comes first."""
 
     def __init__(
@@ -29,10 +30,10 @@ class NativeEngine(remote.Lent):
     ) -> None:
         self._model_path = model_path
         self._settings = settings
-        self._remote = remote.Remote(
-            functools.partial(agents.make, "native", settings, room),
-            pull_s=settings.kv_transfer_timeout_s,
-            hold_s=settings.kv_hold_s,
+        self._exchange = exchange.KvExchange(
+            functools.partial(local_agent.make_agent, "native", settings, room),
+            timeout_s=settings.kv_transfer_timeout_s,
+            lease_s=settings.kv_hold_s,
         )
         self._ended = asyncio.Event()
         self._running: Running | None = None
@@ -53,7 +54,7 @@ class NativeEngine(remote.Lent):
         thread.start()
         self._running = await started
         try:
-            await self._remote.begin(self._running.region, self._running.loop)
+            await self._exchange.start(self._running.region, self._running.loop)
         except errors.ConfigError:
             await self.stop()
             raise
@@ -89,7 +90,7 @@ class NativeEngine(remote.Lent):
         """Returns when the thread has left its loop."""
         if self._running is not None:
             self._running.stop()
-            await self._remote.close()
+            await self._exchange.close()
             await self._ended.wait()
 
     @property
@@ -100,8 +101,8 @@ class NativeEngine(remote.Lent):
     def _work(self, sink: api.EngineSink, post: Post, started: "asyncio.Future[Running]") -> None:
         """The thread's life: load, run, end."""
         try:
-            assembly = assemble(self._model_path, self._settings, self._remote.allocate)
-            running = Running(assembly, self._remote, sink, post)
+            assembly = assemble(self._model_path, self._settings, self._exchange.allocate)
+            running = Running(assembly, self._exchange, sink, post)
         except errors.ConfigError as error:
             post(_fail, started, error)
             return

@@ -14,7 +14,7 @@ from typing import Protocol
 from dynamo.base import errors
 from dynamo.engine.native.scheduler import Scheduler, StepResult
 from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
-from dynamo.engine.pulls import Pull
+from dynamo.kvbm import sharing
 from dynamo.protocols import generate
 
 
@@ -30,8 +30,8 @@ class Runner(Protocol):
         ...
 
 
-def _refuse_pulls(pulls: list[Pull]) -> None:
-    raise errors.LocalProtocolError(f"nobody here can make these {len(pulls)} copies")
+def _refuse_imports(imports: list[sharing.KvImport]) -> None:
+    raise errors.LocalProtocolError(f"this engine cannot import blocks, got {len(imports)} imports")
 
 
 class EngineLoop:
@@ -42,12 +42,12 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         deliver: abc.Callable[[StepResult], None],
-        begin_pulls: abc.Callable[[list[Pull]], None] = _refuse_pulls,
+        begin_imports: abc.Callable[[list[sharing.KvImport]], None] = _refuse_imports,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._deliver = deliver
-        self._begin_pulls = begin_pulls
+        self._begin_imports = begin_imports
         self._commands: queue.SimpleQueue[abc.Callable[[], None]] = queue.SimpleQueue()
         self._is_stopping = False
         self.load = scheduler.load()  # as of the last step or command; replaced, never changed
@@ -62,8 +62,8 @@ class EngineLoop:
     def step(self) -> bool:
         """Schedule, run, commit. False if nothing can be computed before a command comes."""
         chunks = self._scheduler.schedule()
-        if pulls := self._scheduler.take_pulls():
-            self._begin_pulls(pulls)  # before the step, so that they run beside it
+        if imports := self._scheduler.take_imports():
+            self._begin_imports(imports)  # before the step, so that they run beside it
         if not chunks:
             return False
         sampled = self._runner.run(chunks)
@@ -85,14 +85,14 @@ class EngineLoop:
         """End one choice of it before the next step."""
         self._commands.put(functools.partial(self._abort_choice, request_id, index))
 
-    def end_pull(self, number: int, *, is_copied: bool) -> None:
+    def end_import(self, import_id: int, *, is_copied: bool) -> None:
         """A copy has ended: its sequence may go on."""
-        end = functools.partial(self._scheduler.end_pull, number, is_copied=is_copied)
+        end = functools.partial(self._scheduler.end_import, import_id, is_copied=is_copied)
         self._commands.put(end)
 
-    def release_held(self, number: int) -> None:
+    def release_lease(self, lease_id: int) -> None:
         """Nobody needs these blocks any more."""
-        self._commands.put(functools.partial(self._scheduler.release_held, number))
+        self._commands.put(functools.partial(self._scheduler.release_lease, lease_id))
 
     def clear(self, done: abc.Callable[[], None]) -> None:
         """Forget all reusable prefixes, then call `done` (in the thread)."""

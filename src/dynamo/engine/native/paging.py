@@ -5,8 +5,6 @@ for the rest. So a prefill that has begun never waits for memory; only decoding 
 least the last token is always computed, because the step that computes it brings the logits for the next one.
 """
 
-from collections import abc
-
 from dynamo.engine.native.sequence import Sequence
 from dynamo.kvbm import pool
 from dynamo.protocols import blocks, kv_events
@@ -18,26 +16,26 @@ class Paging:
     def __init__(self, *, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._pool = pool.BlockPool(num_blocks)
+        self.pool = pool.BlockPool(num_blocks)
 
     @property
     def num_blocks(self) -> int:
         """All blocks there are."""
-        return self._pool.num_blocks
+        return self.pool.num_blocks
 
     @property
     def num_active(self) -> int:
         """Blocks that sequences hold."""
-        return self._pool.num_active
+        return self.pool.num_active
 
     def admit(self, sequence: Sequence, *, keep_free: int) -> bool:
         """Give it blocks for all its tokens, if `keep_free` others remain; else nothing happens."""
         found = self._match(sequence)
         num_fresh = -(-len(sequence.token_ids) // self.block_size) - len(found)
-        room = self._pool.num_free - keep_free
-        fresh = self._pool.allocate(num_fresh) if num_fresh <= room else None
+        room = self.pool.num_free - keep_free
+        fresh = self.pool.allocate(num_fresh) if num_fresh <= room else None
         if fresh is None:
-            self._pool.release(found)
+            self.pool.release(found)
             return False
         sequence.block_ids.extend(found + fresh)
         sequence.num_computed = len(found) * self.block_size
@@ -48,7 +46,7 @@ class Paging:
         """See that there is a block for its last token; False if none is left."""
         if len(sequence.token_ids) <= len(sequence.block_ids) * self.block_size:
             return True
-        fresh = self._pool.allocate(1)
+        fresh = self.pool.allocate(1)
         if fresh is None:
             return False
         sequence.block_ids += fresh
@@ -61,39 +59,31 @@ class Paging:
             return
         self._hash(sequence)
         new = range(sequence.num_committed, num_full)
-        self._pool.commit_chain(
+        self.pool.commit_chain(
             sequence.block_ids, sequence.sequence_hashes, sequence.local_hashes, new
         )
         sequence.num_committed = num_full
 
     def release(self, sequence: Sequence) -> None:
         """Take all its blocks; what it computed is lost to it, unless it finds it again."""
-        self._pool.release(sequence.block_ids)
+        self.pool.release(sequence.block_ids)
         sequence.block_ids.clear()
         sequence.num_computed = sequence.num_committed = 0
 
-    def retain(self, block_ids: abc.Sequence[int]) -> None:
-        """Keep these blocks, whoever else lets go of them, until `let_go`."""
-        self._pool.retain(block_ids)
-
-    def let_go(self, block_ids: abc.Sequence[int]) -> None:
-        """The end of `retain`."""
-        self._pool.release(block_ids)
-
     def clear(self) -> None:
         """Forget what could be found."""
-        self._pool.clear()
+        self.pool.clear()
 
     def take_events(self) -> list[kv_events.KvEvent]:
         """What became findable, and what no longer is, since the last call."""
-        return self._pool.take_events()
+        return self.pool.take_events()
 
     def _match(self, sequence: Sequence) -> list[int]:
         if not self.prefix_caching or sequence.wants_prompt_logprobs:
             return []
         self._hash(sequence)
         num_usable = (len(sequence.token_ids) - 1) // self.block_size
-        return self._pool.match_prefix(sequence.sequence_hashes[:num_usable])
+        return self.pool.match_prefix(sequence.sequence_hashes[:num_usable])
 
     def _hash(self, sequence: Sequence) -> None:
         """Name the full blocks that were added to the sequence."""

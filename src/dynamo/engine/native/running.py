@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.base import errors
-from dynamo.engine import api, refusal, remote
+from dynamo.engine import api, refusal
 from dynamo.engine.native import endings, scheduler
 from dynamo.engine.native.assemble import Assembly
 from dynamo.engine.native.guidance import grammars
 from dynamo.engine.native.loop import EngineLoop
+from dynamo.kvbm import exchange as exchanges
 from dynamo.protocols import generate, kv_transfer
 
 Post = Callable[..., None]  # call this function with these arguments on the event loop
@@ -30,7 +31,7 @@ class Running:
     """Used on the event loop only."""
 
     def __init__(
-        self, assembly: Assembly, lent: remote.Remote, sink: api.EngineSink, post: Post
+        self, assembly: Assembly, exchange: exchanges.KvExchange, sink: api.EngineSink, post: Post
     ) -> None:
         self.facts, self.region = assembly.facts, assembly.region
         self.post = post
@@ -38,9 +39,9 @@ class Running:
             assembly.scheduler,
             assembly.runner,
             functools.partial(post, self._deliver),
-            functools.partial(post, lent.begin_pulls),
+            functools.partial(post, exchange.begin_imports),
         )
-        self._remote = lent
+        self._exchange = exchange
         self._vocab_size = assembly.vocab_size
         self._grammars = assembly.grammars
         self._sink = sink
@@ -65,7 +66,7 @@ class Running:
 
     def abort(self, request_id: str) -> None:
         if self._open.pop(request_id, None):
-            self._remote.aborted(request_id)
+            self._exchange.abort_import(request_id)
             self.loop.abort(request_id)
 
     def abort_choice(self, request_id: str, index: int) -> None:
@@ -75,7 +76,7 @@ class Running:
         self.loop.abort_choice(request_id, index)
         self._close(found, index)
         if not found.choices:
-            self._remote.aborted(request_id)
+            self._exchange.abort_import(request_id)
 
     def stop(self) -> None:
         self._is_silent = True
@@ -99,9 +100,9 @@ class Running:
 
     def _handed_over(self, request: generate.Request) -> kv_transfer.FirstToken | None:
         """It goes from one engine to another; gives the token that comes with it."""
-        first = self._remote.submitted(request)
+        first = self._exchange.accept_request(request)
         if first is not None and first.token_id >= self._vocab_size:
-            self._remote.aborted(request.id)
+            self._exchange.abort_import(request.id)
             raise errors.RemoteProtocolError(
                 f"kv_transfer_params: expected a first token below {self._vocab_size}, got {first.token_id}"
             )
@@ -116,7 +117,7 @@ class Running:
         if told.finish_reason is None:
             self.post(self._begin, request)
         else:
-            self._remote.unneeded(request.id)
+            self._exchange.skip_import(request.id)
 
     def _made(
         self, request: generate.Request, grammar: grammars.Grammar | errors.DynamoError
@@ -156,9 +157,9 @@ class Running:
         if output.kv_transfer_params is not None:
             found = self._find(request)
             if found is not None and output.index in found.choices:
-                output = self._remote.held(request, output)
+                output = self._exchange.publish_lease(request, output)
             else:
-                self._remote.unheard(output)
+                self._exchange.cancel_lease(output)
         return scheduler.RequestOutput(request, output)
 
     def _is_awaited(self, request: generate.Request, output: generate.Output) -> bool:

@@ -17,7 +17,7 @@ little. The sequence of highest rank always goes on, so every one ends.
 
 The choices of a request (n > 1) are sequences that share its prompt: all wait for the first, and then find its blocks.
 
-A prompt that another engine has computed is admitted like any other, and is in `transit` until its blocks are copied.
+A prompt that another engine has computed is admitted like any other, and waits until its blocks are imported.
 If that engine has drawn the first token too, the sequence has it from the beginning.
 """
 
@@ -31,8 +31,7 @@ from dynamo.base import errors
 from dynamo.engine.native import endings
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
-from dynamo.engine.native.transit import Transit
-from dynamo.engine.pulls import Pull
+from dynamo.kvbm import sharing
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free
@@ -91,7 +90,9 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
         self._groups: dict[str, _Group] = {}
-        self._transit = Transit(paging)
+        self._shared: sharing.SharedBlocks[Sequence] = sharing.SharedBlocks(
+            paging.pool, paging.block_size
+        )
         self._num_arrived = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -152,24 +153,27 @@ class Scheduler:
         self._paging.clear()
         return StepResult(stored_and_removed=self._paging.take_events())
 
-    def take_pulls(self) -> list[Pull]:
-        """Copies to make from other engines, since the last call; each ends with `end_pull`."""
-        return self._transit.take_begun()
+    def take_imports(self) -> list[sharing.KvImport]:
+        """Return the imports that began since the last call; each ends with `end_import`."""
+        return self._shared.take_imports()
 
-    def end_pull(self, number: int, *, is_copied: bool) -> None:
-        """This copy has ended, and nothing writes to its blocks any more."""
-        sequence = self._transit.end(number, is_copied=is_copied)
+    def end_import(self, import_id: int, *, is_copied: bool) -> None:
+        """Let the sequence of an import go on; nothing writes to its blocks any more."""
+        sequence = self._shared.end_import(import_id)
         if sequence is None:
             return
+        if is_copied:
+            sequence.num_computed = sequence.num_tokens - 1
+            self._paging.commit(sequence)
         group = self._groups.get(sequence.request.id)
         if group is not None and sequence in group.open:
             bisect.insort(self._running, sequence, key=_rank)
         else:  # it was aborted
             self._paging.release(sequence)
 
-    def release_held(self, number: int) -> None:
-        """Nobody needs these blocks any more, which were computed for another engine."""
-        self._transit.release(number)
+    def release_lease(self, lease_id: int) -> None:
+        """Free blocks that were computed for another engine."""
+        self._shared.release_lease(lease_id)
 
     def schedule(self) -> tuple[Chunk, ...]:
         """The next step; empty only if all wait for what others do: a copy to end, held blocks to be released."""
@@ -211,7 +215,7 @@ class Scheduler:
             worker_stats=load.WorkerStats(
                 request_active_slots=len(self._running),
                 request_total_slots=self._limits.max_num_seqs,
-                num_requests_waiting=len(self._waiting) + self._transit.num_pulling,
+                num_requests_waiting=len(self._waiting) + self._shared.num_importing,
                 active_prefill_tokens=self._num_prefill_tokens(),
             ),
             kv_stats=load.KvStats(
@@ -255,12 +259,12 @@ class Scheduler:
                 break
             del self._waiting[i]
             self._count_cached(sequence)
-            if not self._transit.begin(sequence):
+            if not self._shared.begin_import(sequence):
                 bisect.insort(self._running, sequence, key=_rank)
                 num_left -= _add_chunk(chunks, sequence, num_left)
 
     def _has_slot(self) -> bool:
-        return len(self._running) + self._transit.num_pulling < self._limits.max_num_seqs
+        return len(self._running) + self._shared.num_importing < self._limits.max_num_seqs
 
     def _must_follow(self, sequence: Sequence) -> bool:
         """Whether it waits for the choice that leads: to find its prompt, or because that one tells of the prompt."""
@@ -294,7 +298,7 @@ class Scheduler:
             logprobs=(drawn.logprobs,) if drawn.logprobs else None,
             cached_tokens=None if group.is_told_cached else sequence.num_cached,
             stop_reason=stop_reason,
-            kv_transfer_params=self._transit.hold(sequence) if is_held else None,
+            kv_transfer_params=self._shared.lease_blocks(sequence.block_ids) if is_held else None,
             prompt_logprobs=drawn.prompt_logprobs,
         )
         group.is_told_cached = True
@@ -311,8 +315,8 @@ class Scheduler:
             del self._groups[sequence.request.id]
 
     def _leave(self, sequence: Sequence) -> None:
-        if sequence.is_pulling:
-            return  # `end_pull` frees its blocks
+        if sequence.is_importing:
+            return  # `end_import` frees its blocks
         (self._running if sequence.block_ids else self._waiting).remove(sequence)
         self._paging.release(sequence)
 

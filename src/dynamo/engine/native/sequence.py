@@ -58,8 +58,15 @@ class Sequence:
     local_hashes: list[int] = field(default_factory=list)  # of its full blocks (protocols.blocks)
     sequence_hashes: list[int] = field(default_factory=list)
     num_committed: int = 0  # how many of block_ids the pool was told to be full
-    remote: kv_transfer.RemoteBlocks | None = None  # who has its prompt, until they are asked once
-    is_pulling: bool = False  # others write to its blocks: nobody else may have them
+    remote: kv_transfer.RemoteBlocks | None = (
+        None  # its prompt at another engine, until the import begins
+    )
+    is_importing: bool = False  # a copy writes to its blocks: they must not be freed
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and of the answer so far."""
+        return len(self.token_ids)
 
     @property
     def num_output(self) -> int:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import config
-from dynamo.engine import transfer_settings
+from dynamo.kvbm import local_agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeConfig(transfer_settings.TransferConfig):
+class NativeConfig(local_agent.TransferConfig):
     """The built-in engine."""
 
     device: Literal["cpu", "cuda"] = config.option("cpu", help="where to compute")

@@ -24,6 +24,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.engine import api
+from dynamo.kvbm import sharing
 from dynamo.protocols import generate, kv_events, kv_transfer
 
 FIRST_TOKEN_S = 60.0  # more than a handshake (vLLM: 5 s), a copy, and the turn to be served
@@ -48,7 +49,7 @@ class _Pull:
 
 
 class RemoteEngine:
-    """An `api.Engine` that is an `api.RemotePrefill`, around one that passes `kv_transfer_params` on to vLLM."""
+    """An `api.Engine` that is an `api.KvTransferPeer`, around one that passes `kv_transfer_params` on to vLLM."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class RemoteEngine:
         self._is_open = False
         self._pulls: dict[str, _Pull] = {}  # by request id
         self._held: set[str] = set()  # requests whose blocks another will fetch
-        self._listeners: list[Callable[[api.PullReport], None]] = []
+        self._listeners: list[Callable[[sharing.ImportReport], None]] = []
         self._sink: api.EngineSink | None = None
 
     @property
@@ -115,21 +116,21 @@ class RemoteEngine:
             self._forget(request_id)
         await self._engine.stop()
 
-    def open_blocks(self) -> None:
-        """See `api.RemotePrefill`. vLLM's connector lends whatever it is told to hold."""
+    def enable_export(self) -> None:
+        """See `api.KvTransferPeer`. vLLM's connector lends whatever it is told to hold."""
         self._is_open = True
 
     @property
     def transfer_metadata(self) -> bytes | None:
-        """See `api.RemotePrefill`."""
+        """See `api.KvTransferPeer`."""
         return self._me if self._is_open and self._sink is not None else None
 
-    def on_pull(self, listener: Callable[[api.PullReport], None]) -> None:
-        """See `api.RemotePrefill`. The time told is that until the first token; vLLM's own metrics have the copy's."""
+    def on_import(self, listener: Callable[[sharing.ImportReport], None]) -> None:
+        """See `api.KvTransferPeer`. The time told is that until the first token; vLLM's own metrics have the copy's."""
         self._listeners.append(listener)
 
-    async def connect(self, metadata: bytes, *, deadline_s: float) -> str:
-        """See `api.RemotePrefill`. Nothing is sent: vLLM shakes hands itself."""
+    async def connect_peer(self, metadata: bytes, *, deadline_s: float) -> str:
+        """See `api.KvTransferPeer`. Nothing is sent: vLLM shakes hands itself."""
         try:
             other = msgspec.json.decode(metadata, type=_Metadata)
         except msgspec.DecodeError as error:
@@ -140,8 +141,8 @@ class RemoteEngine:
             )
         return other.vllm_engine_id
 
-    async def disconnect(self, engine_id: str) -> None:
-        """See `api.RemotePrefill`."""
+    async def disconnect_peer(self, engine_id: str) -> None:
+        """See `api.KvTransferPeer`."""
 
     def heard(self, batch: Sequence[api.EngineOutput]) -> Sequence[api.EngineOutput]:
         """From vLLM: the first outputs of some requests may be here."""
@@ -203,7 +204,7 @@ class RemoteEngine:
 
     def _tell(self, pull: _Pull, error: errors.DynamoError | None) -> None:
         params = pull.request.kv_transfer_params or {}
-        report = api.PullReport(
+        report = sharing.ImportReport(
             request_id=pull.request.id,
             engine_id=_source(params),
             num_blocks=_num_blocks(params),

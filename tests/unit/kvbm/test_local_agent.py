@@ -5,13 +5,12 @@ import sys
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine import agents
-from dynamo.engine.transfer_settings import TransferConfig
+from dynamo.kvbm import local_agent
 
 
 def make(*backends):
-    settings = TransferConfig(kv_transfer_backends=backends)
-    return agents.make("native", settings, None, lambda *said: None)
+    settings = local_agent.TransferConfig(kv_transfer_backends=backends)
+    return local_agent.make_agent("native", settings, None, lambda *said: None)
 
 
 def test_a_way_that_nobody_knows_is_refused_by_name():

@@ -53,11 +53,11 @@ class Engine:
 
     def copy(self, source):
         """What begins is done at once; gives the copies, which have not ended."""
-        pulls = self.batch.take_pulls()
-        for pull in pulls:
-            for mine, theirs in zip(pull.local_blocks, pull.remote_blocks, strict=True):
+        imports = self.batch.take_imports()
+        for kv_import in imports:
+            for mine, theirs in zip(kv_import.local_blocks, kv_import.remote_blocks, strict=True):
                 self.names[mine * SIZE] = source.names[theirs * SIZE]
-        return pulls
+        return imports
 
 
 def prompt(length, seed=0):
@@ -71,12 +71,12 @@ def test_a_choice_takes_part_in_no_step_until_its_prompt_is_copied():
     params = there.prefill(prompt(22))
     here.submit("r", prompt(22), params)
     before = here.run()
-    (pull,) = here.copy(there)
-    here.batch.end_pull(pull.number, is_copied=True)
+    (kv_import,) = here.copy(there)
+    here.batch.end_import(kv_import.import_id, is_copied=True)
     plan = here.batch.schedule()
 
     assert before == []
-    assert pull.num_tokens == 21
+    assert kv_import.num_tokens == 21
     assert plan.num_prompt_tokens == 1  # the last one
     assert [token for _, output in here.batch.commit() for token in output.token_ids] + (
         here.tokens()
@@ -87,8 +87,8 @@ def test_a_copy_that_failed_is_computed():
     here, there = Engine(), Engine()
     here.submit("r", prompt(22), there.prefill(prompt(22)))
     here.run()
-    (pull,) = here.copy(there)
-    here.batch.end_pull(pull.number, is_copied=False)
+    (kv_import,) = here.copy(there)
+    here.batch.end_import(kv_import.import_id, is_copied=False)
 
     assert here.batch.schedule().num_prompt_tokens == 22
 
@@ -96,7 +96,7 @@ def test_a_copy_that_failed_is_computed():
 def test_blocks_that_were_given_to_others_meanwhile_make_another_answer():
     here, there = Engine(), Engine()
     params = there.prefill(prompt(22))
-    there.batch.release_held(params["remote_hold_id"])
+    there.batch.release_lease(params["remote_hold_id"])
     for seed in range(1, 9):  # others take all blocks
         there.submit(f"other {seed}", prompt(40, seed))
     there.run()
@@ -105,8 +105,8 @@ def test_blocks_that_were_given_to_others_meanwhile_make_another_answer():
     here.batch.clear()
     here.submit("r", prompt(22), params)
     here.run()
-    (pull,) = here.copy(there)
-    here.batch.end_pull(pull.number, is_copied=True)
+    (kv_import,) = here.copy(there)
+    here.batch.end_import(kv_import.import_id, is_copied=True)
 
     assert here.tokens() != expected
 
@@ -115,10 +115,10 @@ def test_what_is_aborted_while_it_waits_is_free_when_its_copy_has_ended():
     here, there = Engine(), Engine()
     here.submit("r", prompt(22), there.prefill(prompt(22)))
     here.run()
-    (pull,) = here.copy(there)
+    (kv_import,) = here.copy(there)
     here.batch.abort("r")
     during = here.memory.pool.num_active
-    here.batch.end_pull(pull.number, is_copied=True)
+    here.batch.end_import(kv_import.import_id, is_copied=True)
 
     assert during == 6
     assert here.memory.pool.num_active == 0
@@ -129,8 +129,8 @@ def test_held_blocks_are_free_once_they_are_released():
     there = Engine()
     params = there.prefill(prompt(22))
     during = there.memory.pool.num_active
-    there.batch.release_held(params["remote_hold_id"])
-    there.batch.release_held(params["remote_hold_id"])
+    there.batch.release_lease(params["remote_hold_id"])
+    there.batch.release_lease(params["remote_hold_id"])
 
     assert during == 6
     assert there.memory.pool.num_active == 0
@@ -150,8 +150,8 @@ def test_choices_wait_for_the_one_that_copies_their_prompt():
         )
     )
     before = here.run()
-    (pull,) = here.copy(there)
-    here.batch.end_pull(pull.number, is_copied=True)
+    (kv_import,) = here.copy(there)
+    here.batch.end_import(kv_import.import_id, is_copied=True)
     plan = here.batch.schedule()
 
     assert before == []

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dynamo.engine import lending
+from dynamo.kvbm import exporter as exporters
 from dynamo.protocols import generate, kv_transfer
 from dynamo.transfer import descriptors
 
@@ -21,11 +21,11 @@ class Owner:
     def __init__(self):
         self.released = []
 
-    def end_pull(self, number, *, is_copied):
+    def end_import(self, import_id, *, is_copied):
         raise AssertionError
 
-    def release_held(self, number):
-        self.released.append(number)
+    def release_lease(self, lease_id):
+        self.released.append(lease_id)
 
 
 @pytest.fixture
@@ -34,16 +34,16 @@ def owner():
 
 
 @pytest.fixture
-async def lender(owner):
-    lender = made(owner)
-    yield lender
-    lender.close()
+async def exporter(owner):
+    exporter = made(owner)
+    yield exporter
+    exporter.close()
 
 
 def made(owner, hold_s=LONG_S):
-    lender = lending.Lender(hold_s=hold_s)
-    lender.begin(owner)
-    return lender
+    exporter = exporters.KvExporter(lease_s=hold_s)
+    exporter.set_owner(owner)
+    return exporter
 
 
 def output(number=3):
@@ -54,35 +54,35 @@ def output(number=3):
     )  # fmt: skip
 
 
-def hold(lender, number=3, ask=kv_transfer.ASK):
+def hold(exporter, number=3, ask=kv_transfer.ASK):
     request = generate.Request(id="r", model="m", token_ids=b"", kv_transfer_params=ask)
-    told = lender.held(request, output(number), ME)
+    told = exporter.publish_lease(request, output(number), ME)
     return kv_transfer.read(told.kv_transfer_params)
 
 
-async def test_a_reader_is_told_where_the_blocks_are_and_for_how_long(lender):
-    remote = hold(lender)
+async def test_a_reader_is_told_where_the_blocks_are_and_for_how_long(exporter):
+    remote = hold(exporter)
 
     assert (remote.remote_block_ids, remote.remote_engine_id) == ((1, 2), "e")
     assert (remote.remote_host, remote.remote_port) == ("10.0.0.1", 77)
     assert (remote.remote_hold_id, remote.remote_hold_s) == (3, LONG_S)
 
 
-async def test_the_token_comes_along_if_it_was_asked_for(lender):
+async def test_the_token_comes_along_if_it_was_asked_for(exporter):
     first = kv_transfer.FirstToken(5, generate.TokenLogprobs(-1.0), 16)
 
-    assert hold(lender, 1).first_token is None
-    assert hold(lender, 2, kv_transfer.ASK_WITH_TOKEN).first_token == first
+    assert hold(exporter, 1).first_token is None
+    assert hold(exporter, 2, kv_transfer.ASK_WITH_TOKEN).first_token == first
 
 
-async def test_what_is_read_is_free_and_then_nobody_waits(lender, owner):
+async def test_what_is_read_is_free_and_then_nobody_waits(exporter, owner):
     for number in (1, 2):
-        hold(lender, number)
-    waiting = asyncio.create_task(lender.until_read())
-    lender.notified("peer", b"release 2")
+        hold(exporter, number)
+    waiting = asyncio.create_task(exporter.wait_until_released())
+    exporter.handle_notification("peer", b"release 2")
     await asyncio.sleep(0)
     was_done = waiting.done()
-    lender.notified("peer", lending.release_message(hold(lender, 1)))
+    exporter.handle_notification("peer", exporters.release_message(hold(exporter, 1)))
     await asyncio.wait_for(waiting, DEADLINE_S)
 
     assert not was_done
@@ -90,25 +90,25 @@ async def test_what_is_read_is_free_and_then_nobody_waits(lender, owner):
 
 
 async def test_what_nobody_reads_is_free_in_the_end(owner, caplog):
-    lender = made(owner, hold_s=0)
-    hold(lender)
-    await asyncio.wait_for(lender.until_read(), DEADLINE_S)
+    exporter = made(owner, hold_s=0)
+    hold(exporter)
+    await asyncio.wait_for(exporter.wait_until_released(), DEADLINE_S)
 
     assert owner.released == [3]
-    assert "nobody came for the blocks held as 3" in caplog.text
+    assert "no engine read the blocks of lease 3 in time" in caplog.text
 
 
-async def test_what_nobody_has_heard_of_is_free_at_once(lender, owner):
-    lender.unheard(output())
-    lender.unheard(generate.Output((5,)))
-    await asyncio.wait_for(lender.until_read(), DEADLINE_S)
+async def test_what_nobody_has_heard_of_is_free_at_once(exporter, owner):
+    exporter.cancel_lease(output())
+    exporter.cancel_lease(generate.Output((5,)))
+    await asyncio.wait_for(exporter.wait_until_released(), DEADLINE_S)
 
     assert owner.released == [3]
 
 
 @pytest.mark.parametrize("message", [b"", b"release", b"release x", b"keep 3", b"\xff"])
-async def test_other_words_release_nothing(lender, owner, caplog, message):
-    lender.notified("peer", message)
+async def test_other_words_release_nothing(exporter, owner, caplog, message):
+    exporter.handle_notification("peer", message)
 
     assert owner.released == []
     assert "peer said" in caplog.text

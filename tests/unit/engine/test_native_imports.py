@@ -25,7 +25,7 @@ class Pulling(Engine):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.pulls = []
+        self.imports = []
 
     def submit_with(self, params, *args, **kwargs):
         request = make_request(*args, **kwargs)
@@ -41,7 +41,7 @@ class Pulling(Engine):
 
     def step(self):
         chunks = self.scheduler.schedule()
-        self.pulls += self.scheduler.take_pulls()
+        self.imports += self.scheduler.take_imports()
         result = self.scheduler.commit(chunks, [self.compute(chunk) for chunk in chunks])
         for request, output in result.outputs:
             self.outputs.setdefault((request.id, output.index), []).extend(output.token_ids)
@@ -49,21 +49,21 @@ class Pulling(Engine):
                 self.finished[request.id, output.index] = output
         return chunks
 
-    def end(self, pull, *, is_copied):
+    def end(self, kv_import, *, is_copied):
         """Write what the peer holds, as the copy would."""
-        prompt = make_prompt(pull)
+        prompt = make_prompt(kv_import)
         if is_copied:
-            is_whole = pull.remote.first_token is not None
+            is_whole = kv_import.remote.first_token is not None
             need = -(-(len(prompt) - (not is_whole)) // self.block_size)
-            for i, block in enumerate(pull.local_blocks, need - len(pull.local_blocks)):
+            for i, block in enumerate(kv_import.local_blocks, need - len(kv_import.local_blocks)):
                 for slot in range(self.block_size):
                     end = i * self.block_size + slot + 1
                     self.content[block, slot] = tuple(prompt[:end])
-        self.scheduler.end_pull(pull.number, is_copied=is_copied)
+        self.scheduler.end_import(kv_import.import_id, is_copied=is_copied)
 
 
-def make_prompt(pull):
-    return blocks.unpack(pull.request.token_ids)
+def make_prompt(kv_import):
+    return blocks.unpack(kv_import.request.token_ids)
 
 
 def test_while_a_prompt_is_copied_others_go_on():
@@ -73,7 +73,7 @@ def test_while_a_prompt_is_copied_others_go_on():
     sizes = [{c.sequence.request.id: c.num_tokens for c in engine.step()} for _ in range(5)]
 
     assert sizes == [{"a": 1}] * 5
-    assert [len(pull.local_blocks) for pull in engine.pulls] == [5]
+    assert [len(kv_import.local_blocks) for kv_import in engine.imports] == [5]
     assert engine.scheduler.load().worker_stats.num_requests_waiting == 1
 
 
@@ -82,7 +82,7 @@ def test_of_a_copied_prompt_the_last_token_is_computed():
     engine.submit_remote("a", range(20), max_tokens=3)
     assert not engine.step()
     assert not engine.scheduler.has_work
-    engine.end(engine.pulls[0], is_copied=True)
+    engine.end(engine.imports[0], is_copied=True)
     (chunk,) = engine.step()
     engine.run()
 
@@ -94,12 +94,12 @@ def test_a_prompt_that_came_with_a_token_is_copied_whole_and_that_token_is_compu
     engine = Pulling()
     engine.submit_remote("a", range(20), has_token=True, max_tokens=3)
     engine.step()
-    (pull,) = engine.pulls
-    engine.end(pull, is_copied=True)
+    (kv_import,) = engine.imports
+    engine.end(kv_import, is_copied=True)
     (chunk,) = engine.step()
     engine.run()
 
-    assert pull.num_tokens == 20
+    assert kv_import.num_tokens == 20
     assert (chunk.start, chunk.num_tokens) == (20, 1)
     assert engine.outputs["a", 0] == answer(range(20), 3)
 
@@ -108,7 +108,7 @@ def test_several_choices_begin_with_no_token_of_others():
     engine = Pulling()
     engine.submit_with(place(5, first=99), "a", range(20), n=2, max_tokens=2)
     engine.step()
-    engine.end(engine.pulls[0], is_copied=False)
+    engine.end(engine.imports[0], is_copied=False)
     engine.run()
 
     assert engine.outputs["a", 0] == answer(range(20), 2)
@@ -119,7 +119,7 @@ def test_a_prompt_that_was_not_copied_is_computed():
     engine = Pulling()
     engine.submit_remote("a", range(20), max_tokens=3)
     engine.step()
-    engine.end(engine.pulls[0], is_copied=False)
+    engine.end(engine.imports[0], is_copied=False)
     engine.run()
 
     assert engine.outputs["a", 0] == answer(range(20), 3)
@@ -133,7 +133,7 @@ def test_only_what_is_not_known_is_copied_and_nothing_if_all_is():
     engine.submit_remote("c", range(9), max_tokens=1)
     engine.step()
 
-    assert [pull.remote_blocks for pull in engine.pulls] == [(102, 103, 104), ()]
+    assert [kv_import.remote_blocks for kv_import in engine.imports] == [(102, 103, 104), ()]
     assert ("c", 0) in engine.finished
 
 
@@ -144,9 +144,9 @@ def test_blocks_of_an_aborted_copy_stay_taken_until_it_ends():
     engine.scheduler.abort("a")
     during = engine.paging.num_active
     engine.submit_remote("a", range(50, 70), max_tokens=1)  # the id is in use again
-    engine.end(engine.pulls[0], is_copied=True)
+    engine.end(engine.imports[0], is_copied=True)
     engine.step()
-    engine.end(engine.pulls[1], is_copied=True)
+    engine.end(engine.imports[1], is_copied=True)
     engine.run()
 
     assert during == 5
@@ -160,8 +160,8 @@ def test_blocks_are_held_until_they_are_released():
     engine.run()
     held = engine.finished["a", 0].kv_transfer_params
     active = engine.paging.num_active
-    engine.scheduler.release_held(held["remote_hold_id"])
-    engine.scheduler.release_held(held["remote_hold_id"])
+    engine.scheduler.release_lease(held["remote_hold_id"])
+    engine.scheduler.release_lease(held["remote_hold_id"])
 
     assert len(held["remote_block_ids"]) == active == 3
     assert engine.paging.num_active == 0
@@ -173,7 +173,7 @@ def test_those_that_wait_for_held_blocks_are_computed_when_these_are_released():
     engine.step()
     engine.submit("b", range(20, 34), max_tokens=1)
     assert not engine.step()
-    engine.scheduler.release_held(engine.finished["a", 0].kv_transfer_params["remote_hold_id"])
+    engine.scheduler.release_lease(engine.finished["a", 0].kv_transfer_params["remote_hold_id"])
     engine.run()
 
     assert engine.outputs["b", 0] == answer(range(20, 34), 1)
@@ -218,10 +218,10 @@ def test_every_answer_comes_whatever_becomes_of_the_copies(plan, num_blocks, seq
             if spec["aborted_at"] == now:
                 aborted |= {s.request.id for s in engine.scheduler.abort(str(i))}
         engine.step()
-        for pull in engine.pulls:
-            spec = plan[int(pull.request.id)]
-            if ends_at.setdefault(pull.number, now + spec["copy_takes"]) == now:
-                engine.end(pull, is_copied=spec["is_copied"])
+        for kv_import in engine.imports:
+            spec = plan[int(kv_import.request.id)]
+            if ends_at.setdefault(kv_import.import_id, now + spec["copy_takes"]) == now:
+                engine.end(kv_import, is_copied=spec["is_copied"])
     expected = {
         (str(i), index): answer(
             spec["prompt"], min(spec["max_tokens"], 4 * num_blocks - len(spec["prompt"])), index

@@ -1,0 +1,164 @@
+"""KV blocks that an engine shares with other engines for a while, as the engine's scheduler sees them.
+
+An *export* is a set of blocks under a lease: they were computed for another engine, and stay in the pool until the
+lease is released. `exporter` decides when that is.
+
+An *import* is a copy of another engine's blocks into ours. A sequence whose prompt another engine has computed gets
+blocks like any other sequence, and then takes part in no step (vLLM's state WAITING_FOR_REMOTE_KVS) until the copy has
+ended. After a successful copy only its last token is left to compute: the first token of the answer if that came with
+the prompt, else the last token of the prompt. After a failed copy the engine computes what its own cache lacks. The
+blocks of a sequence that is aborted during the copy belong to the copy, and are freed when it ends.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from dynamo.base import errors
+from dynamo.kvbm import pool as pools
+from dynamo.protocols import generate, kv_transfer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvImport:
+    """A copy to make: blocks of a prompt that another engine has computed, and our blocks to copy them to.
+
+    Without blocks, the prompt needs no copy, and the exporting engine can free its blocks.
+    """
+
+    import_id: int
+    request: generate.Request
+    remote: kv_transfer.RemoteBlocks
+    local_blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]
+    num_tokens: (
+        int  # to copy; the last token is always computed here, because its logits are needed
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportReport:
+    """The outcome of one import."""
+
+    request_id: str
+    engine_id: str  # of the exporting engine
+    num_blocks: int  # copied
+    duration_s: float
+    error: errors.DynamoError | None  # then the prompt is computed here
+
+
+class BlockOwner(Protocol):
+    """The engine that owns the blocks. Called on the event loop."""
+
+    def end_import(self, import_id: int, *, is_copied: bool) -> None:
+        """Let the sequence that waits for this import go on; nothing writes to its blocks any more."""
+        ...
+
+    def release_lease(self, lease_id: int) -> None:
+        """Free the blocks under this lease. An unknown id is no error."""
+        ...
+
+
+class ImportingSequence(Protocol):
+    """The fields of an engine's sequence that an import reads and writes."""
+
+    request: generate.Request
+    block_ids: list[int]
+    num_computed: int  # tokens
+    remote: (
+        kv_transfer.RemoteBlocks | None
+    )  # the prompt's blocks at another engine, until the import begins
+    is_importing: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and of the answer so far."""
+        ...
+
+
+S = TypeVar("S", bound=ImportingSequence)
+
+
+class SharedBlocks(Generic[S]):
+    """Leases and imports of one pool. Mutable; the owner of the pool owns it.
+
+    Several pools that lie behind one another in one registered region (data-parallel ranks) take ids from one iterator,
+    and `first_block` is the position of this pool's block 0 in the region.
+    """
+
+    def __init__(
+        self,
+        pool: pools.BlockPool,
+        block_size: int,
+        *,
+        first_block: int = 0,
+        ids: Iterator[int] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._first_block = first_block
+        self._ids = ids or itertools.count(1)
+        self._sequence_by_import: dict[int, S] = {}
+        self._new_imports: list[KvImport] = []
+        self._blocks_by_lease: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def num_importing(self) -> int:
+        """Sequences that wait for an import."""
+        return len(self._sequence_by_import)
+
+    def begin_import(self, sequence: S) -> bool:
+        """Request the blocks that a newly admitted sequence lacks, once. Return whether the sequence has to wait."""
+        remote, sequence.remote = sequence.remote, None
+        if remote is None:
+            return False
+        first, end = self._missing_blocks(sequence, len(remote.remote_block_ids))
+        kv_import = KvImport(
+            import_id=next(self._ids),
+            request=sequence.request,
+            remote=remote,
+            local_blocks=tuple(self._first_block + i for i in sequence.block_ids[first:end]),
+            remote_blocks=remote.remote_block_ids[first:end],
+            num_tokens=sequence.num_tokens - 1 - sequence.num_computed if first < end else 0,
+        )
+        self._new_imports.append(kv_import)
+        if first == end:
+            return False
+        sequence.is_importing = True
+        self._sequence_by_import[kv_import.import_id] = sequence
+        return True
+
+    def take_imports(self) -> list[KvImport]:
+        """Return the imports that began since the last call."""
+        imports, self._new_imports = self._new_imports, []
+        return imports
+
+    def end_import(self, import_id: int) -> S | None:
+        """Return the sequence that waited for this import; None if none did."""
+        sequence = self._sequence_by_import.pop(import_id, None)
+        if sequence is not None:
+            sequence.is_importing = False
+        return sequence
+
+    def lease_blocks(self, block_ids: list[int]) -> dict[str, Any]:
+        """Keep these blocks after their sequence ends. Return the part of the KV transfer parameters known here."""
+        lease_id, leased = next(self._ids), tuple(block_ids)
+        self._pool.retain(leased)
+        self._blocks_by_lease[lease_id] = leased
+        ids = tuple(self._first_block + i for i in leased)
+        return {"remote_block_ids": ids, "remote_hold_id": lease_id}
+
+    def release_lease(self, lease_id: int) -> None:
+        """Free leased blocks. An unknown id is no error: the importing engine and the time limit may both release."""
+        self._pool.release(self._blocks_by_lease.pop(lease_id, ()))
+
+    def _missing_blocks(self, sequence: S, num_remote: int) -> tuple[int, int]:
+        """Return the first and the end index of the blocks to copy: all tokens but the last need them.
+
+        Nothing is copied if the other engine has too few blocks, or if the prompt is to be scored here.
+        """
+        first = sequence.num_computed // self._block_size
+        end = -(-(sequence.num_tokens - 1) // self._block_size)
+        is_scored = sequence.request.output_options.prompt_logprobs is not None
+        return (first, end) if first < end <= num_remote and not is_scored else (0, 0)
