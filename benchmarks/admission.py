@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from dynamo.base import clock
-from dynamo.frontend.admission import gate, keys, limits, metrics
+from dynamo.frontend.admission import api_keys, metrics, permits, rate_limits
 from dynamo.observability import metrics as observed
 
 NUM_REQUESTS = 20_000
@@ -20,20 +20,20 @@ class Caller:
         """It does not."""
 
 
-def ask_with_key(book: keys.GuestBook) -> None:
+def ask_with_key(book: api_keys.ApiKeyRegistry) -> None:
     """What the door and the desk do for each request of a key with limits, whose tenant has some too."""
     headers, now = {"authorization": "Bearer sk-12345678-777"}, time.monotonic
     for _ in range(NUM_REQUESTS):
         guest = book.identify(headers)
-        limits.take_request(guest.accounts, now())
-        limits.headers(guest.accounts, now())
+        rate_limits.charge_request(guest.accounts, now())
+        rate_limits.limit_headers(guest.accounts, now())
         guest = book.identify(headers)
-        limits.begin(guest.accounts, 100, now())
-        limits.headers(guest.accounts, now())
-        limits.end(guest.accounts, 100, now())
+        rate_limits.start_response(guest.accounts, 100, now())
+        rate_limits.limit_headers(guest.accounts, now())
+        rate_limits.finish_response(guest.accounts, 100, now())
 
 
-async def pass_gate(entry: gate.Gate) -> None:
+async def pass_gate(entry: permits.ModelPermits) -> None:
     """In and out, with room."""
     caller = Caller()
     for _ in range(NUM_REQUESTS):
@@ -58,11 +58,11 @@ def main() -> None:
         f'[[keys]]\nname = "k{i}"\nkey = "sk-12345678-{i}"\ntenant = "t"\n{PLENTY}'
         for i in range(1000)
     )
-    book = keys.GuestBook()
-    book.replace(keys.read(f"[tenants.t]\n{PLENTY}{entries}"), time.monotonic())
+    book = api_keys.ApiKeyRegistry()
+    book.replace(api_keys.parse_key_file(f"[tenants.t]\n{PLENTY}{entries}"), time.monotonic())
     counts = metrics.AdmissionMetrics(observed.Registry("bench"))
-    rules = gate.Rules(concurrency_limit=64, queue_limit=8, queue_timeout_s=1)
-    entry = gate.Gate("m", rules, lambda: None, counts, clock.SystemClock())
+    rules = permits.AdmissionPolicy(concurrency_limit=64, queue_limit=8, queue_timeout_s=1)
+    entry = permits.ModelPermits("m", rules, lambda: None, counts, clock.SystemClock())
     measure("key, tenant, limits, headers", lambda: ask_with_key(book))
     measure("gate", lambda: asyncio.run(pass_gate(entry)))
 

@@ -54,7 +54,7 @@ def load(directory: Path) -> preprocessor.Preprocessor:
     card = model_card.ModelCard(
         display_name="m", source_path=str(directory), context_length=2**20, kv_cache_block_size=16
     )
-    return loading.load(card, clock.SystemClock())
+    return loading.load_preprocessor(card, clock.SystemClock())
 
 
 def body_of(text: str) -> bytes:

@@ -12,8 +12,8 @@ from dynamo.disagg import metrics as disagg_metrics
 from dynamo.disagg import settings as disagg_settings
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
+from dynamo.frontend import request_records as records
 from dynamo.frontend.admission import metrics as admission_metrics
-from dynamo.frontend.records import wanted as records
 from dynamo.observability import loop_delay, metrics
 from dynamo.protocols import instances
 from dynamo.router import __main__ as router_main
@@ -78,7 +78,7 @@ def _frontend_registry() -> prometheus_client.CollectorRegistry:
     registry = metrics.Registry("dynamo_frontend")
     frontend_metrics.FrontendMetrics(registry, clock.SystemClock().now)
     loop_delay.LoopDelay(registry, clock.SystemClock())
-    records.Records(frontend_config.FrontendConfig(), registry, clock.SystemClock())
+    records.RequestRecords(frontend_config.FrontendConfig(), registry, clock.SystemClock())
     admission_metrics.AdmissionMetrics(registry)
     router_metrics.RouterMetrics(registry, "")
     disagg_metrics.RoutedMetrics(registry)

@@ -8,8 +8,8 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
-from dynamo.frontend.catalog import model_fetch
-from dynamo.preprocess import answer, loading, preprocessor
+from dynamo.frontend.model_registry import file_fetcher
+from dynamo.preprocess import choice_text, loading, preprocessor
 from dynamo.protocols import generate, instances, model_card, openai_chat
 from dynamo.runtime import client, component, requests
 
@@ -81,7 +81,7 @@ async def connect(
         raise errors.NoWorkers(f"{name} is served, but no model is: nothing to talk to")
     record = msgspec.json.decode(next(iter(records.values())), type=model_card.CardRecord)
     card = await _brought(runtime, endpoint, record)
-    processor = await asyncio.to_thread(loading.load, card, clock)
+    processor = await asyncio.to_thread(loading.load_preprocessor, card, clock)
     return Session(endpoint, processor, card.display_name, clock)
 
 
@@ -92,16 +92,16 @@ async def _brought(
 ) -> model_card.ModelCard:
     """With files that can be read here. Raises ConfigError."""
     plane = runtime.requests
-    fetch = model_fetch.ModelFetch(plane, runtime.services, model_fetch.directory(None))
+    fetch = file_fetcher.FileFetcher(plane, runtime.services, file_fetcher.cache_directory(None))
     instance = endpoint.instances.get(record.instance_id)
-    giver = model_fetch.Giver.of(instance, plane.name) if instance is not None else None
+    giver = file_fetcher.FileProvider.of(instance, plane.name) if instance is not None else None
     return await fetch.bring(record.card_json, (giver,) if giver is not None else ())
 
 
 class _Teller(requests.Receiver):
     """Turns outputs into text and tells it at once."""
 
-    def __init__(self, text: answer.AnswerText, on_text: Callable[[str], None]) -> None:
+    def __init__(self, text: choice_text.ChoiceText, on_text: Callable[[str], None]) -> None:
         self.text = text
         self.pieces: list[str] = []
         self.finish_reason = ""

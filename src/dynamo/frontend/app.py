@@ -5,14 +5,22 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.frontend import apis, clearing, embeddings, pipeline, responses, roads, token_counts
-from dynamo.frontend.admission import desk
+from dynamo.frontend import (
+    apis,
+    cache_clearing,
+    embeddings,
+    pipeline,
+    responses,
+    roads,
+    token_counts,
+)
+from dynamo.frontend.admission import controller
 from dynamo.frontend.answer import delivery, sse
-from dynamo.frontend.catalog import models
-from dynamo.frontend.catalog.served_model import ServedModel
 from dynamo.frontend.description import pages
 from dynamo.frontend.kserve import routes
-from dynamo.frontend.processes import merged_metrics, shared_responses, siblings
+from dynamo.frontend.model_registry import registry
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
+from dynamo.frontend.processes import peers, shared_responses
 from dynamo.observability import metrics
 from dynamo.protocols import anthropic_errors, kserve_errors, openai_errors
 from dynamo.runtime.http import exchange, router
@@ -47,12 +55,12 @@ class App:
     def __init__(
         self,
         answers: roads.Roads,
-        known: models.Models,
+        known: registry.ModelRegistry,
         remembered: responses.Responses,
-        caches: clearing.CacheClearing,
+        caches: cache_clearing.CacheClearer,
         registry: metrics.Registry,
-        counter: desk.Desk,
-        others: siblings.Siblings,
+        counter: controller.Desk,
+        others: peers.Peers,
         shared: shared_responses.SharedResponses,
     ) -> None:
         self._pipeline = answers.text
@@ -102,7 +110,7 @@ class App:
             },
             error_body=error_body,
         )
-        self.sibling_routes: siblings.Routes = {
+        self.sibling_routes: peers.PeerRoutes = {
             ("GET", "/metrics"): self._metrics,
             ("POST", "/busy_threshold"): self._computes(counter.thresholds.change),
             **shared.routes,
@@ -188,7 +196,7 @@ class App:
         """Those of all processes at this port."""
         found = await self._siblings.ask("GET", "/metrics")
         found[self._siblings.name or ""] = self._registry.render()
-        page = merged_metrics.merge({name: found[name].decode() for name in sorted(found)})
+        page = peers.merge_metrics({name: found[name].decode() for name in sorted(found)})
         caller.respond(200, page.encode(), content_type=metrics.CONTENT_TYPE)
 
     async def _change_thresholds(self, body: bytes) -> dict[str, Any]:
@@ -225,7 +233,7 @@ def _live(caller: exchange.Exchange) -> None:
     caller.respond(200, b'{"status":"live","message":"Service is live"}')
 
 
-def _model_object(model: ServedModel) -> dict[str, Any]:
+def _model_object(model: RegisteredModel) -> dict[str, Any]:
     told = {
         "id": model.name,
         "object": "model",

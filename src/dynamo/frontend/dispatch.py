@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.frontend import extras, metrics, migration
+from dynamo.frontend import metrics, migration, nvext_response
 from dynamo.frontend.answer import delivery
 from dynamo.frontend.answer.leg import Leg
-from dynamo.frontend.catalog.served_model import ServedModel
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate
 from dynamo.router import route
@@ -30,8 +30,8 @@ class Dispatcher:
 
     def __init__(
         self,
-        find: Callable[[str], ServedModel],
-        rules: migration.Rules,
+        find: Callable[[str], RegisteredModel],
+        rules: migration.MigrationPolicy,
         clock: clocks.Clock,
         timeout_s: float | None,
     ) -> None:
@@ -40,17 +40,17 @@ class Dispatcher:
         self.clock = clock
         self.timeout_s = timeout_s
         self.tasks = tasks.Tasks()
-        self.busy_workers: Callable[[ServedModel], Collection[int]] = _nobody
+        self.busy_workers: Callable[[RegisteredModel], Collection[int]] = _nobody
 
     async def begin(
         self,
-        model: ServedModel,
+        model: RegisteredModel,
         reply: delivery.Delivery,
         meter: metrics.RequestMeter,
         instance_id: int | None,
     ) -> None:
         """Each prompt to a worker."""
-        trip = Trip(self, model, reply, meter, instance_id)
+        trip = RequestDispatch(self, model, reply, meter, instance_id)
         reply.go_on = trip.go_on
         avoid = self.busy_workers(model)
         for leg in reply.prompt_legs():
@@ -69,7 +69,7 @@ class Dispatcher:
         await self.tasks.close()
 
 
-class Trip:
+class RequestDispatch:
     """Of one request."""
 
     __slots__ = ("_instance_id", "_meter", "_model", "_reply", "_shared", "_until")
@@ -77,7 +77,7 @@ class Trip:
     def __init__(
         self,
         shared: Dispatcher,
-        model: ServedModel,
+        model: RegisteredModel,
         reply: delivery.Delivery,
         meter: metrics.RequestMeter,
         instance_id: int | None,
@@ -90,7 +90,7 @@ class Trip:
         limit_s = shared.timeout_s
         self._until = None if limit_s is None else shared.clock.now() + limit_s
 
-    async def send(self, leg: Leg, model: ServedModel, avoid: Collection[int]) -> None:
+    async def send(self, leg: Leg, model: RegisteredModel, avoid: Collection[int]) -> None:
         """To an instance, if possible none of `avoid`. Raises what `ServedModel.open` does."""
         stream = await model.open(
             leg.request,
@@ -119,10 +119,10 @@ class Trip:
             limit=rules.limit_of(card.migration_limit),
             seq_len=origin.prompt_len + max(map(blocks.count, answered.values())),
         )
-        if verdict is not migration.Verdict.MOVE:
+        if verdict is not migration.MigrationVerdict.MOVE:
             self._refuse(verdict, error)
             return False
-        legs = self._reply.split(leg, migration.rest(origin, answered))
+        legs = self._reply.split(leg, migration.remaining_requests(origin, answered))
         self._shared.tasks.start("migrate a request", self._move(legs, error))
         return True
 
@@ -131,11 +131,11 @@ class Trip:
         is_full = leg.num_moves > 0 and isinstance(error, errors.Unavailable)
         return is_full or isinstance(error, errors.WorkerLost)
 
-    def _refuse(self, verdict: migration.Verdict, error: errors.DynamoError) -> None:
+    def _refuse(self, verdict: migration.MigrationVerdict, error: errors.DynamoError) -> None:
         token = logs.about.set(self._subject)
-        if verdict is migration.Verdict.EXHAUSTED:
+        if verdict is migration.MigrationVerdict.EXHAUSTED:
             _logger.warning("Migration limit exhausted (%s)", error)
-        elif verdict is migration.Verdict.TOO_LONG:
+        elif verdict is migration.MigrationVerdict.TOO_LONG:
             self._meter.was_too_long_to_move()
             _logger.warning("the request is longer than --migration-max-seq-len (%s)", error)
         logs.about.reset(token)
@@ -147,7 +147,7 @@ class Trip:
         if isinstance(error, errors.Unavailable):  # it was tried a moment ago
             await self._shared.clock.sleep(PAUSE_S)
         for leg in legs:
-            if migration.is_complete(leg.request):
+            if migration.has_no_tokens_left(leg.request):
                 leg.receive(generate.Output((), generate.FinishReason.LENGTH))
             elif not self._reply.is_over:
                 await self._place(leg, began_at)
@@ -175,7 +175,7 @@ class Trip:
         num_tokens = leg.request.num_resumed
         _logger.info("the stream goes on after %d tokens and %.1f ms", num_tokens, duration_s * 1e3)
 
-    def _current_model(self) -> ServedModel:
+    def _current_model(self) -> RegisteredModel:
         """The model may have vanished and come back. Raises NoWorkers."""
         model = self._shared.find(self._model.name)
         if model.card.checksums != self._model.card.checksums:
@@ -190,7 +190,7 @@ class Trip:
             leg.cancel()
 
     @property
-    def _extra(self) -> extras.Extras | None:
+    def _extra(self) -> nvext_response.NvextResponse | None:
         return self._reply.order.extra
 
     def _on_asked(self, leg: Leg) -> Callable[[int], None]:
@@ -215,6 +215,6 @@ class Trip:
         return logs.Subject("http-request", arrival.told_id, arrival.trace)
 
 
-def _nobody(model: ServedModel) -> Collection[int]:
+def _nobody(model: RegisteredModel) -> Collection[int]:
     del model
     return ()

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from dynamo.base import errors
 from dynamo.frontend import apis, embedding_shares, metrics, pipeline
-from dynamo.frontend.admission import desk
+from dynamo.frontend.admission import controller
 from dynamo.frontend.answer import delivery, embedding_answer
-from dynamo.frontend.catalog import models
-from dynamo.frontend.catalog.served_model import ServedModel
+from dynamo.frontend.model_registry import registry
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import spans
 from dynamo.protocols import blocks, embed, openai_embeddings
 from dynamo.router import route
@@ -25,7 +25,7 @@ class Embeddings:
 
     def __init__(
         self,
-        known: models.Models,
+        known: registry.ModelRegistry,
         counted: metrics.FrontendMetrics,
         timeout_s: float | None,
         enter_trace: spans.Enter = spans.pass_on,
@@ -34,9 +34,9 @@ class Embeddings:
         self._metrics = counted
         self._timeout_s = timeout_s
         self._enter_trace = enter_trace
-        self._admission: desk.Desk | None = None  # None: everybody comes in
+        self._admission: controller.Desk | None = None  # None: everybody comes in
 
-    def admit_by(self, admission: desk.Desk) -> None:
+    def admit_by(self, admission: controller.Desk) -> None:
         """From now on a request goes past this desk before it goes to a worker."""
         self._admission = admission
 
@@ -68,7 +68,7 @@ class Embeddings:
 
     async def _prepare(
         self,
-        model: ServedModel,
+        model: RegisteredModel,
         request: openai_embeddings.EmbeddingRequest,
         arrival: metrics.Arrival,
     ) -> embed.Request:
@@ -83,7 +83,7 @@ class Embeddings:
 
     async def _dispatch(
         self,
-        model: ServedModel,
+        model: RegisteredModel,
         request: embed.Request,
         answer: embedding_answer.EmbeddingAnswer,
         arrival: metrics.Arrival,
@@ -115,7 +115,7 @@ class Embeddings:
 
 def _order(
     request: openai_embeddings.EmbeddingRequest,
-    model: ServedModel,
+    model: RegisteredModel,
     asked: embed.Request,
     headers: exchange.Headers,
 ) -> embedding_answer.EmbeddingOrder:

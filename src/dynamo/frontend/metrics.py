@@ -36,13 +36,13 @@ UNKNOWN_MODEL = "unknown"  # the label of names that nobody serves: clients cann
 Now = Callable[[], float]
 
 
-class Timed(Protocol):
+class TimedChoice(Protocol):
     """A choice, as far as its timing goes."""
 
     last_at: float | None
 
 
-class Observer(Protocol):
+class RequestObserver(Protocol):
     """Who wants to know of each request that has ended."""
 
     def ended(self, request: "RequestMeter") -> None:
@@ -57,8 +57,8 @@ class FrontendMetrics:
         self,
         registry: metrics.Registry,
         now: Now,
-        observers: Sequence[Observer] = (),
-        migration_rules: migration.Rules = migration.Rules(),  # noqa: B008 (a frozen value)
+        observers: Sequence[RequestObserver] = (),
+        migration_rules: migration.MigrationPolicy = migration.MigrationPolicy(),  # noqa: B008 (a frozen value)
     ) -> None:
         self.now = now
         self.observers = tuple(observers)
@@ -291,7 +291,7 @@ class RequestMeter:
         self.num_cached += num_tokens
         self.model.cached_len.observe(num_tokens)
 
-    def tokens(self, choice: Timed, num_tokens: int) -> None:
+    def tokens(self, choice: TimedChoice, num_tokens: int) -> None:
         """Tokens came for a choice. The one call per token."""
         now = self._now()
         last, choice.last_at = choice.last_at, now

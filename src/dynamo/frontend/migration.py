@@ -16,7 +16,7 @@ import msgspec
 from dynamo.protocols import blocks, generate
 
 
-class Verdict(enum.Enum):
+class MigrationVerdict(enum.Enum):
     """What becomes of a request whose worker is lost."""
 
     MOVE = enum.auto()
@@ -26,7 +26,7 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class MigrationPolicy:
     """How far a request is carried on."""
 
     limit: int = 3  # times; 0: never
@@ -37,18 +37,18 @@ class Rules:
         """The card of a model may lower it."""
         return self.limit if of_card is None else min(self.limit, of_card)
 
-    def verdict(self, *, num_moves: int, limit: int, seq_len: int) -> Verdict:
+    def verdict(self, *, num_moves: int, limit: int, seq_len: int) -> MigrationVerdict:
         """May a request of so many tokens be moved that has been moved so often?"""
         if not limit:
-            return Verdict.NOT_ALLOWED
+            return MigrationVerdict.NOT_ALLOWED
         if num_moves >= limit:
-            return Verdict.EXHAUSTED
+            return MigrationVerdict.EXHAUSTED
         if self.max_seq_len is not None and seq_len > self.max_seq_len:
-            return Verdict.TOO_LONG
-        return Verdict.MOVE
+            return MigrationVerdict.TOO_LONG
+        return MigrationVerdict.MOVE
 
 
-def rest(
+def remaining_requests(
     request: generate.Request, answered: Mapping[int, bytes]
 ) -> Mapping[int, generate.Request]:
     """What to ask for, by the first choice that is asked for; `answered` has the tokens of each choice that is open.
@@ -61,7 +61,7 @@ def rest(
     return {choice: _rest_of(request, choice, tokens) for choice, tokens in answered.items()}
 
 
-def is_complete(request: generate.Request) -> bool:
+def has_no_tokens_left(request: generate.Request) -> bool:
     """Is nothing left to generate? Its worker was lost between the last token and the end."""
     return request.stop_conditions.max_tokens == 0
 

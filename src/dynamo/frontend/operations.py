@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.frontend import status_answers, token_counts
-from dynamo.frontend.admission import thresholds
+from dynamo.frontend.admission import load_thresholds
 from dynamo.observability import metrics
 from dynamo.protocols import (
     anthropic,
@@ -200,7 +200,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/busy_threshold"): Operation(
         summary="Change it for one model; what is left out stays, and null is no threshold",
         tag="Operation",
-        request=thresholds.Change,
+        request=load_thresholds.ThresholdChange,
         answer=status_answers.ModelThresholds,
         errors=READS,
         example={"active_decode_blocks_threshold": 0.9},

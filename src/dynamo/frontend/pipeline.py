@@ -9,12 +9,19 @@ import re
 from collections.abc import Sequence
 
 from dynamo.base import clock, errors, ids
-from dynamo.frontend import apis, dispatch, extras, identity, metrics, routing_headers
-from dynamo.frontend.admission import desk
+from dynamo.frontend import (
+    apis,
+    audit,
+    dispatch,
+    identity,
+    metrics,
+    nvext_response,
+    routing_headers,
+)
+from dynamo.frontend.admission import controller
 from dynamo.frontend.answer import delivery, instance_query, sse, whole_delivery
-from dynamo.frontend.catalog import models
-from dynamo.frontend.catalog.served_model import ServedModel
-from dynamo.frontend.records import audit
+from dynamo.frontend.model_registry import registry
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import logs, spans
 from dynamo.protocols import generate, openai_fields
 from dynamo.runtime.http import exchange
@@ -28,12 +35,12 @@ class Pipeline:
 
     def __init__(
         self,
-        known: models.Models,
+        known: registry.ModelRegistry,
         counted: metrics.FrontendMetrics,
         time: clock.Clock,
         to_workers: dispatch.Dispatcher,
         enter_trace: spans.Enter = spans.pass_on,
-        watch: audit.Watch | None = None,
+        watch: audit.WatchExchange | None = None,
     ) -> None:
         self._models = known
         self._metrics = counted
@@ -41,9 +48,9 @@ class Pipeline:
         self._dispatcher = to_workers
         self._enter_trace = enter_trace
         self._watch = watch
-        self._admission: desk.Desk | None = None  # None: everybody comes in
+        self._admission: controller.Desk | None = None  # None: everybody comes in
 
-    def admit_by(self, admission: desk.Desk) -> None:
+    def admit_by(self, admission: controller.Desk) -> None:
         """From now on a request goes past this desk before it goes to a worker."""
         self._admission = admission
         self._dispatcher.busy_workers = admission.busy_workers
@@ -66,7 +73,7 @@ class Pipeline:
             arrival=arrival,
         )
         try:
-            routing = routing_headers.read(caller.request.headers)
+            routing = routing_headers.parse_headers(caller.request.headers)
             order = await self._prepare(api, model, request, arrival, routing)
             instance_id = routing.instance_of(request)
             if self._admission is not None:
@@ -87,7 +94,7 @@ class Pipeline:
     async def _prepare(
         self,
         api: apis.Api[apis.R, apis.S],
-        model: ServedModel,
+        model: RegisteredModel,
         request: apis.R,
         arrival: metrics.Arrival,
         routing: routing_headers.RoutingHeaders,
@@ -102,7 +109,9 @@ class Pipeline:
         _check_logprobs(model, request)
         preparer = model.preparer
         wanted = request.extensions.extra_fields
-        timed = extras.Extras(wanted, self._clock) if wanted else None  # from here on
+        timed = (
+            nvext_response.NvextResponse(wanted, self._clock) if wanted else None
+        )  # from here on
         prompts = await api.prepare(preparer, request, arrival.id)
         _check_guided(model, prompts[0].request.sampling_options.guided_decoding)
         who = identity.Identity(
@@ -124,7 +133,7 @@ class Pipeline:
 
     def _tell_instance(
         self,
-        model: ServedModel,
+        model: RegisteredModel,
         order: delivery.Order[sse.Shape],
         caller: exchange.Exchange,
         instance_id: int | None,
@@ -181,7 +190,7 @@ def _told(api: apis.Api[apis.R, apis.S], arrival: metrics.Arrival) -> exchange.H
     return [(name, arrival.told_id) for name in api.id_headers]
 
 
-def _check_guided(model: ServedModel, asked: generate.GuidedDecoding | None) -> None:
+def _check_guided(model: RegisteredModel, asked: generate.GuidedDecoding | None) -> None:
     if asked is not None and not model.card.runtime_config.supports_guided:
         raise errors.InvalidRequest(
             f"{asked.param}: the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
@@ -189,7 +198,7 @@ def _check_guided(model: ServedModel, asked: generate.GuidedDecoding | None) -> 
         )
 
 
-def _check_logprobs(model: ServedModel, request: openai_fields.GenerationFields) -> None:
+def _check_logprobs(model: RegisteredModel, request: openai_fields.GenerationFields) -> None:
     """What its engine must be able to report. Raises InvalidRequest."""
     asked, facts = request.num_logprobs, model.card.runtime_config
     if request.is_chosen and not facts.supports_logprobs:

@@ -134,7 +134,8 @@ class Responses:
             return
         conversation = [*turn.conversation, *openai_items.messages(response["output"])]
         self._store.keep(
-            response["id"], response_store.Kept(sse.encode(response), sse.encode(conversation))
+            response["id"],
+            response_store.StoredResponse(sse.encode(response), sse.encode(conversation)),
         )
 
 

@@ -26,7 +26,7 @@ class RoutingHeaders:
 
     def apply(self, prompts: Sequence[preprocessor.Prepared]) -> Sequence[preprocessor.Prepared]:
         """The requests, with what they say of them."""
-        if self is NOTHING:
+        if self is NO_ROUTING:
             return prompts
         return [one._replace(request=self._tell(one.request)) for one in prompts]
 
@@ -41,13 +41,13 @@ class RoutingHeaders:
         return request.instance_id if self.instance_id is None else self.instance_id
 
 
-NOTHING = RoutingHeaders()
+NO_ROUTING = RoutingHeaders()
 
 
-def read(headers: Mapping[str, str]) -> RoutingHeaders:
+def parse_headers(headers: Mapping[str, str]) -> RoutingHeaders:
     """Raises InvalidRequest, which names the header."""
     if _ALL.isdisjoint(headers):
-        return NOTHING
+        return NO_ROUTING
     return RoutingHeaders(
         instance_id=_number(headers, INSTANCE, 2**63 - 1),
         data_parallel_rank=_number(headers, RANK, 2**31 - 1),

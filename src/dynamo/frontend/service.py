@@ -11,21 +11,21 @@ from dynamo.disagg import prefill_routes
 from dynamo.disagg import settings as prefill_settings
 from dynamo.frontend import (
     app,
-    clearing,
+    cache_clearing,
     config,
     dispatch,
     embeddings,
     metrics,
     migration,
     pipeline,
+    request_records,
     responses,
     roads,
 )
-from dynamo.frontend.admission import control
-from dynamo.frontend.catalog import model_fetch, models
+from dynamo.frontend.admission import controller
 from dynamo.frontend.kserve import loading
-from dynamo.frontend.processes import response_store, shared_responses, siblings
-from dynamo.frontend.records import wanted
+from dynamo.frontend.model_registry import file_fetcher, registry
+from dynamo.frontend.processes import peers, response_store, shared_responses
 from dynamo.observability import loop_delay
 from dynamo.observability import metrics as observed
 from dynamo.router import config as router_config
@@ -47,10 +47,10 @@ class Frontend:
         prefill: prefill_settings.PrefillRoutingConfig | None = None,
     ) -> None:
         settings.check()
-        registry = observed.Registry(settings.metrics_prefix)
+        metrics_registry = observed.Registry(settings.metrics_prefix)
         now = clock.SystemClock()
         routing = routing or router_config.RoutingConfig()
-        self._routes = routes.Routes(routing, runtime, now, registry)
+        self._routes = routes.Routes(routing, runtime, now, metrics_registry)
         prefill = prefill or prefill_settings.PrefillRoutingConfig()
         prefill.check(routing.router_mode, routing.router_queue_threshold)
         self._prefill: prefill_routes.PrefillRoutes | None = None
@@ -59,21 +59,25 @@ class Frontend:
                 self._routes,
                 prefill,
                 runtime.discovery,
-                registry,
+                metrics_registry,
                 now,
                 routing.router_queue_threshold,
             )
-        self._records = wanted.Records(settings, registry, now)
+        self._records = request_records.RequestRecords(settings, metrics_registry, now)
         rules = _migration_rules(settings)
-        counted = metrics.FrontendMetrics(registry, time.monotonic, self._records.observers, rules)
-        self.models = models.Models(
+        counted = metrics.FrontendMetrics(
+            metrics_registry, time.monotonic, self._records.observers, rules
+        )
+        self.models = registry.ModelRegistry(
             runtime.discovery,
             runtime.client,
             self._routes.make if self._prefill is None else self._prefill.make,
             counted,
             now,
-            model_fetch.ModelFetch(
-                runtime.requests, runtime.services, model_fetch.directory(settings.model_cache)
+            file_fetcher.FileFetcher(
+                runtime.requests,
+                runtime.services,
+                file_fetcher.cache_directory(settings.model_cache),
             ),
             namespace=settings.namespace,
             tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
@@ -97,23 +101,23 @@ class Frontend:
             max_items=settings.response_store_items,
             max_bytes=settings.response_store_mb * 2**20,
         )
-        caches = clearing.CacheClearing(self.models, runtime.requests, runtime.client)
+        caches = cache_clearing.CacheClearer(self.models, runtime.requests, runtime.client)
         remembered = responses.Responses(store)
-        self._admission = control.Control(
-            settings, self.models, runtime.events, registry, now, answers.admit_by
+        self._admission = controller.Control(
+            settings, self.models, runtime.events, metrics_registry, now, answers.admit_by
         )
-        self._siblings = siblings.Siblings(settings.http_worker_socket)
+        self._siblings = peers.Peers(settings.http_worker_socket)
         self._app = app.App(
             answers,
             self.models,
             remembered,
             caches,
-            registry,
+            metrics_registry,
             self._admission.desk,
             self._siblings,
             shared_responses.SharedResponses(store, self._siblings),
         )
-        self._loop_delay = loop_delay.LoopDelay(registry, now)
+        self._loop_delay = loop_delay.LoopDelay(metrics_registry, now)
         self._settings = settings
         handler = self._admission.around(self._app.routes, app.dialect_of)
         self._server = server.HttpServer(
@@ -193,8 +197,8 @@ class Frontend:
             _logger.warning("answers still running after %g s are cut off", limit_s)
 
 
-def _migration_rules(settings: config.FrontendConfig) -> migration.Rules:
-    return migration.Rules(
+def _migration_rules(settings: config.FrontendConfig) -> migration.MigrationPolicy:
+    return migration.MigrationPolicy(
         limit=settings.migration_limit,
         max_seq_len=settings.migration_max_seq_len,
         wait_s=settings.migration_wait_secs,

@@ -9,8 +9,8 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import responses
-from dynamo.frontend.catalog import models
-from dynamo.frontend.catalog.served_model import ServedModel
+from dynamo.frontend.model_registry import registry
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.protocols import anthropic, anthropic_blocks, blocks, openai_chat, tokenization
 
 
@@ -29,7 +29,7 @@ class ResponseTokens(msgspec.Struct, frozen=True, tag_field="object", tag="respo
 class TokenCounts:
     """Each method takes the body of a request and gives that of its answer. They raise DynamoError."""
 
-    def __init__(self, known: models.Models, remembered: responses.Responses) -> None:
+    def __init__(self, known: registry.ModelRegistry, remembered: responses.Responses) -> None:
         self._models = known
         self._responses = remembered
 
@@ -73,7 +73,7 @@ class TokenCounts:
         token_ids, _ = await preparer.read_chat(request)
         return blocks.count(token_ids)
 
-    def _find(self, name: str | None) -> ServedModel:
+    def _find(self, name: str | None) -> RegisteredModel:
         """The one of this name, or the only one."""
         if name is not None:
             return self._models.find(name)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.preprocess.parsers import formats, tools
+from dynamo.preprocess.parsers import formats, tool_calls
 from dynamo.protocols import generate, openai_chat, openai_fields
 
 MAX_CALLS = 32  # of one answer that must call
@@ -108,7 +108,7 @@ def _of_format(request: openai_chat.ChatRequest) -> generate.GuidedDecoding | No
     )
 
 
-def _calls(request: openai_chat.ChatRequest, frame: tools.Frame) -> generate.Calls:
+def _calls(request: openai_chat.ChatRequest, frame: tool_calls.CallFrame) -> generate.Calls:
     functions = [tool["function"] for tool in request.tools or ()]
     name = request.forced_tool
     meant = [one for one in functions if name in (None, one["name"])]

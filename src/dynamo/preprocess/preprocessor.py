@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.preprocess import (
-    answer,
+    choice_text,
     conversation,
     detokenize,
     effort,
@@ -24,7 +24,7 @@ from dynamo.preprocess import (
     thinking_limit,
     tokenize,
 )
-from dynamo.preprocess.parsers import events, formats
+from dynamo.preprocess.parsers import formats, parser
 from dynamo.protocols import (
     anthropic_blocks,
     blocks,
@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
 
     request: generate.Request
     prompt: str | None  # as text; None if it came as token ids
-    parsers: events.Parsers | None = None  # of its answers; None: all of them is content
+    parsers: parser.ParserFactory | None = None  # of its answers; None: all of them is content
     is_single_call: bool = False  # the answer ends with its first tool call
 
 
@@ -154,10 +154,12 @@ class Preprocessor:
         options.check_inputs(list(map(blocks.count, packed)), self.context_length)
         return packed
 
-    def answer(self, request: generate.Request, *, shows_marks: bool = False) -> answer.AnswerText:
+    def answer(
+        self, request: generate.Request, *, shows_marks: bool = False
+    ) -> choice_text.ChoiceText:
         """For one choice of this request: turns the engine's outputs into text, for a parser if it shows marks."""
         decoder = self._marked_text if shows_marks else self.text
-        return answer.AnswerText(decoder.new(request.token_ids), request.stop_conditions)
+        return choice_text.ChoiceText(decoder.new(request.token_ids), request.stop_conditions)
 
     def _guide(
         self, request: openai_chat.ChatRequest, prompt: str
@@ -173,7 +175,9 @@ class Preprocessor:
             raise errors.InvalidRequest(f"{guided.param}: {error}", param=guided.param) from error
         return msgspec.structs.replace(guided, thoughts=thoughts)
 
-    def _parsers_of(self, request: openai_chat.ChatRequest, prompt: str) -> events.Parsers | None:
+    def _parsers_of(
+        self, request: openai_chat.ChatRequest, prompt: str
+    ) -> parser.ParserFactory | None:
         """Of its choices; None if none is needed. Raises InvalidRequest."""
         form = self._answer_format
         if not request.allows_calls:
@@ -275,7 +279,7 @@ class Preprocessor:
         )
 
 
-def _schemas(request: openai_chat.ChatRequest) -> events.Tools:
+def _schemas(request: openai_chat.ChatRequest) -> parser.ToolSchemas:
     """The parameters of each tool, as far as they are told."""
     functions = [tool["function"] for tool in request.tools or ()]
     return {

@@ -38,7 +38,7 @@ _AWKWARD = (
 )
 
 
-class Cutter:
+class PromptCutter:
     """Cuts a text at some tokens, the longest of those that begin at one place, like the tokenizer itself.
 
     `at_lines`: and what is long between them, after line ends before letters.
@@ -55,10 +55,10 @@ class Cutter:
         cut = [segment for segment in self._cut(text) if segment]
         if not self._at_lines or len(text) < 2 * PART_CHARS:
             return cut
-        return [part for segment in cut for part in parts(segment)]
+        return [part for segment in cut for part in split_segment(segment)]
 
 
-def parts(segment: str) -> Iterator[str]:
+def split_segment(segment: str) -> Iterator[str]:
     """A segment in parts of `PART_CHARS` or a little more, the same for segments that begin alike."""
     start = 0
     while (end := _LINE_END(segment, start + PART_CHARS)) is not None:
@@ -99,7 +99,7 @@ class SegmentCache:
             self.num_bytes -= _size(*self._kept.popitem(last=False))
 
 
-def agrees(cutter: Cutter, encode: Callable[[str], bytes]) -> bool:
+def is_cutting_exact(cutter: PromptCutter, encode: Callable[[str], bytes]) -> bool:
     """Does encoding segment by segment give what encoding the whole gives, for awkward neighbours of the tokens?"""
     some = itertools.cycle(cutter.tokens)
     pairs = itertools.product(_AWKWARD, repeat=2)
@@ -108,7 +108,7 @@ def agrees(cutter: Cutter, encode: Callable[[str], bytes]) -> bool:
     return all(b"".join(map(encode, cutter.cut(text))) == encode(text) for text in texts)
 
 
-def ends_words_at_lines(boundaries: Callable[[str], Collection[int]]) -> bool:
+def splits_at_lines(boundaries: Callable[[str], Collection[int]]) -> bool:
     """Does a word always begin at a letter after a line end? `boundaries` tells where the words of a text begin.
 
     Such patterns know characters by their kinds, so texts of all short rows of kinds are tried.

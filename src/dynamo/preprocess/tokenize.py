@@ -53,7 +53,7 @@ def _steps(definition: dict[str, Any] | None, name: str) -> list[dict[str, Any]]
     return definition[name] if definition["type"] == "Sequence" else [definition]
 
 
-class Counted(Protocol):
+class CacheObserver(Protocol):
     """Who wants to know what the cache was good for."""
 
     def looked_up(
@@ -63,7 +63,7 @@ class Counted(Protocol):
         ...
 
 
-class Uncounted:
+class NoCacheObserver:
     """Nobody does."""
 
     def looked_up(
@@ -80,7 +80,7 @@ class Tokenizer:
         definition: bytes,
         *,
         cache_bytes: int = CACHE_BYTES,
-        counted: Counted = Uncounted(),  # noqa: B008 (it has no state)
+        counted: CacheObserver = NoCacheObserver(),  # noqa: B008 (it has no state)
     ) -> None:
         """`definition` is the content of tokenizer.json; `cache_bytes` 0: no cache. Raises ConfigError."""
         try:
@@ -160,18 +160,18 @@ class Tokenizer:
 
     def _find_cutter(
         self, added: Sequence[tokenizers.AddedToken], parts: _Definition
-    ) -> segments.Cutter | None:
+    ) -> segments.PromptCutter | None:
         """Cuts at the tokens that the tokenizer takes out of the text as it came; None if that changes anything."""
         tokens = [token for token in added if not token.normalized]
         if not tokens or any(one.lstrip or one.rstrip or one.single_word for one in tokens):
             return None
         others = [token.content for token in added if token.normalized]
         at_lines = parts.splits_words and not any("\n" in one for one in others)
-        cutter = segments.Cutter(
+        cutter = segments.PromptCutter(
             [token.content for token in tokens],
-            at_lines=at_lines and segments.ends_words_at_lines(self._word_starts),
+            at_lines=at_lines and segments.splits_at_lines(self._word_starts),
         )
-        return cutter if segments.agrees(cutter, self._encode) else None
+        return cutter if segments.is_cutting_exact(cutter, self._encode) else None
 
     def _word_starts(self, text: str) -> list[int]:
         """Where the parts begin that the tokenizer's model sees one at a time."""

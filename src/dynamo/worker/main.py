@@ -177,7 +177,9 @@ def _card_maker(
             infill_format=worker.dyn_infill_format,
             migration_limit=worker.migration_limit,
         )
-        loading.load(made, clock)  # what no frontend could read is better refused here than there
+        loading.load_preprocessor(
+            made, clock
+        )  # what no frontend could read is better refused here than there
         return made
 
     return make_card
@@ -195,7 +197,7 @@ def make_embedding_host(
 
     def make_card(facts: api.EmbedderFacts) -> model_card.ModelCard:
         made = card.build_embedding(directory, name=name, facts=facts, created=int(clock.wall()))
-        loading.load(made, clock)
+        loading.load_preprocessor(made, clock)
         return made
 
     return embedding_host.EmbeddingHost(

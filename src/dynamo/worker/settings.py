@@ -143,7 +143,7 @@ class WorkerConfig(component.RuntimeConfig):
                 f"--is-prefill-worker and --disaggregation-mode {self.disaggregation_mode}: expected one of the two"
             )
         infill.check(self.dyn_infill_format)
-        formats.check(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
+        formats.check_names(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
 
     @property
     def patience(self) -> canary.Patience | None:

@@ -36,7 +36,7 @@ def answer(teller, request):
 
 def resumed(teller, request, whole, cut, choice=0):
     """The whole answer, of which a second worker gave what follows the cut."""
-    (rest,) = migration.rest(request, {choice: blocks.pack(whole[:cut])}).values()
+    (rest,) = migration.remaining_requests(request, {choice: blocks.pack(whole[:cut])}).values()
     return whole[:cut] + answer(teller, rest)
 
 

@@ -12,7 +12,7 @@ import pytest
 from frontend_rig import NAME, outputs
 
 from dynamo.base import errors
-from dynamo.frontend.admission import key_file
+from dynamo.frontend.admission import authentication
 from dynamo.protocols import generate, load
 
 KEYS = """
@@ -227,7 +227,7 @@ async def test_keys_are_read_again_when_their_file_changes_and_a_broken_one_chan
 async def test_a_change_of_the_file_is_noticed_without_a_signal(keyed, caplog):
     caplog.set_level(logging.INFO, "dynamo")
     keyed.keys.write_text(KEYS.replace("sk-alice-1", "sk-alice-2"))
-    async with asyncio.timeout(5 * key_file.LOOK_INTERVAL_S):
+    async with asyncio.timeout(5 * authentication.CHECK_INTERVAL_S):
         while "read 4 API keys" not in caplog.text:
             await asyncio.sleep(0.01)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend.admission import busy
+from dynamo.frontend.admission import busy_workers
 from dynamo.protocols import load
 
 
@@ -36,13 +36,16 @@ def state(*, active=0, total=100, waiting=0, rank=0):
     ],
 )  # fmt: skip
 def test_above_any_threshold_is_busy(thresholds, told, expected):
-    assert busy.is_busy(state(**told), busy.Thresholds(**thresholds), 512) == expected
+    assert (
+        busy_workers.is_busy(state(**told), busy_workers.BusyThresholds(**thresholds), 512)
+        == expected
+    )
 
 
 def test_without_a_known_batch_nothing_is_measured_by_it():
-    thresholds = busy.Thresholds(active_prefill_tokens_threshold_frac=0.1)
+    thresholds = busy_workers.BusyThresholds(active_prefill_tokens_threshold_frac=0.1)
 
-    assert not busy.is_busy(state(waiting=10**6), thresholds, 0)
+    assert not busy_workers.is_busy(state(waiting=10**6), thresholds, 0)
 
 
 @given(
@@ -50,7 +53,10 @@ def test_without_a_known_batch_nothing_is_measured_by_it():
     asked=st.sets(st.integers(0, 8)),
 )
 def test_busy_are_those_that_told_lately_that_they_are(heard, asked):
-    loads, thresholds = busy.Loads(), busy.Thresholds(active_decode_blocks_threshold=0.5)
+    loads, thresholds = (
+        busy_workers.WorkerLoads(),
+        busy_workers.BusyThresholds(active_decode_blocks_threshold=0.5),
+    )
     for worker, (active, at) in heard.items():
         loads.hear(load.LoadEvent(worker_id=worker, data=state(active=active)), at)
     found = loads.busy_among(asked, thresholds, 0, 20.0)
@@ -58,17 +64,20 @@ def test_busy_are_those_that_told_lately_that_they_are(heard, asked):
 
     assert found == {
         one for one in asked
-        if one in heard and heard[one][0] > 50 and 20.0 - heard[one][1] <= busy.STALE_S
+        if one in heard and heard[one][0] > 50 and 20.0 - heard[one][1] <= busy_workers.STALE_S
     }  # fmt: skip
     assert found == loads.busy_among(asked, thresholds, 0, 20.0)
-    assert len(loads) == sum(20.0 - at <= busy.STALE_S for _, at in heard.values())
+    assert len(loads) == sum(20.0 - at <= busy_workers.STALE_S for _, at in heard.values())
 
 
 @pytest.mark.parametrize(
     ("ranks", "expected"), [([90, 90], True), ([90, 10], False), ([10, 90], False)]
 )
 def test_a_worker_is_busy_when_all_its_ranks_are(ranks, expected):
-    loads, thresholds = busy.Loads(), busy.Thresholds(active_decode_blocks_threshold=0.5)
+    loads, thresholds = (
+        busy_workers.WorkerLoads(),
+        busy_workers.BusyThresholds(active_decode_blocks_threshold=0.5),
+    )
     for rank, active in enumerate(ranks):
         loads.hear(load.LoadEvent(worker_id=7, data=state(active=active, rank=rank)), 1.0)
 
@@ -77,5 +86,5 @@ def test_a_worker_is_busy_when_all_its_ranks_are(ranks, expected):
 
 
 def test_thresholds_are_set_when_one_is():
-    assert not busy.Thresholds().are_set
-    assert busy.Thresholds(active_prefill_tokens_threshold=0).are_set
+    assert not busy_workers.BusyThresholds().are_set
+    assert busy_workers.BusyThresholds(active_prefill_tokens_threshold=0).are_set

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.admission import gate, metrics
+from dynamo.frontend.admission import metrics, permits
 from dynamo.observability import metrics as observed
 from dynamo.testing import clock as virtual
 
@@ -21,8 +21,10 @@ class Rig:
     def __init__(self, *, limit=None, queue=0, timeout_s=60.0):
         self.num_free = None
         self.registry = observed.Registry("f")
-        rules = gate.Rules(concurrency_limit=limit, queue_limit=queue, queue_timeout_s=timeout_s)
-        self.gate = gate.Gate(
+        rules = permits.AdmissionPolicy(
+            concurrency_limit=limit, queue_limit=queue, queue_timeout_s=timeout_s
+        )
+        self.gate = permits.ModelPermits(
             "M", rules, lambda: self.num_free, metrics.AdmissionMetrics(self.registry),
             virtual.VirtualClock(),
         )  # fmt: skip

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.admission import keys
+from dynamo.frontend.admission import api_keys
 
 SECRET = "sk-alice-0123456789"
 FILE = f"""
@@ -27,8 +27,8 @@ admin = true
 
 
 def book_of(content=FILE):
-    book = keys.GuestBook()
-    book.replace(keys.read(content), 0.0)
+    book = api_keys.ApiKeyRegistry()
+    book.replace(api_keys.parse_key_file(content), 0.0)
     return book
 
 
@@ -91,7 +91,7 @@ def test_whoever_has_no_valid_key_is_nobody(headers, words):
 )  # fmt: skip
 def test_a_wrong_file_is_told_what_is_wrong_without_its_keys(content, words):
     with pytest.raises(errors.ConfigError, match=words) as caught:
-        keys.read(content)
+        api_keys.parse_key_file(content)
 
     assert "sk-secret" not in str(caught.value)
 
@@ -101,7 +101,9 @@ def test_another_file_keeps_what_was_used_and_drops_who_is_not_in_it():
     guest = book.identify({"x-api-key": SECRET})
     guest.accounts[0].num_streams = 3
     book.replace(
-        keys.read(FILE.replace("requests_per_minute = 5", "").split('[[keys]]\nname = "bob')[0]),
+        api_keys.parse_key_file(
+            FILE.replace("requests_per_minute = 5", "").split('[[keys]]\nname = "bob')[0]
+        ),
         1.0,
     )
     again = book.identify({"x-api-key": SECRET})

@@ -5,18 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.frontend.admission import limits
+from dynamo.frontend.admission import rate_limits
 
 STEPS = st.lists(st.tuples(st.floats(0, 100), st.integers(1, 50)), max_size=40)
 
 
 def account(name="key 'alice'", **fields):
-    return limits.Account(name, limits.Limits(**fields), now=0.0)
+    return rate_limits.RateAccount(name, rate_limits.RateLimits(**fields), now=0.0)
 
 
 @given(per_minute=st.integers(1, 100), steps=STEPS)
 def test_what_passes_a_bucket_in_any_time_is_its_size_and_what_flows_in(per_minute, steps):
-    bucket, now, passed = limits.Bucket(per_minute, 0.0), 0.0, []
+    bucket, now, passed = rate_limits.TokenBucket(per_minute, 0.0), 0.0, []
     for pause_s, amount in steps:
         now += pause_s
         if amount <= per_minute and bucket.wait_s(amount, now) == 0:
@@ -31,7 +31,7 @@ def test_what_passes_a_bucket_in_any_time_is_its_size_and_what_flows_in(per_minu
 
 @given(per_minute=st.integers(1, 100), steps=STEPS)
 def test_whoever_waits_as_long_as_told_gets_it_and_not_sooner(per_minute, steps):
-    bucket, now = limits.Bucket(per_minute, 0.0), 0.0
+    bucket, now = rate_limits.TokenBucket(per_minute, 0.0), 0.0
     for pause_s, amount in steps:
         now += pause_s
         wait_s = bucket.wait_s(amount, now)
@@ -41,7 +41,7 @@ def test_whoever_waits_as_long_as_told_gets_it_and_not_sooner(per_minute, steps)
 
 
 def test_a_prompt_larger_than_a_minutes_share_passes_when_the_bucket_is_full_and_is_paid_off():
-    bucket = limits.Bucket(60, 0.0)
+    bucket = rate_limits.TokenBucket(60, 0.0)
     wait_s = bucket.wait_s(180, 0.0)
     bucket.take(180, 0.0)
 
@@ -51,7 +51,7 @@ def test_a_prompt_larger_than_a_minutes_share_passes_when_the_bucket_is_full_and
 
 
 def test_a_bucket_of_another_size_has_the_same_used():
-    bucket = limits.Bucket(60, 0.0)
+    bucket = rate_limits.TokenBucket(60, 0.0)
     bucket.take(20, 0.0)
 
     assert bucket.resized(100, 0.0).level(0.0) == 80
@@ -59,7 +59,7 @@ def test_a_bucket_of_another_size_has_the_same_used():
 
 
 def test_a_clock_that_stands_still_or_goes_back_fills_nothing():
-    bucket = limits.Bucket(60, 100.0)
+    bucket = rate_limits.TokenBucket(60, 100.0)
     bucket.take(60, 100.0)
 
     assert bucket.level(50.0) == 0
@@ -67,9 +67,9 @@ def test_a_clock_that_stands_still_or_goes_back_fills_nothing():
 
 def test_a_request_is_taken_from_key_and_tenant_or_from_neither():
     key, tenant = account(requests_per_minute=10), account("tenant 'acme'", requests_per_minute=1)
-    limits.take_request((key, tenant), 0.0)
+    rate_limits.charge_request((key, tenant), 0.0)
     with pytest.raises(errors.RateLimited) as caught:
-        limits.take_request((key, tenant), 0.0)
+        rate_limits.charge_request((key, tenant), 0.0)
 
     assert key.requests.level(0.0) == 9
     assert caught.value.retry_after_s == 60
@@ -80,30 +80,30 @@ def test_a_request_is_taken_from_key_and_tenant_or_from_neither():
 
 def test_the_answer_is_charged_when_it_ends():
     key = account(tokens_per_minute=100)
-    limits.begin((key,), 60, 0.0)
-    limits.end((key,), 90, 0.0)
+    rate_limits.start_response((key,), 60, 0.0)
+    rate_limits.finish_response((key,), 90, 0.0)
 
     assert key.tokens.level(0.0) == -50
     with pytest.raises(errors.RateLimited, match="tokens per minute"):
-        limits.begin((key,), 1, 0.0)
+        rate_limits.start_response((key,), 1, 0.0)
 
 
 def test_answers_at_the_same_time_are_counted_until_they_end():
     key = account(concurrent_streams=1)
-    limits.begin((key,), 5, 0.0)
+    rate_limits.start_response((key,), 5, 0.0)
     with pytest.raises(errors.RateLimited, match="at the same time"):
-        limits.begin((key,), 5, 0.0)
-    limits.end((key,), 5, 0.0)
-    limits.begin((key,), 5, 0.0)
+        rate_limits.start_response((key,), 5, 0.0)
+    rate_limits.finish_response((key,), 5, 0.0)
+    rate_limits.start_response((key,), 5, 0.0)
 
     assert key.num_streams == 1
 
 
 def test_who_is_refused_for_its_tenant_holds_nothing_of_its_own():
     key, tenant = account(tokens_per_minute=100), account("t", tokens_per_minute=10)
-    limits.begin((key, tenant), 10, 0.0)
+    rate_limits.start_response((key, tenant), 10, 0.0)
     with pytest.raises(errors.RateLimited):
-        limits.begin((key, tenant), 10, 0.0)
+        rate_limits.start_response((key, tenant), 10, 0.0)
 
     assert key.num_streams == tenant.num_streams == 1
     assert key.tokens.level(0.0) == 90
@@ -111,9 +111,9 @@ def test_who_is_refused_for_its_tenant_holds_nothing_of_its_own():
 
 def test_other_limits_keep_what_was_used_and_what_runs():
     key = account(requests_per_minute=10, concurrent_streams=3)
-    limits.take_request((key,), 0.0)
-    limits.begin((key,), 1, 0.0)
-    key.change(limits.Limits(requests_per_minute=5, tokens_per_minute=7), 0.0)
+    rate_limits.charge_request((key,), 0.0)
+    rate_limits.start_response((key,), 1, 0.0)
+    key.change(rate_limits.RateLimits(requests_per_minute=5, tokens_per_minute=7), 0.0)
 
     assert (key.requests.level(0.0), key.tokens.level(0.0), key.num_streams) == (4, 7, 1)
     assert not key.is_streaming_enough
@@ -121,18 +121,18 @@ def test_other_limits_keep_what_was_used_and_what_runs():
 
 def test_headers_tell_of_the_account_that_has_least_left():
     key, tenant = account(requests_per_minute=60), account("t", requests_per_minute=600)
-    limits.take_request((key, tenant), 0.0)
+    rate_limits.charge_request((key, tenant), 0.0)
 
-    assert limits.headers((key, tenant), 0.0) == (
+    assert rate_limits.limit_headers((key, tenant), 0.0) == (
         ("x-ratelimit-limit-requests", "60"),
         ("x-ratelimit-remaining-requests", "59"),
         ("x-ratelimit-reset-requests", "1s"),
     )
-    assert limits.headers((account(),), 0.0) == ()
+    assert rate_limits.limit_headers((account(),), 0.0) == ()
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0ms"), (0.0171, "17ms"), (1.54, "1.5s"), (59.9, "59.9s"), (360, "6m0s"), (61, "1m1s")]
 )  # fmt: skip
 def test_a_span_is_written_as_openai_does(seconds, text):
-    assert limits.span(seconds) == text
+    assert rate_limits.format_duration(seconds) == text

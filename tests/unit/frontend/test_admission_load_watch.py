@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from frontend_rig import NAME
 
-from dynamo.frontend.admission import busy, load_watch
+from dynamo.frontend.admission import busy_workers, load_thresholds
 from dynamo.protocols import load
 from dynamo.runtime.backends import memory_events
 from dynamo.testing import clock as virtual
@@ -28,7 +28,9 @@ EVENT = load.LoadEvent(
 async def rig():
     """A watch over one model, and somebody who can publish."""
     bus = memory_events.MemoryBus()
-    made = SimpleNamespace(loads=busy.Loads(), clock=virtual.VirtualClock(), num_changes=0)
+    made = SimpleNamespace(
+        loads=busy_workers.WorkerLoads(), clock=virtual.VirtualClock(), num_changes=0
+    )
     made.speaker = memory_events.MemoryEventPlane(bus, 7)
     await made.speaker.advertise(TOPIC)
 
@@ -37,7 +39,7 @@ async def rig():
 
     known = SimpleNamespace(ready=[SimpleNamespace(replicas={NAME: None})])
     plane = memory_events.MemoryEventPlane(bus, 8)
-    watch = load_watch.LoadWatch(plane, known, made.loads, changed, made.clock)
+    watch = load_thresholds.LoadMonitor(plane, known, made.loads, changed, made.clock)
     task = asyncio.ensure_future(watch.run())
     await settle()
     yield made
@@ -73,7 +75,7 @@ async def test_a_worker_that_falls_silent_is_forgotten_and_the_gates_look(rig):
     rig.speaker.publish(TOPIC, msgspec.msgpack.encode(EVENT))
     await settle()
     before = rig.num_changes
-    await rig.clock.advance(busy.STALE_S + 2 * load_watch.LOOK_INTERVAL_S)
+    await rig.clock.advance(busy_workers.STALE_S + 2 * load_thresholds.REFRESH_INTERVAL_S)
     await settle()
 
     assert len(rig.loads) == 0

@@ -17,7 +17,7 @@ ACTIONS = st.lists(
 
 @given(actions=ACTIONS, limit=st.integers(0, 6))
 def test_it_is_a_list_sorted_by_priority_and_then_by_arrival(actions, limit):
-    line, joined, waiting = queue.Line(limit), [], []
+    line, joined, waiting = queue.WaitingQueue(limit), [], []
     for number, (action, value, num_tokens) in enumerate(actions):
         if action == "join" and not line.is_full:
             joined.append(line.join(number, priority=value, num_tokens=num_tokens))
@@ -39,7 +39,7 @@ def test_it_is_a_list_sorted_by_priority_and_then_by_arrival(actions, limit):
     inside=st.integers(0, 9), limit=st.none() | st.integers(1, 9), free=st.none() | st.integers(0, 9)
 )  # fmt: skip
 def test_room_is_the_tightest_of_what_limits_it(inside, limit, free):
-    room = queue.room(inside, limit, free)
+    room = queue.count_admissible(inside, limit, free)
 
     assert (room is None) == (limit is None and free is None)
     assert room is None or room >= 0
@@ -48,7 +48,7 @@ def test_room_is_the_tightest_of_what_limits_it(inside, limit, free):
 
 
 def test_the_pace_is_that_of_the_requests_that_ended_lately():
-    pace = queue.Pace()
+    pace = queue.CompletionRate()
     unknown = pace.wait_s(100, 0.0)
     for second in range(100):
         pace.ended(2.0 * second)
@@ -60,7 +60,7 @@ def test_the_pace_is_that_of_the_requests_that_ended_lately():
 
 
 def test_when_nothing_ends_the_wait_is_told_longer():
-    pace = queue.Pace()
+    pace = queue.CompletionRate()
     for second in range(3):
         pace.ended(float(second))
 

@@ -5,7 +5,7 @@ import json
 from frontend_rig import events
 
 from dynamo.base import errors
-from dynamo.frontend import extras
+from dynamo.frontend import nvext_response
 from dynamo.protocols import generate
 from dynamo.testing import clock as clocks
 
@@ -16,7 +16,7 @@ def chunks(answer):
 
 async def test_times_are_the_callers_in_milliseconds():
     clock = clocks.VirtualClock()
-    one = extras.Extras(["timing"], clock)
+    one = nvext_response.NvextResponse(["timing"], clock)
     counted = []
     count = one.counting(lambda choice, num: counted.append((choice, num)))
     for num_tokens, pause_s in ((1, 0.5), (2, 0.2), (2, 0.2)):
@@ -34,7 +34,7 @@ async def test_times_are_the_callers_in_milliseconds():
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens():
-    one = extras.Extras(["timing"], clocks.VirtualClock())
+    one = nvext_response.NvextResponse(["timing"], clocks.VirtualClock())
     one.counting(lambda *_: None)("c", 1)
 
     assert one.fields(is_last=True)["nvext"]["timing"]["itl_ms"] is None

@@ -2,7 +2,7 @@
 
 from prometheus_client import parser
 
-from dynamo.frontend.processes import merged_metrics
+from dynamo.frontend.processes import peers
 from dynamo.observability import metrics
 
 
@@ -29,7 +29,7 @@ def rows(text):
 
 
 def test_every_sample_of_every_process_is_there_once_and_says_whose_it_is():
-    merged = rows(merged_metrics.merge({"1": page(1), "2": page(5)}))
+    merged = rows(peers.merge_metrics({"1": page(1), "2": page(5)}))
     expected = {
         (name, tuple(sorted((*labels, ("http_worker", worker))))): row
         for worker, value in (("1", 1), ("2", 5))
@@ -40,11 +40,11 @@ def test_every_sample_of_every_process_is_there_once_and_says_whose_it_is():
 
 
 def test_each_family_is_introduced_once():
-    text = merged_metrics.merge({"1": page(1), "2": page(5)})
+    text = peers.merge_metrics({"1": page(1), "2": page(5)})
     introductions = [line for line in text.splitlines() if line.startswith("#")]
 
     assert len(introductions) == len(set(introductions)) == 8
 
 
 def test_of_nobody_nothing_is_told():
-    assert merged_metrics.merge({}) == ""
+    assert peers.merge_metrics({}) == ""

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from dynamo.frontend import migration
 from dynamo.protocols import blocks, generate
 
-RULES = migration.Rules(limit=2, max_seq_len=10)
-Verdict = migration.Verdict
+RULES = migration.MigrationPolicy(limit=2, max_seq_len=10)
+Verdict = migration.MigrationVerdict
 
 
 def request(n=1, **stop):
@@ -36,7 +36,7 @@ def test_zero_is_never():
 
 def test_what_is_too_long_stays():
     assert verdict(seq_len=11) is Verdict.TOO_LONG
-    assert verdict(migration.Rules(), seq_len=10**6) is Verdict.MOVE
+    assert verdict(migration.MigrationPolicy(), seq_len=10**6) is Verdict.MOVE
 
 
 def test_a_card_lowers_the_limit_and_cannot_raise_it():
@@ -46,11 +46,11 @@ def test_a_card_lowers_the_limit_and_cannot_raise_it():
 def test_of_what_has_not_begun_the_same_is_asked():
     asked = request(n=2)
 
-    assert migration.rest(asked, {0: b"", 1: b""}) == {0: asked}
+    assert migration.remaining_requests(asked, {0: b"", 1: b""}) == {0: asked}
 
 
 def test_choices_that_are_open_go_their_own_ways():
-    found = migration.rest(request(n=3), {0: blocks.pack((7,)), 2: b""})
+    found = migration.remaining_requests(request(n=3), {0: blocks.pack((7,)), 2: b""})
 
     assert {choice: one.num_resumed for choice, one in found.items()} == {0: 1, 2: 0}
     assert {choice: one.first_choice for choice, one in found.items()} == {0: 0, 2: 2}
@@ -63,12 +63,12 @@ def test_limits_count_over_both_workers(num_answered, min_tokens, max_tokens):
     asked = request(min_tokens=min_tokens, max_tokens=max_tokens)
     tokens = tuple(range(100, 100 + num_answered))
 
-    (rest,) = migration.rest(asked, {0: blocks.pack(tokens)}).values()
+    (rest,) = migration.remaining_requests(asked, {0: blocks.pack(tokens)}).values()
 
     assert blocks.unpack(rest.token_ids) == [1, 2, 3, *tokens]
     assert rest.num_resumed == num_answered
     left = rest.stop_conditions
     assert left.max_tokens == (None if max_tokens is None else max_tokens - num_answered)
     assert left.min_tokens == max(0, min_tokens - num_answered)
-    assert migration.is_complete(rest) is (max_tokens == num_answered)
+    assert migration.has_no_tokens_left(rest) is (max_tokens == num_answered)
     assert msgspec.structs.replace(rest, token_ids=asked.token_ids).sampling_options.seed == 5

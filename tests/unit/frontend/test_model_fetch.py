@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.catalog import model_fetch
+from dynamo.frontend.model_registry import file_fetcher
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import component
 
@@ -34,7 +34,7 @@ class Rig:
 
     def __init__(self, runtime, directory):
         self.runtime, self.directory, self.asked = runtime, directory, []
-        self.fetch = model_fetch.ModelFetch(runtime.requests, runtime.services, directory)
+        self.fetch = file_fetcher.FileFetcher(runtime.requests, runtime.services, directory)
 
     async def giver(self, body, name=NAME):
         """A worker that says that these are the file's."""
@@ -47,7 +47,7 @@ class Rig:
 
         endpoint = model_card.endpoint_of_files(name)
         address = await self.runtime.requests.serve(endpoint, give)
-        return model_fetch.Giver(address, endpoint)
+        return file_fetcher.FileProvider(address, endpoint)
 
     async def content(self, card, *givers):
         """What a reader of the card then finds."""
@@ -104,7 +104,7 @@ async def test_a_store_that_lost_it_is_no_hindrance(rig):
 async def test_a_worker_that_gives_other_bytes_or_too_few_is_passed_over(rig):
     liar = await rig.giver(BODY[::-1], instances.EndpointName("a", "liar", "x"))
     short = await rig.giver(BODY[:10], instances.EndpointName("a", "short", "x"))
-    gone = model_fetch.Giver("memory:999", "x")
+    gone = file_fetcher.FileProvider("memory:999", "x")
 
     with pytest.raises(errors.ConfigError, match=r"cannot read /nonexistent.*cannot fetch it"):
         await rig.content(card_of(), liar, gone)
@@ -117,7 +117,7 @@ async def test_nobody_to_ask_is_one_sentence(rig):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"checksum": "sha256:../../etc"}, {"size": model_fetch.MAX_FILE_BYTES + 1}]
+    "fields", [{"checksum": "sha256:../../etc"}, {"size": file_fetcher.MAX_FILE_BYTES + 1}]
 )
 async def test_a_card_that_makes_no_sense_asks_for_nothing(rig, fields):
     card = card_of(**fields)
@@ -134,15 +134,15 @@ async def test_a_cache_that_cannot_be_written_is_named(rig):
 
 
 async def test_who_does_not_answer_is_not_waited_for_for_ever(rig, monkeypatch):
-    monkeypatch.setattr(model_fetch, "FETCH_S", 0.05)
+    monkeypatch.setattr(file_fetcher, "FETCH_TIMEOUT_S", 0.05)
     address = await rig.runtime.requests.serve("silent", lambda call: None)
 
     with pytest.raises(errors.ConfigError, match="did not come within"):
-        await rig.fetch.bring(card_of(), [model_fetch.Giver(address, "silent")])
+        await rig.fetch.bring(card_of(), [file_fetcher.FileProvider(address, "silent")])
 
 
 async def test_the_cache_is_bounded(rig, monkeypatch):
-    monkeypatch.setattr(model_fetch, "MAX_KEPT", 3)
+    monkeypatch.setattr(file_fetcher, "MAX_CACHED_FILES", 3)
     for number in range(5):
         body = b"%d" % number
         name = instances.EndpointName("a", f"c{number}", "x")
@@ -157,5 +157,5 @@ async def test_the_cache_is_bounded(rig, monkeypatch):
 def test_the_cache_is_where_it_is_told_or_the_user_s(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    assert model_fetch.directory(None) == tmp_path / "pydynamo" / "models"
-    assert str(model_fetch.directory("/a/b")) == "/a/b"
+    assert file_fetcher.cache_directory(None) == tmp_path / "pydynamo" / "models"
+    assert str(file_fetcher.cache_directory("/a/b")) == "/a/b"

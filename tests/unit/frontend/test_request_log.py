@@ -2,7 +2,7 @@
 
 import logging
 
-from dynamo.frontend.records import request_log
+from dynamo.frontend import request_records
 from dynamo.observability import logs
 
 NAME = "dynamo.frontend.records.request_log"
@@ -22,4 +22,4 @@ async def test_a_request_makes_a_line_at_debug(bare, caplog):
 
 
 def test_nobody_wants_it_by_default():
-    assert not request_log.is_wanted()
+    assert not request_records.is_log_enabled()

@@ -7,7 +7,7 @@ from dynamo.frontend.processes import response_store
 
 
 def kept(size):
-    return response_store.Kept(b"x" * (size // 2), b"y" * (size - size // 2))
+    return response_store.StoredResponse(b"x" * (size // 2), b"y" * (size - size // 2))
 
 
 def test_what_was_longest_not_asked_for_goes_first():

@@ -67,12 +67,12 @@ def test_no_such_headers_change_nothing():
     request = generate.Request(id="r", model="m", token_ids=b"1234", session_id="s")
     prompts = [preprocessor.Prepared(request, None)]
 
-    assert routing_headers.read({"host": "x"}).apply(prompts) is prompts
+    assert routing_headers.parse_headers({"host": "x"}).apply(prompts) is prompts
 
 
 def test_a_number_beyond_64_bits_is_refused():
     with pytest.raises(errors.InvalidRequest, match="from 0 to 9223372036854775807"):
-        routing_headers.read({"x-worker-instance-id": str(2**63)})
+        routing_headers.parse_headers({"x-worker-instance-id": str(2**63)})
 
 
 async def test_a_session_stays_with_its_worker_if_the_router_keeps_sessions(bare):

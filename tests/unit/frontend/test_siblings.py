@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from dynamo.frontend.processes import response_store, shared_responses, siblings
+from dynamo.frontend.processes import peers, response_store, shared_responses
 from dynamo.runtime.http import exchange
 
 
@@ -23,7 +23,7 @@ async def three(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         made = {}
         for name in "123":
-            made[name] = siblings.Siblings(str(tmp_path / f"{name}.sock"))
+            made[name] = peers.Peers(str(tmp_path / f"{name}.sock"))
             handler = refuse if name == "3" else echo
             await made[name].start({("POST", "/x"): handler, ("GET", "/x"): handler})
             stack.push_async_callback(made[name].close)
@@ -43,7 +43,7 @@ async def test_one_that_is_gone_is_left_out(three):
 
 
 async def test_one_that_says_nothing_is_not_waited_for(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(siblings, "LIMIT_S", 0.05)
+    monkeypatch.setattr(peers, "TIMEOUT_S", 0.05)
     writers = []
     path = str(tmp_path / "0.sock")
     async with await asyncio.start_unix_server(lambda _, writer: writers.append(writer), path):
@@ -66,7 +66,7 @@ async def test_one_that_talks_nonsense_is_left_out(three, tmp_path):
 
 
 async def test_an_answer_without_end_is_given_up(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(siblings, "_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(peers, "_ANSWER_BYTES", 1000)
 
     def talk(_, writer):
         writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + bytes(10_000))
@@ -78,7 +78,7 @@ async def test_an_answer_without_end_is_given_up(three, tmp_path, monkeypatch):
 
 async def test_a_new_process_takes_the_place_of_a_dead_one(three, tmp_path):
     await three["2"].close()
-    reborn = siblings.Siblings(str(tmp_path / "2.sock"))
+    reborn = peers.Peers(str(tmp_path / "2.sock"))
     await reborn.start({("POST", "/x"): echo})
 
     assert await three["1"].ask("POST", "/x") == {"2": b"POST "}
@@ -86,7 +86,7 @@ async def test_a_new_process_takes_the_place_of_a_dead_one(three, tmp_path):
 
 
 async def test_alone_there_is_nobody_to_ask():
-    alone = siblings.Siblings(None)
+    alone = peers.Peers(None)
     await alone.start({})
 
     assert alone.name is None
@@ -116,7 +116,7 @@ async def stores(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         made = []
         for name in "12":
-            others = siblings.Siblings(str(tmp_path / f"{name}.sock"))
+            others = peers.Peers(str(tmp_path / f"{name}.sock"))
             store = response_store.ResponseStore(max_items=9, max_bytes=9999)
             shared = shared_responses.SharedResponses(store, others)
             await others.start(shared.routes)
@@ -125,7 +125,7 @@ async def stores(tmp_path):
         yield made
 
 
-KEPT = response_store.Kept(b'{"id": "resp_1"}', b"[]")
+KEPT = response_store.StoredResponse(b'{"id": "resp_1"}', b"[]")
 
 
 async def test_an_answer_to_go_on_from_is_here_when_it_is_needed(stores):
@@ -162,7 +162,7 @@ async def test_a_deleted_answer_is_deleted_everywhere(stores):
 
 async def test_who_is_alone_gets_its_handlers_as_they_are():
     store = response_store.ResponseStore(max_items=9, max_bytes=9999)
-    shared = shared_responses.SharedResponses(store, siblings.Siblings(None))
+    shared = shared_responses.SharedResponses(store, peers.Peers(None))
 
     assert shared.fetching(echo) is echo
     assert shared.finding("/", echo) is echo

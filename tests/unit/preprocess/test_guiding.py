@@ -6,11 +6,11 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.preprocess import guiding
-from dynamo.preprocess.parsers import formats, tools
+from dynamo.preprocess.parsers import formats, tool_calls
 from dynamo.protocols import generate, openai_chat, openai_completions
 
 ARRAYS = formats.AnswerFormat()  # of a model whose calls nobody knows
-HERMES = formats.choose("hermes", "none", "")
+HERMES = formats.select_format("hermes", "none", "")
 NUMBER = {"type": "integer"}
 
 
@@ -174,13 +174,13 @@ def test_what_cannot_be_together_is_refused(fields, param, words):
     ],
 )
 def test_thoughts_may_stand_before_an_answer_as_the_prompt_has_it(parser, prompt, expected):
-    form = formats.choose("none", parser or "none", "")
+    form = formats.select_format("none", parser or "none", "")
 
     assert form.thoughts(prompt, may_think=True) == expected
 
 
 def test_a_model_that_shall_not_think_does_not_unless_the_prompt_has_begun_to():
-    form = formats.choose("none", "basic", "")
+    form = formats.select_format("none", "basic", "")
 
     assert form.thoughts("Hi", may_think=False) is None
     assert form.thoughts("Hi <think>", may_think=False).closes == ("</think>",)
@@ -188,16 +188,16 @@ def test_a_model_that_shall_not_think_does_not_unless_the_prompt_has_begun_to():
 
 def test_an_answer_in_channels_cannot_be_guided():
     with pytest.raises(errors.InvalidRequest, match="channels"):
-        formats.choose("harmony", None, "").thoughts("Hi", may_think=True)
+        formats.select_format("harmony", None, "").thoughts("Hi", may_think=True)
 
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "none"])
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_forced_calls_are_read_as_they_are_written(name, step):
-    form = formats.choose(name, "none", "").forced
+    form = formats.select_format(name, "none", "").forced
     calls = [f'{{"name": "f", "arguments": {{"a": {number}}}}}' for number in range(3)]
     text = form.frame.begin + form.frame.between.join(calls) + form.frame.end
-    parser = tools.ToolParser(form, {"f": {}})
+    parser = tool_calls.ToolCallParser(form, {"f": {}})
     found = [
         event for at in range(0, len(text), step) for event in parser.push(text[at : at + step])
     ]

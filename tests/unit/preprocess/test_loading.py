@@ -32,7 +32,7 @@ def load(model, **told):
         kv_cache_block_size=16,
         runtime_config=model_card.RuntimeConfig(**told),
     )
-    return loading.load(card, clock.VirtualClock())
+    return loading.load_preprocessor(card, clock.VirtualClock())
 
 
 async def prompt_of(model, request=HELLO):
@@ -129,8 +129,8 @@ def test_how_answers_are_read_is_told_by_the_worker_or_seen_in_the_template(
     write(model, "tokenizer_config.json", chat_template=MARKED)
     found = load(model, **told)._answer_format
 
-    assert found.tools is formats.TOOLS.get(calls)
-    assert found.reasoning is formats.REASONING.get(thinks)
+    assert found.tools is formats.TOOL_CALL_FORMATS.get(calls)
+    assert found.reasoning is formats.REASONING_FORMATS.get(thinks)
 
 
 def test_a_way_to_write_calls_that_is_not_known_is_refused(model):

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from dynamo.base import errors
-from dynamo.preprocess import model_files
+from dynamo.preprocess import loading
 from dynamo.protocols import model_card
 
 
@@ -35,7 +35,7 @@ def model(tmp_path):
 
 
 def test_a_card_without_files_means_those_of_the_directory(model):
-    files = model_files.ModelFiles(card(model))
+    files = loading.ModelFiles(card(model))
 
     assert files.read_json("config.json") == {"vocab_size": 5}
     assert files.read("tokenizer.json") is None
@@ -44,14 +44,14 @@ def test_a_card_without_files_means_those_of_the_directory(model):
 
 
 def test_a_file_that_the_card_does_not_name_is_not_read(model):
-    files = model_files.ModelFiles(card(model, ["config.json"]))
+    files = loading.ModelFiles(card(model, ["config.json"]))
 
     assert files.read("config.json") == b'{"vocab_size": 5}'
     assert files.read("other.json") is None
 
 
 def test_another_file_under_the_same_path_is_noticed(model):
-    files = model_files.ModelFiles(card(model, ["config.json"]))
+    files = loading.ModelFiles(card(model, ["config.json"]))
     (model / "config.json").write_text('{"vocab_size": 6}')
 
     with pytest.raises(errors.ConfigError, match=r"config\.json is not the file that its worker"):
@@ -59,7 +59,7 @@ def test_another_file_under_the_same_path_is_noticed(model):
 
 
 def test_a_named_file_that_is_missing_is_an_error(model):
-    files = model_files.ModelFiles(card(model, ["config.json"]))
+    files = loading.ModelFiles(card(model, ["config.json"]))
     (model / "config.json").unlink()
 
     with pytest.raises(errors.ConfigError, match=r"cannot read .*config\.json"):
@@ -71,11 +71,11 @@ def test_a_file_that_is_no_object_names_itself(model, content):
     (model / "config.json").write_bytes(content)
 
     with pytest.raises(errors.ConfigError, match=r"config\.json: expected a JSON object"):
-        model_files.ModelFiles(card(model)).read_json("config.json")
+        loading.ModelFiles(card(model)).read_json("config.json")
 
 
 def test_a_file_that_is_no_text_names_itself(model):
     (model / "chat_template.jinja").write_bytes(b"\xff")
 
     with pytest.raises(errors.ConfigError, match=r"chat_template\.jinja: expected UTF-8"):
-        model_files.ModelFiles(card(model)).read_text("chat_template.jinja")
+        loading.ModelFiles(card(model)).read_text("chat_template.jinja")

@@ -51,14 +51,14 @@ def test_a_tokenizer_that_treats_beginnings_specially_is_not_cut(sentencepiece_l
     text=st.text("ab<"),
 )
 def test_segments_joined_are_the_text(tokens, text):
-    cut = segments.Cutter(tokens).cut(text)
+    cut = segments.PromptCutter(tokens).cut(text)
 
     assert "".join(cut) == text
     assert "" not in cut
 
 
 def test_of_tokens_that_begin_alike_the_longest_is_cut_out():
-    assert segments.Cutter(["<a>", "<a><b>"]).cut("x<a><b><a>") == ["x", "<a><b>", "<a>"]
+    assert segments.PromptCutter(["<a>", "<a><b>"]).cut("x<a><b><a>") == ["x", "<a><b>", "<a>"]
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
@@ -148,9 +148,9 @@ async def test_a_normalizer_that_looks_at_line_ends_or_places_forbids_lines(byte
 
 def test_texts_that_begin_alike_share_their_parts():
     text = "".join(f"line number {number}\n" for number in range(1000))
-    longer = [*segments.parts(text + "more")]
+    longer = [*segments.split_segment(text + "more")]
 
-    assert longer[:-1] == [*segments.parts(text)][:-1]
+    assert longer[:-1] == [*segments.split_segment(text)][:-1]
     assert "".join(longer) == text + "more"
     assert min(map(len, longer[:-1])) >= segments.PART_CHARS
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.preprocess import stop
+from dynamo.preprocess import stop_strings
 
 LETTERS = st.text("ab", max_size=30)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -20,7 +20,7 @@ def naive(text, stops):
 
 
 def streamed(pieces, stops):
-    watcher, told = stop.StopStrings(stops), ""
+    watcher, told = stop_strings.StopStrings(stops), ""
     for piece in pieces:
         text, matched = watcher.push(piece)
         told += text
@@ -36,7 +36,7 @@ def test_any_split_ends_where_the_naive_search_ends(pieces, stops):
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS)
 def test_what_is_held_back_is_the_longest_end_that_may_become_a_stop_string(pieces, stops):
-    watcher, told, so_far = stop.StopStrings(stops), "", ""
+    watcher, told, so_far = stop_strings.StopStrings(stops), "", ""
     for piece in pieces:
         text, matched = watcher.push(piece)
         told, so_far = told + text, so_far + piece
@@ -49,13 +49,13 @@ def test_what_is_held_back_is_the_longest_end_that_may_become_a_stop_string(piec
 
 
 def test_text_that_cannot_become_a_stop_string_goes_out_at_once():
-    watcher = stop.StopStrings(["END"])
+    watcher = stop_strings.StopStrings(["END"])
 
     assert watcher.push("hello") == ("hello", None)
 
 
 def test_a_beginning_is_held_back_and_given_when_it_came_to_nothing():
-    watcher = stop.StopStrings(["END"])
+    watcher = stop_strings.StopStrings(["END"])
 
     assert watcher.push("the EN") == ("the ", None)
     assert watcher.num_held == 2

@@ -9,7 +9,7 @@ from dynamo.preprocess import thinking_limit
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import anthropic, anthropic_blocks, generate, openai_chat
 
-THINK = formats.AnswerFormat(reasoning=formats.REASONING["qwen3"])
+THINK = formats.AnswerFormat(reasoning=formats.REASONING_FORMATS["qwen3"])
 IDS = {"<think>": 5, "</think>": 6}.get
 
 
@@ -46,7 +46,7 @@ def test_the_marks_are_told_as_tokens(prompt, is_open):
     [
         (formats.AnswerFormat(), IDS),
         (THINK, {}.get),
-        (formats.AnswerFormat(reasoning=formats.REASONING["gpt_oss"]), IDS),
+        (formats.AnswerFormat(reasoning=formats.REASONING_FORMATS["gpt_oss"]), IDS),
     ],
 )
 def test_what_cannot_be_held_is_refused_unless_it_is_a_wish(form, ids):

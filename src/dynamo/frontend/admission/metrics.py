@@ -7,7 +7,7 @@ from dynamo.observability import metrics
 _CLASS = ("default", "aggregated")  # policy_class, worker_type
 
 
-class Closed(StrEnum):
+class RejectionReason(StrEnum):
     """What a request can be stopped by: the label `gate`."""
 
     REQUEST_CONCURRENCY = "request_concurrency"
@@ -39,11 +39,11 @@ class AdmissionMetrics:
             ("model", "policy_class", "reason", "worker_type"),
         )
 
-    def show_limit(self, gate: Closed, limit: int) -> None:
+    def show_limit(self, gate: RejectionReason, limit: int) -> None:
         """How many a gate lets in."""
         self._limits.labels(gate).set(limit)
 
-    def rejected(self, gate: Closed, model: str) -> None:
+    def rejected(self, gate: RejectionReason, model: str) -> None:
         """A request was not let in."""
         self._rejections.labels(gate, model.lower()).inc()
 

@@ -21,7 +21,7 @@ class _Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket(Generic[P]):
+class QueuePosition(Generic[P]):
     """A place in the line; `waiter` is who is told when it is its turn."""
 
     rank: _Rank
@@ -29,12 +29,12 @@ class Ticket(Generic[P]):
     waiter: P
 
 
-class Line(Generic[P]):
+class WaitingQueue(Generic[P]):
     """Holds at most `limit`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._tickets: list[Ticket[P]] = []  # by rank
+        self._tickets: list[QueuePosition[P]] = []  # by rank
         self._arrivals = itertools.count()
         self.num_tokens = 0  # of all prompts that wait
 
@@ -46,14 +46,14 @@ class Line(Generic[P]):
         """Nobody can join now."""
         return len(self._tickets) >= self._limit
 
-    def join(self, waiter: P, *, priority: int, num_tokens: int) -> Ticket[P]:
+    def join(self, waiter: P, *, priority: int, num_tokens: int) -> QueuePosition[P]:
         """Take a place; only where the line is not full."""
-        ticket = Ticket(_Rank(-priority, next(self._arrivals)), num_tokens, waiter)
+        ticket = QueuePosition(_Rank(-priority, next(self._arrivals)), num_tokens, waiter)
         bisect.insort(self._tickets, ticket, key=_rank)
         self.num_tokens += num_tokens
         return ticket
 
-    def leave(self, ticket: Ticket[P]) -> bool:
+    def leave(self, ticket: QueuePosition[P]) -> bool:
         """Give a place up; says whether it was still held."""
         at = bisect.bisect_left(self._tickets, ticket.rank, key=_rank)
         if at == len(self._tickets) or self._tickets[at] is not ticket:
@@ -62,18 +62,18 @@ class Line(Generic[P]):
         self.num_tokens -= ticket.num_tokens
         return True
 
-    def next(self) -> Ticket[P]:
+    def next(self) -> QueuePosition[P]:
         """Whose turn it is leaves the line."""
         ticket = self._tickets[0]
         self.leave(ticket)
         return ticket
 
 
-def _rank(ticket: Ticket[P]) -> _Rank:
+def _rank(ticket: QueuePosition[P]) -> _Rank:
     return ticket.rank
 
 
-class Pace:
+class CompletionRate:
     """How fast requests end, by the last few that did."""
 
     def __init__(self) -> None:
@@ -91,7 +91,9 @@ class Pace:
         return min(_MOST_S, max(_LEAST_S, (num_before + 1) * per_request_s))
 
 
-def room(num_inside: int, limit: int | None, num_free_workers: int | None) -> int | None:
+def count_admissible(
+    num_inside: int, limit: int | None, num_free_workers: int | None
+) -> int | None:
     """How many may come in now: slots that are free, and one for each worker that is not busy. None: any number."""
     parts = [] if limit is None else [max(0, limit - num_inside)]
     if num_free_workers is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dynamo.frontend import identity
 from dynamo.frontend.answer import choices, sse
-from dynamo.preprocess.parsers import events
+from dynamo.preprocess.parsers import parser
 from dynamo.protocols import openai_chat, openai_usage
 
 
@@ -94,7 +94,7 @@ def _delta(piece: choices.Piece | None) -> dict[str, Any]:
             return {}
         case str():
             return {"content": piece}
-        case events.Reasoning(text):
+        case parser.Reasoning(text):
             return {"reasoning_content": text}
         case choices.Call():
             return {"tool_calls": [{"index": piece.number, **_call(piece)}]}
@@ -108,7 +108,7 @@ def _message(pieces: Sequence[choices.Piece]) -> dict[str, Any]:
         match piece:
             case str():
                 content += piece
-            case events.Reasoning(text):
+            case parser.Reasoning(text):
                 thoughts += text
             case choices.Call():
                 calls.append(_call(piece))

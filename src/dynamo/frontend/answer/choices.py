@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dynamo.preprocess import answer
-from dynamo.preprocess.parsers import events
+from dynamo.preprocess import choice_text
+from dynamo.preprocess.parsers import parser
 from dynamo.protocols import generate
 
 
@@ -19,7 +19,7 @@ class Call:
     arguments: str
 
 
-Piece = str | events.Reasoning | Call  # a text is content
+Piece = str | parser.Reasoning | Call  # a text is content
 
 
 class TokenReport(NamedTuple):
@@ -33,7 +33,7 @@ class TokenReport(NamedTuple):
 class Reporter:
     """Tells the log probabilities of tokens, each no sooner than its text: what a stop string hides is not told."""
 
-    def __init__(self, text: answer.AnswerText) -> None:
+    def __init__(self, text: choice_text.ChoiceText) -> None:
         self._text = text
         self._waiting: list[tuple[TokenReport, int]] = []  # with the end of the token's text
         self._num_read = 0  # characters that the tokens so far stand for
@@ -77,7 +77,7 @@ class Reporter:
 
 def one_by_one(output: generate.Output) -> Iterator[generate.Output]:
     """The same, a visible token at a time, and last the end."""
-    visible = answer.visible_ids(output)
+    visible = choice_text.visible_ids(output)
     for at, token_id in enumerate(visible):
         logprobs = output.logprobs[at : at + 1] if output.logprobs else None
         yield generate.Output((token_id,), logprobs=logprobs)
@@ -99,7 +99,7 @@ class Choice:
         "text",
     )
 
-    def __init__(self, index: int, text: answer.AnswerText, *, has_logprobs: bool) -> None:
+    def __init__(self, index: int, text: choice_text.ChoiceText, *, has_logprobs: bool) -> None:
         self.index = index
         self.text = text
         self.push = text.push

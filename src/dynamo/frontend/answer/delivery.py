@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import extras, metrics
+from dynamo.frontend import metrics, nvext_response
 from dynamo.frontend.answer import choices, echo, parsed_choice, sse
 from dynamo.frontend.answer.leg import Leg
 from dynamo.preprocess import preprocessor
@@ -49,7 +49,7 @@ class Order(msgspec.Struct, Generic[S_co], frozen=True, kw_only=True):
     prompts: Sequence[preprocessor.Prepared]
     request: openai_fields.GenerationFields
     headers: exchange.Headers = ()
-    extra: extras.Extras | None = None
+    extra: nvext_response.NvextResponse | None = None
 
     @property
     def num_choices(self) -> int:

@@ -5,7 +5,7 @@ evaluators let a model score a text. No engine can draw no token; it draws one, 
 """
 
 from dynamo.frontend.answer import choices
-from dynamo.preprocess import answer, preprocessor
+from dynamo.preprocess import choice_text, preprocessor
 from dynamo.protocols import blocks, generate
 
 Read = tuple[str, list[choices.TokenReport] | None]
@@ -42,7 +42,7 @@ class EchoedChoice(choices.Choice):
     def __init__(
         self,
         index: int,
-        text: answer.AnswerText,
+        text: choice_text.ChoiceText,
         echo: Echo,
         *,
         has_logprobs: bool,

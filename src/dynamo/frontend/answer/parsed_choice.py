@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 
 from dynamo.frontend.answer import choices
-from dynamo.preprocess import answer
-from dynamo.preprocess.parsers import events
+from dynamo.preprocess import choice_text
+from dynamo.preprocess.parsers import parser
 from dynamo.protocols import generate
 
 
@@ -22,15 +22,15 @@ class ParsedChoice(choices.Choice):
     def __init__(
         self,
         index: int,
-        text: answer.AnswerText,
-        parsers: events.Parsers,
+        text: choice_text.ChoiceText,
+        parsers: parser.ParserFactory,
         *,
         has_logprobs: bool,
         is_single_call: bool,
     ) -> None:
         super().__init__(index, text, has_logprobs=has_logprobs)
         self._parsers = parsers
-        self._parser: events.Parser | None = None  # since it is known that one is needed
+        self._parser: parser.Parser | None = None  # since it is known that one is needed
         self._pieces: list[choices.Piece] = []
         self._is_plain_now = False  # nothing needs to pass through the parser any more
         self._is_single_call = is_single_call
@@ -95,13 +95,13 @@ class ParsedChoice(choices.Choice):
             if self._is_enough:
                 break
 
-    def _take(self, event: events.Event) -> None:
+    def _take(self, event: parser.Event) -> None:
         match event:
-            case events.Content(text):
+            case parser.Content(text):
                 self._pieces.append(text)
-            case events.Reasoning():
+            case parser.Reasoning():
                 self._pieces.append(event)
-            case events.ToolCall(name, arguments):
+            case parser.ToolCall(name, arguments):
                 call = choices.Call(self.num_calls, new_tool_call_id(), name, arguments)
                 self._pieces.append(call)
                 self.num_calls += 1
@@ -120,11 +120,11 @@ def _join(pieces: Iterator[choices.Piece]) -> Iterator[choices.Piece]:
     """Pieces of one kind as one; calls stay apart."""
     found = list(pieces)
     texts = [piece for piece in found if isinstance(piece, str)]
-    thoughts = [piece.text for piece in found if isinstance(piece, events.Reasoning)]
+    thoughts = [piece.text for piece in found if isinstance(piece, parser.Reasoning)]
     if texts:
         yield "".join(texts)
     elif thoughts:
-        yield events.Reasoning("".join(thoughts))
+        yield parser.Reasoning("".join(thoughts))
     else:
         yield from found
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from dynamo.base import distribution
-from dynamo.frontend.catalog import models
-from dynamo.frontend.catalog.served_model import ServedModel
+from dynamo.frontend.model_registry import registry
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.protocols import kserve
 
 EXTENSIONS = ["generate", "model_configuration"]
@@ -17,7 +17,7 @@ def of_server() -> dict[str, Any]:
     return {"name": kserve.PLATFORM, "version": version, "extensions": EXTENSIONS}
 
 
-def find(known: models.Models, name: str, version: str) -> ServedModel:
+def find(known: registry.ModelRegistry, name: str, version: str) -> RegisteredModel:
     """Raises ModelNotFound, NoWorkers, or InvalidRequest for one that does not make text."""
     model = known.find(name)
     kserve.check_version(name, version)
@@ -25,7 +25,7 @@ def find(known: models.Models, name: str, version: str) -> ServedModel:
     return model
 
 
-def of_model(model: ServedModel) -> dict[str, Any]:
+def of_model(model: RegisteredModel) -> dict[str, Any]:
     """Its tensors."""
     return {
         "name": model.name,
@@ -39,7 +39,7 @@ def of_model(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def config_of(model: ServedModel) -> dict[str, Any]:
+def config_of(model: RegisteredModel) -> dict[str, Any]:
     """The same in Triton's words."""
     return {
         "name": model.name,

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from dynamo.base import errors
 from dynamo.frontend import apis, pipeline
-from dynamo.frontend.admission import desk
+from dynamo.frontend.admission import controller
 from dynamo.frontend.answer import delivery, sse
-from dynamo.frontend.catalog import models
 from dynamo.frontend.kserve import description, shapes
+from dynamo.frontend.model_registry import registry
 from dynamo.protocols import kserve, kserve_errors
 from dynamo.runtime.http import exchange, router
 
@@ -73,8 +73,8 @@ class KserveRoutes:
     def __init__(
         self,
         answers: pipeline.Pipeline,
-        known: models.Models,
-        counter: desk.Desk,
+        known: registry.ModelRegistry,
+        counter: controller.Desk,
         accepts: Accepts,
         *,
         is_draining: Callable[[], bool],

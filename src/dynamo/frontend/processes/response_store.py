@@ -8,7 +8,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 
-class Kept(NamedTuple):
+class StoredResponse(NamedTuple):
     """One answer, as JSON."""
 
     response: bytes  # the object that the client got
@@ -26,13 +26,13 @@ class ResponseStore:
     def __init__(self, *, max_items: int, max_bytes: int) -> None:
         self._max_items = max_items
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, response_id: str, kept: Kept) -> None:
+    def keep(self, response_id: str, kept: StoredResponse) -> None:
         """Remember it, and forget others if need be; one that is too large by itself is not kept."""
         if kept.num_bytes > self._max_bytes:
             return
@@ -43,7 +43,7 @@ class ResponseStore:
             _, oldest = self._kept.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def find(self, response_id: str) -> Kept | None:
+    def find(self, response_id: str) -> StoredResponse | None:
         """None if it never was, or is forgotten."""
         if response_id in self._kept:
             self._kept.move_to_end(response_id)

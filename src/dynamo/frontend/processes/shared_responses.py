@@ -9,12 +9,12 @@ from urllib.parse import quote
 
 import msgspec
 
-from dynamo.frontend.processes import response_store, siblings
+from dynamo.frontend.processes import peers, response_store
 from dynamo.runtime.http import exchange, router
 
 PATH = "/kept/"
 _encode = msgspec.msgpack.Encoder().encode
-_decode_kept = msgspec.msgpack.Decoder(response_store.Kept).decode
+_decode_kept = msgspec.msgpack.Decoder(response_store.StoredResponse).decode
 
 
 class _Continued(msgspec.Struct, frozen=True):
@@ -29,10 +29,10 @@ _decode_request = msgspec.json.Decoder(_Continued).decode
 class SharedResponses:
     """The store of this process and those of its siblings."""
 
-    def __init__(self, store: response_store.ResponseStore, others: siblings.Siblings) -> None:
+    def __init__(self, store: response_store.ResponseStore, others: peers.Peers) -> None:
         self._store = store
         self._siblings = others
-        self.routes: siblings.Routes = {
+        self.routes: peers.PeerRoutes = {
             ("GET", PATH + "*"): self._tell,
             ("DELETE", PATH + "*"): self._forget,
         }
@@ -73,11 +73,11 @@ class SharedResponses:
 
     def _tell(self, caller: exchange.Exchange) -> None:
         kept = self._store.find(caller.request.path.removeprefix(PATH))
-        siblings.respond_found(caller, None if kept is None else _encode(kept))
+        peers.respond_optional(caller, None if kept is None else _encode(kept))
 
     def _forget(self, caller: exchange.Exchange) -> None:
         was_here = self._store.forget(caller.request.path.removeprefix(PATH))
-        siblings.respond_found(caller, b"" if was_here else None)
+        peers.respond_optional(caller, b"" if was_here else None)
 
 
 async def _finish(answering: Awaitable[None] | None) -> None:

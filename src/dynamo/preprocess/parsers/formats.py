@@ -9,94 +9,94 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dynamo.base import errors
-from dynamo.preprocess.parsers import chained, events, harmony, reading, spans
+from dynamo.preprocess.parsers import call_syntax, harmony, parser
 from dynamo.preprocess.parsers.reasoning import ReasoningFormat
-from dynamo.preprocess.parsers.tools import Frame, ToolFormat, ToolParser
+from dynamo.preprocess.parsers.tool_calls import CallFrame, ToolCallFormat, ToolCallParser
 from dynamo.protocols import generate
 
 NONE = "none"  # the name that asks for no parser
-_HARMONY = ToolFormat()  # has a machine of its own
+_HARMONY = ToolCallFormat()  # has a machine of its own
 
 
-def _named() -> spans.Brackets:
-    return spans.Brackets(has_head=True)
+def _named() -> call_syntax.BracketScanner:
+    return call_syntax.BracketScanner(has_head=True)
 
 
-def _function_tags() -> spans.Until:
-    return spans.Until("</function>")
+def _function_tags() -> call_syntax.MarkerScanner:
+    return call_syntax.MarkerScanner("</function>")
 
 
-def _python_list() -> spans.Brackets:
-    return spans.Brackets(quotes="'\"", allowed=None)
+def _python_list() -> call_syntax.BracketScanner:
+    return call_syntax.BracketScanner(quotes="'\"", allowed=None)
 
 
-_HERMES = ToolFormat(
+_HERMES = ToolCallFormat(
     opens=("<tool_call>",),
     closes=("</tool_call>",),
-    frame=Frame("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    frame=CallFrame("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
 )
 # Forced calls of all others: most were taught arrays like this one, and it needs no mark that they might not have.
-ARRAY = ToolFormat(opens=("[", ","), closes=("]",), frame=Frame("[", ", ", "]"))
-TOOLS: Mapping[str, ToolFormat] = {
+JSON_ARRAY = ToolCallFormat(opens=("[", ","), closes=("]",), frame=CallFrame("[", ", ", "]"))
+TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "hermes": _HERMES,
     "qwen25": _HERMES,
     "qwen3": _HERMES,
-    "llama3_json": ToolFormat(opens=("<|python_tag|>",), closes=(";",), bare="{"),
-    "pythonic": ToolFormat(
+    "llama3_json": ToolCallFormat(opens=("<|python_tag|>",), closes=(";",), bare="{"),
+    "pythonic": ToolCallFormat(
         opens=("<|python_start|>",),
         closes=("<|python_end|>",),
         bare="[",
         span=_python_list,
-        read=reading.python_calls,
+        read=call_syntax.parse_python_calls,
     ),
-    "mistral": ToolFormat(
+    "mistral": ToolCallFormat(
         opens=("[TOOL_CALLS]",),
         closes=("[/TOOL_CALLS]",),
         inner=("[CALL_ID]", "[ARGS]"),
         span=_named,
-        read=reading.NamedCall(r"(?P<name>[\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?"),
+        read=call_syntax.NamedCallReader(r"(?P<name>[\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?"),
     ),
-    "deepseek_v3": ToolFormat(
+    "deepseek_v3": ToolCallFormat(
         sections=("<｜tool▁calls▁begin｜>",),
         opens=("<｜tool▁call▁begin｜>",),
         inner=("<｜tool▁sep｜>",),
         closes=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
         span=_named,
-        read=reading.NamedCall(r"function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json"),
+        read=call_syntax.NamedCallReader(r"function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json"),
     ),
-    "deepseek_v3_1": ToolFormat(
+    "deepseek_v3_1": ToolCallFormat(
         sections=("<｜tool▁calls▁begin｜>",),
         opens=("<｜tool▁call▁begin｜>",),
         inner=("<｜tool▁sep｜>",),
         closes=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
         span=_named,
-        read=reading.NamedCall(r"(?P<name>[\w.-]+)<｜tool▁sep｜>"),
+        read=call_syntax.NamedCallReader(r"(?P<name>[\w.-]+)<｜tool▁sep｜>"),
     ),
-    "kimi_k2": ToolFormat(
+    "kimi_k2": ToolCallFormat(
         sections=("<|tool_calls_section_begin|>",),
         opens=("<|tool_call_begin|>",),
         inner=("<|tool_call_argument_begin|>",),
         closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
         span=_named,
-        read=reading.NamedCall(
+        read=call_syntax.NamedCallReader(
             r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>"
         ),
     ),
-    "qwen3_coder": ToolFormat(
+    "qwen3_coder": ToolCallFormat(
         sections=("<tool_call>",),
         opens=("<function=",),
         closes=("</tool_call>",),
         span=_function_tags,
-        read=reading.tagged_calls,
+        read=call_syntax.parse_tagged_calls,
     ),
-    "phi4": ToolFormat(opens=("functools", "<|tool_call|>"), closes=("<|/tool_call|>",)),
-    "nemotron_deci": ToolFormat(opens=("<TOOLCALL>",), closes=("</TOOLCALL>",)),
-    "granite": ToolFormat(
+    "phi4": ToolCallFormat(opens=("functools", "<|tool_call|>"), closes=("<|/tool_call|>",)),
+    "nemotron_deci": ToolCallFormat(opens=("<TOOLCALL>",), closes=("</TOOLCALL>",)),
+    "granite": ToolCallFormat(
         opens=("<|tool_call|>", "<tool_call>"), closes=("</tool_call>",), bare="["
     ),
-    "jamba": ToolFormat(opens=("<tool_calls>",), closes=("</tool_calls>",)),
+    "jamba": ToolCallFormat(opens=("<tool_calls>",), closes=("</tool_calls>",)),
     "harmony": _HARMONY,
-    "default": ToolFormat(
+    "default": ToolCallFormat(
         opens=("<TOOLCALL>", "<|python_tag|>"), closes=("</TOOLCALL>", ";"), bare="{["
     ),
 }
@@ -104,7 +104,7 @@ TOOLS: Mapping[str, ToolFormat] = {
 _THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",))
 _FORCED_THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",), is_forced=True)
 _GPT_OSS = ReasoningFormat(opens=(), closes=())  # harmony's machine reads both
-REASONING: Mapping[str, ReasoningFormat] = {
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "basic": _THINK,
     "qwen3": _THINK,
     "nemotron_deci": _THINK,
@@ -153,7 +153,7 @@ _REASONING_BY_TEMPLATE = (
 class AnswerFormat:
     """How a model writes its answers; None: without reasoning, or without calls."""
 
-    tools: ToolFormat | None = None
+    tools: ToolCallFormat | None = None
     reasoning: ReasoningFormat | None = None
 
     @property
@@ -170,12 +170,12 @@ class AnswerFormat:
         return self.tools is not None and self.tools.frame is not None
 
     @property
-    def forced(self) -> ToolFormat:
+    def forced(self) -> ToolCallFormat:
         """How calls are written that a grammar forces."""
-        return self.tools if self.tools is not None and self.tools.frame is not None else ARRAY
+        return self.tools if self.tools is not None and self.tools.frame is not None else JSON_ARRAY
 
     @property
-    def frame(self) -> Frame:
+    def frame(self) -> CallFrame:
         """What stands around them."""
         assert self.forced.frame is not None
         return self.forced.frame
@@ -193,17 +193,17 @@ class AnswerFormat:
             return generate.Thoughts(closes=form.closes)
         return generate.Thoughts(opens=form.opens, closes=form.closes) if may_think else None
 
-    def parsers(self, prompt: str, tools: events.Tools | None) -> events.Parsers | None:
+    def parsers(self, prompt: str, tools: parser.ToolSchemas | None) -> parser.ParserFactory | None:
         """For answers to this prompt; None if all of them is content. `tools` None: no calls."""
         if self._is_harmony:
-            return events.Parsers(lambda: harmony.HarmonyParser(tools))
+            return parser.ParserFactory(lambda: harmony.HarmonyParser(tools))
         thoughts = None if self.reasoning is None else self.reasoning.parsers(prompt)
         if self.tools is None or tools is None:
             return thoughts
-        calls = functools.partial(ToolParser, self.tools, tools)
+        calls = functools.partial(ToolCallParser, self.tools, tools)
         if thoughts is None:
-            return events.Parsers(calls)
-        return events.Parsers(lambda: chained.Chained(thoughts.new(), calls()))
+            return parser.ParserFactory(calls)
+        return parser.ParserFactory(lambda: parser.ChainedParser(thoughts.new(), calls()))
 
     @property
     def thought_marks(self) -> ReasoningFormat | None:
@@ -215,27 +215,31 @@ class AnswerFormat:
         return self.tools is _HARMONY or self.reasoning is _GPT_OSS
 
 
-def choose(tool_parser: str | None, reasoning_parser: str | None, template: str) -> AnswerFormat:
+def select_format(
+    tool_parser: str | None, reasoning_parser: str | None, template: str
+) -> AnswerFormat:
     """What the worker was told, else what the chat template speaks of. Raises ConfigError for an unknown name."""
-    check(tool_parser, reasoning_parser)
-    reasoning = REASONING.get(reasoning_parser or "")
+    check_names(tool_parser, reasoning_parser)
+    reasoning = REASONING_FORMATS.get(reasoning_parser or "")
     if reasoning_parser is None:
-        found = REASONING.get(_guess(_REASONING_BY_TEMPLATE, template))
+        found = REASONING_FORMATS.get(_guess(_REASONING_BY_TEMPLATE, template))
         # whether it thinks is then for the prompt and the model to say
         reasoning = (
             dataclasses.replace(found, is_forced=False) if found and found.is_forced else found
         )
-    return AnswerFormat(TOOLS.get(tool_parser or _guess(_TOOLS_BY_TEMPLATE, template)), reasoning)
+    return AnswerFormat(
+        TOOL_CALL_FORMATS.get(tool_parser or _guess(_TOOLS_BY_TEMPLATE, template)), reasoning
+    )
 
 
 def _guess(table: tuple[tuple[tuple[str, ...], str], ...], template: str) -> str:
     return next((name for parts, name in table if all(part in template for part in parts)), NONE)
 
 
-def check(tool_parser: str | None, reasoning_parser: str | None) -> None:
+def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
     """Raises ConfigError for a name that is not known."""
-    _check("--dyn-tool-call-parser", tool_parser, TOOLS)
-    _check("--dyn-reasoning-parser", reasoning_parser, REASONING)
+    _check("--dyn-tool-call-parser", tool_parser, TOOL_CALL_FORMATS)
+    _check("--dyn-reasoning-parser", reasoning_parser, REASONING_FORMATS)
 
 
 def _check(flag: str, name: str | None, known: Mapping[str, object]) -> None:

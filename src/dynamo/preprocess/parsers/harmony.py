@@ -10,23 +10,23 @@
 
 import re
 
-from dynamo.preprocess import marks
-from dynamo.preprocess.parsers import events, machine, reading, spans
+from dynamo.preprocess import stop_strings
+from dynamo.preprocess.parsers import call_syntax, parser
 
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKS = (_START, _MESSAGE, "<|channel|>", "<|constrain|>", *_ENDS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([\w.-]+)")
-_HEADER_STARTS = marks.Marks(("<|channel|>", _START))
-_HEADER_END = marks.Marks((_MESSAGE,))
-_BODY_END = marks.Marks((*_ENDS, _START, "<|channel|>"))
+_HEADER_STARTS = stop_strings.MarkerSet(("<|channel|>", _START))
+_HEADER_END = stop_strings.MarkerSet((_MESSAGE,))
+_BODY_END = stop_strings.MarkerSet((*_ENDS, _START, "<|channel|>"))
 
 
-class HarmonyParser(machine.Machine):
+class HarmonyParser(parser.StateMachineParser):
     """Reads the messages of one answer. Without tools, a call is content, as it came."""
 
-    def __init__(self, tools: events.Tools | None) -> None:
+    def __init__(self, tools: parser.ToolSchemas | None) -> None:
         super().__init__(HarmonyParser._begin)
         self._tools = tools
         self._header = ""
@@ -46,9 +46,9 @@ class HarmonyParser(machine.Machine):
             self._body.append(self._text)
             self._end_call("")
         elif self._step is HarmonyParser._read_reasoning:
-            self._tell(events.Reasoning, self._text)
+            self._tell(parser.Reasoning, self._text)
         else:
-            self._tell(events.Content, self._text)
+            self._tell(parser.Content, self._text)
 
     def _begin(self) -> bool:
         """An answer, or what follows a message: a header, or a text whose header stands in the prompt."""
@@ -63,9 +63,9 @@ class HarmonyParser(machine.Machine):
     def _read_header(self) -> bool:
         found = _HEADER_END.find(self._text)
         end = found.start if found else len(self._text) - _HEADER_END.num_open(self._text)
-        if end > spans.MAX_HEAD_CHARS:  # it is none
-            self._tell(events.Content, self._text[: spans.MAX_HEAD_CHARS])
-            self._text = self._text[spans.MAX_HEAD_CHARS :]
+        if end > call_syntax.MAX_HEAD_CHARS:  # it is none
+            self._tell(parser.Content, self._text[: call_syntax.MAX_HEAD_CHARS])
+            self._text = self._text[call_syntax.MAX_HEAD_CHARS :]
             self._step = HarmonyParser._read_content
             return True
         if found is None:
@@ -82,19 +82,19 @@ class HarmonyParser(machine.Machine):
 
     def _read_reasoning(self) -> bool:
         text, end = self._take_body()
-        self._tell(events.Reasoning, text)
+        self._tell(parser.Reasoning, text)
         return end is not None
 
     def _read_content(self) -> bool:
         text, end = self._take_body()
-        self._tell(events.Content, text)
+        self._tell(parser.Content, text)
         return end is not None
 
     def _read_call(self) -> bool:
         text, end = self._take_body()
         self._body.append(text)
         self._num_body += len(text)
-        if end is not None or self._num_body > spans.MAX_CALL_CHARS:
+        if end is not None or self._num_body > call_syntax.MAX_CALL_CHARS:
             self._end_call(end or "")
         return end is not None
 
@@ -115,12 +115,16 @@ class HarmonyParser(machine.Machine):
         body, self._body, self._num_body = "".join(self._body), [], 0
         function = _FUNCTION.search(self._header)
         assert function is not None
-        is_too_long = len(body) > spans.MAX_CALL_CHARS
-        call = None if is_too_long or self._tools is None else reading.call(function[1], body)
+        is_too_long = len(body) > call_syntax.MAX_CALL_CHARS
+        call = (
+            None
+            if is_too_long or self._tools is None
+            else call_syntax.parse_call(function[1], body)
+        )
         if call is not None:
             self._events.append(call)
         else:
             text = self._header + _MESSAGE + body
-            self._tell(events.Content, text if is_too_long else text + end)
+            self._tell(parser.Content, text if is_too_long else text + end)
         if self._step is HarmonyParser._read_call:
             self._step = HarmonyParser._read_content

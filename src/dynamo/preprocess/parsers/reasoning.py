@@ -7,8 +7,8 @@ opening mark later in the text is content: an answer may speak of marks. White s
 import functools
 from dataclasses import dataclass
 
-from dynamo.preprocess import marks
-from dynamo.preprocess.parsers import blanks, events, machine
+from dynamo.preprocess import stop_strings
+from dynamo.preprocess.parsers import parser
 
 _PROMPT_END = 256  # characters of it in which a mark would stand
 
@@ -31,11 +31,11 @@ class ReasoningFormat:
         end = prompt[-_PROMPT_END:].rstrip()
         return end.endswith(self.opens) or (self.is_forced and not end.endswith(self.closes))
 
-    def parsers(self, prompt: str) -> events.Parsers:
+    def parsers(self, prompt: str) -> parser.ParserFactory:
         """For answers to this prompt."""
         if self.begins_in(prompt):
-            return events.Parsers(functools.partial(ReasoningParser, self, begins_in=True))
-        return events.Parsers(
+            return parser.ParserFactory(functools.partial(ReasoningParser, self, begins_in=True))
+        return parser.ParserFactory(
             functools.partial(ReasoningParser, self, begins_in=False), self.cannot_open
         )
 
@@ -54,15 +54,15 @@ class ReasoningFormat:
         return prompt[-_PROMPT_END:].rstrip().endswith(self.closes)
 
 
-class ReasoningParser(machine.Machine):
+class ReasoningParser(parser.StateMachineParser):
     """Tells the reasoning of one answer from the rest, which is content."""
 
     def __init__(self, form: ReasoningFormat, *, begins_in: bool) -> None:
         super().__init__(ReasoningParser._begin)
-        self._opens = marks.known(*form.opens)
-        self._closes = marks.known(*form.closes)
+        self._opens = stop_strings.cached_markers(*form.opens)
+        self._closes = stop_strings.cached_markers(*form.closes)
         self._begins_in = begins_in
-        self._blanks = blanks.Blanks()  # reasoning if more of it follows
+        self._blanks = parser.TrailingBlanks()  # reasoning if more of it follows
 
     @property
     def is_reasoning(self) -> bool:
@@ -76,14 +76,14 @@ class ReasoningParser(machine.Machine):
 
     def _end(self) -> None:
         if self._step is ReasoningParser._begin:
-            kind = events.Reasoning if self._begins_in else events.Content
+            kind = parser.Reasoning if self._begins_in else parser.Content
             self._tell(kind, self._text)
         elif self._step is ReasoningParser._think:
-            self._tell(events.Reasoning, self._blanks.take() + self._text)
+            self._tell(parser.Reasoning, self._blanks.take() + self._text)
 
     def _begin(self) -> bool:
-        num_blanks = blanks.leading(self._text)
-        can_wait = num_blanks <= blanks.MAX_WAITING
+        num_blanks = parser.count_leading_blanks(self._text)
+        can_wait = num_blanks <= parser.MAX_HELD_BLANKS
         text = self._text[num_blanks:]
         mark = self._opens.leading(text) if can_wait else ""
         if mark:
@@ -107,10 +107,10 @@ class ReasoningParser(machine.Machine):
         found = self._closes.find(self._text)
         if found is None:
             cut = len(self._text) - self._closes.num_open(self._text)
-            self._tell(events.Reasoning, self._blanks.push(self._text[:cut]))
+            self._tell(parser.Reasoning, self._blanks.push(self._text[:cut]))
             self._text = self._text[cut:]
             return False
-        self._tell(events.Reasoning, self._blanks.push(self._text[: found.start]))
+        self._tell(parser.Reasoning, self._blanks.push(self._text[: found.start]))
         self._blanks.take()
         self._text = self._text[found.start + len(found.mark) :]
         self._step = ReasoningParser._skip_more_blanks
@@ -123,6 +123,6 @@ class ReasoningParser(machine.Machine):
         return bool(self._text)
 
     def _read_content(self) -> bool:
-        self._tell(events.Content, self._text)
+        self._tell(parser.Content, self._text)
         self._text = ""
         return False

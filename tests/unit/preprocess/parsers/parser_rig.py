@@ -1,6 +1,6 @@
 """What the tests of parsers share: tools, samples as models write them, and ways to feed a text."""
 
-from dynamo.preprocess.parsers import events, formats
+from dynamo.preprocess.parsers import formats, parser
 
 WEATHER = {
     "type": "object",
@@ -12,8 +12,8 @@ WEATHER = {
     },
 }
 TOOLS = {"get_weather": WEATHER, "get_time": {}}
-PARIS = events.ToolCall("get_weather", '{"city": "Paris"}')
-ROME = events.ToolCall("get_weather", '{"city": "Rome"}')
+PARIS = parser.ToolCall("get_weather", '{"city": "Paris"}')
+ROME = parser.ToolCall("get_weather", '{"city": "Rome"}')
 
 # A call of each format, as the models' cards and templates show it, with nothing around it.
 ONE_CALL = {
@@ -59,10 +59,11 @@ TWO_CALLS = {
 }  # fmt: skip
 
 
-def parser(tools=None, reasoning=None, *, prompt="", known=TOOLS):
+def make_parser(tools=None, reasoning=None, *, prompt="", known=TOOLS):
     """For an answer of these formats."""
     chosen = formats.AnswerFormat(
-        formats.TOOLS[tools] if tools else None, formats.REASONING[reasoning] if reasoning else None
+        formats.TOOL_CALL_FORMATS[tools] if tools else None,
+        formats.REASONING_FORMATS[reasoning] if reasoning else None,
     )
     parsers = chosen.parsers(prompt, known if tools else None)
     return parsers.new() if parsers else None
@@ -78,7 +79,7 @@ def joined(found):
     told = []
     for event in found:
         last = told[-1] if told else None
-        if type(last) is type(event) and not isinstance(event, events.ToolCall):
+        if type(last) is type(event) and not isinstance(event, parser.ToolCall):
             told[-1] = type(event)(last.text + event.text)
         else:
             told.append(event)
@@ -86,4 +87,4 @@ def joined(found):
 
 
 def content(text):
-    return events.Content(text)
+    return parser.Content(text)

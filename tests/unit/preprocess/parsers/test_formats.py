@@ -29,28 +29,28 @@ from dynamo.preprocess.parsers import formats
     ],
 )  # fmt: skip
 def test_a_template_tells(template, tools, reasoning):
-    chosen = formats.choose(None, None, template)
-    wanted = formats.REASONING.get(reasoning)
+    chosen = formats.select_format(None, None, template)
+    wanted = formats.REASONING_FORMATS.get(reasoning)
 
-    assert chosen.tools is formats.TOOLS.get(tools)
+    assert chosen.tools is formats.TOOL_CALL_FORMATS.get(tools)
     assert (chosen.reasoning and chosen.reasoning.marks) == (wanted and wanted.marks)
 
 
 def test_what_only_the_template_says_forces_no_reasoning():
-    assert formats.REASONING["mistral"].is_forced
-    assert not formats.choose(None, None, "[THINK]").reasoning.is_forced
-    assert formats.choose(None, "mistral", "").reasoning.is_forced
+    assert formats.REASONING_FORMATS["mistral"].is_forced
+    assert not formats.select_format(None, None, "[THINK]").reasoning.is_forced
+    assert formats.select_format(None, "mistral", "").reasoning.is_forced
 
 
 def test_a_model_without_marks_needs_no_parser():
-    assert formats.choose(None, None, "").parsers("hi", {}) is None
-    assert formats.choose("hermes", None, "").parsers("hi", None) is None
-    assert formats.choose(None, None, "").marks == ()
+    assert formats.select_format(None, None, "").parsers("hi", {}) is None
+    assert formats.select_format("hermes", None, "").parsers("hi", None) is None
+    assert formats.select_format(None, None, "").marks == ()
 
 
 def test_names_are_checked():
-    formats.check("none", "none")
-    formats.check(None, None)
+    formats.check_names("none", "none")
+    formats.check_names(None, None)
 
     with pytest.raises(errors.ConfigError, match="--dyn-reasoning-parser: expected one of basic, "):
-        formats.choose(None, "hermes", "")
+        formats.select_format(None, "hermes", "")

@@ -3,78 +3,83 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parser_rig import ONE_CALL, PARIS, content, joined, parser, read
+from parser_rig import ONE_CALL, PARIS, content, joined, make_parser, read
 
-from dynamo.preprocess.parsers import events, formats
+from dynamo.preprocess.parsers import formats, parser
 
-MARKED = [name for name, form in formats.REASONING.items() if form.opens]
+MARKED = [name for name, form in formats.REASONING_FORMATS.items() if form.opens]
 
 
 def thought(text):
-    return events.Reasoning(text)
+    return parser.Reasoning(text)
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_reasoning_and_answer(name):
-    form = formats.REASONING[name]
+    form = formats.REASONING_FORMATS[name]
     text = f"{form.opens[0]}\nLet me see.\n\n{form.closes[0]}\n\nIt is 4.\n"
 
-    assert read(parser(reasoning=name), text) == [thought("Let me see."), content("It is 4.\n")]
+    assert read(make_parser(reasoning=name), text) == [
+        thought("Let me see."),
+        content("It is 4.\n"),
+    ]
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_a_prompt_that_opens_it_counts(name):
-    form = formats.REASONING[name]
-    made = parser(reasoning=name, prompt=f"assistant\n{form.opens[0]}\n")
+    form = formats.REASONING_FORMATS[name]
+    made = make_parser(reasoning=name, prompt=f"assistant\n{form.opens[0]}\n")
 
     assert read(made, f"hm{form.closes[0]}4") == [thought("hm"), content("4")]
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_a_prompt_that_closes_it_counts(name):
-    form = formats.REASONING[name]
+    form = formats.REASONING_FORMATS[name]
     prompt = f"assistant\n{form.opens[0]}\n\n{form.closes[0]}\n\n"
 
-    assert read(parser(reasoning=name, prompt=prompt), "just 4") == [content("just 4")]
+    assert read(make_parser(reasoning=name, prompt=prompt), "just 4") == [content("just 4")]
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "step3", "mistral", "nemotron_nano"])
 def test_a_forced_format_thinks_without_a_mark_and_to_the_end(name):
-    assert read(parser(reasoning=name), "  I wonder ") == [thought("I wonder ")]
+    assert read(make_parser(reasoning=name), "  I wonder ") == [thought("I wonder ")]
 
 
 @pytest.mark.parametrize("name", ["basic", "qwen3", "granite", "kimi"])
 def test_the_others_do_not(name):
-    assert read(parser(reasoning=name), "  I wonder ") == [content("  I wonder ")]
+    assert read(make_parser(reasoning=name), "  I wonder ") == [content("  I wonder ")]
 
 
 def test_an_answer_may_speak_of_marks():
     text = "Use <think> and </think>."
 
-    assert read(parser(reasoning="basic"), text) == [content(text)]
-    assert read(parser(reasoning="basic"), "<think>a</think>" + text) == [
+    assert read(make_parser(reasoning="basic"), text) == [content(text)]
+    assert read(make_parser(reasoning="basic"), "<think>a</think>" + text) == [
         thought("a"),
         content(text),
     ]
 
 
 def test_reasoning_that_never_ends_is_reasoning():
-    assert read(parser(reasoning="basic"), "<think>on and on </thi") == [thought("on and on </thi")]
+    assert read(make_parser(reasoning="basic"), "<think>on and on </thi") == [
+        thought("on and on </thi")
+    ]
 
 
 def test_empty_reasoning_is_none():
-    assert read(parser(reasoning="qwen3"), "<think>\n\n</think>\n\nHi") == [content("Hi")]
+    assert read(make_parser(reasoning="qwen3"), "<think>\n\n</think>\n\nHi") == [content("Hi")]
 
 
 def test_reasoning_is_told_as_it_comes():
-    made = parser(reasoning="basic")
+    made = make_parser(reasoning="basic")
     told = [list(made.push(piece)) for piece in ("<think>", "one ", "two", " </", "think>", "\n!")]
 
     assert told == [[], [thought("one")], [thought(" two")], [], [], [content("!")]]
 
 
 def test_a_parser_knows_when_nothing_more_can_come():
-    made = parser(reasoning="basic")
+    made = make_parser(reasoning="basic")
     seen = []
     for piece in ("<think>", "hm", "</think>", "\n", "4"):
         made.push(piece)
@@ -85,7 +90,7 @@ def test_a_parser_knows_when_nothing_more_can_come():
 
 def test_reasoning_comes_before_calls_and_a_call_within_it_is_a_thought():
     text = f"<think>maybe {ONE_CALL['hermes']}?</think>\n{ONE_CALL['hermes']}"
-    told = read(parser("hermes", "basic"), text)
+    told = read(make_parser("hermes", "basic"), text)
 
     assert told == [thought(f"maybe {ONE_CALL['hermes']}?"), PARIS]
 
@@ -104,11 +109,11 @@ TOLD = [thought("Look it up."), content("I look. "), PARIS, content("Sunny.")]
     ("tools", "reasoning"), [("harmony", None), ("harmony", "gpt_oss"), ("harmony", "basic")]
 )
 def test_harmony_is_one_format_for_both(tools, reasoning):
-    assert read(parser(tools, reasoning), HARMONY) == TOLD
+    assert read(make_parser(tools, reasoning), HARMONY) == TOLD
 
 
 def test_without_tools_a_call_in_harmony_is_content():
-    told = read(parser(reasoning="gpt_oss"), HARMONY)
+    told = read(make_parser(reasoning="gpt_oss"), HARMONY)
 
     assert told[0] == TOLD[0]
     assert 'to=functions.get_weather<|channel|>commentary json<|message|>{"city"' in told[1].text
@@ -118,21 +123,23 @@ def test_without_tools_a_call_in_harmony_is_content():
     "text", ["no channel", "<|channel|>final but no message", "<|channel|>" + "x" * 300, "<|chan"]
 )
 def test_what_is_no_harmony_is_content(text):
-    assert read(parser("harmony"), text) == [content(text)]
+    assert read(make_parser("harmony"), text) == [content(text)]
 
 
 def test_a_call_in_harmony_whose_arguments_are_broken_is_content():
     text = ONE_CALL["harmony"].removesuffix("}")
 
-    assert read(parser("harmony"), text) == [content(text)]
+    assert read(make_parser("harmony"), text) == [content(text)]
 
 
 def test_harmony_in_the_middle_of_a_thought_is_a_thought():
-    assert read(parser(reasoning="gpt_oss"), "<|channel|>analysis<|message|>hm") == [thought("hm")]
+    assert read(make_parser(reasoning="gpt_oss"), "<|channel|>analysis<|message|>hm") == [
+        thought("hm")
+    ]
 
 
 @given(
-    st.sampled_from(sorted(formats.REASONING)),
+    st.sampled_from(sorted(formats.REASONING_FORMATS)),
     st.booleans(),
     st.lists(
         st.sampled_from(
@@ -147,18 +154,18 @@ def test_harmony_in_the_middle_of_a_thought_is_a_thought():
 def test_however_it_is_cut_reasoning_is_the_same(name, is_open, parts, place):
     text = "".join(parts)
     prompt = "<think>" if is_open else ""
-    whole = read(parser(reasoning=name, prompt=prompt), text)
+    whole = read(make_parser(reasoning=name, prompt=prompt), text)
     at = place % (len(text) + 1)
 
-    assert read(parser(reasoning=name, prompt=prompt), *text) == whole
-    assert read(parser(reasoning=name, prompt=prompt), text[:at], text[at:]) == whole
+    assert read(make_parser(reasoning=name, prompt=prompt), *text) == whole
+    assert read(make_parser(reasoning=name, prompt=prompt), text[:at], text[at:]) == whole
     assert joined(whole) == whole
 
 
 @pytest.mark.parametrize("name", ["basic", "granite", "kimi"])
 @given(pieces=st.lists(st.text("<think>/ \nH◁,", min_size=1, max_size=8), min_size=1, max_size=4))
 def test_an_answer_that_may_pass_is_all_content(name, pieces):
-    parsers = formats.AnswerFormat(reasoning=formats.REASONING[name]).parsers("hi", None)
+    parsers = formats.AnswerFormat(reasoning=formats.REASONING_FORMATS[name]).parsers("hi", None)
 
     if parsers.can_pass(pieces[0]):
         assert read(parsers.new(), *pieces) == [content("".join(pieces))]
@@ -175,6 +182,8 @@ def test_an_answer_that_may_pass_is_all_content(name, pieces):
     ],
 )
 def test_an_answer_may_pass_as_soon_as_no_mark_can_stand_before_it(prompt, text, expected):
-    parsers = formats.AnswerFormat(reasoning=formats.REASONING["basic"]).parsers(prompt, None)
+    parsers = formats.AnswerFormat(reasoning=formats.REASONING_FORMATS["basic"]).parsers(
+        prompt, None
+    )
 
     assert parsers.can_pass(text) is expected

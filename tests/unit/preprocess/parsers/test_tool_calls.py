@@ -5,39 +5,39 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parser_rig import ONE_CALL, PARIS, ROME, TWO_CALLS, content, parser, read
+from parser_rig import ONE_CALL, PARIS, ROME, TWO_CALLS, content, make_parser, read
 
-from dynamo.preprocess.parsers import events, formats, spans
+from dynamo.preprocess.parsers import call_syntax, formats, parser
 
 
 @pytest.mark.parametrize("name", ONE_CALL)
 def test_a_call(name):
-    assert read(parser(name), ONE_CALL[name]) == [PARIS]
+    assert read(make_parser(name), ONE_CALL[name]) == [PARIS]
 
 
 @pytest.mark.parametrize("name", TWO_CALLS)
 def test_two_calls(name):
-    assert read(parser(name), TWO_CALLS[name]) == [PARIS, ROME]
+    assert read(make_parser(name), TWO_CALLS[name]) == [PARIS, ROME]
 
 
 def test_every_format_has_a_sample():
-    assert formats.TOOLS.keys() - {"qwen25", "qwen3"} == ONE_CALL.keys()
+    assert formats.TOOL_CALL_FORMATS.keys() - {"qwen25", "qwen3"} == ONE_CALL.keys()
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek_v3_1", "qwen3_coder", "phi4"])
 def test_text_may_stand_before_a_call(name):
-    assert read(parser(name), "I look.\n\n" + ONE_CALL[name]) == [content("I look."), PARIS]
+    assert read(make_parser(name), "I look.\n\n" + ONE_CALL[name]) == [content("I look."), PARIS]
 
 
 def test_text_may_stand_around_calls():
     text = f" Well,\n {ONE_CALL['hermes']}\n\n and {ONE_CALL['hermes']} done.\n"
 
-    assert read(parser("hermes"), text) == [
+    assert read(make_parser("hermes"), text) == [
         content(" Well,"), PARIS, content("and"), PARIS, content("done.\n")
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", formats.TOOLS)
+@pytest.mark.parametrize("name", formats.TOOL_CALL_FORMATS)
 @pytest.mark.parametrize(
     "text",
     [
@@ -62,72 +62,75 @@ def test_text_may_stand_around_calls():
     ],
 )
 def test_what_is_no_call_is_content_to_the_letter(name, text):
-    assert "".join(event.text for event in read(parser(name), text)) == text
+    assert "".join(event.text for event in read(make_parser(name), text)) == text
 
 
 def test_marks_within_strings_are_part_of_the_call():
     text = '<tool_call>{"name": "say", "arguments": {"text": "</tool_call> \\" }"}}</tool_call>!'
 
-    assert read(parser("hermes"), text) == [
-        events.ToolCall("say", '{"text": "</tool_call> \\" }"}'), content("!"),
+    assert read(make_parser("hermes"), text) == [
+        parser.ToolCall("say", '{"text": "</tool_call> \\" }"}'), content("!"),
     ]  # fmt: skip
 
 
 def test_a_call_without_arguments_has_empty_ones():
     text = '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "now", "arguments": null}</tool_call>'
 
-    assert read(parser("hermes"), text) == [events.ToolCall("now", "{}")] * 2
+    assert read(make_parser("hermes"), text) == [parser.ToolCall("now", "{}")] * 2
 
 
 def test_arguments_written_into_a_string_are_taken_out():
     text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
 
-    assert read(parser("hermes"), text) == [events.ToolCall("f", '{"a": 1}')]
+    assert read(make_parser("hermes"), text) == [parser.ToolCall("f", '{"a": 1}')]
 
 
 def test_a_line_break_in_a_string_is_mended():
     text = '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>'
 
-    assert read(parser("hermes"), text) == [events.ToolCall("f", '{"a": "x\\ny"}')]
+    assert read(make_parser("hermes"), text) == [parser.ToolCall("f", '{"a": "x\\ny"}')]
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "5", '"no object"', "true"])
 def test_arguments_that_are_no_object_make_no_call(arguments):
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
 
-    assert read(parser("hermes"), text) == [content(text)]
+    assert read(make_parser("hermes"), text) == [content(text)]
 
 
 def test_the_numbers_of_arguments_stay_as_they_were_written():
     text = '<tool_call>{"name": "f", "arguments": {"a": 1.10, "b": 12345678901234567890123}}</tool_call>'
 
-    assert read(parser("hermes"), text)[0].arguments == '{"a": 1.10, "b": 12345678901234567890123}'
+    assert (
+        read(make_parser("hermes"), text)[0].arguments
+        == '{"a": 1.10, "b": 12345678901234567890123}'
+    )
 
 
 def test_without_a_mark_only_known_tools_are_called():
     text = '{"name": "unheard", "parameters": {}}'
 
-    assert read(parser("llama3_json"), text) == [content(text)]
-    assert read(parser("llama3_json"), "<|python_tag|>" + text) == [
-        events.ToolCall("unheard", "{}")
+    assert read(make_parser("llama3_json"), text) == [content(text)]
+    assert read(make_parser("llama3_json"), "<|python_tag|>" + text) == [
+        parser.ToolCall("unheard", "{}")
     ]
 
 
 def test_an_answer_that_begins_with_text_calls_nothing_without_a_mark():
     text = "Like this: " + ONE_CALL["pythonic"]
 
-    assert read(parser("pythonic"), text) == [content(text)]
+    assert read(make_parser("pythonic"), text) == [content(text)]
 
 
 def test_pythonic_arguments_are_literals():
     text = "[get_weather(city='a\"b', days=-2, metric=True, tags=['x', {'y': None}]), get_time()]"
 
-    assert read(parser("pythonic"), text) == [
-        events.ToolCall(
+    assert read(make_parser("pythonic"), text) == [
+        parser.ToolCall(
             "get_weather",
             '{"city": "a\\"b", "days": -2, "metric": true, "tags": ["x", {"y": null}]}',
         ),
-        events.ToolCall("get_time", "{}"),
+        parser.ToolCall("get_time", "{}"),
     ]
 
 
@@ -138,7 +141,7 @@ def test_pythonic_arguments_are_literals():
      "<|python_start|>[f()(a=1)]", "[get_time(a='\ud800')"],
 )  # fmt: skip
 def test_pythonic_code_that_is_no_plain_call_is_content(text):
-    assert read(parser("pythonic"), text) == [content(text)]
+    assert read(make_parser("pythonic"), text) == [content(text)]
 
 
 def test_tagged_values_are_read_by_the_schema():
@@ -148,8 +151,8 @@ def test_tagged_values_are_read_by_the_schema():
         "<parameter=note>\nline 1\nline 2\n</parameter>\n</function>\n</tool_call>"
     )  # fmt: skip
 
-    assert read(parser("qwen3_coder"), text) == [
-        events.ToolCall(
+    assert read(make_parser("qwen3_coder"), text) == [
+        parser.ToolCall(
             "get_weather",
             '{"city": "42", "days": 3, "metric": true, "tags": [1, "a"], "note": "line 1\\nline 2"}',
         )
@@ -159,36 +162,36 @@ def test_tagged_values_are_read_by_the_schema():
 @pytest.mark.parametrize("value", ["soon", "1e999"])
 def test_a_tagged_value_that_does_not_fit_its_schema_is_a_text(value):
     text = f"<function=get_weather><parameter=days>{value}</parameter></function>"
-    call = events.ToolCall("get_weather", f'{{"days": "{value}"}}')
+    call = parser.ToolCall("get_weather", f'{{"days": "{value}"}}')
 
-    assert read(parser("qwen3_coder"), text) == [call]
+    assert read(make_parser("qwen3_coder"), text) == [call]
 
 
 @pytest.mark.parametrize(
     "text", ["<function=></function>", "<function=a<b></function>", "<function=f>{}</function>"]
 )
 def test_a_tag_without_a_name_or_with_more_than_parameters_is_content(text):
-    assert read(parser("qwen3_coder"), text) == [content(text)]
+    assert read(make_parser("qwen3_coder"), text) == [content(text)]
 
 
 def test_a_call_that_is_too_long_is_content(monkeypatch):
-    monkeypatch.setattr(spans, "MAX_CALL_CHARS", 12)
+    monkeypatch.setattr(call_syntax, "MAX_CALL_CHARS", 12)
 
     for name in ("hermes", "qwen3_coder", "harmony"):
-        told = read(parser(name), *ONE_CALL[name])
+        told = read(make_parser(name), *ONE_CALL[name])
         assert "".join(event.text for event in told) == ONE_CALL[name]
         ended = ONE_CALL[name] + "<|call|>"
-        assert read(parser(name), ended) == read(parser(name), *ended)
+        assert read(make_parser(name), ended) == read(make_parser(name), *ended)
 
 
 def test_brackets_that_nest_too_deep_are_content():
     text = "<tool_call>" + "[" * 300 + "]" * 300
 
-    assert read(parser("hermes"), text) == [content(text)]
+    assert read(make_parser("hermes"), text) == [content(text)]
 
 
 def test_no_mark_of_a_format_begins_another():
-    for form in formats.TOOLS.values():
+    for form in formats.TOOL_CALL_FORMATS.values():
         marks = form.opens + form.sections + form.closes
         assert not any(a != b and b.startswith(a) for a in marks for b in marks)
 
@@ -210,23 +213,26 @@ def cut(text, places):
 
 
 @given(
-    st.sampled_from(sorted(formats.TOOLS)),
+    st.sampled_from(sorted(formats.TOOL_CALL_FORMATS)),
     st.sampled_from([None, "basic", "deepseek_r1", "gpt_oss"]),
     st.lists(PIECES, max_size=6),
     st.lists(st.integers(0, 5000), max_size=8),
 )
 def test_however_a_text_is_cut_the_events_are_the_same(name, reasoning, parts, places):
     text = "".join(parts)
-    whole = read(parser(name, reasoning), text)
+    whole = read(make_parser(name, reasoning), text)
 
-    assert read(parser(name, reasoning), *text) == whole
-    assert read(parser(name, reasoning), *cut(text, places)) == whole
+    assert read(make_parser(name, reasoning), *text) == whole
+    assert read(make_parser(name, reasoning), *cut(text, places)) == whole
 
 
-@given(st.sampled_from(sorted(formats.TOOLS.keys() - {"harmony"})), st.lists(PIECES, max_size=6))
+@given(
+    st.sampled_from(sorted(formats.TOOL_CALL_FORMATS.keys() - {"harmony"})),
+    st.lists(PIECES, max_size=6),
+)
 def test_without_calls_nothing_is_lost(name, parts):
     text = "".join(parts)
-    told = read(parser(name), text)
+    told = read(make_parser(name), text)
 
-    if not any(isinstance(event, events.ToolCall) for event in told):
+    if not any(isinstance(event, parser.ToolCall) for event in told):
         assert "".join(event.text for event in told) == text

@@ -17,7 +17,7 @@ _RETRY_STREAM_S = 1.0  # when an answer ends cannot be known
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RateLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """None: no limit."""
 
     requests_per_minute: _AtLeastOne | None = None
@@ -25,7 +25,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     concurrent_streams: _AtLeastOne | None = None
 
 
-class Bucket:
+class TokenBucket:
     """Fills by `per_minute` in a minute, and holds as much."""
 
     def __init__(self, per_minute: int, now: float) -> None:
@@ -48,25 +48,25 @@ class Bucket:
         self._level = min(self.per_minute, self.level(now) - amount)
         self._at = max(self._at, now)
 
-    def resized(self, per_minute: int, now: float) -> "Bucket":
+    def resized(self, per_minute: int, now: float) -> "TokenBucket":
         """One of another size, in which no more and no less is used."""
-        made = Bucket(per_minute, now)
+        made = TokenBucket(per_minute, now)
         made.take(self.per_minute - self.level(now), now)
         return made
 
 
-class Account:
+class RateAccount:
     """What one key, or one tenant, has used."""
 
-    def __init__(self, name: str, limits: Limits, now: float) -> None:
+    def __init__(self, name: str, limits: RateLimits, now: float) -> None:
         self.name = name  # as it is told to the caller
-        self.limits = Limits()
-        self.requests: Bucket | None = None
-        self.tokens: Bucket | None = None
+        self.limits = RateLimits()
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
         self.num_streams = 0
         self.change(limits, now)
 
-    def change(self, limits: Limits, now: float) -> None:
+    def change(self, limits: RateLimits, now: float) -> None:
         """Other limits from now on; what was used stays used."""
         self.requests = _resized(self.requests, limits.requests_per_minute, now)
         self.tokens = _resized(self.tokens, limits.tokens_per_minute, now)
@@ -79,13 +79,13 @@ class Account:
         return most is not None and self.num_streams >= most
 
 
-def _resized(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
+def _resized(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
     if per_minute is None:
         return None
-    return Bucket(per_minute, now) if bucket is None else bucket.resized(per_minute, now)
+    return TokenBucket(per_minute, now) if bucket is None else bucket.resized(per_minute, now)
 
 
-def take_request(accounts: Iterable[Account], now: float) -> None:
+def charge_request(accounts: Iterable[RateAccount], now: float) -> None:
     """One request, from all of them or from none. Raises RateLimited."""
     buckets = [(one, one.requests) for one in accounts if one.requests is not None]
     for account, bucket in buckets:
@@ -94,7 +94,7 @@ def take_request(accounts: Iterable[Account], now: float) -> None:
         bucket.take(1, now)
 
 
-def begin(accounts: Iterable[Account], num_prompt_tokens: int, now: float) -> None:
+def start_response(accounts: Iterable[RateAccount], num_prompt_tokens: int, now: float) -> None:
     """An answer begins, by all of them or by none. Raises RateLimited."""
     accounts = tuple(accounts)
     for account in accounts:
@@ -108,53 +108,55 @@ def begin(accounts: Iterable[Account], num_prompt_tokens: int, now: float) -> No
             _check(account, account.tokens, num_prompt_tokens, now, "tokens per minute")
     for account in accounts:
         account.num_streams += 1
-    charge(accounts, num_prompt_tokens, now)
+    charge_tokens(accounts, num_prompt_tokens, now)
 
 
-def charge(accounts: Iterable[Account], num_tokens: int, now: float) -> None:
+def charge_tokens(accounts: Iterable[RateAccount], num_tokens: int, now: float) -> None:
     """Tokens were used, or (negative) were not used after all."""
     for account in accounts:
         if account.tokens is not None:
             account.tokens.take(num_tokens, now)
 
 
-def end(accounts: Iterable[Account], num_tokens: int, now: float) -> None:
+def finish_response(accounts: Iterable[RateAccount], num_tokens: int, now: float) -> None:
     """An answer of so many tokens is over."""
     accounts = tuple(accounts)
     for account in accounts:
         account.num_streams -= 1
-    charge(accounts, num_tokens, now)
+    charge_tokens(accounts, num_tokens, now)
 
 
-def _check(account: Account, bucket: Bucket, amount: float, now: float, unit: str) -> None:
+def _check(account: RateAccount, bucket: TokenBucket, amount: float, now: float, unit: str) -> None:
     wait_s = bucket.wait_s(amount, now)
     if wait_s > 0:
         raise errors.RateLimited(
             f"{account.name} has reached its limit of {bucket.per_minute} {unit}: "
-            f"try again in {span(wait_s)}",
+            f"try again in {format_duration(wait_s)}",
             retry_after_s=wait_s,
         )
 
 
-def headers(accounts: Sequence[Account], now: float) -> tuple[tuple[str, str], ...]:
+def limit_headers(accounts: Sequence[RateAccount], now: float) -> tuple[tuple[str, str], ...]:
     """OpenAI's `x-ratelimit-*`, of the account that has least left."""
     requests = [one.requests for one in accounts if one.requests is not None]
     tokens = [one.tokens for one in accounts if one.tokens is not None]
     return (*_headers_of("requests", requests, now), *_headers_of("tokens", tokens, now))
 
 
-def _headers_of(kind: str, buckets: Sequence[Bucket], now: float) -> tuple[tuple[str, str], ...]:
+def _headers_of(
+    kind: str, buckets: Sequence[TokenBucket], now: float
+) -> tuple[tuple[str, str], ...]:
     if not buckets:
         return ()
     tightest = min(buckets, key=lambda one: one.level(now))
     return (
         (f"x-ratelimit-limit-{kind}", str(tightest.per_minute)),
         (f"x-ratelimit-remaining-{kind}", str(max(0, int(tightest.level(now))))),
-        (f"x-ratelimit-reset-{kind}", span(tightest.wait_s(tightest.per_minute, now))),
+        (f"x-ratelimit-reset-{kind}", format_duration(tightest.wait_s(tightest.per_minute, now))),
     )
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """As OpenAI writes it: `17ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"

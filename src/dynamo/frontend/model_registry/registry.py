@@ -15,8 +15,8 @@ import msgspec
 
 from dynamo.base import clock, errors
 from dynamo.frontend import metrics
-from dynamo.frontend.catalog import lora_adapters, model_fetch, prefill_pools
-from dynamo.frontend.catalog.served_model import Replicas, ServedModel
+from dynamo.frontend.model_registry import file_fetcher, prefill_pools, registered_model
+from dynamo.frontend.model_registry.registered_model import EndpointInstances, RegisteredModel
 from dynamo.preprocess import loading, tokenize
 from dynamo.protocols import instances, model_card, model_errors
 from dynamo.router import route
@@ -24,27 +24,27 @@ from dynamo.runtime import client, discovery
 
 SETTLE_S = 1.0  # how long a card may be seen before its instance
 _logger = logging.getLogger(__name__)
-MakeRoute = Callable[[client.EndpointClient, model_card.ModelCard], route.Route]
+RouteFactory = Callable[[client.EndpointClient, model_card.ModelCard], route.Route]
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 
 
-class Watched(Protocol):
+class CardSource(Protocol):
     """What is needed of discovery."""
 
     def watch(self, prefix: str) -> AsyncIterator[discovery.Change]: ...
 
 
-class Models:
+class ModelRegistry:
     """All models by name."""
 
     def __init__(
         self,
-        registry: Watched,
+        registry: CardSource,
         connect: Callable[[instances.EndpointName], client.EndpointClient],
-        make_route: MakeRoute,
+        make_route: RouteFactory,
         counted: metrics.FrontendMetrics,
         time: clock.Clock,
-        fetch: model_fetch.ModelFetch,
+        fetch: file_fetcher.FileFetcher,
         *,
         namespace: str = "",
         tokenizer_cache_bytes: int = tokenize.CACHE_BYTES,
@@ -59,24 +59,24 @@ class Models:
         self._tokenizer_cache_bytes = tokenizer_cache_bytes
         self._records: dict[str, model_card.CardRecord] = {}  # by key, oldest first
         self._prefill: dict[str, model_card.CardRecord] = {}  # the same of who answers no client
-        self._models: dict[str, ServedModel] = {}
-        self._adapters: Mapping[str, ServedModel] = {}  # of these
+        self._models: dict[str, RegisteredModel] = {}
+        self._adapters: Mapping[str, RegisteredModel] = {}  # of these
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
         self._lost: set[str] = set()  # names that were served once
         self._unloaded: set[str] = set()  # adapters that the last card to change has no more
         self._pools: prefill_pools.PrefillPools | None = None
 
-    def prefill_by(self, make: prefill_pools.MakePrefill) -> None:
+    def prefill_by(self, make: prefill_pools.PrefillRouterFactory) -> None:
         """Have prefill workers stand before those who answer, from the beginning on; else nobody here asks them."""
         self._pools = prefill_pools.PrefillPools(self._client, make)
 
     @property
-    def ready(self) -> list[ServedModel]:
+    def ready(self) -> list[RegisteredModel]:
         """Those that can answer now, by name."""
         return sorted((m for m in self._all() if m.is_ready), key=lambda m: m.name)
 
     @property
-    def ready_bases(self) -> list[ServedModel]:
+    def ready_bases(self) -> list[RegisteredModel]:
         """The same without LoRA adapters: every worker serves one of these, and no more."""
         return [model for model in self.ready if model.base is None]
 
@@ -85,7 +85,7 @@ class Models:
         """Those who compute prompts for workers that answer, whoever asks them."""
         return list(self._prefill.values())
 
-    def find(self, name: str) -> ServedModel:
+    def find(self, name: str) -> RegisteredModel:
         """Raises ModelNotFound, or NoWorkers if it is known but nobody serves it now."""
         model = self._models.get(name) or self._adapters.get(name)
         if model is not None:
@@ -167,7 +167,7 @@ class Models:
     def _refresh_adapters(self) -> None:
         """Make them what the models' workers say."""
         before = self._adapters
-        self._adapters = lora_adapters.of(self._models, before)
+        self._adapters = registered_model.list_adapters(self._models, before)
         for name in before.keys() - self._adapters.keys():
             if name in self._unloaded:  # nobody need wait for it to come back
                 _logger.info("the adapter %r was unloaded by the last worker that had it", name)
@@ -185,24 +185,24 @@ class Models:
         if model is not None:
             self._lose(model)
 
-    def _lose(self, model: ServedModel) -> None:
+    def _lose(self, model: RegisteredModel) -> None:
         _logger.warning("the model %r has lost its last worker", model.name)
         self._lost.add(model.name)
         self._take_away(model)
 
-    def _take_away(self, model: ServedModel) -> None:
+    def _take_away(self, model: RegisteredModel) -> None:
         for replicas in model.replicas.values():
             replicas.route.serve_by({})
         model.replicas = {}
         self._show(self._models.get(model.name, model))
 
-    async def _load(self, records: list[model_card.CardRecord]) -> ServedModel:
+    async def _load(self, records: list[model_card.CardRecord]) -> RegisteredModel:
         """As the oldest record says; any that has the same files may give them."""
         card = records[0].card_json
         givers = [await self._giver(one) for one in records if _same_files(one.card_json, card)]
         try:
             made = await asyncio.to_thread(
-                loading.load,
+                loading.load_preprocessor,
                 await self._fetch.bring(card, [one for one in givers if one is not None]),
                 self._clock,
                 cache_bytes=self._tokenizer_cache_bytes,
@@ -210,18 +210,18 @@ class Models:
             )
         except errors.ConfigError as error:
             _logger.error("cannot serve the model %r: %s", card.display_name, error)  # noqa: TRY400
-            return ServedModel(card, None, str(error))
-        return ServedModel(card, made, None)
+            return RegisteredModel(card, None, str(error))
+        return RegisteredModel(card, made, None)
 
-    async def _giver(self, record: model_card.CardRecord) -> model_fetch.Giver | None:
+    async def _giver(self, record: model_card.CardRecord) -> file_fetcher.FileProvider | None:
         name = instances.EndpointName(record.namespace, record.component, record.endpoint)
         instance = (await self._client(name)).instances.get(record.instance_id)
-        return model_fetch.Giver.of(instance, self._fetch.plane_name) if instance else None
+        return file_fetcher.FileProvider.of(instance, self._fetch.plane_name) if instance else None
 
     async def _replicas(
-        self, model: ServedModel, records: list[model_card.CardRecord]
-    ) -> Mapping[instances.EndpointName, Replicas]:
-        found: dict[instances.EndpointName, Replicas] = {}
+        self, model: RegisteredModel, records: list[model_card.CardRecord]
+    ) -> Mapping[instances.EndpointName, EndpointInstances]:
+        found: dict[instances.EndpointName, EndpointInstances] = {}
         for record in records:
             name = instances.EndpointName(record.namespace, record.component, record.endpoint)
             if not _same_files(record.card_json, model.card):
@@ -237,11 +237,15 @@ class Models:
             replicas.route.serve_by(replicas.cards)
         return found
 
-    async def _reach(self, model: ServedModel, name: instances.EndpointName) -> Replicas:
+    async def _reach(
+        self, model: RegisteredModel, name: instances.EndpointName
+    ) -> EndpointInstances:
         """The endpoint, as the model had it before: its route remembers what runs where."""
         asked = await self._client(name)
         known = model.replicas.get(name)
-        return Replicas(asked, known.route if known else self._make_route(asked, model.card))
+        return EndpointInstances(
+            asked, known.route if known else self._make_route(asked, model.card)
+        )
 
     async def _client(self, name: instances.EndpointName) -> client.EndpointClient:
         """Follow this endpoint, and wait a moment for its first instance."""
@@ -259,10 +263,10 @@ class Models:
         for model in self._all():
             self._show(model)
 
-    def _all(self) -> Iterator[ServedModel]:
+    def _all(self) -> Iterator[RegisteredModel]:
         return itertools.chain(self._models.values(), self._adapters.values())
 
-    def _show(self, model: ServedModel) -> None:
+    def _show(self, model: RegisteredModel) -> None:
         self._metrics.show_model(model.card, len(model.instances), is_ready=model.is_ready)
 
 

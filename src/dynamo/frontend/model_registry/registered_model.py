@@ -1,6 +1,7 @@
 """A model as this frontend serves it: how to prepare requests for it, and who answers them."""
 
 import itertools
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -11,12 +12,13 @@ from dynamo.base import errors
 from dynamo.frontend import identity
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import embed, generate, instances, model_card
+from dynamo.router import lora_route
 from dynamo.router import route as routing
 from dynamo.runtime import client, requests
 
 
 @dataclass(slots=True)
-class Replicas:
+class EndpointInstances:
     """The instances of one endpoint that serve the model, and the way to them."""
 
     client: client.EndpointClient
@@ -39,7 +41,7 @@ class Replicas:
         return self.cards.keys() - avoid or self.cards.keys() if avoid else None
 
 
-class ServedModel:
+class RegisteredModel:
     """One name in /v1/models. `problem` says why it cannot be served, if its files could not be read."""
 
     def __init__(
@@ -48,22 +50,22 @@ class ServedModel:
         preparer: preprocessor.Preprocessor | None,
         problem: str | None,
         *,
-        base: "ServedModel | None" = None,
+        base: "RegisteredModel | None" = None,
     ) -> None:
         self.card = card
         self.base = base  # the model that it is a LoRA adapter of
-        self.replicas: Mapping[instances.EndpointName, Replicas] = {}
+        self.replicas: Mapping[instances.EndpointName, EndpointInstances] = {}
         self._preparer = preparer
         self._problem = problem
         self._turns = itertools.count()
         adapter = () if base is None else (card.display_name,)
         self.fingerprint = identity.fingerprint(card, *adapter)
 
-    def adapter(self, name: str) -> "ServedModel":
+    def adapter(self, name: str) -> "RegisteredModel":
         """A LoRA adapter of it. Its replicas are the caller's to find."""
         card = msgspec.structs.replace(self.card, display_name=name, lora_names=())
         preparer = None if self._preparer is None else self._preparer.for_adapter(name)
-        return ServedModel(card, preparer, self._problem, base=self)
+        return RegisteredModel(card, preparer, self._problem, base=self)
 
     @property
     def name(self) -> str:
@@ -147,7 +149,7 @@ class ServedModel:
         replicas = self._pick(instance_id, avoid)
         return replicas.route.choose(request, instance_id=instance_id, among=replicas.among(avoid))
 
-    def _pick(self, instance_id: int | None, avoid: Collection[int]) -> Replicas:
+    def _pick(self, instance_id: int | None, avoid: Collection[int]) -> EndpointInstances:
         """The endpoints take turns; most models have one."""
         usable = [
             one
@@ -162,3 +164,45 @@ class ServedModel:
         if instance_id is not None:
             raise errors.NoWorkers(f"no instance {instance_id} serves the model {self.name!r}")
         raise errors.NoWorkers(f"the model {self.name!r} has no worker now: try again shortly")
+
+
+_logger = logging.getLogger(__name__)
+_Found = dict[str, dict[instances.EndpointName, EndpointInstances]]
+
+
+def list_adapters(
+    bases: Mapping[str, RegisteredModel], known: Mapping[str, RegisteredModel]
+) -> Mapping[str, RegisteredModel]:
+    """All adapters of these models, by name; those that are `known` stay the same objects.
+
+    A model has its name before an adapter, and an older model's adapter before a newer one's.
+    """
+    served: dict[str, RegisteredModel] = {}
+    for base in bases.values():
+        for name, replicas in _replicas(base).items():
+            if name in bases or name in served:
+                _logger.warning("refused the adapter %r of %r: the name is taken", name, base.name)
+                continue
+            model = known.get(name)
+            if model is None or model.base is not base:
+                model = base.adapter(name)
+            model.replicas = replicas
+            served[name] = model
+    return served
+
+
+def _replicas(base: RegisteredModel) -> _Found:
+    """Who has each adapter of this model, and the way there."""
+    found: _Found = {}
+    for endpoint, whole in base.replicas.items():
+        for instance_id, card in whole.cards.items():
+            for name in card.lora_names:
+                by_endpoint = found.setdefault(name, {})
+                if endpoint not in by_endpoint:
+                    route = lora_route.LoraRoute(whole.route)
+                    by_endpoint[endpoint] = EndpointInstances(whole.client, route)
+                by_endpoint[endpoint].cards[instance_id] = card
+    for by_endpoint in found.values():
+        for replicas in by_endpoint.values():
+            replicas.route.serve_by(replicas.cards)
+    return found

@@ -12,8 +12,8 @@ import msgspec
 from dynamo.observability import row_writer
 from dynamo.runtime.http import exchange
 
-Watch = Callable[[exchange.Exchange], exchange.Exchange]
-MAX_ANSWER_BYTES = 16 * 2**20
+WatchExchange = Callable[[exchange.Exchange], exchange.Exchange]
+MAX_RESPONSE_BYTES = 16 * 2**20
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
 _DONE = b"[DONE]"
@@ -30,7 +30,7 @@ class _Asked(msgspec.Struct, frozen=True):
 _read = msgspec.json.Decoder(_Asked).decode
 
 
-class Row(msgspec.Struct, frozen=True):
+class AuditRow(msgspec.Struct, frozen=True):
     """One request and its answer, as bytes; the writer's thread makes a line of them."""
 
     asked: _Asked
@@ -42,10 +42,10 @@ class Row(msgspec.Struct, frozen=True):
     is_complete: bool
 
 
-class Audit:
+class AuditLog:
     """Watches exchanges."""
 
-    def __init__(self, writer: row_writer.RowWriter[Row], *, is_forced: bool) -> None:
+    def __init__(self, writer: row_writer.RowWriter[AuditRow], *, is_forced: bool) -> None:
         self._writer = writer
         self._is_forced = is_forced
 
@@ -57,17 +57,17 @@ class Audit:
             return caller  # no request at all: it is refused, and nobody allowed us to keep it
         if asked.store is not True and not self._is_forced:
             return caller
-        return WatchedExchange(caller, asked, self._keep)
+        return AuditedExchange(caller, asked, self._keep)
 
     def close(self) -> None:
         """Write what waits. Blocks."""
         self._writer.close()
 
-    def _keep(self, row: Row) -> None:
+    def _keep(self, row: AuditRow) -> None:
         self._writer.put(row, len(row.request.body) + len(row.answer))
 
 
-class WatchedExchange(exchange.Exchange):
+class AuditedExchange(exchange.Exchange):
     """Passes everything on to another exchange, and tells at the end what passed."""
 
     __slots__ = (
@@ -83,7 +83,7 @@ class WatchedExchange(exchange.Exchange):
     )
 
     def __init__(
-        self, inner: exchange.Exchange, asked: _Asked, tell: Callable[[Row], None]
+        self, inner: exchange.Exchange, asked: _Asked, tell: Callable[[AuditRow], None]
     ) -> None:
         self.request = inner.request
         self._inner = inner
@@ -147,7 +147,7 @@ class WatchedExchange(exchange.Exchange):
 
     def _note(self, chunk: bytes) -> None:
         self._num_bytes += len(chunk)
-        if self._num_bytes > MAX_ANSWER_BYTES:
+        if self._num_bytes > MAX_RESPONSE_BYTES:
             self._is_cut = True
         else:
             self._answer.append(chunk)
@@ -157,7 +157,7 @@ class WatchedExchange(exchange.Exchange):
             return
         self._is_told = True
         self._tell(
-            Row(
+            AuditRow(
                 self._asked,
                 self.request,
                 self._request_id,
@@ -169,7 +169,7 @@ class WatchedExchange(exchange.Exchange):
         )
 
 
-def encode(row: Row) -> bytes:
+def encode_row(row: AuditRow) -> bytes:
     """One line."""
     return msgspec.json.encode(
         {
@@ -186,7 +186,7 @@ def encode(row: Row) -> bytes:
     )
 
 
-def _whole(row: Row) -> msgspec.Raw | None:
+def _whole(row: AuditRow) -> msgspec.Raw | None:
     return _compact(row.answer) if row.is_complete and row.answer else None
 
 

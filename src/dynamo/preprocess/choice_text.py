@@ -3,13 +3,13 @@
 import array
 from collections.abc import Sequence
 
-from dynamo.preprocess import detokenize, stop
+from dynamo.preprocess import detokenize, stop_strings
 from dynamo.protocols import blocks, generate
 
 _ENDED_BY_TOKEN = (generate.FinishReason.EOS, generate.FinishReason.STOP)
 
 
-class AnswerText:
+class ChoiceText:
     """The text of one choice, and the tokens behind it, four bytes each: another worker may have to go on from there.
 
     Once `stop_reason` is set the text is complete, whatever the engine still sends.
@@ -21,7 +21,7 @@ class AnswerText:
         self, detokenizer: detokenize.Detokenizer, conditions: generate.StopConditions
     ) -> None:
         self._detokenizer = detokenizer
-        self._stops = stop.StopStrings(conditions.stop) if conditions.stop else None
+        self._stops = stop_strings.StopStrings(conditions.stop) if conditions.stop else None
         self._min_tokens = conditions.min_tokens
         self._tokens = array.array("I")
         self.stop_reason: str | None = None  # the stop string that ended the text
@@ -57,7 +57,7 @@ class AnswerText:
         """Characters that wait, because they may become a stop string."""
         return self._stops.num_held if self._stops is not None else 0
 
-    def _push_watched(self, stops: stop.StopStrings, text: str, is_last: bool) -> str:
+    def _push_watched(self, stops: stop_strings.StopStrings, text: str, is_last: bool) -> str:
         text, self.stop_reason = stops.push(text)
         if is_last and self.stop_reason is None:
             text += stops.flush()

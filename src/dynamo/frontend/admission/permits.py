@@ -18,7 +18,7 @@ Place = asyncio.Future[None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class AdmissionPolicy:
     """How a gate is kept."""
 
     concurrency_limit: int | None  # requests inside; None: no limit
@@ -26,13 +26,13 @@ class Rules:
     queue_timeout_s: float
 
 
-class Gate:
+class ModelPermits:
     """`num_free_workers` gives how many are not busy; None: nobody is ever busy."""
 
     def __init__(
         self,
         model: str,
-        rules: Rules,
+        rules: AdmissionPolicy,
         num_free_workers: Callable[[], int | None],
         counts: metrics.AdmissionMetrics,
         clock: clocks.Clock,
@@ -43,8 +43,8 @@ class Gate:
         self._counts = counts
         self._clock = clock
         self._num_inside = 0
-        self._line: queue.Line[Place] = queue.Line(rules.queue_limit)
-        self._pace = queue.Pace()
+        self._line: queue.WaitingQueue[Place] = queue.WaitingQueue(rules.queue_limit)
+        self._pace = queue.CompletionRate()
 
     async def enter(
         self, caller: exchange.Exchange, *, priority: int, num_tokens: int, ignores_load: bool
@@ -101,21 +101,23 @@ class Gate:
 
     def _room(self) -> int | None:
         rules = self._rules
-        return queue.room(self._num_inside, rules.concurrency_limit, self._num_free_workers())
+        return queue.count_admissible(
+            self._num_inside, rules.concurrency_limit, self._num_free_workers()
+        )
 
     def _slots(self) -> int | None:
-        return queue.room(self._num_inside, self._rules.concurrency_limit, None)
+        return queue.count_admissible(self._num_inside, self._rules.concurrency_limit, None)
 
     def _refusal(self) -> errors.Overloaded:
         retry_after_s = self._pace.wait_s(len(self._line), self._clock.now())
         if self._slots() == 0:
-            self._counts.rejected(metrics.Closed.REQUEST_CONCURRENCY, self._model)
+            self._counts.rejected(metrics.RejectionReason.REQUEST_CONCURRENCY, self._model)
             message = (
                 f"{self._num_inside} requests for {self._model!r} run here, which is the limit: "
                 "please retry later"
             )
             return errors.Overloaded(message, retry_after_s=retry_after_s)
-        self._counts.rejected(metrics.Closed.WORKERS_BUSY, self._model)
+        self._counts.rejected(metrics.RejectionReason.WORKERS_BUSY, self._model)
         return errors.Overloaded(ALL_BUSY, retry_after_s=retry_after_s)
 
     def _show_line(self) -> None:

@@ -8,21 +8,21 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from dynamo.disagg import prefill_first
-from dynamo.frontend.catalog.served_model import ServedModel
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.protocols import instances, model_card
 from dynamo.router import kv_router
 from dynamo.runtime import client
 
 _logger = logging.getLogger(__name__)
 Connect = Callable[[instances.EndpointName], Awaitable[client.EndpointClient]]
-MakePrefill = Callable[[client.EndpointClient, model_card.ModelCard], kv_router.KvRouter]
+PrefillRouterFactory = Callable[[client.EndpointClient, model_card.ModelCard], kv_router.KvRouter]
 _Cards = Mapping[int, model_card.ModelCard]
 
 
 class PrefillPools:
     """By model and endpoint."""
 
-    def __init__(self, connect: Connect, make: MakePrefill) -> None:
+    def __init__(self, connect: Connect, make: PrefillRouterFactory) -> None:
         self._connect = connect
         self._make = make
         self._records: dict[str, model_card.CardRecord] = {}  # by key, oldest first
@@ -37,13 +37,13 @@ class PrefillPools:
         """It is gone; None: it was none."""
         return self._records.pop(key, None)
 
-    async def stand_before(self, model: ServedModel) -> None:
+    async def stand_before(self, model: RegisteredModel) -> None:
         """Tell its routes who there is now."""
         for name, replicas in model.replicas.items():
             if isinstance(replicas.route, prefill_first.PrefillFirst):
                 replicas.route.prefill_by(await self._route(model, name.namespace))
 
-    async def _route(self, model: ServedModel, namespace: str) -> kv_router.KvRouter | None:
+    async def _route(self, model: RegisteredModel, namespace: str) -> kv_router.KvRouter | None:
         endpoint, cards = self._pool(model, namespace)
         self._tell(model.name, namespace, len(cards))
         if endpoint is None:
@@ -56,7 +56,7 @@ class PrefillPools:
         return self._routes[key]
 
     def _pool(
-        self, model: ServedModel, namespace: str
+        self, model: RegisteredModel, namespace: str
     ) -> tuple[instances.EndpointName | None, _Cards]:
         """The endpoint of the oldest prefill worker, and who else serves there."""
         endpoint, cards = None, {}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dynamo.base import errors
 from dynamo.frontend.answer import sse
-from dynamo.frontend.catalog import models
+from dynamo.frontend.model_registry import registry
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import client, requests
 from dynamo.runtime.http import exchange
@@ -27,12 +27,12 @@ class _Worker(NamedTuple):
     instance_id: int
 
 
-class CacheClearing:
+class CacheClearer:
     """Asks all workers of all models at once."""
 
     def __init__(
         self,
-        known: models.Models,
+        known: registry.ModelRegistry,
         plane: requests.RequestPlane,
         connect: Callable[[instances.EndpointName], client.EndpointClient],
     ) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from dynamo.base import errors
 from dynamo.runtime.http import exchange, router, server
 
-LIMIT_S = 2.0
+TIMEOUT_S = 2.0
 _ANSWER_BYTES = 64 << 20
 _logger = logging.getLogger(__name__)
-Routes = Mapping[tuple[str, str], router.Handler]
+PeerRoutes = Mapping[tuple[str, str], router.Handler]
 
 
-class Siblings:
+class Peers:
     """`own` is our socket; None: we are alone."""
 
     def __init__(self, own: str | None) -> None:
@@ -31,7 +31,7 @@ class Siblings:
         """Of this process among them."""
         return self._own.stem if self._own else None
 
-    async def start(self, routes: Routes) -> None:
+    async def start(self, routes: PeerRoutes) -> None:
         """Answer the others from now on."""
         if self._own is not None:
             self._server = server.HttpServer(
@@ -55,7 +55,7 @@ class Siblings:
 
 async def _ask(path: Path, method: str, target: str, body: bytes) -> bytes | None:
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(TIMEOUT_S):
             return await _exchange(path, method, target, body)
     except (OSError, TimeoutError, errors.RemoteProtocolError) as error:
         _logger.info("the process at %s does not answer: %r", path.name, error)
@@ -87,6 +87,33 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
     return b"".join(pieces)
 
 
-def respond_found(caller: exchange.Exchange, found: bytes | None) -> None:
+def respond_optional(caller: exchange.Exchange, found: bytes | None) -> None:
     """To a sibling: what it asked for, or that it is not here."""
     caller.respond(404 if found is None else 200, found or b"")
+
+
+WORKER_LABEL = "http_worker"
+
+
+def merge_metrics(text_by_worker: Mapping[str, str]) -> str:
+    """Expositions, by the process that they came from → one exposition."""
+    comments: dict[str, dict[str, None]] = {}  # by family; each line once, in order
+    samples: dict[str, list[str]] = {}
+    for worker, text in text_by_worker.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("# "):  # HELP or TYPE, the name, the rest
+                family = line.split(" ", 3)[2]
+                comments.setdefault(family, {})[line] = None
+            elif line:
+                samples.setdefault(family, []).append(_labelled(line, worker))
+    lines = (line for name in comments for line in (*comments[name], *samples.get(name, ())))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _labelled(sample: str, worker: str) -> str:
+    name, brace, rest = sample.partition("{")
+    if brace:
+        return f'{name}{{{WORKER_LABEL}="{worker}",{rest}'
+    name, _, value = sample.partition(" ")
+    return f'{name}{{{WORKER_LABEL}="{worker}"}} {value}'

@@ -26,31 +26,31 @@ from dynamo.base import errors
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import requests, services
 
-FETCH_S = 30.0  # for all files of a model
-PART_S = 10.0
+FETCH_TIMEOUT_S = 30.0  # for all files of a model
+PART_TIMEOUT_S = 10.0
 MAX_FILE_BYTES = 256 * 2**20
-MAX_GIVERS = 3  # workers that are asked for a file
-MAX_KEPT = 256  # files in the cache
+MAX_PROVIDERS = 3  # workers that are asked for a file
+MAX_CACHED_FILES = 256  # files in the cache
 _CHECKSUM = re.compile(r"sha256:([0-9a-f]{64})")
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Giver:
+class FileProvider:
     """A worker that has the files, and the path of the endpoint that gives them away."""
 
     address: str
     endpoint: str
 
     @classmethod
-    def of(cls, instance: instances.Instance, plane: str) -> "Giver | None":
+    def of(cls, instance: instances.Instance, plane: str) -> "FileProvider | None":
         """None if it cannot be reached by this plane."""
         address = instance.transport.get(plane)
         endpoint = model_card.endpoint_of_files(instance.name)
         return cls(address, endpoint) if address is not None else None
 
 
-def directory(told: str | None) -> Path:
+def cache_directory(told: str | None) -> Path:
     """Where fetched files are kept: as told, or `pydynamo/models` in the user's cache (XDG_CACHE_HOME)."""
     if told:
         return Path(told).expanduser()
@@ -58,7 +58,7 @@ def directory(told: str | None) -> Path:
     return Path(cache).expanduser() / "pydynamo" / "models"
 
 
-class ModelFetch:
+class FileFetcher:
     """For one frontend; several may share the directory."""
 
     def __init__(
@@ -74,18 +74,18 @@ class ModelFetch:
         return self._plane.name
 
     async def bring(
-        self, card: model_card.ModelCard, givers: Sequence[Giver]
+        self, card: model_card.ModelCard, givers: Sequence[FileProvider]
     ) -> model_card.ModelCard:
         """The card, with paths that can be read here. Raises ConfigError that says which file nobody gave."""
         try:
-            async with asyncio.timeout(FETCH_S):
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
                 found = {
                     name: await self._find(card, name, file, givers)
                     for name, file in card.files.items()
                 }
         except TimeoutError:
             raise errors.ConfigError(
-                f"model {card.display_name!r}: its files did not come within {FETCH_S:g} s"
+                f"model {card.display_name!r}: its files did not come within {FETCH_TIMEOUT_S:g} s"
             ) from None
         return msgspec.structs.replace(card, files=found)
 
@@ -94,7 +94,7 @@ class ModelFetch:
         card: model_card.ModelCard,
         name: str,
         file: model_card.ModelFile,
-        givers: Sequence[Giver],
+        givers: Sequence[FileProvider],
     ) -> model_card.ModelFile:
         if await asyncio.to_thread(_is_it, Path(file.path), file):
             return file
@@ -118,10 +118,10 @@ class ModelFetch:
         card: model_card.ModelCard,
         name: str,
         file: model_card.ModelFile,
-        givers: Sequence[Giver],
+        givers: Sequence[FileProvider],
     ) -> bytes:
         refusals: list[errors.DynamoError] = []
-        for giver in (None, *givers[:MAX_GIVERS]):
+        for giver in (None, *givers[:MAX_PROVIDERS]):
             try:
                 content = await self._from(giver, name, file)
             except errors.DynamoError as error:
@@ -137,7 +137,7 @@ class ModelFetch:
         )
 
     async def _from(
-        self, giver: Giver | None, name: str, file: model_card.ModelFile
+        self, giver: FileProvider | None, name: str, file: model_card.ModelFile
     ) -> bytes | None:
         """From a worker, or without one from the object store; None if there is none. Raises DynamoError."""
         content = (
@@ -153,9 +153,9 @@ class ModelFetch:
         store = self._services.object_store()
         if file.url is None or store is None:
             return None
-        return await store.get(file.url, timeout_s=PART_S)
+        return await store.get(file.url, timeout_s=PART_TIMEOUT_S)
 
-    async def _given(self, giver: Giver, name: str, file: model_card.ModelFile) -> bytes:
+    async def _given(self, giver: FileProvider, name: str, file: model_card.ModelFile) -> bytes:
         content = bytearray()
         while len(content) < file.size:
             part = await requests.ask(
@@ -164,7 +164,7 @@ class ModelFetch:
                 giver.endpoint,
                 model_card.FilePart(name=name, offset=len(content)),
                 reply_type=bytes,
-                timeout_s=PART_S,
+                timeout_s=PART_TIMEOUT_S,
             )
             if not part:
                 break
@@ -191,5 +191,5 @@ def _keep(path: Path, content: bytes) -> None:
         coming.write(content)
     Path(coming.name).replace(path)
     kept = sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime)
-    for old in kept[:-MAX_KEPT]:
+    for old in kept[:-MAX_CACHED_FILES]:
         old.unlink(missing_ok=True)

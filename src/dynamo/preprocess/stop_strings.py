@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Found(NamedTuple):
+class MarkerMatch(NamedTuple):
     """Where a mark begins, and which."""
 
     start: int
     mark: str
 
 
-class Marks:
+class MarkerSet:
     """Some marks to look for. Immutable."""
 
     def __init__(self, marks: Sequence[str]) -> None:
@@ -25,12 +25,12 @@ class Marks:
         self._inner = frozenset(char for mark in marks for char in mark[:-1])
         self._longest = max(map(len, marks), default=0) - 1  # a held text is shorter than its mark
 
-    def find(self, text: str) -> Found | None:
+    def find(self, text: str) -> MarkerMatch | None:
         """The mark that is complete first."""
         matches = [
             (at + len(mark), at, mark) for mark in self._marks if (at := text.find(mark)) >= 0
         ]
-        return Found(*min(matches)[1:]) if matches else None
+        return MarkerMatch(*min(matches)[1:]) if matches else None
 
     def num_open(self, text: str) -> int:
         """Length of the longest end of `text` that begins a mark."""
@@ -54,6 +54,42 @@ class Marks:
 
 
 @functools.lru_cache(maxsize=256)
-def known(*found: str) -> Marks:
+def cached_markers(*found: str) -> MarkerSet:
     """The same object for the same marks: for those of formats, which are few."""
-    return Marks(found)
+    return MarkerSet(found)
+
+
+class StopResult(NamedTuple):
+    """Text that may go out, and the stop string that ended it, if one did."""
+
+    text: str
+    matched: str | None
+
+
+class StopStrings:
+    """Watches one text. After a match it must not be pushed any more."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = MarkerSet(stops)
+        self._held = ""
+
+    def push(self, text: str) -> StopResult:
+        """The text goes on."""
+        text = self._held + text
+        found = self._stops.find(text)
+        if found is not None:
+            self._held = ""
+            return StopResult(text[: found.start], found.mark)
+        cut = len(text) - self._stops.num_open(text)
+        self._held = text[cut:]
+        return StopResult(text[:cut], None)
+
+    def flush(self) -> str:
+        """The text is over: what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    @property
+    def num_held(self) -> int:
+        """Characters that wait."""
+        return len(self._held)

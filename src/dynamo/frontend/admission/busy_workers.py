@@ -15,7 +15,7 @@ STALE_S = 5.0
 _Told = tuple[load.ForwardPassMetrics, float]  # a state, and when it was heard
 
 
-class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
+class BusyThresholds(msgspec.Struct, frozen=True, kw_only=True):
     """A worker above any of these is busy; None: not looked at. The names are the original's."""
 
     active_decode_blocks_threshold: float | None = None  # of active blocks, as a share of all
@@ -28,11 +28,11 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
         return self != _NONE
 
 
-_NONE = Thresholds()
+_NONE = BusyThresholds()
 
 
 def is_busy(
-    state: load.ForwardPassMetrics, thresholds: Thresholds, max_num_batched_tokens: int
+    state: load.ForwardPassMetrics, thresholds: BusyThresholds, max_num_batched_tokens: int
 ) -> bool:
     """`max_num_batched_tokens` is a batch; 0: not known, and then nothing is measured by it."""
     blocks, waiting = state.kv_stats, state.worker_stats.active_prefill_tokens
@@ -48,7 +48,7 @@ def is_busy(
     return waiting > batches * max_num_batched_tokens
 
 
-class Loads:
+class WorkerLoads:
     """What workers told, and when it came."""
 
     def __init__(self) -> None:
@@ -69,14 +69,14 @@ class Loads:
         }
 
     def busy_among(
-        self, workers: Iterable[int], thresholds: Thresholds, batch: int, now: float
+        self, workers: Iterable[int], thresholds: BusyThresholds, batch: int, now: float
     ) -> frozenset[int]:
         """Those of `workers` that are busy; `batch` is their max_num_batched_tokens."""
         return frozenset(
             worker for worker in workers if self._is_busy(worker, thresholds, batch, now)
         )
 
-    def _is_busy(self, worker: int, thresholds: Thresholds, batch: int, now: float) -> bool:
+    def _is_busy(self, worker: int, thresholds: BusyThresholds, batch: int, now: float) -> bool:
         fresh = _fresh(self._heard.get(worker, {}), now)
         return bool(fresh) and all(is_busy(told[0], thresholds, batch) for told in fresh.values())
 

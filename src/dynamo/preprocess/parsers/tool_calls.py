@@ -12,12 +12,12 @@ turns out to be no call is told as content, marks included. White space around c
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dynamo.preprocess import marks
-from dynamo.preprocess.parsers import blanks, events, machine, reading, spans
+from dynamo.preprocess import stop_strings
+from dynamo.preprocess.parsers import call_syntax, parser
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class CallFrame:
     """What stands around calls that are `{"name": ..., "arguments": ...}`."""
 
     begin: str
@@ -26,7 +26,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolFormat:
+class ToolCallFormat:
     """How a family of models writes calls."""
 
     opens: tuple[str, ...] = ()  # right before a call
@@ -34,9 +34,13 @@ class ToolFormat:
     closes: tuple[str, ...] = ()  # may follow a call
     inner: tuple[str, ...] = ()  # marks within a call, which may be special tokens too
     bare: str = ""  # with one of these a call begins that has no mark, if no text stands before
-    span: Callable[[], spans.Span] = spans.Brackets
-    read: Callable[[str, events.Tools], reading.Calls] = reading.json_calls
-    frame: Frame | None = None  # how calls are written that are forced; None: as `formats.ARRAY`
+    span: Callable[[], call_syntax.CallScanner] = call_syntax.BracketScanner
+    read: Callable[[str, parser.ToolSchemas], call_syntax.ParsedCalls] = (
+        call_syntax.parse_json_calls
+    )
+    frame: CallFrame | None = (
+        None  # how calls are written that are forced; None: as `formats.ARRAY`
+    )
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -44,16 +48,16 @@ class ToolFormat:
         return self.opens + self.sections + self.closes + self.inner
 
 
-class ToolParser(machine.Machine):
+class ToolCallParser(parser.StateMachineParser):
     """Finds the calls in one answer."""
 
-    def __init__(self, form: ToolFormat, tools: events.Tools) -> None:
-        super().__init__(ToolParser._begin if form.bare else ToolParser._read_text)
+    def __init__(self, form: ToolCallFormat, tools: parser.ToolSchemas) -> None:
+        super().__init__(ToolCallParser._begin if form.bare else ToolCallParser._read_text)
         self._form = form
         self._tools = tools
-        self._starters = marks.known(*form.opens, *form.sections)
-        self._followers = marks.known(*form.opens, *form.sections, *form.closes)
-        self._blanks = blanks.Blanks()  # content if no call follows
+        self._starters = stop_strings.cached_markers(*form.opens, *form.sections)
+        self._followers = stop_strings.cached_markers(*form.opens, *form.sections, *form.closes)
+        self._blanks = parser.TrailingBlanks()  # content if no call follows
         self._lead = ""  # what stands before a call, and is content if it is none
         self._body: list[str] = []
         self._span = form.span()
@@ -67,27 +71,27 @@ class ToolParser(machine.Machine):
         return False
 
     def _end(self) -> None:
-        is_after_call = self._step is ToolParser._read_between and not self._lead
+        is_after_call = self._step is ToolCallParser._read_between and not self._lead
         rest = self._text.lstrip() if is_after_call else self._text
         self._say(self._blanks.take() + self._lead + "".join(self._body) + rest)
 
     def _say(self, text: str) -> None:
-        self._tell(events.Content, text)
+        self._tell(parser.Content, text)
 
     def _begin(self) -> bool:
         """No text yet: a call may begin without a mark."""
-        num_blanks = blanks.leading(self._text)
-        if num_blanks == len(self._text) <= blanks.MAX_WAITING:
+        num_blanks = parser.count_leading_blanks(self._text)
+        if num_blanks == len(self._text) <= parser.MAX_HELD_BLANKS:
             return False
         if self._is_bare(num_blanks):
             self._enter(self._text[:num_blanks], self._text[num_blanks:])
         else:
-            self._step = ToolParser._read_text
+            self._step = ToolCallParser._read_text
         return True
 
     def _is_bare(self, num_blanks: int) -> bool:
         """Does a call without a mark begin after these blanks?"""
-        if num_blanks > blanks.MAX_WAITING:
+        if num_blanks > parser.MAX_HELD_BLANKS:
             return False
         return self._text[num_blanks : num_blanks + 1] in tuple(self._form.bare)
 
@@ -109,30 +113,30 @@ class ToolParser(machine.Machine):
             self._enter(lead, rest)
         else:
             self._lead, self._text = lead, rest
-            self._step = ToolParser._read_between
+            self._step = ToolCallParser._read_between
 
     def _enter(self, lead: str, rest: str) -> None:
         self._lead, self._text, self._body = lead, rest, []
         self._span = self._form.span()
-        self._step = ToolParser._read_call
+        self._step = ToolCallParser._read_call
 
     def _read_call(self) -> bool:
         num_used, state = self._span.push(self._text)
         self._body.append(self._text[:num_used])
         self._text = self._text[num_used:]
-        if state is spans.State.OPEN:
+        if state is call_syntax.CallState.OPEN:
             return False
         body = "".join(self._body)
-        calls = self._form.read(body, self._tools) if state is spans.State.DONE else None
+        calls = self._form.read(body, self._tools) if state is call_syntax.CallState.DONE else None
         if calls is None or not self._is_meant(calls):
             self._leave(self._lead + body)
         else:
             self._events += calls
             self._lead, self._body = "", []
-            self._step = ToolParser._read_between
+            self._step = ToolCallParser._read_between
         return True
 
-    def _is_meant(self, calls: list[events.ToolCall]) -> bool:
+    def _is_meant(self, calls: list[parser.ToolCall]) -> bool:
         """Without a mark, only what calls known tools is a call: an answer may be JSON, too."""
         return bool(self._lead.strip()) or all(call.name in self._tools for call in calls)
 
@@ -140,9 +144,9 @@ class ToolParser(machine.Machine):
         """After a section mark, which is the lead, or after a call: then there is no lead."""
         if not self._lead:
             self._text = self._text.lstrip()
-        num_blanks = blanks.leading(self._text)
+        num_blanks = parser.count_leading_blanks(self._text)
         text = self._text[num_blanks:]
-        can_wait = num_blanks <= blanks.MAX_WAITING
+        can_wait = num_blanks <= parser.MAX_HELD_BLANKS
         mark = self._followers.leading(text) if can_wait else ""
         if mark in self._form.opens:
             self._enter(self._lead + self._text[:num_blanks] + mark, text[len(mark) :])
@@ -160,4 +164,4 @@ class ToolParser(machine.Machine):
         """It was no call: back to content."""
         self._lead, self._body = "", []
         self._say(self._blanks.push(text))
-        self._step = ToolParser._read_text
+        self._step = ToolCallParser._read_text

@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 CountTokens = Callable[[Any, int], None]
 
 
-class Extras:
+class NvextResponse:
     """Of one request. `clock` is read once per token, which is why nobody has this unasked."""
 
     def __init__(self, wanted: Collection[str], clock: clocks.Clock) -> None:

@@ -1,1 +1,0 @@
-"""What is written down of single requests, if the operator wants it."""
