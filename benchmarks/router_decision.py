@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 
 from dynamo.protocols import blocks, kv_events
-from dynamo.router import prefix_index, settings
-from dynamo.router.api import Worker
-from dynamo.router.load import Capacity
-from dynamo.router.policy import Prompt
+from dynamo.router import config, prefix_index
+from dynamo.router.api import Prompt, Worker
+from dynamo.router.worker_load import Capacity
 
 BLOCK_SIZE = 16
 NUM_IN_FLIGHT = 16  # requests per worker while it is measured
@@ -43,8 +42,8 @@ def _case(policy: str, num_workers: int, num_blocks: int) -> tuple[Step, Step, S
     """Workers that hold and compute prompts; half of these begin with one of 100 prefixes of half their length."""
     rng = random.Random(1)
     index = prefix_index.PrefixIndex()
-    selector = settings.make_selector(
-        settings.RouterConfig(router_policy=policy), index, block_size=BLOCK_SIZE, draw=rng.random
+    selector = config.make_selector(
+        config.RouterConfig(router_policy=policy), index, block_size=BLOCK_SIZE, draw=rng.random
     )
     workers = [Worker(i) for i in range(num_workers)]
     selector.set_workers(dict.fromkeys(workers, Capacity(total_blocks=10**6)))

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks import frontend, routing, systems
-from dynamo.router import settings
+from dynamo.router import config as router_config
 from dynamo.simulate import config, results, workload
 from dynamo.simulate import routing as simulated
 
@@ -78,7 +78,7 @@ def measure(policy: str, model: Path, path: Path, conc: int, requests: int) -> t
 
 def predict(policy: str, shape: config.SimulateConfig) -> results.Summary:
     """The same, in virtual time."""
-    router = settings.RouterConfig()
+    router = router_config.RouterConfig()
     return simulated.run(shape, router, None, policy, lambda _: None, time.perf_counter)
 
 

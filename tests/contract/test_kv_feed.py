@@ -9,7 +9,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api as engines
 from dynamo.protocols import blocks, instances, kv_events, model_card
-from dynamo.router import api, feed, prefix_index
+from dynamo.router import api, kv_event_subscriber, prefix_index
 from dynamo.runtime import component
 from dynamo.worker import host, kv_record, publish
 
@@ -95,7 +95,7 @@ class Router:
     async def start(cls, runtime, saved=None):
         router = cls()
         router.runtime, router.index = runtime, prefix_index.PrefixIndex()
-        router.feed = feed.KvFeed(
+        router.feed = kv_event_subscriber.KvEventSubscriber(
             runtime,
             router.index,
             namespace="n",
@@ -291,7 +291,7 @@ async def test_a_request_that_is_none_is_refused(worker, join):
     runtime = await join()
     client = runtime.client(instances.EndpointName("n", "backend", instances.KV_EVENTS_REPLAY))
     await client.wait_for_instances(5)
-    answer = feed.Answer(lambda part: None)
+    answer = kv_event_subscriber.Answer(lambda part: None)
     await client.open("noise", answer)
 
     with pytest.raises(errors.RemoteProtocolError, match="a replay"):

@@ -5,7 +5,7 @@ import asyncio
 from deployment import MODEL
 
 from dynamo.base import clock as clocks
-from dynamo.router import feed, prefix_index
+from dynamo.router import kv_event_subscriber, prefix_index
 from dynamo.runtime import component
 
 WITHIN_S = 20
@@ -16,7 +16,7 @@ class Router:
 
     async def __aenter__(self):
         self.index = prefix_index.PrefixIndex()
-        self.feed = feed.KvFeed(
+        self.feed = kv_event_subscriber.KvEventSubscriber(
             self.runtime,
             self.index,
             namespace="dynamo",

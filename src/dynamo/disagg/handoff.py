@@ -30,8 +30,8 @@ from dynamo.disagg import limits as limits_watch
 from dynamo.engine import api
 from dynamo.kvbm import sharing
 from dynamo.protocols import blocks, generate, kv_transfer, load
-from dynamo.router import load as routed_load
-from dynamo.router import policy as routing
+from dynamo.router import api as routing
+from dynamo.router import worker_load as routed_load
 from dynamo.runtime import discovery
 
 _logger = logging.getLogger(__name__)
@@ -168,11 +168,11 @@ class Handoff:
             num_tokens, size, lambda: self._here(request), lambda: self._there(num_tokens)
         )
 
-    def _here(self, request: generate.Request) -> routing.Prospect:
+    def _here(self, request: generate.Request) -> routing.LoadEstimate:
         stats = [one.worker_stats for one in self._engine.load()]
         seed = blocks.seed_of(request.lora_name)
         num_known = self._known.num_tokens(request.token_ids, self._block_size, seed)
-        return routing.Prospect(
+        return routing.LoadEstimate(
             num_new=max(0, request.prompt_len - num_known),
             num_ahead=sum(one.active_prefill_tokens for one in stats),
             num_requests=sum(one.request_active_slots for one in stats),
@@ -180,10 +180,10 @@ class Handoff:
             copies_per_s=self._copies.measured,
         )
 
-    def _there(self, num_tokens: int) -> routing.Prospect:
+    def _there(self, num_tokens: int) -> routing.LoadEstimate:
         """As far as we know: by what we ourselves have given away."""
         num_away = sum(away.request.prompt_len for away in self._away.values())
-        return routing.Prospect(
+        return routing.LoadEstimate(
             num_new=num_tokens,
             num_ahead=num_away / max(1, len(self._workers.connected)),
             tokens_per_s=self._prefills.tokens_per_s,

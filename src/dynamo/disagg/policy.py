@@ -13,11 +13,11 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 
-from dynamo.router import policy as routing
+from dynamo.router import api as routing
 
 MAX_LOCAL_PREFILL_LENGTH = 1000  # tokens
 MAX_PREFILL_QUEUE_SIZE = 2
-Look = Callable[[], routing.Prospect]
+Look = Callable[[], routing.LoadEstimate]
 ConditionalPolicy = Literal["isl_bounding", "prefill_load", "isl_or_load"]
 
 
@@ -132,7 +132,7 @@ class Conditional:
             and there().num_steps_ahead > self.prefill_busy_threshold
         )
 
-    def _is_full(self, here: routing.Prospect) -> bool:
+    def _is_full(self, here: routing.LoadEstimate) -> bool:
         if self.decode_busy_threshold is None:
             return False
         return here.share_in_use is None or here.share_in_use > self.decode_busy_threshold

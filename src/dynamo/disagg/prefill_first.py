@@ -40,7 +40,7 @@ class Open(Protocol):
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        terms: route.Terms = route.ANYHOW,
+        terms: route.RoutingOptions = route.DEFAULT_OPTIONS,
     ) -> requests.Stream: ...
 
 
@@ -73,9 +73,9 @@ class PrefillFirst:
         self.choose = decode.choose
         self._bind()
 
-    def serve_by(self, cards: Mapping[int, model_card.ModelCard]) -> None:
+    def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
         """As `route.Route`."""
-        self._decode.serve_by(cards)
+        self._decode.set_model_cards(cards)
         kind = model_card.WorkerType.DECODE
         self._decoders = frozenset(one for one, card in cards.items() if card.worker_type is kind)
         self._bind()
@@ -96,7 +96,7 @@ class PrefillFirst:
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        terms: route.Terms = route.ANYHOW,
+        terms: route.RoutingOptions = route.DEFAULT_OPTIONS,
     ) -> requests.Stream:
         prefill = self._prefill
         assert prefill is not None
@@ -117,7 +117,7 @@ class PrefillFirst:
         return await self._decode.open(_stay(request), receiver, left)
 
     def _goes_away(
-        self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.Terms
+        self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.RoutingOptions
     ) -> bool:
         """Raises NoWorkers if it must, and cannot."""
         among = prefill.having(request.lora_name)
@@ -133,17 +133,17 @@ class PrefillFirst:
             request.prompt_len,
             queue_size,
             lambda: self._decode.prospect(request, terms),
-            lambda: prefill.prospect(request, route.Terms(among=among)),
+            lambda: prefill.prospect(request, route.RoutingOptions(among=among)),
         )
 
-    def _can_copy(self, terms: route.Terms) -> bool:
+    def _can_copy(self, terms: route.RoutingOptions) -> bool:
         """Can whoever its caller wants take blocks from others?"""
         if terms.instance_id is not None:
             return terms.instance_id in self._decoders
         return terms.among is None or not self._decoders.isdisjoint(terms.among)
 
     async def _compute(
-        self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.Terms
+        self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.RoutingOptions
     ) -> dict[str, Any] | None:
         """Where its blocks are; None: nobody has computed them. Raises Cancelled, or why if that is the rule."""
         _logger.debug(
@@ -164,7 +164,7 @@ class PrefillFirst:
         return None
 
     async def _ask(
-        self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.Terms
+        self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.RoutingOptions
     ) -> dict[str, Any]:
         """One prefill worker, and if that fails another. Raises what the last one failed with."""
         began_at = self._clock.now()
@@ -187,11 +187,11 @@ class PrefillFirst:
         found = kv_transfer.handed_on(params, took_s + DELIVERY_S)
         if found is None:
             raise errors.RemoteProtocolError("the prefill worker does not hold its blocks")
-        self._computed(route.Prefilled(asked[-1], took_s), request, terms)
+        self._computed(route.PrefillResult(asked[-1], took_s), request, terms)
         return found
 
     def _computed(
-        self, prefilled: route.Prefilled, request: generate.Request, terms: route.Terms
+        self, prefilled: route.PrefillResult, request: generate.Request, terms: route.RoutingOptions
     ) -> None:
         instance_id, took_s = prefilled
         _logger.debug("%x prefilled %s in %.1f ms", instance_id, request.id, took_s * 1e3)
@@ -205,7 +205,7 @@ class PrefillFirst:
         request: generate.Request,
         params: dict[str, Any],
         receiver: requests.Receiver,
-        terms: route.Terms,
+        terms: route.RoutingOptions,
     ) -> requests.Stream | None:
         """Begin the answer; None: it took so long that the blocks may be held no more."""
         among = self._decoders.intersection(terms.among or self._decoders)
@@ -234,7 +234,7 @@ class PrefillFirst:
 
 
 async def _call(
-    prefill: kv_router.KvRouter, prompt: generate.Request, terms: route.Terms
+    prefill: kv_router.KvRouter, prompt: generate.Request, terms: route.RoutingOptions
 ) -> dict[str, Any]:
     """Have it computed by one worker; it stops if we are cancelled, or the caller goes."""
     answer = prefill_answer.PrefillAnswer()
@@ -248,7 +248,9 @@ async def _call(
 
 
 async def _refuse(
-    request: generate.Request, receiver: requests.Receiver, terms: route.Terms = route.ANYHOW
+    request: generate.Request,
+    receiver: requests.Receiver,
+    terms: route.RoutingOptions = route.DEFAULT_OPTIONS,
 ) -> requests.Stream:
     del request, receiver, terms
     raise errors.NoWorkers(_NOBODY)
@@ -258,7 +260,7 @@ def _stay(request: generate.Request) -> generate.Request:
     return msgspec.structs.replace(request, kv_transfer_params=kv_transfer.STAY)
 
 
-def _minus(terms: route.Terms, spent_s: float) -> route.Terms:
+def _minus(terms: route.RoutingOptions, spent_s: float) -> route.RoutingOptions:
     """With what is left of the time."""
     if terms.timeout_s is None:
         return terms

@@ -11,7 +11,7 @@ from dynamo.base import tasks
 from dynamo.disagg import estimated, limits, metrics, policy, prefill_first, settings
 from dynamo.observability import metrics as registries
 from dynamo.protocols import model_card
-from dynamo.router import kv_router, route, routes
+from dynamo.router import kv_router, route, route_factory
 from dynamo.runtime import client, discovery
 
 
@@ -20,7 +20,7 @@ class PrefillRoutes:
 
     def __init__(
         self,
-        made: routes.Routes,
+        made: route_factory.RouteFactory,
         wanted: settings.PrefillRoutingConfig,
         registry: discovery.Discovery,
         counted: registries.Registry,
@@ -38,7 +38,7 @@ class PrefillRoutes:
         self._tasks = tasks.Tasks()
 
     def make(self, asked: client.EndpointClient, card: model_card.ModelCard) -> route.Route:
-        """The way to those who answer at this endpoint (`routes.Routes.make`)."""
+        """The way to those who answer at this endpoint (`route_factory.RouteFactory.make`)."""
         plain = self._routes.make(asked, card)
         if not isinstance(plain, kv_router.KvRouter):
             return plain
@@ -59,7 +59,7 @@ class PrefillRoutes:
         """The way to the prefill workers of this endpoint."""
         if isinstance(self._policy_of(card.display_name), policy.Lengths):
             self._follow_limits(card.display_name)
-        return self._routes.make_kv(asked, card)
+        return self._routes.make_kv_router(asked, card)
 
     async def close(self) -> None:
         """Follow discovery no more."""

@@ -95,7 +95,7 @@ class RequestDispatch:
         stream = await model.open(
             leg.request,
             leg,
-            route.Terms(
+            route.RoutingOptions(
                 instance_id=self._instance_id,
                 headers=self._headers(),
                 timeout_s=None if self._until is None else self._until - self._shared.clock.now(),

@@ -100,7 +100,7 @@ class Embeddings:
                 stream = await model.open(
                     _share(request, numbers),
                     embedding_answer.ShareReceiver(answer, numbers),
-                    route.Terms(headers=headers, timeout_s=self._timeout_s),
+                    route.RoutingOptions(headers=headers, timeout_s=self._timeout_s),
                 )
             except errors.DynamoError as error:
                 answer.fail(error)

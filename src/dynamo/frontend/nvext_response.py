@@ -34,14 +34,14 @@ class NvextResponse:
         self._num_tokens = 0
         self._num_first = 0  # tokens of the first output
         self._instance_id: int | None = None
-        self._prefilled: route.Prefilled | None = None
+        self._prefilled: route.PrefillResult | None = None
         self._report: kv_transfer.Report | None = None
 
     def apply(self, prompts: Sequence[preprocessor.Prepared]) -> Sequence[preprocessor.Prepared]:
         """The requests, asking for a report."""
         return [one._replace(request=_reporting(one.request)) for one in prompts]
 
-    def prefilled(self, prefilled: route.Prefilled) -> None:
+    def prefilled(self, prefilled: route.PrefillResult) -> None:
         """Another worker has computed the prompt, or the latest."""
         self._prefilled = prefilled
 

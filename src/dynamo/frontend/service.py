@@ -29,7 +29,7 @@ from dynamo.frontend.processes import peers, response_store, shared_responses
 from dynamo.observability import loop_delay
 from dynamo.observability import metrics as observed
 from dynamo.router import config as router_config
-from dynamo.router import routes
+from dynamo.router import route_factory
 from dynamo.runtime import component
 from dynamo.runtime.http import limits, server
 
@@ -50,7 +50,7 @@ class Frontend:
         metrics_registry = observed.Registry(settings.metrics_prefix)
         now = clock.SystemClock()
         routing = routing or router_config.RoutingConfig()
-        self._routes = routes.Routes(routing, runtime, now, metrics_registry)
+        self._routes = route_factory.RouteFactory(routing, runtime, now, metrics_registry)
         prefill = prefill or prefill_settings.PrefillRoutingConfig()
         prefill.check(routing.router_mode, routing.router_queue_threshold)
         self._prefill: prefill_routes.PrefillRoutes | None = None

@@ -12,7 +12,7 @@ from dynamo.observability import logs
 from dynamo.observability import metrics as observed
 from dynamo.protocols import instances
 from dynamo.router import config as router_config
-from dynamo.router import routes, service
+from dynamo.router import route_factory, service
 from dynamo.runtime import component
 
 
@@ -46,10 +46,8 @@ async def serve(
 ) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     async with await component.DistributedRuntime.open(own) as runtime:
-        stop = (
-            process_setup.stop_on_signals()
-        )  # until here a signal ends the process: nothing runs yet
-        made = routes.Routes(
+        stop = process_setup.stop_on_signals()  # before here a signal simply ends the process
+        made = route_factory.RouteFactory(
             wanted, runtime, clocks.SystemClock(), observed.Registry("dynamo_component")
         )
         served = service.RouterService(runtime, target, made)

@@ -52,7 +52,7 @@ class ApproxIndex:
         self._is_pruning = False
         self.num_guesses = 0
 
-    def find(self, sequence_hashes: Sequence[int]) -> api.Overlaps:
+    def find(self, sequence_hashes: Sequence[int]) -> api.OverlapScores:
         return self._index.find(sequence_hashes)
 
     def record(self, worker: api.Worker, sequence_hashes: Sequence[int], now: float) -> None:

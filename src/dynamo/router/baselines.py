@@ -1,14 +1,18 @@
 """Policies that need not look at caches, or at little else: what any cleverer one has to beat.
 
 The third of three honest rivals is `ConsistentHash`: it finds nearly every prefix, whatever that costs in balance.
+
+Who answers a prompt that another worker has computed: the one with the fewest blocks in use, and still to compute.
+
+What its cache holds of the prompt does not count: it saves a copy, which is cheap, and not a computation. Between
+equals the number of requests decides.
 """
 
 from typing import ClassVar
 
 from dynamo.base import errors
 from dynamo.protocols import blocks
-from dynamo.router.api import Worker
-from dynamo.router.policy import Decision, Draw, Prompt, View
+from dynamo.router.api import Decision, Draw, Prompt, View, Worker
 
 _HASHED_TOKENS = 2048  # enough to tell prompts apart that share a system prompt, short enough to keep conversations
 
@@ -110,3 +114,13 @@ def _weight(name: int, worker: Worker) -> int:
     return blocks.next_sequence_hash(
         blocks.next_sequence_hash(name, worker.instance_id), worker.dp_rank
     )
+
+
+def choose(prompt: Prompt, view: View, now: float) -> Decision:
+    """One of `view.loads`, of which there is at least one."""
+
+    def load_of(worker: Worker) -> tuple[float, int]:
+        load = view.loads[worker]
+        return load.active_blocks + load.backlog(now) / prompt.block_size, load.num_requests
+
+    return Decision(min(view.loads, key=load_of), 0.0)

@@ -27,9 +27,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dynamo.router.api import Worker
-from dynamo.router.load import Load
-from dynamo.router.policy import Decision, Prompt, View
+from dynamo.router.api import Decision, Prompt, View, Worker
+from dynamo.router.worker_load import Load
 
 _FEW = 8  # up to so many workers, enough means all
 

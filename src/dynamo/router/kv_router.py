@@ -1,4 +1,8 @@
-"""The router of one model at one endpoint: it asks the deciders who gets a request, and keeps them informed.
+"""Which worker the requests of a conversation go to: the one that had its last request, for as long as it is recent.
+
+Bounded: the sessions that were used longest ago are forgotten first.
+
+The router of one model at one endpoint: it asks the deciders who gets a request, and keeps them informed.
 
 `KvRouter.open` is the path: name the prompt's blocks, choose (or wait), send, and if that worker cannot be reached,
 choose again among the others. From the first output on, the prompt counts as computed; at the end, however it comes,
@@ -9,7 +13,8 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,10 +22,40 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.protocols import blocks, generate, kv_transfer, model_card
-from dynamo.router import affinity, api, metrics, policy, route, selection
-from dynamo.router.load import Capacity
-from dynamo.router.policy import Decision, Prompt
+from dynamo.router import api, metrics, route, selection
+from dynamo.router.api import Decision, Prompt
+from dynamo.router.worker_load import Capacity
 from dynamo.runtime import client, requests
+
+MAX_SESSIONS = 100_000
+
+
+class SessionAffinity:
+    """Session id to worker, for `ttl_s` after the last request."""
+
+    def __init__(self, ttl_s: float, *, max_sessions: int = MAX_SESSIONS) -> None:
+        self._ttl_s = ttl_s
+        self._max_sessions = max_sessions
+        self._worker_by_session: OrderedDict[str, tuple[api.Worker, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._worker_by_session)
+
+    def worker_of(
+        self, session_id: str, living: Container[api.Worker], now: float
+    ) -> api.Worker | None:
+        """The session's worker, if it has one that lives and was used within the time to live."""
+        worker, expires_at = self._worker_by_session.get(session_id, (None, 0.0))
+        if worker is None or expires_at <= now or worker not in living:
+            return None
+        return worker
+
+    def remember(self, session_id: str, worker: api.Worker, now: float) -> None:
+        """A request of the session went to this worker."""
+        self._worker_by_session[session_id] = worker, now + self._ttl_s
+        self._worker_by_session.move_to_end(session_id)
+        if len(self._worker_by_session) > self._max_sessions:
+            self._worker_by_session.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +66,7 @@ class Sending:
     prompt: Prompt
     request: generate.Request
     receiver: requests.Receiver
-    terms: route.Terms
+    terms: route.RoutingOptions
 
 
 class Sharing:
@@ -62,7 +97,7 @@ class KvRouter:
         counts: metrics.RouteMetrics,
         clock: clocks.Clock,
         queue_timeout_s: float,
-        sessions: affinity.SessionAffinity | None = None,
+        sessions: SessionAffinity | None = None,
         sharing: Sharing | None = None,
     ) -> None:
         self.selector = selector
@@ -79,7 +114,7 @@ class KvRouter:
         self._numbers = itertools.count()
         asked.on_change(self._follow)
 
-    def serve_by(self, cards: Mapping[int, model_card.ModelCard]) -> None:
+    def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
         """As `route.Route`."""
         self._cards = dict(cards)
         self._follow()
@@ -88,7 +123,7 @@ class KvRouter:
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        terms: route.Terms = route.ANYHOW,
+        terms: route.RoutingOptions = route.DEFAULT_OPTIONS,
     ) -> requests.Stream:
         """As `route.Route`."""
         sending = Sending(
@@ -146,8 +181,8 @@ class KvRouter:
         )
 
     def prospect(
-        self, request: generate.Request, terms: route.Terms = route.ANYHOW
-    ) -> policy.Prospect:
+        self, request: generate.Request, terms: route.RoutingOptions = route.DEFAULT_OPTIONS
+    ) -> api.LoadEstimate:
         """What this request would find where it would be sent first; nobody is asked. Raises NoWorkers."""
         read = self._read(request, terms.instance_id, terms.among)
         prompt = self._restrict(read, self._client.usable(terms.among))
@@ -156,7 +191,7 @@ class KvRouter:
         load = self.selector.active.loads[decision.worker]
         num_ahead = load.backlog(now)
         num_known = min(prompt.num_tokens, int(decision.overlap_blocks * self._block_size))
-        return policy.Prospect(
+        return api.LoadEstimate(
             num_new=prompt.num_tokens - num_known,
             num_ahead=num_ahead,
             num_steps_ahead=num_ahead / load.capacity.max_num_batched_tokens,

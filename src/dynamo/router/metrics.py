@@ -6,7 +6,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dynamo.observability import metrics
-from dynamo.router import api, load, policy
+from dynamo.router import api, worker_load
 
 _MS_FINE = tuple(0.001 * 2**k for k in range(15))
 _MS_COARSE = tuple(0.01 * 3**k for k in range(17))
@@ -113,7 +113,7 @@ class RouteMetrics:
         self._families.total_ms.observe((duration_s + self._hashing_s) * 1e3)
         self._finding_s = 0.0
 
-    def sent(self, worker: api.Worker, prompt: policy.Prompt, overlap_blocks: float) -> None:
+    def sent(self, worker: api.Worker, prompt: api.Prompt, overlap_blocks: float) -> None:
         """A request goes to this worker, which is believed to hold so much of its prompt."""
         self._families.requests.labels(self._families.router_id, *_labels(worker)).inc()
         if prompt.is_prefilled:
@@ -124,7 +124,7 @@ class RouteMetrics:
         self._num_predicted += num_predicted
         self._predicted_ratio.set(self._num_predicted / self._num_sent)
 
-    def computed(self, prompt: policy.Prompt, num_cached: int | None) -> None:
+    def computed(self, prompt: api.Prompt, num_cached: int | None) -> None:
         """A prompt is computed, and its worker has told how much of it it had."""
         if num_cached is not None and not prompt.is_prefilled:
             self._num_tokens += prompt.num_tokens
@@ -146,7 +146,9 @@ class RouteMetrics:
         """It waited too long."""
         self._given_up.inc()
 
-    def show(self, loads: Mapping[api.Worker, load.Load], gone: Collection[api.Worker]) -> None:
+    def show(
+        self, loads: Mapping[api.Worker, worker_load.Load], gone: Collection[api.Worker]
+    ) -> None:
         """Tell from now on what the router believes these are doing, and nothing more of those."""
         families = self._families
         for worker, one in loads.items():
@@ -158,7 +160,7 @@ class RouteMetrics:
             families.prefill_tokens.remove(*_labels(worker))
 
 
-def _reading(one: load.Load, fact: str) -> Callable[[], float]:
+def _reading(one: worker_load.Load, fact: str) -> Callable[[], float]:
     return lambda: getattr(one, fact)
 
 

@@ -6,14 +6,27 @@
 
 Blocks are kept by sequence hash; `foreign_names` translates for engines that have other names. A foreign block with an
 unknown parent has no place and is left out (`num_orphans`). `chains` says what is bounded and why nothing stalls.
+
+Which bit stands for whom: a holder is one tier of one worker.
+
+A bit of somebody who left is not given to another before every trace of it is swept from the blocks, because until
+then it still stands on them. Whoever searches does so among the living, so the traces harm nobody.
+
+Our names for the blocks of engines that have names of their own.
+
+Where an engine of ours speaks, block names are sequence hashes, and nothing is kept here. For a foreign engine each
+stored block is hashed, and remembered under the engine's name for as long as its tier holds it.
+Which of the two it is, the last block of each event tells: its name either is the hash of its predecessor's name and
+its own tokens, or not; 64 bits do not agree by chance.
 """
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 
 from dynamo.base import errors
-from dynamo.protocols import kv_events
-from dynamo.router import api, chains, foreign_names, holders
+from dynamo.protocols import blocks, kv_events
+from dynamo.router import api, prefix_tree
 
 MAX_BLOCKS = 1 << 22  # about 450 MB
 _DEVICE, _HOST, _DISK = kv_events.DEVICE, kv_events.HOST, kv_events.DISK
@@ -26,24 +39,24 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self.num_orphans = 0  # blocks that were told of but could not be placed
-        self._chains = chains.Chains(max_blocks)
-        self._holders = holders.Holders()
+        self._chains = prefix_tree.PrefixTree(max_blocks)
+        self._holders = WorkerBits()
         self._sweeping = 0  # bits of who is being swept
-        self._foreign = foreign_names.ForeignNames()
+        self._foreign = EngineHashMap()
 
     @property
     def num_blocks(self) -> int:
         """Different blocks, those that wait to be swept among them."""
         return len(self._chains)
 
-    def find(self, sequence_hashes: Sequence[int]) -> api.Overlaps:
+    def find(self, sequence_hashes: Sequence[int]) -> api.OverlapScores:
         living = self._holders.living
         device = self._depths(sequence_hashes, living[_DEVICE])
         if not (living[_HOST] or living[_DISK]):
-            return api.Overlaps(device, {}, {})
+            return api.OverlapScores(device, {}, {})
         host = self._depths_behind(sequence_hashes, _HOST, device)
         disk = self._depths_behind(sequence_hashes, _DISK, device, host)
-        return api.Overlaps(device, host, disk)
+        return api.OverlapScores(device, host, disk)
 
     def apply(self, worker: api.Worker, event: kv_events.KvEvent) -> None:
         """What `worker` told. Raises RemoteProtocolError for a hash that is not of 64 bits."""
@@ -128,7 +141,7 @@ class PrefixIndex:
     def _stored(self, worker: api.Worker, event: kv_events.Stored) -> None:
         if not event.blocks:
             return
-        if foreign_names.is_foreign(event):
+        if is_foreign(event):
             learnt = self._foreign.learn(worker, event)
         else:
             learnt = event.parent_hash, [block.block_hash for block in event.blocks]
@@ -137,3 +150,124 @@ class PrefixIndex:
             return
         parent, names = learnt
         self._chains.hold(self._holders.join(worker, event.tier), names, parent)
+
+
+_DIGITS = bytes.maketrans(b"01", b"\0\1")
+
+
+class WorkerBits:
+    """Workers by bit. All bits of the living are in `living`, by tier."""
+
+    def __init__(self) -> None:
+        self.living = dict.fromkeys(kv_events.TIERS, 0)
+        self.left = 0  # who left and was not begun to be swept
+        self._bits: dict[tuple[api.Worker, kv_events.Tier], int] = {}
+        self._workers: list[api.Worker | None] = []  # by position of the bit
+        self._free: list[int] = []
+
+    def bit(self, worker: api.Worker, tier: kv_events.Tier) -> int:
+        """Its bit; 0 if it has none."""
+        return self._bits.get((worker, tier), 0)
+
+    def join(self, worker: api.Worker, tier: kv_events.Tier) -> int:
+        """Its bit; a new one if it has none."""
+        bit = self._bits.get((worker, tier))
+        if bit is None:
+            bit = self._bits[worker, tier] = self._new_bit(worker)
+            self.living[tier] = self.living.get(tier, 0) | bit
+        return bit
+
+    def leave(self, worker: api.Worker) -> None:
+        """It has nothing any more, in no tier."""
+        for tier in self.living:
+            bit = self._bits.pop((worker, tier), 0)
+            self.living[tier] &= ~bit
+            self.left |= bit
+
+    def release(self, bits: int) -> None:
+        """These bits stand on no block any more: others may have them."""
+        positions = [i for i in range(len(self._workers)) if bits >> i & 1]
+        for position in positions:
+            self._workers[position] = None
+        self._free += positions
+
+    def workers(self, bits: int) -> Iterable[api.Worker]:
+        """Who these (living) are; all of one tier."""
+        if not bits & (bits - 1):
+            return self._workers[bits.bit_length() - 1 : bits.bit_length()]  # type: ignore[return-value]
+        digits = bin(bits)[:1:-1].encode().translate(_DIGITS)
+        return compress(self._workers, digits)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[tuple[tuple[api.Worker, kv_events.Tier], int]]:
+        return iter(self._bits.items())
+
+    def _new_bit(self, worker: api.Worker) -> int:
+        if not self._free:
+            self._free.append(len(self._workers))
+            self._workers.append(None)
+        position = self._free.pop()
+        self._workers[position] = worker
+        return 1 << position
+
+
+class EngineHashMap:
+    """Per worker and tier: from the engine's names to sequence hashes."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[api.Worker, kv_events.Tier], dict[int, int]] = {}
+        self._left: list[dict[int, int]] = []  # of those who left; freed a little at a time
+
+    def learn(
+        self, worker: api.Worker, event: kv_events.Stored
+    ) -> tuple[int | None, list[int]] | None:
+        """Our names of the parent and the blocks of a foreign event; None if its parent is not known."""
+        parent = None
+        if event.parent_hash is not None:
+            parent = self._find(worker, event.parent_hash)
+            if parent is None:
+                return None
+        names = blocks.sequence_hashes([block.tokens_hash for block in event.blocks], parent)
+        known = self._names.setdefault((worker, event.tier), {})
+        known.update(zip((block.block_hash for block in event.blocks), names, strict=True))
+        return parent, names
+
+    def remove(self, worker: api.Worker, event: kv_events.Removed) -> Sequence[int]:
+        """Our names of removed blocks, which are forgotten."""
+        known = self._names.get((worker, event.tier))
+        if not known:
+            return event.block_hashes
+        return [known.pop(name, name) for name in event.block_hashes]
+
+    def knows(self, worker: api.Worker) -> bool:
+        """Whether it ever named a block in its own way."""
+        return any((worker, tier) in self._names for tier in kv_events.TIERS)
+
+    def leave(self, worker: api.Worker) -> None:
+        """Nothing of this worker is known any more."""
+        for tier in kv_events.TIERS:
+            if names := self._names.pop((worker, tier), None):
+                self._left.append(names)
+
+    def free(self, num_names: int) -> bool:
+        """Free some of what was left; says whether nothing remains. A dictionary freed at once would stall us."""
+        if self._left:
+            names = self._left[-1]
+            for _ in range(min(num_names, len(names))):
+                names.popitem()
+            if not names:
+                self._left.pop()
+        return not self._left
+
+    def _find(self, worker: api.Worker, name: int) -> int | None:
+        for tier in kv_events.TIERS:
+            known = self._names.get((worker, tier))
+            if known and name in known:
+                return known[name]
+        return None
+
+
+def is_foreign(event: kv_events.Stored) -> bool:
+    """Whether the engine has names of its own for these blocks (at least one)."""
+    last = event.blocks[-1]
+    parent = event.blocks[-2].block_hash if len(event.blocks) > 1 else event.parent_hash
+    return last.block_hash != blocks.next_sequence_hash(parent, last.tokens_hash)

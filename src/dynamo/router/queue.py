@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import errors
-from dynamo.router.policy import Prompt
+from dynamo.router.api import Prompt
 
 Order = Literal["fcfs", "wspt", "deadline", "lcfs"]
 AGING = 2.0

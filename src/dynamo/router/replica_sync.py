@@ -19,7 +19,7 @@ import msgspec
 from dynamo.base import errors, tasks
 from dynamo.protocols import active_sequences as protocol
 from dynamo.protocols import instances
-from dynamo.router.policy import Decision, Prompt
+from dynamo.router.api import Decision, Prompt
 from dynamo.runtime import client, component, events, requests
 
 ASK_S = 5.0

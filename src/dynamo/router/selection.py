@@ -19,11 +19,11 @@ No clock, no loop, no I/O: the frontend, the standalone router and the simulator
 from collections.abc import Mapping
 
 from dynamo.base import errors
-from dynamo.router import api, cost, least_blocks
-from dynamo.router.active import ActiveSequences
-from dynamo.router.load import Capacity, Load
-from dynamo.router.policy import Decision, Policy, Prompt, View
+from dynamo.router import api, baselines, cost_function
+from dynamo.router.active_sequences import ActiveSequences
+from dynamo.router.api import Decision, Policy, Prompt, View
 from dynamo.router.queue import Waiting, WaitingQueue
+from dynamo.router.worker_load import Capacity, Load
 
 _LOOKAHEAD = (
     32  # requests of the queue that one `admit` plans for, so that it stays short under overload
@@ -42,7 +42,7 @@ class Selector:
         *,
         queue: WaitingQueue | None = None,
         max_backlog: float = 1.0,
-        credits_: cost.Credits | None = None,
+        credits_: cost_function.Credits | None = None,
     ) -> None:
         """`max_backlog`: a worker has room up to so many full steps (max_num_batched_tokens) of prompt tokens."""
         self.active = active
@@ -52,7 +52,7 @@ class Selector:
         self._held_out: dict[str, Decision] = {}  # the worker that each of the waiting waits for
         self._reserved: list[Load] = []  # whose `reserved_tokens` this turn's planning has raised
         self._max_backlog = max_backlog
-        self._credits = credits_ or cost.Credits()
+        self._credits = credits_ or cost_function.Credits()
 
     @property
     def can_wait(self) -> bool:
@@ -174,7 +174,7 @@ class Selector:
         if prompt.pinned is not None:
             return Decision(prompt.pinned, view.overlap(prompt.pinned))
         if prompt.is_prefilled:
-            return least_blocks.choose(prompt, view, now)
+            return baselines.choose(prompt, view, now)
         return self._policy.choose(prompt, view, now)
 
     def _send(self, request_id: str, prompt: Prompt, decision: Decision, now: float) -> Decision:
@@ -199,7 +199,7 @@ class Selector:
         overlaps = self._index.find(prompt.sequence_hashes)
         return View(
             loads,
-            cost.cached_blocks(overlaps, self._credits),
+            cost_function.cached_blocks(overlaps, self._credits),
             self.active.runs(prompt.sequence_hashes),
         )
 

@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo.base import errors, tasks
 from dynamo.protocols import blocks, generate, instances, kv_events, model_card
-from dynamo.router import kv_router, route, routes
+from dynamo.router import kv_router, route, route_factory
 from dynamo.runtime import component, requests
 
 Q = TypeVar("Q")
@@ -67,7 +67,7 @@ class RouterService:
         self,
         runtime: component.DistributedRuntime,
         target: instances.EndpointName,
-        made: routes.Routes,
+        made: route_factory.RouteFactory,
     ) -> None:
         self._runtime = runtime
         self._target = target
@@ -119,9 +119,9 @@ class RouterService:
         else:
             self._cards[instance_id] = card
             if self._router is None:
-                self._router = self._routes.make_kv(self._client, card)
+                self._router = self._routes.make_kv_router(self._client, card)
         if self._router is not None:
-            self._router.serve_by(self._cards)
+            self._router.set_model_cards(self._cards)
 
     @property
     def _known(self) -> kv_router.KvRouter:
@@ -181,7 +181,9 @@ class RouterService:
 
     async def _forward(self, call: requests.Call, request: generate.Request) -> None:
         try:
-            terms = route.Terms(headers=call.headers, among=self._known.having(request.lora_name))
+            terms = route.RoutingOptions(
+                headers=call.headers, among=self._known.having(request.lora_name)
+            )
             stream = await self._known.open(request, _Passing(call), terms)
         except errors.DynamoError as error:
             call.fail(error)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dynamo.base import config, distribution, errors
-from dynamo.router import settings
+from dynamo.router import config as router_config
 from dynamo.simulate import disagg_claim, routing, screen
 from dynamo.simulate.config import SimulateConfig
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == ["disagg"]:
             _disagg(config.load(disagg_claim.DisaggConfig, prog=_PROG, argv=argv))
         else:
-            parts = (SimulateConfig, settings.RouterConfig)
+            parts = (SimulateConfig, router_config.RouterConfig)
             _simulate(*config.load_parts(parts, prog=_PROG, argv=argv))
     except errors.DynamoError as error:
         sys.stderr.write(f"dynamo.simulate: {error}\n")
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _simulate(told: SimulateConfig, router: settings.RouterConfig) -> None:
+def _simulate(told: SimulateConfig, router: router_config.RouterConfig) -> None:
     told.check()
     routing.check_policies(told.policy)
     plots = _plots(told.output)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from dynamo.engine.mock import answers, batch, memory, timing
 from dynamo.protocols import blocks, generate, kv_events
-from dynamo.router import load
+from dynamo.router import worker_load
 from dynamo.simulate.worker import Change, Progress
 from dynamo.simulate.workload import Arrival
 
@@ -20,7 +20,7 @@ class BatchWorker:
     """Mutable."""
 
     def __init__(
-        self, capacity: load.Capacity, *, block_size: int, speedup_ratio: float = 1.0
+        self, capacity: worker_load.Capacity, *, block_size: int, speedup_ratio: float = 1.0
     ) -> None:
         self.next_time = math.inf
         self._timing = timing.Timing(speedup_ratio=speedup_ratio)

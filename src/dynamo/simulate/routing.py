@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.router import api, load, prefix_index, settings
+from dynamo.router import api, prefix_index, worker_load
+from dynamo.router import config as router_config
 from dynamo.simulate import results
 from dynamo.simulate.batch_worker import BatchWorker
 from dynamo.simulate.config import SimulateConfig
@@ -17,7 +18,7 @@ from dynamo.simulate.worker import SimulatedWorker
 from dynamo.simulate.workload import SharedPrefixes, Trace, Workload, read_trace, spread
 
 OnProgress = Callable[[int], None]
-POLICIES = typing.get_args(typing.get_type_hints(settings.RouterConfig)["router_policy"])
+POLICIES = typing.get_args(typing.get_type_hints(router_config.RouterConfig)["router_policy"])
 
 
 def check_policies(names: tuple[str, ...]) -> None:
@@ -43,7 +44,7 @@ def num_requests(config: SimulateConfig, trace: Trace | None) -> int:
 
 def run(
     config: SimulateConfig,
-    router: settings.RouterConfig,
+    router: router_config.RouterConfig,
     trace: Trace | None,
     policy: str,
     on_progress: OnProgress,
@@ -52,7 +53,7 @@ def run(
     """One policy. `now` says how long the simulation itself takes."""
     workload = trace if trace is not None else _made_up(config)
     index = prefix_index.PrefixIndex()
-    selector = settings.make_selector(
+    selector = router_config.make_selector(
         replace(router, router_policy=typing.cast(typing.Any, policy)),
         index,
         block_size=workload.block_size,
@@ -95,15 +96,15 @@ def _workers(config: SimulateConfig, workload: Workload) -> Mapping[api.Worker, 
     }
 
 
-def _told(config: SimulateConfig, block_size: int) -> load.Capacity:
+def _told(config: SimulateConfig, block_size: int) -> worker_load.Capacity:
     """What the router is told of each. A worker without decoding never runs out of blocks in use."""
     if config.engine == "batch":
         return _capacity(config, block_size)
-    return load.Capacity(max_num_batched_tokens=config.max_num_batched_tokens)
+    return worker_load.Capacity(max_num_batched_tokens=config.max_num_batched_tokens)
 
 
-def _capacity(config: SimulateConfig, block_size: int) -> load.Capacity:
-    return load.Capacity(
+def _capacity(config: SimulateConfig, block_size: int) -> worker_load.Capacity:
+    return worker_load.Capacity(
         total_blocks=config.cache_tokens // block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

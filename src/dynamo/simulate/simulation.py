@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamo.protocols import kv_events
-from dynamo.router import api, policy, prefix_index, selection
+from dynamo.router import api, prefix_index, selection
 from dynamo.simulate.worker import Change, SimulatedWorker
 from dynamo.simulate.workload import Arrival, Workload
 
@@ -97,8 +97,8 @@ class Simulation:
         for request_id, decision in self._selector.admit(now):
             self._send(request_id, decision.worker, now)
 
-    def _prompt(self, arrival: Arrival) -> policy.Prompt:
-        return policy.Prompt(
+    def _prompt(self, arrival: Arrival) -> api.Prompt:
+        return api.Prompt(
             num_tokens=arrival.num_tokens,
             block_size=self._workload.block_size,
             sequence_hashes=arrival.names,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.disagg import estimated
-from dynamo.router import policy as routing
+from dynamo.router import api as routing
 
 PACE = 10_000.0
 ONE = estimated.Estimated()
@@ -13,8 +13,8 @@ ONE = estimated.Estimated()
 
 def goes(here, there=None):
     num_new = here["num_new"]
-    here = routing.Prospect(**{"tokens_per_s": PACE} | here)
-    there = routing.Prospect(**{"num_new": num_new, "tokens_per_s": PACE} | (there or {}))
+    here = routing.LoadEstimate(**{"tokens_per_s": PACE} | here)
+    there = routing.LoadEstimate(**{"num_new": num_new, "tokens_per_s": PACE} | (there or {}))
     return ONE.goes(num_new, 0, lambda: here, lambda: there)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.disagg import policy
-from dynamo.router import policy as routing
+from dynamo.router import api as routing
 
 LIMITS = policy.Limits(max_local_prefill_length=1000, max_prefill_queue_size=2)
 
@@ -33,7 +33,7 @@ def test_the_key_is_the_originals():
 
 
 def look(num_new, **facts):
-    return lambda: routing.Prospect(num_new=num_new, **facts)
+    return lambda: routing.LoadEstimate(num_new=num_new, **facts)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dynamo.base import errors
 from dynamo.disagg import metrics, policy, prefill_first
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, kv_transfer, model_card
-from dynamo.router import policy as routing
+from dynamo.router import api as routing
 from dynamo.router import route
 from dynamo.testing import clock as clocks
 
@@ -34,7 +34,7 @@ class Router:
         self.asked, self.streams = [], []
         self.with_adapter = frozenset()
 
-    def serve_by(self, cards):
+    def set_model_cards(self, cards):
         self.cards = cards
 
     def having(self, lora_name):
@@ -46,10 +46,10 @@ class Router:
     def choose(self, request, **options):
         return DECODE
 
-    def prospect(self, request, terms=route.ANYHOW):
-        return routing.Prospect(num_new=self.num_new)
+    def prospect(self, request, terms=route.DEFAULT_OPTIONS):
+        return routing.LoadEstimate(num_new=self.num_new)
 
-    async def open(self, request, receiver, terms=route.ANYHOW):
+    async def open(self, request, receiver, terms=route.DEFAULT_OPTIONS):
         chosen = min(terms.among or self.instance_ids, default=None)
         self.asked.append((chosen, request, terms))
         step = self.script.pop(0) if self.script else None
@@ -79,12 +79,12 @@ class World:
             metrics.ModelRoutedMetrics(metrics.RoutedMetrics(self.registry), "M"),
             clocks.VirtualClock(),
         )
-        self.made.serve_by({DECODE: card(model_card.WorkerType.DECODE), PLAIN: card()})
+        self.made.set_model_cards({DECODE: card(model_card.WorkerType.DECODE), PLAIN: card()})
         self.made.prefill_by(self.prefill)
         self.told = []
 
     async def open(self, made=None, **terms):
-        terms = route.Terms(on_prefilled=self.told.append, **terms)
+        terms = route.RoutingOptions(on_prefilled=self.told.append, **terms)
         return await self.made.open(made or request(), None, terms)
 
     @property
@@ -175,7 +175,7 @@ async def test_without_prefill_workers_it_is_the_plain_route(world):
 
 
 async def test_without_anybody_who_could_copy_it_is_the_plain_route(world):
-    world.made.serve_by({PLAIN: card()})
+    world.made.set_model_cards({PLAIN: card()})
 
     assert world.made.open == world.decode.open
 

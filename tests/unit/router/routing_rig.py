@@ -7,7 +7,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.observability import metrics
 from dynamo.protocols import blocks, generate, instances, model_card
-from dynamo.router import config, route, routes
+from dynamo.router import config, route, route_factory
 from dynamo.runtime import component
 
 NAME = instances.EndpointName("dynamo", "backend", "generate")
@@ -89,7 +89,7 @@ class World:
         wanted = config.RoutingConfig(**{"router_mode": "kv"} | settings)
         self.runtime_of_router = await self.runtime()
         self.registry = metrics.Registry("dynamo_frontend")
-        self.routes = routes.Routes(
+        self.routes = route_factory.RouteFactory(
             wanted, self.runtime_of_router, clocks.SystemClock(), self.registry
         )
         self._stack.push_async_callback(self.routes.close)
@@ -99,7 +99,7 @@ class World:
             self.workers.append(Worker(await self.runtime(), facts or {}))
             await self.workers[-1].join()
         await self.until(lambda: len(self.client.instances) == num_workers)
-        self.made.serve_by({worker.id: card(**worker.facts) for worker in self.workers})
+        self.made.set_model_cards({worker.id: card(**worker.facts) for worker in self.workers})
         return self.made
 
     async def open(self, *token_ids, instance_id=None, **fields):
@@ -107,7 +107,7 @@ class World:
         before = self.num_calls
         receiver = Receiver()
         stream = await self.made.open(
-            request(*token_ids, **fields), receiver, route.Terms(instance_id=instance_id)
+            request(*token_ids, **fields), receiver, route.RoutingOptions(instance_id=instance_id)
         )
         await self.until(lambda: self.num_calls == before + 1)
         return stream, receiver

@@ -1,6 +1,6 @@
 from tests.unit.router.views import chosen, prompt, view
 
-from dynamo.router import by_formula
+from dynamo.router import cost_function
 
 
 def draw():
@@ -22,26 +22,26 @@ def documented():
 
 
 def test_the_documents_example_selects_the_second_worker():
-    decision = by_formula.Dynamo(draw=draw).choose(prompt(), documented(), 0.0)
+    decision = cost_function.Dynamo(draw=draw).choose(prompt(), documented(), 0.0)
 
     assert (decision.worker.instance_id, decision.overlap_blocks) == (1, 5)
 
 
 def test_a_larger_weight_prefers_what_is_cached():
-    assert chosen(by_formula.Dynamo(draw=draw, overlap_weight=2.0), prompt(), documented()) == 2
+    assert chosen(cost_function.Dynamo(draw=draw, overlap_weight=2.0), prompt(), documented()) == 2
 
 
 def test_blocks_of_requests_in_flight_are_not_new():
     seen = view({"active_blocks": 5}, {"active_blocks": 5}, in_flight={1: 3})
 
-    assert chosen(by_formula.Dynamo(draw=draw), prompt(), seen) == 1
+    assert chosen(cost_function.Dynamo(draw=draw), prompt(), seen) == 1
 
 
 def test_queued_prefill_counts():
-    assert chosen(by_formula.Dynamo(draw=draw), prompt(), view({"queued": [16]}, {})) == 1
+    assert chosen(cost_function.Dynamo(draw=draw), prompt(), view({"queued": [16]}, {})) == 1
 
 
 def test_lmetric_takes_the_lowest_product():
     seen = view({"active_blocks": 0}, {"active_blocks": 30}, cached={1: 9}, in_flight={1: 9})
 
-    assert chosen(by_formula.LMetric(draw=draw), prompt(), seen) == 1
+    assert chosen(cost_function.LMetric(draw=draw), prompt(), seen) == 1

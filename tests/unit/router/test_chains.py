@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.protocols import blocks
-from dynamo.router import chains, segment
+from dynamo.router import prefix_tree
 
 NAMES = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 HOLDER = st.sampled_from((1, 2, 4))
@@ -21,7 +21,7 @@ STEP = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(STEP, max_size=30), st.integers(1, 8))
 def test_names_that_are_no_chain_break_nothing(steps, max_blocks):
-    store = chains.Chains(max_blocks)
+    store = prefix_tree.PrefixTree(max_blocks)
     for name, *arguments in steps:
         getattr(store, name)(*arguments)
     store.forget(7)
@@ -33,17 +33,23 @@ def test_names_that_are_no_chain_break_nothing(steps, max_blocks):
 
 
 def test_a_chain_that_grows_by_single_blocks_fills_its_segment():
-    store, names = chains.Chains(1000), blocks.sequence_hashes(range(1, 2 * segment.MAX_BLOCKS))
+    store, names = (
+        prefix_tree.PrefixTree(1000),
+        blocks.sequence_hashes(range(1, 2 * prefix_tree.MAX_BLOCKS)),
+    )
     for i, name in enumerate(names):
         store.hold(1, [name], names[i - 1] if i else None)
 
-    assert [len(run) for run in store.held_by(1)] == [segment.MAX_BLOCKS, segment.MAX_BLOCKS - 1]
+    assert [len(run) for run in store.held_by(1)] == [
+        prefix_tree.MAX_BLOCKS,
+        prefix_tree.MAX_BLOCKS - 1,
+    ]
 
 
 @pytest.mark.parametrize("max_blocks", [1000, 300])
 def test_when_room_ends_a_sequence_loses_its_tail_first(max_blocks):
-    store, names = chains.Chains(max_blocks), blocks.sequence_hashes(range(1, 351))
+    store, names = prefix_tree.PrefixTree(max_blocks), blocks.sequence_hashes(range(1, 351))
     store.hold(1, names)
     runs = store.runs(names, 1)
 
-    assert runs == [(1, 350 if max_blocks == 1000 else 2 * segment.MAX_BLOCKS)]
+    assert runs == [(1, 350 if max_blocks == 1000 else 2 * prefix_tree.MAX_BLOCKS)]

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from dynamo.router import api, cost
+from dynamo.router import api, cost_function
 from dynamo.router.api import Worker
 
 W1, W2, W3 = Worker(1), Worker(2), Worker(3)
@@ -11,7 +11,7 @@ W1, W2, W3 = Worker(1), Worker(2), Worker(3)
 def test_logits_are_those_of_the_documents():
     blocks = {"W1": (8, 10), "W2": (5, 5), "W3": (2, 9)}
 
-    logits = {name: cost.logit(1.0, *b) for name, b in blocks.items()}
+    logits = {name: cost_function.logit(1.0, *b) for name, b in blocks.items()}
 
     assert logits == {"W1": 18, "W2": 10, "W3": 11}
 
@@ -21,58 +21,62 @@ def test_logits_are_those_of_the_documents():
     [(1.0, [0.1635, 0.4444, 0.3922]), (0.1, [0.0, 0.777, 0.223])],
 )
 def test_probabilities_are_those_of_the_documents(temperature, expected):
-    found = cost.probabilities([18, 10, 11], temperature)
+    found = cost_function.probabilities([18, 10, 11], temperature)
 
     assert found == pytest.approx(expected, abs=5e-4)
     assert sum(found) == pytest.approx(1)
 
 
 def test_equal_costs_are_equally_likely():
-    assert cost.probabilities([7, 7], 0.5) == [0.5, 0.5]
+    assert cost_function.probabilities([7, 7], 0.5) == [0.5, 0.5]
 
 
 def test_temperature_zero_takes_the_lowest_and_draws_among_equals():
     rng = random.Random(1)
 
-    assert cost.pick([3, 1, 2], 0, rng.random) == 1
-    assert {cost.pick([1, 2, 1], 0, rng.random) for _ in range(50)} == {0, 2}
+    assert cost_function.pick([3, 1, 2], 0, rng.random) == 1
+    assert {cost_function.pick([1, 2, 1], 0, rng.random) for _ in range(50)} == {0, 2}
 
 
 def test_draws_follow_the_probabilities():
     rng = random.Random(1)
 
-    picks = [cost.pick([18, 10, 11], 1.0, rng.random) for _ in range(4000)]
+    picks = [cost_function.pick([18, 10, 11], 1.0, rng.random) for _ in range(4000)]
 
     assert [picks.count(i) / 4000 for i in range(3)] == pytest.approx([0.16, 0.44, 0.39], abs=0.03)
 
 
 def test_a_draw_just_below_one_picks_the_last():
-    assert cost.pick([1, 2], 1.0, lambda: 1 - 1e-17) == 1
+    assert cost_function.pick([1, 2], 1.0, lambda: 1 - 1e-17) == 1
 
 
 def test_prefill_blocks_are_tokens_queued_and_new_over_the_block_size():
-    assert cost.potential_prefill_blocks(32, 100, 2, 16) == (32 + 100 - 32) / 16
+    assert cost_function.potential_prefill_blocks(32, 100, 2, 16) == (32 + 100 - 32) / 16
 
 
 def test_missing_load_counts_the_whole_prompt():
-    prefill = cost.potential_prefill_blocks(None, 100, 2, 16)
+    prefill = cost_function.potential_prefill_blocks(None, 100, 2, 16)
 
     assert prefill == 6.25
-    assert cost.potential_decode_blocks(None, 3, prefill) == 6
-    assert cost.potential_decode_blocks(10, 3, prefill) == 13
+    assert cost_function.potential_decode_blocks(None, 3, prefill) == 6
+    assert cost_function.potential_decode_blocks(10, 3, prefill) == 13
 
 
 def test_blocks_of_slower_tiers_count_in_part():
-    overlaps = api.Overlaps(device={W1: 2}, host={W1: 4, W2: 1}, disk={W3: 4})
+    overlaps = api.OverlapScores(device={W1: 2}, host={W1: 4, W2: 1}, disk={W3: 4})
 
-    assert cost.cached_blocks(overlaps, cost.Credits()) == {W1: 5.0, W2: 0.75, W3: 1.0}
+    assert cost_function.cached_blocks(overlaps, cost_function.Credits()) == {
+        W1: 5.0,
+        W2: 0.75,
+        W3: 1.0,
+    }
 
 
 def test_a_smaller_credit_scales_device_blocks_too():
-    overlaps = api.Overlaps(device={W1: 2})
+    overlaps = api.OverlapScores(device={W1: 2})
 
-    assert cost.cached_blocks(overlaps, cost.Credits(device=0.5)) == {W1: 1.0}
+    assert cost_function.cached_blocks(overlaps, cost_function.Credits(device=0.5)) == {W1: 1.0}
 
 
 def test_lmetric_is_a_product():
-    assert cost.lmetric(3, 4) == 15
+    assert cost_function.lmetric(3, 4) == 15

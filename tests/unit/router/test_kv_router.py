@@ -115,7 +115,7 @@ async def test_a_named_worker_gets_it_and_an_unknown_one_is_refused(world):
 
     assert len(world.workers[1].calls) == 1
     with pytest.raises(errors.InvalidRequest, match="expected the id of a worker"):
-        await world.made.open(request(), Receiver(), route.Terms(instance_id=7))
+        await world.made.open(request(), Receiver(), route.RoutingOptions(instance_id=7))
 
 
 async def test_a_session_stays_with_its_worker(world):
@@ -145,7 +145,9 @@ async def test_a_session_does_not_go_where_it_should_not(world):
     await world.open(session_id="s")
     lost = next(worker for worker in world.workers if worker.calls)
     other = next(worker for worker in world.workers if worker is not lost)
-    await world.made.open(request(session_id="s"), Receiver(), route.Terms(among={other.id}))
+    await world.made.open(
+        request(session_id="s"), Receiver(), route.RoutingOptions(among={other.id})
+    )
     await world.until(lambda: other.calls)
 
     assert len(other.calls) == 1
@@ -214,7 +216,9 @@ async def test_a_caller_that_goes_while_it_waits_leaves_the_queue(world):
     await world.open(*LONG)
     gone = []
     waiting = asyncio.create_task(
-        world.made.open(request(*range(5000, 5400)), Receiver(), route.Terms(on_gone=gone.append))
+        world.made.open(
+            request(*range(5000, 5400)), Receiver(), route.RoutingOptions(on_gone=gone.append)
+        )
     )
     await world.until(lambda: world.made.selector.num_waiting == 1)
 
@@ -329,7 +333,7 @@ async def test_who_waits_for_an_adapter_is_refused_when_the_last_that_has_it_is_
     for turn in range(2):
         await world.open(*range(turn * 1000, turn * 1000 + 400))
     poet, other = world.workers
-    terms = route.Terms(among={poet.id})
+    terms = route.RoutingOptions(among={poet.id})
     waiting = asyncio.ensure_future(
         world.made.open(request(*LONG, lora_name="poet"), Receiver(), terms)
     )

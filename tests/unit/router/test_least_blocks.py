@@ -5,27 +5,27 @@ from hypothesis import strategies as st
 from tests.unit.router.test_selection import fill, selector
 from tests.unit.router.views import prompt, view
 
-from dynamo.router import least_blocks
+from dynamo.router import baselines
 from dynamo.router.api import Worker
 
 
 def test_the_fewest_blocks_win_and_blocks_to_compute_count():
     asked = prompt(is_prefilled=True)
 
-    assert least_blocks.choose(asked, view({"active_blocks": 5}, {"active_blocks": 4}), 0.0) == (
+    assert baselines.choose(asked, view({"active_blocks": 5}, {"active_blocks": 4}), 0.0) == (
         Worker(1),
         0.0,
     )
     # 32 tokens to compute are two blocks
     busy = view({"active_blocks": 5}, {"active_blocks": 4, "queued": (32,)})
-    assert least_blocks.choose(asked, busy, 0.0).worker == Worker(0)
+    assert baselines.choose(asked, busy, 0.0).worker == Worker(0)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_between_equals_it_is_the_fewest_requests(numbers):
     seen = view(*({"num_requests": number} for number in numbers))
 
-    chosen = least_blocks.choose(prompt(is_prefilled=True), seen, 0.0).worker.instance_id
+    chosen = baselines.choose(prompt(is_prefilled=True), seen, 0.0).worker.instance_id
     assert numbers[chosen] == min(numbers)
 
 

@@ -4,15 +4,15 @@ import pytest
 from routing_rig import Receiver, request
 
 from dynamo.base import errors
-from dynamo.router import lora_route, route
+from dynamo.router import route
 
 
 @pytest.fixture(params=["kv", "round-robin"])
 async def adapters(world, request):
     """Of three workers, the first two have the adapter."""
     await world.route(3, router_mode=request.param)
-    world.whole, world.made = world.made, lora_route.LoraRoute(world.made)
-    world.made.serve_by({worker.id: None for worker in world.workers[:2]})
+    world.whole, world.made = world.made, route.LoraRoute(world.made)
+    world.made.set_model_cards({worker.id: None for worker in world.workers[:2]})
     return world
 
 
@@ -26,7 +26,7 @@ async def test_it_asks_those_who_have_the_adapter(adapters):
 
 async def test_of_whom_the_caller_would_have_it_asks_those_who_have_it(adapters):
     _, second, third = adapters.workers
-    terms = route.Terms(among={second.id, third.id})
+    terms = route.RoutingOptions(among={second.id, third.id})
     for _ in range(3):
         await adapters.made.open(request(lora_name="poet"), Receiver(), terms)
     await adapters.until(lambda: adapters.num_calls == 3)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.protocols import blocks, kv_events
-from dynamo.router import api, prefix_index, segment
+from dynamo.router import api, prefix_index, prefix_tree
 
 ALICE, BOB, BOB_1 = api.Worker(1), api.Worker(2), api.Worker(2, dp_rank=1)
 FOREIGN = (api.Worker(3), api.Worker(4))  # their engines have names of their own
@@ -18,7 +18,7 @@ DEVICE, HOST, DISK = TIERS = kv_events.TIERS[:3]
 def segment_length(request):
     """Short segments meet every border; long ones are what is used."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment, "MAX_BLOCKS", request.param)
+        patch.setattr(prefix_tree, "MAX_BLOCKS", request.param)
         yield
 
 
@@ -65,7 +65,7 @@ class Naive:
                     at += 1
                 if at > begin:
                     found[tier][worker] = at - begin
-        return api.Overlaps(*found.values())
+        return api.OverlapScores(*found.values())
 
 
 CHAIN = st.lists(st.integers(1, 3), min_size=1, max_size=7)
@@ -169,7 +169,7 @@ def test_a_slower_tier_counts_where_the_faster_one_ends():
     index.apply(ALICE, stored(ALICE, [1, 2, 3], tier=HOST))
     index.apply(ALICE, stored(ALICE, [1, 2, 3, 4, 5], skip=3, tier=DISK))
 
-    assert index.find(blocks.sequence_hashes([1, 2, 3, 4, 5, 6])) == api.Overlaps(
+    assert index.find(blocks.sequence_hashes([1, 2, 3, 4, 5, 6])) == api.OverlapScores(
         {ALICE: 2}, {ALICE: 1}, {ALICE: 2}
     )
 

@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.protocols import active_sequences as protocol
 from dynamo.router import api, replica_sync
-from dynamo.router.policy import Decision, Prompt
+from dynamo.router.api import Decision, Prompt
 from dynamo.runtime import component
 
 PROMPT = Prompt(num_tokens=8, block_size=4, sequence_hashes=[1, 2])

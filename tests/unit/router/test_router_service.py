@@ -10,7 +10,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.observability import metrics
 from dynamo.protocols import generate, instances
-from dynamo.router import config, routes, service
+from dynamo.router import config, route_factory, service
 from dynamo.runtime import requests
 
 
@@ -19,7 +19,7 @@ class Served(World):
 
     async def start(self):
         own = await self.runtime()
-        made = routes.Routes(
+        made = route_factory.RouteFactory(
             config.RoutingConfig(router_mode="kv"), own, clocks.SystemClock(), metrics.Registry("x")
         )
         self.service = service.RouterService(own, NAME, made)

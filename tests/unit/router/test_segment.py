@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.protocols import blocks
-from dynamo.router import segment
+from dynamo.router import prefix_tree
 
 HOLDERS = (1, 2, 4)
 NUM_BLOCKS = 6
@@ -19,7 +19,7 @@ STEP = st.one_of(
 
 def after(steps):
     """The segment, and who holds which positions, as sets."""
-    made, held = segment.Segment(NAMES, 1), {1: set(range(NUM_BLOCKS)), 2: set(), 4: set()}
+    made, held = prefix_tree.PrefixEdge(NAMES, 1), {1: set(range(NUM_BLOCKS)), 2: set(), 4: set()}
     for step in steps:
         match step:
             case "hold", holder, position, length:
@@ -78,7 +78,10 @@ def test_only_the_end_that_nobody_holds_is_trimmed(steps):
 @given(st.lists(st.integers(1, 2), min_size=1, max_size=9), st.integers(0, 8))
 def test_a_match_goes_as_far_as_the_chains_agree(other, position):
     own = [1, 2, 1, 1, 2, 2, 1, 1, 1]
-    made, names = segment.Segment(blocks.sequence_hashes(own), 1), blocks.sequence_hashes(other)
+    made, names = (
+        prefix_tree.PrefixEdge(blocks.sequence_hashes(own), 1),
+        blocks.sequence_hashes(other),
+    )
     shared = 0
     while shared < len(other) and own[shared] == other[shared]:
         shared += 1

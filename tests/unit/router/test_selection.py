@@ -3,9 +3,9 @@ from tests.unit.router.views import prompt
 
 from dynamo.base import errors
 from dynamo.protocols import blocks
-from dynamo.router import api, policy, settings
+from dynamo.router import api, config
 from dynamo.router.api import Worker
-from dynamo.router.load import Capacity
+from dynamo.router.worker_load import Capacity
 
 SMALL = Capacity(max_num_batched_tokens=160)  # one prompt of ten blocks
 
@@ -20,7 +20,7 @@ class Index:
 
     def find(self, sequence_hashes):
         is_known = self.known in (None, sequence_hashes[0])
-        return api.Overlaps(device=self.device if is_known else {})
+        return api.OverlapScores(device=self.device if is_known else {})
 
     def remove_worker(self, worker):
         self.removed.append(worker)
@@ -28,9 +28,7 @@ class Index:
 
 def selector(num_workers=2, capacity=SMALL, **told):
     index = Index()
-    made = settings.make_selector(
-        settings.RouterConfig(**told), index, block_size=16, draw=lambda: 0.0
-    )
+    made = config.make_selector(config.RouterConfig(**told), index, block_size=16, draw=lambda: 0.0)
     made.set_workers({Worker(i): capacity for i in range(num_workers)})
     return made, index
 
@@ -42,7 +40,7 @@ def fill(made, num, *, first=0):
 def test_the_prompt_of_tokens_has_its_full_blocks():
     packed = blocks.pack(range(10))
 
-    made = policy.Prompt.from_tokens(packed, 4, priority=2.0)
+    made = api.Prompt.from_tokens(packed, 4, priority=2.0)
 
     assert (made.num_tokens, len(made.sequence_hashes), made.priority) == (10, 2, 2.0)
     assert made.sequence_hashes == blocks.sequence_hashes(blocks.local_hashes(packed, 4))
@@ -175,7 +173,7 @@ def test_other_policies_wait_if_told_and_only_while_all_are_full():
     assert [decision is not None for decision in sent] == [True] * 4 + [False] * 2
 
 
-@pytest.mark.parametrize("name", settings.RouterConfig.__annotations__["router_policy"].__args__)
+@pytest.mark.parametrize("name", config.RouterConfig.__annotations__["router_policy"].__args__)
 def test_every_policy_that_chooses_can_be_had_by_name(name):
     made, _ = selector(router_policy=name)
 

@@ -28,7 +28,7 @@ def test_what_was_known_is_known_again():
     for rank in ranks:
         rank.restore(restored)
 
-    assert restored.find(names) == api.Overlaps({ALICE: 3, BOB: 1}, {BOB: 1}, {})
+    assert restored.find(names) == api.OverlapScores({ALICE: 3, BOB: 1}, {BOB: 1}, {})
     assert {(rank.instance_id, rank.dp_rank, rank.position) for rank in ranks} == {
         (1, 0, POSITIONS[ALICE]),
         (2, 3, POSITIONS[BOB]),

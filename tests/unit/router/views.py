@@ -1,8 +1,7 @@
 """What policies are shown in tests."""
 
-from dynamo.router.api import Worker
-from dynamo.router.load import Capacity, Load, Pace
-from dynamo.router.policy import Prompt, View
+from dynamo.router.api import Prompt, View, Worker
+from dynamo.router.worker_load import Capacity, Load, Pace
 
 
 def prompt(num_blocks=10, block_size=16, *, first=1, **more):

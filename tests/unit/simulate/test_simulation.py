@@ -3,10 +3,10 @@ import random
 import pytest
 from tests.unit.simulate import traces
 
-from dynamo.router import prefix_index, settings
-from dynamo.router.api import Worker
-from dynamo.router.load import Capacity
-from dynamo.router.policy import Decision
+from dynamo.router import config as router_config
+from dynamo.router import prefix_index
+from dynamo.router.api import Decision, Worker
+from dynamo.router.worker_load import Capacity
 from dynamo.simulate import routing, simulation, workload
 from dynamo.simulate.config import SimulateConfig
 from dynamo.simulate.fcfs_worker import FcfsWorker
@@ -14,7 +14,9 @@ from dynamo.simulate.fcfs_worker import FcfsWorker
 
 def run(policy, trace, **told):
     config = SimulateConfig(trace="given", **told)
-    return routing.run(config, settings.RouterConfig(), trace, policy, lambda n: None, lambda: 0.0)
+    return routing.run(
+        config, router_config.RouterConfig(), trace, policy, lambda n: None, lambda: 0.0
+    )
 
 
 class LongestPrefix:
@@ -28,7 +30,7 @@ class LongestPrefix:
 
 def share_of_the_busiest(trace, monkeypatch, policy=None):
     if policy is not None:
-        monkeypatch.setattr(settings, "make_policy", lambda told, draw: policy)
+        monkeypatch.setattr(router_config, "make_policy", lambda told, draw: policy)
     return run("estimated-ttft", trace).curves.shares[0] / 8
 
 
@@ -77,7 +79,7 @@ def test_prefixes_keep_their_homes_where_caches_are_tight():
     )
 
     summary = routing.run(
-        config, settings.RouterConfig(), None, "estimated-ttft", lambda n: None, lambda: 0.0
+        config, router_config.RouterConfig(), None, "estimated-ttft", lambda n: None, lambda: 0.0
     )
 
     assert summary.hit_rate > 0.95 * (1 - 32 / 320) * 2048 / 2098
@@ -89,7 +91,9 @@ def test_a_closed_loop_ends_when_all_are_asked():
     )
     seen = []
 
-    summary = routing.run(config, settings.RouterConfig(), None, "random", seen.append, lambda: 0.0)
+    summary = routing.run(
+        config, router_config.RouterConfig(), None, "random", seen.append, lambda: 0.0
+    )
 
     assert (summary.num_requests, seen[-1]) == (50, 50)
 
@@ -103,8 +107,8 @@ def test_the_same_seed_gives_the_same_run():
 def test_the_index_knows_what_the_caches_hold():
     """So the router expects what the workers then find: a run's predicted and real hits are the same."""
     rng, index, caches = random.Random(5), prefix_index.PrefixIndex(), {}
-    selector = settings.make_selector(
-        settings.RouterConfig(), index, block_size=16, draw=lambda: 0.0
+    selector = router_config.make_selector(
+        router_config.RouterConfig(), index, block_size=16, draw=lambda: 0.0
     )
     for i in range(3):
         caches[Worker(i)] = FcfsWorker(tokens_per_s=1e9, num_blocks=12, block_size=16)
@@ -124,8 +128,8 @@ def test_the_index_knows_what_the_caches_hold():
 
 
 def test_requests_wait_in_the_router_when_workers_are_full():
-    selector = settings.make_selector(
-        settings.RouterConfig(),
+    selector = router_config.make_selector(
+        router_config.RouterConfig(),
         index := prefix_index.PrefixIndex(),
         block_size=16,
         draw=lambda: 0.0,

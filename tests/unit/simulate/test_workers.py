@@ -6,7 +6,7 @@ import math
 import pytest
 
 from dynamo.engine.mock import timing
-from dynamo.router.load import Capacity
+from dynamo.router.worker_load import Capacity
 from dynamo.simulate.batch_worker import BatchWorker
 from dynamo.simulate.fcfs_worker import FcfsWorker
 from dynamo.simulate.workload import Arrival

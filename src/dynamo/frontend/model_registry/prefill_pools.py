@@ -52,7 +52,7 @@ class PrefillPools:
         if key not in self._routes:
             asked = await self._connect(endpoint)
             self._routes[key] = self._make(asked, next(iter(cards.values())))
-        self._routes[key].serve_by(cards)
+        self._routes[key].set_model_cards(cards)
         return self._routes[key]
 
     def _pool(

@@ -12,7 +12,6 @@ from dynamo.base import errors
 from dynamo.frontend import identity
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import embed, generate, instances, model_card
-from dynamo.router import lora_route
 from dynamo.router import route as routing
 from dynamo.runtime import client, requests
 
@@ -123,7 +122,7 @@ class RegisteredModel:
         self,
         request: generate.Request | embed.Request,
         receiver: requests.Receiver,
-        terms: routing.Terms,
+        terms: routing.RoutingOptions,
         *,
         avoid: Collection[int] = (),
     ) -> requests.Stream:
@@ -199,10 +198,10 @@ def _replicas(base: RegisteredModel) -> _Found:
             for name in card.lora_names:
                 by_endpoint = found.setdefault(name, {})
                 if endpoint not in by_endpoint:
-                    route = lora_route.LoraRoute(whole.route)
+                    route = routing.LoraRoute(whole.route)
                     by_endpoint[endpoint] = EndpointInstances(whole.client, route)
                 by_endpoint[endpoint].cards[instance_id] = card
     for by_endpoint in found.values():
         for replicas in by_endpoint.values():
-            replicas.route.serve_by(replicas.cards)
+            replicas.route.set_model_cards(replicas.cards)
     return found

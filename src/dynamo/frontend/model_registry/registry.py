@@ -192,7 +192,7 @@ class ModelRegistry:
 
     def _take_away(self, model: RegisteredModel) -> None:
         for replicas in model.replicas.values():
-            replicas.route.serve_by({})
+            replicas.route.set_model_cards({})
         model.replicas = {}
         self._show(self._models.get(model.name, model))
 
@@ -234,7 +234,7 @@ class ModelRegistry:
                 found[name] = await self._reach(model, name)
             found[name].cards[record.instance_id] = record.card_json
         for replicas in found.values():
-            replicas.route.serve_by(replicas.cards)
+            replicas.route.set_model_cards(replicas.cards)
         return found
 
     async def _reach(

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.protocols import active_sequences as protocol
-from dynamo.router.active import ActiveSequences
+from dynamo.router.active_sequences import ActiveSequences
 from dynamo.router.api import Worker
-from dynamo.router.load import Capacity
+from dynamo.router.worker_load import Capacity
 
 WORKERS = [Worker(1), Worker(2), Worker(2, dp_rank=1)]
 BLOCK_SIZE = 4

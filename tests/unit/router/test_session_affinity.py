@@ -1,12 +1,12 @@
 """Which worker a conversation goes to."""
 
-from dynamo.router import affinity, api
+from dynamo.router import api, kv_router
 
 HERE, THERE = api.Worker(1), api.Worker(2)
 
 
 def test_a_session_keeps_its_worker_for_its_time():
-    sessions = affinity.SessionAffinity(10)
+    sessions = kv_router.SessionAffinity(10)
     sessions.remember("s", HERE, now=100)
 
     assert sessions.worker_of("s", {HERE, THERE}, now=109) == HERE
@@ -14,7 +14,7 @@ def test_a_session_keeps_its_worker_for_its_time():
 
 
 def test_each_request_begins_the_time_anew():
-    sessions = affinity.SessionAffinity(10)
+    sessions = kv_router.SessionAffinity(10)
     sessions.remember("s", HERE, now=100)
     sessions.remember("s", HERE, now=109)
 
@@ -22,18 +22,18 @@ def test_each_request_begins_the_time_anew():
 
 
 def test_a_worker_that_is_gone_is_not_given():
-    sessions = affinity.SessionAffinity(10)
+    sessions = kv_router.SessionAffinity(10)
     sessions.remember("s", HERE, now=100)
 
     assert sessions.worker_of("s", {THERE}, now=101) is None
 
 
 def test_an_unknown_session_has_no_worker():
-    assert affinity.SessionAffinity(10).worker_of("s", {HERE}, now=0) is None
+    assert kv_router.SessionAffinity(10).worker_of("s", {HERE}, now=0) is None
 
 
 def test_the_sessions_used_longest_ago_are_forgotten_first():
-    sessions = affinity.SessionAffinity(10, max_sessions=2)
+    sessions = kv_router.SessionAffinity(10, max_sessions=2)
     for name in ("a", "b", "a", "c"):
         sessions.remember(name, HERE, now=0)
 

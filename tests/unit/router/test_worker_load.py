@@ -1,8 +1,7 @@
 import pytest
 
 from dynamo.router.api import Worker
-from dynamo.router.load import Capacity, Load, Pace
-from dynamo.router.pressure import Pressure
+from dynamo.router.worker_load import CachePressure, Capacity, Load, Pace
 
 
 def load(**capacity):
@@ -71,7 +70,7 @@ def test_the_pace_forgets():
 
 def test_pressure_compares_caches_and_forgets():
     loads = {Worker(0): load(), Worker(1): load()}
-    pressure = Pressure(loads)
+    pressure = CachePressure(loads.values())
     pressure.resize(block_size=16)
     first, second = loads.values()
 

@@ -7,7 +7,7 @@ import pytest
 from dynamo.base import clock
 from dynamo.observability import metrics
 from dynamo.protocols import instances, model_card
-from dynamo.router import config, kv_router, plain_route, routes
+from dynamo.router import config, kv_router, route, route_factory
 from dynamo.runtime import component
 
 NAME = instances.EndpointName("dynamo", "backend", "embed")
@@ -22,13 +22,13 @@ def card(**fields):
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
-    [({}, kv_router.KvRouter), ({"embedding": VECTORS}, plain_route.PlainRoute)],
+    [({}, kv_router.KvRouter), ({"embedding": VECTORS}, route.PushRouter)],
 )
 async def test_a_model_that_embeds_is_asked_in_turn_whatever_the_mode(fields, expected):
     async with contextlib.AsyncExitStack() as stack:
         runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
         await stack.enter_async_context(runtime)
-        made = routes.Routes(
+        made = route_factory.RouteFactory(
             config.RoutingConfig(router_mode="kv"),
             runtime,
             clock.SystemClock(),

@@ -17,7 +17,7 @@ from dynamo.protocols import kv_events
 MAX_WAITING = 1024  # batches
 
 
-class EventOrder:
+class KvEventOrder:
     """One rank of one worker. Every method gives the events to apply now, in order."""
 
     def __init__(self, position: kv_events.Position | None = None) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.protocols import generate, instances, kv_events
-from dynamo.router import api, event_order, prefix_index, snapshot
+from dynamo.router import api, kv_event_order, prefix_index, snapshot
 from dynamo.runtime import component, events
 
 MAX_QUESTIONS = 8
@@ -35,7 +35,7 @@ _decode_batch = msgspec.msgpack.Decoder(kv_events.EventBatch).decode
 _decode_part = msgspec.msgpack.Decoder(kv_events.ReplayPart).decode
 
 
-class KvFeed:
+class KvEventSubscriber:
     """Feeds `index`. Started with `start`, ended with `close`, before the runtime is."""
 
     def __init__(
@@ -54,7 +54,7 @@ class KvFeed:
         self._client = runtime.client(
             instances.EndpointName(namespace, component_name, instances.KV_EVENTS_REPLAY)
         )
-        self._orders: dict[int, dict[int, event_order.EventOrder]] = {}  # by instance, by rank
+        self._orders: dict[int, dict[int, kv_event_order.KvEventOrder]] = {}  # by instance, by rank
         self._unanswered: set[int] = set()  # instances that never answered in full
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._snapshots: dict[int, list[snapshot.RankSnapshot]] = {}
@@ -126,8 +126,8 @@ class KvFeed:
             except errors.RemoteProtocolError as error:
                 _logger.warning("ignored a KV event: %s", error)
 
-    def _order(self, instance_id: int, dp_rank: int) -> event_order.EventOrder:
-        return self._orders[instance_id].setdefault(dp_rank, event_order.EventOrder())
+    def _order(self, instance_id: int, dp_rank: int) -> kv_event_order.KvEventOrder:
+        return self._orders[instance_id].setdefault(dp_rank, kv_event_order.KvEventOrder())
 
     def _instances_changed(self) -> None:
         for instance_id in self._orders.keys() - self._client.instances.keys():
@@ -140,7 +140,7 @@ class KvFeed:
         self._unanswered.add(instance_id)
         for rank in self._snapshots.pop(instance_id, ()):
             rank.restore(self._index)
-            self._orders[instance_id][rank.dp_rank] = event_order.EventOrder(rank.position)
+            self._orders[instance_id][rank.dp_rank] = kv_event_order.KvEventOrder(rank.position)
         self._ask_if_behind(instance_id)
 
     def _left(self, instance_id: int) -> None:

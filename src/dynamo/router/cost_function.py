@@ -5,14 +5,19 @@ decode  = distinct blocks in use there, if the request came
 cost    = weight × prefill + decode                                          (0.4)
 cost    = scale × max(0, prefill - credits of what is cached) + decode       (1.x)
 cost    = max(0, prefill - credits) × (decode + 1)                           (1.x, lmetric)
+
+The original's policies: each worker's cost by its formula (`cost`); the lowest wins, or a draw by temperature.
+
+Like the original they count as cached only what the index tells, not what requests in flight will have computed.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dynamo.router import api
-from dynamo.router.policy import Draw
+from dynamo.router.api import Decision, Draw, Prompt, View, Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +29,7 @@ class Credits:
     disk: float = 0.25
 
 
-def cached_blocks(overlaps: api.Overlaps, credits_: Credits) -> Mapping[api.Worker, float]:
+def cached_blocks(overlaps: api.OverlapScores, credits_: Credits) -> Mapping[api.Worker, float]:
     """Per worker, the blocks that it need not compute; a block that must be fetched first counts in part."""
     if credits_.device == 1 and not overlaps.host and not overlaps.disk:
         return overlaps.device
@@ -86,3 +91,48 @@ def pick(costs: Sequence[float], temperature: float, draw: Draw) -> int:
         if mark < 0:
             return i
     return len(costs) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dynamo:
+    """Weighted sum of what is to be computed and what is in use (`--router-policy dynamo`)."""
+
+    looks: ClassVar[bool] = True
+    waits: ClassVar[bool] = False
+    draw: Draw
+    overlap_weight: float = 1.0
+    temperature: float = 0.0
+
+    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
+        """The lowest logit."""
+        workers = list(view.loads)
+        costs = [logit(self.overlap_weight, *_blocks(prompt, view, w)) for w in workers]
+        worker = workers[pick(costs, self.temperature, self.draw)]
+        return Decision(worker, view.cached.get(worker, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LMetric:
+    """Product of the two (`--router-policy lmetric`)."""
+
+    looks: ClassVar[bool] = True
+    waits: ClassVar[bool] = False
+    draw: Draw
+    temperature: float = 0.0
+
+    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
+        """The lowest product."""
+        workers = list(view.loads)
+        costs = [lmetric(*_blocks(prompt, view, w)) for w in workers]
+        worker = workers[pick(costs, self.temperature, self.draw)]
+        return Decision(worker, view.cached.get(worker, 0))
+
+
+def _blocks(prompt: Prompt, view: View, worker: Worker) -> tuple[float, float]:
+    """What would be to compute there, and in use there."""
+    load = view.loads[worker]
+    prefill = potential_prefill_blocks(
+        load.prefill_tokens, prompt.num_tokens, view.cached.get(worker, 0), prompt.block_size
+    )
+    num_new = len(prompt.sequence_hashes) - view.in_flight.get(worker, 0)
+    return max(0.0, prefill), potential_decode_blocks(load.active_blocks, num_new, prefill)

@@ -13,27 +13,23 @@ from dynamo.base import tasks
 from dynamo.observability import metrics as observed
 from dynamo.protocols import active_sequences, instances, kv_events, model_card
 from dynamo.router import (
-    affinity,
     api,
     approx_index,
     config,
-    feed,
+    kv_event_subscriber,
     kv_router,
     metrics,
-    plain_route,
-    policy,
     prefix_index,
     replica_sync,
     route,
     selection,
-    settings,
 )
 from dynamo.runtime import client, component
 
 _PLAIN: dict[str, client.Mode] = {"round-robin": "round-robin", "random": "random"}
 
 
-class Routes:
+class RouteFactory:
     """One process's routes, as its settings want them."""
 
     def __init__(
@@ -56,12 +52,12 @@ class Routes:
         """The way to those who serve this model at the endpoint that `asked` follows."""
         mode = _PLAIN.get(self._settings.router_mode)
         if card.embedding is not None:  # nothing is cached, and load is not told
-            return plain_route.PlainRoute(asked, mode or "round-robin")
+            return route.PushRouter(asked, mode or "round-robin")
         if mode is not None:
-            return plain_route.PlainRoute(asked, mode)
-        return self.make_kv(asked, card)
+            return route.PushRouter(asked, mode)
+        return self.make_kv_router(asked, card)
 
-    def make_kv(
+    def make_kv_router(
         self, asked: client.EndpointClient, card: model_card.ModelCard
     ) -> kv_router.KvRouter:
         """The same for the modes that know load, and for workers that only compute prompts."""
@@ -70,7 +66,7 @@ class Routes:
         counts = self._counts_of(card.display_name)
         block_size = wanted.kv_cache_block_size or card.kv_cache_block_size
         known = _Timed(shared.index, counts.found)
-        selector = settings.make_selector(
+        selector = config.make_selector(
             wanted.choosing,
             known,
             block_size=block_size,
@@ -86,7 +82,7 @@ class Routes:
             counts=counts,
             clock=self._clock,
             queue_timeout_s=wanted.router_queue_timeout_secs,
-            sessions=None if ttl_s is None else affinity.SessionAffinity(ttl_s),
+            sessions=None if ttl_s is None else kv_router.SessionAffinity(ttl_s),
             sharing=shared,
         )
 
@@ -138,7 +134,7 @@ class Routes:
         wanted = self._settings
         if wanted.hears_kv_events:
             known = prefix_index.PrefixIndex()
-            heard = feed.KvFeed(
+            heard = kv_event_subscriber.KvEventSubscriber(
                 self._runtime,
                 known,
                 namespace=namespace,
@@ -164,12 +160,12 @@ class _Shared(kv_router.Sharing):
 
     index: api.Index
     clock: clocks.Clock
-    kv_feed: feed.KvFeed | None = None
+    kv_feed: kv_event_subscriber.KvEventSubscriber | None = None
     guesses: approx_index.ApproxIndex | None = None
     sync: replica_sync.ReplicaSync | None = None
     selectors: list[selection.Selector] = field(default_factory=list)
 
-    def added(self, key: str, decision: policy.Decision, prompt: policy.Prompt) -> None:
+    def added(self, key: str, decision: api.Decision, prompt: api.Prompt) -> None:
         self._guess(decision.worker, prompt.sequence_hashes)
         if self.sync is not None:
             self.sync.added(key, decision, prompt)
@@ -209,7 +205,7 @@ class _Guessing:
         self._clock = clock
         self.remove_worker = guesses.remove_worker
 
-    def find(self, sequence_hashes: Sequence[int]) -> api.Overlaps:
+    def find(self, sequence_hashes: Sequence[int]) -> api.OverlapScores:
         self._guesses.expire(self._clock.now())
         return self._guesses.find(sequence_hashes)
 
@@ -222,7 +218,7 @@ class _Timed:
         self._tell = tell
         self.remove_worker = index.remove_worker
 
-    def find(self, sequence_hashes: Sequence[int]) -> api.Overlaps:
+    def find(self, sequence_hashes: Sequence[int]) -> api.OverlapScores:
         began_at = time.perf_counter()
         found = self._index.find(sequence_hashes)
         self._tell(time.perf_counter() - began_at)

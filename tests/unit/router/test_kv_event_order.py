@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.protocols import blocks, kv_events
-from dynamo.router import event_order
+from dynamo.router import kv_event_order
 from dynamo.worker import publish
 
 STORED = kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(1, 1),))
@@ -23,14 +23,14 @@ def part(*events, at=None, epoch=1, anew=False):
 
 
 def caught_up(at=0, epoch=1):
-    order = event_order.EventOrder()
+    order = kv_event_order.KvEventOrder()
     order.replayed(part(anew=True))
     order.replayed(part(at=at, epoch=epoch))
     return order
 
 
 def test_nothing_is_applied_before_the_worker_has_told_what_it_holds():
-    order = event_order.EventOrder()
+    order = kv_event_order.KvEventOrder()
 
     assert order.is_behind
     assert order.take(batch(0, STORED)) == ()
@@ -94,7 +94,7 @@ def test_what_comes_between_question_and_answer_is_applied_after_it():
 
 
 def test_what_waited_from_a_former_life_is_dropped():
-    order = event_order.EventOrder()
+    order = kv_event_order.KvEventOrder()
     order.take(batch(5, STORED, epoch=1))
     order.replayed(part(anew=True))
 
@@ -112,8 +112,8 @@ def test_a_full_replay_that_breaks_off_is_asked_for_again_from_nothing():
 
 
 def test_what_waits_is_bounded_and_the_hole_is_seen_afterwards():
-    order = event_order.EventOrder()
-    for number in range(event_order.MAX_WAITING + 1):
+    order = kv_event_order.KvEventOrder()
+    for number in range(kv_event_order.MAX_WAITING + 1):
         order.take(batch(number, STORED))
     order.replayed(part(anew=True))
 
@@ -126,7 +126,7 @@ class Line:
 
     def __init__(self):
         self.epoch, self.sent, self.held = 0, [], {}
-        self.order = event_order.EventOrder()
+        self.order = kv_event_order.KvEventOrder()
         self.begin_anew()
 
     def begin_anew(self):

@@ -1,4 +1,13 @@
-"""All chains of blocks that somebody holds, as segments: the store under the prefix index.
+"""A segment: consecutive blocks of one chain, and who holds which of them.
+
+Blocks are known by sequence hashes, which name a block together with all before it. So two chains that agree at one
+position agree at all before, and how far a prompt follows a segment is found by looking at a few positions only: the
+cost of a match is in segments, not in blocks.
+
+A *holder* is a bit. Most holders hold all of a segment: they are in the mask `full`. Others have an int with a
+bit per position in `partial`; that is exact too when blocks vanish from the middle.
+
+All chains of blocks that somebody holds, as segments: the store under the prefix index.
 
 One dictionary leads from a block's name to its segment's number. Its values are ints, one object per segment, so
 the garbage collector never walks it: a million blocks cost it nothing. What nobody holds is not kept, but for holes:
@@ -10,20 +19,138 @@ prompt, say) is passed over a few times. A block that was forgotten is as if nob
 **Nothing stalls.** `forget` only notes who is gone; `sweep` then cleans a bounded number of segments at a time.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from dynamo.router import segment as segments
+MAX_BLOCKS = 128  # longer ones gain nothing more
+
+
+class PrefixEdge:
+    """One to `MAX_BLOCKS` blocks; each holder is in `full` or in `partial`, never in both."""
+
+    __slots__ = ("full", "names", "partial")
+
+    def __init__(self, names: Sequence[int], full: int) -> None:
+        self.names = array("Q", names)
+        self.full = full
+        self.partial: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def num_holders(self) -> int:
+        """Who holds at least one block of it."""
+        return self.full.bit_count() + len(self.partial)
+
+    def position_of(self, name: int, guess: int) -> int:
+        """Where this block of ours is; probably at `guess`."""
+        if 0 <= guess < len(self.names) and self.names[guess] == name:
+            return guess
+        return self.names.index(name)
+
+    def match(self, position: int, names: Sequence[int], start: int) -> int:
+        """How many blocks `names[start:]` shares with us from `position` on, where the first is known to be shared."""
+        own = self.names
+        most = min(len(own) - position, len(names) - start)
+        if own[position + most - 1] == names[start + most - 1]:
+            return most
+        shared, differs = 1, most
+        while differs - shared > 1:
+            middle = (shared + differs) // 2
+            if own[position + middle - 1] == names[start + middle - 1]:
+                shared = middle
+            else:
+                differs = middle
+        return shared
+
+    def extend(self, names: Sequence[int]) -> None:
+        """More blocks, which all holders hold; nobody may hold a part only."""
+        self.names.extend(array("Q", names))
+
+    def hold(self, holder: int, position: int, num_blocks: int) -> None:
+        """`holder` has these blocks now."""
+        if not holder & self.full:
+            added = ((1 << num_blocks) - 1) << position
+            self._set(holder, self.partial.get(holder, 0) | added)
+
+    def drop(self, holder: int, positions: int) -> None:
+        """`holder` has the blocks at these positions (a bit each) no more."""
+        held = self._all if holder & self.full else self.partial.get(holder, 0)
+        self.full &= ~holder
+        self._set(holder, held & ~positions)
+
+    def forget(self, holders: int) -> None:
+        """These have nothing any more."""
+        self.full &= ~holders
+        for holder in [holder for holder in self.partial if holder & holders]:
+            del self.partial[holder]
+
+    def split(self, num_blocks: int) -> "PrefixEdge":
+        """Keep the first blocks, give the others, with their holders."""
+        rest = PrefixEdge(self.names[num_blocks:], self.full)
+        held_by, self.partial = self.partial, {}
+        del self.names[num_blocks:]
+        for holder, positions in held_by.items():
+            self._set(holder, positions & self._all)
+            rest._set(holder, positions >> num_blocks)
+        return rest
+
+    def trim(self) -> "array[int]":
+        """Let go of the blocks at the end that nobody holds; gives them."""
+        if self.full:
+            return array("Q")
+        held = 0
+        for positions in self.partial.values():
+            held |= positions
+        gone = self.names[held.bit_length() :]
+        if gone:
+            del self.names[held.bit_length() :]
+            for holder, positions in list(self.partial.items()):
+                self._set(holder, positions)  # what was a part may now be all
+        return gone
+
+    def run_of(self, holder: int, position: int) -> int:
+        """How many blocks from `position` on this holder of a part has without a break."""
+        missing = ~(self.partial.get(holder, 0) >> position)
+        return (missing & -missing).bit_length() - 1
+
+    def runs_held_by(self, holder: int) -> list[Sequence[int]]:
+        """The unbroken stretches that this holder has."""
+        if holder & self.full:
+            return [self.names]
+        runs: list[Sequence[int]] = []
+        positions, at = self.partial.get(holder, 0), 0
+        while positions >> at:
+            length = self.run_of(holder, at)
+            if length:
+                runs.append(self.names[at : at + length])
+            at += length + 1
+        return runs
+
+    @property
+    def _all(self) -> int:
+        return (1 << len(self.names)) - 1
+
+    def _set(self, holder: int, positions: int) -> None:
+        """Put the holder where it belongs: all, a part, or nothing."""
+        self.partial.pop(holder, None)
+        if positions and positions == self._all:
+            self.full |= holder
+        elif positions:
+            self.partial[holder] = positions
+
 
 _NUM_PASSES = 8  # how many shared segments are passed over to find one to forget
 
 
-class Chains:
+class PrefixTree:
     """Who holds what; holders are bits. Names are sequence hashes (`protocols.blocks`)."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._segment_by_name: dict[int, int] = {}
-        self._segments: dict[int, segments.Segment] = {}  # oldest first
+        self._segments: dict[int, PrefixEdge] = {}  # oldest first
         self._num_made = 0
         self._gone = 0  # holders that are being swept
         self._unswept: list[int] = []
@@ -110,10 +237,10 @@ class Chains:
         if not self._segment_by_name.keys().isdisjoint(names):
             names = names[: next(i for i, n in enumerate(names) if n in self._segment_by_name)]
         appended = self._append(holder, names, parent)
-        step = segments.MAX_BLOCKS  # tails first, so that they are older and go before their heads
+        step = MAX_BLOCKS  # tails first, so that they are older and go before their heads
         for start in reversed(range(appended, len(names), step)):
             piece = names[start : start + step]
-            self._add(segments.Segment(piece, holder), piece)
+            self._add(PrefixEdge(piece, holder), piece)
         return len(names)
 
     def _append(self, holder: int, names: Sequence[int], parent: int | None) -> int:
@@ -122,7 +249,7 @@ class Chains:
         if number is None:
             return 0
         segment = self._segments[number]
-        room = segments.MAX_BLOCKS - len(segment)
+        room = MAX_BLOCKS - len(segment)
         if segment.full != holder or segment.partial or segment.names[-1] != parent or not room:
             return 0
         added = names[:room]
@@ -130,7 +257,7 @@ class Chains:
         self._segment_by_name.update(dict.fromkeys(added, number))
         return len(added)
 
-    def _add(self, segment: segments.Segment, names: Sequence[int]) -> int:
+    def _add(self, segment: PrefixEdge, names: Sequence[int]) -> int:
         self._num_made += 1
         self._segments[self._num_made] = segment
         self._segment_by_name.update(dict.fromkeys(names, self._num_made))
@@ -165,7 +292,7 @@ class Chains:
 
 
 def _go_on(
-    segment: segments.Segment,
+    segment: PrefixEdge,
     position: int,
     length: int,
     alive: int,
