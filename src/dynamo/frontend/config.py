@@ -87,10 +87,10 @@ class RecordConfig(component.RuntimeConfig):
     )
 
     @property
-    def audit_options(self) -> row_writer.Options:
+    def audit_options(self) -> row_writer.RowOptions:
         """Of the audit log; without sinks there is none."""
         path = self.audit_output_path
-        return row_writer.Options(
+        return row_writer.RowOptions(
             variable="DYN_AUDIT_SINKS",
             sinks=self.audit_sinks,
             path=Path(path) if path is not None else None,
@@ -102,10 +102,10 @@ class RecordConfig(component.RuntimeConfig):
         )
 
     @property
-    def request_trace_options(self) -> row_writer.Options:
+    def request_trace_options(self) -> row_writer.RowOptions:
         """Of the request trace; without sinks there is none."""
         path = self.request_trace_output_path or Path(tempfile.gettempdir(), _TRACE_STEM)
-        return row_writer.Options(
+        return row_writer.RowOptions(
             variable="DYN_REQUEST_TRACE_SINKS",
             sinks=self.request_trace_sinks if self.request_trace else (),
             path=Path(path),
@@ -282,8 +282,8 @@ class FrontendConfig(AdmissionConfig):
             raise errors.ConfigError(
                 "--kserve-grpc-port: expected a port that all processes of --http-workers share, got 0"
             )
-        row_writer.check(self.audit_options)
-        row_writer.check(self.request_trace_options)
+        row_writer.check_options(self.audit_options)
+        row_writer.check_options(self.request_trace_options)
         if self.tls_client_ca_cert_path is not None and self.tls_cert_path is None:
             raise errors.ConfigError(
                 "--tls-client-ca-cert-path: clients show certificates only to a server that has one: "

@@ -132,16 +132,16 @@ class RequestDispatch:
         return is_full or isinstance(error, errors.WorkerLost)
 
     def _refuse(self, verdict: migration.MigrationVerdict, error: errors.DynamoError) -> None:
-        token = logs.about.set(self._subject)
+        token = logs.log_context.set(self._subject)
         if verdict is migration.MigrationVerdict.EXHAUSTED:
             _logger.warning("Migration limit exhausted (%s)", error)
         elif verdict is migration.MigrationVerdict.TOO_LONG:
             self._meter.was_too_long_to_move()
             _logger.warning("the request is longer than --migration-max-seq-len (%s)", error)
-        logs.about.reset(token)
+        logs.log_context.reset(token)
 
     async def _move(self, legs: Collection[Leg], error: errors.DynamoError) -> None:
-        logs.about.set(self._subject)
+        logs.log_context.set(self._subject)
         _logger.warning("Stream disconnected... recreating stream... (%s)", error)
         began_at = self._shared.clock.now()
         if isinstance(error, errors.Unavailable):  # it was tried a moment ago
@@ -210,9 +210,9 @@ class RequestDispatch:
         return headers if trace is None else headers | trace.headers()
 
     @property
-    def _subject(self) -> logs.Subject:
+    def _subject(self) -> logs.LogContext:
         arrival = self._meter.arrival
-        return logs.Subject("http-request", arrival.told_id, arrival.trace)
+        return logs.LogContext("http-request", arrival.told_id, arrival.trace)
 
 
 def _nobody(model: RegisteredModel) -> Collection[int]:

@@ -12,7 +12,7 @@ from dynamo.frontend.admission import controller
 from dynamo.frontend.answer import delivery, embedding_answer
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
-from dynamo.observability import spans
+from dynamo.observability import tracing
 from dynamo.protocols import blocks, embed, openai_embeddings
 from dynamo.router import route
 from dynamo.runtime.http import exchange
@@ -28,7 +28,7 @@ class Embeddings:
         known: registry.ModelRegistry,
         counted: metrics.FrontendMetrics,
         timeout_s: float | None,
-        enter_trace: spans.Enter = spans.pass_on,
+        enter_trace: tracing.StartSpan = tracing.forward_trace,
     ) -> None:
         self._models = known
         self._metrics = counted

@@ -22,7 +22,7 @@ from dynamo.frontend.admission import controller
 from dynamo.frontend.answer import delivery, instance_query, sse, whole_delivery
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
-from dynamo.observability import logs, spans
+from dynamo.observability import logs, tracing
 from dynamo.protocols import generate, openai_fields
 from dynamo.runtime.http import exchange
 
@@ -39,7 +39,7 @@ class Pipeline:
         counted: metrics.FrontendMetrics,
         time: clock.Clock,
         to_workers: dispatch.Dispatcher,
-        enter_trace: spans.Enter = spans.pass_on,
+        enter_trace: tracing.StartSpan = tracing.forward_trace,
         watch: audit.WatchExchange | None = None,
     ) -> None:
         self._models = known
@@ -160,14 +160,14 @@ class Pipeline:
 
 
 def arrive(
-    caller: exchange.Exchange, counted: metrics.FrontendMetrics, enter_trace: spans.Enter
+    caller: exchange.Exchange, counted: metrics.FrontendMetrics, enter_trace: tracing.StartSpan
 ) -> metrics.Arrival:
     """Note when it came and what it is called; all that is logged from here on says so."""
     at = counted.now()
     made = ids.new_request_id()
     told = callers_id(caller) or made
     trace, parent_id = enter_trace(caller.request.headers)
-    logs.about.set(logs.Subject("http-request", told, trace))
+    logs.log_context.set(logs.LogContext("http-request", told, trace))
     return metrics.Arrival(at, made, told, trace, parent_id)
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from dynamo.base import clock
 from dynamo.frontend import audit, config, metrics
-from dynamo.observability import logs, row_writer, spans, tracing
+from dynamo.observability import logs, row_writer, tracing
 from dynamo.observability import metrics as observed
 from dynamo.protocols import blocks, trace_context
 
@@ -33,7 +33,7 @@ class RequestRecords:
         )
         self._open: list[_Closing] = []
         self._observers: list[metrics.RequestObserver] = []
-        self.enter_trace: spans.Enter = spans.pass_on
+        self.enter_trace: tracing.StartSpan = tracing.forward_trace
         self.watch: audit.WatchExchange | None = None
         if is_log_enabled():
             self._observers.append(RequestLog())
@@ -52,7 +52,7 @@ class RequestRecords:
             await asyncio.to_thread(one.close)
 
     def _open_spans(self, settings: config.FrontendConfig, time: clock.Clock) -> None:
-        exporter = tracing.exporter(settings)
+        exporter = tracing.make_exporter(settings)
         if exporter is None:
             return
         told = RequestSpans(exporter, settings.otel_traces_sampler_arg, time)
@@ -60,7 +60,7 @@ class RequestRecords:
         self._open.append(told)
         self.enter_trace = told.enter
 
-    def _open_request_trace(self, options: row_writer.Options, time: clock.Clock) -> None:
+    def _open_request_trace(self, options: row_writer.RowOptions, time: clock.Clock) -> None:
         if not options.sinks:
             return
         dropped = self._dropped.labels("request_trace")
@@ -69,7 +69,7 @@ class RequestRecords:
         self._observers.append(trace)
         self._open.append(trace)
 
-    def _open_audit(self, options: row_writer.Options, *, is_forced: bool) -> None:
+    def _open_audit(self, options: row_writer.RowOptions, *, is_forced: bool) -> None:
         if not options.sinks:
             return
         writer = row_writer.RowWriter(options, audit.encode_row, self._dropped.labels("audit"))
@@ -89,7 +89,9 @@ class RequestLog:
     def ended(self, request: metrics.RequestMeter) -> None:
         """It is over."""
         arrival = request.arrival
-        token = logs.about.set(logs.Subject("http-request", arrival.told_id, arrival.trace))
+        token = logs.log_context.set(
+            logs.LogContext("http-request", arrival.told_id, arrival.trace)
+        )
         _logger.debug(
             "%s of %s: %s, %d tokens in %.3f s",
             request.endpoint,
@@ -98,7 +100,7 @@ class RequestLog:
             request.num_tokens,
             (request.ended_at or arrival.at) - arrival.at,
         )
-        logs.about.reset(token)
+        logs.log_context.reset(token)
 
 
 def is_log_enabled() -> bool:
@@ -109,16 +111,16 @@ def is_log_enabled() -> bool:
 class RequestSpans:
     """Observes requests, and exports the spans of those that are sampled."""
 
-    def __init__(self, exporter: spans.Exporter, ratio: float, time: clock.Clock) -> None:
+    def __init__(self, exporter: tracing.SpanExporter, ratio: float, time: clock.Clock) -> None:
         self._exporter = exporter
         self._clock = time
-        self.enter: spans.Enter = functools.partial(spans.enter, ratio=ratio)
+        self.enter: tracing.StartSpan = functools.partial(tracing.start_span, ratio=ratio)
 
     def ended(self, request: metrics.RequestMeter) -> None:
         """It is over."""
         trace = request.arrival.trace
         if trace is not None and trace.is_sampled:
-            wall = spans.wall_of(self._clock.now(), self._clock.wall())
+            wall = tracing.wall_clock(self._clock.now(), self._clock.wall())
             self._exporter.export(_spans(request, trace, wall))
 
     def close(self) -> None:
@@ -127,9 +129,9 @@ class RequestSpans:
 
 
 def _spans(
-    request: metrics.RequestMeter, trace: trace_context.TraceContext, wall: spans.Wall
-) -> list[spans.Span]:
-    root = spans.Span(
+    request: metrics.RequestMeter, trace: trace_context.TraceContext, wall: tracing.WallClock
+) -> list[tracing.Span]:
+    root = tracing.Span(
         name="http-request",
         context=trace,
         parent_id=request.arrival.parent_id,
@@ -146,10 +148,10 @@ def _spans(
         ("transport_roundtrip", prepared_at, first_at),
         ("stream", first_at, request.ended_at),
     )
-    return [root, *spans.children(trace, stages, wall)]
+    return [root, *tracing.stage_spans(trace, stages, wall)]
 
 
-def _attributes(request: metrics.RequestMeter) -> dict[str, spans.Value]:
+def _attributes(request: metrics.RequestMeter) -> dict[str, tracing.AttributeValue]:
     return {
         "x_request_id": request.arrival.told_id,
         "endpoint": request.endpoint,

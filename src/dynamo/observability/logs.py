@@ -1,14 +1,14 @@
-"""Logging for every process: levels by module that really apply, as text for people or as JSON lines for machines.
+"""The logging of a process: a level for each module, as text for people or as JSON lines for machines.
 
     DYN_LOG                  a default level and levels by module: `info`, `debug`, `warn,dynamo.runtime=debug`, `off`
     DYN_LOGGING_JSONL        1: one JSON object per line (time, level, target, message, and the error's trace)
     DYN_LOGGING_CONFIG_PATH  a TOML file with `log_level` and a table `log_filters`, which DYN_LOG goes beyond
-    DYN_LOG_USE_LOCAL_TZ     1: times of this place, with their offset, instead of UTC
+    DYN_LOG_USE_LOCAL_TZ     1: times of the local time zone, with their offset, instead of UTC
 
-What is logged while a request is worked on carries its id and trace: `about` says which request that is, and the
-formatter asks. `configure` is called once, by a process's main; importing a module never configures anything.
-Logs go to standard error. Colours are used only on a terminal, and never if NO_COLOR or DYN_SDK_DISABLE_ANSI_LOGGING
-is set.
+A line that is logged while a request is handled carries the request's id and trace: the code that handles it sets
+`log_context`, and the formatter reads it. A process's main calls `configure` once; importing a module configures
+nothing. Logs go to standard error. Colours are used only on a terminal, and never if NO_COLOR or
+DYN_SDK_DISABLE_ANSI_LOGGING is set.
 """
 
 import contextvars
@@ -37,33 +37,33 @@ _LEVELS = {
     "off": _OFF,
 }
 _COLOURS = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
-
-
 _TRUE = ("1", "true", "yes", "on")
 
 
-class Subject(NamedTuple):
-    """The request that is worked on."""
+class LogContext(NamedTuple):
+    """The request that is being handled, as its log lines name it."""
 
     span_name: str
     request_id: str | None = None
     trace: trace_context.TraceContext | None = None
 
     def fields(self) -> dict[str, str]:
-        """What a line tells of it."""
-        told = {"span_name": self.span_name}
+        """Return the fields that each log line of this request carries."""
+        fields = {"span_name": self.span_name}
         if self.request_id is not None:
-            told["x_request_id"] = self.request_id
+            fields["x_request_id"] = self.request_id
         if self.trace is not None:
-            told |= {"trace_id": self.trace.trace_id, "span_id": self.trace.span_id}
-        return told
+            fields |= {"trace_id": self.trace.trace_id, "span_id": self.trace.span_id}
+        return fields
 
 
-about: contextvars.ContextVar[Subject | None] = contextvars.ContextVar("about", default=None)
+log_context: contextvars.ContextVar[LogContext | None] = contextvars.ContextVar(
+    "log_context", default=None
+)
 
 
 def configure(environ: Mapping[str, str] = os.environ, stream: TextIO | None = None) -> None:
-    """Send the logs of this process to `stream` (standard error). Raises ConfigError for a bad setting."""
+    """Send the logs of this process to `stream`, None: standard error. Raises ConfigError for a bad setting."""
     stream = stream or sys.stderr
     default, by_module = _levels(environ)
     in_local_time = _is_on(environ, "DYN_LOG_USE_LOCAL_TZ")
@@ -76,14 +76,17 @@ def configure(environ: Mapping[str, str] = os.environ, stream: TextIO | None = N
         handler.setFormatter(TextFormatter(colour=colour, in_local_time=in_local_time))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(max(default, logging.WARNING))  # of foreign libraries, only what matters
+    root.setLevel(max(default, logging.WARNING))  # other libraries log warnings only
     logging.getLogger("dynamo").setLevel(default)
     for module, level in by_module.items():
         logging.getLogger(module).setLevel(level)
 
 
 def parse_levels(text: str) -> tuple[int | None, dict[str, int]]:
-    """`warn,dynamo.runtime=debug` → the default level, if it is told, and levels by module. Raises ConfigError."""
+    """Parse `warn,dynamo.runtime=debug` into the default level, None if absent, and levels by module.
+
+    Raises ConfigError for a level that does not exist.
+    """
     default, by_module = None, {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         module, _, word = part.rpartition("=")
@@ -96,26 +99,26 @@ def parse_levels(text: str) -> tuple[int | None, dict[str, int]]:
 
 
 def _levels(environ: Mapping[str, str]) -> tuple[int, dict[str, int]]:
-    """From the file, if there is one, and then from DYN_LOG."""
+    """Return the default level and the levels by module: the file's, overridden by DYN_LOG's."""
     path = environ.get("DYN_LOGGING_CONFIG_PATH")
     default, by_module = _read_file(Path(path)) if path else (logging.INFO, {})
-    given, given_by_module = parse_levels(environ.get("DYN_LOG", ""))
-    return default if given is None else given, by_module | given_by_module
+    override, override_by_module = parse_levels(environ.get("DYN_LOG", ""))
+    return default if override is None else override, by_module | override_by_module
 
 
 def _read_file(path: Path) -> tuple[int, dict[str, int]]:
     place = f"DYN_LOGGING_CONFIG_PATH ({path})"
     try:
-        found = tomllib.loads(path.read_text())
+        settings = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise errors.ConfigError(f"{place}: expected a TOML file: {error}") from error
-    if unknown := sorted(found.keys() - {"log_level", "log_filters"}):
+    if unknown := sorted(settings.keys() - {"log_level", "log_filters"}):
         raise errors.ConfigError(f"{place}: expected log_level and log_filters, got {unknown[0]!r}")
-    filters = found.get("log_filters", {})
+    filters = settings.get("log_filters", {})
     if not isinstance(filters, dict):
         raise errors.ConfigError(f"{place}: expected log_filters to be a table, got {filters!r}")
     by_module = {_name(module): _level(word, place, word) for module, word in filters.items()}
-    return _level(found.get("log_level", "info"), place, found.get("log_level")), by_module
+    return _level(settings.get("log_level", "info"), place, settings.get("log_level")), by_module
 
 
 def _level(word: Any, place: str, shown: Any) -> int:
@@ -129,7 +132,7 @@ def _level(word: Any, place: str, shown: Any) -> int:
 
 
 def _name(module: str) -> str:
-    """A logger's name; the original writes its modules with `::`."""
+    """Return a logger's name for a module, which users of the original write with `::`."""
     return module.strip().replace("::", ".")
 
 
@@ -138,7 +141,7 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 class _Formatter(logging.Formatter):
-    """What both have."""
+    """The timestamp of both formatters."""
 
     def __init__(self, *, in_local_time: bool = False) -> None:
         super().__init__()
@@ -152,7 +155,7 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """`2026-09-07T07:05:29.076928Z  INFO dynamo.worker.host: message`, and the request it is about."""
+    """Lines like `2026-09-07T07:05:29.076928Z  INFO dynamo.worker.host: message`, then the fields of the request."""
 
     def __init__(self, *, colour: bool, in_local_time: bool = False) -> None:
         super().__init__(in_local_time=in_local_time)
@@ -163,15 +166,15 @@ class TextFormatter(_Formatter):
         if self._colour and record.levelname in _COLOURS:
             level = f"\x1b[{_COLOURS[record.levelname]}m{level}\x1b[0m"
         line = f"{self._timestamp(record)} {level} {record.name}: {record.getMessage()}"
-        if subject := about.get():
-            line += "".join(f" {name}={value}" for name, value in subject.fields().items())
+        if context := log_context.get():
+            line += "".join(f" {name}={value}" for name, value in context.fields().items())
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
 
 
 class JsonFormatter(_Formatter):
-    """One object per line; the fields are those that the original's users parse."""
+    """One JSON object per line, with the field names of the original."""
 
     def format(self, record: logging.LogRecord) -> str:
         row = {
@@ -182,8 +185,8 @@ class JsonFormatter(_Formatter):
             "file": record.pathname,
             "line": record.lineno,
         }
-        if subject := about.get():
-            row |= subject.fields()
+        if context := log_context.get():
+            row |= context.fields()
         if record.exc_info:
             row["error"] = self.formatException(record.exc_info)
         return msgspec.json.encode(row).decode()

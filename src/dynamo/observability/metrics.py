@@ -1,9 +1,9 @@
-"""Metrics in Prometheus's format; the only door to prometheus_client.
+"""The metrics of a process in Prometheus's format; the only module that imports prometheus_client.
 
-A process owns one `Registry` and hands it to whoever counts something. Counters and gauges are prometheus_client's own.
-What is counted per token or several times per request is *fast*: a number or a list of counts without the locks and
-checks of prometheus_client, which cost ten times as much as the addition. A fast metric is written from one thread
-only, the event loop's, which also renders it.
+A process owns one `Registry` and passes it to each object that counts something. Counters and gauges are those of
+prometheus_client. A metric that is updated per token or several times per request is *fast*: a number or a list of
+counts without the locks and checks of prometheus_client, which cost ten times as much as the addition. Only one thread
+writes and renders a fast metric: the event loop's.
 """
 
 import abc
@@ -22,7 +22,7 @@ Histogram = prometheus_client.Histogram
 
 
 class FastHistogram:
-    """One histogram for one set of label values."""
+    """A histogram of one set of label values."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -32,22 +32,22 @@ class FastHistogram:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` times."""
+        """Record a value, `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     @property
     def count(self) -> int:
-        """How many values were observed."""
+        """The number of recorded values."""
         return sum(self._counts)
 
     @property
     def sum(self) -> float:
-        """Their sum."""
+        """The sum of the recorded values."""
         return self._sum
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, how many values are at most that), as Prometheus wants it."""
+        """Return each bucket's upper bound, as text, with the number of values at most that large."""
         total, rows = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
@@ -56,12 +56,12 @@ class FastHistogram:
 
 
 def bound_text(bound: float) -> str:
-    """A bucket's upper bound as it is written in the exposition format."""
+    """Return a bucket's upper bound as the exposition format writes it."""
     return "+Inf" if bound == float("inf") else repr(float(bound))
 
 
 class FastNumber:
-    """One counter or gauge for one set of label values."""
+    """A counter or gauge of one set of label values."""
 
     __slots__ = ("value",)
 
@@ -69,11 +69,11 @@ class FastNumber:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """It grows."""
+        """Add `amount` to the value."""
         self.value += amount
 
     def dec(self, amount: float = 1.0) -> None:
-        """It shrinks; not for a counter."""
+        """Subtract `amount`; only from a gauge."""
         self.value -= amount
 
 
@@ -81,7 +81,7 @@ C = TypeVar("C", FastHistogram, FastNumber)
 
 
 class FastFamily(abc.ABC, Generic[C]):
-    """All fast metrics of one name; `labels` gives the one for these label values, to be kept by the caller."""
+    """All fast metrics of one name. Callers keep what `labels` returns: the lookup costs more than the update."""
 
     def __init__(self, name: str, text: str, label_names: Sequence[str]) -> None:
         self._name, self._text = name, text
@@ -89,27 +89,27 @@ class FastFamily(abc.ABC, Generic[C]):
         self._children: dict[tuple[str, ...], C] = {}
 
     def labels(self, *values: str) -> C:
-        """The child for these values, in the order of the names."""
-        found = self._children.get(values)
-        if found is None:
+        """Return the metric of these label values, in the order of their names. Raises ValueError."""
+        child = self._children.get(values)
+        if child is None:
             if len(values) != len(self._label_names):
                 raise ValueError(
                     f"{self._name}: expected values for {self._label_names}, got {values}"
                 )
-            found = self._children[values] = self._make()
-        return found
+            child = self._children[values] = self._make_child()
+        return child
 
     @abc.abstractmethod
-    def _make(self) -> C:
-        """A child."""
+    def _make_child(self) -> C:
+        """Make the metric of one set of label values."""
 
     @abc.abstractmethod
     def collect(self) -> Iterable[core.Metric]:
-        """For prometheus_client."""
+        """Return the samples, as prometheus_client asks a collector for them."""
 
 
 class FastHistogramFamily(FastFamily[FastHistogram]):
-    """Histograms with these upper bounds."""
+    """Fast histograms of one name, with the same bucket bounds."""
 
     def __init__(
         self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float]
@@ -117,7 +117,7 @@ class FastHistogramFamily(FastFamily[FastHistogram]):
         super().__init__(name, text, label_names)
         self._bounds = tuple(bounds)
 
-    def _make(self) -> FastHistogram:
+    def _make_child(self) -> FastHistogram:
         return FastHistogram(self._bounds)
 
     def collect(self) -> Iterable[core.Metric]:
@@ -128,7 +128,7 @@ class FastHistogramFamily(FastFamily[FastHistogram]):
 
 
 class FastNumberFamily(FastFamily[FastNumber]):
-    """Counters or gauges."""
+    """Fast counters or gauges of one name."""
 
     def __init__(
         self, name: str, text: str, label_names: Sequence[str], *, is_counter: bool
@@ -136,7 +136,7 @@ class FastNumberFamily(FastFamily[FastNumber]):
         super().__init__(name, text, label_names)
         self._kind = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
 
-    def _make(self) -> FastNumber:
+    def _make_child(self) -> FastNumber:
         return FastNumber()
 
     def collect(self) -> Iterable[core.Metric]:
@@ -147,36 +147,36 @@ class FastNumberFamily(FastFamily[FastNumber]):
 
 
 class Registry:
-    """All metrics of one process; `prefix` begins every name (dynamo_frontend, dynamo_component)."""
+    """All metrics of one process; each name begins with a prefix (dynamo_frontend, dynamo_component)."""
 
     def __init__(
         self, prefix: str, collectors: prometheus_client.CollectorRegistry | None = None
     ) -> None:
         self._prefix = prefix
         self._registry = collectors or prometheus_client.CollectorRegistry()
-        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody reads them
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
-    def under(self, prefix: str) -> "Registry":
-        """The same metrics, for who names its own by another prefix."""
+    def with_prefix(self, prefix: str) -> "Registry":
+        """Return a view of this registry that gives new metrics another prefix."""
         return Registry(prefix, self._registry)
 
     @property
     def collectors(self) -> prometheus_client.CollectorRegistry:
-        """All families, for whoever lists them."""
+        """The registry of prometheus_client, to list its families."""
         return self._registry
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        """A number that only grows. Its name ends with _total, here and in the exposition."""
+        """Register a counter. The name must end with _total."""
         return Counter(f"{self._prefix}_{name}", text, labels, registry=self._registry)
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-        """A number that goes up and down."""
+        """Register a gauge of this name."""
         return Gauge(f"{self._prefix}_{name}", text, labels, registry=self._registry)
 
     def histogram(
         self, name: str, text: str, labels: Sequence[str] = (), *, buckets: Sequence[float]
     ) -> Histogram:
-        """For what happens at most a few times per request."""
+        """Register a histogram that is updated at most a few times per request."""
         return Histogram(
             f"{self._prefix}_{name}", text, labels, buckets=buckets, registry=self._registry
         )
@@ -184,17 +184,17 @@ class Registry:
     def fast_histogram(
         self, name: str, text: str, labels: Sequence[str] = (), *, buckets: Sequence[float]
     ) -> FastHistogramFamily:
-        """For what happens per token, on the event loop's thread."""
+        """Register a histogram that the event loop's thread updates per token."""
         family = FastHistogramFamily(f"{self._prefix}_{name}", text, labels, buckets)
         self._registry.register(family)
         return family
 
     def fast_counter(self, name: str, text: str, labels: Sequence[str]) -> FastNumberFamily:
-        """For what is counted several times per request, on the event loop's thread. Its name ends with _total."""
+        """Register a counter (NAME_total) that the event loop's thread updates several times per request."""
         return self._fast_numbers(name, text, labels, is_counter=True)
 
     def fast_gauge(self, name: str, text: str, labels: Sequence[str]) -> FastNumberFamily:
-        """The same, up and down."""
+        """Register a gauge that the event loop's thread updates several times per request."""
         return self._fast_numbers(name, text, labels, is_counter=False)
 
     def _fast_numbers(
@@ -205,20 +205,21 @@ class Registry:
         return family
 
     def render(self) -> bytes:
-        """The exposition, to be served with CONTENT_TYPE."""
+        """Return the exposition, to be served with `CONTENT_TYPE`."""
         return prometheus_client.generate_latest(self._registry)
 
 
-class _Named:
-    """Those of a registry whose names begin so."""
+class _PrefixedFamilies:
+    """The metric families of a registry with a prefix in their names."""
 
     def __init__(self, registry: prometheus_client.CollectorRegistry, prefix: str) -> None:
         self._registry, self._prefix = registry, prefix
 
     def collect(self) -> Iterable[core.Metric]:
-        return (one for one in self._registry.collect() if one.name.startswith(self._prefix))
+        families = self._registry.collect()
+        return (family for family in families if family.name.startswith(self._prefix))
 
 
-def render_named(prefix: str) -> bytes:
-    """The exposition of what others than we count in this process, under names that begin so."""
-    return prometheus_client.generate_latest(_Named(prometheus_client.REGISTRY, prefix))
+def render_foreign(prefix: str) -> bytes:
+    """Return the exposition of metrics that other libraries (vLLM) count in this process, of names with this prefix."""
+    return prometheus_client.generate_latest(_PrefixedFamilies(prometheus_client.REGISTRY, prefix))

@@ -1,7 +1,7 @@
-"""Spans to an OpenTelemetry collector, as OTLP over HTTP; the only door to opentelemetry.
+"""The exporter of spans to an OpenTelemetry collector, as OTLP over HTTP; the only module that imports opentelemetry.
 
-The SDK batches, sends and tries again, in a thread of its own. It gets spans that are over (`ReadableSpan`): to begin
-and end each of them in its tracer would cost the event loop six times as much (docs/decisions/0009-spans-when-over.md).
+The SDK batches, sends and retries in a thread of its own. It gets spans that have ended (`ReadableSpan`): starting and
+ending each of them in its tracer would cost the event loop six times as much (docs/decisions/0009-spans-when-over.md).
 """
 
 import threading
@@ -13,7 +13,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from dynamo.observability import spans
+from dynamo.observability import tracing
 from dynamo.protocols import trace_context
 
 _KINDS = {"server": trace.SpanKind.SERVER, "internal": trace.SpanKind.INTERNAL}
@@ -23,46 +23,40 @@ CLOSE_S = 1.0
 
 
 class OtlpExporter:
-    """Sends to one collector. At most 2048 spans wait; more are dropped."""
+    """An exporter to one collector. It buffers at most 2048 spans and drops those beyond."""
 
     def __init__(self, endpoint: str, service: str) -> None:
         self._resource = Resource.create({"service.name": service})
         self._sender = OTLPSpanExporter(endpoint=endpoint)
         self._batches = BatchSpanProcessor(self._sender)
 
-    def export(self, found: Sequence[spans.Span]) -> None:
-        """Take these."""
-        for span in found:
-            self._batches.on_end(self._readable(span))
+    def export(self, spans: Sequence[tracing.Span]) -> None:
+        """Queue the spans for the SDK's thread."""
+        for span in spans:
+            context = _span_context(span.context, span.context.span_id)
+            parent = _span_context(span.context, span.parent_id) if span.parent_id else None
+            code = trace.StatusCode.UNSET if span.error is None else trace.StatusCode.ERROR
+            readable = ReadableSpan(
+                name=span.name,
+                context=context,
+                parent=parent,
+                resource=self._resource,
+                attributes=span.attributes,
+                kind=_KINDS[span.kind],
+                status=trace.Status(code, span.error),
+                start_time=int(span.started_at * _NANOSECONDS),
+                end_time=int(span.ended_at * _NANOSECONDS),
+            )
+            self._batches.on_end(readable)
 
     def close(self) -> None:
-        """Send what waits; a collector that does not answer is not tried again for long."""
-        patience = threading.Timer(CLOSE_S, self._sender.shutdown)
-        patience.start()
+        """Send the queued spans; give up after `CLOSE_S` seconds if the collector does not answer."""
+        timer = threading.Timer(CLOSE_S, self._sender.shutdown)
+        timer.start()
         self._batches.shutdown()  # type: ignore[no-untyped-call]
-        patience.cancel()
-
-    def _readable(self, span: spans.Span) -> ReadableSpan:
-        context = _context(span.context, span.context.span_id)
-        return ReadableSpan(
-            name=span.name,
-            context=context,
-            parent=_context(span.context, span.parent_id) if span.parent_id else None,
-            resource=self._resource,
-            attributes=span.attributes,
-            kind=_KINDS[span.kind],
-            status=_status(span.error),
-            start_time=int(span.started_at * _NANOSECONDS),
-            end_time=int(span.ended_at * _NANOSECONDS),
-        )
+        timer.cancel()
 
 
-def _context(context: trace_context.TraceContext, span_id: str) -> trace.SpanContext:
+def _span_context(context: trace_context.TraceContext, span_id: str) -> trace.SpanContext:
     state = trace.TraceState.from_header([context.state]) if context.state else None
     return trace.SpanContext(int(context.trace_id, 16), int(span_id, 16), False, _SAMPLED, state)
-
-
-def _status(error: str | None) -> trace.Status:
-    if error is None:
-        return trace.Status(trace.StatusCode.UNSET)
-    return trace.Status(trace.StatusCode.ERROR, error)

@@ -1,47 +1,67 @@
-"""Rows that are written beside the work: put on the event loop, encoded and written by a thread.
+"""A writer of JSON rows (audit log, request trace): rows are queued by the event loop and written by a thread.
 
-What waits is bounded in number and in bytes. A row that finds no room is dropped and counted: an operator's disk must
-not hold up the answers.
+The queue is bounded in rows and in bytes. A row that does not fit is dropped and counted, so a slow disk never delays
+an answer. Rows go to standard error, to one file, or to a series of compressed files; only their owner may read these.
 """
 
 import collections
+import gzip
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dynamo.base import errors
-from dynamo.observability import metrics, row_sinks
+from dynamo.observability import metrics
 
-MAX_WAITING_BYTES = 256 * 2**20
-NAMES = ("stderr", "jsonl", "jsonl_gz")
+MAX_QUEUED_BYTES = 256 * 2**20
+SINK_NAMES = ("stderr", "jsonl", "jsonl_gz")
+_OWNER_ONLY = 0o600
+_SUFFIXES = (".jsonl.gz", ".jsonl")
 R = TypeVar("R")
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What an operator says of one kind of rows."""
+class RowOptions:
+    """An operator's settings for one kind of rows."""
 
-    variable: str  # that named the sinks, for sentences about them
+    variable: str  # the environment variable that names the sinks, for error messages
     sinks: Sequence[str]
     path: Path | None
-    capacity: int  # rows that may wait
-    buffer_bytes: int  # that wait at most before they are written
-    flush_s: float  # for how long they wait at most
+    capacity: int  # rows in the queue
+    buffer_bytes: int  # queued bytes that start a write
+    flush_s: float  # longest time that a row stays in the queue
     roll_bytes: int
     roll_lines: int = 0
 
 
+def check_options(options: RowOptions) -> None:
+    """Raise ConfigError for an unknown sink, or for a file sink without a path."""
+    for name in options.sinks:
+        if name not in SINK_NAMES:
+            raise errors.ConfigError(
+                f"{options.variable}: expected sinks out of {', '.join(SINK_NAMES)}, got {name!r}"
+                + (" (not supported yet)" if name in ("nats", "otel") else "")
+            )
+        if name != "stderr" and options.path is None:
+            raise errors.ConfigError(
+                f"{options.variable}: the sink {name!r} needs a file: set "
+                + options.variable.replace("SINKS", "OUTPUT_PATH")
+            )
+
+
 class RowWriter(Generic[R]):
-    """`encode` makes one line of JSON (without its end) of what was put; it is called in the thread."""
+    """A queue of rows with its thread. `encode` runs in the thread and returns one line of JSON without its newline."""
 
     def __init__(
-        self, options: Options, encode: Callable[[R], bytes], dropped: metrics.Counter
+        self, options: RowOptions, encode: Callable[[R], bytes], dropped: metrics.Counter
     ) -> None:
-        self._sinks = [_open(name, options) for name in options.sinks]
+        self._sinks = [_make_sink(name, options) for name in options.sinks]
         self._options = options
         self._encode = encode
         self._dropped = dropped
@@ -54,24 +74,24 @@ class RowWriter(Generic[R]):
         self._thread.start()
 
     def put(self, row: R, num_bytes: int = 0) -> None:
-        """Have it written soon. `num_bytes` is about what it weighs."""
+        """Queue a row of about `num_bytes` bytes, or drop and count it if the queue is full."""
         with self._lock:
             is_full = (
                 self._is_closed
                 or len(self._rows) >= self._options.capacity
-                or self._num_bytes + num_bytes > MAX_WAITING_BYTES
+                or self._num_bytes + num_bytes > MAX_QUEUED_BYTES
             )
             if not is_full:
                 self._rows.append((row, num_bytes))
                 self._num_bytes += num_bytes
-            is_enough = self._num_bytes >= self._options.buffer_bytes
+            has_enough = self._num_bytes >= self._options.buffer_bytes
         if is_full:
             self._dropped.inc()
-        if is_enough or len(self._rows) * 2 >= self._options.capacity:
+        if has_enough or len(self._rows) * 2 >= self._options.capacity:
             self._wake.set()
 
     def close(self) -> None:
-        """Write what waits, and end. Blocks."""
+        """Write the queued rows, close the sinks and end the thread. Blocks."""
         self._is_closed = True
         self._wake.set()
         self._thread.join()
@@ -95,38 +115,99 @@ class RowWriter(Generic[R]):
             lines = b"".join(self._encode(row) + b"\n" for row, _ in rows)
             for sink in self._sinks:
                 sink.write(lines, len(rows))
-        except (
-            Exception
-        ):  # a full disk, or a bug of ours: the frontend goes on, and says what it lost
+        except Exception:  # a full disk, or a bug here: the process goes on and counts the loss
             self._dropped.inc(len(rows))
             _logger.exception("%s: %d rows could not be written", self._options.variable, len(rows))
 
 
-def check(options: Options) -> None:
-    """Raises ConfigError for sinks that we have not."""
-    for name in options.sinks:
-        if name not in NAMES:
-            raise errors.ConfigError(
-                f"{options.variable}: expected sinks out of {', '.join(NAMES)}, got {name!r}"
-                + (" (not supported yet)" if name in ("nats", "otel") else "")
-            )
-        if name != "stderr" and options.path is None:
-            raise errors.ConfigError(
-                f"{options.variable}: the sink {name!r} needs a file: set "
-                + options.variable.replace("SINKS", "OUTPUT_PATH")
-            )
+class RowSink(Protocol):
+    """A destination of rows. Each method may block, and raises OSError."""
+
+    def write(self, lines: bytes, num_lines: int) -> None:
+        """Write whole lines, and make them visible to a reader of the file."""
+        ...
+
+    def close(self) -> None:
+        """Release the file after the last write."""
+        ...
 
 
-def _open(name: str, options: Options) -> row_sinks.Sink:
+class StderrSink:
+    """Rows on standard error, among the logs."""
+
+    def write(self, lines: bytes, num_lines: int) -> None:
+        del num_lines
+        sys.stderr.write(lines.decode())
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """Leave standard error open."""
+
+
+class JsonlSink:
+    """Rows in one growing file. Several processes may share it: each write appends whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _open_file(path)
+
+    def write(self, lines: bytes, num_lines: int) -> None:
+        del num_lines
+        unwritten = memoryview(lines)
+        while unwritten:
+            unwritten = unwritten[os.write(self._file, unwritten) :]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class GzipSink:
+    """Rows in files `STEM-PID-000000.jsonl.gz`, `…-000001.jsonl.gz` and so on.
+
+    A file is followed by the next one at `roll_bytes` uncompressed bytes or `roll_lines` lines; 0 is no limit.
+    """
+
+    def __init__(self, stem: Path, *, roll_bytes: int, roll_lines: int) -> None:
+        self._stem = stem
+        self._roll_bytes = roll_bytes
+        self._roll_lines = roll_lines
+        self._number = 0
+        self._open_next()
+
+    def write(self, lines: bytes, num_lines: int) -> None:
+        if (0 < self._roll_bytes <= self._num_bytes) or (0 < self._roll_lines <= self._num_lines):
+            self.close()
+            self._number += 1
+            self._open_next()
+        self._file.write(lines)
+        self._file.flush()  # readable even if this process is killed
+        self._raw.flush()
+        self._num_bytes += len(lines)
+        self._num_lines += num_lines
+
+    def close(self) -> None:
+        self._file.close()
+        self._raw.close()
+
+    def _open_next(self) -> None:
+        name = f"{self._stem.name}-{os.getpid()}-{self._number:06}.jsonl.gz"
+        self._raw = os.fdopen(_open_file(self._stem.with_name(name)), "wb")
+        self._file = gzip.GzipFile(filename="", fileobj=self._raw, mode="wb")
+        self._num_bytes = self._num_lines = 0
+
+
+def _open_file(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _OWNER_ONLY)
+
+
+def _make_sink(name: str, options: RowOptions) -> RowSink:
     if name == "stderr" or options.path is None:
-        return row_sinks.StderrSink()
-    stem = row_sinks.stem_of(options.path)
+        return StderrSink()
+    suffix = next((suffix for suffix in _SUFFIXES if options.path.name.endswith(suffix)), "")
+    stem = options.path.with_name(options.path.name.removesuffix(suffix))
     try:
         if name == "jsonl":
-            return row_sinks.JsonlSink(stem.with_name(stem.name + ".jsonl"))
-        return row_sinks.GzipSink(
-            stem, roll_bytes=options.roll_bytes, roll_lines=options.roll_lines
-        )
+            return JsonlSink(stem.with_name(stem.name + ".jsonl"))
+        return GzipSink(stem, roll_bytes=options.roll_bytes, roll_lines=options.roll_lines)
     except OSError as error:
         raise errors.ConfigError(
             f"{options.variable}: cannot write to {options.path}: {error}"

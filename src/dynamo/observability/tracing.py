@@ -1,41 +1,81 @@
-"""What an operator decides of traces: whether they are told, to whom, and how many of them.
+"""Spans of requests: their settings, which requests are recorded, and what is sent to a collector.
 
-The variables are OpenTelemetry's own, and the original's switch before them. OpenTelemetry's packages are an extra,
-and are not even imported unless it is on.
+A span is built when its stage has ended, from times that were noted on the way, so a running request pays nothing for
+it. Sampling is OpenTelemetry's `parentbased_traceidratio`: a trace that began in another process keeps its decision;
+of the traces that begin here a share is recorded, chosen by the trace id, so all processes decide alike.
+
+The variables are OpenTelemetry's own, and the original's switch. OpenTelemetry's packages are an extra and are not
+imported while the export is off.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
-from dynamo.base import config, distribution, errors
-from dynamo.observability import spans
+from dynamo.base import config, distribution, errors, ids
+from dynamo.protocols import trace_context
+
+AttributeValue = str | int | float | bool
+SpanStart = tuple[trace_context.TraceContext | None, str | None]  # our span, id of its parent
+StartSpan = Callable[[Mapping[str, str]], SpanStart]  # from the headers of a request
+WallClock = Callable[[float], float]  # from times of the steady clock to seconds since 1970
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One stage of a request that has ended. Times are seconds since 1970."""
+
+    name: str
+    context: trace_context.TraceContext
+    parent_id: str | None
+    started_at: float
+    ended_at: float
+    kind: Literal["server", "internal"] = "internal"
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    error: str | None = None
+
+
+class SpanExporter(Protocol):
+    """The destination of spans."""
+
+    def export(self, spans: Sequence[Span]) -> None:
+        """Send these spans later and return at once; spans that exceed the buffer are dropped."""
+        ...
+
+    def close(self) -> None:
+        """Send the buffered spans within a bounded time. Blocks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingConfig:
-    """Traces."""
+    """Settings of the export of spans."""
 
     otel_export_enabled: bool = config.option(
-        False, env="OTEL_EXPORT_ENABLED", help="tell a collector of the stages of requests"
+        False, env="OTEL_EXPORT_ENABLED", help="send spans of requests to a collector"
     )
     otel_exporter_otlp_traces_endpoint: str = config.option(
         "http://localhost:4318/v1/traces",
         env="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-        help="the collector (OTLP over HTTP)",
+        help="URL of the collector, which takes OTLP over HTTP",
     )
     otel_service_name: str = config.option(
-        "dynamo", env="OTEL_SERVICE_NAME", help="our name in traces"
+        "dynamo", env="OTEL_SERVICE_NAME", help="name of this process in traces"
     )
     otel_traces_sampler_arg: float = config.option(
         1.0,
         env="OTEL_TRACES_SAMPLER_ARG",
-        help="the share of traces that begin here to be told; those that come from elsewhere keep their mark",
+        help="share of the traces beginning here to record, 0 to 1; a trace that a caller began keeps its own decision",
         least=0,
         most=1,
     )
 
 
-def exporter(settings: TracingConfig) -> spans.Exporter | None:
-    """None if traces are not told. Raises ConfigError."""
+def make_exporter(settings: TracingConfig) -> SpanExporter | None:
+    """Return the exporter that the settings ask for, None if the export is off.
+
+    Raises ConfigError for an endpoint that is no URL, or if OpenTelemetry is not installed.
+    """
     if not settings.otel_export_enabled:
         return None
     endpoint = settings.otel_exporter_otlp_traces_endpoint
@@ -47,5 +87,53 @@ def exporter(settings: TracingConfig) -> spans.Exporter | None:
     otlp = distribution.load_extra(
         "dynamo.observability.otlp", feature="OTEL_EXPORT_ENABLED", extra="otel"
     )
-    span_exporter: spans.Exporter = otlp.OtlpExporter(endpoint, settings.otel_service_name)
-    return span_exporter
+    exporter: SpanExporter = otlp.OtlpExporter(endpoint, settings.otel_service_name)
+    return exporter
+
+
+def forward_trace(headers: Mapping[str, str]) -> SpanStart:
+    """Return the caller's trace context unchanged, for a process that exports no spans.
+
+    A request without `traceparent` gets no trace, one with a malformed `traceparent` a new, unsampled trace.
+    """
+    if "traceparent" not in headers:
+        return None, None
+    return trace_context.read(headers) or _new_trace(0), None
+
+
+def start_span(headers: Mapping[str, str], *, ratio: float) -> SpanStart:
+    """Return the span that a request begins in this process, and the id of its parent span, if it has one."""
+    parent = trace_context.read(headers)
+    if parent is None:
+        return _new_trace(ratio), None
+    return parent.child(ids.new_span_id()), parent.span_id
+
+
+def _new_trace(ratio: float) -> trace_context.TraceContext:
+    trace_id = ids.new_trace_id()
+    is_sampled = int(trace_id[16:], 16) < ratio * 2**64
+    return trace_context.TraceContext(trace_id, ids.new_span_id(), int(is_sampled))
+
+
+def wall_clock(now: float, wall: float) -> WallClock:
+    """Convert times of the steady clock to seconds since 1970, given both clocks at one moment."""
+    return lambda at: wall - (now - at)
+
+
+def stage_spans(
+    parent: trace_context.TraceContext,
+    stages: Sequence[tuple[str, float | None, float | None]],
+    wall: WallClock,
+) -> list[Span]:
+    """Return a child span for each stage (name, begin, end; steady clock) that has both times."""
+    return [
+        Span(
+            name=name,
+            context=parent.child(ids.new_span_id()),
+            parent_id=parent.span_id,
+            started_at=wall(began_at),
+            ended_at=wall(ended_at),
+        )
+        for name, began_at, ended_at in stages
+        if began_at is not None and ended_at is not None
+    ]

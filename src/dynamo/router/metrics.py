@@ -20,8 +20,8 @@ class RouterMetrics:
     """All families of the routers of one process. `registry` names what the frontend's dashboards show."""
 
     def __init__(self, registry: metrics.Registry, router_id: str) -> None:
-        router = registry.under("dynamo_router")
-        component = registry.under("dynamo_component_router")
+        router = registry.with_prefix("dynamo_router")
+        component = registry.with_prefix("dynamo_component_router")
         self.router_id = router_id
         self.hashing_ms = self._overhead(router, "block_hashing", _MS_FINE)
         self.sequence_hashing_ms = self._overhead(router, "seq_hashing", _MS_FINE)

@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.observability import logs, spans
+from dynamo.observability import logs, tracing
 from dynamo.protocols import generate, trace_context
 from dynamo.runtime import requests
 
@@ -24,31 +24,31 @@ def logged(handler: requests.Handler) -> requests.Handler:
 
     def take(call: requests.Call) -> None:
         headers = call.headers
-        subject = logs.Subject(_SPAN, headers.get("x-request-id"), trace_context.read(headers))
-        token = logs.about.set(subject)
+        subject = logs.LogContext(_SPAN, headers.get("x-request-id"), trace_context.read(headers))
+        token = logs.log_context.set(subject)
         try:
             handler(call)
         finally:
-            logs.about.reset(token)
+            logs.log_context.reset(token)
 
     return take
 
 
 def traced(
-    handler: requests.Handler, exporter: spans.Exporter, ratio: float, clock: clocks.Clock
+    handler: requests.Handler, exporter: tracing.SpanExporter, ratio: float, clock: clocks.Clock
 ) -> requests.Handler:
     """The handler; its calls are told to the exporter."""
 
     def take(call: requests.Call) -> None:
-        trace, parent_id = spans.enter(call.headers, ratio=ratio)
+        trace, parent_id = tracing.start_span(call.headers, ratio=ratio)
         if trace is None or not trace.is_sampled:
             handler(call)
             return
 
         def ended(taken_at: float, first_at: float | None, error: str | None) -> None:
             now = clock.now()
-            wall = spans.wall_of(now, clock.wall())
-            root = spans.Span(
+            wall = tracing.wall_clock(now, clock.wall())
+            root = tracing.Span(
                 name=_SPAN,
                 context=trace,
                 parent_id=parent_id,
@@ -59,14 +59,14 @@ def traced(
                 error=error,
             )
             stages = (("prefill", taken_at, first_at), ("decode", first_at, now))
-            exporter.export([root, *spans.children(trace, stages, wall)])
+            exporter.export([root, *tracing.stage_spans(trace, stages, wall)])
 
         handler(TimedCall(call, clock.now, ended))
 
     return take
 
 
-def _attributes(headers: Mapping[str, str]) -> dict[str, spans.Value]:
+def _attributes(headers: Mapping[str, str]) -> dict[str, tracing.AttributeValue]:
     request_id = headers.get("x-request-id")
     return {} if request_id is None else {"x_request_id": request_id}
 

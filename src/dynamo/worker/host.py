@@ -87,7 +87,7 @@ class Host:
             engine, limit=request_limit, counts=self._counts, clock=clock
         )
         self._take = call_trace.logged(self._requests.take)
-        self._exporter = tracing.exporter(traces) if traces is not None else None
+        self._exporter = tracing.make_exporter(traces) if traces is not None else None
         if traces is not None and self._exporter is not None:
             ratio = traces.otel_traces_sampler_arg
             self._take = call_trace.traced(self._take, self._exporter, ratio, clock)

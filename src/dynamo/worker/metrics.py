@@ -91,5 +91,5 @@ class WorkerMetrics:
             self._total_blocks.set(num_total)
             self._usage.set(num_active / num_total if num_total else 0.0)
             self._hit_rate.set(statistics.fmean(one.gpu_prefix_cache_hit_rate for one in stats))
-        others = metrics.render_named(self._passed_on) if self._passed_on else b""
+        others = metrics.render_foreign(self._passed_on) if self._passed_on else b""
         return self.registry.render() + others

@@ -11,7 +11,7 @@ NAME = "dynamo.frontend.records.request_log"
 async def test_a_request_makes_a_line_at_debug(bare, caplog):
     caplog.set_level(logging.DEBUG, NAME)
     seen = []
-    caplog.handler.addFilter(lambda record: seen.append(logs.about.get()) or True)
+    caplog.handler.addFilter(lambda record: seen.append(logs.log_context.get()) or True)
     await bare.start()
     await bare.worker()
     answer = await bare.chat()

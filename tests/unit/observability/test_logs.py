@@ -1,4 +1,4 @@
-"""Levels apply to the modules they name; lines are readable by whom they are for."""
+"""Levels of modules, and the two formats of log lines."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def written(environ: dict[str, str], *records: tuple[str, int, str]) -> str:
     return stream.getvalue()
 
 
-def test_a_module_may_be_louder_than_the_rest():
+def test_module_has_a_level_of_its_own():
     text = written(
         {"DYN_LOG": "warn,dynamo.runtime=debug"},
         ("dynamo.runtime.backends.tcp", logging.DEBUG, "heard"),
@@ -43,11 +43,11 @@ def test_a_module_may_be_louder_than_the_rest():
     assert "not heard" not in text
 
 
-def test_off_is_silence():
+def test_level_off_logs_nothing():
     assert written({"DYN_LOG": "off"}, ("dynamo.frontend.app", logging.CRITICAL, "x")) == ""
 
 
-def test_foreign_libraries_speak_only_when_it_matters():
+def test_other_libraries_log_warnings_only():
     text = written(
         {"DYN_LOG": "debug"}, ("asyncio", logging.INFO, "no"), ("asyncio", logging.WARNING, "yes")
     )
@@ -56,7 +56,7 @@ def test_foreign_libraries_speak_only_when_it_matters():
     assert "yes" in text
 
 
-def test_json_lines_hold_the_fields():
+def test_json_line_has_the_fields_of_the_original():
     line = written({"DYN_LOGGING_JSONL": "1"}, ("dynamo.worker.host", logging.INFO, "ready"))
     row = json.loads(line)
 
@@ -64,7 +64,7 @@ def test_json_lines_hold_the_fields():
     assert row["time"].endswith("Z")
 
 
-def test_an_error_brings_its_trace():
+def test_error_includes_its_traceback():
     stream = io.StringIO()
     logs.configure({}, stream)
     try:
@@ -76,19 +76,19 @@ def test_an_error_brings_its_trace():
     assert "ValueError: invalid literal" in stream.getvalue()
 
 
-def test_an_unknown_level_is_refused_with_the_list():
+def test_unknown_level_is_a_config_error_that_lists_the_levels():
     with pytest.raises(errors.ConfigError, match=r"expected levels out of .*got 'loud'"):
         logs.parse_levels("loud")
 
 
-def test_a_line_tells_which_request_it_is_about():
+def test_line_carries_id_and_trace_of_its_request():
     trace = trace_context.TraceContext("a" * 32, "b" * 16)
-    token = logs.about.set(logs.Subject("http-request", "mine", trace))
+    token = logs.log_context.set(logs.LogContext("http-request", "mine", trace))
     try:
         line = written({"DYN_LOGGING_JSONL": "1"}, ("dynamo.frontend", logging.INFO, "x"))
         text = written({}, ("dynamo.frontend", logging.INFO, "x"))
     finally:
-        logs.about.reset(token)
+        logs.log_context.reset(token)
     row = json.loads(line)
 
     assert (row["trace_id"], row["span_id"]) == ("a" * 32, "b" * 16)
@@ -96,7 +96,7 @@ def test_a_line_tells_which_request_it_is_about():
     assert "x_request_id=mine" in text
 
 
-def test_a_file_gives_levels_and_the_variable_goes_beyond_it(tmp_path):
+def test_variable_overrides_levels_of_the_file(tmp_path):
     path = tmp_path / "logging.toml"
     path.write_text('log_level = "error"\n[log_filters]\n"dynamo::runtime" = "debug"\n')
     environ = {"DYN_LOGGING_CONFIG_PATH": str(path)}
@@ -120,7 +120,7 @@ def test_a_file_gives_levels_and_the_variable_goes_beyond_it(tmp_path):
         ('level = "info"', "expected log_level and log_filters, got 'level'"),
     ],
 )
-def test_a_broken_file_is_one_sentence(tmp_path, content, sentence):
+def test_malformed_file_is_a_config_error_of_one_sentence(tmp_path, content, sentence):
     path = tmp_path / "logging.toml"
     if content is not None:
         path.write_text(content)
@@ -129,7 +129,7 @@ def test_a_broken_file_is_one_sentence(tmp_path, content, sentence):
         logs.configure({"DYN_LOGGING_CONFIG_PATH": str(path)}, io.StringIO())
 
 
-def test_times_may_be_those_of_this_place(monkeypatch):
+def test_times_are_local_on_request(monkeypatch):
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     try:

@@ -1,4 +1,4 @@
-"""How late the event loop is, on a clock that the test moves."""
+"""The delay of the event loop, measured on a virtual clock."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from dynamo.testing import clock
 
 
 class LateClock(clock.VirtualClock):
-    """Wakes its sleepers too late."""
+    """A clock whose sleeps last `late_s` seconds too long."""
 
     late_s = 0.0
 
@@ -15,12 +15,12 @@ class LateClock(clock.VirtualClock):
         await super().sleep(duration_s + self.late_s)
 
 
-async def test_delays_are_observed_and_stalls_counted():
+async def test_delays_are_recorded_and_stalls_counted():
     time, registry = LateClock(), metrics.Registry("t")
     task = asyncio.ensure_future(loop_delay.LoopDelay(registry, time).watch())
     await time.advance(1.05)
     time.late_s = 0.5
-    await time.advance(0.75)  # the sleep that goes on is in time, the next is late
+    await time.advance(0.75)  # the running sleep ends in time, the next one late
     task.cancel()
     lines = registry.render().decode().splitlines()
 

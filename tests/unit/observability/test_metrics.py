@@ -15,7 +15,7 @@ def samples(registry: metrics.Registry) -> dict[str, float]:
     }
 
 
-def test_names_carry_the_prefix():
+def test_names_begin_with_the_prefix():
     registry = metrics.Registry("dynamo_frontend")
     registry.counter("requests_total", "requests", ["model"]).labels("m").inc(3)
     registry.gauge("inflight_requests", "now").set(2)
@@ -24,7 +24,7 @@ def test_names_carry_the_prefix():
     assert samples(registry)["dynamo_frontend_inflight_requests[]"] == 2
 
 
-def test_a_fast_histogram_renders_like_an_ordinary_one():
+def test_fast_histogram_renders_like_one_of_prometheus_client():
     registry, values = metrics.Registry("x"), (0.0, 0.1, 0.5, 0.5, 3.0)
     fast = registry.fast_histogram("fast", "f", ["model"], buckets=(0.1, 0.5, 1.0)).labels("m")
     slow = registry.histogram("slow", "s", ["model"], buckets=(0.1, 0.5, 1.0)).labels("m")
@@ -39,7 +39,7 @@ def test_a_fast_histogram_renders_like_an_ordinary_one():
     assert fast.count == len(values)
 
 
-def test_many_equal_values_are_counted_at_once():
+def test_equal_values_are_recorded_in_one_call():
     fast = metrics.FastHistogram((1.0, 2.0))
     fast.observe(1.5, times=4)
 
@@ -47,14 +47,14 @@ def test_many_equal_values_are_counted_at_once():
     assert fast.sum == 6
 
 
-def test_labels_must_fit_the_names():
+def test_wrong_number_of_label_values_is_an_error():
     family = metrics.Registry("x").fast_histogram("h", "h", ["model"], buckets=(1,))
 
     with pytest.raises(ValueError, match="expected values for"):
         family.labels("a", "b")
 
 
-def test_fast_numbers_render_like_ordinary_ones():
+def test_fast_numbers_render_like_those_of_prometheus_client():
     registry = metrics.Registry("x")
     families = {
         "fast": (registry.fast_counter, registry.fast_gauge),
@@ -74,12 +74,12 @@ def test_fast_numbers_render_like_ordinary_ones():
     assert sorted(fast.values()) == [3, 5]
 
 
-def test_what_others_count_in_this_process_is_rendered_by_its_names_beginning(monkeypatch):
+def test_metrics_of_other_libraries_are_rendered_by_prefix(monkeypatch):
     theirs = prometheus_client.CollectorRegistry()
     prometheus_client.Gauge("guest:running", "theirs", registry=theirs).set(2)
     prometheus_client.Gauge("python_info", "nobody asked", registry=theirs)
     monkeypatch.setattr(prometheus_client, "REGISTRY", theirs)
-    text = metrics.render_named("guest:").decode()
+    text = metrics.render_foreign("guest:").decode()
 
     assert "guest:running 2.0" in text
     assert "python_info" not in text

@@ -1,4 +1,4 @@
-"""Rows reach their sinks; what there is no room for is counted, and nothing is held up."""
+"""Rows reach their sinks, and rows that do not fit into the queue are dropped and counted."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ SINKS = "DYN_AUDIT_SINKS"
 def options(path, /, **fields):
     defaults = {"variable": SINKS, "sinks": ("jsonl",), "path": path, "capacity": 100,
                 "buffer_bytes": 2**20, "flush_s": 60.0, "roll_bytes": 0}  # fmt: skip
-    return row_writer.Options(**defaults | fields)
+    return row_writer.RowOptions(**defaults | fields)
 
 
 @pytest.fixture
@@ -44,29 +44,31 @@ def test_rows_are_lines_of_the_file_in_order(tmp_path, dropped):
     assert number(dropped) == 0
 
 
-def test_enough_bytes_are_written_before_the_time_is_over(tmp_path, dropped):
+def test_full_buffer_is_written_before_the_flush_interval_ends(tmp_path, dropped):
     written = threading.Event()
 
-    def tell(row):
+    def encode_and_signal(row):
         written.set()
         return encode(row)
 
-    writer = row_writer.RowWriter(options(tmp_path / "a", buffer_bytes=10), tell, dropped)
+    writer = row_writer.RowWriter(
+        options(tmp_path / "a", buffer_bytes=10), encode_and_signal, dropped
+    )
     writer.put({}, 10)
 
     assert written.wait(10)
     writer.close()
 
 
-def test_compressed_files_roll(tmp_path, dropped):
-    wanted = options(tmp_path / "a.jsonl.gz", sinks=("jsonl_gz",), roll_lines=1, capacity=1000)
+def test_full_compressed_file_is_followed_by_the_next(tmp_path, dropped):
+    rolling = options(tmp_path / "a.jsonl.gz", sinks=("jsonl_gz",), roll_lines=1, capacity=1000)
     written = threading.Semaphore(0)
 
-    def tell(row):
+    def encode_and_signal(row):
         written.release()
         return encode(row)
 
-    writer = row_writer.RowWriter(wanted, tell, dropped)
+    writer = row_writer.RowWriter(rolling, encode_and_signal, dropped)
     for n in range(3):
         writer.put({"n": n}, 2**21)  # more than enough to be written at once
         assert written.acquire(timeout=10)
@@ -78,12 +80,12 @@ def test_compressed_files_roll(tmp_path, dropped):
     ]  # fmt: skip
 
 
-def test_what_finds_no_room_is_dropped_and_counted(tmp_path, dropped):
-    gate, is_busy = threading.Event(), threading.Event()
+def test_row_beyond_the_capacity_is_dropped_and_counted(tmp_path, dropped):
+    may_write, is_busy = threading.Event(), threading.Event()
 
     def wait(row):
         is_busy.set()
-        gate.wait(10)
+        may_write.wait(10)
         return encode(row)
 
     writer = row_writer.RowWriter(options(tmp_path / "a", capacity=2), wait, dropped)
@@ -91,7 +93,7 @@ def test_what_finds_no_room_is_dropped_and_counted(tmp_path, dropped):
     assert is_busy.wait(10)
     for n in range(1, 6):
         writer.put({"n": n})
-    gate.set()
+    may_write.set()
     writer.close()
 
     assert number(dropped) == 3
@@ -102,15 +104,15 @@ def test_what_finds_no_room_is_dropped_and_counted(tmp_path, dropped):
     ]
 
 
-def test_waiting_bytes_are_bounded(tmp_path, dropped):
+def test_row_beyond_the_queue_bytes_is_dropped(tmp_path, dropped):
     writer = row_writer.RowWriter(options(tmp_path / "a"), encode, dropped)
-    writer.put({}, row_writer.MAX_WAITING_BYTES + 1)
+    writer.put({}, row_writer.MAX_QUEUED_BYTES + 1)
     writer.close()
 
     assert number(dropped) == 1
 
 
-def test_what_comes_after_the_end_is_counted(tmp_path, dropped):
+def test_row_after_close_is_dropped_and_counted(tmp_path, dropped):
     writer = row_writer.RowWriter(options(tmp_path / "a"), encode, dropped)
     writer.close()
     writer.put({})
@@ -118,7 +120,7 @@ def test_what_comes_after_the_end_is_counted(tmp_path, dropped):
     assert number(dropped) == 1
 
 
-def test_rows_that_cannot_be_written_are_counted_and_told(tmp_path, dropped, caplog):
+def test_rows_that_fail_to_be_written_are_counted_and_logged(tmp_path, dropped, caplog):
     writer = row_writer.RowWriter(options(tmp_path / "a"), lambda row: 1 // row, dropped)
     writer.put(0)
     writer.close()
@@ -127,7 +129,7 @@ def test_rows_that_cannot_be_written_are_counted_and_told(tmp_path, dropped, cap
     assert "DYN_AUDIT_SINKS: 1 rows could not be written" in caplog.text
 
 
-def test_standard_error_is_a_sink(capsys, dropped):
+def test_stderr_sink_writes_to_standard_error(capsys, dropped):
     writer = row_writer.RowWriter(options(None, sinks=("stderr",)), encode, dropped)
     writer.put({"n": 1})
     writer.close()
@@ -143,11 +145,11 @@ def test_standard_error_is_a_sink(capsys, dropped):
         ({"path": None}, "the sink 'jsonl' needs a file: set DYN_AUDIT_OUTPUT_PATH"),
     ],
 )
-def test_wrong_sinks_are_refused(tmp_path, fields, sentence):
+def test_unknown_sink_or_missing_path_is_a_config_error(tmp_path, fields, sentence):
     with pytest.raises(errors.ConfigError, match=sentence):
-        row_writer.check(options(tmp_path / "a", **fields))
+        row_writer.check_options(options(tmp_path / "a", **fields))
 
 
-def test_a_path_that_cannot_be_written_is_refused(tmp_path, dropped):
+def test_path_that_cannot_be_opened_is_a_config_error(tmp_path, dropped):
     with pytest.raises(errors.ConfigError, match="cannot write to"):
         row_writer.RowWriter(options(tmp_path / "none" / "a"), encode, dropped)

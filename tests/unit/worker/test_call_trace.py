@@ -64,11 +64,11 @@ def take(exported, clock, taken):
 
 def test_what_is_logged_while_a_call_is_taken_names_it():
     seen = []
-    take = call_trace.logged(lambda _: seen.append(logs.about.get()))
+    take = call_trace.logged(lambda _: seen.append(logs.log_context.get()))
     take(call(**HEADERS))
 
-    assert seen == [logs.Subject("handle_payload", "mine", PARENT)]
-    assert logs.about.get() is None
+    assert seen == [logs.LogContext("handle_payload", "mine", PARENT)]
+    assert logs.log_context.get() is None
 
 
 def test_a_call_is_a_span_with_prefill_and_decode(take, taken, exported, clock):
