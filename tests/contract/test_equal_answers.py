@@ -142,7 +142,7 @@ async def test_divided_work_gives_the_same_answers(model, expected, way, knowing
 
         async def ask_both(token_ids):
             name = str(len(token_ids))
-            await prefill.answer(name, token_ids, max_tokens=1, params=kv_transfer.ASK)
+            await prefill.answer(name, token_ids, max_tokens=1, params=kv_transfer.PREFILL_ONLY)
             return await decode.answer(name, token_ids, params=prefill.sink.params[name])
 
         answers = await asyncio.gather(*map(ask_both, prompts))

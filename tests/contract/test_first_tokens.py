@@ -9,9 +9,10 @@ import msgspec
 import pytest
 from test_remote_prefill import DEADLINE_S, pair, prompt
 
+import kv_params
 from dynamo.base import errors
 from dynamo.disagg import prefill_request
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, kv_transfer
 
 
 def make(request_id, *, length=100, sampling=None, output=None, eos=(), **conditions):
@@ -91,7 +92,7 @@ async def test_an_answer_is_the_same_with_the_others_first_token(fields):
         handed = await prefilled(left, request)
         there = await ask(right, handed)
 
-        assert handed.kv_transfer_params["first_token"][0] == expected[0].token_ids[0]
+        assert handed.kv_transfer_params.remote.first_token.token_id == expected[0].token_ids[0]
         assert told(there) == told(expected)
         await left.until_idle()
         await right.until_idle()
@@ -161,7 +162,8 @@ async def test_the_token_stays_when_the_copy_fails():
 async def test_a_token_that_the_model_does_not_have_is_refused():
     async with pair() as (left, right):
         handed = await prefilled(left, make("r"))
-        wrong = handed.kv_transfer_params | {"first_token": [10**6, None]}
+        first = kv_transfer.FirstToken(10**6)
+        wrong = kv_params.with_remote(handed.kv_transfer_params, first_token=first)
 
         with pytest.raises(errors.RemoteProtocolError, match="first token"):
             right.engine.submit(msgspec.structs.replace(handed, kv_transfer_params=wrong))

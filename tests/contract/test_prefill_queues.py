@@ -7,6 +7,7 @@ import itertools
 import msgspec
 import pytest
 
+import kv_params
 import nats_server as servers
 from dynamo.base import errors
 from dynamo.disagg import metrics, prefill_queue, ticket_queue, ticket_taker, tickets
@@ -51,7 +52,7 @@ class Worker:
         self.cancelled += 1
 
     def answer(self, i=-1):
-        params = {"do_remote_prefill": True, "of": self.runtime.instance_id}
+        params = kv_params.of_connector(of=self.runtime.instance_id)
         self.calls[i].send(generate.Output((1,), kv_transfer_params=params))
         self.calls[i].finish()
 
@@ -162,7 +163,7 @@ async def test_a_prompt_is_computed_and_says_where_its_blocks_are(rig):
     (worker,) = await rig.busy()
     worker.answer()
 
-    assert (await asking)["of"] == worker.runtime.instance_id
+    assert (await asking).connector["of"] == worker.runtime.instance_id
     assert (
         msgspec.msgpack.decode(worker.calls[0].body, type=generate.Request).token_ids
         == request().token_ids
@@ -195,7 +196,7 @@ async def test_a_prompt_that_its_worker_fails_goes_to_another(rig, error):
     second = next(worker for worker in rig.workers if worker is not first)
     second.answer()
 
-    assert (await asking)["of"] == second.runtime.instance_id
+    assert (await asking).connector["of"] == second.runtime.instance_id
     assert b"prefill_retries_total 1.0" in rig.registry.render()
 
 
@@ -208,7 +209,7 @@ async def test_a_prompt_whose_worker_dies_goes_to_another(rig):
     (second,) = await rig.busy()
     second.answer()
 
-    assert (await asking)["of"] == second.runtime.instance_id
+    assert (await asking).connector["of"] == second.runtime.instance_id
 
 
 async def test_a_prompt_that_no_worker_could_ever_compute_fails_at_once(rig):
@@ -280,7 +281,7 @@ async def test_workers_that_come_later_take_their_part(rig):
     await rig.busy()
     worker.answer()
 
-    assert (await asking)["of"] == worker.runtime.instance_id
+    assert (await asking).connector["of"] == worker.runtime.instance_id
 
 
 @pytest.fixture(params=["memory", "nats"])

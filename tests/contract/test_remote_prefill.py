@@ -10,6 +10,7 @@ import random
 
 import pytest
 
+import kv_params
 from dynamo.base import errors
 from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.worker import engines, model_source
@@ -96,7 +97,7 @@ class Side:
         return self.sink.answers[request_id]
 
     async def prefill(self, request_id, prompt):
-        await self.answer(request_id, prompt, params=kv_transfer.ASK, max_tokens=1)
+        await self.answer(request_id, prompt, params=kv_transfer.PREFILL_ONLY, max_tokens=1)
         return self.sink.params[request_id]
 
     async def until_idle(self, num_active=0):
@@ -221,7 +222,10 @@ async def test_blocks_that_nobody_copies_are_free_when_their_time_is_over():
 
         here = await left.answer("here", prompt(100))
         assert (
-            await right.answer("there", prompt(100), params=params | {"remote_hold_s": 0}) == here
+            await right.answer(
+                "there", prompt(100), params=kv_params.with_remote(params, remote_hold_s=0)
+            )
+            == here
         )
         assert "held no more" in str(right.reports[0].error)
 
@@ -242,7 +246,7 @@ async def test_blocks_are_free_when_a_request_is_aborted_at_any_point():
 async def test_blocks_are_free_when_the_one_for_whom_they_are_computed_goes_away():
     async with pair(prefill={"kv_hold_s": 0.1}) as (left, _):
         for i in range(20):
-            left.submit(f"p {i}", prompt(300, i), params=kv_transfer.ASK, max_tokens=1)
+            left.submit(f"p {i}", prompt(300, i), params=kv_transfer.PREFILL_ONLY, max_tokens=1)
             await asyncio.sleep(0.002 * i)
             left.engine.abort(f"p {i}")
 
@@ -275,9 +279,9 @@ async def test_memory_that_is_mapped_outlives_its_holder():
     "wrong",
     [
         {"remote_engine_id": "nobody"},
-        {"remote_block_ids": [10**6] * 7},
-        {"remote_block_ids": [-1] * 7},
-        {"remote_block_ids": []},
+        {"remote_block_ids": (10**6,) * 7},
+        {"remote_block_ids": (-1,) * 7},
+        {"remote_block_ids": ()},
         {"remote_hold_id": 10**9},
     ],
     ids=lambda wrong: next(iter(wrong)),
@@ -287,21 +291,23 @@ async def test_wrong_parameters_change_no_answer(wrong):
         expected = await left.answer("here", prompt(100))
         params = await left.prefill("p", prompt(100))
 
-        assert await right.answer("there", prompt(100), params=params | wrong) == expected
+        changed = kv_params.with_remote(params, **wrong)
+
+        assert await right.answer("there", prompt(100), params=changed) == expected
         await right.until_idle()
 
 
 async def test_parameters_that_are_none_are_refused():
     async with pair() as (_, right):
-        with pytest.raises(errors.RemoteProtocolError, match="remote_block_ids"):
-            right.submit("r", prompt(5), params={"do_remote_prefill": True})
+        with pytest.raises(errors.RemoteProtocolError, match="the blocks of an engine of ours"):
+            right.submit("r", prompt(5), params=kv_params.of_connector(remote_engine_id="x"))
 
 
 async def test_a_worker_whose_blocks_are_not_open_holds_none():
     side = await Side.start(is_open=False)
 
     with pytest.raises(errors.InvalidRequest, match="--is-prefill-worker"):
-        side.submit("p", prompt(5), params=kv_transfer.ASK)
+        side.submit("p", prompt(5), params=kv_transfer.PREFILL_ONLY)
     await side.engine.stop()
 
 

@@ -10,6 +10,8 @@ import random
 import pytest
 import pytest_asyncio
 
+import kv_params
+
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
     pytest.skip("vllm and nixl are not installed here: make test-vllm", allow_module_level=True)
 
@@ -74,8 +76,8 @@ class Side:
 
     async def prefill(self, prompt):
         """Where its blocks are, as it is handed on."""
-        request_id = await self.answer(prompt, params=kv_transfer.ASK, max_tokens=1)
-        return kv_transfer.handed_on(self.sink.of(request_id)[-1].kv_transfer_params, 0.0)
+        request_id = await self.answer(prompt, params=kv_transfer.PREFILL_ONLY, max_tokens=1)
+        return kv_transfer.pass_on(self.sink.of(request_id)[-1].kv_transfer_params, 0.0)
 
     async def tokens(self, prompt, **options):
         return self.sink.tokens(await self.answer(prompt, **options))
@@ -200,7 +202,7 @@ async def test_a_prompt_whose_blocks_are_nowhere_is_computed_here(prefill, decod
     expected = await decode.tokens(prompt)
     await decode.engine.clear_kv_blocks()
     params = await prefill.prefill(prompt)
-    nowhere = params | {"remote_engine_id": "gone", "remote_port": 1}
+    nowhere = kv_params.with_connector(params, remote_engine_id="gone", remote_port=1)
 
     tokens = await decode.tokens(prompt, params=nowhere)
 
@@ -214,7 +216,8 @@ async def test_an_aborted_fetch_is_silent_and_leaves_nothing(prefill, decode):
     prompt = a_prompt(8)
     params = await prefill.prefill(prompt)
 
-    request = decode.submit(prompt, params=params | {"remote_engine_id": "x", "remote_port": 1})
+    elsewhere = kv_params.with_connector(params, remote_engine_id="x", remote_port=1)
+    request = decode.submit(prompt, params=elsewhere)
     decode.engine.abort(request.id)
     await decode.answer(a_prompt(9))
 
@@ -224,7 +227,7 @@ async def test_an_aborted_fetch_is_silent_and_leaves_nothing(prefill, decode):
 
 async def test_parameters_of_another_kind_are_refused(decode):
     with pytest.raises(errors.RemoteProtocolError, match="expected vLLM's, with remote_engine_id"):
-        decode.submit(a_prompt(1), params={"do_remote_prefill": True})
+        decode.submit(a_prompt(1), params=kv_params.at_remote())
 
 
 async def test_a_prefill_engine_that_dies_costs_time_and_no_answer(prefill, decode):

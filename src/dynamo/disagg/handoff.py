@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -213,7 +212,7 @@ class Handoff:
         _logger.warning("%s: its prompt is computed here: %s", request_id, error)
         self._counts.fallback.inc()
 
-    async def _prefill(self, request: generate.Request) -> dict[str, Any] | None:
+    async def _prefill(self, request: generate.Request) -> kv_transfer.KvTransferParams | None:
         """Where its blocks are; None if nobody has computed them."""
         now = asyncio.get_running_loop().time
         asked_at = now()
@@ -231,7 +230,7 @@ class Handoff:
             self._prefills.observe(request.prompt_len, max(0.0, took_s - estimated.HANDOFF_S))
         if self._watching is not None:
             self._watching.expect(request, took_s)
-        return kv_transfer.handed_on(params, took_s)
+        return kv_transfer.pass_on(params, took_s)
 
 
 def _must_stay(request: generate.Request) -> bool:

@@ -1,12 +1,11 @@
 """The only output of a prefill, which says where the prompt's blocks are."""
 
 import asyncio
-from typing import Any
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import generate
+from dynamo.protocols import generate, kv_transfer
 
 
 class PrefillAnswer:
@@ -14,10 +13,10 @@ class PrefillAnswer:
 
     def __init__(self) -> None:
         self._is_over = asyncio.Event()
-        self._params: dict[str, Any] | None = None
+        self._params: kv_transfer.KvTransferParams | None = None
         self._error: errors.DynamoError | None = None
 
-    async def wait(self) -> dict[str, Any]:
+    async def wait(self) -> kv_transfer.KvTransferParams:
         """The parameters that say where the blocks are. Raises what the prefill failed with, or Cancelled."""
         await self._is_over.wait()
         if self._params is None:
@@ -44,7 +43,9 @@ class PrefillAnswer:
         silent = "the prefill worker does not say where its blocks are"
         self._end(None, error or errors.RemoteProtocolError(silent))
 
-    def _end(self, params: dict[str, Any] | None, error: errors.DynamoError | None) -> None:
+    def _end(
+        self, params: kv_transfer.KvTransferParams | None, error: errors.DynamoError | None
+    ) -> None:
         if not self._is_over.is_set():
             self._params, self._error = params, error
             self._is_over.set()

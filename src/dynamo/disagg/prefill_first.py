@@ -7,8 +7,8 @@ It stands before the route to the workers that answer, and is that route, call f
 worker, or nobody who could copy from one.
 
 A request that has come this way says so to the worker that answers, which then asks no prefill worker by itself: it
-brings the place of its blocks, or the word to compute it there (`kv_transfer.STAY`). Whatever fails on the way, another
-prefill worker is asked once; then the prompt is computed by who answers it.
+brings the place of its blocks, or the word to compute it there (`kv_transfer.COMPUTE_LOCALLY`). Whatever fails on the
+way, another prefill worker is asked once; then the prompt is computed by who answers it.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -144,7 +144,7 @@ class PrefillFirst:
 
     async def _compute(
         self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.RoutingOptions
-    ) -> dict[str, Any] | None:
+    ) -> kv_transfer.KvTransferParams | None:
         """Where its blocks are; None: nobody has computed them. Raises Cancelled, or why if that is the rule."""
         _logger.debug(
             "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
@@ -165,7 +165,7 @@ class PrefillFirst:
 
     async def _ask(
         self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.RoutingOptions
-    ) -> dict[str, Any]:
+    ) -> kv_transfer.KvTransferParams:
         """One prefill worker, and if that fails another. Raises what the last one failed with."""
         began_at = self._clock.now()
         asked: list[int] = []
@@ -184,7 +184,7 @@ class PrefillFirst:
             self._counts.retries.inc()
             params = await _call(prefill, prompt, msgspec.structs.replace(to_prefill, among=others))
         took_s = self._clock.now() - began_at
-        found = kv_transfer.handed_on(params, took_s + DELIVERY_S)
+        found = kv_transfer.pass_on(params, took_s + DELIVERY_S)
         if found is None:
             raise errors.RemoteProtocolError("the prefill worker does not hold its blocks")
         self._computed(route.PrefillResult(asked[-1], took_s), request, terms)
@@ -203,7 +203,7 @@ class PrefillFirst:
     async def _deliver(
         self,
         request: generate.Request,
-        params: dict[str, Any],
+        params: kv_transfer.KvTransferParams,
         receiver: requests.Receiver,
         terms: route.RoutingOptions,
     ) -> requests.Stream | None:
@@ -235,7 +235,7 @@ class PrefillFirst:
 
 async def _call(
     prefill: kv_router.KvRouter, prompt: generate.Request, terms: route.RoutingOptions
-) -> dict[str, Any]:
+) -> kv_transfer.KvTransferParams:
     """Have it computed by one worker; it stops if we are cancelled, or the caller goes."""
     answer = prefill_answer.PrefillAnswer()
     if terms.on_gone is not None:
@@ -257,7 +257,7 @@ async def _refuse(
 
 
 def _stay(request: generate.Request) -> generate.Request:
-    return msgspec.structs.replace(request, kv_transfer_params=kv_transfer.STAY)
+    return msgspec.structs.replace(request, kv_transfer_params=kv_transfer.COMPUTE_LOCALLY)
 
 
 def _minus(terms: route.RoutingOptions, spent_s: float) -> route.RoutingOptions:

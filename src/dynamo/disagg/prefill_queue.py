@@ -11,11 +11,11 @@ to another. Nothing waits longer than the time it was given.
 import asyncio
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from dynamo.base import errors
 from dynamo.disagg import prefill_answer
-from dynamo.protocols import generate
+from dynamo.protocols import generate, kv_transfer
 from dynamo.runtime import client
 
 ANOTHER_MAY = (errors.WorkerLost, errors.Unavailable, errors.EngineFailed)  # succeed
@@ -29,7 +29,9 @@ class PrefillQueue(Protocol):
         """Prompts that wait where the fewest do; None if there is nobody to compute them."""
         ...
 
-    async def prefill(self, request: generate.Request, *, timeout_s: float) -> dict[str, Any]:
+    async def prefill(
+        self, request: generate.Request, *, timeout_s: float
+    ) -> kv_transfer.KvTransferParams:
         """Have its prompt computed; gives the parameters that say where its blocks are.
 
         Raises what the last worker failed with, NoWorkers, or DeadlineExceeded.
@@ -58,7 +60,9 @@ class DirectQueue:
         ids = self._usable(())
         return max(0, min(self._num_given[i] for i in ids) - 1) if ids else None
 
-    async def prefill(self, request: generate.Request, *, timeout_s: float) -> dict[str, Any]:
+    async def prefill(
+        self, request: generate.Request, *, timeout_s: float
+    ) -> kv_transfer.KvTransferParams:
         """See `PrefillQueue`."""
         tried: list[int] = []
         try:
@@ -86,7 +90,7 @@ class DirectQueue:
 
     async def _ask(
         self, instance_id: int, request: generate.Request, timeout_s: float
-    ) -> dict[str, Any]:
+    ) -> kv_transfer.KvTransferParams:
         self._num_given[instance_id] += 1
         try:
             return await ask(self._client, instance_id, request, timeout_s=timeout_s)
@@ -98,7 +102,7 @@ class DirectQueue:
 
 async def ask(
     workers: client.EndpointClient, instance_id: int, request: generate.Request, *, timeout_s: float
-) -> dict[str, Any]:
+) -> kv_transfer.KvTransferParams:
     """Have one worker compute a prompt; it stops if we are cancelled. Raises what it failed with."""
     answer = prefill_answer.PrefillAnswer()
     stream = await workers.open(request, answer, instance_id=instance_id, timeout_s=timeout_s)

@@ -21,7 +21,7 @@ def make(request: generate.Request) -> generate.Request:
             ),
             annotations=(),
             data_parallel_rank=None,
-            kv_transfer_params=kv_transfer.ASK_WITH_TOKEN,
+            kv_transfer_params=kv_transfer.PREFILL_WITH_TOKEN,
         )
     return generate.Request(
         id=request.id,
@@ -32,5 +32,5 @@ def make(request: generate.Request) -> generate.Request:
         priority=request.priority,
         lora_name=request.lora_name,
         session_id=request.session_id,
-        kv_transfer_params=kv_transfer.ASK,
+        kv_transfer_params=kv_transfer.PREFILL_ONLY,
     )

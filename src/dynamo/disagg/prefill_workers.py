@@ -135,7 +135,9 @@ class PrefillWorkers:
 
 def _metadata(card: model_card.ModelCard) -> bytes:
     """Of its engine's agent. Raises TransferError, or ValueError for what is no base64."""
-    said = card.runtime_config.runtime_data.get(kv_transfer.METADATA)
+    said = card.runtime_config.runtime_data.get(kv_transfer.METADATA_KEY)
     if not isinstance(said, str):
-        raise errors.TransferError(f"expected {kv_transfer.METADATA} in its card's runtime data")
+        raise errors.TransferError(
+            f"expected {kv_transfer.METADATA_KEY} in its card's runtime data"
+        )
     return base64.b64decode(said, validate=True)

@@ -16,13 +16,12 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from dynamo.base import errors, ids, tasks
 from dynamo.disagg import metrics, prefill_queue, tickets
-from dynamo.protocols import generate
+from dynamo.protocols import generate, kv_transfer
 from dynamo.runtime import client, requests, work_queue
 
 PUSH_S = 1.0  # a queue that takes longer helps nobody
@@ -120,7 +119,9 @@ class TicketQueue:
         is_stale = self._counted_at < asyncio.get_running_loop().time() - _STALE_S
         return num_ours if is_stale else max(num_ours, self._counted)
 
-    async def prefill(self, request: generate.Request, *, timeout_s: float) -> dict[str, Any]:
+    async def prefill(
+        self, request: generate.Request, *, timeout_s: float
+    ) -> kv_transfer.KvTransferParams:
         """See `prefill_queue.PrefillQueue`."""
         number = next(self._numbers)
         prompt = self._prompts[number] = _Prompt(_future())
@@ -163,7 +164,7 @@ class TicketQueue:
 
     async def _have_computed(
         self, prompt: _Prompt, request: generate.Request, timeout_s: float
-    ) -> dict[str, Any]:
+    ) -> kv_transfer.KvTransferParams:
         """By whoever claims it; raises what the last of them failed with, if there is nobody else."""
         while True:
             claimed = await prompt.claimed

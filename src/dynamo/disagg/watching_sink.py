@@ -23,7 +23,7 @@ class WatchingSink:
         self.died = sink.died
         self._sink, self._known = sink, known
         self._prefill_s: dict[str, float | None] = {}  # by request that asked and is not over
-        self._reports: dict[str, kv_transfer.Report] = {}
+        self._reports: dict[str, kv_transfer.TransferReport] = {}
 
     def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
         """As `api.EngineSink`."""
@@ -37,7 +37,7 @@ class WatchingSink:
 
     def expect(self, request: generate.Request, prefill_s: float | None) -> None:
         """Its blocks will come, after a prefill that took so long, if we asked for it: its caller may want to know."""
-        if kv_transfer.REPORT in request.annotations:
+        if kv_transfer.REPORT_ANNOTATION in request.annotations:
             self._prefill_s[request.id] = prefill_s
             self.outputs = self._outputs_with_reports
 
@@ -45,7 +45,7 @@ class WatchingSink:
         """Its blocks have come."""
         if report.request_id in self._prefill_s:
             prefill_s = self._prefill_s[report.request_id]
-            self._reports[report.request_id] = kv_transfer.Report(
+            self._reports[report.request_id] = kv_transfer.TransferReport(
                 transfer_ms=report.duration_s * 1000,
                 num_blocks=report.num_blocks,
                 prefill_worker_id=worker_id,
@@ -69,5 +69,6 @@ class WatchingSink:
         report = self._reports.get(item.request_id)
         if report is None:
             return item
-        told = msgspec.structs.replace(item.output, kv_transfer_params=msgspec.to_builtins(report))
-        return item._replace(output=told)
+        params = kv_transfer.KvTransferParams(report=report)
+        output = msgspec.structs.replace(item.output, kv_transfer_params=params)
+        return item._replace(output=output)

@@ -2,11 +2,10 @@
 
 Times are the caller's: from the arrival of the request here, in milliseconds, by the original's names. What only a
 worker could know (how long a prompt waited there) is not among them, but for a prompt that another worker computed:
-who answers is asked to report how its blocks came (`kv_transfer.Report`).
+who answers is asked to report how its blocks came (`kv_transfer.TransferReport`).
 """
 
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -15,8 +14,6 @@ from dynamo.base import clock as clocks
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate, kv_transfer
 from dynamo.router import route
-
-_logger = logging.getLogger(__name__)
 
 CountTokens = Callable[[Any, int], None]
 
@@ -35,7 +32,7 @@ class NvextResponse:
         self._num_first = 0  # tokens of the first output
         self._instance_id: int | None = None
         self._prefilled: route.PrefillResult | None = None
-        self._report: kv_transfer.Report | None = None
+        self._report: kv_transfer.TransferReport | None = None
 
     def apply(self, prompts: Sequence[preprocessor.Prepared]) -> Sequence[preprocessor.Prepared]:
         """The requests, asking for a report."""
@@ -45,12 +42,10 @@ class NvextResponse:
         """Another worker has computed the prompt, or the latest."""
         self._prefilled = prefilled
 
-    def reported(self, params: Mapping[str, Any]) -> None:
-        """By the worker that answers."""
-        try:
-            self._report = msgspec.convert(params, kv_transfer.Report)
-        except msgspec.ValidationError as error:
-            _logger.debug("expected a report of how blocks came, got %s: %s", params, error)
+    def reported(self, params: kv_transfer.KvTransferParams) -> None:
+        """Keep the answering worker's report of how the prompt's blocks came, if there is one."""
+        if params.report is not None:
+            self._report = params.report
 
     def asked(self, instance_id: int) -> None:
         """This worker has the request, or its latest prompt."""
@@ -116,5 +111,5 @@ class NvextResponse:
 
 
 def _reporting(request: generate.Request) -> generate.Request:
-    annotations = (*request.annotations, kv_transfer.REPORT)
+    annotations = (*request.annotations, kv_transfer.REPORT_ANNOTATION)
     return msgspec.structs.replace(request, annotations=annotations)

@@ -11,7 +11,7 @@ from dynamo.kvbm.exporter import KvExporter
 from dynamo.kvbm.importer import BeforeCopy, KvImporter
 from dynamo.kvbm.local_agent import LocalAgent, MakeAgent
 from dynamo.kvbm.peers import PeerEngines
-from dynamo.kvbm.sharing import BlockOwner, ImportReport
+from dynamo.kvbm.sharing import BlockOwner, ImportReport, usable_first_token
 from dynamo.protocols import generate, kv_transfer
 from dynamo.transfer import descriptors
 
@@ -70,14 +70,14 @@ class KvExchange:
         Raises RemoteProtocolError for unusable parameters, InvalidRequest if no engine could read the blocks.
         """
         params = request.kv_transfer_params
-        if kv_transfer.wants_hold(params) and self._agent.description is None:
+        if kv_transfer.is_prefill_only(params) and self._agent.description is None:
             raise errors.InvalidRequest(
                 "kv_transfer_params: this worker holds no blocks for others; start it with --is-prefill-worker"
             )
-        remote = kv_transfer.read(params)
+        remote = kv_transfer.remote_blocks(params)
         if remote is not None:
             self._importer.expect_import(request, remote)
-        return kv_transfer.first_of(request, remote)
+        return usable_first_token(request, remote)
 
     def publish_lease(self, request: generate.Request, output: generate.Output) -> generate.Output:
         """Complete the last output of an exported prompt; the time limit of its lease begins."""

@@ -39,9 +39,10 @@ class KvExporter:
     ) -> generate.Output:
         """Complete the last output of an exported prompt with all that its reader needs, and start the time limit."""
         assert output.kv_transfer_params is not None
+        assert output.kv_transfer_params.remote is not None
         host, _, port = me.addresses.get("tcp", ":0").rpartition(":")
-        remote = kv_transfer.RemoteBlocks(
-            **output.kv_transfer_params,
+        remote = msgspec.structs.replace(
+            output.kv_transfer_params.remote,
             remote_engine_id=me.epoch,
             remote_host=host,
             remote_port=int(port),
@@ -51,18 +52,20 @@ class KvExporter:
         )
         _logger.debug(
             "request_finished(%s), request_status=FINISHED_LENGTH_CAPPED, kv_transfer_params=%s",
-            request.id, request.kv_transfer_params,
+            request.id, kv_transfer.to_log(request.kv_transfer_params),
         )  # fmt: skip
         lease_id = remote.remote_hold_id
         event_loop = asyncio.get_running_loop()
         self._timers[lease_id] = event_loop.call_later(self._lease_s, self._expire, lease_id)
         self._is_idle.clear()
-        return msgspec.structs.replace(output, kv_transfer_params=remote.as_params())
+        params = kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
+        return msgspec.structs.replace(output, kv_transfer_params=params)
 
     def cancel_lease(self, output: generate.Output) -> None:
         """Free the blocks of an output that has no receiver any more, so that no engine will read them."""
-        if output.kv_transfer_params is not None:
-            self._release(output.kv_transfer_params["remote_hold_id"])
+        params = output.kv_transfer_params
+        if params is not None and params.remote is not None:
+            self._release(params.remote.remote_hold_id)
 
     def handle_notification(self, sender: str, message: bytes) -> None:
         """Release a lease at the word of the engine that has read the blocks."""
@@ -103,7 +106,8 @@ def release_message(remote: kv_transfer.RemoteBlocks) -> bytes:
 def _first_token(
     request: generate.Request, output: generate.Output
 ) -> kv_transfer.FirstToken | None:
-    if not kv_transfer.wants_token(request.kv_transfer_params):
+    params = request.kv_transfer_params
+    if params is None or not params.do_first_token:
         return None
     return kv_transfer.FirstToken(
         output.token_ids[0],

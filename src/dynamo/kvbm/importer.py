@@ -109,7 +109,7 @@ class KvImporter:
         request = kv_import.request
         _logger.debug(
             "update_state_after_alloc(%s): num_external_tokens=%d, kv_transfer_params=%s",
-            request.id, kv_import.num_tokens, request.kv_transfer_params,
+            request.id, kv_import.num_tokens, kv_transfer.to_log(request.kv_transfer_params),
         )  # fmt: skip
         expected = self._expected.get(request.id)
         if expected is None or expected.request is not request:
@@ -156,10 +156,10 @@ class KvImporter:
         if error is not None:
             _logger.warning("%s: its prompt is computed here: %s", request.id, error)
         else:
-            params = (request.kv_transfer_params or {}) | {"do_remote_prefill": False}
+            params = kv_transfer.to_log(request.kv_transfer_params) or {}
             _logger.debug(
                 "update_state_after_alloc(%s): num_external_tokens=0, kv_transfer_params=%s (%.1f ms)",
-                request.id, params, duration_s * 1000,
+                request.id, params | {"do_remote_prefill": False}, duration_s * 1000,
             )  # fmt: skip
         num_blocks = len(kv_import.local_blocks)
         self._report(request.id, kv_import.remote, num_blocks, duration_s=duration_s, error=error)

@@ -13,7 +13,7 @@ blocks of a sequence that is aborted during the copy belong to the copy, and are
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dynamo.base import errors
 from dynamo.kvbm import pool as pools
@@ -141,13 +141,14 @@ class SharedBlocks(Generic[S]):
             sequence.is_importing = False
         return sequence
 
-    def lease_blocks(self, block_ids: list[int]) -> dict[str, Any]:
-        """Keep these blocks after their sequence ends. Return the part of the KV transfer parameters known here."""
+    def lease_blocks(self, block_ids: list[int]) -> kv_transfer.KvTransferParams:
+        """Keep these blocks after their sequence ends. Return the parameters, which `exporter` completes."""
         lease_id, leased = next(self._ids), tuple(block_ids)
         self._pool.retain(leased)
         self._blocks_by_lease[lease_id] = leased
         ids = tuple(self._first_block + i for i in leased)
-        return {"remote_block_ids": ids, "remote_hold_id": lease_id}
+        remote = kv_transfer.RemoteBlocks(remote_block_ids=ids, remote_hold_id=lease_id)
+        return kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
 
     def release_lease(self, lease_id: int) -> None:
         """Free leased blocks. An unknown id is no error: the importing engine and the time limit may both release."""
@@ -162,3 +163,18 @@ class SharedBlocks(Generic[S]):
         end = -(-(sequence.num_tokens - 1) // self._block_size)
         is_scored = sequence.request.output_options.prompt_logprobs is not None
         return (first, end) if first < end <= num_remote and not is_scored else (0, 0)
+
+
+def usable_first_token(
+    request: generate.Request, remote: kv_transfer.RemoteBlocks | None
+) -> kv_transfer.FirstToken | None:
+    """Return the token with which the answer begins, if the engine that computed the prompt has drawn it.
+
+    Each of several choices must be drawn for itself, and a prompt that is to be scored must be computed here.
+    """
+    if remote is None or remote.first_token is None:
+        return None
+    requested, has_logprobs = request.output_options, remote.first_token.logprobs is not None
+    is_complete = has_logprobs == (requested.logprobs is not None)
+    is_single = request.sampling_options.n == 1 and requested.prompt_logprobs is None
+    return remote.first_token if is_single and is_complete else None

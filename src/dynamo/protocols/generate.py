@@ -7,11 +7,10 @@ answers with `Output`s: the tokens of one engine step for one choice. Neither kn
 """
 
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
-from dynamo.protocols import blocks
+from dynamo.protocols import blocks, kv_transfer, logprobs
 
 
 class FinishReason(StrEnum):
@@ -130,7 +129,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     thinking: ThinkingLimit | None = None
     session_id: str | None = None  # the conversation that it belongs to
     expected_output_tokens: int | None = None  # what the caller expects; a hint to who plans
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: kv_transfer.KvTransferParams | None = None
     # Of what another worker began, and did not live to end: `token_ids` ends with its tokens.
     num_resumed: int = 0  # how many of the last tokens are answer already
     first_choice: int = 0  # which choice our choice 0 is in the eyes of the caller: seeds go by it
@@ -141,18 +140,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return blocks.count(self.token_ids)
 
 
-class TopLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One token that could have come, and its natural-log probability."""
-
-    token_id: int
-    logprob: float
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The chosen token's log probability, and the likeliest alternatives, best first (the chosen may be one)."""
-
-    logprob: float
-    top: tuple[TopLogprob, ...] = ()
+TopLogprob = logprobs.TopLogprob
+TokenLogprobs = logprobs.TokenLogprobs
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -169,5 +158,5 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     cached_tokens: int | None = None
     stop_reason: int | str | None = None  # the stop token id that ended it
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: kv_transfer.KvTransferParams | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -1,123 +1,123 @@
-"""How one engine tells another where the keys and values of a prompt are: `kv_transfer_params`.
+"""KV transfer parameters: how one engine tells another where the keys and values of a prompt are.
 
-    to the engine that prefills       {"do_remote_decode": true, "do_first_token": true}
-    back, with its only output        {"do_remote_prefill": true, "remote_block_ids": [1, 2], "remote_engine_id": ...}
+    to the engine that prefills       `PREFILL_WITH_TOKEN` (or `PREFILL_ONLY`)
+    back, with its only output        do_remote_prefill, and `remote` (our engines) or `connector` (vLLM's)
     to the engine that decodes        the same
-    to one that shall compute itself  {"do_remote_prefill": false, "do_remote_decode": false}
+    to one that computes by itself    `COMPUTE_LOCALLY`
 
-Between the two engines nobody looks into it: a foreign engine's connector has fields of its own, which travel as they
-are (`handed_on`). The names are those of the original's connector. What is ours: `remote_hold_id` names what the reader
-has to release, and `remote_hold_s` says for how long the blocks are certainly kept, counted from the moment the prefill
-was asked for. So the reader judges by its own clock alone whether what it read was still what it meant.
-`do_first_token` says that the prefill was asked for with the request's own options; only then the token that was drawn
-with it comes along as `first_token`, and the answer may begin with it. An engine that knows of no such thing draws the
+The names are those of vLLM's connectors. Ours in addition: `remote_hold_id` is the lease that the importing engine has
+to release, and `remote_hold_s` is how many seconds the blocks are certainly kept, counted from when the prefill was
+requested. So the importing engine judges by its own clock alone whether it read what it meant.
+`do_first_token` says that the prefill was requested with the request's own options; only then the token that was drawn
+with it comes along as `first_token`, and the answer may begin with it. An engine that does not support that draws the
 first token where it decodes.
+
+The fields of a foreign engine's connector are one opaque member, `connector`: only that engine's adapter reads it.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import generate
+from dynamo.protocols import logprobs as logprob_types
 
-ASK = {"do_remote_decode": True}
-ASK_WITH_TOKEN = ASK | {"do_first_token": True}
-HOLD_S = 60.0  # from the end of the prefill; longer than any reader waits
-STAY = {
-    "do_remote_prefill": False,
-    "do_remote_decode": False,
-}  # somebody has decided: compute it where it is
-REPORT = "kv_transfer_report"  # annotation of a request: tell with the first output how its blocks came (`Report`)
-METADATA = "kv_transfer_metadata"  # of an engine's agent, in a card's runtime data; base64
+LEASE_S = 60.0  # seconds from the end of the prefill; longer than any import waits
+REPORT_ANNOTATION = "kv_transfer_report"  # of a request: send a `TransferReport` with its outputs
+METADATA_KEY = "kv_transfer_metadata"  # of an engine's agent, in a card's runtime data; base64
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine that computed the prompt says of the answer's first token."""
+    """The first token of the answer, drawn by the engine that computed the prompt."""
 
     token_id: Annotated[int, msgspec.Meta(ge=0)]
-    logprobs: generate.TokenLogprobs | None = None  # if the request wanted them
-    cached_tokens: int | None = None  # prompt tokens that it had not to compute
+    logprobs: logprob_types.TokenLogprobs | None = None  # if the request asked for them
+    cached_tokens: int | None = None  # prompt tokens found in the prefill engine's cache
 
 
-class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt whose keys and values another engine has computed and holds, in the order of its blocks."""
+class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prompt whose keys and values another engine has computed and keeps under a lease, in the order of its blocks.
+
+    The engine's scheduler sets block ids and lease; `kvbm.exporter` adds the rest before it leaves the engine.
+    """
 
     remote_block_ids: tuple[int, ...]
-    remote_engine_id: str
-    remote_host: str
-    remote_port: int
     remote_hold_id: int
-    remote_hold_s: float = HOLD_S
+    remote_engine_id: str = ""
+    remote_host: str = ""
+    remote_port: int = 0
+    remote_hold_s: float = LEASE_S
     tp_size: int = 1
-    do_remote_prefill: bool = True
-    do_remote_decode: bool = False
     first_token: FirstToken | None = None
 
-    def as_params(self) -> dict[str, Any]:
-        """As it travels."""
-        params: dict[str, Any] = msgspec.to_builtins(self)
-        return params
 
-
-class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the worker that answers can tell of a prompt that another has computed: `Output.kv_transfer_params`.
-
-    Of the prefill only where it asked for it itself.
-    """
+class TransferReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the blocks of a prompt came to the worker that answers it."""
 
     transfer_ms: float
-    num_blocks: int  # that were copied; those that it knew were not
-    prefill_worker_id: int | None = None
-    prefill_ms: float | None = None  # from asking for it to the answer
+    num_blocks: int  # copied; blocks that the worker had already are not counted
+    prefill_worker_id: int | None = None  # if the answering worker chose it
+    prefill_ms: float | None = None  # from the request for the prefill to its output; likewise
 
 
-def is_prefilled(params: Mapping[str, Any] | None) -> bool:
-    """Has another engine computed this prompt, and holds its blocks?"""
-    return params is not None and params.get("do_remote_prefill") is True
+class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request or an output says of the blocks of its prompt. Without any field: compute the prompt locally."""
+
+    do_remote_decode: bool = (
+        False  # compute the prompt only, and keep its blocks for another engine
+    )
+    do_first_token: bool = False  # draw the token with the request's own options
+    do_remote_prefill: bool = False  # another engine has computed the prompt
+    remote: RemoteBlocks | None = None  # where its blocks are, if that is one of our engines
+    connector: dict[str, Any] | None = None  # the fields of a foreign engine's connector
+    report: TransferReport | None = None  # in outputs to a caller that asked for it
 
 
-def wants_hold(params: Mapping[str, Any] | None) -> bool:
-    """Is this prompt computed for another engine, so that its blocks are to be held?"""
-    return params is not None and params.get("do_remote_decode") is True
+PREFILL_ONLY = KvTransferParams(do_remote_decode=True)
+PREFILL_WITH_TOKEN = KvTransferParams(do_remote_decode=True, do_first_token=True)
+COMPUTE_LOCALLY = KvTransferParams()
 
 
-def wants_token(params: Mapping[str, Any] | None) -> bool:
-    """Is it drawn as its answer wants it, so that the answer may begin with it?"""
-    return params is not None and params.get("do_first_token") is True
+def is_prefilled(params: KvTransferParams | None) -> bool:
+    """Return whether another engine has computed this prompt, and keeps its blocks."""
+    return params is not None and params.do_remote_prefill
 
 
-def read(params: Mapping[str, Any] | None) -> RemoteBlocks | None:
-    """Where the prompt's blocks are, if another engine has them. Raises RemoteProtocolError for anything else."""
-    if not is_prefilled(params):
-        return None
-    try:
-        return msgspec.convert(params, RemoteBlocks)
-    except msgspec.ValidationError as error:
-        raise errors.RemoteProtocolError(f"kv_transfer_params: {error}") from error
+def is_prefill_only(params: KvTransferParams | None) -> bool:
+    """Return whether this prompt is computed for another engine, so that its blocks are to be kept."""
+    return params is not None and params.do_remote_decode
 
 
-def first_of(request: generate.Request, remote: RemoteBlocks | None) -> FirstToken | None:
-    """The token with which its answer begins, if whoever computed its prompt has drawn it.
+def remote_blocks(params: KvTransferParams | None) -> RemoteBlocks | None:
+    """Return where the prompt's blocks are, None if no other engine has them.
 
-    Of several choices each has to be drawn, and a prompt that is to be scored must be computed here.
+    Raises RemoteProtocolError if they are at a foreign engine.
     """
-    if remote is None or remote.first_token is None:
+    if params is None or not params.do_remote_prefill:
         return None
-    wanted, has_logprobs = request.output_options, remote.first_token.logprobs is not None
-    is_complete = has_logprobs == (wanted.logprobs is not None)
-    is_alone = request.sampling_options.n == 1 and wanted.prompt_logprobs is None
-    return remote.first_token if is_alone and is_complete else None
+    if params.remote is None:
+        fields = sorted(params.connector or ())
+        raise errors.RemoteProtocolError(
+            f"kv_transfer_params: expected the blocks of an engine of ours, got the fields {fields}"
+        )
+    return params.remote
 
 
-def handed_on(params: Mapping[str, Any], took_s: float) -> dict[str, Any] | None:
-    """What the prefill's engine said, for the engine that decodes; None if the former holds nothing.
+def pass_on(params: KvTransferParams, elapsed_s: float) -> KvTransferParams | None:
+    """Return the prefill engine's parameters for the engine that decodes; None if the former keeps no blocks.
 
-    `took_s` is how long ago the prefill was asked for. Only a promise of time (`remote_hold_s`) is touched.
+    `elapsed_s` is how long ago the prefill was requested: the lease is shorter by that.
     """
-    if not is_prefilled(params):
+    if not params.do_remote_prefill:
         return None
-    hold_s = params.get("remote_hold_s")
-    told = {} if not isinstance(hold_s, int | float) else {"remote_hold_s": hold_s - took_s}
-    return {**params, **told}
+    if params.remote is None:
+        return params
+    lease_s = params.remote.remote_hold_s - elapsed_s
+    remote = msgspec.structs.replace(params.remote, remote_hold_s=lease_s)
+    return msgspec.structs.replace(params, remote=remote)
+
+
+def to_log(params: KvTransferParams | None) -> dict[str, Any] | None:
+    """Return the parameters as log lines show them."""
+    fields: dict[str, Any] | None = msgspec.to_builtins(params)
+    return fields

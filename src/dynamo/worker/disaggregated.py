@@ -84,7 +84,7 @@ def marked(
     metadata = transfer.transfer_metadata if transfer is not None else None
     if worker.is_prefill and metadata is not None:
         data = {
-            kv_transfer.METADATA: base64.b64encode(metadata).decode(),
+            kv_transfer.METADATA_KEY: base64.b64encode(metadata).decode(),
             tickets.FROM_QUEUE: worker.prefill_queue == "queue",
         }
         runtime = msgspec.structs.replace(made.runtime_config, runtime_data=data)

@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
+import kv_params
 from dynamo.base import errors
 from dynamo.disagg import estimated, handoff, metrics, policy
 from dynamo.engine import api
@@ -13,13 +14,7 @@ from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 from dynamo.runtime.backends import memory_discovery
 
-REMOTE = kv_transfer.RemoteBlocks(
-    remote_block_ids=(1, 2),
-    remote_engine_id="e",
-    remote_host="127.0.0.1",
-    remote_port=1,
-    remote_hold_id=7,
-)
+REMOTE = kv_params.at_remote()
 FACTS = api.EngineFacts(
     context_length=128, kv_block_size=4, total_kv_blocks=64, max_num_seqs=4, max_num_batched_tokens=256
 )  # fmt: skip
@@ -150,7 +145,7 @@ class World:
 
     async def answered(self, params=None, error=None):
         if error is None:
-            self.queue.answer.set_result(REMOTE.as_params() if params is None else params)
+            self.queue.answer.set_result(REMOTE if params is None else params)
         else:
             self.queue.answer.set_exception(error)
         await until(lambda: self.engine.done or self.sink.heard)
@@ -196,7 +191,7 @@ async def test_a_short_prompt_stays(world):
     "made",
     [
         request(output_options=generate.OutputOptions(prompt_logprobs=1)),
-        request(kv_transfer_params={"do_remote_decode": True}),
+        request(kv_transfer_params=kv_transfer.PREFILL_ONLY),
     ],
     ids=["to be scored", "decided already"],
 )
@@ -232,10 +227,10 @@ async def test_a_long_prompt_is_computed_elsewhere_and_comes_back_with_the_place
     came = world.engine.done[0]
 
     assert (asked.stop_conditions.max_tokens, asked.sampling_options.n) == (1, 1)
-    assert asked.kv_transfer_params == {"do_remote_decode": True}
+    assert asked.kv_transfer_params == kv_transfer.PREFILL_ONLY
     assert msgspec.structs.replace(came, kv_transfer_params=None) == request(n=2)
-    assert kv_transfer.read(came.kv_transfer_params).remote_block_ids == (1, 2)
-    assert 0 < came.kv_transfer_params["remote_hold_s"] < kv_transfer.HOLD_S
+    assert kv_transfer.remote_blocks(came.kv_transfer_params).remote_block_ids == (1, 2)
+    assert 0 < came.kv_transfer_params.remote.remote_hold_s < kv_transfer.LEASE_S
 
 
 @pytest.mark.parametrize("error", [errors.WorkerLost("x"), errors.DeadlineExceeded("x")])
@@ -250,14 +245,14 @@ async def test_a_prompt_that_could_not_be_computed_elsewhere_is_computed_here(wo
 async def test_parameters_that_the_engine_cannot_read_are_as_none(world):
     world.engine.unreadable = True
     await world.hand_over(request())
-    await world.answered({"do_remote_prefill": True, "remote_block_ids": "x"})
+    await world.answered(kv_params.of_connector(remote_block_ids="x"))
 
     assert world.engine.done == [request()]
     assert world.count("fallback") == 1
 
 
 async def test_what_a_foreign_connector_says_travels_as_it_is(world):
-    foreign = {"do_remote_prefill": True, "remote_request_id": "abc", "remote_block_ids": [[1]]}
+    foreign = kv_params.of_connector(remote_request_id="abc", remote_block_ids=[[1]])
     await world.hand_over(request())
     await world.answered(foreign)
 
@@ -266,7 +261,7 @@ async def test_what_a_foreign_connector_says_travels_as_it_is(world):
 
 async def test_an_answer_that_holds_nothing_is_computed_here(world):
     await world.hand_over(request())
-    await world.answered({"do_remote_prefill": False})
+    await world.answered(kv_transfer.COMPUTE_LOCALLY)
 
     assert world.engine.done == [request()]
 
@@ -349,7 +344,7 @@ def pull_report(request_id="r", error=None):
 
 
 async def test_a_prompt_that_its_frontend_had_computed_is_given_on_as_it_is(world):
-    made = request(kv_transfer_params=REMOTE.as_params())
+    made = request(kv_transfer_params=REMOTE)
     world.handoff.submit(made)
 
     assert world.engine.done == [made]
@@ -358,14 +353,14 @@ async def test_a_prompt_that_its_frontend_had_computed_is_given_on_as_it_is(worl
 
 async def test_parameters_of_the_frontend_that_the_engine_cannot_read_are_as_none(world):
     world.engine.unreadable = True
-    world.handoff.submit(request(kv_transfer_params=REMOTE.as_params()))
+    world.handoff.submit(request(kv_transfer_params=REMOTE))
 
     assert world.engine.done == [request()]
     assert world.count("fallback") == 1
 
 
 async def test_a_frontend_that_says_stay_is_obeyed(world):
-    world.handoff.submit(request(kv_transfer_params=kv_transfer.STAY))
+    world.handoff.submit(request(kv_transfer_params=kv_transfer.COMPUTE_LOCALLY))
 
     assert not world.queue.asked
     assert world.count("local") == 1
@@ -376,7 +371,7 @@ def first_output(request_id):
 
 
 async def test_who_asks_is_told_with_its_outputs_how_the_blocks_came(world):
-    asked = request(annotations=(kv_transfer.REPORT,))
+    asked = request(annotations=(kv_transfer.REPORT_ANNOTATION,))
     await world.hand_over(asked)
     await world.answered()
     batch = [first_output("other"), first_output("r")]
@@ -387,7 +382,7 @@ async def test_who_asks_is_told_with_its_outputs_how_the_blocks_came(world):
     world.engine.sink.outputs([api.EngineOutput("r", ending)])
     world.engine.sink.outputs(batch)
     before, (other, mine), (last,), after = world.sink.heard
-    told = msgspec.convert(mine.output.kv_transfer_params, kv_transfer.Report)
+    told = mine.output.kv_transfer_params.report
 
     assert (told.num_blocks, told.transfer_ms, told.prefill_worker_id) == (2, 250, 7)
     assert told.prefill_ms > 0
@@ -396,9 +391,9 @@ async def test_who_asks_is_told_with_its_outputs_how_the_blocks_came(world):
     assert after is batch  # nothing stands between any more
 
 
-@pytest.mark.parametrize("annotations", [(), (kv_transfer.REPORT,)])
+@pytest.mark.parametrize("annotations", [(), (kv_transfer.REPORT_ANNOTATION,)])
 async def test_nobody_is_told_unasked_nor_once_it_is_over(world, annotations):
-    world.handoff.submit(request(kv_transfer_params=REMOTE.as_params(), annotations=annotations))
+    world.handoff.submit(request(kv_transfer_params=REMOTE, annotations=annotations))
     world.handoff.abort("r")
     world.engine.pulled(pull_report())
     batch = [first_output("r")]

@@ -2,11 +2,12 @@
 
 import pytest
 
+import kv_params
 from dynamo.base import errors
 from dynamo.disagg import prefill_answer
 from dynamo.protocols import generate
 
-PARAMS = {"do_remote_prefill": True}
+PARAMS = kv_params.at_remote()
 
 
 async def test_the_first_end_counts():

@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
+import kv_params
 from dynamo.base import errors
 from dynamo.disagg import metrics, policy, prefill_first
 from dynamo.observability import metrics as registries
@@ -14,7 +15,7 @@ from dynamo.router import route
 from dynamo.testing import clock as clocks
 
 PREFILL, OTHER_PREFILL, DECODE, PLAIN = 1, 2, 10, 11
-PARAMS = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_hold_s": 60.0}
+PARAMS = kv_params.at_remote(remote_hold_s=60.0)
 
 
 class Stream:
@@ -122,9 +123,9 @@ async def test_a_prompt_is_computed_by_one_and_answered_by_another(world):
     chosen, params = world.answered
 
     assert (asked, prompt.stop_conditions.max_tokens, prompt.sampling_options.n) == (PREFILL, 1, 1)
-    assert prompt.kv_transfer_params == kv_transfer.ASK
+    assert prompt.kv_transfer_params == kv_transfer.PREFILL_ONLY
     assert chosen == DECODE  # PLAIN cannot copy
-    assert params == PARAMS | {"remote_hold_s": 60.0 - prefill_first.DELIVERY_S}
+    assert params == kv_params.with_remote(PARAMS, remote_hold_s=60.0 - prefill_first.DELIVERY_S)
     assert msgspec.structs.replace(world.decode.asked[0][1], kv_transfer_params=None) == request()
     assert [one.instance_id for one in world.told] == [PREFILL]
     assert world.prefill.streams[0].is_cancelled  # nobody listens any more
@@ -143,7 +144,7 @@ async def test_some_prompts_stay_and_say_so(world, made):
     await world.open(made)
 
     assert not world.prefill.asked
-    assert world.answered[1] == kv_transfer.STAY
+    assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
     assert world.count("routed_prefills_total", where="local") == 1
 
 
@@ -188,7 +189,7 @@ async def test_another_prefill_worker_is_asked_once(world, error):
     await world.open()
 
     assert [asked for asked, _, _ in world.prefill.asked] == [PREFILL, OTHER_PREFILL]
-    assert world.answered[1]["do_remote_prefill"]
+    assert world.answered[1].do_remote_prefill
     assert world.told[0].instance_id == OTHER_PREFILL
     assert world.count("routed_prefill_retries_total") == 1
     assert world.count("routed_prefill_fallbacks_total") == 0
@@ -200,7 +201,7 @@ async def test_another_prefill_worker_is_asked_once(world, error):
         ([errors.WorkerLost("x"), errors.WorkerLost("x")], "lost", 2),
         ([errors.NoWorkers("x")], "refused", 1),
         ([errors.InvalidRequest("x")], "failed", 1),
-        ([{"do_remote_prefill": False}], "failed", 1),
+        ([kv_transfer.COMPUTE_LOCALLY], "failed", 1),
     ],
 )
 async def test_what_fails_there_is_computed_where_it_is_answered(world, script, reason, num_asked):
@@ -208,7 +209,7 @@ async def test_what_fails_there_is_computed_where_it_is_answered(world, script, 
     await world.open()
 
     assert len(world.prefill.asked) == num_asked
-    assert world.answered[1] == kv_transfer.STAY
+    assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
     assert world.count("routed_prefill_fallbacks_total", reason=reason) == 1
     assert world.count("routed_prefills_total", where="fallback") == 1
     assert not world.told
@@ -223,7 +224,7 @@ async def test_what_takes_too_long_there_is_computed_where_it_is_answered():
     world.prefill.script = [forever]
     await world.open()
 
-    assert world.answered[1] == kv_transfer.STAY
+    assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
     assert world.count("routed_prefill_fallbacks_total", reason="late") == 1
 
 
@@ -232,7 +233,7 @@ async def test_blocks_that_nobody_comes_for_in_time_are_computed_again(world, mo
     world.decode.script = [forever]
     await world.open()
 
-    assert world.answered[1] == kv_transfer.STAY
+    assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
     assert world.count("routed_prefill_fallbacks_total", reason="undelivered") == 1
 
 
@@ -279,14 +280,14 @@ async def test_an_adapter_s_prompt_is_computed_by_one_that_has_it_and_no_other(w
     await world.open(request(lora_name="poet"))
 
     assert [asked for asked, _, _ in world.prefill.asked] == [OTHER_PREFILL]
-    assert world.answered[1] == kv_transfer.STAY
+    assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
 
 
 async def test_an_adapter_s_prompt_stays_where_no_prefill_worker_has_it(world):
     await world.open(request(lora_name="poet"))
 
     assert not world.prefill.asked
-    assert world.answered[1] == kv_transfer.STAY
+    assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
 
 
 async def test_an_adapter_s_prompt_stays_where_those_that_have_it_cannot_copy(world):
@@ -294,7 +295,7 @@ async def test_an_adapter_s_prompt_stays_where_those_that_have_it_cannot_copy(wo
     await world.open(request(lora_name="poet"), among={PLAIN})
 
     assert not world.prefill.asked
-    assert world.answered == (PLAIN, kv_transfer.STAY)
+    assert world.answered == (PLAIN, kv_transfer.COMPUTE_LOCALLY)
 
 
 async def test_where_it_is_the_rule_an_adapter_without_a_prefill_worker_is_refused():

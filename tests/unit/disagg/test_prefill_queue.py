@@ -4,12 +4,13 @@ import asyncio
 
 import pytest
 
+import kv_params
 from dynamo.base import errors
 from dynamo.disagg import prefill_queue
 from dynamo.protocols import blocks, generate, model_errors
 
 REQUEST = generate.Request(id="r", model="m", token_ids=blocks.pack([1, 2, 3]))
-PARAMS = {"do_remote_prefill": True}
+PARAMS = kv_params.at_remote()
 DEADLINE_S = 5
 
 

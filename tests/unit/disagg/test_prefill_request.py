@@ -33,7 +33,7 @@ def test_it_is_the_request_of_one_token():
             max_tokens=1, min_tokens=1, stop_token_ids=(7,), ignore_eos=True
         ),
         annotations=(),
-        kv_transfer_params=kv_transfer.ASK_WITH_TOKEN,
+        kv_transfer_params=kv_transfer.PREFILL_WITH_TOKEN,
     )
     assert asked == expected
 
@@ -50,6 +50,6 @@ def test_for_several_choices_no_token_is_wanted():
     options = generate.SamplingOptions(n=2, temperature=0.7, seed=3)
     asked = prefill_request.make(msgspec.structs.replace(REQUEST, sampling_options=options))
 
-    assert asked.kv_transfer_params == kv_transfer.ASK
+    assert asked.kv_transfer_params == kv_transfer.PREFILL_ONLY
     assert asked.sampling_options == generate.SamplingOptions(temperature=0.0)
     assert (asked.token_ids, asked.priority) == (REQUEST.token_ids, 1)

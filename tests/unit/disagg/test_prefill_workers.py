@@ -48,7 +48,7 @@ class World:
 
     async def join(self, instance_id, metadata=b"e1", *, name="m", data=None, lora_names=()):
         if data is None:
-            data = {kv_transfer.METADATA: base64.b64encode(metadata).decode()}
+            data = {kv_transfer.METADATA_KEY: base64.b64encode(metadata).decode()}
         card = model_card.ModelCard(
             display_name=name,
             source_path="/m",
@@ -118,7 +118,7 @@ async def test_one_from_which_a_copy_failed_is_asked_again_when_it_is_connected_
 
 async def test_workers_of_other_models_and_broken_cards_are_passed_over(world, caplog):
     await world.join(1, name="other")
-    await world.join(2, data={kv_transfer.METADATA: "?"})
+    await world.join(2, data={kv_transfer.METADATA_KEY: "?"})
     await world.join(3, data={})
     await world.join(4)
     await until(lambda: world.workers.connected)

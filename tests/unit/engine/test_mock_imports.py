@@ -2,6 +2,7 @@
 
 import random
 
+import kv_params
 from dynamo.engine.mock.answers import Cycle
 from dynamo.engine.mock.batch import Batch, Limits
 from dynamo.engine.mock.memory import Memory
@@ -45,11 +46,9 @@ class Engine:
 
     def prefill(self, prompt):
         """Where its blocks are."""
-        self.submit("p", prompt, kv_transfer.ASK, max_tokens=1)
+        self.submit("p", prompt, kv_transfer.PREFILL_ONLY, max_tokens=1)
         (output,) = self.run()
-        return kv_transfer.RemoteBlocks(
-            **output.kv_transfer_params, remote_engine_id="e", remote_host="", remote_port=0
-        ).as_params()
+        return kv_params.with_remote(output.kv_transfer_params, remote_engine_id="e")
 
     def copy(self, source):
         """What begins is done at once; gives the copies, which have not ended."""
@@ -96,7 +95,7 @@ def test_a_copy_that_failed_is_computed():
 def test_blocks_that_were_given_to_others_meanwhile_make_another_answer():
     here, there = Engine(), Engine()
     params = there.prefill(prompt(22))
-    there.batch.release_lease(params["remote_hold_id"])
+    there.batch.release_lease(params.remote.remote_hold_id)
     for seed in range(1, 9):  # others take all blocks
         there.submit(f"other {seed}", prompt(40, seed))
     there.run()
@@ -129,8 +128,8 @@ def test_held_blocks_are_free_once_they_are_released():
     there = Engine()
     params = there.prefill(prompt(22))
     during = there.memory.pool.num_active
-    there.batch.release_lease(params["remote_hold_id"])
-    there.batch.release_lease(params["remote_hold_id"])
+    there.batch.release_lease(params.remote.remote_hold_id)
+    there.batch.release_lease(params.remote.remote_hold_id)
 
     assert during == 6
     assert there.memory.pool.num_active == 0

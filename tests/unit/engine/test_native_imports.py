@@ -5,19 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_native_scheduler import Engine, answer, make_request, next_token
 
+import kv_params
 from dynamo.protocols import blocks, kv_transfer
 
 
 def place(num_blocks, first=None):
-    remote = kv_transfer.RemoteBlocks(
+    return kv_params.at_remote(
         first_token=None if first is None else kv_transfer.FirstToken(first),
         remote_block_ids=tuple(range(100, 100 + num_blocks)),
-        remote_engine_id="e",
-        remote_host="h",
-        remote_port=1,
-        remote_hold_id=7,
     )
-    return remote.as_params()
 
 
 class Pulling(Engine):
@@ -156,24 +152,25 @@ def test_blocks_of_an_aborted_copy_stay_taken_until_it_ends():
 
 def test_blocks_are_held_until_they_are_released():
     engine = Pulling()
-    engine.submit_with(kv_transfer.ASK, "a", range(10), max_tokens=1)
+    engine.submit_with(kv_transfer.PREFILL_ONLY, "a", range(10), max_tokens=1)
     engine.run()
-    held = engine.finished["a", 0].kv_transfer_params
+    held = engine.finished["a", 0].kv_transfer_params.remote
     active = engine.paging.num_active
-    engine.scheduler.release_lease(held["remote_hold_id"])
-    engine.scheduler.release_lease(held["remote_hold_id"])
+    engine.scheduler.release_lease(held.remote_hold_id)
+    engine.scheduler.release_lease(held.remote_hold_id)
 
-    assert len(held["remote_block_ids"]) == active == 3
+    assert len(held.remote_block_ids) == active == 3
     assert engine.paging.num_active == 0
 
 
 def test_those_that_wait_for_held_blocks_are_computed_when_these_are_released():
     engine = Pulling(num_blocks=4)
-    engine.submit_with(kv_transfer.ASK, "a", range(16), max_tokens=1)
+    engine.submit_with(kv_transfer.PREFILL_ONLY, "a", range(16), max_tokens=1)
     engine.step()
     engine.submit("b", range(20, 34), max_tokens=1)
     assert not engine.step()
-    engine.scheduler.release_lease(engine.finished["a", 0].kv_transfer_params["remote_hold_id"])
+    held = engine.finished["a", 0].kv_transfer_params.remote
+    engine.scheduler.release_lease(held.remote_hold_id)
     engine.run()
 
     assert engine.outputs["b", 0] == answer(range(20, 34), 1)

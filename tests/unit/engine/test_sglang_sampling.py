@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.engine.adapters.sglang import sampling
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, kv_transfer
 
 WITH_TOKENIZER = sampling.Ability(has_tokenizer=True)
 
@@ -107,7 +107,7 @@ def test_priority_is_told_as_sglang_orders_it(ability, told):
         ("ignore_eos", {"stop": {"ignore_eos": True, "stop_token_ids": (9,)}}),
         ("min_tokens", {"stop": {"min_tokens": 3}, "ability": sampling.Ability()}),
         ("nvext.max_thinking_tokens", {"thinking": generate.ThinkingLimit(max_tokens=4, close_ids=(3,))}),
-        ("kv_transfer_params", {"kv_transfer_params": {"do_remote_decode": True}}),
+        ("kv_transfer_params", {"kv_transfer_params": kv_transfer.PREFILL_ONLY}),
         ("guided_decoding", {"options": {"guided_decoding": generate.GuidedDecoding(json="{}")}, "num_resumed": 1}),
     ],
 )  # fmt: skip

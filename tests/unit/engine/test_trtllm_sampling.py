@@ -4,7 +4,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.engine.adapters.trtllm import sampling
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, kv_transfer
 
 
 def fields(*, eos=(2, 3), options=None, stop=None, report=None, **request):
@@ -76,7 +76,7 @@ def test_one_end_token_can_be_held_back():
         ("logit_bias", {"options": {"logit_bias": {5: 1.0}}}),
         ("prompt_logprobs", {"report": {"prompt_logprobs": 0}}),
         ("nvext.max_thinking_tokens", {"thinking": generate.ThinkingLimit(max_tokens=4, close_ids=(3,))}),
-        ("kv_transfer_params", {"kv_transfer_params": {"do_remote_decode": True}}),
+        ("kv_transfer_params", {"kv_transfer_params": kv_transfer.PREFILL_ONLY}),
     ],
 )  # fmt: skip
 def test_what_it_cannot_do_is_refused_by_name(param, request_):

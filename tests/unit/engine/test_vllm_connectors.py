@@ -53,7 +53,7 @@ def test_prompts_go_from_engine_to_engine_by_nixl(names, expected):
     fields = connectors.transfer_config(names, "e")
     extra = fields.get("kv_connector_extra_config", {})
 
-    assert connectors.lends(fields["kv_connector"], extra) is expected
+    assert connectors.can_export(fields["kv_connector"], extra) is expected
 
 
 def test_the_side_channel_is_ours_to_choose_unless_the_user_has():

@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.engine.adapters.vllm import outputs
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, kv_transfer
 
 
 def result(tokens, *, reason=None, stop_reason=None, logprobs=None, prompt=None, **fields):
@@ -84,7 +84,9 @@ def test_a_prompts_first_token_has_no_score():
 def test_where_blocks_are_is_passed_on_as_it_is():
     params = {"remote_block_ids": [[1]], "remote_host": "h"}
 
-    assert whole(result([5], kv_transfer_params=params), is_first=True).kv_transfer_params == params
+    assert whole(
+        result([5], kv_transfer_params=params), is_first=True
+    ).kv_transfer_params == kv_transfer.KvTransferParams(connector=params)
 
 
 def test_an_end_that_is_none_is_no_output():

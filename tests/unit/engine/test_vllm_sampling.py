@@ -5,7 +5,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.engine.adapters import guides
 from dynamo.engine.adapters.vllm import sampling
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, kv_transfer
 
 PARAMS = {"do_remote_decode": True}
 
@@ -90,7 +90,10 @@ def test_every_seed_becomes_one_that_vllm_takes(seed):
 
 
 def test_only_the_first_choice_is_asked_what_all_share():
-    asked = {"report": {"prompt_logprobs": 1, "logprobs": 2}, "kv_transfer_params": PARAMS}
+    asked = {
+        "report": {"prompt_logprobs": 1, "logprobs": 2},
+        "kv_transfer_params": kv_transfer.PREFILL_ONLY,
+    }
     first, second = (fields(index, **asked) for index in (0, 1))
 
     assert first["prompt_logprobs"] == 1

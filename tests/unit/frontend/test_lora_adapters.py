@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from frontend_rig import Worker
 
+import kv_params
 from dynamo.disagg import settings
 from dynamo.protocols import generate, instances, kv_transfer, model_card
 from dynamo.router import config
@@ -202,7 +203,7 @@ async def test_a_prompt_for_an_adapter_goes_to_a_prefill_worker_that_has_it_or_s
         routing=config.RoutingConfig(router_mode="kv"),
         prefill=settings.PrefillRoutingConfig(max_local_prefill_length=0),
     )
-    kinds, params = model_card.WorkerType, {"do_remote_prefill": True, "remote_block_ids": [1]}
+    kinds, params = model_card.WorkerType, kv_params.of_connector(remote_block_ids=[1])
     names = ("poet",)
     decode = await bare.worker(worker_type=kinds.DECODE, lora_names=names)
     prefills = [
@@ -219,5 +220,5 @@ async def test_a_prompt_for_an_adapter_goes_to_a_prefill_worker_that_has_it_or_s
     assert [one.status_code for one in answers] == [200] * 3
     assert [len(one.requests) for one in prefills] == [0, 3 if has_adapter else 0]
     assert {one.lora_name for worker in prefills for one in worker.requests} <= {"poet"}
-    given = params if has_adapter else kv_transfer.STAY
+    given = params if has_adapter else kv_transfer.COMPUTE_LOCALLY
     assert [one.kv_transfer_params for one in decode.requests] == [given] * 3

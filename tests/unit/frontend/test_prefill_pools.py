@@ -3,14 +3,15 @@
 import pytest
 from frontend_rig import Worker, outputs
 
+import kv_params
 from dynamo.base import errors
 from dynamo.disagg import settings
 from dynamo.protocols import generate, instances, kv_transfer, model_card
 from dynamo.router import config
 
 PREFILL = instances.EndpointName("dynamo", "prefill", "generate")
-PARAMS = {"do_remote_prefill": True, "remote_block_ids": [1]}
-REPORT = kv_transfer.Report(transfer_ms=2.5, num_blocks=3)
+PARAMS = kv_params.of_connector(remote_block_ids=[1])
+REPORT = kv_transfer.TransferReport(transfer_ms=2.5, num_blocks=3)
 ASKED = {"nvext": {"extra_fields": ["worker_id", "timing"]}}
 
 
@@ -85,7 +86,7 @@ async def test_a_caller_who_asks_is_told_who_computed_its_prompt_and_what_that_t
     worker = await prefill_worker(pools)
     await pools.until(lambda: is_split(pools))
     first, *rest = outputs("hello")
-    told = {"kv_transfer_params": _as_dict(REPORT)}
+    told = {"kv_transfer_params": kv_transfer.KvTransferParams(report=REPORT)}
     pools.decode.script = [generate.Output(first.token_ids, cached_tokens=2, **told), *rest]
     whole = (await pools.chat(**ASKED)).json()["nvext"]
     stream = await pools.chat(stream=True, **ASKED)
@@ -98,16 +99,17 @@ async def test_a_caller_who_asks_is_told_who_computed_its_prompt_and_what_that_t
     assert whole["timing"]["prefill_time_ms"] > 0
     assert whole["timing"]["kv_transfer_time_ms"] == 2.5
     assert whole["timing"]["kv_transfer_blocks"] == 3
-    assert kv_transfer.REPORT in pools.decode.requests[0].annotations
+    assert kv_transfer.REPORT_ANNOTATION in pools.decode.requests[0].annotations
     assert "kv_transfer_report" not in stream.text
     assert '"kv_transfer_blocks":3' in stream.text
 
 
 async def test_a_worker_that_asked_a_prefill_worker_itself_tells_who_that_was(rig):
     first, *rest = outputs("hello")
-    told = _as_dict(
-        kv_transfer.Report(transfer_ms=1, num_blocks=2, prefill_worker_id=77, prefill_ms=5)
+    report = kv_transfer.TransferReport(
+        transfer_ms=1, num_blocks=2, prefill_worker_id=77, prefill_ms=5
     )
+    told = kv_transfer.KvTransferParams(report=report)
     rig.one.script = [
         generate.Output(first.token_ids, cached_tokens=2, kv_transfer_params=told),
         *rest,
@@ -121,7 +123,9 @@ async def test_a_worker_that_asked_a_prefill_worker_itself_tells_who_that_was(ri
 async def test_what_is_no_report_is_no_harm(rig):
     first, *rest = outputs("hello")
     rig.one.script = [
-        generate.Output(first.token_ids, cached_tokens=2, kv_transfer_params={"a": 1}),
+        generate.Output(
+            first.token_ids, cached_tokens=2, kv_transfer_params=kv_params.of_connector(a=1)
+        ),
         *rest,
     ]
     timing = (await rig.chat(**ASKED)).json()["nvext"]["timing"]
@@ -174,7 +178,3 @@ async def test_without_a_prefill_worker_it_refuses_if_told_to(bare):
 
     assert answer.status_code == 503
     assert "no prefill worker" in answer.json()["error"]["message"]
-
-
-def _as_dict(report):
-    return {name: getattr(report, name) for name in report.__struct_fields__}

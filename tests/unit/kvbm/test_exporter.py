@@ -47,17 +47,18 @@ def made(owner, hold_s=LONG_S):
 
 
 def output(number=3):
-    params = {"remote_block_ids": (1, 2), "remote_hold_id": number}
+    remote = kv_transfer.RemoteBlocks(remote_block_ids=(1, 2), remote_hold_id=number)
+    params = kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
     logprobs = (generate.TokenLogprobs(-1.0),)
     return generate.Output(
         (5,), generate.FinishReason.LENGTH, logprobs=logprobs, cached_tokens=16, kv_transfer_params=params
     )  # fmt: skip
 
 
-def hold(exporter, number=3, ask=kv_transfer.ASK):
+def hold(exporter, number=3, ask=kv_transfer.PREFILL_ONLY):
     request = generate.Request(id="r", model="m", token_ids=b"", kv_transfer_params=ask)
     told = exporter.publish_lease(request, output(number), ME)
-    return kv_transfer.read(told.kv_transfer_params)
+    return kv_transfer.remote_blocks(told.kv_transfer_params)
 
 
 async def test_a_reader_is_told_where_the_blocks_are_and_for_how_long(exporter):
@@ -72,7 +73,7 @@ async def test_the_token_comes_along_if_it_was_asked_for(exporter):
     first = kv_transfer.FirstToken(5, generate.TokenLogprobs(-1.0), 16)
 
     assert hold(exporter, 1).first_token is None
-    assert hold(exporter, 2, kv_transfer.ASK_WITH_TOKEN).first_token == first
+    assert hold(exporter, 2, kv_transfer.PREFILL_WITH_TOKEN).first_token == first
 
 
 async def test_what_is_read_is_free_and_then_nobody_waits(exporter, owner):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, kv_transfer
 
 requests = st.builds(
     generate.Request,
@@ -26,7 +26,13 @@ requests = st.builds(
     ),
     output_options=st.builds(generate.OutputOptions, logprobs=st.none() | st.integers(0, 20)),
     eos_token_ids=st.lists(st.integers(0, 9), max_size=2).map(tuple),
-    kv_transfer_params=st.none() | st.dictionaries(st.text(max_size=3), st.integers(0, 9)),
+    kv_transfer_params=st.none()
+    | st.builds(
+        kv_transfer.KvTransferParams,
+        do_remote_decode=st.booleans(),
+        do_remote_prefill=st.booleans(),
+        connector=st.none() | st.dictionaries(st.text(max_size=3), st.integers(0, 9)),
+    ),
 )
 logprobs = st.builds(
     generate.TokenLogprobs,

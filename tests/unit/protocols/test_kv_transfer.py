@@ -1,73 +1,66 @@
-"""How one engine tells another where a prompt's keys and values are."""
+"""KV transfer parameters on the wire, and on their way from the prefill engine to the decode engine."""
 
 import msgspec
 import pytest
 
+import kv_params
 from dynamo.base import errors
 from dynamo.protocols import generate, kv_transfer
 
 LOGPROBS = generate.TokenLogprobs(-0.5, (generate.TopLogprob(4, -0.5),))
 
 
-def place(**fields):
-    return kv_transfer.RemoteBlocks(
-        remote_block_ids=(1, 2),
-        remote_engine_id="e",
-        remote_host="h",
-        remote_port=1,
-        remote_hold_id=7,
-        **fields,
-    )
-
-
-def request(*, n=1, logprobs=None, prompt_logprobs=None):
-    return generate.Request(
-        id="r",
-        model="m",
-        token_ids=b"",
-        sampling_options=generate.SamplingOptions(n=n),
-        output_options=generate.OutputOptions(logprobs=logprobs, prompt_logprobs=prompt_logprobs),
-    )
-
-
-def test_it_arrives_as_it_was_sent():
-    sent = place(first_token=kv_transfer.FirstToken(4, LOGPROBS, 16))
-    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.as_params()))
-
-    assert kv_transfer.read(travelled) == kv_transfer.read(sent.as_params()) == sent
-
-
-def test_a_token_is_no_negative_number():
-    params = place().as_params() | {"first_token": [-1, None]}
-
-    with pytest.raises(errors.RemoteProtocolError, match="first_token"):
-        kv_transfer.read(params)
+def decoded(encoded):
+    return msgspec.msgpack.decode(encoded, type=kv_transfer.KvTransferParams)
 
 
 @pytest.mark.parametrize(
-    ("asked", "has_logprobs", "is_taken"),
+    "params",
     [
-        (request(), False, True),
-        (request(logprobs=1), True, True),
-        (request(), True, False),
-        (request(logprobs=1), False, False),
-        (request(n=2), False, False),
-        (request(prompt_logprobs=0), False, False),
+        kv_transfer.COMPUTE_LOCALLY,
+        kv_transfer.PREFILL_ONLY,
+        kv_transfer.PREFILL_WITH_TOKEN,
+        kv_params.at_remote(first_token=kv_transfer.FirstToken(4, LOGPROBS, 16)),
+        kv_params.of_connector(remote_block_ids=[[1, 2]], remote_host="h"),
+        kv_transfer.KvTransferParams(
+            report=kv_transfer.TransferReport(transfer_ms=1.5, num_blocks=2)
+        ),
     ],
 )
-def test_a_token_is_taken_over_if_it_says_all_that_is_wanted(asked, has_logprobs, is_taken):
-    first = kv_transfer.FirstToken(4, LOGPROBS if has_logprobs else None)
-
-    assert kv_transfer.first_of(asked, place(first_token=first)) == (first if is_taken else None)
+def test_parameters_arrive_as_they_were_sent(params):
+    assert decoded(msgspec.msgpack.encode(params)) == params
 
 
-def test_without_a_token_none_is_taken_over():
-    assert kv_transfer.first_of(request(), place()) is None
-    assert kv_transfer.first_of(request(), None) is None
+def test_negative_first_token_is_refused():
+    wire = {"remote": {"remote_block_ids": [1], "remote_hold_id": 7, "first_token": [-1]}}
+
+    with pytest.raises(msgspec.ValidationError, match="first_token"):
+        decoded(msgspec.msgpack.encode(wire))
 
 
-def test_only_who_asks_for_a_token_wants_it():
-    assert not kv_transfer.wants_token(kv_transfer.ASK)
-    assert not kv_transfer.wants_token(None)
-    assert kv_transfer.wants_token(kv_transfer.ASK_WITH_TOKEN)
-    assert kv_transfer.wants_hold(kv_transfer.ASK_WITH_TOKEN)
+def test_blocks_of_a_foreign_engine_are_refused():
+    params = kv_params.of_connector(remote_port=1)
+
+    with pytest.raises(errors.RemoteProtocolError, match=r"got the fields \['remote_port'\]"):
+        kv_transfer.remote_blocks(params)
+
+
+@pytest.mark.parametrize("params", [None, kv_transfer.COMPUTE_LOCALLY, kv_transfer.PREFILL_ONLY])
+def test_prompt_of_no_other_engine_has_no_remote_blocks(params):
+    assert kv_transfer.remote_blocks(params) is None
+
+
+def test_lease_is_shorter_by_the_time_since_the_prefill_was_requested():
+    params = kv_params.at_remote(remote_hold_s=60.0)
+
+    assert kv_transfer.pass_on(params, 2.5) == kv_params.with_remote(params, remote_hold_s=57.5)
+
+
+def test_foreign_parameters_are_passed_on_unchanged():
+    params = kv_params.of_connector(remote_hold_s="x")
+
+    assert kv_transfer.pass_on(params, 2.5) is params
+
+
+def test_parameters_without_blocks_are_not_passed_on():
+    assert kv_transfer.pass_on(kv_transfer.COMPUTE_LOCALLY, 1.0) is None

@@ -135,7 +135,7 @@ def test_the_card_of_a_prefill_worker_says_how_to_reach_its_blocks():
     marked = disaggregated.marked(CARD, settings.WorkerConfig(is_prefill_worker=True), engine)
 
     assert marked.worker_type is model_card.WorkerType.PREFILL
-    said = marked.runtime_config.runtime_data[kv_transfer.METADATA]
+    said = marked.runtime_config.runtime_data[kv_transfer.METADATA_KEY]
     assert base64.b64decode(said) == b"here"
 
 

@@ -10,7 +10,6 @@ only at its next `event` (its end, or that of its blocks); in between it sends p
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
@@ -84,7 +83,7 @@ class Batch:
     def submit(self, request: generate.Request) -> None:
         """Take a request that fits (`engine.refusal`), and whose id is not in use."""
         leader: Choice | None = None
-        remote = kv_transfer.read(request.kv_transfer_params)
+        remote = kv_transfer.remote_blocks(request.kv_transfer_params)
         seed = blocks.seed_of(request.lora_name)
         choices = self._open[request.id] = []
         for index in range(request.sampling_options.n):
@@ -309,9 +308,9 @@ class Batch:
         self._memory.commit(choice, choice.num_tokens - 1)  # the last is not computed yet
         batch.append(api.EngineOutput(choice.request.id, output))
 
-    def _hold(self, choice: Choice) -> dict[str, Any] | None:
+    def _hold(self, choice: Choice) -> kv_transfer.KvTransferParams | None:
         """Keep its blocks, if it was computed for another engine."""
-        if not kv_transfer.wants_hold(choice.request.kv_transfer_params):
+        if not kv_transfer.is_prefill_only(choice.request.kv_transfer_params):
             return None
         self._holding[choice.request.id] = choice.request
         return self._shared.lease_blocks(choice.block_ids)

@@ -105,8 +105,8 @@ class Scheduler:
     def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
         """Take a request that fits (`engine.refusal`), and whose id is not in use; with what its answers follow."""
         prompt = blocks.unpack(request.token_ids)
-        remote = kv_transfer.read(request.kv_transfer_params)
-        first = kv_transfer.first_of(request, remote)
+        remote = kv_transfer.remote_blocks(request.kv_transfer_params)
+        first = sharing.usable_first_token(request, remote)
         drawn = [] if first is None else [first.token_id]
         self._num_arrived += 1
         leader: Sequence | None = None
@@ -290,7 +290,9 @@ class Scheduler:
             is_full=len(sequence.token_ids) >= self._limits.context_length,
         )
         group = self._groups[sequence.request.id]
-        is_held = reason is not None and kv_transfer.wants_hold(sequence.request.kv_transfer_params)
+        is_held = reason is not None and kv_transfer.is_prefill_only(
+            sequence.request.kv_transfer_params
+        )
         output = generate.Output(
             token_ids=(drawn.token_id,),
             finish_reason=reason,

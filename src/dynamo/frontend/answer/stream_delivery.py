@@ -9,7 +9,10 @@ from dynamo.protocols import generate, kv_transfer
 from dynamo.runtime.http import exchange
 
 METRICS = "llm_metrics"  # the annotation that comes before each chunk
-_ELSEWHERE = (METRICS, kv_transfer.REPORT)  # not told before the answer; the latter is the worker's
+_ELSEWHERE = (
+    METRICS,
+    kv_transfer.REPORT_ANNOTATION,
+)  # not told before the answer; the latter is the worker's
 
 
 class StreamDelivery(delivery.Delivery):

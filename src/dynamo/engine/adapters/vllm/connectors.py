@@ -1,14 +1,15 @@
-"""Which of vLLM's connectors move KV blocks between workers, from `--connector`.
+"""vLLM's KV connectors: which ones `--connector` selects, and the one place where KV transfer parameters become a dict.
 
-The names are short for vLLM's classes; a class that we have no short name for is taken as it is written. Several are
-asked in their order (vLLM's MultiConnector). A load that fails fails its request: `remote` then asks again without, so
-that the worker hears which engine not to trust; vLLM by itself would compute the prompt and tell nobody.
+The names are short for vLLM's classes; any other class is written as vLLM calls it. Several connectors are tried in
+their order (vLLM's MultiConnector). A load that fails fails its request: `kv_transfer_engine` then submits it again
+without parameters, so that the worker learns which engine failed; vLLM by itself would compute the prompt silently.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamo.base import errors
+from dynamo.protocols import kv_transfer
 
 NIXL = "NixlConnector"
 _CLASSES = {"nixl": NIXL, "lmcache": "LMCacheConnectorV1"}
@@ -18,49 +19,71 @@ _DEVICES = "UCX_NET_DEVICES"
 
 
 def transfer_config(names: Sequence[str], engine_id: str) -> dict[str, Any] | None:
-    """The fields of vLLM's KVTransferConfig; None for no connector. Raises ConfigError."""
-    classes = [_class(name) for name in names if name not in _NONE]
+    """Return the fields of vLLM's KVTransferConfig; None for no connector. Raises ConfigError."""
+    classes = [_class_of(name) for name in names if name not in _NONE]
     if len(classes) != len(names) and classes:
         raise errors.ConfigError(
             f"--connector {','.join(names)}: expected none alone, or connectors"
         )
     if not classes:
         return None
-    whole = {"engine_id": engine_id, "kv_load_failure_policy": "fail"}
+    common = {"engine_id": engine_id, "kv_load_failure_policy": "fail"}
     if len(classes) == 1:
-        return _one(classes[0]) | whole
-    several = {"connectors": [_one(each) for each in classes]}
-    return _one("MultiConnector") | {"kv_connector_extra_config": several} | whole
+        return _connector(classes[0]) | common
+    several = {"connectors": [_connector(each) for each in classes]}
+    return _connector("MultiConnector") | {"kv_connector_extra_config": several} | common
 
 
-def lends(connector: str | None, extra: Mapping[str, Any]) -> bool:
-    """Do prompts go from engine to engine by it? By NIXL they do; others share stores, or have ways of their own."""
-    among = [one.get("kv_connector") for one in extra.get("connectors", ())]
-    return NIXL in (connector, *among)
+def can_export(connector: str | None, extra: Mapping[str, Any]) -> bool:
+    """Return whether engines pass prompts to each other by this connector.
+
+    Only NIXL does: the others share stores, or have ways of their own.
+    """
+    names = [each.get("kv_connector") for each in extra.get("connectors", ())]
+    return NIXL in (connector, *names)
 
 
 def side_channel(environ: Mapping[str, str], free_port: int) -> dict[str, str]:
-    """What is to be set in the environment, so that this engine's NIXL is asked at a port of its own.
+    """Return the environment variables that give this engine's NIXL a port of its own.
 
-    Unless the user names a host, only this one can ask; then NIXL's UCX need not listen to the network either.
+    Unless the user names a host, only this host can reach it; then NIXL's UCX need not listen to the network either.
     """
-    wanted = {_PORT: str(free_port)}
+    variables = {_PORT: str(free_port)}
     if _HOST not in environ:
-        wanted |= {_HOST: "127.0.0.1", _DEVICES: "lo"}
-    return {name: value for name, value in wanted.items() if name not in environ}
+        variables |= {_HOST: "127.0.0.1", _DEVICES: "lo"}
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
-def _class(name: str) -> str:
+def encode_params(params: kv_transfer.KvTransferParams | None) -> dict[str, Any] | None:
+    """Return the parameters of a request as vLLM's connector reads them."""
+    if params is None:
+        return None
+    if params.connector is not None:
+        return params.connector
+    if params.do_remote_decode:
+        return {"do_remote_decode": True}
+    return {"do_remote_prefill": False, "do_remote_decode": False}
+
+
+def decode_params(fields: dict[str, Any] | None) -> kv_transfer.KvTransferParams | None:
+    """Return the parameters that vLLM's connector gave with an output."""
+    if fields is None:
+        return None
+    is_prefilled = fields.get("do_remote_prefill") is True
+    return kv_transfer.KvTransferParams(do_remote_prefill=is_prefilled, connector=fields)
+
+
+def _class_of(name: str) -> str:
     if "Connector" in name:
         return name
     try:
         return _CLASSES[name]
     except KeyError:
-        known = ", ".join((*_CLASSES, *_NONE))
+        names = ", ".join((*_CLASSES, *_NONE))
         raise errors.ConfigError(
-            f"--connector {name}: expected one of {known}, or the name of one of vLLM's connectors"
+            f"--connector {name}: expected one of {names}, or the name of one of vLLM's connectors"
         ) from None
 
 
-def _one(name: str) -> dict[str, Any]:
+def _connector(name: str) -> dict[str, Any]:
     return {"kv_connector": name, "kv_role": "kv_both"}

@@ -13,8 +13,8 @@ from dynamo.engine.adapters import guides, kv_feed, ports, streams
 from dynamo.engine.adapters.vllm import (
     arguments,
     connectors,
+    kv_transfer_engine,
     outputs,
-    remote,
     sampling,
     versions,
 )
@@ -38,12 +38,14 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
         library if args.enable_lora else None,
     )
     moves = args.kv_transfer_config
-    if moves is None or not connectors.lends(moves.kv_connector, moves.kv_connector_extra_config):
+    if moves is None or not connectors.can_export(
+        moves.kv_connector, moves.kv_connector_extra_config
+    ):
         return engine
     if args.enable_sleep_mode:
         raise errors.ConfigError(_SLEEPS)
     channel = connectors.side_channel(os.environ, ports.free_run(args.data_parallel_size))
-    return remote.RemoteEngine(
+    return kv_transfer_engine.KvTransferEngine(
         engine, engine_id=moves.engine_id, connector=moves.kv_connector, environment=channel
     )
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from dynamo.base import errors
 from dynamo.engine.adapters import choice, logprobs
+from dynamo.engine.adapters.vllm import connectors
 from dynamo.protocols import generate
 
 _REASON = {
@@ -29,7 +30,7 @@ def translate(
         logprobs=logprobs.each(said.logprobs, report.logprobs),
         cached_tokens=(result.num_cached_tokens or 0) if is_first else None,
         stop_reason=stop_reason,
-        kv_transfer_params=result.kv_transfer_params,
+        kv_transfer_params=connectors.decode_params(result.kv_transfer_params),
         prompt_logprobs=_of_prompt(result.prompt_logprobs, report.prompt_logprobs),
     )
 

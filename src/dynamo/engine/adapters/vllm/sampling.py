@@ -10,6 +10,7 @@ and to stop at ours. What vLLM cannot honour is refused by name.
 from typing import Any
 
 from dynamo.engine.adapters import choice, guides
+from dynamo.engine.adapters.vllm import connectors
 from dynamo.protocols import generate
 
 
@@ -18,7 +19,7 @@ def fields(request: generate.Request, index: int, ability: guides.Ability) -> di
     options, stop = request.sampling_options, request.stop_conditions
     report, is_first = request.output_options, index == 0
     is_greedy = choice.is_greedy(options)
-    moves = request.kv_transfer_params if is_first else None
+    params = connectors.encode_params(request.kv_transfer_params) if is_first else None
     return {
         "temperature": 0.0 if is_greedy else options.temperature,
         "top_p": options.top_p or 1.0,
@@ -39,7 +40,7 @@ def fields(request: generate.Request, index: int, ability: guides.Ability) -> di
         "prompt_logprobs": report.prompt_logprobs if is_first else None,
         "detokenize": False,
         "skip_clone": True,
-        "extra_args": {"kv_transfer_params": moves} if moves else None,
+        "extra_args": {"kv_transfer_params": params} if params else None,
     }
 
 

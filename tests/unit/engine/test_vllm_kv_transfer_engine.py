@@ -5,15 +5,16 @@ import os
 
 import pytest
 
+import kv_params
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.adapters.vllm import connectors, remote
+from dynamo.engine.adapters.vllm import connectors, kv_transfer_engine
 from dynamo.protocols import blocks, generate, kv_transfer
 
-PLACE = {
+PLACE = connectors.decode_params({
     "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_engine_id": "e_dp0",
     "remote_request_id": "r-1", "remote_host": "127.0.0.1", "remote_port": 5, "remote_prefill_cached_tokens": 5,
-}  # fmt: skip
+})  # fmt: skip
 LOST = errors.EngineFailed("vLLM gave the request up")
 
 
@@ -70,7 +71,7 @@ class World:
     def __init__(self, **options):
         self.inner, self.sink, self.reports = Engine(), Sink(), []
         options = {"engine_id": "me", "connector": connectors.NIXL} | options
-        self.engine = remote.RemoteEngine(self.inner, **options)
+        self.engine = kv_transfer_engine.KvTransferEngine(self.inner, **options)
         self.engine.on_import(self.reports.append)
 
     async def start(self):
@@ -104,7 +105,7 @@ def test_it_is_an_engine_that_lends_and_fetches():
     assert engine.capabilities == api.EngineCapabilities(kv_transfer=engine)
 
 
-@pytest.mark.parametrize("params", [None, {"do_remote_prefill": False}, kv_transfer.ASK])
+@pytest.mark.parametrize("params", [None, kv_transfer.COMPUTE_LOCALLY, kv_transfer.PREFILL_ONLY])
 async def test_what_is_not_fetched_goes_straight_through(world, params):
     request = made(params)
 
@@ -119,9 +120,9 @@ async def test_what_is_not_fetched_goes_straight_through(world, params):
 
 
 async def test_vllm_is_asked_in_its_own_words(world):
-    world.engine.submit(made(kv_transfer.ASK | {"do_first_token": True}))
+    world.engine.submit(made(kv_transfer.PREFILL_WITH_TOKEN))
 
-    assert world.inner.done == [made(kv_transfer.ASK)]
+    assert world.inner.done == [made(kv_transfer.PREFILL_ONLY)]
 
 
 async def test_the_first_output_tells_that_the_blocks_came(world):
@@ -136,11 +137,13 @@ async def test_the_first_output_tells_that_the_blocks_came(world):
 
 async def test_cached_is_what_the_computing_engine_found_so(world):
     """vLLM 0.32 says so itself; older ones count what they have fetched."""
-    world.engine.submit(made(kv_transfer.ASK))
-    world.inner.sink.outputs([output(params={"remote_engine_id": "x"}, cached=32)])
+    world.engine.submit(made(kv_transfer.PREFILL_ONLY))
+    world.inner.sink.outputs(
+        [output(params=kv_params.of_connector(remote_engine_id="x"), cached=32)]
+    )
     ((_, told),) = world.sink.heard
 
-    assert told.kv_transfer_params == {
+    assert told.kv_transfer_params.connector == {
         "remote_engine_id": "x", "remote_prefill_cached_tokens": 32,
     }  # fmt: skip
 
@@ -183,7 +186,7 @@ async def test_a_refusal_the_second_time_is_told(world):
 
 
 async def test_nothing_is_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_TOKEN_S", 0.0)
+    monkeypatch.setattr(kv_transfer_engine, "FIRST_TOKEN_S", 0.0)
     world = await World().start()
     told = asyncio.Event()
     world.engine.on_import(lambda report: told.set())
@@ -197,7 +200,7 @@ async def test_nothing_is_waited_for_without_end(monkeypatch):
 
 
 async def test_an_aborted_request_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(remote, "FIRST_TOKEN_S", 0.0)
+    monkeypatch.setattr(kv_transfer_engine, "FIRST_TOKEN_S", 0.0)
     world = await World().start()
 
     world.engine.submit(made())
@@ -220,8 +223,8 @@ async def test_several_choices_do_not_fetch(world):
 
 
 async def test_parameters_without_an_engine_are_refused(world):
-    with pytest.raises(errors.RemoteProtocolError, match=r"got \['do_remote_prefill'\]"):
-        world.engine.submit(made({"do_remote_prefill": True}))
+    with pytest.raises(errors.RemoteProtocolError, match=r"got \['remote_port'\]"):
+        world.engine.submit(made(kv_params.of_connector(remote_port=1)))
 
     assert world.inner.done == []
 

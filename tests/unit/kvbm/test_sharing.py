@@ -1,0 +1,138 @@
+"""Leases and imports of one pool, as a scheduler sees them."""
+
+import dataclasses
+
+import pytest
+
+import kv_params
+from dynamo.kvbm import pool as pools
+from dynamo.kvbm import sharing
+from dynamo.protocols import generate, kv_transfer
+
+SIZE = 4
+LOGPROBS = generate.TokenLogprobs(-0.5)
+
+
+def request(*, n=1, logprobs=None, prompt_logprobs=None):
+    return generate.Request(
+        id="r",
+        model="m",
+        token_ids=b"",
+        sampling_options=generate.SamplingOptions(n=n),
+        output_options=generate.OutputOptions(logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+    )
+
+
+@dataclasses.dataclass
+class Sequence:
+    block_ids: list
+    num_tokens: int
+    num_computed: int = 0
+    remote: kv_transfer.RemoteBlocks | None = None
+    request: generate.Request = dataclasses.field(default_factory=request)
+    is_importing: bool = False
+
+
+def remote(num_blocks):
+    return kv_params.at_remote(remote_block_ids=tuple(range(100, 100 + num_blocks))).remote
+
+
+def shared(num_blocks=16, **options):
+    pool = pools.BlockPool(num_blocks)
+    return pool, sharing.SharedBlocks(pool, SIZE, **options)
+
+
+def test_import_copies_the_blocks_that_the_cache_lacks():
+    _, blocks = shared(first_block=50)
+    sequence = Sequence([3, 4, 5], num_tokens=10, num_computed=4, remote=remote(3))
+
+    assert blocks.begin_import(sequence)
+    (kv_import,) = blocks.take_imports()
+    assert (kv_import.local_blocks, kv_import.remote_blocks) == ((54, 55), (101, 102))
+    assert kv_import.num_tokens == 5  # all but the last, and those that are known
+    assert sequence.is_importing
+    assert blocks.num_importing == 1
+
+
+def test_ended_import_returns_its_sequence_once():
+    _, blocks = shared()
+    sequence = Sequence([3], num_tokens=4, remote=remote(1))
+    blocks.begin_import(sequence)
+    (kv_import,) = blocks.take_imports()
+
+    assert blocks.end_import(kv_import.import_id) is sequence
+    assert not sequence.is_importing
+    assert blocks.end_import(kv_import.import_id) is None
+
+
+def test_sequence_imports_only_once():
+    _, blocks = shared()
+    sequence = Sequence([3], num_tokens=4, remote=remote(1))
+    blocks.begin_import(sequence)
+
+    assert not blocks.begin_import(sequence)
+    assert len(blocks.take_imports()) == 1
+
+
+@pytest.mark.parametrize(
+    "sequence",
+    [
+        Sequence([1, 2], num_tokens=8, num_computed=7, remote=remote(2), request=request(prompt_logprobs=0)),
+        Sequence([1, 2], num_tokens=8, remote=remote(1)),
+    ],
+    ids=["prompt to be scored", "too few remote blocks"],
+)  # fmt: skip
+def test_useless_blocks_are_not_copied_but_their_lease_is_released(sequence):
+    _, blocks = shared()
+
+    assert not blocks.begin_import(sequence)
+    (kv_import,) = blocks.take_imports()
+    assert kv_import.local_blocks == kv_import.remote_blocks == ()
+
+
+def test_leased_blocks_outlive_their_sequence_until_the_lease_is_released():
+    pool, blocks = shared()
+    ids = pool.allocate(3)
+    params = blocks.lease_blocks(ids)
+    pool.release(ids)
+    during = pool.num_active
+    blocks.release_lease(params.remote.remote_hold_id)
+    blocks.release_lease(params.remote.remote_hold_id)
+
+    assert (during, pool.num_active) == (3, 0)
+
+
+def test_pools_of_one_region_share_ids_and_give_positions_in_the_region():
+    ids = iter(range(1, 9))
+    (first_pool, first), (second_pool, second) = (
+        shared(first_block=start, ids=ids) for start in (0, 16)
+    )
+    leases = [
+        first.lease_blocks(first_pool.allocate(1)).remote,
+        second.lease_blocks(second_pool.allocate(1)).remote,
+    ]
+
+    assert [(one.remote_hold_id, one.remote_block_ids) for one in leases] == [(1, (0,)), (2, (16,))]
+
+
+@pytest.mark.parametrize(
+    ("made", "has_logprobs", "is_used"),
+    [
+        (request(), False, True),
+        (request(logprobs=1), True, True),
+        (request(), True, False),
+        (request(logprobs=1), False, False),
+        (request(n=2), False, False),
+        (request(prompt_logprobs=0), False, False),
+    ],
+)
+def test_first_token_is_used_if_it_has_all_that_was_requested(made, has_logprobs, is_used):
+    first = kv_transfer.FirstToken(4, LOGPROBS if has_logprobs else None)
+    source = kv_params.at_remote(first_token=first).remote
+
+    assert sharing.usable_first_token(made, source) == (first if is_used else None)
+
+
+def test_without_a_first_token_none_is_used():
+    assert sharing.usable_first_token(request(), remote(1)) is None
+    assert sharing.usable_first_token(request(), None) is None
