@@ -11,7 +11,7 @@ from dynamo.engine import api as engines
 from dynamo.protocols import blocks, instances, kv_events, model_card
 from dynamo.router import api, kv_event_subscriber, prefix_index
 from dynamo.runtime import component
-from dynamo.worker import host, kv_record, publish
+from dynamo.worker import host, kv_event_publisher
 
 GENERATE = instances.EndpointName("n", "backend", "generate")
 FACTS = engines.EngineFacts(
@@ -25,6 +25,8 @@ FACTS = engines.EngineFacts(
 
 class Engine:
     """Only speaks of blocks, when the test says so."""
+
+    capabilities = engines.EngineCapabilities()
 
     async def start(self, sink):
         return FACTS
@@ -65,7 +67,7 @@ class Worker:
             make_card=lambda facts: model_card.ModelCard(
                 display_name="m", source_path="/m", context_length=64, kv_cache_block_size=4
             ),
-            request_limit=1,
+            options=host.HostOptions(request_limit=1),
             clock=clocks.SystemClock(),
         )
         await worker.host.start()
@@ -179,7 +181,7 @@ async def test_ranks_are_workers_of_their_own(worker, router):
 
 @pytest.mark.parametrize("num_remembered", [100, 1], ids=["remembered", "forgotten"])
 async def test_lost_messages_are_asked_for(worker, router, monkeypatch, num_remembered):
-    monkeypatch.setattr(kv_record, "RECENT_EVENTS", num_remembered)
+    monkeypatch.setattr(kv_event_publisher, "RECENT_EVENTS", num_remembered)
     worker.store([1, 2])
     await router.await_held({api.Worker(worker.id): names([1, 2])})
     worker.lose()
@@ -192,7 +194,7 @@ async def test_lost_messages_are_asked_for(worker, router, monkeypatch, num_reme
 
 
 async def test_a_lost_last_message_is_noticed(worker, router, monkeypatch):
-    monkeypatch.setattr(publish, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(kv_event_publisher, "HEARTBEAT_S", 0.02)
     worker.store([1])
     await router.await_held({api.Worker(worker.id): names([1])})
     worker.lose()
@@ -218,7 +220,7 @@ async def test_a_worker_that_died_is_forgotten_and_its_successor_is_known(router
 
 
 async def test_a_large_cache_is_told_in_parts(worker, join, monkeypatch):
-    monkeypatch.setattr(kv_record, "RECENT_BLOCKS", 1)
+    monkeypatch.setattr(kv_event_publisher, "RECENT_BLOCKS", 1)
     chains = [list(range(start, start + 500)) for start in range(1, 10_000, 500)]
     for chain in chains:
         worker.store(chain)
@@ -232,7 +234,7 @@ async def test_after_a_snapshot_only_what_happened_since_is_told(worker, router,
     await router.await_held({api.Worker(worker.id): names([1, 2, 3])})
     saved = router.feed.snapshot()
     worker.remove([1, 2, 3])
-    monkeypatch.setattr(kv_record.KvRecord, "held", None)  # nobody may ask for all
+    monkeypatch.setattr(kv_event_publisher.KvEventLog, "snapshot", None)  # nobody may ask for all
     restored = await Router.start(await join(), saved)
     await restored.await_held({api.Worker(worker.id): names([1, 2])})
     await restored.close()

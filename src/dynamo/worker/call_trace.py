@@ -1,8 +1,8 @@
-"""Which request a worker works on, told to its logs and, where that is switched on, to a collector of traces.
+"""The logging context and the trace spans of a worker's requests.
 
-Both stand around the handler of the endpoint, so the requests in flight know nothing of them. The spans are
-`handle_payload` and, in it, `prefill` (until the first token went out, so it has the time in the engine's queue) and
-`decode`. A call that is not sampled goes through as it is; one that is pays once, with its first token.
+Both wrap the handler of the endpoint, so that `inflight` does not know them. The spans are `handle_payload` and, within
+it, `prefill` (until the first token is sent, including the time in the engine's queue) and `decode`. A call that is not
+sampled reaches the handler unchanged; a sampled one costs more for its first token only.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,50 +20,50 @@ _SPAN = "handle_payload"
 
 
 def logged(handler: requests.Handler) -> requests.Handler:
-    """The handler; what is logged while it takes a call names the request."""
+    """Wrap a handler so that log lines written while it handles a call name the request."""
 
-    def take(call: requests.Call) -> None:
+    def handle(call: requests.Call) -> None:
         headers = call.headers
-        subject = logs.LogContext(_SPAN, headers.get("x-request-id"), trace_context.read(headers))
-        token = logs.log_context.set(subject)
+        context = logs.LogContext(_SPAN, headers.get("x-request-id"), trace_context.read(headers))
+        token = logs.log_context.set(context)
         try:
             handler(call)
         finally:
             logs.log_context.reset(token)
 
-    return take
+    return handle
 
 
 def traced(
     handler: requests.Handler, exporter: tracing.SpanExporter, ratio: float, clock: clocks.Clock
 ) -> requests.Handler:
-    """The handler; its calls are told to the exporter."""
+    """Wrap a handler so that the spans of sampled calls go to the exporter; `ratio` of new traces are sampled."""
 
-    def take(call: requests.Call) -> None:
+    def handle(call: requests.Call) -> None:
         trace, parent_id = tracing.start_span(call.headers, ratio=ratio)
         if trace is None or not trace.is_sampled:
             handler(call)
             return
 
-        def ended(taken_at: float, first_at: float | None, error: str | None) -> None:
+        def export(accepted_at: float, first_at: float | None, error: str | None) -> None:
             now = clock.now()
             wall = tracing.wall_clock(now, clock.wall())
             root = tracing.Span(
                 name=_SPAN,
                 context=trace,
                 parent_id=parent_id,
-                started_at=wall(taken_at),
+                started_at=wall(accepted_at),
                 ended_at=wall(now),
                 kind="server",
                 attributes=_attributes(call.headers),
                 error=error,
             )
-            stages = (("prefill", taken_at, first_at), ("decode", first_at, now))
+            stages = (("prefill", accepted_at, first_at), ("decode", first_at, now))
             exporter.export([root, *tracing.stage_spans(trace, stages, wall)])
 
-        handler(TimedCall(call, clock.now, ended))
+        handler(TimedCall(call, clock.now, export))
 
-    return take
+    return handle
 
 
 def _attributes(headers: Mapping[str, str]) -> dict[str, tracing.AttributeValue]:
@@ -72,19 +72,23 @@ def _attributes(headers: Mapping[str, str]) -> dict[str, tracing.AttributeValue]
 
 
 class TimedCall:
-    """A call that notes when its first output went out, and tells its end."""
+    """A call that records when its first output is sent, and calls `on_end` at its end.
+
+    `on_end` gets the time of this call, the time of the first output or None, and the code of an error or None.
+    """
 
     def __init__(
         self,
         call: requests.Call,
         now: Callable[[], float],
-        ended: Callable[[float, float | None, str | None], None],
+        on_end: Callable[[float, float | None, str | None], None],
     ) -> None:
         self._call = call
         self._now = now
-        self._ended = ended
-        self._taken_at = now()
+        self._on_end = on_end
+        self._accepted_at = now()
         self._first_at: float | None = None
+        # Rebound at the first output (hot path): a later token goes to the call without a method of ours between.
         self.send: Callable[[generate.Output], None] = self._send_first
 
     @property
@@ -122,8 +126,8 @@ class TimedCall:
 
     def _send_first(self, output: generate.Output) -> None:
         self._first_at = self._now()
-        self.send = self._call.send  # from here on nothing stands between
+        self.send = self._call.send
         self.send(output)
 
     def _end(self, error: str | None) -> None:
-        self._ended(self._taken_at, self._first_at, error)
+        self._on_end(self._accepted_at, self._first_at, error)

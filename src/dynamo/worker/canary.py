@@ -1,7 +1,8 @@
-"""A question that a quiet engine is asked, to see whether it still answers: one that hangs looks like one that rests.
+"""The health check of a quiet engine: a probe request, because an engine that hangs looks like an idle one.
 
-Quiet means that its load has not changed for a while. An engine at a long prompt is not: its load tells how much of
-the prompt is left. So only an engine that neither answers the question nor gets on with anything is given up.
+An engine is quiet when its load has not changed for a while. An engine that computes a long prompt is not quiet: its
+load shows how much of the prompt is left. So the worker gives up only an engine that neither answers the probe nor
+makes any progress.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from dynamo.base import errors
 from dynamo.protocols import blocks, generate, load
 from dynamo.runtime import requests
 
-_QUESTION = generate.Request(
+_PROBE_REQUEST = generate.Request(
     id="canary",
     model="canary",
     token_ids=blocks.pack((0,)),
@@ -26,68 +27,65 @@ _QUESTION = generate.Request(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """In seconds."""
+class HealthCheck:
+    """The time limits of a health check, in seconds."""
 
-    wait_s: float = 10.0  # quiet until it is asked
-    answer_s: float = 3.0  # asked until it is given up
+    wait_s: float = 10.0  # without progress, before the probe
+    answer_s: float = 3.0  # for the answer to the probe
 
 
 class Canary:
-    """`take` is what handles requests; `measure` gives the load of each rank."""
+    """Probes one engine: `handle` accepts requests, `measure` returns the load of each rank."""
 
     def __init__(
         self,
-        take: requests.Handler,
+        handle: requests.Handler,
         measure: Callable[[], Sequence[load.ForwardPassMetrics]],
-        patience: Patience,
+        check: HealthCheck,
         clock: clocks.Clock,
     ) -> None:
-        self._take = take
+        self._handle = handle
         self._measure = measure
-        self._patience = patience
+        self._check = check
         self._clock = clock
 
     async def watch(self) -> errors.EngineFailed:
-        """Returns why the engine is beyond use, when it is."""
+        """Probe the engine whenever it is quiet; return the error once it hangs."""
         while True:
-            before = self._measure()
-            await self._clock.sleep(self._patience.wait_s)
-            if self._measure() == before and not await self._is_alive():
+            load_before = self._measure()
+            await self._clock.sleep(self._check.wait_s)
+            if self._measure() == load_before and not await self._is_alive():
                 return errors.EngineFailed(
-                    f"the engine hangs: it did not answer a token within {self._patience.answer_s:g} s"
+                    f"the engine hangs: it did not answer a token within {self._check.answer_s:g} s"
                 )
 
     async def _is_alive(self) -> bool:
-        call = Question()
-        self._take(call)
-        before = self._measure()
-        waits = [
-            asyncio.ensure_future(call.is_over.wait()),
-            asyncio.ensure_future(self._clock.sleep(self._patience.answer_s)),
-        ]
+        probe = Probe()
+        self._handle(probe)
+        load_before = self._measure()
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        call.cancel()
-        return call.is_over.is_set() or self._measure() != before
+            async with self._clock.timeout(self._check.answer_s):
+                await probe.is_answered.wait()
+        except TimeoutError:
+            probe.cancel()
+            return self._measure() != load_before
+        probe.cancel()
+        return True
 
 
-class Question:
-    """A `requests.Call` that nobody made. It is over with the first word, whichever: who refuses lives, too."""
+class Probe:
+    """A `requests.Call` without a caller. Any answer ends it: an engine that refuses is alive, too."""
 
     endpoint = "canary"
     headers: Mapping[str, str] = {}
 
     def __init__(self) -> None:
-        self.body = msgspec.Raw(msgspec.msgpack.encode(_QUESTION))
-        self.is_over = asyncio.Event()
+        self.body = msgspec.Raw(msgspec.msgpack.encode(_PROBE_REQUEST))
+        self.is_answered = asyncio.Event()
         self._on_cancel: Callable[[], None] | None = None
 
     def cancel(self) -> None:
-        """Wait no more."""
+        """Abort the probe in the engine."""
         if self._on_cancel is not None:
             self._on_cancel()
 
@@ -95,16 +93,16 @@ class Question:
         self._on_cancel = callback
 
     def on_choice_cancel(self, callback: Callable[[int], None]) -> None:
-        """It has one choice."""
+        """Ignore the callback: the probe has one choice."""
 
     def send(self, output: generate.Output) -> None:
-        self.is_over.set()
+        self.is_answered.set()
 
     def reply(self, value: Any) -> None:
-        self.is_over.set()
+        self.is_answered.set()
 
     def finish(self) -> None:
-        self.is_over.set()
+        self.is_answered.set()
 
     def fail(self, error: errors.DynamoError) -> None:
-        self.is_over.set()
+        self.is_answered.set()

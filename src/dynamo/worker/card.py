@@ -1,16 +1,26 @@
-"""The model card that a worker publishes: the model's files by checksum, its name, what the engine found."""
+"""The model card of a worker, and the files that it names.
 
+The card holds the model's name, its files with checksums, and what the engine found. Frontends on other hosts get the
+files from the object store, if the worker is connected to one, and in any case over the request plane. Only files that
+the card names are served, and never weights. A file in the store is named by its content, so that all workers of a
+model share it; it stays as long as one of them runs and a while longer (`object_store.Bounds`).
+"""
+
+import asyncio
 import hashlib
 import json
+import logging
 from pathlib import Path
 
 import msgspec
 
-from dynamo.base import errors
+from dynamo.base import clock as clocks
+from dynamo.base import errors, tasks
 from dynamo.engine import api
-from dynamo.protocols import model_card
+from dynamo.protocols import instances, model_card
+from dynamo.runtime import component, object_store, requests
 
-# What a frontend needs to turn text into tokens and back, and to know a model's limits.
+# What a frontend needs to turn text into tokens and back, and to know the limits of a model.
 FILES = (
     "config.json",
     "generation_config.json",
@@ -20,6 +30,8 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_logger = logging.getLogger(__name__)
+_decode_part = msgspec.msgpack.Decoder(model_card.FilePart).decode
 
 
 def build(
@@ -33,7 +45,10 @@ def build(
     infill_format: str | None = None,
     migration_limit: int | None = None,
 ) -> model_card.ModelCard:
-    """The card of the model in `directory`, as an engine with these facts serves it. Raises ConfigError."""
+    """Return the card of the model in `directory`, served by an engine with these facts.
+
+    `created` is in seconds since 1970. Raises ConfigError.
+    """
     if name in facts.lora_names:
         raise errors.ConfigError(
             f"a LoRA adapter is called {name!r}, and so is its model: clients could not ask for it; rename one"
@@ -46,8 +61,15 @@ def build(
         model_type=_model_types(directory),
         migration_limit=migration_limit,
         files=describe_files(directory),
-        runtime_config=msgspec.structs.replace(
-            _runtime_config(facts),
+        runtime_config=model_card.RuntimeConfig(
+            total_kv_blocks=facts.total_kv_blocks,
+            max_num_seqs=facts.max_num_seqs,
+            max_num_batched_tokens=facts.max_num_batched_tokens,
+            data_parallel_size=facts.data_parallel_size,
+            supports_logprobs=facts.supports_logprobs,
+            max_top_logprobs=facts.max_top_logprobs,
+            supports_prompt_logprobs=facts.supports_prompt_logprobs,
+            supports_guided=facts.supports_guided,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             infill_format=infill_format,
@@ -60,7 +82,7 @@ def build(
 def build_embedding(
     directory: Path, *, name: str, facts: api.EmbedderFacts, created: int
 ) -> model_card.ModelCard:
-    """The card of the model in `directory`, as an embedder with these facts serves it."""
+    """Return the card of the model in `directory`, served by an embedder with these facts."""
     return model_card.ModelCard(
         display_name=name,
         source_path=str(directory),
@@ -77,12 +99,12 @@ def build_embedding(
 
 
 def describe_files(directory: Path) -> dict[str, model_card.ModelFile]:
-    """Those of a model directory that a frontend needs."""
+    """Describe the files of a model directory that a frontend needs, by name."""
     return {file: describe(directory / file) for file in FILES if (directory / file).is_file()}
 
 
 def describe(path: Path) -> model_card.ModelFile:
-    """A file by path, size and checksum."""
+    """Describe a file by its path, its size in bytes and its checksum."""
     content = path.read_bytes()
     return model_card.ModelFile(
         path=str(path), checksum=f"sha256:{hashlib.sha256(content).hexdigest()}", size=len(content)
@@ -90,7 +112,7 @@ def describe(path: Path) -> model_card.ModelFile:
 
 
 def _model_types(directory: Path) -> tuple[model_card.ModelType, ...]:
-    """A model without a chat template can complete text, and nothing else."""
+    """Return chat and completions, or completions alone for a model without a chat template."""
     if _has_chat_template(directory):
         return (model_card.ModelType.CHAT, model_card.ModelType.COMPLETIONS)
     return (model_card.ModelType.COMPLETIONS,)
@@ -106,14 +128,77 @@ def _has_chat_template(directory: Path) -> bool:
         raise errors.ConfigError(f"{config}: expected a JSON object: {error}") from error
 
 
-def _runtime_config(facts: api.EngineFacts) -> model_card.RuntimeConfig:
-    return model_card.RuntimeConfig(
-        total_kv_blocks=facts.total_kv_blocks,
-        max_num_seqs=facts.max_num_seqs,
-        max_num_batched_tokens=facts.max_num_batched_tokens,
-        data_parallel_size=facts.data_parallel_size,
-        supports_logprobs=facts.supports_logprobs,
-        max_top_logprobs=facts.max_top_logprobs,
-        supports_prompt_logprobs=facts.supports_prompt_logprobs,
-        supports_guided=facts.supports_guided,
-    )
+class FileSharing:
+    """Serves the files of one worker's card to frontends, from `share` until `close`."""
+
+    def __init__(self, runtime: component.DistributedRuntime, clock: clocks.Clock) -> None:
+        self._runtime = runtime
+        self._clock = clock
+        self._card: model_card.ModelCard | None = None
+        self._tasks = tasks.Tasks()
+
+    async def share(
+        self, card: model_card.ModelCard, endpoint: instances.EndpointName
+    ) -> model_card.ModelCard:
+        """Serve the card's files beside `endpoint`; return the card to publish, with their URLs in the store."""
+        self._card = card
+        await self._runtime.requests.serve(model_card.endpoint_of_files(endpoint), self._handle)
+        store = self._runtime.services.object_store()
+        if store is None or not card.files:
+            return card
+        shared_card = await _put_files(card, store)
+        if shared_card is not card:
+            self._tasks.start("keep model files in the store", self._keep_stored(card, store))
+        return shared_card
+
+    async def close(self) -> None:
+        """Cancel what is being read, and let the files in the store expire."""
+        await self._tasks.close()
+
+    async def _keep_stored(
+        self, card: model_card.ModelCard, store: object_store.ObjectStore
+    ) -> None:
+        while True:
+            await self._clock.sleep(object_store.Bounds().fresh_s)
+            await _put_files(card, store)
+
+    def _handle(self, call: requests.Call) -> None:
+        self._tasks.start("serve a part of a model file", self._serve_part(call))
+
+    async def _serve_part(self, call: requests.Call) -> None:
+        try:
+            part = await asyncio.to_thread(self._read_part, _decode_part(call.body))
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
+            call.fail(errors.RemoteProtocolError(f"expected a part of a file on the card: {error}"))
+        except OSError as error:
+            call.fail(errors.Unavailable(f"the worker cannot read its own file: {error}"))
+        else:
+            call.reply(part)
+            call.finish()
+
+    def _read_part(self, part: model_card.FilePart) -> bytes:
+        assert self._card is not None
+        with Path(self._card.files[part.name].path).open("rb") as file:
+            file.seek(part.offset)
+            return file.read(model_card.PART_BYTES)
+
+
+async def _put_files(
+    card: model_card.ModelCard, store: object_store.ObjectStore
+) -> model_card.ModelCard:
+    """Put the card's files into the store; return the card with their URLs, or the same card if that failed."""
+    try:
+        files = {
+            name: msgspec.structs.replace(
+                file,
+                url=await store.put(
+                    file.checksum.replace(":", "-"),
+                    await asyncio.to_thread(Path(file.path).read_bytes),
+                ),
+            )
+            for name, file in card.files.items()
+        }
+    except (errors.DynamoError, OSError) as error:
+        _logger.warning("model files are not in the object store, and workers give them: %s", error)
+        return card
+    return msgspec.structs.replace(card, files=files)

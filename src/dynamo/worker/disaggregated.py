@@ -35,7 +35,7 @@ class Role:
     """The engine as it is to be hosted, and what lives beside it."""
 
     engine: api.Engine
-    beside: Sequence[host.Beside] = ()
+    beside: Sequence[host.LifecycleHook] = ()
 
 
 def prepare(
@@ -100,7 +100,7 @@ def _takers(
     runtime: component.DistributedRuntime,
     registry: registries.Registry,
     join: ticket_queue.Join,
-) -> Sequence[host.Beside]:
+) -> Sequence[host.LifecycleHook]:
     if worker.prefill_queue == "direct":
         return ()
     counts = metrics.TakerMetrics(registry)
@@ -123,7 +123,7 @@ def _decode(
     workers = prefill_workers.PrefillWorkers(endpoint, runtime.discovery, transfer, is_ours=is_ours)
     asked = runtime.client(endpoint)
     queue: prefill_queue.PrefillQueue
-    beside: tuple[host.Beside, ...] = ()
+    beside: tuple[host.LifecycleHook, ...] = ()
     if worker.prefill_queue == "queue":
         ours = worker.endpoint_name
         claims = instances.EndpointName(ours.namespace, ours.component, tickets.CLAIMS)

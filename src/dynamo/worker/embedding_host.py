@@ -1,22 +1,32 @@
-"""The host of an embedder: it makes one a worker, as `host` does for an engine.
+"""The host of an embedder: it makes an embedder a worker, as `host` does for an engine.
 
-It is the shorter of the two because an embedder keeps nothing between two batches: there are no KV events to publish
-and no cache to clear, and a batch that fails does not take the worker with it.
+It is shorter than `host` because an embedder keeps nothing between two batches: there are no KV events to publish and
+no cache to clear, and a batch that fails does not end the worker.
+
+`EmbeddingRequests` holds the requests that were accepted and not yet answered. One loop embeds batch after batch. Each
+request gets its share of a batch as one reply, and ends with its last input.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.base import tasks
+from dynamo.base import errors, tasks
 from dynamo.engine import api
-from dynamo.protocols import instances, model_card
-from dynamo.runtime import component
-from dynamo.worker import embedding_calls, file_sharing, metrics, system
+from dynamo.protocols import blocks, embed, instances, model_card, model_errors
+from dynamo.runtime import component, requests
+from dynamo.worker import card as cards
+from dynamo.worker import embedding_queue, metrics, system_port
 
+MAX_WAITING_TOKENS = 4 * 2**20  # 16 MiB
 _logger = logging.getLogger(__name__)
-MakeCard = Callable[[api.EmbedderFacts], model_card.ModelCard]
+_decode = msgspec.msgpack.Decoder(embed.Request).decode
+MakeEmbeddingCard = Callable[[api.EmbedderFacts], model_card.ModelCard]
 
 
 class EmbeddingHost:
@@ -28,7 +38,7 @@ class EmbeddingHost:
         runtime: component.DistributedRuntime,
         endpoint: instances.EndpointName,
         *,
-        make_card: MakeCard,
+        make_card: MakeEmbeddingCard,
         request_limit: int,
         clock: clocks.Clock,
     ) -> None:
@@ -38,51 +48,194 @@ class EmbeddingHost:
         self._make_card = make_card
         self._request_limit = request_limit
         self._clock = clock
-        self._counts = metrics.WorkerMetrics(endpoint, clock)
-        self._files = file_sharing.FileSharing(runtime, clock)
-        self._running = tasks.Tasks()
-        self._system: system.SystemPort | None = None
+        self._metrics = metrics.WorkerMetrics(endpoint, clock)
+        self._files = cards.FileSharing(runtime, clock)
+        self._tasks = tasks.Tasks()
         self._is_ready = False
+        self._system_port = system_port.SystemPort(
+            endpoints=(endpoint.endpoint,),
+            is_ready=lambda: self._is_ready,
+            uptime_s=lambda: self._metrics.uptime_s,
+            render=lambda: self._metrics.render(()),
+        )
 
     async def start(self) -> model_card.ModelCard:
-        """Load and serve; gives the card under which it is known. Raises ConfigError, EngineFailed."""
+        """Load the model, serve it and return its published card. Raises ConfigError or EngineFailed."""
         facts = await self._embedder.start()
         card = await self._files.share(self._make_card(facts), self._endpoint)
-        calls = embedding_calls.EmbeddingCalls(
+        accepted = EmbeddingRequests(
             self._embedder,
             facts,
             limit=self._request_limit,
-            counts=self._counts,
+            counters=self._metrics,
             clock=self._clock,
         )
-        self._running.start("embed", calls.run())
-        await self._runtime.register(self._endpoint, calls.take, card)
+        self._tasks.start("embed", accepted.run())
+        await self._runtime.register(self._endpoint, accepted.handle, card)
         self._is_ready = True
         _logger.info("serving embeddings of %s at %s", card.display_name, self._endpoint)
         return card
 
     async def open_system_port(self, host: str, port: int) -> int:
-        """Serve health and metrics; before `start`, so that a worker that still loads can be asked."""
-        self._system = system.SystemPort(
-            endpoints=(self._endpoint.endpoint,),
-            is_ready=lambda: self._is_ready,
-            uptime_s=lambda: self._counts.uptime_s,
-            render=lambda: self._counts.render(()),
-        )
-        return await self._system.start(host, port)
+        """Serve health and metrics and return the port; may be called before `start`, while nothing is loaded."""
+        return await self._system_port.start(host, port)
 
     async def run_until(self, stop: asyncio.Event) -> None:
-        """Serve until told to stop. Raises what a task died of."""
-        await self._running.run_until(stop)
+        """Serve until `stop` is set. Raises the error of a task that died."""
+        await self._tasks.run_until(stop)
 
     async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
-        """As `Host.stop`."""
+        """Finish requests for `timeout_s` seconds and end; accept new ones for `grace_s` seconds before."""
         self._is_ready = False
         if not await self._runtime.drain(timeout_s, grace_s):
             _logger.warning("some requests did not finish within %g s", timeout_s)
         await self._files.close()
-        await self._running.close()
+        await self._tasks.close()
         await self._embedder.stop()
-        if self._system is not None:
-            await self._system.close()
+        await self._system_port.close()
         _logger.info("stopped")
+
+
+@dataclass(slots=True)
+class _Entry:
+    call: requests.Call
+    request: embed.Request
+    num_inputs_left: int
+    accepted_at: float
+
+
+class EmbeddingRequests:
+    """Accepts and answers embedding requests; what waits is bounded in requests and in tokens."""
+
+    def __init__(
+        self,
+        embedder: api.Embedder,
+        facts: api.EmbedderFacts,
+        *,
+        limit: int,
+        counters: metrics.WorkerMetrics,
+        clock: clocks.Clock,
+    ) -> None:
+        self._embedder = embedder
+        self._facts = facts
+        self._limit = limit
+        self._metrics = counters
+        self._clock = clock
+        self._queue = embedding_queue.EmbeddingQueue(facts.max_num_batched_tokens)
+        self._entry_by_id: dict[int, _Entry] = {}
+        self._ids = itertools.count()
+        self._has_work = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._entry_by_id)
+
+    def handle(self, call: requests.Call) -> None:
+        """Accept or refuse a call; the handler of the endpoint."""
+        self._metrics.request_accepted(len(call.body))
+        accepted_at = self._clock.now()
+        try:
+            request = self._admit(call.body)
+        except errors.DynamoError as error:
+            self._metrics.request_ended(self._clock.now() - accepted_at, error)
+            call.fail(error)
+            return
+        call_id = next(self._ids)
+        self._entry_by_id[call_id] = _Entry(call, request, len(request.inputs), accepted_at)
+        self._queue.add(call_id, list(map(blocks.count, request.inputs)))
+        self._has_work.set()
+
+        def cancel() -> None:
+            self._release(call_id, errors.Cancelled("the caller went away"))
+
+        call.on_cancel(cancel)
+
+    async def run(self) -> None:
+        """Embed batch after batch, until cancelled."""
+        while True:
+            await self._has_work.wait()
+            batch = self._queue.take_batch()
+            if not batch:
+                self._has_work.clear()
+                continue
+            await self._embed(batch)
+
+    def _admit(self, body: msgspec.Raw) -> embed.Request:
+        if len(self._entry_by_id) >= self._limit or self._queue.num_tokens > MAX_WAITING_TOKENS:
+            raise errors.Overloaded("Server overloaded: worker at capacity")
+        try:
+            request = _decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise errors.RemoteProtocolError(f"expected a request to embed: {error}") from error
+        _check(request, self._facts)
+        return request
+
+    async def _embed(self, batch: Sequence[embedding_queue.InputRef]) -> None:
+        batch_requests = [self._entry_by_id[ref.call_id].request for ref in batch]
+        inputs = [
+            api.EmbedInput(request.inputs[ref.number], request.dimensions)
+            for ref, request in zip(batch, batch_requests, strict=True)
+        ]
+        try:
+            vectors = await self._embedder.embed(inputs)
+        except errors.DynamoError as error:
+            for call_id in {ref.call_id for ref in batch}:
+                entry = self._release(call_id, error)
+                if entry is not None:
+                    entry.call.fail(error)
+            return
+        vectors_by_call: dict[int, dict[int, bytes]] = {}
+        for ref, vector in zip(batch, vectors, strict=True):
+            vectors_by_call.setdefault(ref.call_id, {})[ref.number] = vector
+        for call_id, vector_by_number in vectors_by_call.items():
+            self._reply(call_id, vector_by_number)
+
+    def _reply(self, call_id: int, vector_by_number: dict[int, bytes]) -> None:
+        entry = self._entry_by_id.get(call_id)
+        if entry is None:
+            return  # its caller left while the batch was computed
+        entry.call.reply(
+            embed.Vectors(tuple(vector_by_number), b"".join(vector_by_number.values()))
+        )
+        entry.num_inputs_left -= len(vector_by_number)
+        if not entry.num_inputs_left:
+            self._release(call_id, None)
+            entry.call.finish()
+
+    def _release(self, call_id: int, error: errors.DynamoError | None) -> _Entry | None:
+        entry = self._entry_by_id.pop(call_id, None)
+        if entry is not None:
+            self._queue.drop(call_id)
+            self._metrics.request_ended(self._clock.now() - entry.accepted_at, error)
+        return entry
+
+
+def _check(request: embed.Request, facts: api.EmbedderFacts) -> None:
+    """Raise RequestError for a request that would harm others in its batch; frontends refuse it in their own words."""
+    full_dimensions = facts.vectors.dimensions
+    if request.dimensions is not None and not 1 <= request.dimensions <= full_dimensions:
+        raise errors.InvalidRequest(
+            f"dimensions: expected from 1 to {full_dimensions}, got {request.dimensions}",
+            param="dimensions",
+        )
+    if not request.inputs:
+        raise errors.InvalidRequest("input: expected at least one, got none", param="input")
+    for token_ids in request.inputs:
+        _check_input(token_ids, facts)
+
+
+def _check_input(token_ids: bytes, facts: api.EmbedderFacts) -> None:
+    if not token_ids or len(token_ids) % blocks.TOKEN_BYTES:
+        raise errors.InvalidRequest(
+            f"input: expected packed token ids, at least one, got {len(token_ids)} bytes",
+            param="input",
+        )
+    if blocks.count(token_ids) > facts.context_length:
+        raise model_errors.ContextTooLong(
+            f"input: expected at most {facts.context_length} tokens, got {blocks.count(token_ids)}",
+            param="input",
+        )
+    if facts.vocab_size is not None and max(blocks.unpack(token_ids)) >= facts.vocab_size:
+        raise errors.InvalidRequest(
+            f"input: expected token ids below {facts.vocab_size}, got {max(blocks.unpack(token_ids))}",
+            param="input",
+        )

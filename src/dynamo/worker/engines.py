@@ -1,7 +1,7 @@
-"""The engines that there are, by name; the only place that picks one.
+"""The table of engines by name, and the only place that builds one.
 
-Engines are imported by name and late: so `--help` does not wait for PyTorch, and a machine without an engine's extra
-learns which one to install.
+Engines are imported late and by name, so that `--help` does not wait for PyTorch, and a machine without an engine's
+extra is told which extra to install.
 """
 
 import importlib
@@ -20,20 +20,24 @@ from dynamo.transfer.backends import local
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """Where an engine's parts are (`module:name`) and what it needs."""
+    """Where the parts of an engine are (as `module:name`) and what it needs."""
 
     settings: str  # a dataclass, importable without the extra
-    engine: str  # called with the model's directory and the settings
-    embedder: str | None  # likewise; None: it has none
-    check: str | None = None  # called before it is imported; refuses what will not do (ConfigError)
-    several: str | None = None  # likewise; gives all that the settings want in one process
-    requires: str | None = None  # a package that the plain installation does not bring
-    extra: str | None = None  # of our distribution, which brings it
+    engine: str  # function of the model's directory and the settings
+    embedder: str | None  # likewise; None: the engine cannot embed
+    check: str | None = (
+        None  # called before the import; raises ConfigError for an unsupported version
+    )
+    several: str | None = None  # likewise; builds as many engines as the settings say
+    requires: str | None = None  # a package that the plain installation lacks
+    extra: str | None = None  # the extra of our distribution that brings it
     needs_weights: bool = True
-    max_local_prefill_length: int | None = None  # where it has a custom of its own
-    told: tuple[str, ...] = ("room",)  # what its engine is also told, of what `build` knows
-    metrics: str | None = None  # what the names of its own metrics begin with, if it has some
-    environment: Mapping[str, str] = field(default_factory=dict)  # set before it is imported
+    max_local_prefill_length: int | None = None  # the engine's own default; None: the usual one
+    build_arguments: tuple[str, ...] = ("room",)  # further arguments of `engine`: model_name, room
+    metrics: str | None = None  # prefix of the metrics that the engine counts itself
+    environment: Mapping[str, str] = field(
+        default_factory=dict
+    )  # variables to set before the import
 
 
 KIND_BY_NAME = {
@@ -66,10 +70,10 @@ KIND_BY_NAME = {
         requires="vllm",
         extra="vllm",
         max_local_prefill_length=0,
-        told=("model_name",),
+        build_arguments=("model_name",),
         metrics="vllm:",
         environment={
-            "VLLM_NO_USAGE_STATS": "1",  # nothing is told to strangers, unless it is asked for
+            "VLLM_NO_USAGE_STATS": "1",  # no usage statistics, unless the user asks for them
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would keep our sockets open after us
             orphans.OWNED: "1",
         },
@@ -80,7 +84,7 @@ KIND_BY_NAME = {
         embedder=None,
         check="dynamo.engine.adapters.sglang.supported:check",
         requires="sglang",
-        told=("model_name",),
+        build_arguments=("model_name",),
     ),
     "trtllm": EngineKind(
         settings="dynamo.engine.adapters.trtllm.settings:TrtllmConfig",
@@ -88,22 +92,22 @@ KIND_BY_NAME = {
         embedder=None,
         check="dynamo.engine.adapters.trtllm.supported:check",
         requires="tensorrt_llm",
-        told=(),
+        build_arguments=(),
     ),
 }
 
 
 def kind_of(name: str) -> EngineKind:
-    """The engine of this name. Raises ConfigError."""
+    """Return the engine of this name. Raises ConfigError."""
     try:
         return KIND_BY_NAME[name]
     except KeyError:
-        known = ", ".join(KIND_BY_NAME)
-        raise errors.ConfigError(f"no engine is called {name!r}; there are {known}") from None
+        names = ", ".join(KIND_BY_NAME)
+        raise errors.ConfigError(f"no engine is called {name!r}; there are {names}") from None
 
 
 def settings_of(name: str) -> type:
-    """The dataclass of this engine's own settings."""
+    """Return the dataclass of this engine's own settings."""
     settings: type = _load(name, KIND_BY_NAME[name].settings)
     return settings
 
@@ -116,20 +120,19 @@ def build(
     model_name: str = "",
     room: local.Room | None = None,
 ) -> api.Engine:
-    """An engine, not yet started. Raises ConfigError if what it needs is not installed.
+    """Build an engine without starting it. Raises ConfigError if a package that it needs is not installed.
 
-    Clients call the model `model_name`. Engines of one process find each other in `room`, and copy blocks without
-    leaving it.
+    Clients call the model `model_name`. Engines of one process find each other in `room` and copy KV blocks directly.
     """
     kind = KIND_BY_NAME[name]
-    known = {"model_name": model_name, "room": room}
-    beside = {key: known[key] for key in kind.told}
-    engine: api.Engine = _load_part(name, kind.engine)(directory, settings, **beside)
+    arguments = {"model_name": model_name, "room": room}
+    chosen = {key: arguments[key] for key in kind.build_arguments}
+    engine: api.Engine = _load_part(name, kind.engine)(directory, settings, **chosen)
     return engine
 
 
 def build_all(name: str, directory: Path, settings: Any, model_name: str) -> Sequence[api.Engine]:
-    """The engines of one process, not yet started: one, unless the settings want more. Raises ConfigError."""
+    """Build the engines of one process without starting them: one, unless the settings say more. Raises ConfigError."""
     several = KIND_BY_NAME[name].several
     if several is None:
         return (build(name, directory, settings, model_name=model_name),)
@@ -138,7 +141,7 @@ def build_all(name: str, directory: Path, settings: Any, model_name: str) -> Seq
 
 
 def build_embedder(name: str, directory: Path, settings: Any) -> api.Embedder:
-    """An embedder, not yet started. Raises ConfigError as `build` does, and if this engine has none."""
+    """Build an embedder without starting it. Raises ConfigError as `build` does, and if the engine cannot embed."""
     target = KIND_BY_NAME[name].embedder
     if target is None:
         raise errors.ConfigError(
@@ -150,7 +153,7 @@ def build_embedder(name: str, directory: Path, settings: Any) -> api.Embedder:
 
 
 def is_installed(name: str) -> bool:
-    """Can it be built here?"""
+    """Return whether the package that the engine needs is installed."""
     requires = KIND_BY_NAME[name].requires
     return requires is None or importlib.util.find_spec(requires) is not None
 

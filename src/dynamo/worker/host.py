@@ -1,19 +1,24 @@
-"""The one host that any engine plugs into: it makes an engine a worker.
+"""The host of an engine: it makes any engine a worker.
 
-`Host.start` is the list of everything that lives as long as the worker: the engine's own loop, the `generate` endpoint
-with the requests in flight behind it, the `clear_kv_blocks` endpoint, the publisher of KV events and load, the
-`kv_events_replay` endpoint for who missed some, and the system port. `Host.stop` takes them down in the order that
-loses nothing: leave discovery, refuse what is new, finish what runs, give back what did not finish, let others read
-what the engine holds for them, then stop it. What is given back fails as `WorkerLost`, so that the frontends go on with
-it elsewhere.
+`Host.start` starts everything that lives as long as the worker: the engine's own loop, the `generate` endpoint with the
+requests in flight behind it, the `clear_kv_blocks` endpoint, the publisher of KV events and load, the
+`kv_events_replay` endpoint for routers that missed events, and the lifecycle hooks. `Host.stop` ends them in the order
+that loses nothing: leave discovery, refuse new requests, finish running ones, hand unfinished ones over, wait until
+other engines have copied the KV blocks that they were promised, stop the engine. A request that is handed over fails as
+`WorkerLost`, which makes its frontend migrate it to another worker.
 
-An engine that dies, or hangs (`canary`), takes the worker with it: its requests are given back, the worker leaves
-discovery at once, and `run_until` raises, so that the process ends and whoever watches over it can start another.
+An engine that dies or hangs (`canary`) ends the worker: its requests are handed over, the worker leaves discovery at
+once, and `run_until` raises, so that the process ends and its supervisor can start another.
+
+A `Fleet` is several hosts in one process, for simulated engines: a machine could not run hundreds as processes. Each is
+an instance with its own engine, address and KV events. They share discovery's lease and the event plane, which would
+cost a thread or a file each, and one system port with the metrics of all. They start and end together.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -22,42 +27,51 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, ids, tasks
 from dynamo.engine import api
 from dynamo.observability import tracing
-from dynamo.protocols import instances, kv_events, model_card
+from dynamo.protocols import instances, kv_events, load, model_card
 from dynamo.runtime import component, requests
-from dynamo.runtime.http import router
 from dynamo.worker import (
     call_trace,
     canary,
-    file_sharing,
     inflight,
-    lora_routes,
-    loras,
+    kv_event_publisher,
+    lora_adapters,
     metrics,
-    publish,
-    sleep_routes,
-    sleeping,
-    system,
+    sleep,
+    system_port,
 )
+from dynamo.worker import card as cards
 
 _logger = logging.getLogger(__name__)
 ENGINE_STOP_S = 10.0  # an engine that hangs does not stop either
 MakeCard = Callable[[api.EngineFacts], model_card.ModelCard]
 
 
-class Beside(Protocol):
-    """What lives as long as the worker serves."""
+class LifecycleHook(Protocol):
+    """Work that begins and ends with a worker."""
 
     async def start(self) -> None:
-        """Before the worker can be found. Raises ConfigError."""
+        """Begin, before the worker is registered in discovery. Raises ConfigError."""
         ...
 
     async def leave(self) -> None:
-        """The worker stops: begin nothing more."""
+        """Begin nothing more: the worker stops."""
         ...
 
     async def close(self) -> None:
-        """What the worker had begun is over. Bounded in time."""
+        """End within a bounded time: the requests of the worker have ended."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """The settings of one host."""
+
+    request_limit: int  # requests that may run or wait; more are refused as overload
+    drain_timeout_s: float = 30.0  # for running requests when the worker is put to sleep
+    drain_grace_s: float = 0.0  # in which new requests are still accepted then
+    can_sleep: bool = True  # False: refuse the commands, whatever the engine can do
+    health_check: canary.HealthCheck | None = None  # None: a quiet engine is not checked
+    traces: tracing.TracingConfig | None = None  # None: no spans are exported
 
 
 class Host:
@@ -70,234 +84,224 @@ class Host:
         endpoint: instances.EndpointName,
         *,
         make_card: MakeCard,
-        request_limit: int,
+        options: HostOptions,
         clock: clocks.Clock,
-        counts: metrics.WorkerMetrics | None = None,
-        traces: tracing.TracingConfig | None = None,
+        counters: metrics.WorkerMetrics | None = None,
+        hooks: Sequence[LifecycleHook] = (),
     ) -> None:
         self._engine = engine
-        self._beside: Sequence[Beside] = ()
         self._runtime = runtime
         self._endpoint = endpoint
         self._make_card = make_card
+        self._options = options
         self._clock = clock
-        self._patience: canary.Patience | None = None  # None: the engine is never asked
-        self._counts = counts or metrics.WorkerMetrics(endpoint, clock)
+        self._metrics = counters or metrics.WorkerMetrics(endpoint, clock)
+        self._hooks = hooks
         self._requests = inflight.InFlight(
-            engine, limit=request_limit, counts=self._counts, clock=clock
+            engine, limit=options.request_limit, counters=self._metrics, clock=clock
         )
-        self._take = call_trace.logged(self._requests.take)
+        self._handle = call_trace.logged(self._requests.handle)
+        traces = options.traces
         self._exporter = tracing.make_exporter(traces) if traces is not None else None
         if traces is not None and self._exporter is not None:
             ratio = traces.otel_traces_sampler_arg
-            self._take = call_trace.traced(self._take, self._exporter, ratio, clock)
-        self._publisher = publish.Publisher(
+            self._handle = call_trace.traced(self._handle, self._exporter, ratio, clock)
+        self._publisher = kv_event_publisher.KvEventPublisher(
             runtime.events,
             namespace=endpoint.namespace,
             component=endpoint.component,
             worker_id=runtime.instance_id,
             epoch=ids.new_instance_id(),
         )
-        self._files = file_sharing.FileSharing(runtime, clock)
-        self._running = tasks.Tasks()
-        self._system: system.SystemPort | None = None
-        self._over = asyncio.Event()
+        self._files = cards.FileSharing(runtime, clock)
+        self._tasks = tasks.Tasks()
+        self._ended = asyncio.Event()
         self._death: errors.EngineFailed | None = None
         self._is_ready = False
-        self._sleeping: sleeping.Sleeping | None = None  # None: it cannot
-        self._loras: loras.Loras | None = None  # None: it has none, or ever the same
+        self._sleep, self._lora_adapters = self._commands(engine.capabilities)
+        commands = [part for part in (self._sleep, self._lora_adapters) if part is not None]
+        self._system_port = system_port.SystemPort(
+            endpoints=(endpoint.endpoint,),
+            is_ready=lambda: self._is_ready,
+            uptime_s=lambda: self._metrics.uptime_s,
+            render=lambda: self._metrics.render(self._engine.load() if self._is_ready else ()),
+            command_routes={
+                path: route for part in commands for path, route in part.routes().items()
+            },
+        )
 
-    def ask_when_quiet(self, patience: canary.Patience) -> None:
-        """From `start` on see to it that the engine still answers."""
-        self._patience = patience
-
-    def sleep_when_told(
-        self, sleeper: api.SleepController, timeout_s: float, grace_s: float = 0.0
-    ) -> None:
-        """From `start` on, by the system port, which is not open yet; the times are those of `stop`."""
-        self._sleeping = sleeping.Sleeping(sleeper, self)
-        self._retire_s, self._retire_grace_s = timeout_s, grace_s
-
-    def change_loras_when_told(self, engine: api.LoraAdapterStore) -> None:
-        """From `start` on, by the system port, which is not open yet."""
-        self._loras = loras.Loras(engine, self._tell_loras, lambda: self._is_ready)
-
-    def live_with(self, beside: Sequence[Beside]) -> None:
-        """From `start` on."""
-        self._beside = beside
+    def _commands(
+        self, capabilities: api.EngineCapabilities
+    ) -> tuple[sleep.Sleep | None, lora_adapters.LoraAdapters | None]:
+        """Make what an operator can command; None for what the engine or the options do not allow."""
+        controller, store = capabilities.sleep, capabilities.lora_adapters
+        can_sleep = controller is not None and self._options.can_sleep
+        return (
+            sleep.Sleep(controller, self, self._clock) if controller and can_sleep else None,
+            lora_adapters.LoraAdapters(
+                store, self._publish_lora_names, lambda: self._is_ready, self._clock
+            )
+            if store is not None
+            else None,
+        )
 
     async def start(self) -> model_card.ModelCard:
-        """Load the engine and serve it; gives the card under which it is known. Raises ConfigError, EngineFailed."""
+        """Load the model, serve it and return its published card. Raises ConfigError or EngineFailed."""
         facts = await self._engine.start(self)
         card = await self._files.share(self._make_card(facts), self._endpoint)
         await self._publisher.advertise()
-        self._running.start(
+        self._tasks.start(
             "publish load", self._publisher.publish_load(self._engine.load, self._clock)
         )
-        self._running.start("publish KV positions", self._publisher.publish_positions(self._clock))
-        beside = {
+        self._tasks.start("publish KV positions", self._publisher.publish_positions(self._clock))
+        handlers = {
             instances.CLEAR_KV_BLOCKS: self._clear_kv_blocks,
             instances.KV_EVENTS_REPLAY: self._replay_kv_events,
         }
-        for endpoint, handler in beside.items():
-            await self._runtime.register(
-                instances.EndpointName(
-                    self._endpoint.namespace, self._endpoint.component, endpoint
-                ),
-                handler,
+        for name, handler in handlers.items():
+            endpoint = instances.EndpointName(
+                self._endpoint.namespace, self._endpoint.component, name
             )
-        for one in self._beside:
-            await one.start()
+            await self._runtime.register(endpoint, handler)
+        for hook in self._hooks:
+            await hook.start()
         self._card = card
-        self._instance = await self._runtime.register(self._endpoint, self._take, card)
+        self._instance = await self._runtime.register(self._endpoint, self._handle, card)
         self._is_ready = True
-        if self._patience is not None:
-            asked = canary.Canary(
-                self._ask_if_awake, self._engine.load, self._patience, self._clock
-            )
-            self._running.start("canary", self._die_with(asked))
-        if self._sleeping is not None:
-            self._sleeping.begin()
-        if self._loras is not None:
-            self._loras.begin(card.display_name)
+        check = self._options.health_check
+        if check is not None:
+            watcher = canary.Canary(self._handle_if_awake, self._engine.load, check, self._clock)
+            self._tasks.start("health check", self._die_when_hung(watcher))
+        if self._sleep is not None:
+            self._sleep.begin()
+        if self._lora_adapters is not None:
+            self._lora_adapters.begin(card.display_name)
         _logger.info("serving %s at %s", card.display_name, self._endpoint)
         return card
 
     async def open_system_port(self, host: str, port: int) -> int:
-        """Serve health and metrics; before `start`, so that a worker that still loads can be asked."""
-        self._system = system.SystemPort(
-            endpoints=(self._endpoint.endpoint,),
-            is_ready=lambda: self._is_ready,
-            uptime_s=lambda: self._counts.uptime_s,
-            render=lambda: self._counts.render(self._engine.load() if self._is_ready else ()),
-            beside=self._told_routes(),
-        )
-        return await self._system.start(host, port)
+        """Serve health, metrics and commands and return the port; may be called before `start`, while a model loads."""
+        return await self._system_port.start(host, port)
 
     async def run_until(self, stop: asyncio.Event) -> None:
-        """Serve until told to stop. Raises EngineFailed if the engine dies."""
-        self._running.start("wait to be stopped", self._end_with(stop))
-        await self._running.run_until(self._over)
+        """Serve until `stop` is set. Raises EngineFailed if the engine dies."""
+
+        async def end_with_stop() -> None:
+            await stop.wait()
+            self._ended.set()
+
+        self._tasks.start("wait to be stopped", end_with_stop())
+        await self._tasks.run_until(self._ended)
         if self._death is not None:
             raise self._death
 
     async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
-        """Finish what runs, within `timeout_s`, and end; take what still comes for `grace_s` first. Idempotent."""
+        """Finish running requests for `timeout_s` seconds and end; accept new ones for `grace_s` seconds before.
+
+        Idempotent.
+        """
         self._is_ready = False
-        if self._sleeping is not None:
-            await self._sleeping.close()
-        if self._loras is not None:
-            await self._loras.close()
-        until = self._clock.now() + grace_s + timeout_s
+        if self._sleep is not None:
+            await self._sleep.close()
+        if self._lora_adapters is not None:
+            await self._lora_adapters.close()
+        deadline = self._clock.now() + grace_s + timeout_s
         if len(self._requests):
             _logger.info("finishing %d requests", len(self._requests))
-        for one in self._beside:
-            await one.leave()
+        for hook in self._hooks:
+            await hook.leave()
         if not await self._runtime.drain(timeout_s, 0.0 if self._death else grace_s):
             _logger.warning(
-                "%d requests did not finish within %g s: others shall go on with them",
+                "%d requests did not finish within %g s: other workers continue them",
                 len(self._requests),
                 timeout_s,
             )
-            self._requests.give_back(errors.WorkerLost("the worker stops: ask another"))
-        await self._let_others_read(until)
-        for one in self._beside:
-            await one.close()
-        await self._stop_engine()
+            self._requests.hand_over(errors.WorkerLost("the worker stops: ask another"))
+        await self._wait_for_exports(deadline)
+        for hook in self._hooks:
+            await hook.close()
+        try:
+            async with self._clock.timeout(ENGINE_STOP_S):
+                await self._engine.stop()
+        except TimeoutError:
+            _logger.warning("the engine did not stop within %g s", ENGINE_STOP_S)
         await self._files.close()
-        await self._running.close()
-        if self._system is not None:
-            await self._system.close()
+        await self._tasks.close()
+        await self._system_port.close()
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
         _logger.info("stopped")
 
-    async def retire(self) -> None:
-        """Be found no more, and have nothing under way; `come_back` undoes it."""
+    async def withdraw(self) -> None:
+        """Leave discovery and finish or hand over all requests; `restore` undoes it."""
         self._is_ready = False
-        if self._loras is not None:
-            await self._loras.settle()
+        if self._lora_adapters is not None:
+            await self._lora_adapters.settle()
         await self._runtime.withdraw()
-        await self._clock.sleep(self._retire_grace_s)
-        until = self._clock.now() + self._retire_s
-        asleep = errors.WorkerLost("the worker sleeps: ask another")
-        await self._requests.leave(asleep, self._retire_s)
-        await self._let_others_read(until)
+        await self._clock.sleep(self._options.drain_grace_s)
+        deadline = self._clock.now() + self._options.drain_timeout_s
+        refusal = errors.WorkerLost("the worker sleeps: ask another")
+        await self._requests.drain(refusal, self._options.drain_timeout_s)
+        await self._wait_for_exports(deadline)
 
-    async def forget_prefixes(self) -> None:
-        """So that nobody expects them here afterwards."""
+    async def clear_prefixes(self) -> None:
+        """Drop the engine's cached prefixes, so that no router expects them after the sleep."""
         await self._engine.clear_kv_blocks()
 
-    async def come_back(self) -> None:
-        """Take requests, and be found."""
-        self._requests.come_back()
+    async def restore(self) -> None:
+        """Accept requests again and register in discovery."""
+        self._requests.reopen()
         await self._runtime.restore()
         self._is_ready = True
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
-        """From the engine: all outputs of one step."""
+        """Send the outputs of one engine step to their callers; called by the engine."""
         self._requests.outputs(batch)
 
     def failed(self, request_id: str, error: errors.DynamoError) -> None:
-        """From the engine: it gives one request up."""
+        """Fail one request that the engine gave up; called by the engine."""
         self._requests.failed(request_id, error)
 
     def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
-        """From the engine: what one step of one rank stored and removed."""
+        """Publish the blocks that one step of one rank stored and removed; called by the engine."""
         self._publisher.publish_kv_events(events, dp_rank)
 
     def died(self, error: errors.EngineFailed) -> None:
-        """From the engine: it is beyond use."""
+        """Hand all requests over and end the worker; called by an engine that is unusable."""
         self._is_ready = False
         self._death = error
-        self._requests.give_back(errors.WorkerLost(f"the worker's engine is lost: {error}"))
-        self._over.set()
+        self._requests.hand_over(errors.WorkerLost(f"the worker's engine is lost: {error}"))
+        self._ended.set()
 
-    def _told_routes(self) -> Mapping[tuple[str, str], router.Handler]:
-        """What an operator can tell it."""
-        sleep = sleep_routes.table(self._sleeping) if self._sleeping is not None else {}
-        adapt = lora_routes.table(self._loras) if self._loras is not None else {}
-        return {**sleep, **adapt}
-
-    async def _tell_loras(self, names: tuple[str, ...]) -> None:
-        """Others find them by our card."""
+    async def _publish_lora_names(self, names: tuple[str, ...]) -> None:
         card = msgspec.structs.replace(self._card, lora_names=names)
         await self._runtime.change_card(self._instance, card)
         self._card = card
 
-    def _ask_if_awake(self, question: requests.Call) -> None:
+    def _handle_if_awake(self, probe: requests.Call) -> None:
         if self._is_ready:
-            self._requests.take(question)
+            self._requests.handle(probe)
         else:  # it sleeps, or is about to leave
-            question.finish()
+            probe.finish()
 
-    async def _die_with(self, asked: canary.Canary) -> None:
-        self.died(await asked.watch())
+    async def _die_when_hung(self, watcher: canary.Canary) -> None:
+        self.died(await watcher.watch())
 
-    async def _let_others_read(self, until: float) -> None:
-        """What the engine has computed for others and still holds, but not beyond this time of our clock."""
+    async def _wait_for_exports(self, deadline: float) -> None:
+        """Wait until other engines have copied the KV blocks held for them, or the clock shows `deadline`."""
         exports = self._engine.capabilities.kv_exports
         if self._death is not None or exports is None:
             return
         try:
-            async with asyncio.timeout(max(0.0, until - self._clock.now())):
+            async with self._clock.timeout(max(0.0, deadline - self._clock.now())):
                 await exports.wait_until_released()
         except TimeoutError:
-            _logger.warning("prompts that were computed for other workers are lost: nobody came")
-
-    async def _stop_engine(self) -> None:
-        try:
-            async with asyncio.timeout(ENGINE_STOP_S):
-                await self._engine.stop()
-        except TimeoutError:
-            _logger.warning("the engine did not stop within %g s", ENGINE_STOP_S)
-
-    async def _end_with(self, stop: asyncio.Event) -> None:
-        await stop.wait()
-        self._over.set()
+            _logger.warning(
+                "prompts that were computed for other workers are lost: no worker copied them"
+            )
 
     def _clear_kv_blocks(self, call: requests.Call) -> None:
-        self._running.start("clear KV blocks", self._clear_and_reply(call))
+        self._tasks.start("clear KV blocks", self._clear_and_reply(call))
 
     async def _clear_and_reply(self, call: requests.Call) -> None:
         try:
@@ -309,12 +313,12 @@ class Host:
             call.finish()
 
     def _replay_kv_events(self, call: requests.Call) -> None:
-        replaying = self._running.start("replay KV events", self._replay_and_finish(call))
+        task = self._tasks.start("replay KV events", self._replay_and_finish(call))
 
-        def stop() -> None:
-            replaying.cancel()
+        def cancel() -> None:
+            task.cancel()
 
-        call.on_cancel(stop)
+        call.on_cancel(cancel)
 
     async def _replay_and_finish(self, call: requests.Call) -> None:
         try:
@@ -324,5 +328,64 @@ class Host:
             return
         for part in self._publisher.replay(request):
             call.reply(part)
-            await asyncio.sleep(0)  # the engine's outputs go between two parts
+            await asyncio.sleep(0)  # let the engine's outputs go out between two parts
         call.finish()
+
+
+MakeHost = Callable[[api.Engine, component.DistributedRuntime], Host]
+
+
+class Fleet:
+    """Several hosts in one process, with the methods of one `Host`."""
+
+    def __init__(
+        self,
+        engines: Sequence[api.Engine],
+        runtime: component.DistributedRuntime,
+        make_host: MakeHost,
+        *,
+        endpoint: instances.EndpointName,
+        counters: metrics.WorkerMetrics,
+    ) -> None:
+        self._engines = engines
+        self._runtimes = [runtime.sibling() for _ in engines]
+        self._hosts = [
+            make_host(engine, sibling)
+            for engine, sibling in zip(engines, self._runtimes, strict=True)
+        ]
+        self._is_ready = False
+        self._system_port = system_port.SystemPort(
+            endpoints=(endpoint.endpoint,),
+            is_ready=lambda: self._is_ready,
+            uptime_s=lambda: counters.uptime_s,
+            render=lambda: counters.render(self._load() if self._is_ready else ()),
+        )
+
+    async def start(self) -> None:
+        """Start all hosts at once. Raises ConfigError or EngineFailed."""
+        await asyncio.gather(*(host.start() for host in self._hosts))
+        self._is_ready = True
+
+    async def open_system_port(self, host: str, port: int) -> int:
+        """Serve health and metrics of all hosts and return the port; healthy once all have started."""
+        return await self._system_port.start(host, port)
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set. Raises EngineFailed if an engine dies."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for host in self._hosts:
+                    group.create_task(host.run_until(stop))
+        except* errors.EngineFailed as deaths:
+            raise deaths.exceptions[0] from deaths.exceptions[0].__cause__
+
+    async def stop(self, timeout_s: float, grace_s: float = 0.0) -> None:
+        """Stop all hosts at once, as `Host.stop` does."""
+        self._is_ready = False
+        await asyncio.gather(*(host.stop(timeout_s, grace_s) for host in self._hosts))
+        for sibling in self._runtimes:
+            await sibling.close()
+        await self._system_port.close()
+
+    def _load(self) -> list[load.ForwardPassMetrics]:
+        return [rank_load for engine in self._engines for rank_load in engine.load()]

@@ -1,9 +1,9 @@
-"""A worker process, from its command line to its exit code.
+"""The worker process, from its command line to its exit code.
 
-0    it was told to stop and finished what it had begun
-1    its engine died, or a bug of ours
+0    a signal stopped it, and it finished the requests that it had begun
+1    its engine died, or a bug
 2    a flag, a variable or a file is wrong: one sentence says which
-130  interrupted before it served anything
+130  interrupted before it served
 """
 
 import asyncio
@@ -28,33 +28,32 @@ from dynamo.worker import (
     disaggregated,
     embedding_host,
     engines,
-    fleet,
     host,
     metrics,
     model_source,
     settings,
-    system,
+    system_port,
 )
 
 _logger = logging.getLogger(__name__)
-Served = host.Host | fleet.Fleet | embedding_host.EmbeddingHost
-MakeHost = Callable[[component.DistributedRuntime], Served]
+AnyHost = host.Host | host.Fleet | embedding_host.EmbeddingHost
+MakeAnyHost = Callable[[component.DistributedRuntime], AnyHost]
 
 
 def main(engine_name: str) -> int:
-    """Serve until told to stop."""
+    """Serve with this engine until a signal comes, and return the exit code."""
     prog = f"python -m dynamo.{engine_name}"
     try:
         parts = (settings.WorkerConfig, engines.settings_of(engine_name))
-        worker, own = config.load_parts(parts, prog=prog)
+        worker, engine_settings = config.load_parts(parts, prog=prog)
         worker.check()
         logs.configure()
         kind = engines.kind_of(engine_name)
         if worker.max_local_prefill_length is None:
-            longest = kind.max_local_prefill_length
-            worker = dataclasses.replace(worker, max_local_prefill_length=longest)
+            length = kind.max_local_prefill_length
+            worker = dataclasses.replace(worker, max_local_prefill_length=length)
         directory = model_source.resolve(worker.model, with_weights=kind.needs_weights)
-        asyncio.run(_serve(worker, _host_maker(worker, engine_name, directory, own)))
+        asyncio.run(_serve(worker, _host_factory(worker, engine_name, directory, engine_settings)))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
@@ -69,35 +68,34 @@ def main(engine_name: str) -> int:
     return 0
 
 
-def _host_maker(
-    worker: settings.WorkerConfig, engine_name: str, directory: Path, own: Any
-) -> MakeHost:
-    """Makes the host that the task wants, on a runtime. Raises ConfigError."""
-    if model_source.task(worker.task, directory) == "embed":
-        embedder = engines.build_embedder(engine_name, directory, own)
-        return lambda runtime: make_embedding_host(worker, embedder, runtime, directory)
-    built = engines.build_all(engine_name, directory, own, _model_name(worker))
-    if len(built) == 1:
-        named = engines.kind_of(engine_name).metrics
-        return lambda runtime: make_host(worker, built[0], runtime, directory, passed_on=named)
-    return lambda runtime: _make_fleet(worker, built, runtime, directory)
-
-
-def _model_name(worker: settings.WorkerConfig) -> str:
-    """What clients call the model."""
-    return worker.model_name or model_source.display_name(worker.model)
-
-
-async def _serve(worker: settings.WorkerConfig, make: MakeHost) -> None:
+async def _serve(worker: settings.WorkerConfig, make_any_host: MakeAnyHost) -> None:
     async with await component.DistributedRuntime.open(worker) as runtime:
-        served = make(runtime)
+        served = make_any_host(runtime)
         try:
-            if worker.system_port != system.PORT_DISABLED:
+            if worker.system_port != system_port.PORT_DISABLED:
                 await served.open_system_port(worker.system_host, worker.system_port)
             await served.start()  # until here a signal ends the process at once: nothing runs yet
             await served.run_until(process_setup.stop_on_signals())
         finally:
             await served.stop(worker.graceful_shutdown_timeout_s, worker.grace_period_s)
+
+
+def _host_factory(
+    worker: settings.WorkerConfig, engine_name: str, directory: Path, engine_settings: Any
+) -> MakeAnyHost:
+    """Build the engines, and return what makes their host on a runtime. Raises ConfigError."""
+    if model_source.task(worker.task, directory) == "embed":
+        embedder = engines.build_embedder(engine_name, directory, engine_settings)
+        return lambda runtime: make_embedding_host(worker, embedder, runtime, directory)
+    built = engines.build_all(engine_name, directory, engine_settings, _model_name(worker))
+    if len(built) == 1:
+        prefix = engines.kind_of(engine_name).metrics
+        return lambda runtime: make_host(worker, built[0], runtime, directory, engine_prefix=prefix)
+    return lambda runtime: _make_fleet(worker, built, runtime, directory)
+
+
+def _model_name(worker: settings.WorkerConfig) -> str:
+    return worker.model_name or model_source.display_name(worker.model)
 
 
 def make_host(
@@ -107,40 +105,40 @@ def make_host(
     directory: Path,
     *,
     make_card: host.MakeCard | None = None,
-    counts: metrics.WorkerMetrics | None = None,
-    passed_on: str | None = None,
+    counters: metrics.WorkerMetrics | None = None,
+    engine_prefix: str | None = None,
 ) -> host.Host:
-    """The host of the model in `directory`, as these settings want it; `passed_on` as in `WorkerMetrics`."""
+    """Make the host of the model in `directory` from these settings; `engine_prefix` as in `WorkerMetrics`."""
     clock = clocks.SystemClock()
-    counts = counts or metrics.WorkerMetrics(worker.endpoint_name, clock, passed_on=passed_on)
-    make = make_card or _card_maker(worker, directory, clock)
+    counters = counters or metrics.WorkerMetrics(
+        worker.endpoint_name, clock, engine_prefix=engine_prefix
+    )
+    make = make_card or _card_factory(worker, directory, clock)
     role = disaggregated.prepare(
         engine,
         worker,
         runtime,
-        counts.registry,
+        counters.registry,
         model=_model_name(worker),
         directory=directory,
     )
-    made = host.Host(
+    return host.Host(
         role.engine,
         runtime,
         worker.endpoint_name,
         make_card=lambda facts: disaggregated.marked(make(facts), worker, engine),
-        request_limit=worker.engine_request_limit,
+        options=host.HostOptions(
+            request_limit=worker.engine_request_limit,
+            drain_timeout_s=worker.graceful_shutdown_timeout_s,
+            drain_grace_s=worker.grace_period_s,
+            can_sleep=not worker.takes_from_queue,
+            health_check=worker.health_check,
+            traces=worker,
+        ),
         clock=clock,
-        counts=counts,
-        traces=worker,
+        counters=counters,
+        hooks=role.beside,
     )
-    made.live_with(role.beside)
-    if worker.patience is not None:
-        made.ask_when_quiet(worker.patience)
-    sleeping = engine.capabilities.sleep
-    if sleeping is not None and not worker.takes_from_queue:
-        made.sleep_when_told(sleeping, worker.graceful_shutdown_timeout_s, worker.grace_period_s)
-    if engine.capabilities.lora_adapters is not None:
-        made.change_loras_when_told(engine.capabilities.lora_adapters)
-    return made
 
 
 def _make_fleet(
@@ -148,26 +146,26 @@ def _make_fleet(
     built: Sequence[api.Engine],
     runtime: component.DistributedRuntime,
     directory: Path,
-) -> fleet.Fleet:
-    """The hosts of several engines, with one card and one set of counts. Raises ConfigError."""
+) -> host.Fleet:
+    """Make the hosts of several engines, with one card and one set of metrics. Raises ConfigError."""
     worker = disaggregated.together(worker)
     clock = clocks.SystemClock()
-    counts = metrics.WorkerMetrics(worker.endpoint_name, clock)
-    make_card = functools.cache(_card_maker(worker, directory, clock))
+    counters = metrics.WorkerMetrics(worker.endpoint_name, clock)
+    make_card = functools.cache(_card_factory(worker, directory, clock))
 
-    def make_one(engine: api.Engine, sibling: component.DistributedRuntime) -> host.Host:
-        return make_host(worker, engine, sibling, directory, make_card=make_card, counts=counts)
+    def make(engine: api.Engine, sibling: component.DistributedRuntime) -> host.Host:
+        return make_host(worker, engine, sibling, directory, make_card=make_card, counters=counters)
 
-    return fleet.Fleet(built, runtime, make_one, endpoint=worker.endpoint_name, counts=counts)
+    return host.Fleet(built, runtime, make, endpoint=worker.endpoint_name, counters=counters)
 
 
-def _card_maker(
+def _card_factory(
     worker: settings.WorkerConfig, directory: Path, clock: clocks.Clock
 ) -> host.MakeCard:
     name = _model_name(worker)
 
     def make_card(facts: api.EngineFacts) -> model_card.ModelCard:
-        made = card.build(
+        built = card.build(
             directory,
             name=name,
             facts=facts,
@@ -177,10 +175,8 @@ def _card_maker(
             infill_format=worker.dyn_infill_format,
             migration_limit=worker.migration_limit,
         )
-        loading.load_preprocessor(
-            made, clock
-        )  # what no frontend could read is better refused here than there
-        return made
+        loading.load_preprocessor(built, clock)  # refuse here what no frontend could read
+        return built
 
     return make_card
 
@@ -191,14 +187,14 @@ def make_embedding_host(
     runtime: component.DistributedRuntime,
     directory: Path,
 ) -> embedding_host.EmbeddingHost:
-    """The host of the model in `directory`, for vectors."""
+    """Make the host of the embedding model in `directory` from these settings."""
     clock = clocks.SystemClock()
     name = _model_name(worker)
 
     def make_card(facts: api.EmbedderFacts) -> model_card.ModelCard:
-        made = card.build_embedding(directory, name=name, facts=facts, created=int(clock.wall()))
-        loading.load_preprocessor(made, clock)
-        return made
+        built = card.build_embedding(directory, name=name, facts=facts, created=int(clock.wall()))
+        loading.load_preprocessor(built, clock)
+        return built
 
     return embedding_host.EmbeddingHost(
         embedder,

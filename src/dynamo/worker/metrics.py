@@ -1,4 +1,4 @@
-"""What a worker counts, under the names that dashboards of the original know (`dynamo_component_*`)."""
+"""The metrics of a worker, under the names that NVIDIA Dynamo's dashboards use (`dynamo_component_*`)."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,81 +15,85 @@ _LABELS = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint")
 
 
 class WorkerMetrics:
-    """The counts of one worker's `generate` endpoint."""
+    """The metrics of one worker and its main endpoint."""
 
     def __init__(
         self,
         endpoint: instances.EndpointName,
         clock: clocks.Clock,
         *,
-        passed_on: str | None = None,
+        engine_prefix: str | None = None,
     ) -> None:
-        """`passed_on` begins the names of what an engine counts itself; it is rendered, too."""
+        """Render also the metrics that the engine counts itself, under names that begin with `engine_prefix`."""
         self.registry = registry = metrics.Registry("dynamo_component")
-        self._passed_on = passed_on
+        self._engine_prefix = engine_prefix
         self._clock = clock
         self._started_at = clock.now()
-        at = (endpoint.namespace, endpoint.component, endpoint.endpoint)
-        self._requests = registry.counter("requests_total", "requests taken", _LABELS).labels(*at)
-        self._bytes = registry.counter("request_bytes_total", "bytes of requests", _LABELS).labels(
-            *at
-        )
+        labels = (endpoint.namespace, endpoint.component, endpoint.endpoint)
+        self._requests = registry.counter(
+            "requests_total", "requests accepted or refused", _LABELS
+        ).labels(*labels)
+        self._bytes = registry.counter(
+            "request_bytes_total", "bytes of request bodies", _LABELS
+        ).labels(*labels)
         self._inflight = registry.gauge(
-            "inflight_requests", "requests not yet answered in full", _LABELS
-        ).labels(*at)
+            "inflight_requests", "requests that are not answered in full yet", _LABELS
+        ).labels(*labels)
         self._duration = registry.histogram(
             "request_duration_seconds",
-            "from taking a request to its end",
+            "seconds from receiving a request to its end",
             _LABELS,
             buckets=_DURATION_BUCKETS,
-        ).labels(*at)
+        ).labels(*labels)
         self._cancelled = registry.counter(
-            "cancellation_total", "requests whose caller went away", _LABELS
-        ).labels(*at)
+            "cancellation_total", "requests that their callers cancelled", _LABELS
+        ).labels(*labels)
         self._errors = registry.counter(
-            "errors_total", "requests that failed", (*_LABELS, "error_type")
+            "errors_total", "requests that failed, by kind of error", (*_LABELS, "error_type")
         )
-        self._at = at
-        self._uptime = registry.gauge("uptime_seconds", "since the worker started")
-        self._active_blocks = registry.gauge("kvstats_active_blocks", "blocks of running requests")
-        self._total_blocks = registry.gauge("kvstats_total_blocks", "blocks there are")
+        self._label_values = labels
+        self._uptime = registry.gauge("uptime_seconds", "seconds since the worker started")
+        self._active_blocks = registry.gauge(
+            "kvstats_active_blocks", "KV blocks of running requests"
+        )
+        self._total_blocks = registry.gauge("kvstats_total_blocks", "KV blocks of the engine")
         self._usage = registry.gauge(
-            "kvstats_gpu_cache_usage_percent", "active blocks as a share of all, 0..1"
+            "kvstats_gpu_cache_usage_percent", "active KV blocks as a share of all, 0 to 1"
         )
         self._hit_rate = registry.gauge(
-            "kvstats_gpu_prefix_cache_hit_rate", "cached prompt tokens as a share of all, 0..1"
+            "kvstats_gpu_prefix_cache_hit_rate", "cached prompt tokens as a share of all, 0 to 1"
         )
 
     @property
     def uptime_s(self) -> float:
-        """Since the worker started."""
+        """Seconds since the worker started."""
         return self._clock.now() - self._started_at
 
-    def taken(self, request_bytes: int) -> None:
-        """A request came in."""
+    def request_accepted(self, request_bytes: int) -> None:
+        """Count a request with a body of this size."""
         self._requests.inc()
         self._bytes.inc(request_bytes)
         self._inflight.inc()
 
-    def ended(self, duration_s: float, error: errors.DynamoError | None = None) -> None:
-        """It is over: answered in full, or by an error."""
+    def request_ended(self, duration_s: float, error: errors.DynamoError | None = None) -> None:
+        """Count the end of a request `duration_s` seconds after it came: in full, or by an error."""
         self._inflight.dec()
         self._duration.observe(duration_s)
         if isinstance(error, errors.Cancelled):
             self._cancelled.inc()
         elif error is not None:
-            self._errors.labels(*self._at, error.code).inc()
+            self._errors.labels(*self._label_values, error.code).inc()
 
     def render(self, current: Sequence[load.ForwardPassMetrics]) -> bytes:
-        """The exposition, with the load of all ranks as it is now, if there are any yet."""
+        """Return the exposition, with the current load of all ranks (none before the engine has started)."""
         self._uptime.set(self.uptime_s)
         if current:
-            stats = [state.kv_stats for state in current]
-            num_active = sum(one.kv_active_blocks for one in stats)
-            num_total = sum(one.kv_total_blocks for one in stats)
+            stats = [rank.kv_stats for rank in current]
+            num_active = sum(rank.kv_active_blocks for rank in stats)
+            num_total = sum(rank.kv_total_blocks for rank in stats)
             self._active_blocks.set(num_active)
             self._total_blocks.set(num_total)
             self._usage.set(num_active / num_total if num_total else 0.0)
-            self._hit_rate.set(statistics.fmean(one.gpu_prefix_cache_hit_rate for one in stats))
-        others = metrics.render_foreign(self._passed_on) if self._passed_on else b""
-        return self.registry.render() + others
+            self._hit_rate.set(statistics.fmean(rank.gpu_prefix_cache_hit_rate for rank in stats))
+        engine_metrics = metrics.render_foreign(self._engine_prefix) if self._engine_prefix else b""
+        return self.registry.render() + engine_metrics

@@ -1,6 +1,6 @@
-"""The simulated engine for a model directory: it borrows the model's tokenizer and context, and needs no weights.
+"""The simulated engine for a model directory: it uses the model's tokenizer and context length, and needs no weights.
 
-One process can hold hundreds of them. Each has a scheduler and a cache of its own; what they say, they share.
+One process can hold hundreds of them. Each has its own scheduler and cache; the text of their answers is shared.
 """
 
 import json
@@ -19,27 +19,27 @@ TEXT = (
     " Once upon a time there was a little machine that told stories. Nobody had taught it to think,"
     " so it said the same words again and again, and they were always in the right order."
 )
-DEFAULT_CONTEXT = 32_768  # tokens, for a model that does not say
+DEFAULT_CONTEXT = 32_768  # tokens, for a model configuration without a length
 
 
 def build(
     directory: Path, settings: mock_settings.MockConfig, room: local.Room | None = None
 ) -> engine.MockEngine:
-    """An engine that says TEXT in the model's tokens. Raises ConfigError."""
+    """Build an engine that answers TEXT in the model's tokens. Raises ConfigError."""
     return build_all(directory, replace(settings, num_workers=1), room)[0]
 
 
 def build_all(
     directory: Path, settings: mock_settings.MockConfig, room: local.Room | None = None
 ) -> Sequence[engine.MockEngine]:
-    """As many as --num-workers says. Raises ConfigError."""
+    """Build as many engines as --num-workers says. Raises ConfigError."""
     settings = mock_settings.with_extra(settings)
     tokenizer = tokenize.Tokenizer((directory / "tokenizer.json").read_bytes())
     (packed,) = tokenizer.encode_now([TEXT], add_special_tokens=False)
     cycle = answers.Cycle(blocks.unpack(packed) or [0])
-    length, measured = _context_length(directory), _profile(settings.planner_profile_data)
+    length, timings = _context_length(directory), _profile(settings.planner_profile_data)
     return [
-        engine.MockEngine(settings, cycle=cycle, context_length=length, profile=measured, room=room)
+        engine.MockEngine(settings, cycle=cycle, context_length=length, profile=timings, room=room)
         for _ in range(settings.num_workers)
     ]
 
@@ -47,15 +47,15 @@ def build_all(
 def _profile(path: str | None) -> profile.Profile | None:
     if path is None:
         return None
-    where = f"--planner-profile-data {path}"
+    source = f"--planner-profile-data {path}"
     try:
-        return profile.read(Path(path).read_bytes(), where)
+        return profile.read(Path(path).read_bytes(), source)
     except OSError as error:
-        raise errors.ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+        raise errors.ConfigError(f"{source}: cannot be read: {error.strerror}") from error
 
 
 def build_embedder(directory: Path, settings: mock_settings.MockConfig) -> embedder.MockEmbedder:
-    """An embedder for texts as long as the model takes. Raises ConfigError."""
+    """Build an embedder for inputs up to the model's context length. Raises ConfigError."""
     return embedder.MockEmbedder(
         context_length=settings.max_model_len or _context_length(directory),
         dimensions=settings.embedding_dimensions,

@@ -1,12 +1,12 @@
-"""Where a model's files are: from what the user typed to a directory.
+"""The directory of a model's files, found from what the user typed:
 
     nothing, or `storyteller`    the built-in model, which ships in the package
     an existing directory        that directory
     what looks like a path       refused: no such directory
     a hub name (org/name)        the local Hugging Face cache; else the hub, if it answers within seconds
 
-This is the one door to `huggingface_hub`. Whatever goes wrong is one ConfigError that says what to do; nothing waits
-for a hub that does not answer.
+The only module that imports `huggingface_hub`. Every failure is one ConfigError that says what to do; no call waits for
+a hub that does not answer.
 """
 
 import re
@@ -24,7 +24,7 @@ BUILT_IN = "storyteller"
 HUB_TIMEOUT_S = 5.0
 REQUIRED = ("config.json", "tokenizer.json")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_WANTED = ("*.json", "*.jinja", "*.model", "*.txt")
+_CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _HUB_FAILURES = (
     hub_errors.HTTPError,  # type: ignore[attr-defined]  # base of its HTTP client's errors, whichever client it is
     OSError,
@@ -34,7 +34,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def resolve(model: str | None, *, with_weights: bool = True) -> Path:
-    """The directory of this model. Raises ConfigError."""
+    """Return the directory of a model; downloads it if needed. Raises ConfigError."""
     if model in (None, "", BUILT_IN):
         return built_in()
     assert model is not None
@@ -47,24 +47,24 @@ def resolve(model: str | None, *, with_weights: bool = True) -> Path:
         raise errors.ConfigError(
             f"no such directory: {model} (expected a model directory, or a hub name like Qwen/Qwen3-0.6B)"
         )
-    return _checked(_from_hub(model, _WANTED + _WEIGHTS if with_weights else _WANTED))
+    return _checked(_from_hub(model, _CONFIG_FILES + _WEIGHTS if with_weights else _CONFIG_FILES))
 
 
 def built_in() -> Path:
-    """Where the built-in model lies."""
+    """Return the directory of the built-in model."""
     return _checked(Path(native.__path__[0]) / BUILT_IN)
 
 
-def task(asked: str, directory: Path) -> str:
-    """`generate` or `embed`: what is asked, or if that is `auto`, what the files speak for. Raises ConfigError."""
-    if asked != "auto":
-        return asked
+def task(requested_task: str, directory: Path) -> str:
+    """Return `generate` or `embed`: the requested task, or for `auto` the one that the files show."""
+    if requested_task != "auto":
+        return requested_task
     embeds = sentence.is_described(directory) or encoder_config.is_encoder(directory)
     return "embed" if embeds else "generate"
 
 
 def display_name(model: str | None) -> str:
-    """What clients call this model, unless they are told otherwise."""
+    """Return the default name of a model for clients: its directory's or its hub name."""
     if not model:
         return BUILT_IN
     path = Path(model).expanduser()
@@ -85,7 +85,7 @@ def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
     try:
         return _checked(Path(_snapshot(name, patterns, cached=True)))
     except (errors.ConfigError, hub_errors.LocalEntryNotFoundError, ValueError):
-        pass  # not here, or not all of it
+        pass  # not in the cache, or not all of it
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise errors.ConfigError(
             f"model {name!r} is not in the local cache, and HF_HUB_OFFLINE forbids to download it"
@@ -119,7 +119,7 @@ def _snapshot(name: str, patterns: tuple[str, ...], *, cached: bool) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause: what failed, not who passed it on."""
+    """Return the message of the innermost cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""What a worker is told, whichever engine it hosts; the engine's own settings stand beside it on the command line."""
+"""The settings of a worker, for any engine; the engine's own settings follow them on the command line."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ from dynamo.preprocess import infill
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import instances
 from dynamo.runtime import component
-from dynamo.worker import canary, system
+from dynamo.worker import canary, system_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,124 +20,134 @@ class WorkerConfig(component.RuntimeConfig):
         None,
         flag="--model",
         aliases=("--model-path",),
-        help="model directory or hub name; without it, the built-in model",
+        help="model directory, or name on the Hugging Face hub; without it, the built-in model",
     )
     model_name: str | None = config.option(
         None,
         aliases=("--served-model-name",),
-        help="what clients call the model (default: the directory's name, or the hub name)",
+        help="name under which clients ask for the model (default: the directory's name, or the hub name)",
     )
     task: Literal["auto", "generate", "embed"] = config.option(
         "auto",
-        help="what the model is for; auto: embed if it is an encoder or has a modules.json, else generate",
+        help="what the model does; auto: embed if it is an encoder or has a modules.json, else generate",
     )
     endpoint: str | None = config.option(
         None,
-        help="where to serve (default: dyn://NAMESPACE.backend.generate, ….prefill.generate, or ….backend.embed)",
+        help="endpoint to serve at (default: dyn://NAMESPACE.backend.generate, ….prefill.generate, or ….backend.embed)",
     )
     is_prefill_worker: bool = config.option(
         False, help="compute prompts for decode workers; the same as --disaggregation-mode prefill"
     )
     disaggregation_mode: Literal["agg", "prefill", "decode"] | None = config.option(
         None,
-        help="agg: compute all prompts here; prefill: only compute prompts, for others; decode: have long prompts"
-        " computed by prefill workers, by shared memory where they are on this host; by default, as decode but without"
-        " memory that is made ready for it",
+        help="agg: compute all prompts here; prefill: only compute prompts, for decode workers; decode: let prefill"
+        " workers compute long prompts, and copy their KV blocks by shared memory on the same host; default: as decode,"
+        " without that shared memory",
     )
     prefill_endpoint: str | None = config.option(
-        None, help="where prefill workers serve (default: dyn://NAMESPACE.prefill.generate)"
+        None, help="endpoint of the prefill workers (default: dyn://NAMESPACE.prefill.generate)"
     )
     disagg_policy: Literal["lengths", "estimated"] = config.option(
         "lengths",
-        help="who computes a prompt, here or a prefill worker; lengths: by the two numbers below; estimated: by what"
-        " delays this prompt and the answers that are being written here least",
+        help="how to choose between this worker and a prefill worker for a prompt; lengths: by the two limits below;"
+        " estimated: whichever delays this prompt and the running answers less",
     )
     max_local_prefill_length: int | None = config.option(
         None,
-        help="prompt tokens, without the known prefix, that are always computed here; discovery can change it"
-        f" (default: {policy.MAX_LOCAL_PREFILL_LENGTH}; with vLLM 0, as NVIDIA Dynamo has it)",
+        help="prompts with at most so many tokens that are not cached are computed here; discovery can change it"
+        f" (default: {policy.MAX_LOCAL_PREFILL_LENGTH}; with vLLM 0, as in NVIDIA Dynamo)",
         least=0,
     )
     max_prefill_queue_size: int = config.option(
         policy.MAX_PREFILL_QUEUE_SIZE,
-        help="prompts that may wait at a prefill worker before more are computed here; discovery can change it",
+        help="prompts that may wait at a prefill worker; while more wait, prompts are computed here; discovery can"
+        " change it",
         least=0,
     )
     prefill_queue: Literal["direct", "queue"] = config.option(
         "direct",
         env="DYN_PREFILL_QUEUE",
-        help="how prompts get to prefill workers, said to both sides: each to one of them, or through a queue in NATS"
-        " (JetStream) from which all of them take",
+        help="how prompts reach prefill workers, the same value for both sides; direct: each is sent to one of them;"
+        " queue: all of them take from one queue in NATS (JetStream)",
     )
     prefill_timeout_s: float = config.option(
-        30.0, help="seconds that a prompt may take elsewhere before it is computed here", least=0.01
+        30.0,
+        help="seconds after which a prompt that a prefill worker has not computed is computed here",
+        least=0.01,
     )
     dyn_tool_call_parser: str | None = config.option(
         None,
         env="DYN_TOOL_CALL_PARSER",
-        help="how the model writes tool calls, or none (default: what its chat template speaks of)",
+        help="format of the model's tool calls, or none (default: found in its chat template)",
     )
     dyn_reasoning_parser: str | None = config.option(
         None,
         env="DYN_REASONING_PARSER",
-        help="how the model writes reasoning, or none (default: what its chat template speaks of)",
+        help="format of the model's reasoning, or none (default: found in its chat template)",
     )
     dyn_infill_format: str | None = config.option(
         None,
         env="DYN_INFILL_FORMAT",
-        help="how the model is asked to fill in between prompt and suffix, or none (default: it cannot)",
+        help="format of prompts to fill in between prompt and suffix, or none (default: not supported)",
     )
     engine_request_limit: int = config.option(
-        1024, help="requests that may run or wait here; more are refused as overload", least=1
+        1024,
+        help="requests that may run or wait here; more are refused as overload, and frontends try another worker",
+        least=1,
     )
     migration_limit: int | None = config.option(
         None,
         env="DYN_MIGRATION_LIMIT",
-        help="how often a request may go on at another worker, if less often than the frontend says",
+        help="times that a request may migrate to another worker; the frontend's limit holds if it is lower",
         least=0,
     )
     graceful_shutdown_timeout_s: float = config.option(
         30.0,
         env="DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT",
         flag="--graceful-shutdown-timeout",
-        help="seconds that running requests get to finish after SIGTERM",
+        help="seconds for running requests to finish after SIGTERM; increase it for long answers",
         least=0,
     )
     grace_period_s: float = config.option(
         0.0,
         env="DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
         flag="--graceful-shutdown-grace-period",
-        help="seconds after SIGTERM in which new requests of frontends that have not noticed are still taken;"
-        " without, they are told to ask another worker, and do",
+        help="seconds after SIGTERM in which new requests are still accepted, from frontends that have not noticed yet;"
+        " with 0 these requests migrate to another worker",
         least=0,
     )
     health_check_enabled: bool = config.option(
         False,
         env="DYN_HEALTH_CHECK_ENABLED",
-        help="ask an engine that is quiet for a token; one that does not answer ends this worker",
+        help="ask an engine without progress for one token, and end this worker if it does not answer",
     )
     canary_wait_time: float = config.option(
-        10.0, env="DYN_CANARY_WAIT_TIME", help="seconds of quiet until it is asked", least=0.1
+        10.0,
+        env="DYN_CANARY_WAIT_TIME",
+        help="seconds without progress before the health check asks the engine",
+        least=0.1,
     )
     health_check_request_timeout: float = config.option(
         3.0,
         env="DYN_HEALTH_CHECK_REQUEST_TIMEOUT",
-        help="seconds that it then has to answer",
+        help="seconds for the engine to answer the health check",
         least=0.1,
     )
     system_host: str = config.option(
-        "127.0.0.1", env="DYN_SYSTEM_HOST", help="address of /live, /health and /metrics"
+        "127.0.0.1",
+        env="DYN_SYSTEM_HOST",
+        help="address of /live, /health and /metrics; 0.0.0.0 for all networks",
     )
     system_port: int = config.option(
-        system.PORT_DISABLED,
+        system_port.PORT_DISABLED,
         env="DYN_SYSTEM_PORT",
         help="port of /live, /health and /metrics; -1 for none, 0 for any",
-        least=system.PORT_DISABLED,
+        least=system_port.PORT_DISABLED,
         most=65535,
     )
 
     def check(self) -> None:
-        """Raises ConfigError for parsers and formats that are not known, and for two roles at once."""
+        """Raise ConfigError for an unknown parser or format, and for two roles at once."""
         if self.is_prefill_worker and self.disaggregation_mode not in (None, "prefill"):
             raise errors.ConfigError(
                 f"--is-prefill-worker and --disaggregation-mode {self.disaggregation_mode}: expected one of the two"
@@ -146,40 +156,40 @@ class WorkerConfig(component.RuntimeConfig):
         formats.check_names(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
 
     @property
-    def patience(self) -> canary.Patience | None:
-        """With an engine that does not answer; None: it is never asked."""
+    def health_check(self) -> canary.HealthCheck | None:
+        """Return the limits of the health check of a quiet engine; None if it is switched off."""
         if not self.health_check_enabled:
             return None
-        return canary.Patience(
+        return canary.HealthCheck(
             wait_s=self.canary_wait_time, answer_s=self.health_check_request_timeout
         )
 
     @property
     def endpoint_name(self) -> instances.EndpointName:
-        """Where to serve. Raises ConfigError."""
+        """Return the endpoint to serve at. Raises ConfigError."""
         if self.endpoint is None and self.is_prefill:
             return self.prefill_endpoint_name
         return self.endpoint_for("generate")
 
     def endpoint_for(self, task: str) -> instances.EndpointName:
-        """Where to serve this task. Raises ConfigError."""
+        """Return the endpoint to serve this task at. Raises ConfigError."""
         return instances.EndpointName.parse(
             self.endpoint or f"dyn://{self.namespace}.backend.{task}"
         )
 
     @property
     def prefill_endpoint_name(self) -> instances.EndpointName:
-        """Where prefill workers serve. Raises ConfigError."""
+        """Return the endpoint of the prefill workers. Raises ConfigError."""
         return instances.EndpointName.parse(
             self.prefill_endpoint or f"dyn://{self.namespace}.prefill.generate"
         )
 
     @property
     def is_prefill(self) -> bool:
-        """Does it only compute prompts?"""
+        """Return whether this worker only computes prompts, for decode workers."""
         return self.is_prefill_worker or self.disaggregation_mode == "prefill"
 
     @property
     def takes_from_queue(self) -> bool:
-        """Does it take prompts whether or not anybody finds it?"""
+        """Return whether this worker takes prompts from a queue, also while it is not in discovery."""
         return self.is_prefill and self.prefill_queue == "queue"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dynamo.protocols import blocks, kv_events
 from dynamo.router import kv_event_order
-from dynamo.worker import publish
+from dynamo.worker import kv_event_publisher
 
 STORED = kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(1, 1),))
 REMOVED = kv_events.Removed(block_hashes=(1,))
@@ -131,7 +131,7 @@ class Line:
 
     def begin_anew(self):
         self.epoch += 1
-        self.publisher = publish.Publisher(
+        self.publisher = kv_event_publisher.KvEventPublisher(
             self, namespace="n", component="c", worker_id=9, epoch=self.epoch
         )
         self.publisher.publish_kv_events([])

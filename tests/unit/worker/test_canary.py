@@ -8,7 +8,7 @@ from dynamo.protocols import generate
 from dynamo.testing import clock
 from dynamo.worker import canary, inflight
 
-PATIENCE = canary.Patience(wait_s=10, answer_s=3)
+CHECK = canary.HealthCheck(wait_s=10, answer_s=3)
 
 
 class Asked:
@@ -19,10 +19,10 @@ class Asked:
         self.calls, self.cancelled = [], []
         self.load = make_load(1)
         self.answer = lambda call: None
-        watched = canary.Canary(self.take, lambda: [self.load], PATIENCE, self.clock)
+        watched = canary.Canary(self.handle, lambda: [self.load], CHECK, self.clock)
         self.verdict = asyncio.ensure_future(watched.watch())
 
-    def take(self, call):
+    def handle(self, call):
         self.calls.append(inflight.decode(call.body))
         call.on_cancel(lambda: self.cancelled.append(call))
         self.answer(call)

@@ -1,5 +1,6 @@
-"""The card of a model directory."""
+"""The model card of a worker, and the files that it serves."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -7,8 +8,9 @@ import json
 import pytest
 from worker_fakes import FACTS
 
-from dynamo.base import errors
-from dynamo.protocols import model_card
+from dynamo.base import clock, errors
+from dynamo.protocols import instances, model_card
+from dynamo.runtime import component, requests
 from dynamo.worker import card
 
 
@@ -87,3 +89,125 @@ def test_an_adapter_is_on_the_card_and_must_not_be_called_as_its_model(directory
     assert card.build(directory, name="m", facts=facts, created=5).lora_names == ("poet",)
     with pytest.raises(errors.ConfigError, match="'poet', and so is its model"):
         card.build(directory, name="poet", facts=facts, created=5)
+
+
+NAME = instances.EndpointName("a", "b", "generate")
+BODY = bytes(range(256)) * 4096  # two parts
+DEADLINE_S = 20
+
+
+class Store:
+    """An object store that fails when it is told to."""
+
+    def __init__(self):
+        self.bodies, self.error = {}, None
+
+    async def put(self, key, body):
+        if self.error is not None:
+            raise self.error
+        self.bodies[key] = body
+        return f"store://{key}"
+
+
+class Services:
+    def __init__(self, store):
+        self.store = store
+
+    def object_store(self):
+        return self.store
+
+    async def close(self):
+        pass
+
+
+def card_of(file_path):
+    checksum = f"sha256:{hashlib.sha256(BODY).hexdigest()}"
+    file = model_card.ModelFile(path=str(file_path), checksum=checksum, size=len(BODY))
+    return model_card.ModelCard(
+        display_name="m",
+        source_path=str(file_path.parent),
+        context_length=8,
+        kv_cache_block_size=4,
+        files={"tokenizer.json": file},
+    )
+
+
+@pytest.fixture
+def file_path(tmp_path):
+    file_path = tmp_path / "tokenizer.json"
+    file_path.write_bytes(BODY)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return file_path
+
+
+@contextlib.asynccontextmanager
+async def sharing(file_path, store=None):
+    """The card as it is published, and a way to ask for parts."""
+    runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
+    async with runtime:
+        runtime.services = Services(store)
+        shared = card.FileSharing(runtime, clock.SystemClock())
+        published = await shared.share(card_of(file_path), NAME)
+        served = await runtime.requests.serve("x", lambda call: None)
+
+        async def ask(name, offset):
+            return await requests.ask(
+                runtime.requests,
+                served,
+                model_card.endpoint_of_files(NAME),
+                model_card.FilePart(name=name, offset=offset),
+                reply_type=bytes,
+                timeout_s=DEADLINE_S,
+            )
+
+        yield published, ask
+        await shared.close()
+
+
+async def test_a_file_is_given_in_parts_and_ends_with_nothing(file_path):
+    async with sharing(file_path) as (_, ask):
+        first = await ask("tokenizer.json", 0)
+        second = await ask("tokenizer.json", len(first))
+        end = await ask("tokenizer.json", len(BODY))
+
+    assert len(first) == model_card.PART_BYTES
+    assert (first + second, end) == (BODY, b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "offset"), [("model.safetensors", 0), ("../secret", 0), ("tokenizer.json", -1)]
+)
+async def test_what_the_card_does_not_name_is_not_given(file_path, name, offset):
+    async with sharing(file_path) as (_, ask):
+        with pytest.raises(errors.RemoteProtocolError, match="on the card"):
+            await ask(name, offset)
+
+
+async def test_a_file_that_is_gone_is_unavailable(file_path):
+    async with sharing(file_path) as (_, ask):
+        file_path.unlink()
+        with pytest.raises(errors.Unavailable, match="cannot read its own"):
+            await ask("tokenizer.json", 0)
+
+
+async def test_without_a_store_the_card_stays_as_it_is(file_path):
+    async with sharing(file_path) as (card, _):
+        assert card == card_of(file_path)
+
+
+async def test_with_a_store_the_card_says_where_its_files_are(file_path):
+    store = Store()
+    async with sharing(file_path, store) as (card, _):
+        file = card.files["tokenizer.json"]
+
+    assert file.url == f"store://{file.checksum.replace(':', '-')}"
+    assert store.bodies == {file.checksum.replace(":", "-"): BODY}
+
+
+async def test_a_store_that_takes_nothing_is_told_and_the_worker_gives_the_file(file_path, caplog):
+    store = Store()
+    store.error = errors.Overloaded("it is full")
+    async with sharing(file_path, store) as (card, ask):
+        assert card == card_of(file_path)
+        assert await ask("tokenizer.json", 0)
+    assert "it is full" in caplog.text

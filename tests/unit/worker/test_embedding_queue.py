@@ -8,7 +8,7 @@ from dynamo.worker import embedding_queue
 
 def drain(queue):
     batches = []
-    while batch := queue.take():
+    while batch := queue.take_batch():
         batches.append([tuple(place) for place in batch])
     return batches
 
@@ -18,14 +18,14 @@ def test_calls_take_turns_so_that_a_short_one_is_soon_done():
     queue.add(1, [5] * 8)
     queue.add(2, [5])
 
-    assert queue.take() == [(1, 7), (2, 0), (1, 6), (1, 5)]
+    assert queue.take_batch() == [(1, 7), (2, 0), (1, 6), (1, 5)]
 
 
 def test_the_longest_inputs_of_a_call_come_first():
     queue = embedding_queue.EmbeddingQueue(max_batch_tokens=100)
     queue.add(1, [3, 9, 5])
 
-    assert queue.take() == [(1, 1), (1, 2), (1, 0)]
+    assert queue.take_batch() == [(1, 1), (1, 2), (1, 0)]
 
 
 def test_an_input_beyond_the_budget_has_a_batch_of_its_own():

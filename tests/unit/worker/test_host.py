@@ -1,4 +1,4 @@
-"""A worker within the process: memory planes, and an engine that does what the test says."""
+"""A worker within the process, and several of them: memory planes, and an engine that does what the test says."""
 
 import asyncio
 
@@ -11,9 +11,10 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.protocols import generate, instances, kv_events, model_card
 from dynamo.runtime import component, requests
-from dynamo.worker import canary, host
+from dynamo.worker import canary, host, metrics
 
 ENDPOINT = instances.EndpointName("dynamo", "backend", "generate")
+OPTIONS = host.HostOptions(request_limit=8)
 CLEAR = instances.EndpointName("dynamo", "backend", "clear_kv_blocks")
 
 
@@ -46,9 +47,11 @@ class World:
     """One worker and one who asks it."""
 
     @classmethod
-    async def make(cls):
+    async def make(cls, options=OPTIONS, make_capabilities=None, make_hooks=None):
         world, cluster = cls(), component.MemoryCluster()
         world.engine = FakeEngine()
+        if make_capabilities is not None:
+            world.engine.capabilities = api.EngineCapabilities(**make_capabilities(world))
         world.runtime = await component.DistributedRuntime.in_memory(cluster)
         world.asker = await component.DistributedRuntime.in_memory(cluster)
         world.host = host.Host(
@@ -56,8 +59,9 @@ class World:
             world.runtime,
             ENDPOINT,
             make_card=make_card,
-            request_limit=8,
+            options=options,
             clock=clocks.SystemClock(),
+            hooks=make_hooks(world) if make_hooks is not None else (),
         )
         return world
 
@@ -90,10 +94,22 @@ class World:
 
 
 @pytest.fixture
-async def world():
-    world = await World.make()
-    yield world
-    await world.close()
+async def worlds():
+    """Makes a world; all are closed at the end."""
+    made = []
+
+    async def make(*args, **kwargs):
+        made.append(await World.make(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for world in made:
+        await world.close()
+
+
+@pytest.fixture
+async def world(worlds):
+    return await worlds()
 
 
 async def until(condition):
@@ -202,7 +218,7 @@ async def test_a_worker_whose_blocks_nobody_reads_waits_for_its_time_only(world,
     await world.host.stop(0.01)
 
     assert world.engine.num_stopped == 1
-    assert "nobody came" in caplog.text
+    assert "no worker copied them" in caplog.text
 
 
 async def test_a_dead_engine_fails_its_requests_and_ends_the_worker(world):
@@ -228,10 +244,11 @@ async def test_what_does_not_finish_in_time_is_given_back(world):
     assert receiver.received == [output().output]
 
 
-async def test_an_engine_that_hangs_ends_the_worker(world, monkeypatch):
+async def test_an_engine_that_hangs_ends_the_worker(worlds, monkeypatch):
     monkeypatch.setattr(host, "ENGINE_STOP_S", 0)
+    check = canary.HealthCheck(wait_s=0, answer_s=0)
+    world = await worlds(host.HostOptions(request_limit=8, health_check=check))
     world.engine.stop = asyncio.Event().wait
-    world.host.ask_when_quiet(canary.Patience(wait_s=0, answer_s=0))
     await world.host.start()
     receiver, _ = await world.ask()
     with pytest.raises(errors.EngineFailed, match="hangs"):
@@ -255,11 +272,16 @@ class Sleeper:
         return True
 
 
-@pytest.fixture
-async def asleep(world):
-    """A world whose worker sleeps as soon as what ran has ended."""
+def with_sleeper(world):
     world.sleeper = Sleeper(world)
-    world.host.sleep_when_told(world.sleeper, timeout_s=60)
+    return {"sleep": world.sleeper}
+
+
+@pytest.fixture
+async def asleep(worlds):
+    """A world with a worker that sleeps, since its running request has ended."""
+    options = host.HostOptions(request_limit=8, drain_timeout_s=60)
+    world = await worlds(options, with_sleeper)
     world.port = await world.host.open_system_port("127.0.0.1", 0)
     await world.host.start()
     receiver, _ = await world.ask()
@@ -299,13 +321,12 @@ async def test_a_worker_that_sleeps_stops_when_it_is_told(asleep):
     assert asleep.engine.num_stopped == 1
 
 
-async def test_a_worker_whose_engine_fails_to_sleep_ends(world):
+async def test_a_worker_whose_engine_fails_to_sleep_ends(worlds):
     async def fail(level):
         raise OSError("no memory")
 
-    sleeper = Sleeper(world)
-    sleeper.sleep = fail
-    world.host.sleep_when_told(sleeper, timeout_s=0)
+    world = await worlds(host.HostOptions(request_limit=8, drain_timeout_s=0), with_sleeper)
+    world.sleeper.sleep = fail
     world.port = await world.host.open_system_port("127.0.0.1", 0)
     await world.host.start()
 
@@ -316,11 +337,12 @@ async def test_a_worker_whose_engine_fails_to_sleep_ends(world):
         await world.host.run_until(asyncio.Event())
 
 
-async def test_a_canary_asks_no_engine_that_sleeps(world):
+async def test_a_canary_asks_no_engine_that_sleeps(worlds):
     asked = asyncio.Event()
-    world.host.ask_when_quiet(canary.Patience(wait_s=0, answer_s=60))
+    check = canary.HealthCheck(wait_s=0, answer_s=60)
+    options = host.HostOptions(request_limit=8, drain_timeout_s=0, health_check=check)
+    world = await worlds(options, with_sleeper)
     world.engine.submit = lambda request: asked.set()
-    world.host.sleep_when_told(Sleeper(world), timeout_s=0)
     world.port = await world.host.open_system_port("127.0.0.1", 0)
     await world.host.start()
     await asked.wait()
@@ -359,37 +381,138 @@ async def test_an_engine_that_does_not_start_is_not_registered(world):
     assert await world.keys() == []
 
 
-class Beside:
-    """Notes when it is told what, and who can be found then."""
+class Hook:
+    """Records each call to it, with whether the worker is in discovery and its engine stopped then."""
 
     def __init__(self, world):
-        self.world, self.heard = world, []
+        self.world, self.calls = world, []
 
     async def start(self):
-        self.heard.append(("start", await self.world.is_found(), self.world.engine.is_stopped))
+        self.calls.append(("start", await self.world.is_found(), self.world.engine.num_stopped))
 
     async def leave(self):
-        self.heard.append(("leave", await self.world.is_found(), self.world.engine.is_stopped))
+        self.calls.append(("leave", await self.world.is_found(), self.world.engine.num_stopped))
 
     async def close(self):
-        self.heard.append(("close", await self.world.is_found(), self.world.engine.is_stopped))
+        self.calls.append(("close", await self.world.is_found(), self.world.engine.num_stopped))
 
 
-async def test_what_lives_beside_it_starts_before_it_is_found_and_leaves_before_what_runs_ends(
-    monkeypatch,
-):
-    world = await World.make()
-    world.engine.is_stopped = False
-    beside = Beside(world)
-    world.host.live_with([beside])
-    stop = world.engine.stop
+async def test_lifecycle_hook_starts_before_registration_and_closes_after_the_drain():
+    def make_hooks(world):
+        world.hook = Hook(world)
+        return [world.hook]
 
-    async def stopped():
-        world.engine.is_stopped = True
-        await stop()
-
-    monkeypatch.setattr(world.engine, "stop", stopped)
+    world = await World.make(make_hooks=make_hooks)
     await world.host.start()
     await world.close()
 
-    assert beside.heard == [("start", False, False), ("leave", True, False), ("close", False, False)]  # fmt: skip
+    assert world.hook.calls == [("start", False, 0), ("leave", True, 0), ("close", False, 0)]
+
+
+class SilentReceiver:
+    """The asking side that ignores all answers."""
+
+    def receive(self, output):
+        pass
+
+    def replied(self, body):
+        pass
+
+    def ended(self, error):
+        pass
+
+
+class FleetWorld:
+    """Three workers under one lease, and one who asks them."""
+
+    def __init__(self, runtime, asker):
+        clock = clocks.SystemClock()
+        self.asker = asker
+        self.engines = [FakeEngine() for _ in range(3)]
+        self.counts = metrics.WorkerMetrics(ENDPOINT, clock)
+        self.built = []
+
+        def make_host(engine, sibling):
+            self.built.append(sibling.instance_id)
+            return host.Host(
+                engine,
+                sibling,
+                ENDPOINT,
+                make_card=make_card,
+                options=OPTIONS,
+                clock=clock,
+                counters=self.counts,
+            )
+
+        self.fleet = host.Fleet(
+            self.engines, runtime, make_host, endpoint=ENDPOINT, counters=self.counts
+        )
+
+    async def ask(self, instance_id):
+        client = self.asker.client(ENDPOINT)
+        await client.wait_for_instances(1)
+        await client.open(make_request(), SilentReceiver(), instance_id=instance_id)
+
+    async def known(self):
+        return await self.asker.discovery.get_prefix(f"v1/instances/{ENDPOINT.path}/")
+
+
+@pytest.fixture
+async def fleet_world():
+    cluster = component.MemoryCluster()
+    async with (
+        await component.DistributedRuntime.in_memory(cluster) as runtime,
+        await component.DistributedRuntime.in_memory(cluster) as asker,
+    ):
+        built = FleetWorld(runtime, asker)
+        await built.fleet.start()
+        yield built
+        await built.fleet.stop(1)
+
+
+async def test_each_is_an_instance_of_its_own(fleet_world):
+    assert len(set(fleet_world.built)) == 3
+    assert len(await fleet_world.known()) == 3
+
+    await fleet_world.ask(fleet_world.built[1])
+    await until(lambda: fleet_world.engines[1].submitted)
+
+    assert [len(engine.submitted) for engine in fleet_world.engines] == [0, 1, 0]
+
+
+async def test_counts_and_load_are_those_of_all(fleet_world):
+    await fleet_world.ask(fleet_world.built[0])
+    await fleet_world.ask(fleet_world.built[2])
+    await until(lambda: fleet_world.engines[0].submitted and fleet_world.engines[2].submitted)
+    port = await fleet_world.fleet.open_system_port("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    text = (await reader.read()).decode()
+    writer.close()
+    samples = dict(
+        line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("dynamo_component")
+    )
+
+    assert samples["dynamo_component_kvstats_total_blocks"] == "192.0"
+    assert samples["dynamo_component_kvstats_active_blocks"] == "2.0"
+    assert [value for name, value in samples.items() if "requests_total{" in name] == ["2.0"]
+
+
+async def test_they_are_told_to_stop_together(fleet_world):
+    stop = asyncio.Event()
+    running = asyncio.create_task(fleet_world.fleet.run_until(stop))
+    stop.set()
+
+    await running
+    await fleet_world.fleet.stop(1)
+
+    assert [engine.num_stopped for engine in fleet_world.engines] == [1, 1, 1]
+    assert await fleet_world.known() == {}
+
+
+async def test_one_engine_that_dies_ends_all(fleet_world):
+    running = asyncio.create_task(fleet_world.fleet.run_until(asyncio.Event()))
+    fleet_world.engines[1].sink.died(errors.EngineFailed("out of order"))
+
+    with pytest.raises(errors.EngineFailed, match="out of order"):
+        await running

@@ -30,12 +30,12 @@ def counts():
 
 @pytest.fixture
 def table(engine, counts):
-    return inflight.InFlight(engine, limit=2, counts=counts, clock=clocks.SystemClock())
+    return inflight.InFlight(engine, limit=2, counters=counts, clock=clocks.SystemClock())
 
 
 def take(table, request=None):
     call = FakeCall(request or make_request())
-    table.take(call)
+    table.handle(call)
     return call
 
 
@@ -56,7 +56,7 @@ def test_a_request_goes_to_the_engine_and_its_outputs_come_back(table, engine):
 async def test_who_leaves_waits_for_what_runs_and_sends_others_elsewhere(table):
     asleep = errors.WorkerLost("asleep")
     running = take(table)
-    leaving = asyncio.create_task(table.leave(asleep, 60))
+    leaving = asyncio.create_task(table.drain(asleep, 60))
     await asyncio.sleep(0)
     late = take(table, make_request("late"))
 
@@ -71,12 +71,12 @@ async def test_who_leaves_waits_for_what_runs_and_sends_others_elsewhere(table):
 
 async def test_who_leaves_gives_back_what_does_not_end_in_time_and_may_come_back(table, engine):
     call = take(table)
-    await table.leave(errors.WorkerLost("asleep"), 0)
+    await table.drain(errors.WorkerLost("asleep"), 0)
 
     assert str(call.error) == "asleep"
     assert engine.aborted == ["r"]
 
-    table.come_back()
+    table.reopen()
     again = take(table)
 
     assert again.error is None
@@ -170,7 +170,7 @@ def test_what_the_engine_gives_up_fails_the_call_once(table):
 
 def test_what_is_given_back_may_be_asked_elsewhere(table, engine):
     running = take(table)
-    table.give_back(errors.WorkerLost("out of memory"))
+    table.hand_over(errors.WorkerLost("out of memory"))
     late = take(table)
 
     assert isinstance(running.error, errors.WorkerLost)
@@ -191,7 +191,7 @@ def test_what_is_given_back_may_be_asked_elsewhere(table, engine):
 )
 def test_a_malformed_request_fails_by_name(table, engine, body, expected):
     call = FakeCall(body)
-    table.take(call)
+    table.handle(call)
 
     assert type(call.error) is expected
     assert engine.submitted == []

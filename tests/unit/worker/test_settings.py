@@ -31,8 +31,8 @@ def test_an_endpoint_that_is_none_is_refused():
 def test_an_engine_is_asked_only_if_that_is_wanted():
     wanted = load(DYN_HEALTH_CHECK_ENABLED="true", DYN_CANARY_WAIT_TIME="5")
 
-    assert load().patience is None
-    assert wanted.patience == canary.Patience(wait_s=5.0, answer_s=3.0)
+    assert load().health_check is None
+    assert wanted.health_check == canary.HealthCheck(wait_s=5.0, answer_s=3.0)
 
 
 def test_names_of_other_servers_are_understood():

@@ -1,9 +1,13 @@
 """An engine that does what the test says, and a call that remembers what it was told."""
 
+import contextlib
+
+import httpx
 import msgspec
 
 from dynamo.engine import api
 from dynamo.protocols import blocks, generate, load
+from dynamo.worker import system_port
 
 FACTS = api.EngineFacts(
     context_length=128,
@@ -100,3 +104,34 @@ class FakeCall:
     def fail(self, error: Exception) -> None:
         assert self.error is None
         self.error = error
+
+
+class Commands:
+    """Records the commands of an operator and answers `result`; raises `failure` if it is set."""
+
+    result: object = None
+
+    def __init__(self):
+        self.calls, self.failure = [], None
+
+    def record(self, *call):
+        if self.failure is not None:
+            raise self.failure
+        self.calls.append(call)
+        return self.result
+
+
+@contextlib.asynccontextmanager
+async def client_of(routes, path=""):
+    """An HTTP client, below this path, of a system port with these command routes."""
+    served = system_port.SystemPort(
+        endpoints=("generate",),
+        is_ready=lambda: True,
+        uptime_s=lambda: 0.0,
+        render=lambda: b"",
+        command_routes=routes,
+    )
+    port = await served.start("127.0.0.1", 0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}{path}") as client:
+        yield client
+    await served.close()

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dynamo.worker import system
+from dynamo.worker import system_port
 
 
 class Worker:
@@ -21,7 +21,7 @@ def worker():
 
 @pytest.fixture
 async def port(worker):
-    served = system.SystemPort(
+    served = system_port.SystemPort(
         endpoints=("generate",),
         is_ready=lambda: worker.is_ready,
         uptime_s=lambda: 12.5,

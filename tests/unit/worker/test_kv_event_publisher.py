@@ -1,13 +1,15 @@
-"""What a worker tells: KV events without holes, and its load."""
+"""The numbering and the replay of KV events, and the publishing of load."""
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from worker_fakes import make_load
 
 from dynamo.base import tasks
-from dynamo.protocols import kv_events, load
+from dynamo.protocols import blocks, kv_events, load
 from dynamo.testing import clock as virtual
-from dynamo.worker import publish
+from dynamo.worker import kv_event_publisher
 
 
 class Plane:
@@ -30,7 +32,9 @@ def plane():
 
 @pytest.fixture
 def publisher(plane):
-    return publish.Publisher(plane, namespace="dynamo", component="backend", worker_id=9, epoch=5)
+    return kv_event_publisher.KvEventPublisher(
+        plane, namespace="dynamo", component="backend", worker_id=9, epoch=5
+    )
 
 
 async def test_both_topics_are_advertised(publisher, plane):
@@ -131,3 +135,105 @@ async def test_a_load_that_changed_is_told_at_the_next_look(publisher, plane):
     told = [msgspec.msgpack.decode(p, type=load.LoadEvent) for _, p in plane.published]
 
     assert [event.data.kv_stats.kv_active_blocks for event in told] == [0, 1, 2]
+
+
+CHAIN = st.lists(st.integers(1, 3), min_size=1, max_size=6)
+TIER = st.sampled_from(kv_events.TIERS)
+
+
+def stored(local_hashes, skip, tier):
+    names = blocks.sequence_hashes(local_hashes)
+    return kv_events.Stored(
+        parent_hash=names[skip - 1] if skip else None,
+        blocks=tuple(map(kv_events.StoredBlock, names, local_hashes))[skip:],
+        tier=tier,
+    )
+
+
+def removed(local_hashes, tier):
+    return kv_events.Removed(block_hashes=(blocks.sequence_hashes(local_hashes)[-1],), tier=tier)
+
+
+EVENT = st.one_of(
+    st.builds(stored, CHAIN, st.just(0), TIER),
+    st.builds(removed, CHAIN, TIER),
+    st.builds(kv_events.Cleared),
+)
+EVENTS = st.lists(EVENT, max_size=20)
+
+
+def state(events):
+    """What is held after these events."""
+    held = {tier: {} for tier in kv_events.TIERS}
+    for event in events:
+        if isinstance(event, kv_events.Stored):
+            parent = event.parent_hash
+            for block in event.blocks:
+                held[event.tier][block.block_hash] = (parent, block.tokens_hash)
+                parent = block.block_hash
+        elif isinstance(event, kv_events.Removed):
+            for name in event.block_hashes:
+                held[event.tier].pop(name, None)
+        else:
+            held = {tier: {} for tier in kv_events.TIERS}
+    return held
+
+
+def recorded(events):
+    log = kv_event_publisher.KvEventLog()
+    log.append(events)
+    return log
+
+
+@given(EVENTS)
+def test_what_is_held_is_told_as_events_that_lead_there(events):
+    assert state(recorded(events).snapshot()) == state(events)
+
+
+@given(EVENTS)
+def test_parents_are_told_before_their_children(events):
+    told = {tier: set() for tier in kv_events.TIERS}
+    held = state(events)
+    for event in recorded(events).snapshot():
+        if event.parent_hash in held[event.tier]:
+            assert event.parent_hash in told[event.tier]
+        told[event.tier] |= {block.block_hash for block in event.blocks}
+
+
+@given(EVENTS, st.integers(0, 25))
+def test_what_was_missed_is_told_from_any_number_that_is_known(events, event_id):
+    known = event_id <= len(events)
+
+    assert recorded(events).since(event_id) == (events[event_id:] if known else None)
+
+
+def test_numbers_go_on_across_steps():
+    log = kv_event_publisher.KvEventLog()
+
+    assert [log.append([kv_events.Cleared()] * n) for n in (2, 0, 3)] == [0, 2, 2]
+    assert log.next_event_id == 5
+
+
+def test_old_events_are_forgotten_by_number_and_by_size():
+    many = recorded([kv_events.Cleared()] * (kv_event_publisher.RECENT_EVENTS + 1))
+    large_event = kv_events.Removed(block_hashes=tuple(range(kv_event_publisher.RECENT_BLOCKS)))
+    large = recorded([kv_events.Cleared(), large_event, large_event])
+
+    assert many.since(0) is None
+    assert len(many.since(1)) == kv_event_publisher.RECENT_EVENTS
+    assert large.since(1) is None
+    assert large.since(2) == [large_event]
+
+
+def test_events_after_the_call_change_nothing_in_what_is_being_told():
+    log = recorded([stored([1, 2], 0, kv_events.DEVICE)])
+    telling = log.snapshot()
+    log.append([kv_events.Cleared()])
+
+    assert len(list(telling)) == 1
+
+
+def test_an_engine_that_names_a_block_its_own_parent_stops_nobody():
+    loop = kv_events.Stored(parent_hash=7, blocks=(kv_events.StoredBlock(7, 1),))
+
+    assert list(recorded([loop]).snapshot()) == [loop]

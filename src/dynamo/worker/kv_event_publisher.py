@@ -1,0 +1,227 @@
+"""The KV event publisher of one worker: which KV blocks its engine holds, and how busy each of its ranks is.
+
+KV events are numbered per data-parallel rank, from 0 without holes, and are sent as one batch per engine step. A router
+that sees a hole knows that it missed events and asks for them again (`replay`), which `KvEventLog` makes possible. A
+number alone shows neither that a worker restarted nor that the last message was lost. Therefore each run of a worker
+has its own *epoch*, and the next number is published every `HEARTBEAT_S` seconds.
+
+Load is published when it changes, at most every `LOAD_INTERVAL_S` and at least every `HEARTBEAT_S` seconds, so that a
+router can tell an idle worker from one that it cannot hear.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.protocols import kv_events, load
+
+LOAD_INTERVAL_S = 0.1
+HEARTBEAT_S = 1.0
+RECENT_EVENTS = 4096  # events kept for a replay, unless they hold more than RECENT_BLOCKS blocks
+RECENT_BLOCKS = 1 << 16
+PART_EVENTS = 64  # events in one message of a replay
+PART_BLOCKS = 2048  # blocks in one event of a snapshot, and in one message of a replay
+_Origin = tuple[int | None, int]  # hash of the parent block, hash of the block's tokens
+
+
+class Topics(Protocol):
+    """The part of `runtime.events.EventPlane` that publishing needs."""
+
+    async def advertise(self, topic: str) -> None: ...
+
+    def publish(self, topic: str, payload: bytes) -> None: ...
+
+
+class KvEventPublisher:
+    """Publishes the events and the load of one worker during one run (epoch) of it."""
+
+    def __init__(
+        self,
+        plane: Topics,
+        *,
+        namespace: str,
+        component: str,
+        worker_id: int,
+        epoch: int,
+    ) -> None:
+        self._plane = plane
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._kv_topic = f"{namespace}/{component}/kv_events"
+        self._load_topic = f"{namespace}/{component}/kv_metrics"
+        self._log_by_rank: dict[int, KvEventLog] = {}
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    async def advertise(self) -> None:
+        """Register both topics in discovery; call this before anything is published."""
+        await self._plane.advertise(self._kv_topic)
+        await self._plane.advertise(self._load_topic)
+
+    def publish_kv_events(self, step: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
+        """Publish the blocks that one engine step of one rank stored and removed, in order."""
+        log = self._log_by_rank.setdefault(dp_rank, KvEventLog())
+        self._publish_batch(dp_rank, log.append(step), step)
+
+    async def publish_positions(self, clock: clocks.Clock) -> None:
+        """Publish the next event number of each rank every HEARTBEAT_S seconds, until cancelled."""
+        while True:
+            for dp_rank, log in self._log_by_rank.items():
+                self._publish_batch(dp_rank, log.next_event_id)
+            await clock.sleep(HEARTBEAT_S)
+
+    async def publish_load(
+        self, measure: Callable[[], Sequence[load.ForwardPassMetrics]], clock: clocks.Clock
+    ) -> None:
+        """Publish the load of each rank, as `measure` returns it, until cancelled."""
+        published: Sequence[load.ForwardPassMetrics] = ()
+        published_at = clock.now()
+        while True:
+            current = measure()
+            if current != published or clock.now() - published_at >= HEARTBEAT_S:
+                for metrics in current:
+                    event = load.LoadEvent(worker_id=self._worker_id, data=metrics)
+                    self._plane.publish(self._load_topic, self._encode(event))
+                published, published_at = current, clock.now()
+            await clock.sleep(LOAD_INTERVAL_S)
+
+    def replay(self, request: kv_events.ReplayRequest) -> Iterator[kv_events.ReplayPart]:
+        """Yield what a subscriber at `request.positions` missed, rank by rank.
+
+        The state of a rank is that of the moment in which its first part is taken.
+        """
+        for dp_rank, log in list(self._log_by_rank.items()):
+            yield from self._replay_rank(dp_rank, log, request.positions.get(dp_rank))
+
+    def _publish_batch(
+        self, dp_rank: int, first_event_id: int, step: Sequence[kv_events.KvEvent] = ()
+    ) -> None:
+        batch = kv_events.EventBatch(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            dp_rank=dp_rank,
+            first_event_id=first_event_id,
+            events=tuple(step),
+        )
+        self._plane.publish(self._kv_topic, self._encode(batch))
+
+    def _replay_rank(
+        self, dp_rank: int, log: "KvEventLog", position: kv_events.Position | None
+    ) -> Iterator[kv_events.ReplayPart]:
+        end = kv_events.Position(self._epoch, log.next_event_id)
+        events: Iterable[kv_events.KvEvent] | None = None
+        if position is not None and position.epoch == self._epoch:
+            events = log.since(position.next_event_id)
+        if events is None:
+            events = log.snapshot()
+            yield kv_events.ReplayPart(dp_rank=dp_rank, begins_anew=True)
+        for part in _split_events(events):
+            yield kv_events.ReplayPart(dp_rank=dp_rank, events=part)
+        yield kv_events.ReplayPart(dp_rank=dp_rank, position=end)
+
+
+class KvEventLog:
+    """The latest events of one rank, numbered from 0, and the blocks that the rank holds after all of them.
+
+    A subscriber that missed a few events gets these again (`since`). One that missed more, or joins late, gets all
+    blocks held (`snapshot`) as Stored events. Both are split, so that a large cache does not block the event loop.
+    """
+
+    def __init__(self) -> None:
+        self.next_event_id = 0
+        self._recent: deque[kv_events.KvEvent] = deque()
+        self._num_recent_blocks = 0
+        self._origins_by_tier: dict[kv_events.Tier, dict[int, _Origin]] = {
+            tier: {} for tier in kv_events.TIERS
+        }
+
+    def append(self, events: Sequence[kv_events.KvEvent]) -> int:
+        """Record new events and return the number of the first."""
+        first_event_id = self.next_event_id
+        for event in events:
+            self._recent.append(event)
+            self._num_recent_blocks += count_blocks(event)
+            self._apply(event)
+        self.next_event_id += len(events)
+        while len(self._recent) > RECENT_EVENTS or self._num_recent_blocks > RECENT_BLOCKS:
+            self._num_recent_blocks -= count_blocks(self._recent.popleft())
+        return first_event_id
+
+    def since(self, event_id: int) -> list[kv_events.KvEvent] | None:
+        """Return the events from this number on; None if some are forgotten or the number never existed."""
+        oldest = self.next_event_id - len(self._recent)
+        if not oldest <= event_id <= self.next_event_id:
+            return None
+        return [self._recent[i] for i in range(event_id - oldest, len(self._recent))]
+
+    def snapshot(self) -> Iterator[kv_events.Stored]:
+        """Yield all blocks held at the time of the call, parents before children, whatever is appended later."""
+        copies = [
+            (tier, dict(origins)) for tier, origins in self._origins_by_tier.items() if origins
+        ]
+        return (event for tier, origins in copies for event in _stored_events(tier, origins))
+
+    def _apply(self, event: kv_events.KvEvent) -> None:
+        match event:
+            case kv_events.Stored(parent_hash=parent, blocks=blocks, tier=tier):
+                origins = self._origins_by_tier.setdefault(tier, {})
+                for block in blocks:
+                    origins[block.block_hash] = (parent, block.tokens_hash)
+                    parent = block.block_hash
+            case kv_events.Removed(block_hashes=block_hashes, tier=tier):
+                origins = self._origins_by_tier.get(tier, {})
+                for block_hash in block_hashes:
+                    origins.pop(block_hash, None)
+            case kv_events.Cleared():
+                for origins in self._origins_by_tier.values():
+                    origins.clear()
+
+
+def count_blocks(event: kv_events.KvEvent) -> int:
+    """Return how many blocks an event names."""
+    match event:
+        case kv_events.Stored(blocks=blocks):
+            return len(blocks)
+        case kv_events.Removed(block_hashes=block_hashes):
+            return len(block_hashes)
+        case _:
+            return 0
+
+
+def _split_events(events: Iterable[kv_events.KvEvent]) -> Iterator[tuple[kv_events.KvEvent, ...]]:
+    """Group events so that each group fits into one message, by number of events and of blocks."""
+    group: list[kv_events.KvEvent] = []
+    num_blocks = 0
+    for event in events:
+        group.append(event)
+        num_blocks += count_blocks(event)
+        if len(group) == PART_EVENTS or num_blocks >= PART_BLOCKS:
+            yield tuple(group)
+            group, num_blocks = [], 0
+    if group:
+        yield tuple(group)
+
+
+def _stored_events(tier: kv_events.Tier, origins: dict[int, _Origin]) -> Iterator[kv_events.Stored]:
+    """Describe each chain of blocks by Stored events of at most PART_BLOCKS blocks; empties `origins`.
+
+    Youngest block first: from the end of a chain all of the chain is found at once.
+    """
+    for block_hash in reversed(list(origins)):
+        chain = _chain_to(block_hash, origins)
+        for start in range(0, len(chain), PART_BLOCKS):
+            part = chain[start : start + PART_BLOCKS]
+            parent = origins[part[0]][0]
+            blocks = tuple(kv_events.StoredBlock(name, origins.pop(name)[1]) for name in part)
+            yield kv_events.Stored(parent_hash=parent, blocks=blocks, tier=tier)
+
+
+def _chain_to(block_hash: int | None, origins: dict[int, _Origin]) -> list[int]:
+    """Return this block and its ancestors that are in `origins`, oldest first; survives a cycle of parents."""
+    chain: dict[int, None] = {}
+    while block_hash is not None and block_hash in origins and block_hash not in chain:
+        chain[block_hash] = None
+        block_hash = origins[block_hash][0]
+    return list(reversed(chain))
