@@ -12,7 +12,7 @@ import nats_server as servers
 from dynamo.base import errors
 from dynamo.disagg import metrics, prefill_queue, ticket_queue, ticket_taker, tickets
 from dynamo.observability import metrics as registries
-from dynamo.protocols import blocks, generate, instances, model_errors
+from dynamo.protocols import blocks, generate, instances, kv_transfer, model_errors
 from dynamo.runtime import component, work_queue
 from dynamo.runtime.backends.nats import work_queue as nats_work_queue
 
@@ -355,7 +355,7 @@ async def test_a_decode_worker_that_stops_takes_home_what_nobody_has_begun(share
     shared.workers[0].answer(1)
     ends = await asyncio.gather(*asking, return_exceptions=True)
 
-    assert sum(isinstance(one, dict) for one in ends) == ticket_taker.AT_ONCE
+    assert sum(isinstance(one, kv_transfer.KvTransferParams) for one in ends) == ticket_taker.AT_ONCE
     assert sum(isinstance(one, errors.Unavailable) for one in ends) == 4 - ticket_taker.AT_ONCE
     assert shared.queue.size is None
 
