@@ -355,7 +355,9 @@ async def test_a_decode_worker_that_stops_takes_home_what_nobody_has_begun(share
     shared.workers[0].answer(1)
     ends = await asyncio.gather(*asking, return_exceptions=True)
 
-    assert sum(isinstance(one, kv_transfer.KvTransferParams) for one in ends) == ticket_taker.AT_ONCE
+    assert (
+        sum(isinstance(one, kv_transfer.KvTransferParams) for one in ends) == ticket_taker.AT_ONCE
+    )
     assert sum(isinstance(one, errors.Unavailable) for one in ends) == 4 - ticket_taker.AT_ONCE
     assert shared.queue.size is None
 

@@ -1,69 +1,94 @@
-"""The block pool: a fixed number of equal blocks, who uses them, and which can be found again by content.
+"""The block pool: a fixed number of equal blocks, their users, and the index that finds blocks again by content.
 
-It pages the engine's memory, and every tier of the KV cache is one of these. It knows block ids and names, no bytes.
-A block is always in exactly one of three places:
+It pages the engine's memory. It knows block ids and hashes, no bytes. A block is always in exactly one of three places:
 
-    empty       it holds nothing that anyone could ask for
-    active      `num_references > 0`: sequences read or write it
-    reusable    nobody uses it, but it is full and has a name: content waits here to be found again, oldest first
+    empty     state RESET: it holds nothing that can be asked for
+    active    `num_references > 0`: sequences read or write it
+    inactive  state REGISTERED, without users: its content waits to be found again, least recently released first
 
-    empty ──allocate──▶ active ──release──▶ reusable (if it was committed) or empty
-    reusable ──match_prefix──▶ active       reusable ──allocate, when nothing is empty──▶ active (evicted: name lost)
+    empty ──allocate──▶ active ──release──▶ inactive (if it was registered) or empty
+    inactive ──match_prefix──▶ active       inactive ──allocate, when nothing is empty──▶ active (evicted)
 
-A block is named when it is full (`commit`), by its sequence hash (`protocols.blocks`), which says what lies before it
-too; so equal names mean equal content. When two sequences compute the same content at the same time, the first
-block that is committed is the one that can be found; the other stays private to its sequence and is empty afterwards.
+A full block is registered (`commit`) under its sequence hash (`protocols.blocks`), which covers the tokens before it
+too; so equal hashes mean equal content. When two sequences compute the same content at the same time, the first
+block that is committed can be found; the other one stays private to its sequence and is empty afterwards.
 A block whose parent cannot be found stays private as well: a match walks from the head and would never reach it.
 
-Eviction takes what was released longest ago. `release` lets go of a sequence's blocks from its tail, so a chain
-loses its tail before its head.
+Eviction takes the block that was released longest ago, and asks the eviction policy where its content goes (`tiers`).
+`release` frees a sequence's blocks from its tail, so a chain loses its tail before its head.
 
-What became findable, and what no longer is, is collected as KV events in order (`take_events`).
+States and their transitions are in `lifecycle`. KV events are collected in order (`take_events`).
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from dynamo.kvbm import events as event_logs
+from dynamo.kvbm import tiers
+from dynamo.kvbm.lifecycle import BlockState, RegisteredBlock
 from dynamo.protocols import kv_events
 
 
 class BlockPool:
     """Mutable; one thread or loop owns it."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        tier: kv_events.Tier = kv_events.DEVICE,
+        eviction: tiers.EvictionPolicy | None = None,
+        events: event_logs.EventLog | None = None,
+    ) -> None:
+        """`eviction` decides where evicted blocks go (None: they are dropped); tiers may share one log of `events`."""
         self.num_blocks = num_blocks
+        self._tier = tier
+        self._eviction = eviction
+        self._events = events or event_logs.EventLog()
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack; the lowest id on top
-        self._reusable: OrderedDict[int, None] = OrderedDict()  # released longest ago first
+        self._inactive: OrderedDict[int, None] = OrderedDict()  # released longest ago first
         self._num_references = [0] * num_blocks
-        self._name_by_block: list[int | None] = [None] * num_blocks
-        self._block_by_name: dict[int, int] = {}
-        self._events = _EventLog()
+        self._private: set[int] = set()  # active blocks that are complete, but not registered
+        self._stored: list[kv_events.StoredBlock | None] = [None] * num_blocks  # if registered
+        self._parents: list[int | None] = [None] * num_blocks  # parent hashes of those
+        self._block_by_hash: dict[int, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out."""
-        return len(self._empty) + len(self._reusable)
+        """Blocks that `allocate` can return."""
+        return len(self._empty) + len(self._inactive)
 
     @property
     def num_active(self) -> int:
         """Blocks that sequences use now."""
         return self.num_blocks - self.num_free
 
-    def match_prefix(self, names: Iterable[int]) -> list[int]:
-        """The blocks of the longest known prefix of this chain of sequence hashes, acquired for the caller."""
-        found = []
-        for name in names:
-            block = self._block_by_name.get(name)
+    def state_of(self, block: int) -> BlockState:
+        """Return the block's state in its life cycle.
+
+        It follows from the other fields, so that steps of the engine do not pay for it.
+        """
+        if self._stored[block] is not None:
+            return BlockState.REGISTERED
+        if block in self._private:
+            return BlockState.COMPLETE
+        return BlockState.PARTIAL if self._num_references[block] else BlockState.RESET
+
+    def match_prefix(self, sequence_hashes: Iterable[int]) -> list[int]:
+        """Return the blocks of the longest registered prefix of this chain, acquired for the caller."""
+        blocks = []
+        for sequence_hash in sequence_hashes:
+            block = self._block_by_hash.get(sequence_hash)
             if block is None:
                 break
             if not self._num_references[block]:
-                del self._reusable[block]
+                del self._inactive[block]
             self._num_references[block] += 1
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Blocks to write to, acquired for the caller; None (and nothing taken) if there are not so many."""
+        """Return blocks to write to, acquired for the caller; None, and nothing acquired, if too few are free."""
         if num_blocks > self.num_free:
             return None
         blocks = [
@@ -76,14 +101,21 @@ class BlockPool:
     def commit(
         self, block: int, *, sequence_hash: int, local_hash: int, parent_hash: int | None
     ) -> None:
-        """This active block is full and will not change: let it be found, unless it has to stay private."""
+        """Complete an active block that is full and will not change; register it, unless it has to stay private."""
         assert self._num_references[block] > 0, f"block {block} is committed but not active"
-        known = self._block_by_name
-        if sequence_hash in known or (parent_hash is not None and parent_hash not in known):
+        registered = self._block_by_hash
+        if sequence_hash in registered or (
+            parent_hash is not None and parent_hash not in registered
+        ):
+            if self._stored[block] is None:
+                self._private.add(block)
             return
-        known[sequence_hash] = block
-        self._name_by_block[block] = sequence_hash
-        self._events.stored(sequence_hash, local_hash, parent_hash)
+        assert self._stored[block] is None, f"block {block} is registered with other content"
+        self._private.discard(block)
+        registered[sequence_hash] = block
+        stored = self._stored[block] = kv_events.StoredBlock(sequence_hash, local_hash)
+        self._parents[block] = parent_hash
+        self._events.add_stored(stored, parent_hash, self._tier)
 
     def commit_chain(
         self,
@@ -92,7 +124,7 @@ class BlockPool:
         local_hashes: Sequence[int],
         new: range,
     ) -> None:
-        """Commit those blocks of a sequence that are newly full; all three lists begin with its first block."""
+        """Commit the blocks of a sequence at the positions `new`; all three lists begin with its first block."""
         for i in new:
             self.commit(
                 blocks[i],
@@ -102,81 +134,47 @@ class BlockPool:
             )
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The caller uses these blocks, in the order of its sequence, no more."""
+        """Release blocks that the caller acquired, in the order of its sequence."""
         for block in reversed(blocks):
             assert self._num_references[block] > 0, f"block {block} is released twice"
             self._num_references[block] -= 1
             if self._num_references[block]:
                 continue
-            if self._name_by_block[block] is None:
+            if self._stored[block] is None:
+                self._private.discard(block)
                 self._empty.append(block)
             else:
-                self._reusable[block] = None
+                self._inactive[block] = None
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """One more user of these active blocks, who releases them too."""
+        """Acquire active blocks once more, for a second user that will release them too."""
         for block in blocks:
             assert self._num_references[block] > 0, f"block {block} is retained but not active"
             self._num_references[block] += 1
 
     def clear(self) -> None:
-        """Forget all content. Active blocks stay with their sequences, and are empty once released."""
-        for block in self._block_by_name.values():
-            self._name_by_block[block] = None
-        self._block_by_name.clear()
-        self._empty.extend(reversed(self._reusable))
-        self._reusable.clear()
-        self._events.cleared()
+        """Deregister all blocks. Active blocks stay with their sequences, and are empty once released."""
+        for block in self._block_by_hash.values():
+            self._stored[block] = None
+            if self._num_references[block]:
+                self._private.add(block)
+        self._block_by_hash.clear()
+        self._empty.extend(reversed(self._inactive))
+        self._inactive.clear()
+        self._events.add_cleared()
 
     def take_events(self) -> list[kv_events.KvEvent]:
-        """What happened since the last call."""
-        return self._events.take()
+        """Return the KV events since the last call."""
+        return self._events.take_events()
 
     def _evict_oldest(self) -> int:
-        block, _ = self._reusable.popitem(last=False)
-        name = self._name_by_block[block]
-        assert name is not None, f"block {block} is reusable without a name"
-        self._name_by_block[block] = None
-        del self._block_by_name[name]
-        self._events.removed(name)
+        block, _ = self._inactive.popitem(last=False)
+        stored = self._stored[block]
+        assert stored is not None, f"block {block} is inactive but not registered"
+        if self._eviction is not None:
+            content = RegisteredBlock(stored.block_hash, stored.tokens_hash, self._parents[block])
+            self._eviction.place_evicted(block, content)
+        self._stored[block] = None
+        del self._block_by_hash[stored.block_hash]
+        self._events.add_removed(stored.block_hash, self._tier)
         return block
-
-
-class _EventLog:
-    """Events in order; neighbours that continue one another become one event."""
-
-    def __init__(self) -> None:
-        self._events: list[kv_events.KvEvent] = []
-        self._parent: int | None = None
-        self._stored: list[kv_events.StoredBlock] = []
-        self._removed: list[int] = []
-
-    def stored(self, name: int, local_hash: int, parent: int | None) -> None:
-        if self._removed or (self._stored and self._stored[-1].block_hash != parent):
-            self._close()
-        if not self._stored:
-            self._parent = parent
-        self._stored.append(kv_events.StoredBlock(name, local_hash))
-
-    def removed(self, name: int) -> None:
-        if self._stored:
-            self._close()
-        self._removed.append(name)
-
-    def cleared(self) -> None:
-        self._close()
-        self._events.append(kv_events.Cleared())
-
-    def take(self) -> list[kv_events.KvEvent]:
-        self._close()
-        events, self._events = self._events, []
-        return events
-
-    def _close(self) -> None:
-        if self._stored:
-            self._events.append(
-                kv_events.Stored(parent_hash=self._parent, blocks=tuple(self._stored))
-            )
-        if self._removed:
-            self._events.append(kv_events.Removed(block_hashes=tuple(self._removed)))
-        self._stored, self._removed = [], []

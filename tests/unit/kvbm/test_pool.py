@@ -1,8 +1,11 @@
+"""The block pool against a naive model, after any history: no block is lost, states follow their life cycle."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dynamo.kvbm import lifecycle
 from dynamo.kvbm import pool as pools
 from dynamo.protocols import kv_events
 
@@ -30,7 +33,7 @@ def replay(events, known=()):
     return known
 
 
-def test_blocks_that_were_never_used_are_handed_out_first():
+def test_empty_blocks_are_allocated_before_registered_ones():
     pool = pools.BlockPool(4)
     first = pool.allocate(2)
     commit_chain(pool, first, [1, 2])
@@ -41,7 +44,7 @@ def test_blocks_that_were_never_used_are_handed_out_first():
     assert pool.match_prefix([1, 2]) == [0, 1]
 
 
-def test_a_chain_loses_its_tail_before_its_head():
+def test_chain_loses_its_tail_before_its_head():
     pool = pools.BlockPool(3)
     blocks = pool.allocate(3)
     commit_chain(pool, blocks, [1, 2, 3])
@@ -51,7 +54,7 @@ def test_a_chain_loses_its_tail_before_its_head():
     assert pool.match_prefix([1, 2, 3]) == blocks[:2]
 
 
-def test_what_was_released_longest_ago_is_evicted_first():
+def test_block_released_longest_ago_is_evicted_first():
     pool = pools.BlockPool(2)
     old, new = pool.allocate(2)
     commit_chain(pool, [old], [1])
@@ -63,14 +66,14 @@ def test_what_was_released_longest_ago_is_evicted_first():
     assert pool.allocate(1) == [new]
 
 
-def test_more_blocks_than_there_are_is_none_and_takes_nothing():
+def test_allocating_more_blocks_than_are_free_acquires_none():
     pool = pools.BlockPool(2)
 
     assert pool.allocate(3) is None
     assert pool.num_free == 2
 
 
-def test_the_first_of_two_blocks_with_equal_content_is_the_one_that_is_found():
+def test_first_of_two_blocks_with_equal_content_is_found():
     pool = pools.BlockPool(4)
     one, other = pool.allocate(1), pool.allocate(1)
     commit_chain(pool, one, [7])
@@ -81,7 +84,7 @@ def test_the_first_of_two_blocks_with_equal_content_is_the_one_that_is_found():
     assert pool.allocate(3) == [other[0], 2, 3]
 
 
-def test_a_shared_block_is_free_when_its_last_user_lets_go():
+def test_shared_block_is_free_when_its_last_user_releases_it():
     pool = pools.BlockPool(1)
     blocks = pool.allocate(1)
     commit_chain(pool, blocks, [1])
@@ -93,7 +96,7 @@ def test_a_shared_block_is_free_when_its_last_user_lets_go():
     assert pool.num_active == 0
 
 
-def test_clear_forgets_content_but_leaves_active_blocks_to_their_sequences():
+def test_clear_deregisters_content_but_leaves_active_blocks_to_their_sequences():
     pool = pools.BlockPool(3)
     kept, dropped = pool.allocate(1), pool.allocate(1)
     commit_chain(pool, kept, [1])
@@ -108,7 +111,7 @@ def test_clear_forgets_content_but_leaves_active_blocks_to_their_sequences():
     assert pool.num_free == 3
 
 
-def test_a_block_whose_parent_is_forgotten_stays_private():
+def test_block_whose_parent_cannot_be_found_stays_private():
     pool = pools.BlockPool(3)
     blocks = pool.allocate(2)
     commit_chain(pool, blocks[:1], [1])
@@ -119,7 +122,7 @@ def test_a_block_whose_parent_is_forgotten_stays_private():
     assert pool.take_events() == []
 
 
-def test_neighbours_become_one_event():
+def test_consecutive_blocks_become_one_event():
     pool = pools.BlockPool(3)
     blocks = pool.allocate(3)
     commit_chain(pool, blocks, [1, 2, 3])
@@ -134,7 +137,7 @@ def test_neighbours_become_one_event():
     assert pool.take_events() == []
 
 
-def test_a_chain_that_goes_on_later_names_its_parent():
+def test_event_of_a_continued_chain_names_its_parent():
     pool = pools.BlockPool(3)
     blocks = pool.allocate(2)
     commit_chain(pool, blocks[:1], [1])
@@ -146,7 +149,7 @@ def test_a_chain_that_goes_on_later_names_its_parent():
     ]
 
 
-def test_releasing_twice_is_caught():
+def test_second_release_of_a_block_is_an_error():
     pool = pools.BlockPool(1)
     blocks = pool.allocate(1)
     pool.release(blocks)
@@ -156,13 +159,72 @@ def test_releasing_twice_is_caught():
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 6))
-def test_a_prefix_is_found_as_far_as_it_was_committed(tokens, num_blocks):
+def test_prefix_is_found_as_far_as_it_was_committed(tokens, num_blocks):
     pool = pools.BlockPool(num_blocks)
     names = [hash(tuple(tokens[: i + 1])) for i in range(len(tokens))]
     blocks = pool.allocate(min(len(names), num_blocks))
     commit_chain(pool, blocks, names[: len(blocks)])
 
     assert pool.match_prefix(names) == blocks
+
+
+State = lifecycle.BlockState
+
+
+def reachable(state):
+    """All states that follow from this one by transitions, itself included."""
+    states = {state}
+    while new := {b for a, b in lifecycle.TRANSITIONS if a in states} - states:
+        states |= new
+    return states
+
+
+REACHABLE = {state: reachable(state) for state in State}
+
+
+def test_life_cycle_of_a_block_that_is_registered_and_evicted():
+    pool = pools.BlockPool(1)
+    seen = [pool.state_of(0)]
+    (block,) = pool.allocate(1)
+    seen.append(pool.state_of(block))
+    commit_chain(pool, [block], [1])
+    seen.append(pool.state_of(block))
+    pool.release([block])
+    seen.append(pool.state_of(block))
+    pool.allocate(1)
+    seen.append(pool.state_of(block))
+
+    assert seen == ["reset", "partial", "registered", "registered", "partial"]
+
+
+def test_life_cycle_of_a_block_that_stays_private():
+    pool = pools.BlockPool(2)
+    found, private = pool.allocate(2)
+    commit_chain(pool, [found], [1])
+    commit_chain(pool, [private], [1])
+    full = pool.state_of(private)
+    pool.release([private])
+
+    assert (full, pool.state_of(private)) == ("complete", "reset")
+
+
+def test_cleared_block_is_complete_while_it_is_used():
+    pool = pools.BlockPool(2)
+    blocks = pool.allocate(2)
+    commit_chain(pool, blocks, [1, 2])
+    pool.release(blocks[1:])
+    pool.clear()
+
+    assert [pool.state_of(block) for block in blocks] == ["complete", "reset"]
+
+
+def test_registered_block_cannot_be_registered_with_other_content():
+    pool = pools.BlockPool(1)
+    blocks = pool.allocate(1)
+    commit_chain(pool, blocks, [1])
+
+    with pytest.raises(AssertionError, match="registered with other content"):
+        commit_chain(pool, blocks, [2])
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -174,6 +236,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.sequences = []  # (names, blocks)
         self.findable = {}  # name -> block, in the naive model
         self.from_events = {}
+        self.states = self.observed_states()
+
+    def observed_states(self):
+        return [self.pool.state_of(block) for block in range(self.pool.num_blocks)]
 
     def sync(self):
         events = self.pool.take_events()
@@ -225,6 +291,24 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.clear()
         self.findable = {}
         self.sync()
+
+    @invariant()
+    def states_change_only_by_paths_of_the_life_cycle(self):
+        """A rule may pass several states, such as evict and allocate, or fill and register."""
+        now = self.observed_states()
+
+        assert all(
+            after in REACHABLE[before] for before, after in zip(self.states, now, strict=True)
+        )
+        self.states = now
+
+    @invariant()
+    def states_agree_with_use(self):
+        active = {b for _, blocks in self.sequences for b in blocks}
+        findable = set(self.findable.values())
+        for block, state in enumerate(self.observed_states()):
+            assert (state is State.REGISTERED) == (block in findable)
+            assert (state is State.RESET) == (block not in active | findable)
 
     @invariant()
     def no_block_is_lost(self):
