@@ -23,7 +23,7 @@ pytestmark = [
 PROMPT = tuple(range(3, 43))
 END = 2  # <|im_end|>
 NOTHING = '{"type":"object","properties":{},"additionalProperties":false}'
-CALLS = generate.Calls(
+CALLS = generate.GuidedToolCalls(
     tools=(
         generate.ToolSchema(name="now", parameters=NOTHING),
         generate.ToolSchema(name="here", parameters=NOTHING),
@@ -139,7 +139,7 @@ async def test_calls_can_be_forced(host):
 
 
 async def test_thoughts_that_have_begun_may_stand_before_a_choice(host):
-    thoughts = generate.Thoughts(closes=("t",))
+    thoughts = generate.GuidedReasoning(closes=("t",))
     text = await guided(host, choice=("red", "blue"), thoughts=thoughts, max_tokens=400)
 
     assert re.search("t(red|blue)$", text)

@@ -71,10 +71,10 @@ class Embeddings:
         model: RegisteredModel,
         request: openai_embeddings.EmbeddingRequest,
         arrival: metrics.Arrival,
-    ) -> embed.Request:
+    ) -> embed.EmbeddingRequest:
         """Texts to tokens. Raises RequestError."""
         embedding_shares.check_dimensions(request.dimensions, model.embedding)
-        return embed.Request(
+        return embed.EmbeddingRequest(
             id=arrival.id,
             model=model.name,
             inputs=tuple(await model.preparer.embedding(request)),
@@ -84,7 +84,7 @@ class Embeddings:
     async def _dispatch(
         self,
         model: RegisteredModel,
-        request: embed.Request,
+        request: embed.EmbeddingRequest,
         answer: embedding_answer.EmbeddingAnswer,
         arrival: metrics.Arrival,
     ) -> None:
@@ -116,7 +116,7 @@ class Embeddings:
 def _order(
     request: openai_embeddings.EmbeddingRequest,
     model: RegisteredModel,
-    asked: embed.Request,
+    asked: embed.EmbeddingRequest,
     headers: exchange.Headers,
 ) -> embedding_answer.EmbeddingOrder:
     return embedding_answer.EmbeddingOrder(
@@ -129,8 +129,8 @@ def _order(
     )
 
 
-def _share(request: embed.Request, numbers: Sequence[int]) -> embed.Request:
-    return embed.Request(
+def _share(request: embed.EmbeddingRequest, numbers: Sequence[int]) -> embed.EmbeddingRequest:
+    return embed.EmbeddingRequest(
         id=request.id,
         model=request.model,
         inputs=tuple(request.inputs[number] for number in numbers),

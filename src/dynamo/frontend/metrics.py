@@ -270,7 +270,7 @@ class RequestMeter:
         model.inflight.inc()
         model.queued.inc()
 
-    def prompt(self, request: generate.Request | embed.Request) -> None:
+    def prompt(self, request: generate.Request | embed.EmbeddingRequest) -> None:
         """A prompt, or the inputs of a request for vectors, go to a worker."""
         self.num_prompts += 1
         self.model.input_len.observe(request.prompt_len)

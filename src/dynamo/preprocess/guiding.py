@@ -108,7 +108,9 @@ def _of_format(request: openai_chat.ChatRequest) -> generate.GuidedDecoding | No
     )
 
 
-def _calls(request: openai_chat.ChatRequest, frame: tool_calls.CallFrame) -> generate.Calls:
+def _calls(
+    request: openai_chat.ChatRequest, frame: tool_calls.CallFrame
+) -> generate.GuidedToolCalls:
     functions = [tool["function"] for tool in request.tools or ()]
     name = request.forced_tool
     meant = [one for one in functions if name in (None, one["name"])]
@@ -120,7 +122,7 @@ def _calls(request: openai_chat.ChatRequest, frame: tool_calls.CallFrame) -> gen
             param="tool_choice",
         )
     is_single = name is not None or request.parallel_tool_calls is False
-    return generate.Calls(
+    return generate.GuidedToolCalls(
         tools=tuple(
             generate.ToolSchema(name=one["name"], parameters=_parameters(one)) for one in meant
         ),

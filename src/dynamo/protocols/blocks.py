@@ -1,10 +1,10 @@
-"""How a block of tokens is named. Router, engine and KV tiers agree on this to the bit.
+"""The hashes of blocks of tokens, on which router, engine and KV tiers agree to the bit.
 
-Tokens are cut into exact blocks of `block_size`; a partial tail has no name.
+Tokens are cut into blocks of exactly `block_size`; a partial block at the end has no hash.
 
-- The *local hash* of a block depends on its own tokens only:
+- The *local hash* h of a block depends on its own tokens only:
   xxh3_64 over the tokens as little-endian u32, seed 1337.
-- The *sequence hash* names the block together with everything before it:
+- The *sequence hash* s identifies the block together with all blocks before it:
   s[0] = h[0], s[i] = xxh3_64(le_u64(s[i-1]) + le_u64(h[i]), seed 1337).
 
 Tokens travel as the bytes of little-endian u32 (`pack`), from the tokenizer to this hash, because building
@@ -25,7 +25,7 @@ _SWAP = sys.byteorder == "big"
 
 
 def pack(token_ids: Iterable[int]) -> bytes:
-    """Token ids as little-endian u32 bytes. Raises OverflowError for an id outside 0..2**32-1."""
+    """Return token ids as little-endian u32 bytes. Raises OverflowError for an id outside 0..2**32-1."""
     tokens = array.array("I", token_ids)
     if _SWAP:
         tokens.byteswap()
@@ -33,7 +33,7 @@ def pack(token_ids: Iterable[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> list[int]:
-    """The inverse of `pack`. Raises ValueError if the length is no multiple of four."""
+    """Return the token ids of packed bytes. Raises ValueError if the length is no multiple of four."""
     tokens = array.array("I")
     tokens.frombytes(packed)
     if _SWAP:
@@ -42,17 +42,17 @@ def unpack(packed: bytes) -> list[int]:
 
 
 def count(packed: bytes) -> int:
-    """How many tokens are packed."""
+    """Return the number of packed tokens."""
     return len(packed) // TOKEN_BYTES
 
 
 def seed_of(lora_name: str | None) -> int:
-    """The seed of local hashes for what this adapter computes (None: the model alone): other keys, other names."""
+    """Return the seed of the local hashes under a LoRA adapter (None: under the base model)."""
     return SEED if lora_name is None else xxhash.xxh3_64_intdigest(lora_name.encode(), SEED)
 
 
 def local_hashes(packed: bytes, block_size: int, seed: int = SEED) -> list[int]:
-    """One hash for each full block of `block_size` tokens."""
+    """Return the local hash of each full block of `block_size` tokens."""
     step = block_size * TOKEN_BYTES
     end = len(packed) - len(packed) % step
     digest = xxhash.xxh3_64_intdigest
@@ -63,17 +63,17 @@ def local_hashes(packed: bytes, block_size: int, seed: int = SEED) -> list[int]:
 
 
 def next_sequence_hash(parent: int | None, local: int) -> int:
-    """The name of the block with hash `local` after the block named `parent` (None: it is the first)."""
+    """Return the sequence hash of a block, from its local hash and its predecessor's sequence hash (None: first)."""
     if parent is None:
         return local
     return xxhash.xxh3_64_intdigest(_PAIR.pack(parent, local), SEED)
 
 
 def sequence_hashes(local: Sequence[int], parent: int | None = None) -> list[int]:
-    """Chain local hashes; `parent` continues an earlier chain."""
+    """Return the sequence hash of each of consecutive blocks; `parent` is the sequence hash before the first."""
     pack_pair, digest = _PAIR.pack, xxhash.xxh3_64_intdigest
-    names = []
+    hashes = []
     for block in local:  # `next_sequence_hash`, without a call per block
         parent = block if parent is None else digest(pack_pair(parent, block), SEED)
-        names.append(parent)
-    return names
+        hashes.append(parent)
+    return hashes

@@ -1,7 +1,7 @@
-"""The internal request for embeddings, and what a worker replies to it.
+"""The internal request for embeddings, and a worker's replies: token ids in, vectors out, no text.
 
-Beside `generate`, and as plain: token ids in, vectors out, no text. Vectors travel as the bytes of little-endian 32-bit
-floats, which is also what OpenAI's clients ask for, so that on the common way no number is ever turned into text.
+Vectors travel as the bytes of little-endian 32-bit floats. OpenAI's clients ask for the same bytes in base64, so most
+answers never turn a number into text.
 """
 
 import array
@@ -17,33 +17,35 @@ FLOAT_BYTES = 4
 _SWAP = sys.byteorder == "big"
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Texts to embed, each as packed token ids (`blocks.pack`)."""
 
     id: str
     model: str
     inputs: tuple[bytes, ...]
-    dimensions: int | None = None  # cut each vector to so many, and make it a unit vector again
-    priority: int = 0  # who waits for room in a frontend: the higher comes first
+    dimensions: int | None = None  # truncate each vector to this length and normalize it again
+    priority: int = 0  # in a frontend's queue; the highest leaves first
 
     @property
     def prompt_len(self) -> int:
-        """Tokens in all inputs."""
+        """The number of tokens in all inputs."""
         return sum(map(blocks.count, self.inputs))
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
-    """The vectors of those inputs that one batch computed; a request is answered by any number of these.
+    """The vectors of the inputs that one batch computed; a request is answered by one or more of these.
 
-    `data` is [numbers, dimensions], packed.
+    `data` is a packed array of shape [len(numbers), dimensions].
     """
 
-    numbers: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]  # places in `Request.inputs`
+    numbers: tuple[
+        Annotated[int, msgspec.Meta(ge=0)], ...
+    ]  # indices into `EmbeddingRequest.inputs`
     data: bytes
 
 
 def pack(vector: Iterable[float]) -> bytes:
-    """A vector as little-endian 32-bit floats."""
+    """Return a vector as the bytes of little-endian 32-bit floats."""
     floats = array.array("f", vector)
     if _SWAP:
         floats.byteswap()
@@ -51,7 +53,7 @@ def pack(vector: Iterable[float]) -> bytes:
 
 
 def unpack(packed: bytes) -> list[float]:
-    """The inverse of `pack`. Raises ValueError if the length is no multiple of four."""
+    """Return the floats of packed bytes. Raises ValueError if the length is no multiple of four."""
     floats = array.array("f")
     floats.frombytes(packed)
     if _SWAP:

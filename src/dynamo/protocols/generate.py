@@ -1,7 +1,8 @@
-"""The one internal request, and what an engine answers, step by step.
+"""The internal request for text, and the outputs of an engine, step by step.
 
-The frontend turns every API (chat, completions, ...) into a `Request`: token ids, no text. Every engine takes it, and
-answers with `Output`s: the tokens of one engine step for one choice. Neither knows of templates or text.
+The frontend turns the request of every API (chat, completions, ...) into a `Request`: token ids, no text. Every engine
+accepts it and answers with `Output`s, each the tokens of one engine step for one choice. Templates and text are the
+frontend's matter.
 
 `Request` travels as a map with defaults left out, once; `Output` travels as a short array, once per step.
 """
@@ -14,30 +15,30 @@ from dynamo.protocols import blocks, kv_transfer, logprobs
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended."""
+    """The reason why a choice ended."""
 
-    EOS = "eos"  # the model ended it
-    STOP = "stop"  # a stop token or string of the request
-    LENGTH = "length"  # max_tokens, or the context is full
-    CANCELLED = "cancelled"  # the caller went away
+    EOS = "eos"  # an end token of the model
+    STOP = "stop"  # a stop token or stop string of the request
+    LENGTH = "length"  # max_tokens reached, or the context is full
+    CANCELLED = "cancelled"  # the client disconnected
     ERROR = "error"
     CONTENT_FILTER = "content_filter"
 
 
 class StopConditions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """When to end a choice. Stop *strings* are found by whoever makes text, not by the engine."""
+    """The conditions that end a choice. Stop *strings* are found by the frontend, where there is text."""
 
-    max_tokens: int | None = None  # None: as far as the context goes
-    min_tokens: int = 0  # neither eos nor stop ids end it before
+    max_tokens: int | None = None  # None: until the context is full
+    min_tokens: int = 0  # no end token or stop token ends the choice earlier
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
 
-class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What may stand before a guided answer: free text that ends with one of `closes`.
+class GuidedReasoning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Free text that a model may write before a guided answer; it ends with one of `closes`.
 
-    It must begin with one of `opens`, and may be left out; without any `opens` the prompt has begun it already.
+    The text begins with one of `opens` and may be absent. Without any `opens` the prompt has already begun the text.
     """
 
     opens: tuple[str, ...] = ()
@@ -45,14 +46,14 @@ class Thoughts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolSchema(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool that may be called, and the JSON schema of its arguments, which are an object."""
+    """A tool that may be called. `parameters` is the JSON schema of its arguments, a JSON object."""
 
     name: str
     parameters: str
 
 
-class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Calls of tools: `begin`, one or more `{"name": ..., "arguments": ...}` with `between` between them, `end`."""
+class GuidedToolCalls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The form of tool calls: `begin`, one or more `{"name": ..., "arguments": ...}` separated by `between`, `end`."""
 
     tools: tuple[ToolSchema, ...]
     begin: str
@@ -62,24 +63,24 @@ class Calls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an answer must look like: one of `json`, `regex`, `choice`, `grammar`, or `calls`, or either of two."""
+    """The form that an answer must have. With `calls` and another form, the answer has one of the two."""
 
     json: str | None = None  # a JSON schema
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None  # Lark, or GBNF
-    calls: Calls | None = None
-    backend: str | None = None  # the library that is wanted
-    thoughts: Thoughts | None = None
-    param: str = "guided_decoding"  # what the caller called it: a refusal names it
+    calls: GuidedToolCalls | None = None
+    backend: str | None = None  # the library that the client asks for
+    thoughts: GuidedReasoning | None = None
+    param: str = "guided_decoding"  # the client's parameter, for error messages
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a token is drawn. Temperature 0 is greedy: the rest of the shape does not matter then."""
+    """The sampling of a token. Temperature 0 is greedy; then top_k, top_p and min_p have no effect."""
 
     n: int = 1
     temperature: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output; 1: none
@@ -91,28 +92,30 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What to report beside the tokens."""
+    """The log probabilities to report with the tokens."""
 
     logprobs: int | None = (
-        None  # how many alternatives beside the chosen token; None: no logprobs at all
+        None  # number of alternatives reported with the chosen token; None: no logprobs at all
     )
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens, which are then computed
+    prompt_logprobs: int | None = (
+        None  # the same for the prompt's tokens; the whole prompt is computed
+    )
 
 
 class ThinkingLimit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How long a choice may think. A thought begins and ends with one of these tokens."""
+    """The limit of a choice's reasoning tokens. Reasoning begins and ends with one of these tokens."""
 
     max_tokens: int
-    close_ids: tuple[int, ...]  # the first is the one to write
+    close_ids: tuple[int, ...]  # the first one is written at the limit
     open_ids: tuple[int, ...] = ()
-    is_open: bool = False  # the prompt has begun the thought
+    is_open: bool = False  # the prompt has begun the reasoning
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request as an engine sees it. `token_ids` is packed (`blocks.pack`).
+    """One request to an engine. `token_ids` is packed (`blocks.pack`).
 
-    A *resumed* request goes on with an answer that is there in part: for penalties, grammars, thoughts and seeds its
-    last `num_resumed` tokens are output. Limits (max_tokens, min_tokens) and logprobs are of what follows.
+    A *resumed* request continues an answer that another worker began: the last `num_resumed` tokens of `token_ids` are
+    output, for penalties, grammars, reasoning and seeds. max_tokens, min_tokens and logprobs apply to new tokens only.
     """
 
     id: str
@@ -127,16 +130,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lora_name: str | None = None
     data_parallel_rank: int | None = None
     thinking: ThinkingLimit | None = None
-    session_id: str | None = None  # the conversation that it belongs to
-    expected_output_tokens: int | None = None  # what the caller expects; a hint to who plans
+    session_id: str | None = None  # the conversation that the request belongs to
+    expected_output_tokens: int | None = None  # the client's estimate, for routers and planners
     kv_transfer_params: kv_transfer.KvTransferParams | None = None
-    # Of what another worker began, and did not live to end: `token_ids` ends with its tokens.
-    num_resumed: int = 0  # how many of the last tokens are answer already
-    first_choice: int = 0  # which choice our choice 0 is in the eyes of the caller: seeds go by it
+    num_resumed: int = 0  # tokens at the end of `token_ids` that are part of the answer
+    first_choice: int = (
+        0  # the client's index of choice 0 of this request; a choice's seed depends on it
+    )
 
     @property
     def prompt_len(self) -> int:
-        """Tokens in the prompt."""
+        """The number of tokens in the prompt."""
         return blocks.count(self.token_ids)
 
 
@@ -145,11 +149,11 @@ TokenLogprobs = logprobs.TokenLogprobs
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step brought for one choice of one request.
+    """The result of one engine step for one choice of one request.
 
-    `token_ids` holds what is new, oldest first; the token that ended a choice (eos or stop id) is included.
-    `cached_tokens` is told once, with the first output of a request: prompt tokens that were not computed again.
-    So are `prompt_logprobs`, if asked for: of each token of the prompt but the first, in order.
+    `token_ids` holds the new tokens in order, including the one that ended the choice (end token or stop token).
+    Only the first output of a request carries `cached_tokens`, the number of prompt tokens that were in the cache,
+    and, where requested, `prompt_logprobs`, those of each token of the prompt but the first, in order.
     """
 
     token_ids: tuple[int, ...]
@@ -157,6 +161,6 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     index: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     cached_tokens: int | None = None
-    stop_reason: int | str | None = None  # the stop token id that ended it
+    stop_reason: int | str | None = None  # the stop token id that ended the choice
     kv_transfer_params: kv_transfer.KvTransferParams | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

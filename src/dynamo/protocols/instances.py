@@ -1,4 +1,4 @@
-"""What a process writes into discovery: who serves which endpoint, at which address.
+"""The records of discovery: which process serves which endpoint, and at which address.
 
     instance key      v1/instances/{namespace}/{component}/{endpoint}/{instance id, hexadecimal}
     model card key    v1/mdc/{namespace}/{component}/{endpoint}/{instance id, hexadecimal}
@@ -16,14 +16,14 @@ from dynamo.base import errors
 INSTANCES = "v1/instances/"
 CARDS = "v1/mdc/"
 EVENT_CHANNELS = "v1/event_channels/"
-CLEAR_KV_BLOCKS = "clear_kv_blocks"  # what a worker serves beside its own endpoint
-KV_EVENTS_REPLAY = "kv_events_replay"  # this too
+CLEAR_KV_BLOCKS = "clear_kv_blocks"  # an endpoint that each worker serves besides its own
+KV_EVENTS_REPLAY = "kv_events_replay"  # likewise
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _SCHEME = "dyn://"
 
 
 class EndpointName(msgspec.Struct, frozen=True, order=True):
-    """Namespace, component, endpoint: where a kind of work is done. A namespace may be nested (`a.b`)."""
+    """The name of an endpoint, in three parts. A namespace may be nested (`a.b`)."""
 
     namespace: str
     component: str
@@ -31,7 +31,7 @@ class EndpointName(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, url: str) -> "EndpointName":
-        """Read `dyn://namespace.component.endpoint`. Raises ConfigError."""
+        """Parse `dyn://namespace.component.endpoint`. Raises ConfigError for anything else."""
         parts = url.removeprefix(_SCHEME).rsplit(".", 2)
         if not url.startswith(_SCHEME) or len(parts) != 3 or not all(map(_NAME.fullmatch, parts)):
             raise errors.ConfigError(
@@ -41,7 +41,7 @@ class EndpointName(msgspec.Struct, frozen=True, order=True):
 
     @property
     def path(self) -> str:
-        """As a part of a key."""
+        """The name as a part of a key."""
         return f"{self.namespace}/{self.component}/{self.endpoint}"
 
     def __str__(self) -> str:
@@ -60,22 +60,22 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
     @property
     def name(self) -> EndpointName:
-        """The endpoint that it serves."""
+        """The name of the endpoint that this instance serves."""
         return EndpointName(self.namespace, self.component, self.endpoint)
 
     @property
     def key(self) -> str:
-        """Where it stands in discovery."""
+        """The key of this record in discovery."""
         return f"{INSTANCES}{self.name.path}/{self.instance_id:x}"
 
     @property
     def card_key(self) -> str:
-        """Where the card of the model that it serves stands."""
+        """The key in discovery of the card of the model that this instance serves."""
         return f"{CARDS}{self.name.path}/{self.instance_id:x}"
 
 
 class EventChannel(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="EventChannel"):
-    """Where a publisher can be heard. `transport` maps an event plane's name to the address there."""
+    """A publisher of events. `transport` maps an event plane's name to the publisher's address there."""
 
     topic: str  # {namespace}/{component}/{event}
     instance_id: int
@@ -83,5 +83,5 @@ class EventChannel(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
     @property
     def key(self) -> str:
-        """Where it stands in discovery."""
+        """The key of this record in discovery."""
         return f"{EVENT_CHANNELS}{self.topic}/{self.instance_id:x}"

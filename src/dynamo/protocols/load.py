@@ -1,20 +1,28 @@
-"""How busy a worker is: published from time to time, and served as metrics."""
+"""Messages about load: what a worker publishes of its engine, and what routers tell one another of their requests.
+
+A worker publishes a `LoadEvent` from time to time and serves the same figures as metrics. Routers with
+`--router-replica-sync` publish an `ActiveSequenceEvent` for each request that they route, on the subject
+`active_sequences_events`, so that each router knows the load that the others cause. A router ignores its own events;
+one that starts late asks another for the `AddRequest` of each request that is in flight.
+"""
 
 import msgspec
 
+ACTIVE_SEQUENCES_SUBJECT = "active_sequences_events"
+
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests: `request_active_slots` run now, `num_requests_waiting` wait for a slot or for blocks."""
+    """Numbers of requests: running (`request_active_slots`), and waiting for a slot or for blocks."""
 
     request_active_slots: int
     request_total_slots: int
     num_requests_waiting: int
-    active_prefill_tokens: int = 0  # of prompts that were taken, and are still to be computed
+    active_prefill_tokens: int = 0  # prompt tokens of accepted requests that are not computed yet
     data_parallel_rank: int = 0
 
 
 class KvStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks: active ones belong to running requests; the rest is free or holds reusable prefixes."""
+    """Numbers of KV blocks. Running requests use the active ones; the others are free or hold reusable prefixes."""
 
     kv_active_blocks: int
     kv_total_blocks: int
@@ -22,19 +30,46 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gpu_cache_usage_perc(self) -> float:
-        """Active blocks as a share of all, 0..1 (the name is the original's)."""
+        """Return active blocks as a share of all, 0 to 1 (the name is the original's)."""
         return self.kv_active_blocks / self.kv_total_blocks if self.kv_total_blocks else 0.0
 
 
 class ForwardPassMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one engine after a step."""
+    """The load of one engine, or of one of its data-parallel ranks, after a step."""
 
     worker_stats: WorkerStats
     kv_stats: KvStats
 
 
 class LoadEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose state it is."""
+    """The load of the worker with this instance id."""
 
     worker_id: int
     data: ForwardPassMetrics
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add_request", kw_only=True, omit_defaults=True):
+    """A router sent a request to a worker. `overlap` is the number of prompt blocks that need no computation."""
+
+    token_sequence: tuple[int, ...]  # sequence hashes of the full blocks of the prompt
+    isl: int  # input sequence length: prompt tokens
+    overlap: float = 0.0
+    is_prefill_completed: bool = False  # by a prefill worker, or before this event was sent
+
+
+class MarkPrefillCompleted(msgspec.Struct, frozen=True, tag="mark_prefill_completed"):
+    """The first output of the request arrived."""
+
+
+class Free(msgspec.Struct, frozen=True, tag="free"):
+    """The request ended."""
+
+
+class ActiveSequenceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A change of one request at one worker, published by the router that sent the request there."""
+
+    request_id: str
+    worker_id: int
+    data: AddRequest | MarkPrefillCompleted | Free
+    router_id: str
+    dp_rank: int = 0

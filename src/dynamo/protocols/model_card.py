@@ -1,7 +1,7 @@
-"""The model deployment card: what a frontend must know of a model to serve it.
+"""The model deployment card: what a frontend must know about a model to serve it.
 
-A worker writes its card beside its instance. Files are named by path and SHA-256, so that a frontend that reads another
-file under the same path notices it, and says so, instead of serving wrong tokens.
+A worker registers a card with each instance. The card names files by path and SHA-256, so a frontend that reads a
+different file under the same path reports that instead of serving wrong tokens.
 """
 
 from enum import StrEnum
@@ -14,13 +14,13 @@ from dynamo.protocols import instances
 PART_BYTES = 512 * 1024
 
 
-def endpoint_of_files(beside: instances.EndpointName) -> str:
-    """The path where whoever serves this endpoint gives away the files on its card, at the same address."""
-    return f"{beside.namespace}/{beside.component}/model_files"
+def model_files_path(endpoint: instances.EndpointName) -> str:
+    """Return the path at which a worker that serves `endpoint` sends the files on its card, at the same address."""
+    return f"{endpoint.namespace}/{endpoint.component}/model_files"
 
 
 class ModelType(StrEnum):
-    """What can be asked of a model."""
+    """The kinds of requests that a model answers."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -28,7 +28,7 @@ class ModelType(StrEnum):
 
 
 class WorkerType(StrEnum):
-    """The part of the work that this instance does."""
+    """The phase of inference that an instance computes."""
 
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
@@ -36,23 +36,23 @@ class WorkerType(StrEnum):
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A file of the model directory."""
+    """A file of the model directory of a worker."""
 
-    path: str  # at the worker
+    path: str  # on the worker's host
     checksum: str  # "sha256:<hex>"
     size: int
     url: str | None = None  # in an object store, where there is one
 
 
 class FilePart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is asked at `endpoint_of_files`; it replies with bytes, at most `PART_BYTES`, none at the end."""
+    """A request for part of a file, at `model_files_path`; replies have at most `PART_BYTES` bytes, 0 at its end."""
 
     name: str
     offset: Annotated[int, msgspec.Meta(ge=0)]  # bytes
 
 
-class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the engine found or was told: sizes that routers and planners use."""
+class ModelRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sizes and abilities of the engine, from its settings or as it found them; routers and planners use the sizes."""
 
     total_kv_blocks: int = 0
     max_num_seqs: int = 0
@@ -60,24 +60,24 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     data_parallel_size: int = 1
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    infill_format: str | None = None  # how it is asked to fill in the middle; None: it cannot
+    infill_format: str | None = None  # prompt format of fill-in-the-middle; None: not supported
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
-    supports_guided: bool = False  # can its answers be held to a grammar?
+    supports_guided: bool = False  # structured output
     runtime_data: dict[str, Any] = {}
 
 
 class EmbeddingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The vectors of a model that embeds."""
+    """The form of an embedding model's vectors."""
 
     dimensions: int
-    can_shorten: bool = False  # the beginning of a vector is a vector too (arXiv 2205.13147)
-    lengths: tuple[int, ...] = ()  # the only lengths to shorten to; none given: any
+    can_shorten: bool = False  # a prefix of a vector is a vector too (arXiv 2205.13147)
+    lengths: tuple[int, ...] = ()  # the only lengths to shorten to; empty: any
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One model as one worker serves it. `files` maps a file's name (tokenizer.json ...) to where it is."""
+    """One model as one worker serves it. `files` maps a file's name (tokenizer.json ...) to its location."""
 
     display_name: str
     source_path: str
@@ -86,23 +86,21 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model_type: tuple[ModelType, ...] = (ModelType.CHAT, ModelType.COMPLETIONS)
     worker_type: WorkerType = WorkerType.AGGREGATED
     files: dict[str, ModelFile] = {}
-    migration_limit: int | None = (
-        None  # how often a request may be moved; None: as the frontend says
-    )
-    runtime_config: RuntimeConfig = RuntimeConfig()
+    migration_limit: int | None = None  # most migrations of a request; None: the frontend's limit
+    runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
     embedding: EmbeddingFacts | None = None
-    lora_names: tuple[str, ...] = ()  # adapters that this worker has; to clients each is a model
+    lora_names: tuple[str, ...] = ()  # loaded adapters; clients see each as a model
     created: int = 0  # seconds since 1970
     user_data: dict[str, Any] = {}
 
     @property
     def checksums(self) -> dict[str, str]:
-        """By file; where they are the same, tokens and template are."""
+        """Return the checksum by file name; equal checksums mean the same tokens and chat template."""
         return {name: file.checksum for name, file in self.files.items()}
 
 
 class CardRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="Model"):
-    """A card as it stands in discovery."""
+    """The record of a card in discovery."""
 
     namespace: str
     component: str

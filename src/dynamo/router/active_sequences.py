@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from dynamo.protocols import active_sequences as protocol
+from dynamo.protocols import load as load_events
 from dynamo.router.api import Worker
 from dynamo.router.worker_load import CachePressure, Capacity, Load, Pace
 
@@ -150,15 +150,15 @@ class ActiveSequences:
         runs = self._holders.runs(self._kept(sequence_hashes))
         return {worker: run * self._stride for worker, run in runs.items()}
 
-    def snapshot(self, router_id: str) -> Iterator[protocol.ActiveSequenceEvent]:
+    def snapshot(self, router_id: str) -> Iterator[load_events.ActiveSequenceEvent]:
         """All that is in flight, for a replica that joins late."""
         for request_id, request in self._requests.items():
-            yield protocol.ActiveSequenceEvent(
+            yield load_events.ActiveSequenceEvent(
                 request_id=request_id,
                 worker_id=request.worker.instance_id,
                 dp_rank=request.worker.dp_rank,
                 router_id=router_id,
-                data=protocol.AddRequest(
+                data=load_events.AddRequest(
                     token_sequence=tuple(request.hashes),
                     isl=request.isl,
                     overlap=request.overlap,
@@ -166,10 +166,10 @@ class ActiveSequences:
                 ),
             )
 
-    def apply(self, event: protocol.ActiveSequenceEvent, now: float) -> None:
+    def apply(self, event: load_events.ActiveSequenceEvent, now: float) -> None:
         """What another router did."""
         match event.data:
-            case protocol.AddRequest() as added:
+            case load_events.AddRequest() as added:
                 self.add(
                     event.request_id,
                     Worker(event.worker_id, event.dp_rank),
@@ -181,9 +181,9 @@ class ActiveSequences:
                 )
                 if added.is_prefill_completed and event.request_id in self._requests:
                     self._skip_prefill(event.request_id, now)
-            case protocol.MarkPrefillCompleted():
+            case load_events.MarkPrefillCompleted():
                 self.prefill_completed(event.request_id, now)
-            case protocol.Free():
+            case load_events.Free():
                 self.free(event.request_id, now)
 
     def _skip_prefill(self, request_id: str, now: float) -> None:

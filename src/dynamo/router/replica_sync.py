@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dynamo.base import errors, tasks
-from dynamo.protocols import active_sequences as protocol
 from dynamo.protocols import instances
+from dynamo.protocols import load as load_events
 from dynamo.router.api import Decision, Prompt
 from dynamo.runtime import client, component, events, requests
 
 ASK_S = 5.0
 MAX_HELD = 10_000  # messages kept while an answer is awaited; more, and we ask again
 _logger = logging.getLogger(__name__)
-Event = protocol.ActiveSequenceEvent
+Event = load_events.ActiveSequenceEvent
 
 
 class InFlight(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class ReplicaSync:
     ) -> None:
         self.router_id = f"{runtime.instance_id:x}"
         self._runtime = runtime
-        self._topic = f"{namespace}/{component_name}/{protocol.SUBJECT}"
+        self._topic = f"{namespace}/{component_name}/{load_events.ACTIVE_SEQUENCES_SUBJECT}"
         self._name = instances.EndpointName(namespace, component_name, "active_sequences")
         self._apply = apply
         self._own: dict[str, Event] = {}
@@ -87,7 +87,7 @@ class ReplicaSync:
 
     def added(self, key: str, decision: Decision, prompt: Prompt) -> None:
         """A request of ours goes to a worker."""
-        added = protocol.AddRequest(
+        added = load_events.AddRequest(
             token_sequence=tuple(prompt.sequence_hashes),
             isl=prompt.num_tokens,
             overlap=decision.overlap_blocks,
@@ -105,16 +105,16 @@ class ReplicaSync:
     def prefill_completed(self, key: str) -> None:
         """Its prompt is computed."""
         event = self._own.get(key)
-        if event is not None and isinstance(event.data, protocol.AddRequest):
+        if event is not None and isinstance(event.data, load_events.AddRequest):
             completed = msgspec.structs.replace(event.data, is_prefill_completed=True)
             self._own[key] = msgspec.structs.replace(event, data=completed)
-            self._tell(msgspec.structs.replace(event, data=protocol.MarkPrefillCompleted()))
+            self._tell(msgspec.structs.replace(event, data=load_events.MarkPrefillCompleted()))
 
     def freed(self, key: str) -> None:
         """It is over."""
         event = self._own.pop(key, None)
         if event is not None:
-            self._tell(msgspec.structs.replace(event, data=protocol.Free()))
+            self._tell(msgspec.structs.replace(event, data=load_events.Free()))
 
     def catch_up(self) -> None:
         """We know new workers: what others have in flight there means something to us now."""
@@ -203,7 +203,7 @@ class ReplicaSync:
             self._take(peer, event)
 
     def _take(self, peer: _Peer, event: Event) -> None:
-        if isinstance(event.data, protocol.Free):
+        if isinstance(event.data, load_events.Free):
             peer.keys.discard(event.request_id)
         else:
             peer.keys.add(event.request_id)
@@ -212,4 +212,4 @@ class ReplicaSync:
     def _free(self, keys: Iterable[str]) -> None:
         """Requests of another router that are over, or that nobody will end any more."""
         for key in list(keys):
-            self._apply(Event(request_id=key, worker_id=0, router_id="", data=protocol.Free()))
+            self._apply(Event(request_id=key, worker_id=0, router_id="", data=load_events.Free()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
 from dynamo.observability import metrics as observed
-from dynamo.protocols import active_sequences, instances, kv_events, model_card
+from dynamo.protocols import instances, kv_events, load, model_card
 from dynamo.router import (
     api,
     approx_index,
@@ -182,12 +182,12 @@ class _Shared(kv_router.Sharing):
         if self.sync is not None:
             self.sync.catch_up()
 
-    def apply(self, event: active_sequences.ActiveSequenceEvent) -> None:
+    def apply(self, event: load.ActiveSequenceEvent) -> None:
         """Another router did this."""
         now = self.clock.now()
         for selector in self.selectors:  # all but one do not know the worker
             selector.active.apply(event, now)
-        if isinstance(event.data, active_sequences.AddRequest):
+        if isinstance(event.data, load.AddRequest):
             worker = api.Worker(event.worker_id, event.dp_rank)
             self._guess(worker, event.data.token_sequence)
 

@@ -61,7 +61,7 @@ def build(
         model_type=_model_types(directory),
         migration_limit=migration_limit,
         files=describe_files(directory),
-        runtime_config=model_card.RuntimeConfig(
+        runtime_config=model_card.ModelRuntimeConfig(
             total_kv_blocks=facts.total_kv_blocks,
             max_num_seqs=facts.max_num_seqs,
             max_num_batched_tokens=facts.max_num_batched_tokens,
@@ -90,7 +90,7 @@ def build_embedding(
         kv_cache_block_size=0,
         model_type=(model_card.ModelType.EMBEDDINGS,),
         files=describe_files(directory),
-        runtime_config=model_card.RuntimeConfig(
+        runtime_config=model_card.ModelRuntimeConfig(
             max_num_batched_tokens=facts.max_num_batched_tokens
         ),
         embedding=facts.vectors,
@@ -142,7 +142,7 @@ class FileSharing:
     ) -> model_card.ModelCard:
         """Serve the card's files beside `endpoint`; return the card to publish, with their URLs in the store."""
         self._card = card
-        await self._runtime.requests.serve(model_card.endpoint_of_files(endpoint), self._handle)
+        await self._runtime.requests.serve(model_card.model_files_path(endpoint), self._handle)
         store = self._runtime.services.object_store()
         if store is None or not card.files:
             return card

@@ -25,7 +25,7 @@ from dynamo.worker import embedding_queue, metrics, system_port
 
 MAX_WAITING_TOKENS = 4 * 2**20  # 16 MiB
 _logger = logging.getLogger(__name__)
-_decode = msgspec.msgpack.Decoder(embed.Request).decode
+_decode = msgspec.msgpack.Decoder(embed.EmbeddingRequest).decode
 MakeEmbeddingCard = Callable[[api.EmbedderFacts], model_card.ModelCard]
 
 
@@ -99,7 +99,7 @@ class EmbeddingHost:
 @dataclass(slots=True)
 class _Entry:
     call: requests.Call
-    request: embed.Request
+    request: embed.EmbeddingRequest
     num_inputs_left: int
     accepted_at: float
 
@@ -159,7 +159,7 @@ class EmbeddingRequests:
                 continue
             await self._embed(batch)
 
-    def _admit(self, body: msgspec.Raw) -> embed.Request:
+    def _admit(self, body: msgspec.Raw) -> embed.EmbeddingRequest:
         if len(self._entry_by_id) >= self._limit or self._queue.num_tokens > MAX_WAITING_TOKENS:
             raise errors.Overloaded("Server overloaded: worker at capacity")
         try:
@@ -209,7 +209,7 @@ class EmbeddingRequests:
         return entry
 
 
-def _check(request: embed.Request, facts: api.EmbedderFacts) -> None:
+def _check(request: embed.EmbeddingRequest, facts: api.EmbedderFacts) -> None:
     """Raise RequestError for a request that would harm others in its batch; frontends refuse it in their own words."""
     full_dimensions = facts.vectors.dimensions
     if request.dimensions is not None and not 1 <= request.dimensions <= full_dimensions:

@@ -1,4 +1,4 @@
-"""deploy/docker-compose.yml starts what it says, with flags that the servers know. No Docker is needed here."""
+"""deploy/docker-compose.yml starts etcd and NATS with flags that they know. These tests need no Docker."""
 
 import pathlib
 import re
@@ -13,26 +13,26 @@ COMPOSE = yaml.safe_load(PATH.read_text())
 SERVICES = COMPOSE["services"]
 
 
-def told_flags(program):
-    """The flags in a server's own help."""
+def flags_of(program):
+    """Return the flags that a server's help lists."""
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed: as root on Debian, tests/install_services.sh")
-    helped = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=30)
-    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", helped.stdout + helped.stderr))
+    result = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=30)
+    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", result.stdout + result.stderr))
 
 
-def test_it_has_etcd_and_nats_each_with_a_volume_that_is_declared():
+def test_etcd_and_nats_each_have_a_declared_volume():
     assert SERVICES.keys() == {"etcd", "nats"}
     for service in SERVICES.values():
         assert service["volumes"][0].partition(":")[0] in COMPOSE["volumes"]
 
 
-def test_the_images_are_of_a_version():
+def test_images_are_pinned_to_a_version():
     for service in SERVICES.values():
         assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+(-\w+)?", service["image"])
 
 
-def test_clients_find_both_where_they_look_by_default_and_nobody_else_does():
+def test_default_ports_are_published_on_loopback_only():
     ports = [port for service in SERVICES.values() for port in service["ports"]]
 
     assert {port.rpartition(":")[2] for port in ports} == {"2379", "4222", "8222"}
@@ -41,14 +41,14 @@ def test_clients_find_both_where_they_look_by_default_and_nobody_else_does():
 
 
 @pytest.mark.parametrize(("name", "program"), [("etcd", "etcd"), ("nats", "nats-server")])
-def test_the_servers_know_the_flags(name, program):
+def test_servers_know_the_flags(name, program):
     command = SERVICES[name]["command"]
     flags = {word.partition("=")[0] for word in command if word.startswith("-")}
 
-    assert flags <= told_flags(program)
+    assert flags <= flags_of(program)
 
 
-def test_nats_keeps_streams_on_its_volume():
+def test_nats_stores_streams_on_its_volume():
     command = SERVICES["nats"]["command"]
 
     assert "-js" in command

@@ -1,4 +1,4 @@
-"""The units in deploy/systemd are what systemd takes, start what there is, and wait for as long as we drain."""
+"""The units in deploy/systemd are valid, start modules that exist, and stop no sooner than a drain takes."""
 
 import configparser
 import importlib.util
@@ -23,7 +23,7 @@ def service(name):
     return parser["Service"]
 
 
-def test_there_is_no_other_unit():
+def test_each_unit_file_is_tested_here():
     assert {path.name for path in FOLDER.iterdir()} == set(UNITS)
 
 
@@ -32,7 +32,7 @@ def test_there_is_no_other_unit():
     reason="systemd is not installed: as root on Debian, tests/install_services.sh",
 )
 @pytest.mark.parametrize("name", UNITS)
-def test_systemd_takes_it(name, tmp_path):
+def test_systemd_accepts_the_unit(name, tmp_path):
     path = tmp_path / name.replace("@", "@native")
     text = (FOLDER / name).read_text()
     path.write_text(text.replace("/opt/pydynamo/bin/python", sys.executable))
@@ -44,14 +44,14 @@ def test_systemd_takes_it(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "module"), UNITS.items())
-def test_it_starts_a_module_of_ours(name, module):
+def test_unit_starts_a_module_that_exists(name, module):
     command = service(name)["ExecStart"].replace("${ENGINE}", "native")
 
     assert command == f"/opt/pydynamo/bin/python -m dynamo.{module}"
     assert importlib.util.find_spec(f"dynamo.{module}") is not None
 
 
-def test_systemd_waits_longer_than_we_drain():
+def test_stop_timeout_is_longer_than_draining():
     frontend, worker = (float(service(name)["TimeoutStopSec"]) for name in UNITS)
     drains = settings.WorkerConfig()
 
@@ -60,5 +60,5 @@ def test_systemd_waits_longer_than_we_drain():
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_a_wrong_setting_is_not_tried_again(name):
+def test_unit_is_not_restarted_after_a_wrong_setting(name):
     assert service(name)["RestartPreventExitStatus"] == "2"

@@ -54,7 +54,7 @@ class World:
             source_path="/m",
             context_length=8,
             kv_cache_block_size=4,
-            runtime_config=model_card.RuntimeConfig(runtime_data=data),
+            runtime_config=model_card.ModelRuntimeConfig(runtime_data=data),
             lora_names=lora_names,
         )
         record = model_card.CardRecord(

@@ -1,4 +1,4 @@
-"""docs/api.md lists every parameter of every request, and says the truth about those that are refused."""
+"""docs/api.md lists each parameter of each request, and marks those that are refused."""
 
 import pathlib
 import re
@@ -40,14 +40,14 @@ REQUEST_BY_TITLE = {
 
 
 def told(title):
-    """Parameter → what this section says we do with it."""
+    """Return each parameter of a section of the page, with what the page says about it."""
     heading = title if title == SHARED else f"`{title}`"
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return dict(ROW.findall(section))
 
 
 def fields(struct, prefix=""):
-    """Parameter → can it only be null? The parameters of an object in it stand behind a dot."""
+    """Return for each parameter whether it can only be null; those of a nested object follow a dot."""
     found = {}
     for field in struct.fields:
         name = prefix + field.encode_name
@@ -60,7 +60,7 @@ def fields(struct, prefix=""):
 
 
 @pytest.mark.parametrize("title", REQUEST_BY_TITLE)
-def test_every_parameter_is_listed_and_what_can_only_be_null_is_refused(title):
+def test_each_parameter_is_listed_and_null_only_ones_are_refused(title):
     request = REQUEST_BY_TITLE[title]
     expected = fields(msgspec.inspect.type_info(request))
     listed = told(title)
@@ -74,7 +74,7 @@ def test_every_parameter_is_listed_and_what_can_only_be_null_is_refused(title):
             assert listed[name] == "refused", name
 
 
-# What the official clients can send, by the section that says what becomes of it.
+# The parameters of the official clients, by the section of the page that describes them.
 CLIENT_PARAMS = {
     "POST /v1/chat/completions": chat_params.CompletionCreateParamsStreaming,
     "POST /v1/completions": completion_params.CompletionCreateParamsStreaming,
@@ -84,7 +84,7 @@ CLIENT_PARAMS = {
 
 
 @pytest.mark.parametrize("title", CLIENT_PARAMS)
-def test_every_parameter_of_the_official_client_has_a_row(title):
+def test_each_parameter_of_the_official_client_has_a_row(title):
     sent = set(typing.get_type_hints(CLIENT_PARAMS[title]))
     shared = (
         told(SHARED) if issubclass(REQUEST_BY_TITLE[title], openai_fields.GenerationFields) else {}

@@ -202,8 +202,8 @@ def test_an_answer_goes_on_as_far_as_its_shape_lets_it_where_it_may_not_end(mode
 
 
 def test_thoughts_may_come_first_and_do_not_count(model):
-    thoughts = generate.Thoughts(opens=("<think>",), closes=("</think>",))
-    begun = generate.Thoughts(closes=("</think>",))
+    thoughts = generate.GuidedReasoning(opens=("<think>",), closes=("</think>",))
+    begun = generate.GuidedReasoning(closes=("</think>",))
     for seed in range(4):
         guided = generate.GuidedDecoding(regex="[0-9]{2}", thoughts=thoughts)
         model.ask(f"may {seed}", QUESTIONS[1], guided, seed=seed, logit_bias={3: 9.0, 4: 5.0})
@@ -220,7 +220,7 @@ def test_thoughts_may_come_first_and_do_not_count(model):
 
 
 def test_marks_that_are_plain_text_end_thoughts_too(model):
-    thoughts = generate.Thoughts(closes=("Here is my response:", "Here's my response:"))
+    thoughts = generate.GuidedReasoning(closes=("Here is my response:", "Here's my response:"))
     guided = generate.GuidedDecoding(regex="[0-9]", thoughts=thoughts)
     grammar = model.parts.grammars.find(guided, EOS_IDS)
     guide = grammar.begin()
@@ -261,8 +261,10 @@ def test_forced_calls_have_arguments_that_fit(model, begin, between, end, patter
         generate.ToolSchema(name="add", parameters=json.dumps(add)),
         generate.ToolSchema(name="add_ü", parameters='{"type": "object", "maxProperties": 0}'),
     )
-    calls = generate.Calls(tools=tools, begin=begin, between=between, end=end, max_calls=1)
-    thoughts = generate.Thoughts(opens=("<think>",), closes=("</think>",))
+    calls = generate.GuidedToolCalls(
+        tools=tools, begin=begin, between=between, end=end, max_calls=1
+    )
+    thoughts = generate.GuidedReasoning(opens=("<think>",), closes=("</think>",))
     guided = generate.GuidedDecoding(calls=calls, thoughts=thoughts)
     for how, sampling in SHAPES.items():
         model.ask(how, QUESTIONS[1], guided, logit_bias={3: 50.0, 4: 50.0}, **sampling)
@@ -279,7 +281,7 @@ def test_forced_calls_have_arguments_that_fit(model, begin, between, end, patter
 def test_an_answer_may_be_either_a_call_or_a_text_of_the_shape(model):
     tool = generate.ToolSchema(name="add", parameters='{"type": "object", "maxProperties": 0}')
     frame = ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
-    calls = generate.Calls(tools=(tool,), begin=frame[0], between=frame[1], end=frame[2])
+    calls = generate.GuidedToolCalls(tools=(tool,), begin=frame[0], between=frame[1], end=frame[2])
     guided = generate.GuidedDecoding(json='{"enum": ["yes", "no"]}', calls=calls)
     for liking in (-50.0, 50.0):  # for the mark of a call
         model.ask(str(liking), "x", guided, logit_bias={5: liking})

@@ -8,8 +8,8 @@ from dynamo.base import errors
 from dynamo.engine.adapters import guides
 from dynamo.protocols import generate
 
-THOUGHTS = generate.Thoughts(opens=("<think>",), closes=("</think>",))
-CALLS = generate.Calls(
+THOUGHTS = generate.GuidedReasoning(opens=("<think>",), closes=("</think>",))
+CALLS = generate.GuidedToolCalls(
     tools=(generate.ToolSchema(name="now", parameters='{"type":"object"}'),),
     begin="<call>",
     between=";",
@@ -69,7 +69,9 @@ def test_thoughts_may_be_left_out_if_they_have_not_begun():
 
 
 def test_thoughts_that_have_begun_must_end():
-    lead, answer = tag(grammar="g", thoughts=generate.Thoughts(closes=("x", "y")))["elements"]
+    lead, answer = tag(grammar="g", thoughts=generate.GuidedReasoning(closes=("x", "y")))[
+        "elements"
+    ]
 
     assert (lead["begin"], lead["end"]) == ("", ["x", "y"])
     assert answer == {"type": "grammar", "grammar": "g"}

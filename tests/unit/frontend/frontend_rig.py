@@ -13,7 +13,7 @@ from dynamo.runtime import component
 
 EOS = 256
 NAME = instances.EndpointName("dynamo", "backend", "generate")
-_decode_embed = msgspec.msgpack.Decoder(embed.Request).decode
+_decode_embed = msgspec.msgpack.Decoder(embed.EmbeddingRequest).decode
 _decode = msgspec.msgpack.Decoder(generate.Request).decode
 
 

@@ -52,7 +52,7 @@ async def test_as_many_as_are_told_need_no_choice(rig):
 
 
 async def test_an_engine_without_log_probabilities_cannot_choose(rig):
-    await rig.worker("blind", runtime_config=model_card.RuntimeConfig(supports_logprobs=False))
+    await rig.worker("blind", runtime_config=model_card.ModelRuntimeConfig(supports_logprobs=False))
     answer = await rig.client.post(
         "/v1/completions", json={"model": "blind", "prompt": "x", "best_of": 2}
     )

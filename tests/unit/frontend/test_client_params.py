@@ -134,7 +134,7 @@ async def test_a_completion_refuses_a_suffix(gpt):
 
 
 async def test_a_model_that_can_fills_in_before_a_suffix(gpt, rig):
-    able = model_card.RuntimeConfig(infill_format="codestral")
+    able = model_card.ModelRuntimeConfig(infill_format="codestral")
     worker = await rig.worker("coder", runtime_config=able)
     answer = await gpt.completions.create(model="coder", prompt="hi", suffix="s")
 

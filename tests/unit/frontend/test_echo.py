@@ -111,7 +111,7 @@ async def test_a_stream_begins_with_the_prompt_and_what_it_is_worth(rig):
 
 
 async def test_an_engine_that_cannot_tell_of_a_prompt_is_not_asked_to(rig):
-    blind = model_card.RuntimeConfig(supports_prompt_logprobs=False)
+    blind = model_card.ModelRuntimeConfig(supports_prompt_logprobs=False)
     await rig.worker("blind", runtime_config=blind)
     answer = await rig.client.post(
         "/v1/completions",

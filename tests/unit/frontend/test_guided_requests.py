@@ -21,7 +21,7 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 async def able(rig):
     """Two workers that can follow grammars: of a model that calls in its own way, and of one that does not call."""
     for name, parser in (("h", "hermes"), ("none", "none")):
-        facts = model_card.RuntimeConfig(
+        facts = model_card.ModelRuntimeConfig(
             supports_guided=True, tool_call_parser=parser, reasoning_parser="basic"
         )
         setattr(rig, name, await rig.worker(name, runtime_config=facts))
@@ -45,7 +45,9 @@ async def test_a_guided_chat_and_completion_reach_the_worker(able):
     await able.complete(model="none", nvext={"guided_choice": ["a", "b"]})
 
     assert (asked(able.h).regex, asked(able.none).choice) == ("a+", ("a", "b"))
-    assert asked(able.h).thoughts == generate.Thoughts(opens=("<think>",), closes=("</think>",))
+    assert asked(able.h).thoughts == generate.GuidedReasoning(
+        opens=("<think>",), closes=("</think>",)
+    )
     assert asked(able.none).thoughts is None  # completions do not think
     await able.chat(model="h", guided_regex="a+", chat_template_kwargs={"enable_thinking": False})
     assert asked(able.h).thoughts is None

@@ -97,7 +97,7 @@ def places(event):
 @pytest.fixture
 async def workers(rig):
     rig.two = await rig.worker()
-    facts = model_card.RuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
+    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
     for worker in (rig.one, rig.two):
         worker.script = Speaker()
     rig.three = await rig.worker("p", runtime_config=facts)

@@ -45,7 +45,7 @@ class Rig:
             call.reply(body[part.offset :][: model_card.PART_BYTES])
             call.finish()
 
-        endpoint = model_card.endpoint_of_files(name)
+        endpoint = model_card.model_files_path(name)
         address = await self.runtime.requests.serve(endpoint, give)
         return file_fetcher.FileProvider(address, endpoint)
 

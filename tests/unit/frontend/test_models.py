@@ -116,7 +116,7 @@ async def test_only_the_namespace_that_was_asked_for_is_served(bare):
 
 
 async def test_the_card_is_told_in_metrics(rig):
-    await rig.worker("Big", runtime_config=model_card.RuntimeConfig(total_kv_blocks=77))
+    await rig.worker("Big", runtime_config=model_card.ModelRuntimeConfig(total_kv_blocks=77))
     counted = await rig.metrics()
 
     assert counted['dynamo_frontend_model_total_kv_blocks{model="big"}'] == 77

@@ -35,7 +35,7 @@ ASKED = {
 @pytest.fixture
 async def thinker(rig):
     """A worker whose answer thinks and calls a tool."""
-    facts = model_card.RuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
+    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
     worker = await rig.worker("t", runtime_config=facts)
 
     def answer(call, request):

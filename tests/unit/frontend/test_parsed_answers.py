@@ -23,7 +23,7 @@ ONLY_CALL = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
 @pytest.fixture
 async def parsed(rig):
     """A worker whose model thinks and calls."""
-    facts = model_card.RuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
+    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
     rig.two = await rig.worker("p", runtime_config=facts)
     return rig
 

@@ -21,7 +21,7 @@ SAID = (
 
 @pytest.fixture
 async def client(rig):
-    facts = model_card.RuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
+    facts = model_card.ModelRuntimeConfig(tool_call_parser="hermes", reasoning_parser="basic")
     rig.two = await rig.worker("p", runtime_config=facts, context_length=4000)
     rig.two.script = outputs(SAID, "eos")
     async with openai.AsyncOpenAI(

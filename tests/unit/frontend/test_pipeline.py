@@ -60,7 +60,7 @@ async def test_a_body_that_is_no_object_is_refused(rig, body, words):
 
 
 async def test_logprobs_that_the_engine_does_not_have_are_refused(rig):
-    facts = model_card.RuntimeConfig(supports_logprobs=False)
+    facts = model_card.ModelRuntimeConfig(supports_logprobs=False)
     await rig.worker("dumb", runtime_config=facts)
     answer = await rig.chat(model="dumb", logprobs=True)
 
@@ -69,7 +69,7 @@ async def test_logprobs_that_the_engine_does_not_have_are_refused(rig):
 
 
 async def test_more_alternatives_than_the_engine_has_are_refused(rig):
-    await rig.worker("small", runtime_config=model_card.RuntimeConfig(max_top_logprobs=1))
+    await rig.worker("small", runtime_config=model_card.ModelRuntimeConfig(max_top_logprobs=1))
     answer = await rig.chat(model="small", logprobs=True, top_logprobs=2)
 
     assert answer.status_code == 400

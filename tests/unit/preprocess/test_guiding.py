@@ -167,10 +167,10 @@ def test_what_cannot_be_together_is_refused(fields, param, words):
     ("parser", "prompt", "expected"),
     [
         (None, "Hi", None),
-        ("basic", "Hi", generate.Thoughts(opens=("<think>",), closes=("</think>",))),
-        ("basic", "Hi <think>\n", generate.Thoughts(closes=("</think>",))),
+        ("basic", "Hi", generate.GuidedReasoning(opens=("<think>",), closes=("</think>",))),
+        ("basic", "Hi <think>\n", generate.GuidedReasoning(closes=("</think>",))),
         ("basic", "Hi <think>\n\n</think>\n\n", None),
-        ("deepseek_r1", "Hi", generate.Thoughts(closes=("</think>",))),
+        ("deepseek_r1", "Hi", generate.GuidedReasoning(closes=("</think>",))),
     ],
 )
 def test_thoughts_may_stand_before_an_answer_as_the_prompt_has_it(parser, prompt, expected):

@@ -30,7 +30,7 @@ def load(model, **told):
         source_path=str(model),
         context_length=64,
         kv_cache_block_size=16,
-        runtime_config=model_card.RuntimeConfig(**told),
+        runtime_config=model_card.ModelRuntimeConfig(**told),
     )
     return loading.load_preprocessor(card, clock.VirtualClock())
 

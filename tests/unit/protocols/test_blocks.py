@@ -1,4 +1,4 @@
-"""Block names, to the bit of the specification."""
+"""Hashes of blocks, compared with the specification's."""
 
 import pytest
 from hypothesis import given
@@ -34,18 +34,18 @@ def test_packed_tokens_are_little_endian():
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
-def test_a_token_that_does_not_fit_is_refused(token):
+def test_token_id_beyond_32_bits_is_an_error(token):
     with pytest.raises(OverflowError):
         blocks.pack([token])
 
 
-def test_bytes_that_are_no_tokens_are_refused():
+def test_unpack_of_a_partial_token_is_an_error():
     with pytest.raises(ValueError, match="length"):
         blocks.unpack(b"\1\2\3")
 
 
 @given(tokens, sizes)
-def test_a_partial_tail_has_no_name(ids, size):
+def test_partial_last_block_has_no_hash(ids, size):
     full = len(ids) - len(ids) % size
 
     assert len(blocks.local_hashes(blocks.pack(ids), size)) == len(ids) // size
@@ -55,7 +55,7 @@ def test_a_partial_tail_has_no_name(ids, size):
 
 
 @given(tokens, sizes, st.integers(0, 60))
-def test_a_chain_continues_from_its_parent(ids, size, place):
+def test_sequence_hashes_continue_from_their_parent(ids, size, place):
     local = blocks.local_hashes(blocks.pack(ids), size)
     head = blocks.sequence_hashes(local[:place])
     tail = blocks.sequence_hashes(local[place:], head[-1] if head else None)
@@ -64,7 +64,7 @@ def test_a_chain_continues_from_its_parent(ids, size, place):
 
 
 @given(tokens, st.integers(0, 59))
-def test_a_sequence_hash_depends_on_all_that_is_before(ids, place):
+def test_sequence_hash_depends_on_all_earlier_blocks(ids, place):
     changed = list(ids)
     if place < len(ids):
         changed[place] ^= 1

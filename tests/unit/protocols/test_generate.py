@@ -1,4 +1,4 @@
-"""The internal request and its outputs survive the wire, and cost few bytes there."""
+"""The internal request and its outputs as they are encoded between processes."""
 
 import msgspec
 import pytest
@@ -53,7 +53,7 @@ outputs = st.builds(
 
 
 @given(requests)
-def test_a_request_survives_the_wire(request):
+def test_request_is_unchanged_by_encoding_and_decoding(request):
     body = msgspec.msgpack.encode(request)
 
     assert msgspec.msgpack.decode(body, type=generate.Request) == request
@@ -61,11 +61,11 @@ def test_a_request_survives_the_wire(request):
 
 
 @given(outputs)
-def test_an_output_survives_the_wire(output):
+def test_output_is_unchanged_by_encoding_and_decoding(output):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=generate.Output) == output
 
 
-def test_what_is_default_is_not_sent():
+def test_default_values_are_not_sent():
     request = generate.Request(id="r", model="m", token_ids=b"")
 
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request)) == {
@@ -75,7 +75,7 @@ def test_what_is_default_is_not_sent():
     }
 
 
-def test_a_request_of_a_wrong_shape_is_refused():
+def test_request_with_a_wrong_type_is_refused():
     with pytest.raises(msgspec.ValidationError, match=r"max_tokens"):
         msgspec.msgpack.decode(
             msgspec.msgpack.encode(

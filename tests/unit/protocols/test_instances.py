@@ -1,4 +1,4 @@
-"""Endpoint names, and the keys that discovery knows instances by."""
+"""Names of endpoints, and the keys of instances in discovery."""
 
 import msgspec
 import pytest
@@ -19,13 +19,13 @@ INSTANCE = instances.Instance(
 
 
 @given(st.lists(words, min_size=1, max_size=3).map(".".join), words, words)
-def test_a_name_reads_as_it_is_written(namespace, component, endpoint):
+def test_endpoint_name_is_parsed_from_its_text(namespace, component, endpoint):
     name = instances.EndpointName(namespace, component, endpoint)
 
     assert instances.EndpointName.parse(str(name)) == name
 
 
-def test_a_namespace_may_be_nested():
+def test_namespace_may_be_nested():
     name = instances.EndpointName.parse("dyn://a.b.backend.generate")
 
     assert name == instances.EndpointName("a.b", "backend", "generate")
@@ -48,7 +48,7 @@ def test_a_namespace_may_be_nested():
         "dyn://dynamo.backend.generate\n",
     ],
 )
-def test_what_is_no_endpoint_is_refused_with_an_example(url):
+def test_malformed_endpoint_is_refused_with_an_example(url):
     with pytest.raises(errors.ConfigError, match=r"dyn://namespace\.component\.endpoint"):
         instances.EndpointName.parse(url)
 
@@ -59,7 +59,7 @@ def test_keys_are_those_of_the_specification():
     assert INSTANCE.card_key == "v1/mdc/dynamo/backend/generate/abc"
 
 
-def test_an_instance_survives_discovery_and_names_its_type():
+def test_instance_is_unchanged_by_discovery_and_carries_its_type():
     value = msgspec.json.encode(INSTANCE)
 
     assert msgspec.json.decode(value)["type"] == "Endpoint"

@@ -1,4 +1,4 @@
-"""W3C Trace Context: what is valid is passed on, what is broken counts as absent."""
+"""W3C Trace Context: valid headers are forwarded, malformed ones count as absent."""
 
 import pytest
 from hypothesis import given
@@ -11,12 +11,12 @@ PARENT = f"00-{TRACE}-{SPAN}-01"
 digits = st.sampled_from("0123456789abcdef")
 
 
-def test_a_valid_parent_is_read():
-    found = trace_context.read({"traceparent": PARENT, "tracestate": "a=1, b@c=2"})
+def test_valid_traceparent_is_read():
+    context = trace_context.read({"traceparent": PARENT, "tracestate": "a=1, b@c=2"})
 
-    assert found == trace_context.TraceContext(TRACE, SPAN, 1, "a=1,b@c=2")
-    assert found.is_sampled
-    assert found.headers() == {"traceparent": PARENT, "tracestate": "a=1,b@c=2"}
+    assert context == trace_context.TraceContext(TRACE, SPAN, 1, "a=1,b@c=2")
+    assert context.is_sampled
+    assert context.headers() == {"traceparent": PARENT, "tracestate": "a=1,b@c=2"}
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,14 @@ def test_a_valid_parent_is_read():
         f"{PARENT},{PARENT}",  # the header came twice
     ],
 )
-def test_a_broken_parent_is_none(broken):
+def test_malformed_traceparent_is_none(broken):
     assert trace_context.read({"traceparent": broken}) is None
 
 
-def test_a_later_version_may_say_more():
-    found = trace_context.read({"traceparent": f"cc-{TRACE}-{SPAN}-03-what-the-future-holds"})
+def test_later_version_may_have_more_parts():
+    context = trace_context.read({"traceparent": f"cc-{TRACE}-{SPAN}-03-what-the-future-holds"})
 
-    assert found == trace_context.TraceContext(TRACE, SPAN, 1)
+    assert context == trace_context.TraceContext(TRACE, SPAN, 1)
 
 
 @pytest.mark.parametrize(
@@ -56,22 +56,22 @@ def test_a_later_version_may_say_more():
         "a=1,=2",
     ],
 )
-def test_a_broken_state_is_dropped_and_the_parent_stays(state):
-    found = trace_context.read({"traceparent": PARENT, "tracestate": state})
+def test_malformed_tracestate_is_dropped_and_traceparent_kept(state):
+    context = trace_context.read({"traceparent": PARENT, "tracestate": state})
 
-    assert found == trace_context.TraceContext(TRACE, SPAN, 1)
+    assert context == trace_context.TraceContext(TRACE, SPAN, 1)
 
 
 @given(st.text(digits, min_size=32, max_size=32), st.text(digits, min_size=16, max_size=16))
-def test_what_is_told_is_read_back(trace_id, span_id):
-    told = trace_context.TraceContext(trace_id, span_id, 0)
+def test_written_headers_are_read_back(trace_id, span_id):
+    written = trace_context.TraceContext(trace_id, span_id, 0)
     is_valid = bool(int(trace_id, 16)) and bool(int(span_id, 16))
 
-    assert trace_context.read(told.headers()) == (told if is_valid else None)
+    assert trace_context.read(written.headers()) == (written if is_valid else None)
 
 
 @given(st.text(max_size=80), st.text(max_size=80))
-def test_no_header_breaks_it(parent, state):
-    found = trace_context.read({"traceparent": parent, "tracestate": state})
+def test_any_header_is_read_without_an_error(parent, state):
+    context = trace_context.read({"traceparent": parent, "tracestate": state})
 
-    assert found is None or found.headers()["traceparent"].startswith("00-")
+    assert context is None or context.headers()["traceparent"].startswith("00-")

@@ -21,7 +21,7 @@ def card(**facts):
         source_path="",
         context_length=4096,
         kv_cache_block_size=BLOCK,
-        runtime_config=model_card.RuntimeConfig(**{"total_kv_blocks": 10_000} | facts),
+        runtime_config=model_card.ModelRuntimeConfig(**{"total_kv_blocks": 10_000} | facts),
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.protocols import active_sequences as protocol
+from dynamo.protocols import load as load_events
 from dynamo.router.active_sequences import ActiveSequences
 from dynamo.router.api import Worker
 from dynamo.router.worker_load import Capacity
@@ -166,8 +166,8 @@ def test_a_replica_that_hears_everything_has_the_same_loads():
     for i in range(0, 50, 2):
         first.free(str(i), 3.0)
         worker = Worker(1)
-        free = protocol.ActiveSequenceEvent(
-            request_id=str(i), worker_id=worker.instance_id, router_id="r", data=protocol.Free()
+        free = load_events.ActiveSequenceEvent(
+            request_id=str(i), worker_id=worker.instance_id, router_id="r", data=load_events.Free()
         )
         second.apply(free, 3.0)
 
@@ -182,18 +182,18 @@ def test_a_replica_that_hears_everything_has_the_same_loads():
 
 def test_a_replica_hears_that_a_prompt_is_computed():
     active = tracker()
-    event = protocol.ActiveSequenceEvent(
+    event = load_events.ActiveSequenceEvent(
         request_id="a",
         worker_id=1,
         router_id="r",
-        data=protocol.AddRequest(token_sequence=(1,), isl=4),
+        data=load_events.AddRequest(token_sequence=(1,), isl=4),
     )
 
     active.apply(event, 0.0)
     before = active.loads[WORKERS[0]].prefill_tokens
     active.apply(
-        protocol.ActiveSequenceEvent(
-            request_id="a", worker_id=1, router_id="r", data=protocol.MarkPrefillCompleted()
+        load_events.ActiveSequenceEvent(
+            request_id="a", worker_id=1, router_id="r", data=load_events.MarkPrefillCompleted()
         ),
         1.0,
     )
@@ -204,8 +204,8 @@ def test_a_replica_hears_that_a_prompt_is_computed():
 def test_names_that_are_no_chain_break_nothing():
     active = tracker()
     for i, chain in enumerate(((1, 2, 2, 1), (2, 1), (2, 2), (1, 3, 1))):
-        told = protocol.AddRequest(token_sequence=chain, isl=4)
-        event = protocol.ActiveSequenceEvent(
+        told = load_events.AddRequest(token_sequence=chain, isl=4)
+        event = load_events.ActiveSequenceEvent(
             request_id=str(i), worker_id=1 + i % 2, router_id="r", data=told
         )
         active.apply(event, 0.0)

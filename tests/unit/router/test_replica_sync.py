@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dynamo.protocols import active_sequences as protocol
+from dynamo.protocols import load as load_events
 from dynamo.router import api, replica_sync
 from dynamo.router.api import Decision, Prompt
 from dynamo.runtime import component
@@ -25,11 +25,11 @@ class Router:
 
     def apply(self, event):
         match event.data:
-            case protocol.AddRequest(is_prefill_completed=computed):
+            case load_events.AddRequest(is_prefill_completed=computed):
                 self.others[event.request_id] = computed
-            case protocol.MarkPrefillCompleted():
+            case load_events.MarkPrefillCompleted():
                 self.others[event.request_id] = True
-            case protocol.Free():
+            case load_events.Free():
                 self.others.pop(event.request_id, None)
         self.heard.set()
 

@@ -5,7 +5,7 @@ import pytest
 from dynamo.testing import clock
 
 
-async def test_time_stands_still_until_it_is_moved():
+async def test_time_passes_only_by_advance():
     virtual = clock.VirtualClock()
     began = virtual.now()
     await virtual.advance(2.5)
@@ -14,7 +14,7 @@ async def test_time_stands_still_until_it_is_moved():
     assert virtual.wall() - virtual.now() > 1e9
 
 
-async def test_sleepers_wake_in_the_order_of_their_times():
+async def test_sleepers_wake_in_the_order_of_their_deadlines():
     virtual = clock.VirtualClock()
     began, woken = virtual.now(), []
 
@@ -33,7 +33,7 @@ async def test_sleepers_wake_in_the_order_of_their_times():
     assert woken == [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]
 
 
-async def test_one_who_sleeps_again_wakes_again_within_one_advance():
+async def test_repeated_sleeps_end_within_one_advance():
     virtual = clock.VirtualClock()
     began, ticks = virtual.now(), []
 
@@ -49,7 +49,7 @@ async def test_one_who_sleeps_again_wakes_again_within_one_advance():
     assert ticks == [1.0, 2.0, 3.0]
 
 
-async def test_a_cancelled_sleeper_does_not_hold_up_the_others():
+async def test_cancelled_sleeper_does_not_delay_the_others():
     virtual = clock.VirtualClock()
     cancelled = asyncio.create_task(virtual.sleep(1.0))
     other = asyncio.create_task(virtual.sleep(2.0))
@@ -61,7 +61,7 @@ async def test_a_cancelled_sleeper_does_not_hold_up_the_others():
     assert cancelled.cancelled()
 
 
-async def test_no_time_is_no_sleep():
+async def test_sleep_of_zero_returns_at_once():
     await clock.VirtualClock().sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""The grammar is seeded, fills every slot, keeps its state, and holds back what it says it does."""
+"""The grammar of the training text: seeded, consistent within a story, and without the held-out samples."""
 
 import json
 import re
@@ -33,11 +33,11 @@ def story_of(trait: str, seed: int = 0) -> stories.Story:
     return story
 
 
-def test_a_seed_fixes_the_text():
+def test_equal_seeds_give_equal_text():
     assert draw_texts(20) == draw_texts(20)
 
 
-def test_seeds_differ():
+def test_different_seeds_give_different_text():
     assert len(set(draw_texts(100))) > 95
 
 
@@ -45,14 +45,14 @@ def test_every_slot_is_filled():
     assert [found for each in draw_texts(300) for found in UNFILLED.findall(each)] == []
 
 
-def test_the_vocabulary_is_not_exhausted_at_once():
+def test_vocabulary_still_grows_after_many_samples():
     found = {word for each in draw_texts(700) for word in re.findall(r"[A-Za-z']+", each)}
 
     assert len(found) > 2500
 
 
 @pytest.mark.parametrize("trait", stories.TRAITS)
-def test_a_story_names_its_item_again_and_no_other(trait):
+def test_story_repeats_its_item_and_names_no_other(trait):
     story = story_of(trait)
     told = story.tell()
 
@@ -63,7 +63,7 @@ def test_a_story_names_its_item_again_and_no_other(trait):
 
 
 @pytest.mark.parametrize("trait", ["brave", "cowardly", "proud", "tiny"])
-def test_the_pronoun_follows_the_name(trait):
+def test_pronoun_agrees_with_the_name(trait):
     story = story_of(trait)
     girl, boy = story.changed(name="Anna").tell(), story.changed(name="Tom").tell()
 
@@ -71,7 +71,7 @@ def test_the_pronoun_follows_the_name(trait):
     assert not re.search(r"\b(she|her)\b", boy, re.IGNORECASE)
 
 
-def test_a_correction_changes_the_kind_alone():
+def test_correction_changes_only_the_kind():
     story = story_of("brave")
     old, new = f"brave {story.slots['kind']}", "brave walrus"
 
@@ -81,7 +81,7 @@ def test_a_correction_changes_the_kind_alone():
 
 
 @pytest.mark.parametrize("kind", story_talk.QUESTIONS)
-def test_an_answer_about_a_story_holds_what_the_story_says(kind):
+def test_answer_about_a_story_agrees_with_the_story(kind):
     dice = Dice(kind)
     while kind not in story_talk.question_kinds(story := stories.draw_story(dice)):
         pass
@@ -90,7 +90,7 @@ def test_an_answer_about_a_story_holds_what_the_story_says(kind):
     assert story.slots[story_talk.QUESTIONS[kind][0]] in answer
 
 
-def test_training_never_sees_what_is_held_out():
+def test_training_text_excludes_held_out_samples():
     dice = Dice(1)
 
     assert not any(sums.draw_sum(dice).is_held_out for _ in range(300))
@@ -99,7 +99,7 @@ def test_training_never_sees_what_is_held_out():
     assert not any(is_held_out("hero", *hero) for hero in heroes)
 
 
-def test_the_evaluation_asks_only_what_is_held_out():
+def test_evaluation_uses_held_out_samples_only():
     dice = Dice(1)
 
     assert all(sums.draw_sum(dice, held_out=True).is_held_out for _ in range(50))
@@ -107,18 +107,18 @@ def test_the_evaluation_asks_only_what_is_held_out():
     assert all(is_held_out("hero", *stories.draw_hero(dice, held_out=True)) for _ in range(50))
 
 
-def test_questions_to_refuse_are_disjoint():
+def test_questions_to_refuse_are_disjoint_between_training_and_evaluation():
     def ask(held_out: bool) -> set[str]:
         dice = Dice(2)
         drawn = (refusals.draw_exchange(dice, held_out=held_out) for _ in range(300))
         return {question.content.lower() for question, _ in drawn}
 
-    # What people type when they type nothing in particular belongs to both.
+    # Greetings and the like belong to both.
     assert len({each for each in ask(True) & ask(False) if len(each) > 12}) <= 1
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_sums_add_up(seed):
+def test_sums_are_correct(seed):
     drawn = sums.draw_sum(Dice(seed))
 
     assert eval(str(drawn).replace("x", "*")) == drawn.result
@@ -131,7 +131,7 @@ def test_json_answers_parse():
         json.loads(answer.content)
 
 
-def test_a_tool_is_called_by_its_name_with_what_it_requires():
+def test_tool_call_has_the_name_and_required_arguments():
     for seed in range(100):
         dice = Dice(seed)
         use = tools.draw_use(dice)
@@ -150,5 +150,5 @@ def test_a_tool_is_called_by_its_name_with_what_it_requires():
         ("honest fox", "an honest fox"),
     ],
 )
-def test_article(noun, expected):
+def test_article_fits_the_noun(noun, expected):
     assert text.article(noun) == expected

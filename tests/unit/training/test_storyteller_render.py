@@ -1,4 +1,4 @@
-"""The chat template: what a prompt looks like, and that the shipped one is the one trained with."""
+"""The chat template of the built-in model."""
 
 import json
 import pathlib
@@ -11,7 +11,7 @@ TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"typ
 ASKED = Message("user", "Hi")
 
 
-def test_turns_and_the_prompt_for_the_next():
+def test_turns_are_rendered_with_the_prompt_for_the_next_turn():
     conversation = Conversation(
         (Message("system", "Be kind."), ASKED, Message("assistant", "Hello!"), ASKED)
     )
@@ -23,14 +23,14 @@ def test_turns_and_the_prompt_for_the_next():
     )
 
 
-def test_thinking_is_asked_for_in_the_system_message():
+def test_system_message_requests_thinking():
     text = render(Conversation((ASKED,), enable_thinking=True), add_generation_prompt=True)
 
     assert text.startswith("<|im_start|>system\nThink before you answer.<|im_end|>\n")
     assert text.endswith("<|im_start|>assistant\n")
 
 
-def test_only_thoughts_after_the_last_question_stand_in_the_prompt():
+def test_prompt_contains_only_thoughts_after_the_last_question():
     answer = Message("assistant", "Hello!", "A greeting.")
     text = render(Conversation((ASKED, answer, ASKED, answer), enable_thinking=True))
 
@@ -38,7 +38,7 @@ def test_only_thoughts_after_the_last_question_stand_in_the_prompt():
     assert text.index("<think>") > text.rindex("<|im_start|>user")
 
 
-def test_tools_and_their_call_and_answer():
+def test_tools_with_their_calls_and_results_are_rendered():
     call = Message(
         "assistant", "", tool_calls=({"name": "get_time", "arguments": {"city": "Rome"}},)
     )
@@ -53,15 +53,15 @@ def test_tools_and_their_call_and_answer():
     ) in text
 
 
-def test_bare_text_has_no_turns():
+def test_plain_text_is_rendered_without_turns():
     assert render(Conversation(text="Once upon a time")) == "Once upon a time"
 
 
-def test_the_shipped_template_is_the_one_trained_with():
+def test_shipped_template_equals_the_one_used_in_training():
     config = json.loads((PRODUCT / "tokenizer_config.json").read_text())
 
     assert config["chat_template"] == TEMPLATE_PATH.read_text()
 
 
-def test_the_model_is_small_enough_to_ship():
+def test_model_is_small_enough_to_ship():
     assert sum(path.stat().st_size for path in PRODUCT.iterdir()) <= 10_000_000

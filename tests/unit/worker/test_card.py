@@ -154,7 +154,7 @@ async def sharing(file_path, store=None):
             return await requests.ask(
                 runtime.requests,
                 served,
-                model_card.endpoint_of_files(NAME),
+                model_card.model_files_path(NAME),
                 model_card.FilePart(name=name, offset=offset),
                 reply_type=bytes,
                 timeout_s=DEADLINE_S,

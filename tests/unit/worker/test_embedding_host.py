@@ -66,7 +66,7 @@ async def calls(embedder):
 
 def make_call(*texts, **fields):
     packed = tuple(map(blocks.pack, texts))
-    return FakeCall(embed.Request(id="r", model="m", inputs=packed, **fields))
+    return FakeCall(embed.EmbeddingRequest(id="r", model="m", inputs=packed, **fields))
 
 
 def told(call):
@@ -222,7 +222,7 @@ async def ask(asker, *texts):
     client = asker.client(ENDPOINT)
     await client.wait_for_instances(1)
     (worker,) = client.instances.values()
-    request = embed.Request(id="r", model="e", inputs=tuple(map(blocks.pack, texts)))
+    request = embed.EmbeddingRequest(id="r", model="e", inputs=tuple(map(blocks.pack, texts)))
     return await requests.ask(
         asker.requests,
         worker.transport["memory"],

@@ -41,7 +41,9 @@ def fields(guided: generate.GuidedDecoding, ability: Ability) -> dict[str, Any]:
     }
 
 
-def _whole(guided: generate.GuidedDecoding, thoughts: generate.Thoughts | None) -> dict[str, Any]:
+def _whole(
+    guided: generate.GuidedDecoding, thoughts: generate.GuidedReasoning | None
+) -> dict[str, Any]:
     shapes = [_calls(guided, guided.calls)] if guided.calls is not None else []
     if any((guided.json, guided.regex, guided.choice, guided.grammar)):
         shapes.append(_text(guided))
@@ -55,7 +57,7 @@ def _whole(guided: generate.GuidedDecoding, thoughts: generate.Thoughts | None) 
     return _either([*whole, answer] if thoughts.opens else whole)
 
 
-def _thought(begin: str, thoughts: generate.Thoughts) -> dict[str, Any]:
+def _thought(begin: str, thoughts: generate.GuidedReasoning) -> dict[str, Any]:
     return _tag(begin, {"type": "any_text"}, list(thoughts.closes))
 
 
@@ -69,7 +71,7 @@ def _text(guided: generate.GuidedDecoding) -> dict[str, Any]:
     return {"type": "grammar", "grammar": guided.grammar}
 
 
-def _calls(guided: generate.GuidedDecoding, calls: generate.Calls) -> dict[str, Any]:
+def _calls(guided: generate.GuidedDecoding, calls: generate.GuidedToolCalls) -> dict[str, Any]:
     """Its bound on the number of calls is one, or none: XGrammar cannot count further."""
     each = [
         _tag(

@@ -57,7 +57,7 @@ class Desk:
     async def admit(
         self,
         model: RegisteredModel,
-        prompts: Sequence[generate.Request | embed.Request],
+        prompts: Sequence[generate.Request | embed.EmbeddingRequest],
         caller: exchange.Exchange,
         meter: frontend_metrics.RequestMeter,
         instance_id: int | None,

@@ -46,7 +46,7 @@ class FileProvider:
     def of(cls, instance: instances.Instance, plane: str) -> "FileProvider | None":
         """None if it cannot be reached by this plane."""
         address = instance.transport.get(plane)
-        endpoint = model_card.endpoint_of_files(instance.name)
+        endpoint = model_card.model_files_path(instance.name)
         return cls(address, endpoint) if address is not None else None
 
 

@@ -120,7 +120,7 @@ class RegisteredModel:
 
     async def open(
         self,
-        request: generate.Request | embed.Request,
+        request: generate.Request | embed.EmbeddingRequest,
         receiver: requests.Receiver,
         terms: routing.RoutingOptions,
         *,

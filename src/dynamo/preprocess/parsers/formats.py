@@ -180,7 +180,7 @@ class AnswerFormat:
         assert self.forced.frame is not None
         return self.forced.frame
 
-    def thoughts(self, prompt: str, *, may_think: bool) -> generate.Thoughts | None:
+    def thoughts(self, prompt: str, *, may_think: bool) -> generate.GuidedReasoning | None:
         """What may stand before an answer to this prompt that is held to a grammar. Raises InvalidRequest."""
         if self._is_harmony:
             raise errors.InvalidRequest(
@@ -190,8 +190,8 @@ class AnswerFormat:
         if form is None or form.is_over_in(prompt):
             return None
         if form.begins_in(prompt):
-            return generate.Thoughts(closes=form.closes)
-        return generate.Thoughts(opens=form.opens, closes=form.closes) if may_think else None
+            return generate.GuidedReasoning(closes=form.closes)
+        return generate.GuidedReasoning(opens=form.opens, closes=form.closes) if may_think else None
 
     def parsers(self, prompt: str, tools: parser.ToolSchemas | None) -> parser.ParserFactory | None:
         """For answers to this prompt; None if all of them is content. `tools` None: no calls."""

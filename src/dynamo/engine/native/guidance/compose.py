@@ -67,7 +67,9 @@ def _json_grammar(schema: str) -> dict[str, Any]:
     return {"json_schema": grammar["json_schema"]}
 
 
-def _calls(calls: generate.Calls, tokenizer: llguidance.LLTokenizer) -> list[dict[str, Any]]:
+def _calls(
+    calls: generate.GuidedToolCalls, tokenizer: llguidance.LLTokenizer
+) -> list[dict[str, Any]]:
     """A grammar for each tool's arguments, and one around them."""
     begin, between, end = (
         _literal(text, tokenizer) for text in (calls.begin, calls.between, calls.end)
@@ -94,7 +96,7 @@ def _head(name: str) -> str:
     return f'{{"name": {_quote(name)}, "arguments": '
 
 
-def _lead(thoughts: generate.Thoughts, tokenizer: llguidance.LLTokenizer) -> str:
+def _lead(thoughts: generate.GuidedReasoning, tokenizer: llguidance.LLTokenizer) -> str:
     """Thoughts, and then the answer, in Lark. A mark is a token of its own, or text that must be looked for."""
     opens = " | ".join(_literal(mark, tokenizer) for mark in thoughts.opens)
     closes = [_literal(mark, tokenizer) for mark in thoughts.closes]
