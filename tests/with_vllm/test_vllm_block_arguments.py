@@ -60,7 +60,7 @@ def test_only_an_engine_with_a_connector_lends():
 def test_events_are_told_to_a_port_of_ours_that_vllm_connects_to():
     args = made()
 
-    endpoints = arguments.kv_endpoints(args)
+    endpoints = arguments.kv_event_endpoints(args)
 
     told = args.kv_events_config
     assert (told.enable_kv_cache_events, told.publisher) == (True, "zmq")
@@ -71,7 +71,7 @@ def test_events_are_told_to_a_port_of_ours_that_vllm_connects_to():
 def test_a_users_events_are_heard_where_he_says():
     given = '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv", "endpoint": "tcp://*:20080"}'
 
-    endpoints = arguments.kv_endpoints(made("--kv-events-config", given))
+    endpoints = arguments.kv_event_endpoints(made("--kv-events-config", given))
 
     assert (endpoints.endpoint, endpoints.topic) == ("tcp://*:20080", "kv")
 
@@ -81,4 +81,4 @@ def test_a_users_events_are_heard_where_he_says():
     [("--no-enable-prefix-caching",), ("--kv-events-config", '{"enable_kv_cache_events": false}')],
 )
 def test_no_events_are_told_where_there_are_none(flags):
-    assert arguments.kv_endpoints(made(*flags)) is None
+    assert arguments.kv_event_endpoints(made(*flags)) is None

@@ -10,15 +10,15 @@ from dynamo.engine.adapters.sglang.settings import SglangConfig
 
 
 def made(*flags, **settings):
-    with fake_sglang.adapter("arguments") as arguments:
+    with fake_sglang.adapter("engine") as engine:
         config = SglangConfig(engine_args=flags, **settings)
-        return arguments.server_args(fake_sglang.types.SimpleNamespace(), config, "some")
+        return engine.server_args(fake_sglang.types.SimpleNamespace(), config, "some")
 
 
 def endpoints(*flags):
-    with fake_sglang.adapter("arguments") as arguments:
+    with fake_sglang.adapter("engine") as engine:
         args = made(*flags)
-        return args, arguments.kv_endpoints(args)
+        return args, engine.kv_event_endpoints(args)
 
 
 def test_sglang_is_told_where_to_tell_kv_events():

@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters.sglang import outputs
+from dynamo.engine.adapters.sglang import translation
 from dynamo.protocols import blocks, generate
 
 
@@ -30,7 +30,7 @@ def translated(told, *, index=0, is_first=False, eos=(2,), stops=(), **report):
         stop_conditions=generate.StopConditions(stop_token_ids=stops),
         output_options=generate.OutputOptions(**report),
     )
-    return outputs.translate(told, index, request, is_first=is_first)
+    return translation.translate_output(told, index, request, is_first=is_first)
 
 
 def test_most_outputs_are_tokens_of_a_choice():

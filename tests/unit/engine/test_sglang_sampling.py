@@ -5,13 +5,13 @@ import json
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters.sglang import sampling
+from dynamo.engine.adapters.sglang import translation
 from dynamo.protocols import blocks, generate, kv_transfer
 
-WITH_TOKENIZER = sampling.Ability(has_tokenizer=True)
+WITH_TOKENIZER = translation.SglangFeatures(has_tokenizer=True)
 
 
-def planned(*, index=0, ability=WITH_TOKENIZER, options=None, stop=None, report=None, **fields):
+def planned(*, index=0, features=WITH_TOKENIZER, options=None, stop=None, report=None, **fields):
     request = generate.Request(
         id="a",
         model="m",
@@ -22,7 +22,7 @@ def planned(*, index=0, ability=WITH_TOKENIZER, options=None, stop=None, report=
         output_options=generate.OutputOptions(**report or {}),
         **fields,
     )
-    return sampling.plan(request, index, ability)
+    return translation.generate_arguments(request, index, features)
 
 
 def params(**request):
@@ -90,22 +90,22 @@ def test_a_choice_of_texts_is_a_structural_tag():
 
 
 @pytest.mark.parametrize(
-    ("ability", "told"),
+    ("features", "told"),
     [
-        (sampling.Ability(), None),
-        (sampling.Ability(takes_priority=True), 3),
-        (sampling.Ability(takes_priority=True, is_low_first=True), -3),
+        (translation.SglangFeatures(), None),
+        (translation.SglangFeatures(has_priority=True), 3),
+        (translation.SglangFeatures(has_priority=True, is_low_first=True), -3),
     ],
 )
-def test_priority_is_told_as_sglang_orders_it(ability, told):
-    assert planned(ability=ability, priority=3)["priority"] == told
+def test_priority_is_told_as_sglang_orders_it(features, told):
+    assert planned(features=features, priority=3)["priority"] == told
 
 
 @pytest.mark.parametrize(
     ("param", "request_"),
     [
         ("ignore_eos", {"stop": {"ignore_eos": True, "stop_token_ids": (9,)}}),
-        ("min_tokens", {"stop": {"min_tokens": 3}, "ability": sampling.Ability()}),
+        ("min_tokens", {"stop": {"min_tokens": 3}, "features": translation.SglangFeatures()}),
         ("nvext.max_thinking_tokens", {"thinking": generate.ThinkingLimit(max_tokens=4, close_ids=(3,))}),
         ("kv_transfer_params", {"kv_transfer_params": kv_transfer.PREFILL_ONLY}),
         ("guided_decoding", {"options": {"guided_decoding": generate.GuidedDecoding(json="{}")}, "num_resumed": 1}),

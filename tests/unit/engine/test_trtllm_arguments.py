@@ -6,7 +6,7 @@ import pytest
 
 import fake_trtllm
 from dynamo.base import errors
-from dynamo.engine.adapters.trtllm import arguments
+from dynamo.engine.adapters.trtllm import settings
 from dynamo.engine.adapters.trtllm.settings import TrtllmConfig
 
 
@@ -16,8 +16,8 @@ def directory(tmp_path):
     return tmp_path
 
 
-def made(directory, extra=(), **settings):
-    return arguments.llm_arguments(directory, TrtllmConfig(**settings), dict(extra))
+def made(directory, extra=(), **fields):
+    return settings.llm_arguments(directory, TrtllmConfig(**fields), dict(extra))
 
 
 def test_flags_become_arguments(directory):
@@ -64,14 +64,14 @@ def test_an_override_that_is_no_map_is_refused(directory, text):
 def test_a_number_may_be_that_of_the_text_model(directory):
     (directory / "config.json").write_text('{"text_config": {"vocab_size": 7}}')
 
-    assert arguments.model_number(directory, "vocab_size") == 7
+    assert settings.read_model_number(directory, "vocab_size") == 7
 
 
 @pytest.mark.parametrize("content", ["{}", '{"vocab_size": "7"}', "["])
 def test_a_model_without_the_number_is_refused(directory, content):
     (directory / "config.json").write_text(content)
     with pytest.raises(errors.ConfigError, match=r"config\.json"):
-        arguments.model_number(directory, "vocab_size")
+        settings.read_model_number(directory, "vocab_size")
 
 
 def test_a_file_is_read_as_yaml(tmp_path):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters.trtllm import outputs
+from dynamo.engine.adapters.trtllm import translation
 from dynamo.protocols import blocks, generate
 
 
@@ -28,7 +28,7 @@ def translated(told, *, is_first=False, eos=(2, 3), **report):
         eos_token_ids=eos,
         output_options=generate.OutputOptions(**report),
     )
-    return outputs.translate(told, 1, request, is_first=is_first)
+    return translation.translate_output(told, 1, request, is_first=is_first)
 
 
 def test_most_outputs_are_tokens_of_a_choice():

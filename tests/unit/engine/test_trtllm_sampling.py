@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters.trtllm import sampling
+from dynamo.engine.adapters.trtllm import translation
 from dynamo.protocols import blocks, generate, kv_transfer
 
 
@@ -18,7 +18,7 @@ def fields(*, eos=(2, 3), options=None, stop=None, report=None, **request):
         output_options=generate.OutputOptions(**report or {}),
         **request,
     )
-    return sampling.fields(made, 0, 100)
+    return translation.sampling_fields(made, 0, 100)
 
 
 def test_a_request_without_a_limit_may_fill_the_context():

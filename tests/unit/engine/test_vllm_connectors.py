@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters import ports
+from dynamo.engine.adapters import startup
 from dynamo.engine.adapters.vllm import connectors
 
 
@@ -74,9 +74,9 @@ def test_by_default_only_this_host_is_listened_to():
 
 
 def test_ports_of_a_run_are_free_and_not_those_that_the_system_gives():
-    first = ports.free_run(3)
+    first = startup.find_free_ports(3)
 
-    assert first in ports.RANGE
+    assert first in startup.PORT_RANGE
     for port in range(first, first + 3):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
@@ -86,7 +86,7 @@ def test_ports_that_are_taken_are_not_free(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        monkeypatch.setattr(ports, "RANGE", range(port, port + 2))
+        monkeypatch.setattr(startup, "PORT_RANGE", range(port, port + 2))
 
         with pytest.raises(errors.ConfigError, match="no 1 consecutive free ports"):
-            ports.free_run(1)
+            startup.find_free_ports(1)

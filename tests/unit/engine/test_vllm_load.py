@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from dynamo.engine import api
-from dynamo.engine.adapters.vllm.load import Load
+from dynamo.engine.adapters.vllm.translation import VllmLoad
 
 FACTS = api.EngineFacts(
     context_length=512,
@@ -25,11 +25,11 @@ def stats(running=0, waiting=0, skipped=0, usage=0.0, queries=0, hits=0):
 
 
 def now(load, *, prefill=0, is_idle=False):
-    return load.now(FACTS, num_prefill_tokens=prefill, is_idle=is_idle)
+    return load.metrics(FACTS, num_prefill_tokens=prefill, is_idle=is_idle)
 
 
 def test_the_last_step_is_what_counts_and_hits_add_up():
-    load = Load(1)
+    load = VllmLoad(1)
     load.record(0, stats(running=5, queries=100))
     load.record(0, stats(running=2, waiting=3, skipped=1, usage=0.25, queries=100, hits=50))
     (one,) = now(load, prefill=7)
@@ -42,7 +42,7 @@ def test_the_last_step_is_what_counts_and_hits_add_up():
 
 
 def test_each_rank_speaks_for_itself():
-    load = Load(2)
+    load = VllmLoad(2)
     load.record(1, stats(running=3))
     zero, one = now(load, prefill=10)
 
@@ -52,7 +52,7 @@ def test_each_rank_speaks_for_itself():
 
 
 def test_an_engine_without_requests_is_not_busy_whatever_was_said_last():
-    load = Load(1)
+    load = VllmLoad(1)
     load.record(0, stats(running=1, waiting=1, usage=0.5))
     (one,) = now(load, is_idle=True)
 

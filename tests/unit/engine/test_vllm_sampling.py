@@ -3,8 +3,8 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters import guides
-from dynamo.engine.adapters.vllm import sampling
+from dynamo.engine.adapters import guided_decoding
+from dynamo.engine.adapters.vllm import translation
 from dynamo.protocols import blocks, generate, kv_transfer
 
 PARAMS = {"do_remote_decode": True}
@@ -20,7 +20,7 @@ def fields(index=0, *, stop=None, options=None, report=None, **request):
         output_options=generate.OutputOptions(**report or {}),
         **request,
     )
-    return sampling.fields(made, index, guides.Ability())
+    return translation.sampling_fields(made, index, guided_decoding.GuidedSupport())
 
 
 def test_what_was_not_asked_is_left_to_be_neutral():

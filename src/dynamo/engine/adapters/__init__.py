@@ -1,1 +1,1 @@
-"""Engines that others have made, behind the seam: an adapter translates, and decides nothing."""
+"""Adapters for engines of other projects: only translation, no decisions about requests."""

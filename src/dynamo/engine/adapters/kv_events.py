@@ -1,176 +1,244 @@
-"""What a library tells of its KV blocks, in our words.
+"""KV events of vLLM and SGLang, decoded and translated to ours.
 
-A block's name there is a hash that we cannot compute; but a stored event brings the tokens. From these, and from
-what the parent was called here, we give each block the name that router and disaggregation know (`protocols.blocks`),
-and remember it under theirs for as long as they hold the block. What cannot be placed is left out and counted: a block
-whose parent is not known, one of another size than the card says, one that depends on more than tokens and adapter.
+Wire format (`vllm.distributed.kv_events`, the same in SGLang): a batch is `[time, [events], data-parallel rank]` in
+msgpack; an event is a map with its kind under "type", or in older releases an array that begins with its kind. Both are
+read, and unknown fields are ignored: so we follow the schema, which grows at its end, and not the Python classes of one
+release.
 
-A library may hold a block several times (two prompts that were computed at once), and tells each copy: a block is gone
-with its last copy. Where a model has several kinds of attention, the first that keeps whole prefixes counts.
+Translation: a library names a block by a hash that we cannot compute, but a stored event brings the tokens. From these,
+and from our hash of the parent, we compute the hash that router and disaggregation use (`protocols.blocks`), and
+remember it under the library's for as long as the library holds the block. A block without a computable hash is dropped
+and counted: its parent is unknown, its size is not the model card's, or its content depends on more than tokens and
+LoRA adapter.
+
+A library may hold a block several times (two prompts that were computed at once), and publishes each copy: a block is
+removed with its last copy. Where a model has several kinds of attention, the first that caches whole prefixes counts.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from dynamo.engine.adapters import kv_wire
 from dynamo.protocols import blocks, kv_events
 
-MAX_BLOCKS = 1 << 20  # of a rank in one tier; the oldest are forgotten
+MAX_BLOCKS = 1 << 20  # remembered per rank and tier; the oldest are dropped first
 _TIERS = {
     "CPU": kv_events.HOST,
     "CPU_PINNED": kv_events.HOST,  # SGLang's
     "STORAGE": kv_events.DISK,
     "DISK": kv_events.DISK,
     "EXTERNAL": kv_events.DISK,
-}  # all else is the device
-_WHOLE_PREFIXES = (None, "full_attention", "mla_attention", "sink_full_attention")
-Replay = Callable[[int], Iterable[tuple[int, bytes]]]
+}  # any other medium is the device
+_WHOLE_PREFIX_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
+_MAP, _MAP16 = 0x80, 0xDE  # first byte of a small map in msgpack, and of larger ones
+EngineHash = int | bytes  # the library's name of a block
+Replay = Callable[[int], Iterable[tuple[int, bytes]]]  # first number → numbered payloads
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
+    """Consecutive blocks were stored; `token_ids` are those of all of them."""
+
+    block_hashes: list[EngineHash]
+    parent_block_hash: EngineHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None  # for each block, what else its hash covers
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
+    """One copy of each of these blocks was removed."""
+
+    block_hashes: list[EngineHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
+    """All blocks were removed."""
+
+
+class _StoredRow(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
+    pass
+
+
+class _RemovedRow(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class _ClearedRow(AllBlocksCleared, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _Batch(msgspec.Struct, frozen=True, array_like=True):
+    published_at: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
+_decode_batch = msgspec.msgpack.Decoder(_Batch).decode
+_decode_map = msgspec.msgpack.Decoder(EngineEvent).decode
+_decode_row = msgspec.msgpack.Decoder(_StoredRow | _RemovedRow | _ClearedRow).decode
+
+
+def decode_batch(payload: bytes) -> tuple[int, list[EngineEvent]]:
+    """Return the data-parallel rank and the events of a batch. Raises msgspec.DecodeError."""
+    batch = _decode_batch(payload)
+    return batch.data_parallel_rank or 0, [_decode_event(event) for event in batch.events]
+
+
+def _decode_event(event: msgspec.Raw) -> EngineEvent:
+    first = memoryview(event)[0]
+    is_map = first & 0xF0 == _MAP or first >= _MAP16
+    decoded: EngineEvent = _decode_map(event) if is_map else _decode_row(event)
+    return decoded
 
 
 @dataclass(slots=True)
-class _Held:
-    """A block as the library has it."""
+class _CachedBlock:
+    """A block that the library holds, under our hash."""
 
-    name: int  # ours
+    block_hash: int
     num_copies: int
 
 
-class Translator:
-    """Of one rank. What it gives is to be told on in this order."""
+class EventTranslator:
+    """Translates the events of one rank; the results are to be published in order."""
 
     def __init__(self, block_size: int, *, max_blocks: int = MAX_BLOCKS) -> None:
-        self.num_dropped = 0  # blocks that were told of but could not be placed
+        self.num_dropped = 0  # stored blocks whose hash could not be computed
         self._block_size = block_size
         self._max_blocks = max_blocks
-        self._held: dict[kv_events.Tier, dict[kv_wire.Name, _Held]] = {
+        self._cached: dict[kv_events.Tier, dict[EngineHash, _CachedBlock]] = {
             tier: {} for tier in kv_events.TIERS
         }
         self._group: int | None = None  # the kind of attention that counts
 
-    def translate(self, events: Iterable[kv_wire.Event]) -> list[kv_events.KvEvent]:
-        """What one batch says."""
-        return list(itertools.chain.from_iterable(map(self._translate, events)))
+    def translate(self, events: Iterable[EngineEvent]) -> list[kv_events.KvEvent]:
+        """Translate the events of one batch."""
+        translated: list[kv_events.KvEvent] = []
+        for event in events:
+            match event:
+                case BlockStored():
+                    translated += self._store(event)
+                case BlockRemoved():
+                    translated += self._remove(event)
+                case _:
+                    translated += self.clear()
+        return translated
 
-    def forget(self) -> list[kv_events.KvEvent]:
-        """All blocks are gone, or events were missed, so that nothing is certain any more."""
-        for held in self._held.values():
-            held.clear()
+    def clear(self) -> list[kv_events.KvEvent]:
+        """Drop all blocks, because the library did or because events were lost."""
+        for cached in self._cached.values():
+            cached.clear()
         return [kv_events.Cleared()]
 
-    def _translate(self, event: kv_wire.Event) -> Sequence[kv_events.KvEvent]:
-        match event:
-            case kv_wire.BlockStored():
-                return self._stored(event)
-            case kv_wire.BlockRemoved():
-                return self._removed(event)
-            case _:
-                return self.forget()
-
-    def _stored(self, event: kv_wire.BlockStored) -> Sequence[kv_events.KvEvent]:
-        if not self._is_counted(event):
+    def _store(self, event: BlockStored) -> Sequence[kv_events.KvEvent]:
+        if self._group is None and event.kv_cache_spec_kind in _WHOLE_PREFIX_KINDS:
+            self._group = event.group_idx
+        if event.group_idx not in (None, self._group) or not event.block_hashes:
             return ()
-        parent = self._name_of(event.parent_block_hash)
+        parent = self._find_hash(event.parent_block_hash)
         is_orphan = parent is None and event.parent_block_hash is not None
-        if is_orphan or not self._can_place(event):
+        if is_orphan or not self._is_hashable(event):
             self.num_dropped += len(event.block_hashes)
             return ()
         seed = blocks.seed_of(event.lora_name)
         local = blocks.local_hashes(blocks.pack(event.token_ids), self._block_size, seed)
-        names = blocks.sequence_hashes(local, parent)
+        hashes = blocks.sequence_hashes(local, parent)
         tier = _tier(event.medium)
-        for theirs, ours in zip(event.block_hashes, names, strict=True):
-            self._hold(tier, theirs, ours)
-        told = tuple(map(kv_events.StoredBlock, names, local))
-        stored = kv_events.Stored(parent_hash=parent, blocks=told, tier=tier)
-        return stored, *self._overflow(tier)
+        cached = self._cached[tier]
+        for engine_hash, block_hash in zip(event.block_hashes, hashes, strict=True):
+            cached.setdefault(engine_hash, _CachedBlock(block_hash, 0)).num_copies += 1
+        stored = tuple(map(kv_events.StoredBlock, hashes, local))
+        event_stored = kv_events.Stored(parent_hash=parent, blocks=stored, tier=tier)
+        return event_stored, *self._drop_oldest(tier)
 
-    def _removed(self, event: kv_wire.BlockRemoved) -> Sequence[kv_events.KvEvent]:
+    def _remove(self, event: BlockRemoved) -> Sequence[kv_events.KvEvent]:
         if event.group_idx not in (None, self._group):
             return ()
         tier = _tier(event.medium)
-        dropped = (self._drop(tier, theirs) for theirs in event.block_hashes)
-        gone = tuple(name for name in dropped if name is not None)
-        return (kv_events.Removed(block_hashes=gone, tier=tier),) if gone else ()
+        dropped = (self._drop_copy(tier, engine_hash) for engine_hash in event.block_hashes)
+        removed = tuple(block_hash for block_hash in dropped if block_hash is not None)
+        return (kv_events.Removed(block_hashes=removed, tier=tier),) if removed else ()
 
-    def _is_counted(self, event: kv_wire.BlockStored) -> bool:
-        if self._group is None and event.kv_cache_spec_kind in _WHOLE_PREFIXES:
-            self._group = event.group_idx
-        return event.group_idx in (None, self._group) and bool(event.block_hashes)
-
-    def _can_place(self, event: kv_wire.BlockStored) -> bool:
-        depends_on = [] if event.lora_name is None else [event.lora_name]
+    def _is_hashable(self, event: BlockStored) -> bool:
+        covered = [] if event.lora_name is None else [event.lora_name]
         return (
             event.block_size == self._block_size
             and len(event.token_ids) == len(event.block_hashes) * self._block_size
-            and all((keys or depends_on) == depends_on for keys in event.extra_keys or ())
+            and all((keys or covered) == covered for keys in event.extra_keys or ())
         )
 
-    def _name_of(self, theirs: kv_wire.Name | None) -> int | None:
-        if theirs is None:
+    def _find_hash(self, engine_hash: EngineHash | None) -> int | None:
+        if engine_hash is None:
             return None
-        found = (held[theirs].name for held in self._held.values() if theirs in held)
-        return next(found, None)
+        tiers = self._cached.values()
+        return next((tier[engine_hash].block_hash for tier in tiers if engine_hash in tier), None)
 
-    def _hold(self, tier: kv_events.Tier, theirs: kv_wire.Name, ours: int) -> None:
-        held = self._held[tier].setdefault(theirs, _Held(ours, 0))
-        held.num_copies += 1
-
-    def _drop(self, tier: kv_events.Tier, theirs: kv_wire.Name) -> int | None:
-        """Our name of a block of which this was the last copy."""
-        held = self._held[tier].get(theirs)
-        if held is None:
+    def _drop_copy(self, tier: kv_events.Tier, engine_hash: EngineHash) -> int | None:
+        """Count a removed copy; return our hash of the block if that was the last one."""
+        cached = self._cached[tier].get(engine_hash)
+        if cached is None:
             return None
-        held.num_copies -= 1
-        return None if held.num_copies else self._held[tier].pop(theirs).name
+        cached.num_copies -= 1
+        return None if cached.num_copies else self._cached[tier].pop(engine_hash).block_hash
 
-    def _overflow(self, tier: kv_events.Tier) -> Sequence[kv_events.KvEvent]:
-        held = self._held[tier]
-        oldest = list(itertools.islice(held, max(0, len(held) - self._max_blocks)))
-        names = tuple(held.pop(theirs).name for theirs in oldest)
-        return (kv_events.Removed(block_hashes=names, tier=tier),) if names else ()
+    def _drop_oldest(self, tier: kv_events.Tier) -> Sequence[kv_events.KvEvent]:
+        cached = self._cached[tier]
+        oldest = list(itertools.islice(cached, max(0, len(cached) - self._max_blocks)))
+        removed = tuple(cached.pop(engine_hash).block_hash for engine_hash in oldest)
+        return (kv_events.Removed(block_hashes=removed, tier=tier),) if removed else ()
 
 
-class RankEvents:
-    """The numbered batches of one rank, in order: asks for those that it has missed, and forgets all if it must."""
+class RankBatches:
+    """The numbered batches of one rank, in order: replays missing ones, and clears all blocks if that fails."""
 
-    def __init__(self, translator: Translator, replay: Replay | None = None) -> None:
-        """`replay` gives the batches that the publisher still has, from a number on; it may give none."""
+    def __init__(self, translator: EventTranslator, replay: Replay | None = None) -> None:
+        """`replay` yields the batches that the publisher still has, from a number on; it may yield none."""
         self.dp_rank = 0
-        self.num_holes = 0  # that could not be filled
+        self.num_gaps = 0  # that could not be filled
         self._translator = translator
         self._replay = replay
-        self._expected = 0
+        self._next_number = 0
 
     @property
     def num_dropped(self) -> int:
-        """Blocks that were told of but could not be placed."""
+        """Return the number of stored blocks whose hash could not be computed."""
         return self._translator.num_dropped
 
-    def take(self, number: int, payload: bytes) -> list[kv_events.KvEvent]:
-        """What this batch says, and before it what was missed. One that has been here already says nothing."""
-        told: list[kv_events.KvEvent] = []
-        if number > self._expected and self._replay is not None:
-            for missed, its_payload in self._replay(self._expected):
-                if missed == self._expected:
-                    told += self._take(missed, its_payload)
-        if number > self._expected:
-            told += self._lose()
-        return told if number < self._expected else told + self._take(number, payload)
+    def receive(self, number: int, payload: bytes) -> list[kv_events.KvEvent]:
+        """Translate a batch, after those that were missed before it; a batch that came before yields nothing."""
+        translated: list[kv_events.KvEvent] = []
+        if number > self._next_number and self._replay is not None:
+            for replayed, replayed_payload in self._replay(self._next_number):
+                if replayed == self._next_number:
+                    translated += self._decode(replayed, replayed_payload)
+        if number > self._next_number:
+            translated += self._record_gap()
+        if number < self._next_number:
+            return translated
+        return translated + self._decode(number, payload)
 
-    def _take(self, number: int, payload: bytes) -> list[kv_events.KvEvent]:
-        self._expected = number + 1
+    def _decode(self, number: int, payload: bytes) -> list[kv_events.KvEvent]:
+        self._next_number = number + 1
         try:
-            self.dp_rank, events = kv_wire.decode(payload)
+            self.dp_rank, events = decode_batch(payload)
         except msgspec.DecodeError:
-            return self._lose()
+            return self._record_gap()
         return self._translator.translate(events)
 
-    def _lose(self) -> list[kv_events.KvEvent]:
-        self.num_holes += 1
-        return self._translator.forget()
+    def _record_gap(self) -> list[kv_events.KvEvent]:
+        self.num_gaps += 1
+        return self._translator.clear()
 
 
 def _tier(medium: str | None) -> kv_events.Tier:

@@ -1,1 +1,1 @@
-"""SGLang: tokens in, tokens out, by its `Engine`. Written against the sources of SGLang 0.5.23, and not run here."""
+"""The adapter for SGLang's `Engine`: tokens in, tokens out. Written after its sources (0.5.23), not run here."""

@@ -1,7 +1,7 @@
-"""The one door to SGLang, and so the one file that knows what its releases call things.
+"""The only module that imports SGLang, and so the only one that depends on its releases.
 
-Read in the sources of 0.5.23: `srt/entrypoints/engine.py`, `srt/server_args.py`, `srt/managers/tokenizer_manager.py`,
-`srt/managers/load_snapshot.py`. Not run here.
+Written after the sources of 0.5.23: `srt/entrypoints/engine.py`, `srt/server_args.py`,
+`srt/managers/tokenizer_manager.py`, `srt/managers/load_snapshot.py`. Not run here.
 """
 
 import argparse
@@ -17,32 +17,32 @@ from dynamo.base import errors
 from dynamo.engine import api
 
 __all__ = ["Engine", "ServerArgs"]
-CLEAR_S = 30.0  # SGLang forgets prefixes when nothing runs: so long it waits for that
+CLEAR_TIMEOUT_S = 30.0  # SGLang clears its cache only when no request runs
 
 
-class _Parser(argparse.ArgumentParser):
+class _SglangParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise errors.ConfigError(f"SGLang: {message}")
 
 
 def read_flags(flags: Sequence[str], overrides: Mapping[str, Any]) -> ServerArgs:
-    """SGLang's own flags as it understands them; `overrides` are fields that we say. Raises ConfigError."""
-    parser = _Parser(prog="sglang", add_help=False)
+    """Parse SGLang's own flags with its parser; `overrides` replaces parsed fields. Raises ConfigError."""
+    parser = _SglangParser(prog="sglang", add_help=False)
     ServerArgs.add_cli_args(parser)
-    words = [*flags, "--model-path", str(overrides["model_path"])]  # it must be among them
-    given = parser.parse_args(words)
-    vars(given).update(overrides)
+    words = [*flags, "--model-path", str(overrides["model_path"])]  # required by the parser
+    namespace = parser.parse_args(words)
+    vars(namespace).update(overrides)
     try:
-        return ServerArgs.from_cli_args(given)
+        return ServerArgs.from_cli_args(namespace)
     except (ValueError, TypeError, AssertionError) as error:
         raise errors.ConfigError(f"SGLang: {error}") from error
 
 
 async def start(arguments: ServerArgs) -> Engine:
-    """An engine that has loaded; our event loop turns meanwhile. Raises EngineFailed.
+    """Load an engine without blocking the event loop. Raises EngineFailed.
 
-    Off the main thread SGLang sets no signal handlers. It does so once when its streams are first read: here, so that
-    whoever has handlers of his own can set them afterwards.
+    Off the main thread SGLang installs no signal handlers. It does so once, when its streams are first read: that
+    happens here, so that the caller can install its own handlers afterwards.
     """
     try:
         engine = await asyncio.to_thread(Engine, server_args=arguments)
@@ -55,7 +55,7 @@ async def start(arguments: ServerArgs) -> Engine:
 
 
 def facts(engine: Engine) -> api.EngineFacts:
-    """What is known once it has loaded."""
+    """Return the facts of a loaded engine."""
     model, loads = engine.tokenizer_manager.model_config, snapshots(engine)
     schedule, arguments = get_schedule(), engine.server_args
     first: Mapping[str, Any] = engine._scheduler_init_result.scheduler_infos[0]
@@ -73,33 +73,35 @@ def facts(engine: Engine) -> api.EngineFacts:
 
 
 def vocab_size(engine: Engine) -> int:
-    """How many tokens the model knows."""
+    """Return the number of token ids of the model."""
     size: int = engine.tokenizer_manager.model_config.vocab_size
     return size
 
 
 def snapshots(engine: Engine) -> Sequence[Any]:
-    """What each rank said last (`LoadSnapshot`), from shared memory; none before its first step."""
-    read: Sequence[Any] = engine.tokenizer_manager.load_snapshot_reader.read_all()
-    return read
+    """Return the last LoadSnapshot of each rank, from shared memory; a rank has none before its first step."""
+    snapshots: Sequence[Any] = engine.tokenizer_manager.load_snapshot_reader.read_all()
+    return snapshots
 
 
 async def generate(
     engine: Engine, token_ids: list[int], name: str, plan: Mapping[str, Any]
 ) -> AsyncIterator[Any]:
-    """What SGLang says of this request, step by step."""
+    """Yield SGLang's results for a request, one for each step."""
     stream = await engine.async_generate(input_ids=token_ids, rid=name, stream=True, **plan)
-    async for said in stream:
-        yield said
+    async for result in stream:
+        yield result
 
 
 def abort(engine: Engine, name: str) -> None:
-    """All requests whose names begin so."""
+    """Abort all requests whose names begin with `name`."""
     engine.tokenizer_manager.abort_request(rid=name)
 
 
-async def forget_prefixes(engine: Engine) -> None:
-    """When nothing runs. Raises EngineFailed if that does not come in time."""
-    result = await engine.tokenizer_manager.flush_cache(timeout_s=CLEAR_S)
+async def clear_prefix_cache(engine: Engine) -> None:
+    """Clear the prefix cache once no request runs. Raises EngineFailed after CLEAR_TIMEOUT_S."""
+    result = await engine.tokenizer_manager.flush_cache(timeout_s=CLEAR_TIMEOUT_S)
     if not result.success:
-        raise errors.EngineFailed(result.message or f"something ran for {CLEAR_S:.0f} s")
+        raise errors.EngineFailed(
+            result.message or f"requests were running for {CLEAR_TIMEOUT_S:.0f} s"
+        )

@@ -1,1 +1,1 @@
-"""TensorRT-LLM: tokens in, tokens out, by its `LLM` class on PyTorch. Written against the API of 1.2, not run here."""
+"""The adapter for TensorRT-LLM's `LLM` class on PyTorch: tokens in, tokens out. Written for 1.2, not run here."""

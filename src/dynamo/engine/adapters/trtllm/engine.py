@@ -1,7 +1,7 @@
-"""TensorRT-LLM behind the engine seam (`streams`): its requests, its statistics, its death.
+"""TensorRT-LLM's engine behind the engine seam (`streams.Library`): requests, statistics, health.
 
-It counts its blocks only with the statistics of a step. So a first token is computed before the worker says that it is
-ready, and the card can say how many there are.
+TensorRT-LLM reports the number of its blocks only with the statistics of a step. So `start` computes a first token,
+before the worker is ready and writes that number to its model card.
 """
 
 import asyncio
@@ -9,17 +9,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
 from dynamo.engine.adapters import streams
-from dynamo.engine.adapters.rank_load import RankLoad
-from dynamo.engine.adapters.trtllm import arguments, outputs, sampling, versions
-from dynamo.engine.adapters.trtllm.settings import TrtllmConfig
+from dynamo.engine.adapters.translation import RankLoad
+from dynamo.engine.adapters.trtllm import settings as trtllm_settings
+from dynamo.engine.adapters.trtllm import translation, versions
 from dynamo.protocols import blocks, generate, load
 
-FIRST_STEP_S = 120.0  # the first token may compile what later ones use
-_PAUSE_S = 0.1  # between two times that it has no statistics
-_FIRST = generate.Request(
+FIRST_STEP_S = 120.0  # the first token may compile kernels that later ones use
+_STATISTICS_PAUSE_S = 0.1
+_FIRST_REQUEST = generate.Request(
     id="first",
     model="",
     token_ids=blocks.pack([0]),
@@ -28,73 +29,79 @@ _FIRST = generate.Request(
 )
 
 
-def build(directory: Path, settings: TrtllmConfig) -> streams.StreamingEngine:
-    """The engine for the model in `directory`, not yet started. Raises ConfigError."""
+def build(directory: Path, settings: trtllm_settings.TrtllmConfig) -> streams.StreamingEngine:
+    """Return the engine for the model in `directory`, not yet started. Raises ConfigError."""
     extra = versions.read_file(settings.extra_engine_args)
-    args = arguments.llm_arguments(directory, settings, extra)
-    return streams.StreamingEngine(
-        TrtllmLibrary(args, arguments.model_number(directory, "vocab_size"))
-    )
+    args = trtllm_settings.llm_arguments(directory, settings, extra)
+    vocab_size = trtllm_settings.read_model_number(directory, "vocab_size")
+    return streams.StreamingEngine(TrtllmLibrary(args, vocab_size))
 
 
 class TrtllmLibrary:
-    """A `streams.Library`."""
+    """TensorRT-LLM's `LLM` as a `streams.Library`."""
 
     name = "TensorRT-LLM"
 
     def __init__(self, args: Mapping[str, Any], vocab_size: int) -> None:
         self._args = args
         self._vocab_size = vocab_size
+        self._clock = clocks.SystemClock()
         self._tasks = tasks.Tasks()
         self._rank = RankLoad()
         self._num_blocks = 0
         self._has_stepped = asyncio.Event()
-        self._answers: dict[str, Any] = {}  # those that run, by name
+        self._results: dict[str, Any] = {}  # running choices by name
         self._death: BaseException | None = None
         self._llm: versions.LLM | None = None
 
-    async def start(self, tell: streams.Tell) -> api.EngineFacts:
-        """Load, in processes of TensorRT-LLM's, and compute a first token."""
+    async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
+        """Load the model and compute a first token. Raises ConfigError or EngineFailed."""
         self._llm = await versions.start(self._args)
-        self._tasks.start("TensorRT-LLM's statistics", self._listen())
+        self._tasks.start("TensorRT-LLM's statistics", self._read_statistics())
         try:
-            async with asyncio.timeout(FIRST_STEP_S):
-                async for _ in self.stream(_FIRST, self.plan(_FIRST, 0), "first"):
+            async with self._clock.timeout(FIRST_STEP_S):
+                plan = self.plan(_FIRST_REQUEST, 0)
+                async for _ in self.stream(_FIRST_REQUEST, plan, "first"):
                     pass
                 await self._has_stepped.wait()
         except TimeoutError:
             raise errors.EngineFailed(
                 f"TensorRT-LLM computed no token in {FIRST_STEP_S:.0f} s"
             ) from None
-        return self._facts()
+        return api.EngineFacts(
+            context_length=self._args["max_seq_len"],
+            kv_block_size=self._args["kv_cache_config"]["tokens_per_block"],
+            total_kv_blocks=self._num_blocks,
+            max_num_seqs=self._args["max_batch_size"],
+            max_num_batched_tokens=self._args["max_num_tokens"],
+            supports_prompt_logprobs=False,
+            supports_guided=self._args.get("guided_decoding_backend") is not None,
+        )
 
     @property
     def vocab_size(self) -> int:
-        """Of the model."""
         return self._vocab_size
 
     def plan(self, request: generate.Request, index: int) -> Any:
-        """Sampling parameters for TensorRT-LLM."""
-        return versions.sampling_params(sampling.fields(request, index, self._args["max_seq_len"]))
+        fields = translation.sampling_fields(request, index, self._args["max_seq_len"])
+        return versions.sampling_params(fields)
 
     async def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
-        """What it says of one choice."""
-        answer = versions.generate(self._started, blocks.unpack(request.token_ids), plan)
-        self._answers[name] = answer
+        results = versions.generate(self._started, blocks.unpack(request.token_ids), plan)
+        self._results[name] = results
         try:
-            async for said in answer:
-                yield said
+            async for result in results:
+                yield result
         finally:
-            del self._answers[name]
+            del self._results[name]
 
     def translate(
-        self, said: Any, index: int, request: generate.Request, *, is_first: bool
+        self, result: Any, index: int, request: generate.Request, *, is_first: bool
     ) -> generate.Output:
-        """In our words."""
-        return outputs.translate(said, index, request, is_first=is_first)
+        return translation.translate_output(result, index, request, is_first=is_first)
 
     def explain(self, error: Exception) -> errors.DynamoError | None:
-        """It raises ValueError or RequestError for one request; all else is its end."""
+        """Convert an error; all but ValueError and RequestError are the end of TensorRT-LLM."""
         if isinstance(error, ValueError):
             return errors.InvalidRequest(f"TensorRT-LLM: {error}")
         if isinstance(error, versions.RequestError):
@@ -102,31 +109,27 @@ class TrtllmLibrary:
         return None
 
     def death(self) -> BaseException | None:
-        """As it judges itself."""
         if self._death is None and not versions.is_alive(self._started):
             self._death = errors.EngineFailed("TensorRT-LLM has shut down")
         return self._death
 
     async def abort(self, names: Sequence[str]) -> None:
-        """Each by its answer."""
         for name in names:
-            if name in self._answers:
-                self._answers[name].abort()
+            if name in self._results:
+                self._results[name].abort()
 
     def load(
         self, facts: api.EngineFacts, *, num_prefill_tokens: int, is_idle: bool
     ) -> Sequence[load.ForwardPassMetrics]:
-        """As of its last step."""
         return [
             self._rank.metrics(facts, 0, num_prefill_tokens=num_prefill_tokens, is_idle=is_idle)
         ]
 
     async def clear(self) -> None:
-        """It has no way to."""
+        """Raise EngineFailed: TensorRT-LLM cannot clear its prefix cache."""
         raise errors.EngineFailed("it has no way to")
 
     async def stop(self) -> None:
-        """End its processes."""
         await self._tasks.close()
         if self._llm is not None:
             llm, self._llm = self._llm, None
@@ -137,33 +140,11 @@ class TrtllmLibrary:
         assert self._llm is not None, "the engine is used before start() has returned"
         return self._llm
 
-    async def _listen(self) -> None:
+    async def _read_statistics(self) -> None:
         while True:
-            async for said in versions.statistics(self._started):
-                self._record(said)
-            await asyncio.sleep(_PAUSE_S)
-
-    def _record(self, said: Mapping[str, Any]) -> None:
-        """Of one step."""
-        cache = said.get("kvCacheStats") or {}
-        if not cache:
-            return
-        self._num_blocks = cache["maxNumBlocks"]
-        self._rank = RankLoad(
-            num_running=said.get("numActiveRequests", 0),
-            num_waiting=said.get("numQueuedRequests", 0),
-            num_blocks=cache["usedNumBlocks"],
-            hit_rate=cache.get("cacheHitRate", 0.0),
-        )
-        self._has_stepped.set()
-
-    def _facts(self) -> api.EngineFacts:
-        return api.EngineFacts(
-            context_length=self._args["max_seq_len"],
-            kv_block_size=self._args["kv_cache_config"]["tokens_per_block"],
-            total_kv_blocks=self._num_blocks,
-            max_num_seqs=self._args["max_batch_size"],
-            max_num_batched_tokens=self._args["max_num_tokens"],
-            supports_prompt_logprobs=False,
-            supports_guided=self._args.get("guided_decoding_backend") is not None,
-        )
+            async for stats in versions.statistics(self._started):
+                if cache := stats.get("kvCacheStats"):
+                    self._num_blocks = cache["maxNumBlocks"]
+                    self._rank = translation.rank_load(stats, cache)
+                    self._has_stepped.set()
+            await self._clock.sleep(_STATISTICS_PAUSE_S)

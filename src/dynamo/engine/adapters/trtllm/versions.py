@@ -1,7 +1,7 @@
-"""The one door to TensorRT-LLM, and so the one file that knows what its releases call things.
+"""The only module that imports TensorRT-LLM, and so the only one that depends on its releases.
 
-Read in its sources (1.1 to 1.4rc: `llmapi/llm.py`, `executor/result.py`, `sampling_params.py`) and in the reference of
-its LLM API. Not run here.
+Written after its sources (1.1 to 1.4rc: `llmapi/llm.py`, `executor/result.py`, `sampling_params.py`) and the
+reference of its API. Not run here.
 """
 
 import asyncio
@@ -17,24 +17,24 @@ from tensorrt_llm.llmapi import GuidedDecodingParams, KvCacheConfig
 from dynamo.base import errors
 
 __all__ = ["LLM", "RequestError", "SamplingParams"]
-LISTEN_S = 1.0  # how long it waits for statistics, or for KV events, before it asks anew
+STATISTICS_TIMEOUT_S = 1.0  # how long one call waits for the statistics of a step
 
 
 def read_file(path: str | None) -> dict[str, Any]:
-    """A map from YAML; empty without a file. Raises ConfigError."""
+    """Return the map in a YAML file, or an empty one without a path. Raises ConfigError."""
     if path is None:
         return {}
     try:
-        read = yaml.safe_load(Path(path).read_text()) or {}
+        fields = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise errors.ConfigError(f"--extra-engine-args: cannot read {path!r}: {error}") from error
-    if not isinstance(read, dict):
+    if not isinstance(fields, dict):
         raise errors.ConfigError(f"--extra-engine-args: expected a map in {path!r}")
-    return read
+    return fields
 
 
 async def start(arguments: Mapping[str, Any]) -> LLM:
-    """An engine that has loaded; our event loop turns meanwhile. Raises ConfigError or EngineFailed."""
+    """Load an engine without blocking the event loop. Raises ConfigError or EngineFailed."""
     try:
         cache = KvCacheConfig(**arguments["kv_cache_config"])
         return await asyncio.to_thread(LLM, **{**arguments, "kv_cache_config": cache})
@@ -47,28 +47,28 @@ async def start(arguments: Mapping[str, Any]) -> LLM:
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """Raises InvalidRequest for what TensorRT-LLM finds wrong with them."""
-    shape = fields["guided_decoding"]
+    """Return TensorRT-LLM's sampling parameters. Raises InvalidRequest if it refuses the fields."""
+    guided = fields["guided_decoding"]
     try:
         return SamplingParams(
-            **{**fields, "guided_decoding": shape and GuidedDecodingParams(**shape)}
+            **{**fields, "guided_decoding": guided and GuidedDecodingParams(**guided)}
         )
     except (ValueError, TypeError) as error:
         raise errors.InvalidRequest(f"TensorRT-LLM: {error}") from error
 
 
 def generate(llm: LLM, token_ids: list[int], params: SamplingParams) -> Any:
-    """An answer to be iterated over (`RequestOutput`), which can be aborted."""
+    """Start a request; the returned `RequestOutput` is iterated over and can be aborted."""
     return llm.generate_async(token_ids, sampling_params=params, streaming=True)
 
 
 def is_alive(llm: LLM) -> bool:
-    """As TensorRT-LLM judges it before it takes a request."""
+    """Return whether TensorRT-LLM would accept a request."""
     executor = llm._executor
     return executor is not None and not executor.is_shutdown()
 
 
 def statistics(llm: LLM) -> AsyncIterator[dict[str, Any]]:
-    """Of the steps since the last call, until there are none for some time."""
-    told: AsyncIterator[dict[str, Any]] = llm.get_stats_async(timeout=LISTEN_S)
-    return told
+    """Yield the statistics of the steps since the last call, until none come for STATISTICS_TIMEOUT_S."""
+    stats: AsyncIterator[dict[str, Any]] = llm.get_stats_async(timeout=STATISTICS_TIMEOUT_S)
+    return stats

@@ -1,1 +1,1 @@
-"""vLLM: tokens in, tokens out, by its `AsyncLLM`, whose scheduler and model run in processes of their own."""
+"""The adapter for vLLM's `AsyncLLM`, whose scheduler and model run in processes of their own: tokens in, tokens out."""

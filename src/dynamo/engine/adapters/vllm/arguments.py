@@ -1,4 +1,4 @@
-"""From our flags and vLLM's own to what vLLM is started with."""
+"""The arguments of vLLM, from this worker's settings and from vLLM's own flags."""
 
 import dataclasses
 import importlib.util
@@ -7,46 +7,54 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dynamo.base import distribution, errors
-from dynamo.engine.adapters import flags, kv_feed
+from dynamo.engine.adapters import kv_subscriber, startup
 from dynamo.engine.adapters.vllm import connectors, versions
 from dynamo.engine.adapters.vllm.settings import VllmConfig
 
 _TRANSFER = "--kv-transfer-config"
-_TWICE = f"--connector and {_TRANSFER} say the same: give one of them"
 
 
 def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versions.AsyncEngineArgs:
-    """What vLLM is started with to serve the model in `directory`, and to call it so. Raises ConfigError."""
-    twice = {} if settings.connector is None else {_TRANSFER: _TWICE}
-    flags.refuse(settings.engine_args, {**flags.OURS, **twice})
+    """Return vLLM's arguments to serve the model in `directory` as `model_name`. Raises ConfigError."""
+    refused_flags = dict(startup.RESERVED_FLAGS)
+    if settings.connector is not None:
+        refused_flags[_TRANSFER] = f"--connector and {_TRANSFER} say the same: give one of them"
+    startup.refuse_flags(settings.engine_args, refused_flags)
     overrides = {"model": str(directory), "served_model_name": [model_name]}
     args = versions.read_flags(settings.engine_args, overrides)
-    if not flags.is_among(_TRANSFER, settings.engine_args):
-        fields = connectors.transfer_config(
-            _connectors(settings, sleeps=args.enable_sleep_mode), engine_id=uuid.uuid4().hex
-        )
+    if not startup.has_flag(settings.engine_args, _TRANSFER):
+        names = _connectors(settings, has_sleep_mode=args.enable_sleep_mode)
+        fields = connectors.transfer_config(names, engine_id=uuid.uuid4().hex)
         args.kv_transfer_config = fields and versions.KVTransferConfig(**fields)
     return args
 
 
-def kv_endpoints(args: versions.AsyncEngineArgs) -> kv_feed.Endpoints | None:
-    """Where vLLM is to tell its KV events, which is written into `args`; None if it tells none."""
-    asked = args.kv_events_config
-    if asked is None and args.enable_prefix_caching is not False:
-        endpoints = kv_feed.Endpoints.free(args.data_parallel_size)
+def kv_event_endpoints(
+    args: versions.AsyncEngineArgs,
+) -> kv_subscriber.PublisherEndpoints | None:
+    """Return where vLLM publishes its KV events, or None if it publishes none.
+
+    Unless the user has configured it, free ports are chosen and written into `args`.
+    """
+    config = args.kv_events_config
+    if config is None and args.enable_prefix_caching is not False:
+        endpoints = kv_subscriber.PublisherEndpoints.on_free_ports(args.data_parallel_size)
         args.kv_events_config = versions.KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", **dataclasses.asdict(endpoints)
         )
         return endpoints
-    if asked is None or not asked.enable_kv_cache_events or asked.publisher != "zmq":
+    if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
         return None
-    return kv_feed.Endpoints(
-        endpoint=asked.endpoint, replay_endpoint=asked.replay_endpoint, topic=asked.topic
+    return kv_subscriber.PublisherEndpoints(
+        endpoint=config.endpoint, replay_endpoint=config.replay_endpoint, topic=config.topic
     )
 
 
 def lora_requests(settings: VllmConfig, *, is_enabled: bool) -> Mapping[str, versions.LoRARequest]:
-    """The adapters that can be asked for, by name; `is_enabled` as vLLM was told. Raises ConfigError."""
+    """Return the LoRA adapters of `--lora-modules` by name. Raises ConfigError.
+
+    `is_enabled` says whether vLLM was given `--enable-lora`.
+    """
     pairs = [module.partition("=") for module in settings.lora_modules]
     given = ",".join(settings.lora_modules)
     if not all(name and path for name, _, path in pairs):
@@ -62,15 +70,15 @@ def lora_requests(settings: VllmConfig, *, is_enabled: bool) -> Mapping[str, ver
 
 
 def lora_request(name: str, number: int, directory: Path) -> versions.LoRARequest:
-    """How vLLM is asked for an adapter; it knows it by its number."""
+    """Return vLLM's description of a LoRA adapter; vLLM identifies the adapter by `number`."""
     return versions.LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
 
 
-def _connectors(settings: VllmConfig, *, sleeps: bool) -> Sequence[str]:
-    """Raises ConfigError if NIXL is asked for and not installed."""
+def _connectors(settings: VllmConfig, *, has_sleep_mode: bool) -> Sequence[str]:
+    """Return the connectors to use. Raises ConfigError if NIXL is requested but not installed."""
     has_nixl = importlib.util.find_spec("nixl") is not None
     if settings.connector is None:
-        return ("nixl",) if has_nixl and not sleeps else ("none",)
+        return ("nixl",) if has_nixl and not has_sleep_mode else ("none",)
     if "nixl" in settings.connector and not has_nixl:
         raise errors.ConfigError(
             "--connector nixl: expected the package nixl to be installed: "

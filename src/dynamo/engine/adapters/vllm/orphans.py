@@ -1,7 +1,8 @@
-"""vLLM's processes end with the worker that started them, however it ended: left alone they would keep the GPU.
+"""Processes of vLLM that end with the worker that started them, however it ended: orphans would keep the GPU.
 
-vLLM calls its plugins in each of its processes (our distribution names this one, see `pyproject.toml`), so this is
-where they can ask the kernel. It imports nothing of vLLM, and does nothing in a vLLM that is not ours.
+vLLM calls its plugins in each of its processes, and our distribution registers this module as one (`pyproject.toml`):
+there a process can ask the kernel to be killed with its parent. The module imports nothing of vLLM, and does nothing in
+a vLLM that another program started.
 """
 
 import multiprocessing
@@ -9,14 +10,14 @@ import os
 
 from dynamo.base import processes
 
-OWNED = "DYN_VLLM_OWNED"  # in the environment of those that are ours
+OWNED = "DYN_VLLM_OWNED"  # set in the environment of the processes that a worker starts
 
 
 def end_with_parent() -> None:
-    """From now on, or now if the parent has gone already."""
+    """End this process when its parent ends, or now if the parent has ended already."""
     parent = multiprocessing.parent_process()
     if parent is None or OWNED not in os.environ:
         return
-    ask = processes.dies_with(parent.pid or 0)
-    if ask is not None:
-        ask()
+    request_kill = processes.dies_with(parent.pid or 0)
+    if request_kill is not None:
+        request_kill()

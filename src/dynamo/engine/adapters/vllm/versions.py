@@ -1,6 +1,6 @@
-"""The one door to vLLM, and so the one file that knows what its releases call things.
+"""The only module that imports vLLM: everything that the adapter uses of vLLM has a name here.
 
-Everything that the adapter uses of vLLM has a name here. Where releases differ, this is where it is made one.
+Differences between vLLM's releases are handled here, and are invisible to the other modules.
 """
 
 import argparse
@@ -34,24 +34,24 @@ __all__ = [
     "VllmConfig",
     "tokens_input",
 ]
-Record = Callable[[int, Any], None]  # of a data-parallel rank: its scheduler's statistics
+RecordStats = Callable[[int, Any], None]  # data-parallel rank, SchedulerStats
 
 
-class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
+class _VllmParser(FlexibleArgumentParser):  # type: ignore[misc]
     def error(self, message: str) -> NoReturn:
         raise errors.ConfigError(f"vLLM: {message}")
 
 
 def read_flags(flags: Sequence[str], overrides: Mapping[str, Any]) -> AsyncEngineArgs:
-    """vLLM's own flags as it understands them; `overrides` are fields that we say. Raises ConfigError."""
-    parser = AsyncEngineArgs.add_cli_args(_Parser(prog="vllm", add_help=False))
-    given: argparse.Namespace = parser.parse_args(list(flags))
-    vars(given).update(overrides)
-    return AsyncEngineArgs.from_cli_args(given)
+    """Parse vLLM's own flags with its parser; `overrides` replaces parsed fields. Raises ConfigError."""
+    parser = AsyncEngineArgs.add_cli_args(_VllmParser(prog="vllm", add_help=False))
+    namespace: argparse.Namespace = parser.parse_args(list(flags))
+    vars(namespace).update(overrides)
+    return AsyncEngineArgs.from_cli_args(namespace)
 
 
 def make_config(arguments: AsyncEngineArgs) -> VllmConfig:
-    """What vLLM makes of these arguments and the model's files. Raises ConfigError."""
+    """Return vLLM's configuration for these arguments and the model's files. Raises ConfigError."""
     try:
         return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except (ValueError, TypeError, NotImplementedError, AssertionError, OSError) as error:
@@ -59,9 +59,9 @@ def make_config(arguments: AsyncEngineArgs) -> VllmConfig:
 
 
 class _StatLogger(StatLoggerBase):  # type: ignore[misc]
-    """Passes on what one rank says after each step: the documented way to hear of it."""
+    """Forwards the statistics of one rank after each step; vLLM's documented interface for that."""
 
-    def __init__(self, record: Record, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+    def __init__(self, record: RecordStats, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._record, self._rank = record, engine_index
 
     def record(
@@ -79,19 +79,24 @@ class _StatLogger(StatLoggerBase):  # type: ignore[misc]
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """Raises InvalidRequest for what vLLM finds wrong with them."""
-    shape = fields["structured_outputs"]
+    """Return vLLM's sampling parameters. Raises InvalidRequest if vLLM refuses the fields."""
+    structured = fields["structured_outputs"]
     try:
         return SamplingParams(
-            **{**fields, "structured_outputs": shape and StructuredOutputsParams(**shape)},
+            **{
+                **fields,
+                "structured_outputs": structured and StructuredOutputsParams(**structured),
+            },
             output_kind=RequestOutputKind.DELTA,
         )
     except (ValueError, VLLMClientError) as error:
         raise translated(error) from error
 
 
-async def start(arguments: AsyncEngineArgs, vllm_config: VllmConfig, record: Record) -> AsyncLLM:
-    """An engine that has loaded; our event loop turns meanwhile. Raises EngineFailed."""
+async def start(
+    arguments: AsyncEngineArgs, vllm_config: VllmConfig, record: RecordStats
+) -> AsyncLLM:
+    """Load an engine without blocking the event loop. Raises EngineFailed."""
     try:
         llm = await asyncio.to_thread(
             AsyncLLM.from_vllm_config,
@@ -101,14 +106,14 @@ async def start(arguments: AsyncEngineArgs, vllm_config: VllmConfig, record: Rec
             enable_log_requests=arguments.enable_log_requests,
             disable_log_stats=arguments.disable_log_stats,
         )
-        await llm.get_supported_tasks()  # it remembers them: no request waits for that again
+        await llm.get_supported_tasks()  # vLLM caches them, so no request waits for this call
     except Exception as error:
         raise errors.EngineFailed(f"vLLM did not start: {type(error).__name__}: {error}") from error
     return llm
 
 
 def translated(error: Exception) -> errors.DynamoError:
-    """What vLLM says of a request that it does not take, or gives up, in our words."""
+    """Convert the error of a request that vLLM refused or gave up."""
     cause = error.__cause__ if isinstance(error, EngineGenerateError) else error
     if isinstance(cause, VLLMClientError | ValueError):
         return errors.InvalidRequest(str(cause), param=getattr(cause, "parameter", None))

@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from dynamo.base import errors
-from dynamo.engine.adapters import kv_feed, ports
+from dynamo.engine.adapters import kv_subscriber, startup
 from dynamo.protocols import kv_events
 
 BLOCK = 2
@@ -28,15 +28,15 @@ class Publisher:
         self.context = zmq.Context()
         self.rank = rank
         self.pub = self.context.socket(zmq.XPUB)
-        endpoint = kv_feed.at_rank(endpoints.endpoint, rank)
-        if kv_feed.is_bound_by_them(endpoint):
+        endpoint = kv_subscriber.endpoint_of_rank(endpoints.endpoint, rank)
+        if kv_subscriber.is_bound_by_publisher(endpoint):
             self.pub.bind(endpoint)
         else:
             self.pub.connect(endpoint)
         self.topic = endpoints.topic.encode()
         self.replay = self.context.socket(zmq.ROUTER)
         if endpoints.replay_endpoint:
-            self.replay.bind(kv_feed.at_rank(endpoints.replay_endpoint, rank))
+            self.replay.bind(kv_subscriber.endpoint_of_rank(endpoints.replay_endpoint, rank))
 
     async def heard(self):
         assert await asyncio.to_thread(self.pub.recv) == b"\x01" + self.topic
@@ -81,15 +81,15 @@ async def start():
     begun, all_publishers = [], []
 
     async def start(endpoints, num_ranks=1):
-        feed = kv_feed.KvFeed(endpoints, num_ranks)
-        begun.append(feed.close)
+        subscriber = kv_subscriber.ZmqKvSubscriber(endpoints, num_ranks)
+        begun.append(subscriber.close)
         publishers = [Publisher(endpoints, rank) for rank in range(num_ranks)]
         all_publishers.extend(publishers)
         listener = Listener()
-        feed.start(BLOCK, listener)
+        subscriber.start(BLOCK, listener)
         for publisher in publishers:
             await publisher.heard()
-        return feed, publishers, listener
+        return subscriber, publishers, listener
 
     yield start
     for close in begun:
@@ -100,7 +100,7 @@ async def start():
 
 
 async def test_each_rank_is_heard(start):
-    _, publishers, listener = await start(kv_feed.Endpoints.free(2), 2)
+    _, publishers, listener = await start(kv_subscriber.PublisherEndpoints.on_free_ports(2), 2)
 
     publishers[1].tell(0)
     first = await listener.next_tokens()
@@ -112,7 +112,9 @@ async def test_each_rank_is_heard(start):
 
 
 async def test_what_was_missed_is_replayed(start):
-    feed, (publisher,), listener = await start(kv_feed.Endpoints.free(1))
+    subscriber, (publisher,), listener = await start(
+        kv_subscriber.PublisherEndpoints.on_free_ports(1)
+    )
 
     publisher.tell(3)
     await publisher.answer(until=4)
@@ -120,40 +122,40 @@ async def test_what_was_missed_is_replayed(start):
 
     parents = [event.parent_hash for event in told]
     assert parents == [None, *(event.blocks[0].block_hash for event in told[:3])]
-    assert (feed.num_holes, feed.num_dropped) == (0, 0)
+    assert (subscriber.num_gaps, subscriber.num_dropped) == (0, 0)
 
 
 async def test_a_users_own_endpoint_is_connected_to(start, caplog):
-    port = ports.free_run(1)
-    endpoints = kv_feed.Endpoints(endpoint=f"tcp://*:{port}", topic="kv-events")
-    feed, (publisher,), listener = await start(endpoints)
+    port = startup.find_free_ports(1)
+    endpoints = kv_subscriber.PublisherEndpoints(endpoint=f"tcp://*:{port}", topic="kv-events")
+    subscriber, (publisher,), listener = await start(endpoints)
 
     publisher.tell(1)
     _, event = await listener.next_tokens()
 
     assert event == kv_events.Cleared()
-    assert (feed.num_holes, feed.num_dropped) == (1, 1)
-    assert "1 blocks had no place, and 1 times events were lost" in caplog.text
+    assert (subscriber.num_gaps, subscriber.num_dropped) == (1, 1)
+    assert "1 blocks dropped without a hash, 1 gaps after which all were cleared" in caplog.text
 
 
 async def test_an_endpoint_that_is_taken_is_refused():
-    endpoints = kv_feed.Endpoints.free(1)
-    feed = kv_feed.KvFeed(endpoints, 1)
+    endpoints = kv_subscriber.PublisherEndpoints.on_free_ports(1)
+    subscriber = kv_subscriber.ZmqKvSubscriber(endpoints, 1)
 
-    with pytest.raises(errors.ConfigError, match="cannot hear KV events at 'tcp://127"):
-        kv_feed.KvFeed(endpoints, 1)
+    with pytest.raises(errors.ConfigError, match="cannot subscribe to KV events at 'tcp://127"):
+        kv_subscriber.ZmqKvSubscriber(endpoints, 1)
 
-    await feed.close()
+    await subscriber.close()
 
 
 def test_the_ports_of_ranks_follow_each_other():
-    assert kv_feed.at_rank("tcp://*:5557", 2) == "tcp://*:5559"
-    assert kv_feed.at_rank("ipc:///tmp/x", 0) == "ipc:///tmp/x"
+    assert kv_subscriber.endpoint_of_rank("tcp://*:5557", 2) == "tcp://*:5559"
+    assert kv_subscriber.endpoint_of_rank("ipc:///tmp/x", 0) == "ipc:///tmp/x"
     with pytest.raises(errors.ConfigError, match="several ranks: expected an endpoint tcp"):
-        kv_feed.at_rank("ipc:///tmp/x", 1)
+        kv_subscriber.endpoint_of_rank("ipc:///tmp/x", 1)
 
 
 def test_a_wildcard_is_reached_on_loopback():
-    assert kv_feed.reachable("tcp://*:5557") == "tcp://127.0.0.1:5557"
-    assert kv_feed.reachable("tcp://[::]:5557") == "tcp://[::1]:5557"
-    assert not kv_feed.is_bound_by_them("tcp://127.0.0.1:5557")
+    assert kv_subscriber.connectable("tcp://*:5557") == "tcp://127.0.0.1:5557"
+    assert kv_subscriber.connectable("tcp://[::]:5557") == "tcp://[::1]:5557"
+    assert not kv_subscriber.is_bound_by_publisher("tcp://127.0.0.1:5557")

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.engine.adapters import kv_events as translation
-from dynamo.engine.adapters import kv_wire
+from dynamo.engine.adapters import kv_events as engine_events
 from dynamo.protocols import blocks, kv_events
 
 BLOCK = 2
@@ -22,7 +21,7 @@ def names(*block_numbers, seed=blocks.SEED):
 
 
 def stored(theirs, parent, *block_numbers, **fields):
-    return kv_wire.BlockStored(
+    return engine_events.BlockStored(
         block_hashes=theirs,
         parent_block_hash=parent,
         token_ids=tokens(*block_numbers),
@@ -32,7 +31,7 @@ def stored(theirs, parent, *block_numbers, **fields):
 
 
 def removed(*theirs, **fields):
-    return kv_wire.BlockRemoved(block_hashes=list(theirs), **fields)
+    return engine_events.BlockRemoved(block_hashes=list(theirs), **fields)
 
 
 def payload(*events, rank=0):
@@ -96,7 +95,7 @@ STEPS = st.one_of(
 @settings(deadline=None)
 def test_what_is_told_is_what_the_pool_holds(steps):
     pool, listener = Pool(), Holding()
-    translator = translation.Translator(BLOCK)
+    translator = engine_events.EventTranslator(BLOCK)
 
     for step in steps:
         match step:
@@ -106,7 +105,7 @@ def test_what_is_told_is_what_the_pool_holds(steps):
                 told = [pool.evict(number)]
             case ("clear",):
                 pool.copies.clear()
-                told = [kv_wire.AllBlocksCleared()]
+                told = [engine_events.AllBlocksCleared()]
             case _:
                 told = []
         listener.hear(translator.translate(told))
@@ -116,7 +115,7 @@ def test_what_is_told_is_what_the_pool_holds(steps):
 
 
 def test_a_chain_goes_on_from_its_parent_in_another_event():
-    translator = translation.Translator(BLOCK)
+    translator = engine_events.EventTranslator(BLOCK)
 
     first = translator.translate([stored([7, b"x"], None, 1, 2)])
     second = translator.translate([stored([9], b"x", 3)])
@@ -137,7 +136,7 @@ def test_a_chain_goes_on_from_its_parent_in_another_event():
     ],
 )
 def test_blocks_without_a_place_are_left_out_and_counted(event):
-    translator = translation.Translator(BLOCK)
+    translator = engine_events.EventTranslator(BLOCK)
 
     told = translator.translate([event, removed(8)])
 
@@ -146,7 +145,7 @@ def test_blocks_without_a_place_are_left_out_and_counted(event):
 
 
 def test_an_adapters_blocks_have_names_of_their_own():
-    translator = translation.Translator(BLOCK)
+    translator = engine_events.EventTranslator(BLOCK)
     event = stored([1], None, 1, lora_name="poet", extra_keys=[["poet"]])
 
     told = translator.translate([event])
@@ -156,7 +155,7 @@ def test_an_adapters_blocks_have_names_of_their_own():
 
 
 def test_a_medium_is_a_tier_and_each_holds_for_itself():
-    translator = translation.Translator(BLOCK)
+    translator = engine_events.EventTranslator(BLOCK)
     events = [stored([1], None, 1, medium=medium) for medium in ("GPU", "CPU", "STORAGE")]
 
     told = translator.translate([*events, removed(1, medium="CPU")])
@@ -166,7 +165,7 @@ def test_a_medium_is_a_tier_and_each_holds_for_itself():
 
 
 def test_of_several_kinds_of_attention_the_one_with_whole_prefixes_counts():
-    translator = translation.Translator(BLOCK)
+    translator = engine_events.EventTranslator(BLOCK)
     windowed = stored([1], None, 1, group_idx=0, kv_cache_spec_kind="sliding_window")
     whole = stored([1], None, 1, group_idx=1, kv_cache_spec_kind="full_attention")
     another = stored([1], None, 1, group_idx=2, kv_cache_spec_kind="full_attention")
@@ -179,7 +178,7 @@ def test_of_several_kinds_of_attention_the_one_with_whole_prefixes_counts():
 
 
 def test_memory_is_bounded_and_what_is_forgotten_is_told():
-    translator = translation.Translator(BLOCK, max_blocks=2)
+    translator = engine_events.EventTranslator(BLOCK, max_blocks=2)
 
     told = translator.translate([stored([1, 2, 3], None, 1, 2, 3)])
 
@@ -207,11 +206,11 @@ def test_events_come_as_maps_and_as_arrays_and_may_grow():
         2,
     ]
 
-    rank, events = kv_wire.decode(
+    rank, events = engine_events.decode_batch(
         payload(as_map, as_array, ["BlockRemoved", [b"x"]], {"type": "AllBlocksCleared"}, rank=3)
     )
 
-    told = translation.Translator(BLOCK).translate(events)
+    told = engine_events.EventTranslator(BLOCK).translate(events)
     assert rank == 3
     assert [block.block_hash for event in told[:2] for block in event.blocks] == names(1, 2)
     assert told[2:] == [kv_events.Removed(block_hashes=(names(1, 2)[1],)), kv_events.Cleared()]
@@ -226,7 +225,7 @@ def numbered(number):
 def listen(events, numbers):
     listener = Holding()
     for number in numbers:
-        listener.hear(events.take(number, numbered(number)))
+        listener.hear(events.receive(number, numbered(number)))
     return listener.names
 
 
@@ -237,30 +236,30 @@ def test_missed_batches_are_asked_for_and_nothing_is_taken_twice():
         asked.append(first)
         return [(n, numbered(n)) for n in range(first, 5)]
 
-    events = translation.RankEvents(translation.Translator(BLOCK), replay)
+    events = engine_events.RankBatches(engine_events.EventTranslator(BLOCK), replay)
 
     held = listen(events, [1, 4, 2, 5])
 
     assert held == set(names(0, 1, 2, 3, 4, 5))
     assert asked == [0]
-    assert (events.num_holes, events.num_dropped, events.dp_rank) == (0, 0, 1)
+    assert (events.num_gaps, events.num_dropped, events.dp_rank) == (0, 0, 1)
 
 
 @pytest.mark.parametrize("replay", [None, lambda first: [], lambda first: [(first + 1, b"late")]])
 def test_all_is_forgotten_when_batches_are_lost(replay):
-    events = translation.RankEvents(translation.Translator(BLOCK), replay)
+    events = engine_events.RankBatches(engine_events.EventTranslator(BLOCK), replay)
 
     held = listen(events, [0, 1, 3])
 
     assert held == set()
-    assert (events.num_holes, events.num_dropped) == (1, 1)
+    assert (events.num_gaps, events.num_dropped) == (1, 1)
 
 
 def test_a_batch_that_cannot_be_read_counts_as_lost():
-    events = translation.RankEvents(translation.Translator(BLOCK))
+    events = engine_events.RankBatches(engine_events.EventTranslator(BLOCK))
     listen(events, [0])
 
-    told = events.take(1, b"nonsense")
+    told = events.receive(1, b"nonsense")
 
     assert told == [kv_events.Cleared()]
-    assert events.num_holes == 1
+    assert events.num_gaps == 1

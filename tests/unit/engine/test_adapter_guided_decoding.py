@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters import guides
+from dynamo.engine.adapters import guided_decoding
 from dynamo.protocols import generate
 
 THOUGHTS = generate.GuidedReasoning(opens=("<think>",), closes=("</think>",))
@@ -18,8 +18,8 @@ CALLS = generate.GuidedToolCalls(
 
 
 def fields(*, has_reasoner=False, **shape):
-    ability = guides.Ability(has_reasoner=has_reasoner)
-    return guides.fields(generate.GuidedDecoding(**shape), ability)
+    support = guided_decoding.GuidedSupport(has_reasoner=has_reasoner)
+    return guided_decoding.structured_output_fields(generate.GuidedDecoding(**shape), support)
 
 
 def tag(**shape):
@@ -91,7 +91,14 @@ def test_a_schema_that_is_no_json_is_refused_by_what_the_caller_called_it():
 def test_another_library_than_vllm_was_started_with_is_refused():
     wanted = generate.GuidedDecoding(regex="a", backend="outlines")
 
-    assert guides.fields(wanted, guides.Ability(backend="outlines"))["regex"] == "a"
+    assert (
+        guided_decoding.structured_output_fields(
+            wanted, guided_decoding.GuidedSupport(backend="outlines")
+        )["regex"]
+        == "a"
+    )
     with pytest.raises(errors.InvalidRequest) as refusal:
-        guides.fields(wanted, guides.Ability(backend="xgrammar"))
+        guided_decoding.structured_output_fields(
+            wanted, guided_decoding.GuidedSupport(backend="xgrammar")
+        )
     assert refusal.value.param == "guided_decoding_backend"

@@ -1,0 +1,134 @@
+"""Translation of one choice between our request and output and those of vLLM; the load from its scheduler's statistics.
+
+Each choice is a request of its own to vLLM, which would make the same of `n`: so one can be aborted alone, and a greedy
+request may have several. Their prompt is computed once, as they share a prefix.
+
+The end tokens are those of the request, not those that vLLM finds in the model's files: vLLM ignores its own and stops
+at ours. An option that vLLM cannot honour is refused by name.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dynamo.base import errors
+from dynamo.engine import api
+from dynamo.engine.adapters import guided_decoding, translation
+from dynamo.engine.adapters.vllm import connectors
+from dynamo.protocols import generate, load
+
+_FINISH_REASONS = {
+    "repetition": generate.FinishReason.STOP,
+    "length": generate.FinishReason.LENGTH,
+    "abort": generate.FinishReason.CANCELLED,
+}
+
+
+def sampling_fields(
+    request: generate.Request, index: int, support: guided_decoding.GuidedSupport
+) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams for choice `index`. Raises InvalidRequest.
+
+    `structured_outputs` is itself a map of fields. Prompt logprobs and the KV transfer are the first choice's only.
+    """
+    options, stop = request.sampling_options, request.stop_conditions
+    report, is_first = request.output_options, index == 0
+    transfer_params = connectors.encode_params(request.kv_transfer_params) if is_first else None
+    guided = options.guided_decoding
+    if guided is not None:
+        translation.refuse_resumed_guided(request, "vLLM")
+    return {
+        "temperature": 0.0 if translation.is_greedy(options) else options.temperature,
+        "top_p": options.top_p or 1.0,
+        "top_k": options.top_k,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "seed": translation.choice_seed(request, index),
+        "logit_bias": options.logit_bias or None,
+        "structured_outputs": guided and guided_decoding.structured_output_fields(guided, support),
+        "thinking_token_budget": request.thinking.max_tokens if request.thinking else None,
+        "max_tokens": stop.max_tokens,
+        "min_tokens": stop.min_tokens,
+        "stop_token_ids": translation.stop_token_ids(request),
+        "ignore_eos": True,
+        "logprobs": report.logprobs,
+        "prompt_logprobs": report.prompt_logprobs if is_first else None,
+        "detokenize": False,
+        "skip_clone": True,
+        "extra_args": {"kv_transfer_params": transfer_params} if transfer_params else None,
+    }
+
+
+def translate_output(
+    result: Any, index: int, request: generate.Request, *, is_first: bool
+) -> generate.Output:
+    """Convert vLLM's RequestOutput of choice `index`; most hold a token and nothing else.
+
+    `is_first` marks the request's first output. Raises EngineFailed if vLLM gave the request up.
+    """
+    completion, report = result.outputs[0], request.output_options
+    tokens = tuple(completion.token_ids)
+    if completion.finish_reason is None and not is_first and report == translation.TOKENS_ONLY:
+        return generate.Output(tokens, None, index)
+    finish_reason, stop_reason = _finish(completion, request)
+    prompt_steps = [step for step in result.prompt_logprobs or () if step is not None]
+    return generate.Output(
+        tokens,
+        finish_reason,
+        index,
+        logprobs=translation.convert_logprobs(completion.logprobs, report.logprobs),
+        cached_tokens=(result.num_cached_tokens or 0) if is_first else None,
+        stop_reason=stop_reason,
+        kv_transfer_params=connectors.decode_params(result.kv_transfer_params),
+        prompt_logprobs=(  # the first token, which nothing predicts, has None
+            translation.convert_logprobs(prompt_steps, report.prompt_logprobs)
+            if result.prompt_logprobs
+            else None
+        ),
+    )
+
+
+def _finish(
+    completion: Any, request: generate.Request
+) -> tuple[generate.FinishReason | None, int | str | None]:
+    if completion.finish_reason is None:
+        return None, None
+    if completion.finish_reason == "stop":
+        return translation.stop_finish(request, completion.stop_reason)
+    if completion.finish_reason not in _FINISH_REASONS:
+        raise errors.EngineFailed("vLLM gave the request up")
+    return _FINISH_REASONS[completion.finish_reason], completion.stop_reason
+
+
+class VllmLoad:
+    """The load of all data-parallel ranks, from the statistics that vLLM reports after each step."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ranks = [translation.RankLoad() for _ in range(num_ranks)]
+        self._cache_usage = [0.0] * num_ranks  # 0..1
+        self._num_queries = [0] * num_ranks  # prompt tokens since the start
+        self._num_hits = [0] * num_ranks
+
+    def record(self, rank: int, stats: Any) -> None:
+        """Record vLLM's SchedulerStats of a step of this rank."""
+        self._cache_usage[rank] = stats.kv_cache_usage
+        self._num_queries[rank] += stats.prefix_cache_stats.queries
+        self._num_hits[rank] += stats.prefix_cache_stats.hits
+        self._ranks[rank] = translation.RankLoad(
+            num_running=stats.num_running_reqs,
+            num_waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+            hit_rate=self._num_hits[rank] / max(1, self._num_queries[rank]),
+        )
+
+    def metrics(
+        self, facts: api.EngineFacts, *, num_prefill_tokens: int, is_idle: bool
+    ) -> Sequence[load.ForwardPassMetrics]:
+        """Return the load of each rank as of its last step; see `translation.RankLoad.metrics`."""
+        num_tokens = num_prefill_tokens // len(self._ranks)
+        for rank, usage in zip(self._ranks, self._cache_usage, strict=True):
+            rank.num_blocks = round(usage * facts.total_kv_blocks)
+        return [
+            rank.metrics(facts, number, num_prefill_tokens=num_tokens, is_idle=is_idle)
+            for number, rank in enumerate(self._ranks)
+        ]
