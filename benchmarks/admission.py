@@ -24,10 +24,10 @@ def ask_with_key(book: api_keys.ApiKeyRegistry) -> None:
     """What the door and the desk do for each request of a key with limits, whose tenant has some too."""
     headers, now = {"authorization": "Bearer sk-12345678-777"}, time.monotonic
     for _ in range(NUM_REQUESTS):
-        guest = book.identify(headers)
+        guest = book.authenticate(headers)
         rate_limits.charge_request(guest.accounts, now())
         rate_limits.limit_headers(guest.accounts, now())
-        guest = book.identify(headers)
+        guest = book.authenticate(headers)
         rate_limits.start_response(guest.accounts, 100, now())
         rate_limits.limit_headers(guest.accounts, now())
         rate_limits.finish_response(guest.accounts, 100, now())
@@ -37,8 +37,8 @@ async def pass_gate(entry: permits.ModelPermits) -> None:
     """In and out, with room."""
     caller = Caller()
     for _ in range(NUM_REQUESTS):
-        await entry.enter(caller, priority=0, num_tokens=1, ignores_load=False)
-        entry.leave()
+        await entry.acquire_permit(caller, priority=0, num_tokens=1, ignores_load=False)
+        entry.release_permit()
 
 
 def measure(name: str, work: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ def main() -> None:
         for i in range(1000)
     )
     book = api_keys.ApiKeyRegistry()
-    book.replace(api_keys.parse_key_file(f"[tenants.t]\n{PLENTY}{entries}"), time.monotonic())
+    book.replace_keys(api_keys.parse_key_file(f"[tenants.t]\n{PLENTY}{entries}"), time.monotonic())
     counts = metrics.AdmissionMetrics(observed.Registry("bench"))
     rules = permits.AdmissionPolicy(concurrency_limit=64, queue_limit=8, queue_timeout_s=1)
     entry = permits.ModelPermits("m", rules, lambda: None, counts, clock.SystemClock())

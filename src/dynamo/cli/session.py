@@ -80,7 +80,7 @@ async def connect(
     if not records:
         raise errors.NoWorkers(f"{name} is served, but no model is: nothing to talk to")
     record = msgspec.json.decode(next(iter(records.values())), type=model_card.CardRecord)
-    card = await _brought(runtime, endpoint, record)
+    card = await _brought(runtime, endpoint, record, clock)
     processor = await asyncio.to_thread(loading.load_preprocessor, card, clock)
     return Session(endpoint, processor, card.display_name, clock)
 
@@ -89,13 +89,16 @@ async def _brought(
     runtime: component.DistributedRuntime,
     endpoint: client.EndpointClient,
     record: model_card.CardRecord,
+    clock: clocks.Clock,
 ) -> model_card.ModelCard:
     """With files that can be read here. Raises ConfigError."""
     plane = runtime.requests
-    fetch = file_fetcher.FileFetcher(plane, runtime.services, file_fetcher.cache_directory(None))
+    fetcher = file_fetcher.FileFetcher(
+        plane, runtime.services, file_fetcher.cache_directory(None), clock
+    )
     instance = endpoint.instances.get(record.instance_id)
     giver = file_fetcher.FileProvider.of(instance, plane.name) if instance is not None else None
-    return await fetch.bring(record.card_json, (giver,) if giver is not None else ())
+    return await fetcher.fetch_files(record.card_json, (giver,) if giver is not None else ())
 
 
 class _Teller(requests.Receiver):

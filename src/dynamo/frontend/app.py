@@ -59,7 +59,7 @@ class App:
         remembered: responses.Responses,
         caches: cache_clearing.CacheClearer,
         registry: metrics.Registry,
-        counter: controller.Desk,
+        counter: controller.AdmissionController,
         others: peers.Peers,
         shared: shared_responses.SharedResponses,
     ) -> None:
@@ -78,15 +78,15 @@ class App:
             {
                 ("POST", "/v1/chat/completions"): self._generates(apis.CHAT),
                 ("POST", "/v1/completions"): self._generates(apis.COMPLETIONS),
-                ("POST", "/v1/responses"): shared.fetching(self._generates(remembered.api)),
-                ("POST", responses.PATH + "input_tokens"): shared.fetching(
+                ("POST", "/v1/responses"): shared.wrap_continuing(self._generates(remembered.api)),
+                ("POST", responses.PATH + "input_tokens"): shared.wrap_continuing(
                     self._computes(counts.of_response)
                 ),
                 ("GET", responses.PATH + "*"): _identified(
-                    shared.finding(responses.PATH, remembered.show)
+                    shared.wrap_lookup(responses.PATH, remembered.show)
                 ),
                 ("DELETE", responses.PATH + "*"): _identified(
-                    shared.finding(responses.PATH, remembered.delete)
+                    shared.wrap_lookup(responses.PATH, remembered.delete)
                 ),
                 ("POST", _MESSAGES): self._generates(apis.MESSAGES),
                 ("POST", _MESSAGES + "/count_tokens"): self._computes(
@@ -194,7 +194,7 @@ class App:
 
     async def _all_metrics(self, caller: exchange.Exchange) -> None:
         """Those of all processes at this port."""
-        found = await self._siblings.ask("GET", "/metrics")
+        found = await self._siblings.ask_all("GET", "/metrics")
         found[self._siblings.name or ""] = self._registry.render()
         page = peers.merge_metrics({name: found[name].decode() for name in sorted(found)})
         caller.respond(200, page.encode(), content_type=metrics.CONTENT_TYPE)
@@ -202,7 +202,7 @@ class App:
     async def _change_thresholds(self, body: bytes) -> dict[str, Any]:
         """At all processes at this port, once it is known to make sense."""
         changed = await self._desk.thresholds.change(body)
-        await self._siblings.ask("POST", "/busy_threshold", body)
+        await self._siblings.ask_all("POST", "/busy_threshold", body)
         return changed
 
     def _status_page(self, caller: exchange.Exchange) -> None:

@@ -34,13 +34,14 @@ class Dispatcher:
         rules: migration.MigrationPolicy,
         clock: clocks.Clock,
         timeout_s: float | None,
+        busy_workers: Callable[[RegisteredModel], Collection[int]],
     ) -> None:
         self.find = find
         self.rules = rules
         self.clock = clock
         self.timeout_s = timeout_s
         self.tasks = tasks.Tasks()
-        self.busy_workers: Callable[[RegisteredModel], Collection[int]] = _nobody
+        self.busy_workers = busy_workers
 
     async def begin(
         self,
@@ -92,7 +93,7 @@ class RequestDispatch:
 
     async def send(self, leg: Leg, model: RegisteredModel, avoid: Collection[int]) -> None:
         """To an instance, if possible none of `avoid`. Raises what `ServedModel.open` does."""
-        stream = await model.open(
+        stream = await model.open_stream(
             leg.request,
             leg,
             route.RoutingOptions(
@@ -213,8 +214,3 @@ class RequestDispatch:
     def _subject(self) -> logs.LogContext:
         arrival = self._meter.arrival
         return logs.LogContext("http-request", arrival.told_id, arrival.trace)
-
-
-def _nobody(model: RegisteredModel) -> Collection[int]:
-    del model
-    return ()

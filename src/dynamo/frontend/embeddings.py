@@ -28,16 +28,13 @@ class Embeddings:
         known: registry.ModelRegistry,
         counted: metrics.FrontendMetrics,
         timeout_s: float | None,
+        admission: controller.AdmissionController,
         enter_trace: tracing.StartSpan = tracing.forward_trace,
     ) -> None:
         self._models = known
         self._metrics = counted
         self._timeout_s = timeout_s
         self._enter_trace = enter_trace
-        self._admission: controller.Desk | None = None  # None: everybody comes in
-
-    def admit_by(self, admission: controller.Desk) -> None:
-        """From now on a request goes past this desk before it goes to a worker."""
         self._admission = admission
 
     async def answer(self, caller: exchange.Exchange) -> None:
@@ -54,7 +51,7 @@ class Embeddings:
         meter = self._meter(model.name, arrival)
         try:
             asked = await self._prepare(model, request, arrival)
-            if self._admission is not None:
+            if self._admission.is_active:
                 await self._admission.admit(model, [asked], caller, meter, None)
         except errors.DynamoError as error:
             meter.failed(error)
@@ -97,7 +94,7 @@ class Embeddings:
             if answer.is_over:  # the client has gone, or an earlier share has failed
                 return
             try:
-                stream = await model.open(
+                stream = await model.open_stream(
                     _share(request, numbers),
                     embedding_answer.ShareReceiver(answer, numbers),
                     route.RoutingOptions(headers=headers, timeout_s=self._timeout_s),

@@ -196,7 +196,7 @@ class ModelMetrics:
         self.cached_tokens = families.cached_tokens.labels(label)
         self.uncached_tokens = families.uncached_tokens.labels(label)
 
-    def looked_up(
+    def record_lookup(
         self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
     ) -> None:
         """A prompt was tokenized, in part from the cache (`preprocess.tokenize.Counted`)."""

@@ -39,6 +39,7 @@ class Pipeline:
         counted: metrics.FrontendMetrics,
         time: clock.Clock,
         to_workers: dispatch.Dispatcher,
+        admission: controller.AdmissionController,
         enter_trace: tracing.StartSpan = tracing.forward_trace,
         watch: audit.WatchExchange | None = None,
     ) -> None:
@@ -48,12 +49,7 @@ class Pipeline:
         self._dispatcher = to_workers
         self._enter_trace = enter_trace
         self._watch = watch
-        self._admission: controller.Desk | None = None  # None: everybody comes in
-
-    def admit_by(self, admission: controller.Desk) -> None:
-        """From now on a request goes past this desk before it goes to a worker."""
         self._admission = admission
-        self._dispatcher.busy_workers = admission.busy_workers
 
     async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
         """One request, from its body to the workers that answer it."""
@@ -76,7 +72,7 @@ class Pipeline:
             routing = routing_headers.parse_headers(caller.request.headers)
             order = await self._prepare(api, model, request, arrival, routing)
             instance_id = routing.instance_of(request)
-            if self._admission is not None:
+            if self._admission.is_active:
                 prompts = [one.request for one in order.prompts]
                 await self._admission.admit(model, prompts, caller, meter, instance_id)
             if instance_query.NAME in order.annotations:
@@ -139,7 +135,7 @@ class Pipeline:
         instance_id: int | None,
     ) -> None:
         """Who would be asked. Raises NoWorkers."""
-        chosen = model.choose(
+        chosen = model.choose_instance(
             order.prompts[0].request,
             instance_id=instance_id,
             avoid=self._dispatcher.busy_workers(model),

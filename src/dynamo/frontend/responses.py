@@ -90,7 +90,7 @@ class Responses:
     def delete(self, caller: exchange.Exchange) -> None:
         """`DELETE /v1/responses/{id}`."""
         response_id = _id_in(caller)
-        if self._store.forget(response_id):
+        if self._store.remove(response_id):
             body = {"id": response_id, "object": "response", "deleted": True}
             caller.respond(200, sse.encode(body))
         else:
@@ -133,7 +133,7 @@ class Responses:
         if not turn.asked.is_kept:
             return
         conversation = [*turn.conversation, *openai_items.messages(response["output"])]
-        self._store.keep(
+        self._store.put(
             response["id"],
             response_store.StoredResponse(sse.encode(response), sse.encode(conversation)),
         )

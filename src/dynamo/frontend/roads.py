@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from dynamo.frontend import embeddings, pipeline
-from dynamo.frontend.admission import controller
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +11,3 @@ class Roads:
 
     text: pipeline.Pipeline
     vectors: embeddings.Embeddings
-
-    def admit_by(self, admission: controller.Desk) -> None:
-        """From now on requests go past this desk, on either road."""
-        self.text.admit_by(admission)
-        self.vectors.admit_by(admission)

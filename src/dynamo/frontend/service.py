@@ -1,12 +1,12 @@
-"""A running frontend: every part of it is made here, every long-lived task started here."""
+"""A running frontend: every part of it is made here, and every long-lived task is started here."""
 
 import asyncio
 import logging
 import ssl
-import time
 from types import TracebackType
 
-from dynamo.base import clock, errors, process_setup, tasks
+from dynamo.base import clock as clocks
+from dynamo.base import errors, process_setup, tasks
 from dynamo.disagg import prefill_routes
 from dynamo.disagg import settings as prefill_settings
 from dynamo.frontend import (
@@ -37,7 +37,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Frontend:
-    """Use as `async with`: enters listening, leaves with everything stopped."""
+    """A frontend of one process, for `async with`: it listens inside, and everything is stopped after it.
+
+    Reads as the story of the frontend: records and metrics of requests, the models and the routes to their workers,
+    admission, dispatch and the APIs in front of it, and the servers in front of these. Raises ConfigError.
+    """
 
     def __init__(
         self,
@@ -47,79 +51,95 @@ class Frontend:
         prefill: prefill_settings.PrefillRoutingConfig | None = None,
     ) -> None:
         settings.check()
+        self._settings = settings
+        self._clock = clocks.SystemClock()
+        self._tasks = tasks.Tasks()
         metrics_registry = observed.Registry(settings.metrics_prefix)
-        now = clock.SystemClock()
-        routing = routing or router_config.RoutingConfig()
-        self._routes = route_factory.RouteFactory(routing, runtime, now, metrics_registry)
-        prefill = prefill or prefill_settings.PrefillRoutingConfig()
-        prefill.check(routing.router_mode, routing.router_queue_threshold)
-        self._prefill: prefill_routes.PrefillRoutes | None = None
-        if routing.router_mode == "kv":
-            self._prefill = prefill_routes.PrefillRoutes(
-                self._routes,
-                prefill,
-                runtime.discovery,
-                metrics_registry,
-                now,
-                routing.router_queue_threshold,
-            )
-        self._records = request_records.RequestRecords(settings, metrics_registry, now)
-        rules = _migration_rules(settings)
-        counted = metrics.FrontendMetrics(
-            metrics_registry, time.monotonic, self._records.observers, rules
+        self._loop_delay = loop_delay.LoopDelay(metrics_registry, self._clock)
+        self._records = request_records.RequestRecords(settings, metrics_registry, self._clock)
+        migration_policy = migration.MigrationPolicy(
+            limit=settings.migration_limit,
+            max_seq_len=settings.migration_max_seq_len,
+            wait_s=settings.migration_wait_secs,
+        )
+        frontend_metrics = metrics.FrontendMetrics(
+            metrics_registry, self._clock.now, self._records.observers, migration_policy
+        )
+
+        self._routes = route_factory.RouteFactory(
+            routing or router_config.RoutingConfig(), runtime, self._clock, metrics_registry
+        )
+        self._prefill_routes = self._make_prefill_routes(
+            routing or router_config.RoutingConfig(),
+            prefill or prefill_settings.PrefillRoutingConfig(),
+            runtime,
+            metrics_registry,
         )
         self.models = registry.ModelRegistry(
             runtime.discovery,
             runtime.client,
-            self._routes.make if self._prefill is None else self._prefill.make,
-            counted,
-            now,
+            registry.RouteFactories(self._routes.make)
+            if self._prefill_routes is None
+            else registry.RouteFactories(
+                self._prefill_routes.make, self._prefill_routes.make_prefill
+            ),
+            frontend_metrics,
+            self._clock,
             file_fetcher.FileFetcher(
                 runtime.requests,
                 runtime.services,
                 file_fetcher.cache_directory(settings.model_cache),
+                self._clock,
             ),
             namespace=settings.namespace,
             tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
         )
-        if self._prefill is not None:
-            self.models.prefill_by(self._prefill.make_prefill)
+
+        self._admission = controller.AdmissionController(
+            settings, self.models, runtime.events, metrics_registry, self._clock, self._tasks
+        )
         timeout_s = settings.request_timeout_secs or None
-        self._dispatcher = dispatch.Dispatcher(self.models.find, rules, now, timeout_s)
-        answers = roads.Roads(
-            pipeline.Pipeline(
-                self.models,
-                counted,
-                now,
-                self._dispatcher,
-                self._records.enter_trace,
-                self._records.watch,
-            ),
-            embeddings.Embeddings(self.models, counted, timeout_s, self._records.enter_trace),
+        self._dispatcher = dispatch.Dispatcher(
+            self.models.find,
+            migration_policy,
+            self._clock,
+            timeout_s,
+            self._admission.busy_workers,
         )
         store = response_store.ResponseStore(
             max_items=settings.response_store_items,
             max_bytes=settings.response_store_mb * 2**20,
         )
-        caches = cache_clearing.CacheClearer(self.models, runtime.requests, runtime.client)
-        remembered = responses.Responses(store)
-        self._admission = controller.Control(
-            settings, self.models, runtime.events, metrics_registry, now, answers.admit_by
-        )
-        self._siblings = peers.Peers(settings.http_worker_socket)
+        self._peers = peers.Peers(settings.http_worker_socket, self._clock)
         self._app = app.App(
-            answers,
+            roads.Roads(
+                pipeline.Pipeline(
+                    self.models,
+                    frontend_metrics,
+                    self._clock,
+                    self._dispatcher,
+                    self._admission,
+                    self._records.enter_trace,
+                    self._records.watch,
+                ),
+                embeddings.Embeddings(
+                    self.models,
+                    frontend_metrics,
+                    timeout_s,
+                    self._admission,
+                    self._records.enter_trace,
+                ),
+            ),
             self.models,
-            remembered,
-            caches,
+            responses.Responses(store),
+            cache_clearing.CacheClearer(self.models, runtime.requests, runtime.client),
             metrics_registry,
-            self._admission.desk,
-            self._siblings,
-            shared_responses.SharedResponses(store, self._siblings),
+            self._admission,
+            self._peers,
+            shared_responses.SharedResponses(store, self._peers),
         )
-        self._loop_delay = loop_delay.LoopDelay(metrics_registry, now)
-        self._settings = settings
-        handler = self._admission.around(self._app.routes, app.dialect_of)
+
+        handler = self._admission.wrap_handler(self._app.routes, app.dialect_of)
         self._server = server.HttpServer(
             handler,
             limits=limits.Limits(
@@ -127,27 +147,44 @@ class Frontend:
                 request_s=settings.http_read_timeout_secs,
                 num_connections=process_setup.reserve_open_files(limits.NUM_CONNECTIONS),
             ),
-            tls=_tls(settings),
+            tls=_make_tls_context(settings),
             error_body=app.error_body,
         )
         self._grpc = loading.build(settings, handler)
-        self._tasks = tasks.Tasks()
-        self.port = 0
+        self.port = 0  # the real ones once it listens
         self.grpc_port = 0
 
-    async def __aenter__(self) -> "Frontend":
-        self._admission.load()
-        host, port = self._settings.http_host, self._settings.http_port
-        self.port = await self._server.start(
-            host, port, shares_port=self._siblings.name is not None
+    def _make_prefill_routes(
+        self,
+        routing: router_config.RoutingConfig,
+        prefill: prefill_settings.PrefillRoutingConfig,
+        runtime: component.DistributedRuntime,
+        metrics_registry: observed.Registry,
+    ) -> prefill_routes.PrefillRoutes | None:
+        """Return the routes by way of prefill workers, which the router mode `kv` alone knows. Raises ConfigError."""
+        prefill.check(routing.router_mode, routing.router_queue_threshold)
+        if routing.router_mode != "kv":
+            return None
+        return prefill_routes.PrefillRoutes(
+            self._routes,
+            prefill,
+            runtime.discovery,
+            metrics_registry,
+            self._clock,
+            routing.router_queue_threshold,
         )
+
+    async def __aenter__(self) -> "Frontend":
+        self._admission.load_keys()
+        host, port = self._settings.http_host, self._settings.http_port
+        self.port = await self._server.start(host, port, shares_port=self._peers.name is not None)
         try:
             self.grpc_port = await self._grpc.start(host, self._settings.kserve_grpc_port)
         except errors.ConfigError:
             await self._server.close()
             raise
-        await self._siblings.start(self._app.sibling_routes)
-        self._admission.start(self._tasks)
+        await self._peers.start(self._app.sibling_routes)
+        self._admission.start()
         self._tasks.start("watch models", self.models.watch())
         self._tasks.start("watch the event loop", self._loop_delay.watch())
         _logger.info("listening on %s", self.url)
@@ -162,31 +199,31 @@ class Frontend:
         await self._grpc.stop(0)
         await self._server.close()
         await self._dispatcher.close()
-        await self._siblings.close()
+        await self._peers.close()
         await self._tasks.close()
-        if self._prefill is not None:
-            await self._prefill.close()
+        if self._prefill_routes is not None:
+            await self._prefill_routes.close()
         await self._routes.close()
         await self._records.close()
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Return the address at which the frontend listens."""
         scheme = "https" if self._settings.tls_cert_path else "http"
         host = self._settings.http_host
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def reload_keys(self) -> None:
-        """Look at the file of API keys now."""
+        """Have the file of API keys read again at once."""
         self._admission.reload_keys()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then take nothing new and let what runs finish. Raises what a task died of."""
+        """Serve until `stop` is set, then drain. Raises the error of a long-lived task that failed."""
         await self._tasks.run_until(stop)
         await self.drain()
 
     async def drain(self) -> None:
-        """Take nothing new, and let what runs finish, as long as the settings allow."""
+        """Refuse new requests and let running responses finish, within the time that the settings allow."""
         self._app.is_draining = True
         limit_s = self._settings.http_graceful_shutdown_timeout_secs
         _logger.info("stopping: running answers may take %g s to finish", limit_s)
@@ -197,15 +234,8 @@ class Frontend:
             _logger.warning("answers still running after %g s are cut off", limit_s)
 
 
-def _migration_rules(settings: config.FrontendConfig) -> migration.MigrationPolicy:
-    return migration.MigrationPolicy(
-        limit=settings.migration_limit,
-        max_seq_len=settings.migration_max_seq_len,
-        wait_s=settings.migration_wait_secs,
-    )
-
-
-def _tls(settings: config.FrontendConfig) -> ssl.SSLContext | None:
+def _make_tls_context(settings: config.FrontendConfig) -> ssl.SSLContext | None:
+    """Return the TLS settings of the HTTP server; None: it serves plain HTTP. Raises ConfigError."""
     if settings.tls_cert_path is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -216,17 +246,13 @@ def _tls(settings: config.FrontendConfig) -> ssl.SSLContext | None:
             "--tls-cert-path, --tls-key-path: expected a PEM certificate and its key in "
             f"{settings.tls_cert_path} and {settings.tls_key_path}: {error}"
         ) from error
-    if settings.tls_client_ca_cert_path is not None:
-        _ask_for_certificates(context, settings.tls_client_ca_cert_path)
+    authority = settings.tls_client_ca_cert_path
+    if authority is not None:  # only clients with a certificate of this authority may connect
+        try:
+            context.load_verify_locations(authority)
+        except (OSError, ssl.SSLError) as error:
+            raise errors.ConfigError(
+                f"--tls-client-ca-cert-path: expected PEM certificates in {authority}: {error}"
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _ask_for_certificates(context: ssl.SSLContext, authority: str) -> None:
-    """Nobody comes in who cannot show one of this authority."""
-    try:
-        context.load_verify_locations(authority)
-    except (OSError, ssl.SSLError) as error:
-        raise errors.ConfigError(
-            f"--tls-client-ca-cert-path: expected PEM certificates in {authority}: {error}"
-        ) from error
-    context.verify_mode = ssl.CERT_REQUIRED

@@ -69,7 +69,7 @@ def load_preprocessor(
     clock: clock.Clock,
     *,
     cache_bytes: int = tokenize.CACHE_BYTES,
-    counted: tokenize.CacheObserver = tokenize.NoCacheObserver(),  # noqa: B008 (it has no state)
+    cache_observer: tokenize.CacheObserver = tokenize.NoCacheObserver(),  # noqa: B008 (it has no state)
 ) -> preprocessor.Preprocessor:
     """Reads files and takes some tenths of a second: call it in a thread. Raises ConfigError."""
     files = ModelFiles(card)
@@ -79,7 +79,9 @@ def load_preprocessor(
             f"model {card.display_name!r}: expected a tokenizer.json among its files; "
             "transformers' save_pretrained writes one"
         )
-    tokenizer = tokenize.Tokenizer(definition, cache_bytes=cache_bytes, counted=counted)
+    tokenizer = tokenize.Tokenizer(
+        definition, cache_bytes=cache_bytes, cache_observer=cache_observer
+    )
     config, generation_config = (
         files.read_json("config.json"),
         files.read_json("generation_config.json"),

@@ -56,7 +56,7 @@ def _steps(definition: dict[str, Any] | None, name: str) -> list[dict[str, Any]]
 class CacheObserver(Protocol):
     """Who wants to know what the cache was good for."""
 
-    def looked_up(
+    def record_lookup(
         self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
     ) -> None:
         """The segments of one prompt, and their tokens, that were known and that were not."""
@@ -66,7 +66,7 @@ class CacheObserver(Protocol):
 class NoCacheObserver:
     """Nobody does."""
 
-    def looked_up(
+    def record_lookup(
         self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
     ) -> None:
         pass
@@ -80,7 +80,7 @@ class Tokenizer:
         definition: bytes,
         *,
         cache_bytes: int = CACHE_BYTES,
-        counted: CacheObserver = NoCacheObserver(),  # noqa: B008 (it has no state)
+        cache_observer: CacheObserver = NoCacheObserver(),  # noqa: B008 (it has no state)
     ) -> None:
         """`definition` is the content of tokenizer.json; `cache_bytes` 0: no cache. Raises ConfigError."""
         try:
@@ -95,7 +95,7 @@ class Tokenizer:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
-        self._counted = counted
+        self._cache_observer = cache_observer
         self._cutter = self._find_cutter(list(added.values()), parts) if cache_bytes else None
         self._cache = segments.SegmentCache(
             {name: self._encode(name) for name in self._cutter.tokens} if self._cutter else {},
@@ -147,7 +147,7 @@ class Tokenizer:
         rest = iter(made)
         whole = b"".join([next(rest) if packed is None else packed for packed in found])
         num_new = blocks.count(b"".join(made))
-        self._counted.looked_up(
+        self._cache_observer.record_lookup(
             hits=len(found) - len(new),
             misses=len(new),
             cached_tokens=blocks.count(whole) - num_new,

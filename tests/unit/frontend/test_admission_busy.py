@@ -58,15 +58,15 @@ def test_busy_are_those_that_told_lately_that_they_are(heard, asked):
         busy_workers.BusyThresholds(active_decode_blocks_threshold=0.5),
     )
     for worker, (active, at) in heard.items():
-        loads.hear(load.LoadEvent(worker_id=worker, data=state(active=active)), at)
-    found = loads.busy_among(asked, thresholds, 0, 20.0)
-    loads.forget_stale(20.0)
+        loads.update_load(load.LoadEvent(worker_id=worker, data=state(active=active)), at)
+    found = loads.select_busy(asked, thresholds, 0, 20.0)
+    loads.drop_stale(20.0)
 
     assert found == {
         one for one in asked
         if one in heard and heard[one][0] > 50 and 20.0 - heard[one][1] <= busy_workers.STALE_S
     }  # fmt: skip
-    assert found == loads.busy_among(asked, thresholds, 0, 20.0)
+    assert found == loads.select_busy(asked, thresholds, 0, 20.0)
     assert len(loads) == sum(20.0 - at <= busy_workers.STALE_S for _, at in heard.values())
 
 
@@ -79,10 +79,10 @@ def test_a_worker_is_busy_when_all_its_ranks_are(ranks, expected):
         busy_workers.BusyThresholds(active_decode_blocks_threshold=0.5),
     )
     for rank, active in enumerate(ranks):
-        loads.hear(load.LoadEvent(worker_id=7, data=state(active=active, rank=rank)), 1.0)
+        loads.update_load(load.LoadEvent(worker_id=7, data=state(active=active, rank=rank)), 1.0)
 
-    assert (7 in loads.busy_among([7], thresholds, 0, 1.0)) == expected
-    assert 7 not in loads.busy_among([7], thresholds, 0, 99.0)
+    assert (7 in loads.select_busy([7], thresholds, 0, 1.0)) == expected
+    assert 7 not in loads.select_busy([7], thresholds, 0, 99.0)
 
 
 def test_thresholds_are_set_when_one_is():

@@ -21,17 +21,18 @@ class Rig:
     def __init__(self, *, limit=None, queue=0, timeout_s=60.0):
         self.num_free = None
         self.registry = observed.Registry("f")
+        self.clock = virtual.VirtualClock()
         rules = permits.AdmissionPolicy(
             concurrency_limit=limit, queue_limit=queue, queue_timeout_s=timeout_s
         )
-        self.gate = permits.ModelPermits(
+        self.permits = permits.ModelPermits(
             "M", rules, lambda: self.num_free, metrics.AdmissionMetrics(self.registry),
-            virtual.VirtualClock(),
+            self.clock,
         )  # fmt: skip
         self.entered = []
 
     async def enter(self, name="", *, priority=0, caller=None, pinned=False):
-        await self.gate.enter(
+        await self.permits.acquire_permit(
             caller or Caller(), priority=priority, num_tokens=7, ignores_load=pinned
         )
         self.entered.append(name)
@@ -60,7 +61,7 @@ async def test_above_the_limit_it_refuses_until_somebody_leaves():
     await rig.enter("first")
     with pytest.raises(errors.Overloaded, match="the limit") as caught:
         await rig.enter("second")
-    rig.gate.leave()
+    rig.permits.release_permit()
     await rig.enter("third")
 
     assert rig.entered == ["first", "third"]
@@ -96,11 +97,11 @@ async def test_the_line_goes_by_priority_and_then_by_arrival_and_nobody_overtake
     await turns()
     pending = rig.row("f_admission_queue_pending_requests{")
     tokens = rig.row("f_admission_queue_pending_isl_tokens{")
-    rig.gate.leave()
+    rig.permits.release_permit()
     late = asyncio.ensure_future(rig.enter("late"))
     for _ in range(3):
         await turns()
-        rig.gate.leave()
+        rig.permits.release_permit()
     await asyncio.gather(*waiting, late)
 
     assert rig.entered == ["inside", "urgent", "a", "b", "late"]
@@ -114,11 +115,11 @@ async def test_each_look_lets_one_in_for_each_free_worker():
     waiting = [asyncio.ensure_future(rig.enter(number)) for number in range(5)]
     await turns()
     rig.num_free = 2
-    rig.gate.look()
+    rig.permits.admit_waiting()
     await turns()
     first = list(rig.entered)
-    rig.gate.look()
-    rig.gate.look()
+    rig.permits.admit_waiting()
+    rig.permits.admit_waiting()
     await asyncio.gather(*waiting)
 
     assert first == [0, 1]
@@ -132,7 +133,7 @@ async def test_a_full_line_refuses_at_once():
     await turns()
     with pytest.raises(errors.Overloaded):
         await rig.enter()
-    rig.gate.leave()
+    rig.permits.release_permit()
     await waiting
 
     assert rig.row(
@@ -140,12 +141,17 @@ async def test_a_full_line_refuses_at_once():
     ) == [1]
 
 
-async def test_who_waits_too_long_is_refused_and_leaves_the_line():
-    rig = Rig(limit=1, queue=1, timeout_s=0.001)
+async def test_request_is_refused_and_leaves_the_queue_after_the_queue_timeout():
+    rig = Rig(limit=1, queue=1, timeout_s=10.0)
     await rig.enter()
+    waiting = asyncio.ensure_future(rig.enter())
+    await turns()
+    await rig.clock.advance(9.9)
+    assert not waiting.done()
+    await rig.clock.advance(0.2)
     with pytest.raises(errors.Overloaded):
-        await rig.enter()
-    rig.gate.leave()
+        await waiting
+    rig.permits.release_permit()
     await rig.enter("next")
 
     assert rig.entered[-1] == "next"
@@ -165,7 +171,7 @@ async def test_a_client_that_goes_away_leaves_the_line_at_once():
         await waiting
     successor = asyncio.ensure_future(rig.enter("successor"))
     await turns()
-    rig.gate.leave()
+    rig.permits.release_permit()
     await successor
 
     assert rig.entered == ["", "successor"]
@@ -176,13 +182,13 @@ async def test_a_client_that_goes_in_the_turn_in_which_it_is_let_in_holds_its_sl
     await rig.enter()
     waiting = asyncio.ensure_future(rig.enter("both", caller=caller))
     await turns()
-    rig.gate.leave()
+    rig.permits.release_permit()
     caller.leave()
     await waiting
     successor = asyncio.ensure_future(rig.enter("successor"))
     await turns()
     before = list(rig.entered)
-    rig.gate.leave()
+    rig.permits.release_permit()
     await successor
 
     assert before == ["", "both"]

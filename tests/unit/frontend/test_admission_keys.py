@@ -28,7 +28,7 @@ admin = true
 
 def book_of(content=FILE):
     book = api_keys.ApiKeyRegistry()
-    book.replace(api_keys.parse_key_file(content), 0.0)
+    book.replace_keys(api_keys.parse_key_file(content), 0.0)
     return book
 
 
@@ -42,19 +42,19 @@ def book_of(content=FILE):
     ],
 )
 def test_a_key_is_found_in_either_header(headers):
-    guest = book_of().identify(headers)
+    guest = book_of().authenticate(headers)
 
     assert guest.entry.name == "alice"
     assert [one.name for one in guest.accounts] == ["key 'alice'", "tenant 'acme'"]
-    assert guest.may_ask("m")
-    assert not guest.may_ask("other")
+    assert guest.allows_model("m")
+    assert not guest.allows_model("other")
 
 
 def test_a_plain_key_of_an_administrator_without_models_may_ask_all():
-    guest = book_of().identify({"x-api-key": "sk-bob-0123456789"})
+    guest = book_of().authenticate({"x-api-key": "sk-bob-0123456789"})
 
     assert guest.entry.admin
-    assert guest.may_ask("anything")
+    assert guest.allows_model("anything")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_plain_key_of_an_administrator_without_models_may_ask_all():
 )
 def test_whoever_has_no_valid_key_is_nobody(headers, words):
     with pytest.raises(errors.Unauthenticated, match=words) as caught:
-        book_of().identify(headers)
+        book_of().authenticate(headers)
 
     assert "sk-" not in str(caught.value)
 
@@ -98,18 +98,18 @@ def test_a_wrong_file_is_told_what_is_wrong_without_its_keys(content, words):
 
 def test_another_file_keeps_what_was_used_and_drops_who_is_not_in_it():
     book = book_of()
-    guest = book.identify({"x-api-key": SECRET})
+    guest = book.authenticate({"x-api-key": SECRET})
     guest.accounts[0].num_streams = 3
-    book.replace(
+    book.replace_keys(
         api_keys.parse_key_file(
             FILE.replace("requests_per_minute = 5", "").split('[[keys]]\nname = "bob')[0]
         ),
         1.0,
     )
-    again = book.identify({"x-api-key": SECRET})
+    again = book.authenticate({"x-api-key": SECRET})
 
     assert again.accounts[0].num_streams == 3
     assert again.accounts[0].requests is None
     assert len(book) == 1
     with pytest.raises(errors.Unauthenticated):
-        book.identify({"x-api-key": "sk-bob-0123456789"})
+        book.authenticate({"x-api-key": "sk-bob-0123456789"})

@@ -54,8 +54,8 @@ def test_a_bucket_of_another_size_has_the_same_used():
     bucket = rate_limits.TokenBucket(60, 0.0)
     bucket.take(20, 0.0)
 
-    assert bucket.resized(100, 0.0).level(0.0) == 80
-    assert bucket.resized(10, 0.0).level(0.0) == -10
+    assert bucket.resize(100, 0.0).level(0.0) == 80
+    assert bucket.resize(10, 0.0).level(0.0) == -10
 
 
 def test_a_clock_that_stands_still_or_goes_back_fills_nothing():
@@ -113,10 +113,10 @@ def test_other_limits_keep_what_was_used_and_what_runs():
     key = account(requests_per_minute=10, concurrent_streams=3)
     rate_limits.charge_request((key,), 0.0)
     rate_limits.start_response((key,), 1, 0.0)
-    key.change(rate_limits.RateLimits(requests_per_minute=5, tokens_per_minute=7), 0.0)
+    key.set_limits(rate_limits.RateLimits(requests_per_minute=5, tokens_per_minute=7), 0.0)
 
     assert (key.requests.level(0.0), key.tokens.level(0.0), key.num_streams) == (4, 7, 1)
-    assert not key.is_streaming_enough
+    rate_limits.start_response((key,), 1, 0.0)
 
 
 def test_headers_tell_of_the_account_that_has_least_left():

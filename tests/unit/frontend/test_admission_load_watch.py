@@ -40,7 +40,7 @@ async def rig():
     known = SimpleNamespace(ready=[SimpleNamespace(replicas={NAME: None})])
     plane = memory_events.MemoryEventPlane(bus, 8)
     watch = load_thresholds.LoadMonitor(plane, known, made.loads, changed, made.clock)
-    task = asyncio.ensure_future(watch.run())
+    task = asyncio.ensure_future(watch.watch())
     await settle()
     yield made
     task.cancel()
@@ -67,7 +67,7 @@ async def test_nonsense_is_told_and_disturbs_nobody(rig, caplog):
     rig.speaker.publish(TOPIC, msgspec.msgpack.encode(EVENT))
     await settle()
 
-    assert "ignored the load told by 7" in caplog.text
+    assert "ignored the load reported by 7" in caplog.text
     assert len(rig.loads) == 1
 
 

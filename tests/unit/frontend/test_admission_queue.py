@@ -20,16 +20,16 @@ def test_it_is_a_list_sorted_by_priority_and_then_by_arrival(actions, limit):
     line, joined, waiting = queue.WaitingQueue(limit), [], []
     for number, (action, value, num_tokens) in enumerate(actions):
         if action == "join" and not line.is_full:
-            joined.append(line.join(number, priority=value, num_tokens=num_tokens))
+            joined.append(line.append(number, priority=value, num_tokens=num_tokens))
             waiting.append((-value, number, num_tokens))
             waiting.sort()
         elif action == "leave" and joined:
             ticket = joined[value % len(joined)]
             held = [one for one in waiting if one[1] == ticket.waiter]
-            assert line.leave(ticket) == bool(held)
+            assert line.remove(ticket) == bool(held)
             waiting = [one for one in waiting if one not in held]
         elif action == "next" and waiting:
-            assert line.next().waiter == waiting.pop(0)[1]
+            assert line.pop_first().waiter == waiting.pop(0)[1]
         assert len(line) == len(waiting) <= limit
         assert line.is_full == (len(waiting) == limit)
         assert line.num_tokens == sum(one[2] for one in waiting)
@@ -49,19 +49,19 @@ def test_room_is_the_tightest_of_what_limits_it(inside, limit, free):
 
 def test_the_pace_is_that_of_the_requests_that_ended_lately():
     pace = queue.CompletionRate()
-    unknown = pace.wait_s(100, 0.0)
+    unknown = pace.estimate_wait_s(100, 0.0)
     for second in range(100):
-        pace.ended(2.0 * second)
+        pace.record_completion(2.0 * second)
 
     assert unknown == 1
-    assert 18 <= pace.wait_s(9, 198.0) <= 22
-    assert pace.wait_s(1000, 198.0) == 60
-    assert pace.wait_s(0, 198.0) >= 1
+    assert 18 <= pace.estimate_wait_s(9, 198.0) <= 22
+    assert pace.estimate_wait_s(1000, 198.0) == 60
+    assert pace.estimate_wait_s(0, 198.0) >= 1
 
 
 def test_when_nothing_ends_the_wait_is_told_longer():
     pace = queue.CompletionRate()
     for second in range(3):
-        pace.ended(float(second))
+        pace.record_completion(float(second))
 
-    assert pace.wait_s(0, 33.0) == 11
+    assert pace.estimate_wait_s(0, 33.0) == 11

@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 
-from dynamo.base import errors
+from dynamo.base import clock, errors
 from dynamo.frontend.model_registry import file_fetcher
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import component
@@ -34,7 +34,9 @@ class Rig:
 
     def __init__(self, runtime, directory):
         self.runtime, self.directory, self.asked = runtime, directory, []
-        self.fetch = file_fetcher.FileFetcher(runtime.requests, runtime.services, directory)
+        self.fetch = file_fetcher.FileFetcher(
+            runtime.requests, runtime.services, directory, clock.SystemClock()
+        )
 
     async def giver(self, body, name=NAME):
         """A worker that says that these are the file's."""
@@ -51,7 +53,7 @@ class Rig:
 
     async def content(self, card, *givers):
         """What a reader of the card then finds."""
-        brought = await self.fetch.bring(card, givers)
+        brought = await self.fetch.fetch_files(card, givers)
         with open(brought.files["tokenizer.json"].path, "rb") as file:
             return file.read()
 
@@ -70,7 +72,7 @@ async def test_a_file_that_is_here_is_read_where_it_is(rig, tmp_path):
     path.write_bytes(BODY)
     card = card_of(path)
 
-    assert await rig.fetch.bring(card, [await rig.giver(BODY)]) == card
+    assert await rig.fetch.fetch_files(card, [await rig.giver(BODY)]) == card
     assert not rig.asked
     assert not rig.directory.exists()
 
@@ -113,7 +115,7 @@ async def test_a_worker_that_gives_other_bytes_or_too_few_is_passed_over(rig):
 
 async def test_nobody_to_ask_is_one_sentence(rig):
     with pytest.raises(errors.ConfigError, match=r"cannot read /nonexistent.*no worker gives"):
-        await rig.fetch.bring(card_of(), [])
+        await rig.fetch.fetch_files(card_of(), [])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ async def test_nobody_to_ask_is_one_sentence(rig):
 async def test_a_card_that_makes_no_sense_asks_for_nothing(rig, fields):
     card = card_of(**fields)
 
-    assert await rig.fetch.bring(card, [await rig.giver(BODY)]) == card
+    assert await rig.fetch.fetch_files(card, [await rig.giver(BODY)]) == card
     assert not rig.asked
 
 
@@ -130,7 +132,7 @@ async def test_a_cache_that_cannot_be_written_is_named(rig):
     rig.directory.parent.write_text("a file")
 
     with pytest.raises(errors.ConfigError, match="--model-cache"):
-        await rig.fetch.bring(card_of(), [await rig.giver(BODY)])
+        await rig.fetch.fetch_files(card_of(), [await rig.giver(BODY)])
 
 
 async def test_who_does_not_answer_is_not_waited_for_for_ever(rig, monkeypatch):
@@ -138,7 +140,7 @@ async def test_who_does_not_answer_is_not_waited_for_for_ever(rig, monkeypatch):
     address = await rig.runtime.requests.serve("silent", lambda call: None)
 
     with pytest.raises(errors.ConfigError, match="did not come within"):
-        await rig.fetch.bring(card_of(), [file_fetcher.FileProvider(address, "silent")])
+        await rig.fetch.fetch_files(card_of(), [file_fetcher.FileProvider(address, "silent")])
 
 
 async def test_the_cache_is_bounded(rig, monkeypatch):

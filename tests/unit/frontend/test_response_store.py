@@ -12,10 +12,10 @@ def kept(size):
 
 def test_what_was_longest_not_asked_for_goes_first():
     store = response_store.ResponseStore(max_items=2, max_bytes=100)
-    store.keep("a", kept(1))
-    store.keep("b", kept(1))
+    store.put("a", kept(1))
+    store.put("b", kept(1))
     store.find("a")
-    store.keep("c", kept(1))
+    store.put("c", kept(1))
 
     assert [store.find(name) is not None for name in "abc"] == [True, False, True]
 
@@ -23,16 +23,16 @@ def test_what_was_longest_not_asked_for_goes_first():
 def test_a_large_one_drives_out_as_many_as_it_must():
     store = response_store.ResponseStore(max_items=9, max_bytes=10)
     for name in "abc":
-        store.keep(name, kept(3))
-    store.keep("d", kept(6))
+        store.put(name, kept(3))
+    store.put("d", kept(6))
 
     assert [store.find(name) is not None for name in "abcd"] == [False, False, True, True]
 
 
 def test_one_that_is_too_large_drives_out_nobody():
     store = response_store.ResponseStore(max_items=9, max_bytes=10)
-    store.keep("a", kept(10))
-    store.keep("b", kept(11))
+    store.put("a", kept(10))
+    store.put("b", kept(11))
 
     assert store.find("a")
     assert store.find("b") is None
@@ -40,10 +40,10 @@ def test_one_that_is_too_large_drives_out_nobody():
 
 def test_forgetting_tells_whether_it_was_there():
     store = response_store.ResponseStore(max_items=9, max_bytes=10)
-    store.keep("a", kept(10))
+    store.put("a", kept(10))
 
-    assert store.forget("a")
-    assert not store.forget("a")
+    assert store.remove("a")
+    assert not store.remove("a")
     assert store.find("a") is None
 
 
@@ -55,9 +55,9 @@ def test_it_never_holds_more_than_it_may(steps, max_items):
     store = response_store.ResponseStore(max_items=max_items, max_bytes=10)
     for name, size, is_kept in steps:
         if is_kept:
-            store.keep(name, kept(size))
+            store.put(name, kept(size))
         else:
-            store.forget(name)
+            store.remove(name)
         held = [one for name in "abcdef" if (one := store.find(name))]
 
         assert len(store) == len(held) <= max_items

@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 
+from dynamo.base import clock
 from dynamo.frontend.processes import peers, response_store, shared_responses
 from dynamo.runtime.http import exchange
 
@@ -23,7 +24,7 @@ async def three(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         made = {}
         for name in "123":
-            made[name] = peers.Peers(str(tmp_path / f"{name}.sock"))
+            made[name] = peers.Peers(str(tmp_path / f"{name}.sock"), clock.SystemClock())
             handler = refuse if name == "3" else echo
             await made[name].start({("POST", "/x"): handler, ("GET", "/x"): handler})
             stack.push_async_callback(made[name].close)
@@ -31,15 +32,15 @@ async def three(tmp_path):
 
 
 async def test_it_hears_from_the_others_that_have_something_to_say(three):
-    assert await three["1"].ask("POST", "/x", b"body") == {"2": b"POST body"}
-    assert await three["2"].ask("GET", "/x") == {"1": b"GET "}
+    assert await three["1"].ask_all("POST", "/x", b"body") == {"2": b"POST body"}
+    assert await three["2"].ask_all("GET", "/x") == {"1": b"GET "}
 
 
 async def test_one_that_is_gone_is_left_out(three):
     await three["2"].close()
 
-    assert await three["1"].ask("POST", "/x") == {}
-    assert await three["3"].ask("POST", "/x") == {"1": b"POST "}
+    assert await three["1"].ask_all("POST", "/x") == {}
+    assert await three["3"].ask_all("POST", "/x") == {"1": b"POST "}
 
 
 async def test_one_that_says_nothing_is_not_waited_for(three, tmp_path, monkeypatch):
@@ -47,7 +48,7 @@ async def test_one_that_says_nothing_is_not_waited_for(three, tmp_path, monkeypa
     writers = []
     path = str(tmp_path / "0.sock")
     async with await asyncio.start_unix_server(lambda _, writer: writers.append(writer), path):
-        answers = await three["1"].ask("POST", "/x")
+        answers = await three["1"].ask_all("POST", "/x")
     for writer in writers:
         writer.close()
         await writer.wait_closed()
@@ -62,35 +63,35 @@ async def test_one_that_talks_nonsense_is_left_out(three, tmp_path):
         writer.close()
 
     async with await asyncio.start_unix_server(talk, str(tmp_path / "0.sock")):
-        assert await three["1"].ask("POST", "/x") == {"2": b"POST "}
+        assert await three["1"].ask_all("POST", "/x") == {"2": b"POST "}
 
 
 async def test_an_answer_without_end_is_given_up(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(peers, "_MAX_RESPONSE_BYTES", 1000)
 
     def talk(_, writer):
         writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + bytes(10_000))
         writer.close()
 
     async with await asyncio.start_unix_server(talk, str(tmp_path / "0.sock")):
-        assert await three["1"].ask("POST", "/x") == {"2": b"POST "}
+        assert await three["1"].ask_all("POST", "/x") == {"2": b"POST "}
 
 
 async def test_a_new_process_takes_the_place_of_a_dead_one(three, tmp_path):
     await three["2"].close()
-    reborn = peers.Peers(str(tmp_path / "2.sock"))
+    reborn = peers.Peers(str(tmp_path / "2.sock"), clock.SystemClock())
     await reborn.start({("POST", "/x"): echo})
 
-    assert await three["1"].ask("POST", "/x") == {"2": b"POST "}
+    assert await three["1"].ask_all("POST", "/x") == {"2": b"POST "}
     await reborn.close()
 
 
 async def test_alone_there_is_nobody_to_ask():
-    alone = peers.Peers(None)
+    alone = peers.Peers(None, clock.SystemClock())
     await alone.start({})
 
     assert alone.name is None
-    assert await alone.ask("GET", "/x") == {}
+    assert await alone.ask_all("GET", "/x") == {}
     await alone.close()
 
 
@@ -116,7 +117,7 @@ async def stores(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         made = []
         for name in "12":
-            others = peers.Peers(str(tmp_path / f"{name}.sock"))
+            others = peers.Peers(str(tmp_path / f"{name}.sock"), clock.SystemClock())
             store = response_store.ResponseStore(max_items=9, max_bytes=9999)
             shared = shared_responses.SharedResponses(store, others)
             await others.start(shared.routes)
@@ -130,9 +131,9 @@ KEPT = response_store.StoredResponse(b'{"id": "resp_1"}', b"[]")
 
 async def test_an_answer_to_go_on_from_is_here_when_it_is_needed(stores):
     (first, _), (second, shared) = stores
-    first.keep("resp_1", KEPT)
+    first.put("resp_1", KEPT)
     seen = []
-    handler = shared.fetching(lambda _: seen.append(second.find("resp_1")))
+    handler = shared.wrap_continuing(lambda _: seen.append(second.find("resp_1")))
     await handler(caller(body=b'{"previous_response_id": "resp_1", "model": "m"}'))
 
     assert seen == [KEPT]
@@ -143,7 +144,7 @@ async def test_an_answer_to_go_on_from_is_here_when_it_is_needed(stores):
 )  # fmt: skip
 async def test_whatever_else_the_request_says_it_reaches_its_handler(stores, body):
     seen = []
-    await stores[0][1].fetching(lambda one: seen.append(one.request.body))(caller(body=body))
+    await stores[0][1].wrap_continuing(lambda one: seen.append(one.request.body))(caller(body=body))
 
     assert seen == [body]
 
@@ -151,9 +152,9 @@ async def test_whatever_else_the_request_says_it_reaches_its_handler(stores, bod
 async def test_a_deleted_answer_is_deleted_everywhere(stores):
     (first, _), (second, shared) = stores
     for store in (first, second):
-        store.keep("resp_1", KEPT)
+        store.put("resp_1", KEPT)
     seen = []
-    handler = shared.finding("/v1/responses/", lambda _: seen.append(len(first)))
+    handler = shared.wrap_lookup("/v1/responses/", lambda _: seen.append(len(first)))
     await handler(caller("DELETE", "/v1/responses/resp_1"))
 
     assert seen == [0]
@@ -162,7 +163,7 @@ async def test_a_deleted_answer_is_deleted_everywhere(stores):
 
 async def test_who_is_alone_gets_its_handlers_as_they_are():
     store = response_store.ResponseStore(max_items=9, max_bytes=9999)
-    shared = shared_responses.SharedResponses(store, peers.Peers(None))
+    shared = shared_responses.SharedResponses(store, peers.Peers(None, clock.SystemClock()))
 
-    assert shared.fetching(echo) is echo
-    assert shared.finding("/", echo) is echo
+    assert shared.wrap_continuing(echo) is echo
+    assert shared.wrap_lookup("/", echo) is echo

@@ -66,7 +66,7 @@ def test_tokens_that_eat_their_neighbours_forbid_cutting(byte_level_json, flag):
     made = tokenizers.Tokenizer.from_str(byte_level_json)
     made.add_special_tokens([tokenizers.AddedToken("<|eater|>", normalized=False, **{flag: True})])
     counted = Count()
-    ours = tokenize.Tokenizer(made.to_str().encode(), counted=counted)
+    ours = tokenize.Tokenizer(made.to_str().encode(), cache_observer=counted)
     text = filled(["cat <|eater|> cat<|im_end|>\n"])
 
     assert run(ours.encode_prompt(text)) == ours.encode_now([text], add_special_tokens=False)[0]
@@ -183,13 +183,13 @@ class Count:
     def __init__(self):
         self.calls = []
 
-    def looked_up(self, **numbers):
+    def record_lookup(self, **numbers):
         self.calls.append(numbers)
 
 
 def test_segments_and_tokens_are_counted(byte_level_json):
     counted = Count()
-    ours = tokenize.Tokenizer(byte_level_json.encode(), counted=counted)
+    ours = tokenize.Tokenizer(byte_level_json.encode(), cache_observer=counted)
     first, again = (
         filled(["<|im_end|>", question, "<|im_end|>"]) for question in ("a cat", "a fox")
     )

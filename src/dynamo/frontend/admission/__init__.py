@@ -1,1 +1,1 @@
-"""Who may come in, and when: keys and their limits, workers that are busy, requests that wait. Off unless asked for."""
+"""Admission of requests: API keys and their rate limits, busy workers, waiting queues. All of it is off by default."""

@@ -1,18 +1,18 @@
-"""API keys: who was given one, and what it allows.
+"""API keys: the file that lists them, and the registry that finds the key of a request.
 
-    [tenants.acme]                       # shared by the keys of a tenant
+    [tenants.acme]                       # limits that the keys of a tenant share
     tokens_per_minute = 100_000
 
     [[keys]]
-    name = "alice"                       # for people: in messages and logs, instead of the key
+    name = "alice"                       # shown in messages and logs instead of the key
     sha256 = "2bb80d53…"                 # of the key; or: key = "sk-…"
     tenant = "acme"
     models = ["storyteller"]             # all, if left out
     requests_per_minute = 60
     concurrent_streams = 4
 
-A presented key is hashed and looked up by its hash, then the two hashes are compared in constant time. How long the
-look-up takes could tell something about a hash, and a hash tells nothing about a key that hashes to it.
+The key of a request is hashed and looked up by its hash, then the two hashes are compared in constant time. The time of
+the look-up could tell something about a hash, and a hash tells nothing about a key that hashes to it.
 """
 
 import hashlib
@@ -33,25 +33,25 @@ _BEARER = "bearer "
 
 
 class ApiKeyEntry(rate_limits.RateLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One key as it stands in the file; exactly one of `key` and `sha256`."""
+    """One key of the file; it has exactly one of `key` and `sha256`."""
 
     name: _Name
     key: Annotated[str, msgspec.Meta(min_length=8)] | None = None
     sha256: _Sha256 | None = None
     tenant: _Name | None = None
     models: tuple[str, ...] | None = None
-    admin: bool = False  # may change what concerns everybody
+    admin: bool = False  # may use the routes that concern all clients
 
     @property
     def digest(self) -> bytes:
-        """Of the key. Raises ConfigError."""
+        """Return the SHA-256 hash of the key. Raises ConfigError if the entry has not exactly one of its forms."""
         if (self.key is None) == (self.sha256 is None):
             raise errors.ConfigError(f"key {self.name!r}: expected either key or sha256")
         return hash_key(self.key) if self.key is not None else bytes.fromhex(self.sha256 or "")
 
 
 class ApiKeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """The content of a key file."""
 
     keys: tuple[ApiKeyEntry, ...] = ()
     tenants: dict[str, rate_limits.RateLimits] = {}
@@ -59,79 +59,82 @@ class ApiKeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Who asks, by its key."""
+    """A valid key, with the accounts that its requests are charged to: its own, and its tenant's."""
 
     entry: ApiKeyEntry
     digest: bytes
-    accounts: tuple[rate_limits.RateAccount, ...]  # of the key, and of its tenant
+    accounts: tuple[rate_limits.RateAccount, ...]
 
-    def may_ask(self, model: str) -> bool:
-        """Is this model one of its own?"""
+    def allows_model(self, model: str) -> bool:
+        """Return whether the key may be used for this model."""
         return self.entry.models is None or model in self.entry.models
 
 
 class ApiKeyRegistry:
-    """All keys that are valid now. What was used is kept when the file changes."""
+    """All keys that are valid now. The usage of a key is kept when the file changes."""
 
     def __init__(self) -> None:
-        self._guest_by_digest: dict[bytes, ApiKey] = {}
+        self._key_by_digest: dict[bytes, ApiKey] = {}
         self._accounts: dict[str, rate_limits.RateAccount] = {}
 
     def __len__(self) -> int:
-        return len(self._guest_by_digest)
+        return len(self._key_by_digest)
 
-    def replace(self, file: ApiKeyFile, now: float) -> None:
-        """These keys from now on, and no others. Raises ConfigError and then keeps what it has."""
-        entry_by_digest = _by_digest(file)
-        wanted = {f"tenant {name!r}": one for name, one in file.tenants.items()}
-        wanted |= {f"key {one.name!r}": one for one in file.keys}
-        accounts = {name: self._account(name, limit, now) for name, limit in wanted.items()}
+    def replace_keys(self, file: ApiKeyFile, now: float) -> None:
+        """Make the keys of the file the only valid ones. Raises ConfigError and then changes nothing."""
+        entry_by_digest = _index_by_digest(file)
+        limits_by_name = {f"tenant {name!r}": limits for name, limits in file.tenants.items()}
+        limits_by_name |= {f"key {entry.name!r}": entry for entry in file.keys}
+        accounts = {
+            name: self._open_account(name, limits, now) for name, limits in limits_by_name.items()
+        }
         self._accounts = accounts
-        self._guest_by_digest = {
+        self._key_by_digest = {
             digest: ApiKey(entry, digest, _accounts_of(entry, accounts))
             for digest, entry in entry_by_digest.items()
         }
 
-    def identify(self, headers: Mapping[str, str]) -> ApiKey:
-        """Who sent these headers. Raises Unauthenticated."""
+    def authenticate(self, headers: Mapping[str, str]) -> ApiKey:
+        """Return the key that a request with these headers presents. Raises Unauthenticated."""
         key = key_from_headers(headers)
         if key is None:
             raise errors.Unauthenticated(
                 "expected an API key: Authorization: Bearer KEY, or x-api-key: KEY"
             )
         digest = hash_key(key)
-        guest = self._guest_by_digest.get(digest)
-        if guest is None or not hmac.compare_digest(guest.digest, digest):
+        api_key = self._key_by_digest.get(digest)
+        if api_key is None or not hmac.compare_digest(api_key.digest, digest):
             raise errors.Unauthenticated("the API key is not valid: check it, or ask for a new one")
-        return guest
+        return api_key
 
-    def _account(
-        self, name: str, limit: rate_limits.RateLimits, now: float
+    def _open_account(
+        self, name: str, limits: rate_limits.RateLimits, now: float
     ) -> rate_limits.RateAccount:
-        known = self._accounts.get(name)
-        if known is None:
-            return rate_limits.RateAccount(name, limit, now)
-        known.change(limit, now)
-        return known
+        """Return the account of this name with these limits; one that exists keeps its usage."""
+        account = self._accounts.get(name)
+        if account is None:
+            return rate_limits.RateAccount(name, limits, now)
+        account.set_limits(limits, now)
+        return account
 
 
 def parse_key_file(content: str) -> ApiKeyFile:
-    """The file from its text. Raises ConfigError, which quotes no key."""
+    """Parse the TOML text of a key file. Raises ConfigError, whose message quotes no key."""
     try:
         file = msgspec.convert(tomllib.loads(content), ApiKeyFile)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise errors.ConfigError(f"expected keys and tenants in TOML: {error}") from None
-    _by_digest(file)
+    _index_by_digest(file)
     return file
 
 
 def hash_key(key: str) -> bytes:
-    """SHA-256."""
+    """Return the SHA-256 hash of a key."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def key_from_headers(headers: Mapping[str, str]) -> str | None:
-    """The key in these headers, as OpenAI's or as Anthropic's clients send it."""
+    """Return the key in these headers, as OpenAI's or Anthropic's clients send it; None if there is none."""
     authorization = headers.get("authorization", "")
     if authorization[: len(_BEARER)].lower() == _BEARER:
         return authorization[len(_BEARER) :].strip()
@@ -145,17 +148,17 @@ def _accounts_of(
     return (own,) if entry.tenant is None else (own, accounts[f"tenant {entry.tenant!r}"])
 
 
-def _by_digest(file: ApiKeyFile) -> dict[bytes, ApiKeyEntry]:
-    """The keys by what is compared. Raises ConfigError if two cannot be told apart, or a tenant is missing."""
-    if len({one.name for one in file.keys}) < len(file.keys):
+def _index_by_digest(file: ApiKeyFile) -> dict[bytes, ApiKeyEntry]:
+    """Index the keys by their hashes. Raises ConfigError for equal names, equal keys or an unknown tenant."""
+    if len({entry.name for entry in file.keys}) < len(file.keys):
         raise errors.ConfigError("expected a name of its own for each key")
-    found: dict[bytes, ApiKeyEntry] = {}
+    entry_by_digest: dict[bytes, ApiKeyEntry] = {}
     for entry in file.keys:
         if entry.tenant is not None and entry.tenant not in file.tenants:
             raise errors.ConfigError(
                 f"key {entry.name!r}: its tenant {entry.tenant!r} has no table [tenants.{entry.tenant}]"
             )
-        twin = found.setdefault(entry.digest, entry)
+        twin = entry_by_digest.setdefault(entry.digest, entry)
         if twin is not entry:
             raise errors.ConfigError(f"keys {twin.name!r} and {entry.name!r} are the same key")
-    return found
+    return entry_by_digest

@@ -1,7 +1,10 @@
-"""The file of API keys: read at the start, and again when it has changed. A broken one changes nothing.
+"""Authentication by API key: the key file, which is read again when it changes, and the check of every request.
 
-It is looked at once a second, which needs no watcher and follows every way to replace a file (write in place, rename,
-a mounted secret whose link moves). SIGHUP looks at once.
+The file is looked at once a second, which needs no watcher and follows every way to replace a file (write in place,
+rename, a mounted secret whose link moves); SIGHUP looks at once. A file with an error changes nothing.
+
+The check stands around the whole router, so that a route that is added later is not open by mistake. Probes and
+scrapers need no key.
 """
 
 import asyncio
@@ -17,36 +20,40 @@ from dynamo.frontend.answer import delivery
 from dynamo.runtime.http import exchange, router
 
 CHECK_INTERVAL_S = 1.0
-_Stamp = tuple[int, int, int]
+OPEN_PATHS = frozenset(("/live", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"))
+ADMIN_ROUTES = frozenset((("POST", "/busy_threshold"), ("POST", "/clear_kv_blocks")))
+_NO_MODEL = "unknown"  # the body is not read before the key is checked
+_FileStamp = tuple[int, int, int]  # inode, size, time of change
 _logger = logging.getLogger(__name__)
 
 
 class KeyFileWatcher:
-    """Keeps `book` as the file says."""
+    """Keeps `api_keys` equal to what the file says."""
 
     def __init__(self, path: Path, clock: clocks.Clock) -> None:
-        self.book = api_keys.ApiKeyRegistry()
+        self.api_keys = api_keys.ApiKeyRegistry()
         self._path = path
         self._clock = clock
-        self._stamp: _Stamp | None = None
-        self.look_now = asyncio.Event()
+        self._stamp: _FileStamp | None = None
+        self.check_now = asyncio.Event()
 
     def load(self) -> None:
-        """Take over what the file says now. Raises ConfigError, and then nothing has changed."""
+        """Replace the keys by those in the file. Raises ConfigError and then keeps the keys as they are."""
         try:
-            self._stamp = self._look()
+            self._stamp = self._read_stamp()
             content = self._path.read_text("utf-8")
-            self.book.replace(api_keys.parse_key_file(content), self._clock.now())
+            self.api_keys.replace_keys(api_keys.parse_key_file(content), self._clock.now())
         except (OSError, UnicodeDecodeError, errors.ConfigError) as error:
             raise errors.ConfigError(f"--api-keys-file {self._path}: {error}") from None
 
-    async def run(self) -> None:
+    async def watch(self) -> None:
         """Follow the file until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.look_now.wait(), CHECK_INTERVAL_S)
-            if self.look_now.is_set() or self._has_changed():
-                self.look_now.clear()
+                async with self._clock.timeout(CHECK_INTERVAL_S):
+                    await self.check_now.wait()
+            if self.check_now.is_set() or self._has_changed():
+                self.check_now.clear()
                 self._reload()
 
     def _reload(self) -> None:
@@ -55,72 +62,65 @@ class KeyFileWatcher:
         except errors.ConfigError as error:
             _logger.error("the keys stay as they were: %s", error)  # noqa: TRY400 (one line says it)
         else:
-            _logger.info("read %d API keys from %s", len(self.book), self._path)
+            _logger.info("read %d API keys from %s", len(self.api_keys), self._path)
 
     def _has_changed(self) -> bool:
         try:
-            return self._look() != self._stamp
+            return self._read_stamp() != self._stamp
         except OSError:  # while it is being replaced
             return False
 
-    def _look(self) -> _Stamp:
-        found = self._path.stat()
-        return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-OPEN_PATHS = frozenset(("/live", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"))
-ADMIN_ROUTES = frozenset((("POST", "/busy_threshold"), ("POST", "/clear_kv_blocks")))
-_NO_MODEL = "unknown"  # it is not read before the key
+    def _read_stamp(self) -> _FileStamp:
+        status = self._path.stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class KeyAuthenticator:
-    """A handler around another."""
+    """A handler that passes a request on to another handler if its API key is valid."""
 
     def __init__(
         self,
         handler: router.Handler,
-        book: api_keys.ApiKeyRegistry,
+        valid_keys: api_keys.ApiKeyRegistry,
         dialect_of: Callable[[str], delivery.Dialect],
-        counts: metrics.AdmissionMetrics,
+        admission_metrics: metrics.AdmissionMetrics,
         clock: clocks.Clock,
     ) -> None:
         self._handler = handler
-        self._book = book
+        self._api_keys = valid_keys
         self._dialect_of = dialect_of
-        self._counts = counts
+        self._metrics = admission_metrics
         self._clock = clock
 
-    def __call__(self, caller: exchange.Exchange) -> Awaitable[None] | None:
-        path = caller.request.path
+    def __call__(self, client: exchange.Exchange) -> Awaitable[None] | None:
+        path = client.request.path
         if path not in OPEN_PATHS:
             try:
-                self._check(caller)
+                self._check(client)
             except errors.RequestError as error:
-                delivery.respond_error(caller, error, self._dialect_of(path))
+                delivery.respond_error(client, error, self._dialect_of(path))
                 return None
-        return self._handler(caller)
+        return self._handler(client)
 
-    def _check(self, caller: exchange.Exchange) -> None:
-        """Raises Unauthenticated, Forbidden or RateLimited."""
-        request = caller.request
+    def _check(self, client: exchange.Exchange) -> None:
+        """Raise Unauthenticated, Forbidden or RateLimited if the key does not allow the request."""
+        request = client.request
         try:
-            guest = self._book.identify(request.headers)
+            api_key = self._api_keys.authenticate(request.headers)
         except errors.Unauthenticated:
-            self._counts.rejected(metrics.RejectionReason.API_KEY, _NO_MODEL)
+            self._metrics.count_rejection(metrics.RejectionReason.API_KEY, _NO_MODEL)
             raise
-        if (request.method, request.path) in ADMIN_ROUTES and not guest.entry.admin:
+        if (request.method, request.path) in ADMIN_ROUTES and not api_key.entry.admin:
             raise errors.Forbidden(
-                f"the key {guest.entry.name!r} is not an administrator's (admin = true), which {request.path} takes"
+                f"the key {api_key.entry.name!r} is not an administrator's (admin = true), which {request.path} takes"
             )
-        if request.method == "POST":
-            self._take_request(caller, guest)
-
-    def _take_request(self, caller: exchange.Exchange, guest: api_keys.ApiKey) -> None:
+        if request.method != "POST":
+            return
         now = self._clock.now()
         try:
-            rate_limits.charge_request(guest.accounts, now)
+            rate_limits.charge_request(api_key.accounts, now)
         except errors.RateLimited:
-            self._counts.rejected(metrics.RejectionReason.KEY_LIMIT, _NO_MODEL)
+            self._metrics.count_rejection(metrics.RejectionReason.KEY_LIMIT, _NO_MODEL)
             raise
         finally:
-            caller.headers = rate_limits.limit_headers(guest.accounts, now)
+            client.headers = rate_limits.limit_headers(api_key.accounts, now)

@@ -1,8 +1,8 @@
-"""Which workers are busy, by what they last told of themselves.
+"""The workers that are busy, by the load that they reported last.
 
-A worker that was not heard of for `STALE_S` (it tells its load at least every second) is unknown, and unknown is not
-busy: an event plane that is down must not refuse every request. Of a worker with several data-parallel ranks each tells
-its own load, and it is busy when all that were heard are.
+The load of a worker that has not reported for `STALE_S` seconds (it reports at least every second) is unknown, and such
+a worker is not busy: an event plane that is down must not refuse every request. Each data-parallel rank of a worker
+reports its own load; the worker is busy when all ranks that reported are.
 """
 
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ import msgspec
 from dynamo.protocols import load
 
 STALE_S = 5.0
-_Told = tuple[load.ForwardPassMetrics, float]  # a state, and when it was heard
+_RankLoad = tuple[load.ForwardPassMetrics, float]  # the load, and when it was reported
 
 
 class BusyThresholds(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker above any of these is busy; None: not looked at. The names are the original's."""
+    """A worker above any of these is busy; None: not compared. The names are the original's."""
 
     active_decode_blocks_threshold: float | None = None  # of active blocks, as a share of all
     active_prefill_tokens_threshold: int | None = None  # of prompt tokens still to be computed
@@ -24,62 +24,66 @@ class BusyThresholds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def are_set(self) -> bool:
-        """Can anybody be busy?"""
-        return self != _NONE
+        """Return whether any threshold is set, so that a worker can be busy."""
+        return self != _NO_THRESHOLDS
 
 
-_NONE = BusyThresholds()
+_NO_THRESHOLDS = BusyThresholds()
 
 
 def is_busy(
-    state: load.ForwardPassMetrics, thresholds: BusyThresholds, max_num_batched_tokens: int
+    metrics: load.ForwardPassMetrics, thresholds: BusyThresholds, max_num_batched_tokens: int
 ) -> bool:
-    """`max_num_batched_tokens` is a batch; 0: not known, and then nothing is measured by it."""
-    blocks, waiting = state.kv_stats, state.worker_stats.active_prefill_tokens
-    share = thresholds.active_decode_blocks_threshold
-    if share is not None and blocks.kv_active_blocks > share * blocks.kv_total_blocks:
+    """Compare a load with the thresholds; with 0 `max_num_batched_tokens` (unknown) none is measured in batches."""
+    blocks, num_waiting_tokens = metrics.kv_stats, metrics.worker_stats.active_prefill_tokens
+    max_share = thresholds.active_decode_blocks_threshold
+    if max_share is not None and blocks.kv_active_blocks > max_share * blocks.kv_total_blocks:
         return True
-    most = thresholds.active_prefill_tokens_threshold
-    if most is not None and waiting > most:
+    max_tokens = thresholds.active_prefill_tokens_threshold
+    if max_tokens is not None and num_waiting_tokens > max_tokens:
         return True
-    batches = thresholds.active_prefill_tokens_threshold_frac
-    if batches is None or not max_num_batched_tokens:
+    max_batches = thresholds.active_prefill_tokens_threshold_frac
+    if max_batches is None or not max_num_batched_tokens:
         return False
-    return waiting > batches * max_num_batched_tokens
+    return num_waiting_tokens > max_batches * max_num_batched_tokens
 
 
 class WorkerLoads:
-    """What workers told, and when it came."""
+    """The loads that workers reported, with the time of each report."""
 
     def __init__(self) -> None:
-        self._heard: dict[int, dict[int, _Told]] = {}  # by worker, and by rank
+        self._loads: dict[int, dict[int, _RankLoad]] = {}  # by worker, and by rank
 
     def __len__(self) -> int:
-        return len(self._heard)
+        return len(self._loads)
 
-    def hear(self, event: load.LoadEvent, now: float) -> None:
-        """A worker tells the load of one of its ranks."""
-        ranks = self._heard.setdefault(event.worker_id, {})
+    def update_load(self, event: load.LoadEvent, now: float) -> None:
+        """Record the load of one rank of a worker."""
+        ranks = self._loads.setdefault(event.worker_id, {})
         ranks[event.data.worker_stats.data_parallel_rank] = (event.data, now)
 
-    def forget_stale(self, now: float) -> None:
-        """Those that are gone leave nothing behind."""
-        self._heard = {
-            worker: fresh for worker, ranks in self._heard.items() if (fresh := _fresh(ranks, now))
+    def drop_stale(self, now: float) -> None:
+        """Remove reports that are older than `STALE_S`, and workers without a newer one."""
+        self._loads = {
+            worker: fresh for worker, ranks in self._loads.items() if (fresh := _fresh(ranks, now))
         }
 
-    def busy_among(
-        self, workers: Iterable[int], thresholds: BusyThresholds, batch: int, now: float
+    def select_busy(
+        self,
+        workers: Iterable[int],
+        thresholds: BusyThresholds,
+        max_num_batched_tokens: int,
+        now: float,
     ) -> frozenset[int]:
-        """Those of `workers` that are busy; `batch` is their max_num_batched_tokens."""
+        """Return those of `workers` that are busy."""
+        fresh_loads = {worker: _fresh(self._loads.get(worker, {}), now) for worker in workers}
         return frozenset(
-            worker for worker in workers if self._is_busy(worker, thresholds, batch, now)
+            worker
+            for worker, ranks in fresh_loads.items()
+            if ranks
+            and all(is_busy(data, thresholds, max_num_batched_tokens) for data, _ in ranks.values())
         )
 
-    def _is_busy(self, worker: int, thresholds: BusyThresholds, batch: int, now: float) -> bool:
-        fresh = _fresh(self._heard.get(worker, {}), now)
-        return bool(fresh) and all(is_busy(told[0], thresholds, batch) for told in fresh.values())
 
-
-def _fresh(ranks: dict[int, _Told], now: float) -> dict[int, _Told]:
-    return {rank: told for rank, told in ranks.items() if now - told[1] <= STALE_S}
+def _fresh(ranks: dict[int, _RankLoad], now: float) -> dict[int, _RankLoad]:
+    return {rank: report for rank, report in ranks.items() if now - report[1] <= STALE_S}

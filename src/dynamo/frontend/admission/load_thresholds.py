@@ -1,4 +1,7 @@
-"""`GET|POST /busy_threshold`: from when on a worker counts as busy, for each model, at run time."""
+"""The thresholds above which a worker counts as busy (`GET|POST /busy_threshold`), and the loads compared with them.
+
+Thresholds can be changed for each model at run time. `LoadMonitor` receives the load of the workers of all models.
+"""
 
 import logging
 from collections.abc import Callable
@@ -14,13 +17,15 @@ from dynamo.protocols import load, openai_decode
 from dynamo.runtime import events
 from dynamo.runtime.http import exchange
 
+REFRESH_INTERVAL_S = 0.25
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)] | msgspec.UnsetType | None
 _Tokens = Annotated[int, msgspec.Meta(ge=0)] | msgspec.UnsetType | None
 _Batches = Annotated[float, msgspec.Meta(ge=0)] | msgspec.UnsetType | None
+_logger = logging.getLogger(__name__)
 
 
 class ThresholdChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a caller wants; what it leaves out stays, and null is no threshold."""
+    """The body of a change: a field that is left out keeps its value, and null removes the threshold."""
 
     model: str
     active_decode_blocks_threshold: _Share = msgspec.UNSET
@@ -29,90 +34,91 @@ class ThresholdChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 _decode_change = openai_decode.RequestDecoder(ThresholdChange).decode
-
-
-class ThresholdRegistry:
-    """The thresholds of each model: those of the start, until somebody changes them."""
-
-    def __init__(
-        self, known: registry.ModelRegistry, at_start: busy_workers.BusyThresholds
-    ) -> None:
-        self._models = known
-        self._at_start = at_start
-        self.on_change: Callable[[], None] = lambda: None
-        self._by_model: dict[str, busy_workers.BusyThresholds] = {}
-
-    def of(self, model: str) -> busy_workers.BusyThresholds:
-        """From when on its workers are busy."""
-        return self._by_model.get(model, self._at_start)
-
-    def show(self, caller: exchange.Exchange) -> None:
-        """`GET`: those of all models."""
-        rows = [self._row(model.name) for model in self._models.ready]
-        caller.respond(200, sse.encode({"thresholds": rows}))
-
-    async def change(self, body: bytes) -> dict[str, Any]:
-        """`POST`: some of one model; gives all that it has then. Raises RequestError."""
-        wanted = _decode_change(body)
-        name = self._models.find(wanted.model).name
-        fields = {
-            field: value
-            for field in busy_workers.BusyThresholds.__struct_fields__
-            if (value := getattr(wanted, field)) is not msgspec.UNSET
-        }
-        self._by_model[name] = msgspec.structs.replace(self.of(name), **fields)
-        self.on_change()
-        return self._row(name)
-
-    def _row(self, model: str) -> dict[str, Any]:
-        return {"model": model, **msgspec.structs.asdict(self.of(model))}
-
-
-REFRESH_INTERVAL_S = 0.25
-_logger = logging.getLogger(__name__)
 _decode_event = msgspec.msgpack.Decoder(load.LoadEvent).decode
 
 
-class LoadMonitor:
-    """`changed` is called after each batch of news, and from time to time, because silence is news too."""
+class ThresholdRegistry:
+    """The thresholds of each model: `initial` ones, until they are changed; `on_change` is called after a change."""
 
     def __init__(
         self,
-        plane: events.EventPlane,
-        known: registry.ModelRegistry,
+        models: registry.ModelRegistry,
+        initial: busy_workers.BusyThresholds,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._models = models
+        self._initial = initial
+        self._on_change = on_change
+        self._by_model: dict[str, busy_workers.BusyThresholds] = {}
+
+    def find(self, model: str) -> busy_workers.BusyThresholds:
+        """Return the thresholds of a model's workers."""
+        return self._by_model.get(model, self._initial)
+
+    def show(self, client: exchange.Exchange) -> None:
+        """Answer `GET`: the thresholds of all models."""
+        rows = [self._row(model.name) for model in self._models.ready]
+        client.respond(200, sse.encode({"thresholds": rows}))
+
+    async def change(self, body: bytes) -> dict[str, Any]:
+        """Answer `POST`: change thresholds of one model and return all of its thresholds. Raises RequestError."""
+        request = _decode_change(body)
+        name = self._models.find(request.model).name
+        fields = {
+            field: value
+            for field in busy_workers.BusyThresholds.__struct_fields__
+            if (value := getattr(request, field)) is not msgspec.UNSET
+        }
+        self._by_model[name] = msgspec.structs.replace(self.find(name), **fields)
+        self._on_change()
+        return self._row(name)
+
+    def _row(self, model: str) -> dict[str, Any]:
+        return {"model": model, **msgspec.structs.asdict(self.find(model))}
+
+
+class LoadMonitor:
+    """Receives the load of all workers into `loads`.
+
+    `on_change` is called after each batch of reports, and every `REFRESH_INTERVAL_S`, because a report that stays out
+    changes the load as well.
+    """
+
+    def __init__(
+        self,
+        event_plane: events.EventPlane,
+        models: registry.ModelRegistry,
         loads: busy_workers.WorkerLoads,
-        changed: Callable[[], None],
+        on_change: Callable[[], None],
         clock: clocks.Clock,
     ) -> None:
-        self._plane = plane
-        self._models = known
+        self._event_plane = event_plane
+        self._models = models
         self._loads = loads
-        self._changed = changed
+        self._on_change = on_change
         self._clock = clock
-        self._topics: set[str] = set()
+        self._topics: set[str] = set()  # that are subscribed to
 
-    async def run(self) -> None:
-        """Until cancelled."""
+    async def watch(self) -> None:
+        """Subscribe to the loads of all models' workers, also of later ones, until cancelled."""
         while True:
-            for topic in self._wanted() - self._topics:
+            topics = {
+                f"{endpoint.namespace}/{endpoint.component}/kv_metrics"
+                for model in self._models.ready
+                for endpoint in model.replicas
+            }
+            for topic in topics - self._topics:
                 self._topics.add(topic)
-                await self._plane.subscribe(topic, self._hear)
-            self._loads.forget_stale(self._clock.now())
-            self._changed()
+                await self._event_plane.subscribe(topic, self._receive)
+            self._loads.drop_stale(self._clock.now())
+            self._on_change()
             await self._clock.sleep(REFRESH_INTERVAL_S)
 
-    def _wanted(self) -> set[str]:
-        return {
-            f"{name.namespace}/{name.component}/kv_metrics"
-            for model in self._models.ready
-            for name in model.replicas
-        }
-
-    def _hear(self, batch: list[events.Event]) -> None:
+    def _receive(self, batch: list[events.Event]) -> None:
         now = self._clock.now()
         for event in batch:
             try:
-                self._loads.hear(_decode_event(event.payload), now)
+                self._loads.update_load(_decode_event(event.payload), now)
             except msgspec.MsgspecError as error:
-                _logger.warning("ignored the load told by %x: %s", event.publisher, error)
-        self._changed()
+                _logger.warning("ignored the load reported by %x: %s", event.publisher, error)
+        self._on_change()

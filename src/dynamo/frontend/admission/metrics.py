@@ -1,14 +1,14 @@
-"""What admission counts. The names are the original's; what waits has one class and is sent to aggregated workers."""
+"""The metrics of admission, under the original's names: one policy class, and all waiting requests are "aggregated"."""
 
 from enum import StrEnum
 
 from dynamo.observability import metrics
 
-_CLASS = ("default", "aggregated")  # policy_class, worker_type
+_POLICY_CLASS, _WORKER_TYPE = "default", "aggregated"
 
 
 class RejectionReason(StrEnum):
-    """What a request can be stopped by: the label `gate`."""
+    """Why a request was refused: the label `gate`."""
 
     REQUEST_CONCURRENCY = "request_concurrency"
     WORKERS_BUSY = "workers_busy"
@@ -17,21 +17,23 @@ class RejectionReason(StrEnum):
 
 
 class AdmissionMetrics:
-    """All families of admission."""
+    """All metric families of admission."""
 
     def __init__(self, registry: metrics.Registry) -> None:
         self._rejections = registry.counter(
-            "admission_rejection_total", "Requests that were not let in", ("gate", "model")
+            "admission_rejection_total", "Requests that were refused", ("gate", "model")
         )
         self._limits = registry.gauge(
-            "admission_gate_limit", "How many requests a gate lets in, for each model", ("gate",)
+            "admission_gate_limit", "Requests that may run at the same time, per model", ("gate",)
         )
-        queue = ("model", "policy_class", "worker_type")
+        queue_labels = ("model", "policy_class", "worker_type")
         self._pending = registry.gauge(
-            "admission_queue_pending_requests", "Requests that wait for room", queue
+            "admission_queue_pending_requests", "Requests that wait for a permit", queue_labels
         )
         self._pending_tokens = registry.gauge(
-            "admission_queue_pending_isl_tokens", "Tokens of the prompts that wait for room", queue
+            "admission_queue_pending_isl_tokens",
+            "Tokens of the prompts that wait for a permit",
+            queue_labels,
         )
         self._backpressure = registry.counter(
             "admission_queue_backpressure_total",
@@ -39,20 +41,20 @@ class AdmissionMetrics:
             ("model", "policy_class", "reason", "worker_type"),
         )
 
-    def show_limit(self, gate: RejectionReason, limit: int) -> None:
-        """How many a gate lets in."""
-        self._limits.labels(gate).set(limit)
+    def set_limit(self, reason: RejectionReason, limit: int) -> None:
+        """Show the number of requests above which others are refused for this reason."""
+        self._limits.labels(reason).set(limit)
 
-    def rejected(self, gate: RejectionReason, model: str) -> None:
-        """A request was not let in."""
-        self._rejections.labels(gate, model.lower()).inc()
+    def count_rejection(self, reason: RejectionReason, model: str) -> None:
+        """Count a refused request."""
+        self._rejections.labels(reason, model.lower()).inc()
 
-    def show_line(self, model: str, num_requests: int, num_tokens: int) -> None:
-        """How long the line of a model is now."""
-        self._pending.labels(model.lower(), *_CLASS).set(num_requests)
-        self._pending_tokens.labels(model.lower(), *_CLASS).set(num_tokens)
+    def set_queue(self, model: str, num_requests: int, num_tokens: int) -> None:
+        """Show the length of a model's queue, in requests and in prompt tokens."""
+        labels = (model.lower(), _POLICY_CLASS, _WORKER_TYPE)
+        self._pending.labels(*labels).set(num_requests)
+        self._pending_tokens.labels(*labels).set(num_tokens)
 
-    def backpressure(self, model: str, reason: str) -> None:
-        """The line did not help: `full` or `timeout`."""
-        policy_class, worker_type = _CLASS
-        self._backpressure.labels(model.lower(), policy_class, reason, worker_type).inc()
+    def count_backpressure(self, model: str, reason: str) -> None:
+        """Count a request for which the queue was full (`full`) or which waited too long (`timeout`)."""
+        self._backpressure.labels(model.lower(), _POLICY_CLASS, reason, _WORKER_TYPE).inc()

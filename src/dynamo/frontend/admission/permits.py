@@ -1,7 +1,7 @@
-"""The gate of one model: lets requests in as long as there is room, and has the others wait in line.
+"""The permits of one model: a request holds one from its admission to its end; requests without one wait in a queue.
 
-Nobody overtakes the line. It moves when a request ends and when a worker tells its load; each time one request comes in
-for each worker that is not busy, because only the next report shows what that one did to it.
+No request overtakes the queue. It moves when a request ends and when a worker reports its load; each time it admits one
+request for each worker that is not busy, because only the next report shows what that request did to the worker.
 """
 
 import asyncio
@@ -14,116 +14,117 @@ from dynamo.frontend.admission import metrics, queue
 from dynamo.runtime.http import exchange
 
 ALL_BUSY = "All workers are busy, please retry later"
-Place = asyncio.Future[None]
+PendingPermit = asyncio.Future[None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionPolicy:
-    """How a gate is kept."""
+    """How many requests of one model may run and wait."""
 
-    concurrency_limit: int | None  # requests inside; None: no limit
+    concurrency_limit: int | None  # requests that hold a permit; None: no limit
     queue_limit: int  # requests that wait
     queue_timeout_s: float
 
 
 class ModelPermits:
-    """`num_free_workers` gives how many are not busy; None: nobody is ever busy."""
+    """Gives permits to the requests of one model.
+
+    `num_free_workers` returns how many workers are not busy; None: no worker can be busy.
+    """
 
     def __init__(
         self,
         model: str,
-        rules: AdmissionPolicy,
+        policy: AdmissionPolicy,
         num_free_workers: Callable[[], int | None],
-        counts: metrics.AdmissionMetrics,
+        admission_metrics: metrics.AdmissionMetrics,
         clock: clocks.Clock,
     ) -> None:
         self._model = model
-        self._rules = rules
+        self._policy = policy
         self._num_free_workers = num_free_workers
-        self._counts = counts
+        self._metrics = admission_metrics
         self._clock = clock
-        self._num_inside = 0
-        self._line: queue.WaitingQueue[Place] = queue.WaitingQueue(rules.queue_limit)
-        self._pace = queue.CompletionRate()
+        self._num_permits = 0  # that requests hold
+        self._queue: queue.WaitingQueue[PendingPermit] = queue.WaitingQueue(policy.queue_limit)
+        self._completion_rate = queue.CompletionRate()
 
-    async def enter(
-        self, caller: exchange.Exchange, *, priority: int, num_tokens: int, ignores_load: bool
+    async def acquire_permit(
+        self, client: exchange.Exchange, *, priority: int, num_tokens: int, ignores_load: bool
     ) -> None:
-        """Return inside; whoever is inside must `leave`. Who `ignores_load` has chosen its worker already.
+        """Return with a permit, which must be released. `ignores_load`: the request has chosen its worker already.
 
-        Raises Overloaded, or Cancelled if the client went away.
+        Raises Overloaded, or Cancelled if the client went away while it waited.
         """
-        room = self._slots() if ignores_load else self._room()
-        if room != 0 and (ignores_load or not self._line):
-            self._num_inside += 1
+        room = self._num_unused_permits() if ignores_load else self._num_admissible()
+        if room != 0 and (ignores_load or not self._queue):
+            self._num_permits += 1
             return
-        if self._line.is_full:
-            if self._rules.queue_limit:
-                self._counts.backpressure(self._model, "full")
-            raise self._refusal()
-        await self._wait(caller, priority, num_tokens)
+        if self._queue.is_full:
+            if self._policy.queue_limit:
+                self._metrics.count_backpressure(self._model, "full")
+            raise self._make_refusal()
+        await self._wait(client, priority, num_tokens)
 
-    def leave(self) -> None:
-        """A request that was inside is over."""
-        self._num_inside -= 1
-        self._pace.ended(self._clock.now())
-        self.look()
+    def release_permit(self) -> None:
+        """Give a permit back and admit the next waiting request."""
+        self._num_permits -= 1
+        self._completion_rate.record_completion(self._clock.now())
+        self.admit_waiting()
 
-    def look(self) -> None:
-        """Let in for whom there is room now."""
-        room = self._room() if self._line else 0
-        num_coming = len(self._line) if room is None else min(room, len(self._line))
-        for _ in range(num_coming):
-            self._line.next().waiter.set_result(None)
-            self._num_inside += 1
-        if num_coming:
-            self._show_line()
+    def admit_waiting(self) -> None:
+        """Give permits to as many waiting requests as there is room for now."""
+        room = self._num_admissible() if self._queue else 0
+        num_admitted = len(self._queue) if room is None else min(room, len(self._queue))
+        for _ in range(num_admitted):
+            self._queue.pop_first().waiter.set_result(None)
+            self._num_permits += 1
+        if num_admitted:
+            self._show_queue()
 
-    async def _wait(self, caller: exchange.Exchange, priority: int, num_tokens: int) -> None:
-        """One future has three ends: let in, gone, or too late."""
-        loop = asyncio.get_running_loop()
-        place: Place = loop.create_future()
-        ticket = self._line.join(place, priority=priority, num_tokens=num_tokens)
-        self._show_line()
-        timer = loop.call_later(self._rules.queue_timeout_s, self._expire, place)
-        caller.on_disconnect(lambda: _give_up(place))
+    async def _wait(self, client: exchange.Exchange, priority: int, num_tokens: int) -> None:
+        """Wait in the queue until admission, disconnection or timeout: each ends the same future."""
+        pending: PendingPermit = asyncio.get_running_loop().create_future()
+        position = self._queue.append(pending, priority=priority, num_tokens=num_tokens)
+        self._show_queue()
+        timer = self._clock.call_later(self._policy.queue_timeout_s, self._expire, pending)
+        client.on_disconnect(lambda: _cancel(pending))
         try:
-            await place
+            await pending
         finally:
             timer.cancel()
-            if self._line.leave(ticket):
-                self._show_line()
+            if self._queue.remove(position):
+                self._show_queue()
 
-    def _expire(self, place: Place) -> None:
-        if not place.done():
-            self._counts.backpressure(self._model, "timeout")
-            place.set_exception(self._refusal())
+    def _expire(self, pending: PendingPermit) -> None:
+        if not pending.done():
+            self._metrics.count_backpressure(self._model, "timeout")
+            pending.set_exception(self._make_refusal())
 
-    def _room(self) -> int | None:
-        rules = self._rules
+    def _num_admissible(self) -> int | None:
         return queue.count_admissible(
-            self._num_inside, rules.concurrency_limit, self._num_free_workers()
+            self._num_permits, self._policy.concurrency_limit, self._num_free_workers()
         )
 
-    def _slots(self) -> int | None:
-        return queue.count_admissible(self._num_inside, self._rules.concurrency_limit, None)
+    def _num_unused_permits(self) -> int | None:
+        return queue.count_admissible(self._num_permits, self._policy.concurrency_limit, None)
 
-    def _refusal(self) -> errors.Overloaded:
-        retry_after_s = self._pace.wait_s(len(self._line), self._clock.now())
-        if self._slots() == 0:
-            self._counts.rejected(metrics.RejectionReason.REQUEST_CONCURRENCY, self._model)
+    def _make_refusal(self) -> errors.Overloaded:
+        retry_after_s = self._completion_rate.estimate_wait_s(len(self._queue), self._clock.now())
+        if self._num_unused_permits() == 0:
+            self._metrics.count_rejection(metrics.RejectionReason.REQUEST_CONCURRENCY, self._model)
             message = (
-                f"{self._num_inside} requests for {self._model!r} run here, which is the limit: "
+                f"{self._num_permits} requests for {self._model!r} run here, which is the limit: "
                 "please retry later"
             )
             return errors.Overloaded(message, retry_after_s=retry_after_s)
-        self._counts.rejected(metrics.RejectionReason.WORKERS_BUSY, self._model)
+        self._metrics.count_rejection(metrics.RejectionReason.WORKERS_BUSY, self._model)
         return errors.Overloaded(ALL_BUSY, retry_after_s=retry_after_s)
 
-    def _show_line(self) -> None:
-        self._counts.show_line(self._model, len(self._line), self._line.num_tokens)
+    def _show_queue(self) -> None:
+        self._metrics.set_queue(self._model, len(self._queue), self._queue.num_tokens)
 
 
-def _give_up(place: Place) -> None:
-    if not place.done():
-        place.set_exception(errors.Cancelled("the client went away before its turn came"))
+def _cancel(pending: PendingPermit) -> None:
+    if not pending.done():
+        pending.set_exception(errors.Cancelled("the client went away while its request waited"))

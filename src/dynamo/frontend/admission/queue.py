@@ -1,6 +1,7 @@
-"""The line of requests that wait for room: bounded, the higher priority first, then who came first; and its pace.
+"""The queue of requests that wait for a permit: bounded, higher priority first, then in order of arrival.
 
-It is short (its bound is a setting), so a sorted list does: joining and leaving cost a bisection and a memmove.
+The queue is short (its bound is a setting), so a sorted list does: a request is added and removed at the cost of a
+bisection and a memmove. `CompletionRate` estimates how long a request will wait.
 """
 
 import bisect
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 P = TypeVar("P")
-_PACE_SAMPLES = 64
-_LEAST_S, _MOST_S = 1.0, 60.0
+_RATE_SAMPLES = 64
+_MIN_WAIT_S, _MAX_WAIT_S = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -22,7 +23,7 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition(Generic[P]):
-    """A place in the line; `waiter` is who is told when it is its turn."""
+    """The position of one waiting request; `waiter` is what the owner of the queue wakes."""
 
     rank: _Rank
     num_tokens: int
@@ -30,72 +31,75 @@ class QueuePosition(Generic[P]):
 
 
 class WaitingQueue(Generic[P]):
-    """Holds at most `limit`."""
+    """Holds at most `limit` waiting requests, sorted by rank."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._tickets: list[QueuePosition[P]] = []  # by rank
+        self._positions: list[QueuePosition[P]] = []  # by rank
         self._arrivals = itertools.count()
         self.num_tokens = 0  # of all prompts that wait
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._positions)
 
     @property
     def is_full(self) -> bool:
-        """Nobody can join now."""
-        return len(self._tickets) >= self._limit
+        """Return whether no further request can wait."""
+        return len(self._positions) >= self._limit
 
-    def join(self, waiter: P, *, priority: int, num_tokens: int) -> QueuePosition[P]:
-        """Take a place; only where the line is not full."""
-        ticket = QueuePosition(_Rank(-priority, next(self._arrivals)), num_tokens, waiter)
-        bisect.insort(self._tickets, ticket, key=_rank)
+    def append(self, waiter: P, *, priority: int, num_tokens: int) -> QueuePosition[P]:
+        """Add a request behind those of its priority. The queue must not be full."""
+        position = QueuePosition(_Rank(-priority, next(self._arrivals)), num_tokens, waiter)
+        bisect.insort(self._positions, position, key=_rank_of)
         self.num_tokens += num_tokens
-        return ticket
+        return position
 
-    def leave(self, ticket: QueuePosition[P]) -> bool:
-        """Give a place up; says whether it was still held."""
-        at = bisect.bisect_left(self._tickets, ticket.rank, key=_rank)
-        if at == len(self._tickets) or self._tickets[at] is not ticket:
+    def remove(self, position: QueuePosition[P]) -> bool:
+        """Remove a request; return whether it was still in the queue."""
+        index = bisect.bisect_left(self._positions, position.rank, key=_rank_of)
+        if index == len(self._positions) or self._positions[index] is not position:
             return False
-        del self._tickets[at]
-        self.num_tokens -= ticket.num_tokens
+        del self._positions[index]
+        self.num_tokens -= position.num_tokens
         return True
 
-    def next(self) -> QueuePosition[P]:
-        """Whose turn it is leaves the line."""
-        ticket = self._tickets[0]
-        self.leave(ticket)
-        return ticket
+    def pop_first(self) -> QueuePosition[P]:
+        """Remove and return the first request. The queue must not be empty."""
+        position = self._positions[0]
+        self.remove(position)
+        return position
 
 
-def _rank(ticket: QueuePosition[P]) -> _Rank:
-    return ticket.rank
+def _rank_of(position: QueuePosition[P]) -> _Rank:
+    return position.rank
 
 
 class CompletionRate:
     """How fast requests end, by the last few that did."""
 
     def __init__(self) -> None:
-        self._ended_at: deque[float] = deque(maxlen=_PACE_SAMPLES)
+        self._completed_at: deque[float] = deque(maxlen=_RATE_SAMPLES)
 
-    def ended(self, now: float) -> None:
-        """One did."""
-        self._ended_at.append(now)
+    def record_completion(self, now: float) -> None:
+        """Record that a request ended at `now`."""
+        self._completed_at.append(now)
 
-    def wait_s(self, num_before: int, now: float) -> float:
-        """How long until so many have ended, and one more: 1 to 60 seconds; the least if nothing is known."""
-        if len(self._ended_at) < 2:
-            return _LEAST_S
-        per_request_s = (now - self._ended_at[0]) / len(self._ended_at)
-        return min(_MOST_S, max(_LEAST_S, (num_before + 1) * per_request_s))
+    def estimate_wait_s(self, num_ahead: int, now: float) -> float:
+        """Estimate the seconds until `num_ahead` requests and one more have ended, between 1 and 60.
+
+        With fewer than two completed requests nothing is known, and the estimate is 1 second.
+        """
+        if len(self._completed_at) < 2:
+            return _MIN_WAIT_S
+        per_request_s = (now - self._completed_at[0]) / len(self._completed_at)
+        return min(_MAX_WAIT_S, max(_MIN_WAIT_S, (num_ahead + 1) * per_request_s))
 
 
 def count_admissible(
-    num_inside: int, limit: int | None, num_free_workers: int | None
+    num_permits: int, limit: int | None, num_free_workers: int | None
 ) -> int | None:
-    """How many may come in now: slots that are free, and one for each worker that is not busy. None: any number."""
-    parts = [] if limit is None else [max(0, limit - num_inside)]
+    """Return how many requests may be admitted now: unused permits, but one for each free worker; None: any number."""
+    bounds = [] if limit is None else [max(0, limit - num_permits)]
     if num_free_workers is not None:
-        parts.append(num_free_workers)
-    return min(parts, default=None)
+        bounds.append(num_free_workers)
+    return min(bounds, default=None)

@@ -74,7 +74,7 @@ class KserveRoutes:
         self,
         answers: pipeline.Pipeline,
         known: registry.ModelRegistry,
-        counter: controller.Desk,
+        counter: controller.AdmissionController,
         accepts: Accepts,
         *,
         is_draining: Callable[[], bool],

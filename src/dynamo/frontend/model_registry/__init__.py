@@ -1,1 +1,1 @@
-"""The models that are served: who serves them, from what, and where their prompts can be computed."""
+"""The model registry: the models that can be served, the instances that serve them, and the files they need."""

@@ -1,13 +1,13 @@
-"""Gets the files of a model that lie on another host: a frontend needs no copy of the model's directory.
+"""Fetches the files of a model that lie on another host, so that a frontend needs no copy of the model's directory.
 
-A file is taken from the first place that has the very one that the card names, by its checksum:
+A file is taken from the first place that has the file that the card names, compared by its checksum:
 
 1. the path that the card names: the worker is on this host, or the directory is shared
-2. our cache, a directory of files by checksum
-3. the object store, if the worker put it there and we are connected to one
+2. the cache, a directory of files named by their checksums
+3. the object store, if the worker put the file there and this process is connected to one
 4. a worker that serves the model, over the request plane
 
-So every mix of planes has a way, and whatever comes over a wire is checked before it is used.
+So every combination of planes works, and bytes that come over a network are checked before they are used.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import requests, services
@@ -30,138 +31,143 @@ FETCH_TIMEOUT_S = 30.0  # for all files of a model
 PART_TIMEOUT_S = 10.0
 MAX_FILE_BYTES = 256 * 2**20
 MAX_PROVIDERS = 3  # workers that are asked for a file
-MAX_CACHED_FILES = 256  # files in the cache
+MAX_CACHED_FILES = 256
 _CHECKSUM = re.compile(r"sha256:([0-9a-f]{64})")
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FileProvider:
-    """A worker that has the files, and the path of the endpoint that gives them away."""
+    """A worker that has the files, and the path of its endpoint that sends them."""
 
     address: str
     endpoint: str
 
     @classmethod
     def of(cls, instance: instances.Instance, plane: str) -> "FileProvider | None":
-        """None if it cannot be reached by this plane."""
+        """Return the provider for an instance; None if this request plane does not reach it."""
         address = instance.transport.get(plane)
         endpoint = model_card.model_files_path(instance.name)
         return cls(address, endpoint) if address is not None else None
 
 
-def cache_directory(told: str | None) -> Path:
-    """Where fetched files are kept: as told, or `pydynamo/models` in the user's cache (XDG_CACHE_HOME)."""
-    if told:
-        return Path(told).expanduser()
+def cache_directory(configured: str | None) -> Path:
+    """Return the directory for fetched files: as configured, or `pydynamo/models` in XDG_CACHE_HOME."""
+    if configured:
+        return Path(configured).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "pydynamo" / "models"
 
 
 class FileFetcher:
-    """For one frontend; several may share the directory."""
+    """Fetches files into one cache directory, which several frontends may share."""
 
     def __init__(
-        self, plane: requests.RequestPlane, beside: services.Services, kept_in: Path
+        self,
+        plane: requests.RequestPlane,
+        runtime_services: services.Services,
+        directory: Path,
+        clock: clocks.Clock,
     ) -> None:
         self._plane = plane
-        self._services = beside
-        self._directory = kept_in
+        self._services = runtime_services
+        self._directory = directory
+        self._clock = clock
 
     @property
     def plane_name(self) -> str:
-        """By which workers are asked."""
+        """Return the name of the request plane by which workers are reached."""
         return self._plane.name
 
-    async def bring(
-        self, card: model_card.ModelCard, givers: Sequence[FileProvider]
+    async def fetch_files(
+        self, card: model_card.ModelCard, providers: Sequence[FileProvider]
     ) -> model_card.ModelCard:
-        """The card, with paths that can be read here. Raises ConfigError that says which file nobody gave."""
+        """Return the card with paths that can be read here. Raises ConfigError that names the missing file."""
         try:
-            async with asyncio.timeout(FETCH_TIMEOUT_S):
-                found = {
-                    name: await self._find(card, name, file, givers)
+            async with self._clock.timeout(FETCH_TIMEOUT_S):
+                files = {
+                    name: await self._locate(card, name, file, providers)
                     for name, file in card.files.items()
                 }
         except TimeoutError:
             raise errors.ConfigError(
                 f"model {card.display_name!r}: its files did not come within {FETCH_TIMEOUT_S:g} s"
             ) from None
-        return msgspec.structs.replace(card, files=found)
+        return msgspec.structs.replace(card, files=files)
 
-    async def _find(
+    async def _locate(
         self,
         card: model_card.ModelCard,
         name: str,
         file: model_card.ModelFile,
-        givers: Sequence[FileProvider],
+        providers: Sequence[FileProvider],
     ) -> model_card.ModelFile:
-        if await asyncio.to_thread(_is_it, Path(file.path), file):
+        if await asyncio.to_thread(_is_same_file, Path(file.path), file):
             return file
         digest = _CHECKSUM.fullmatch(file.checksum)
         if digest is None or file.size > MAX_FILE_BYTES:
-            return file  # whoever reads it says what is wrong
-        kept = self._directory / digest[1]
-        if not await asyncio.to_thread(_is_it, kept, file):
-            content = await self._fetch(card, name, file, givers)
+            return file  # the error is reported where the file is read
+        cached = self._directory / digest[1]
+        if not await asyncio.to_thread(_is_same_file, cached, file):
+            content = await self._fetch(card, name, file, providers)
             try:
-                await asyncio.to_thread(_keep, kept, content)
+                await asyncio.to_thread(_write_to_cache, cached, content)
             except OSError as error:
                 raise errors.ConfigError(
                     f"cannot keep {name} of the model {card.display_name!r} in {self._directory}: {error}; "
                     "give --model-cache a directory that can be written"
                 ) from error
-        return msgspec.structs.replace(file, path=str(kept))
+        return msgspec.structs.replace(file, path=str(cached))
 
     async def _fetch(
         self,
         card: model_card.ModelCard,
         name: str,
         file: model_card.ModelFile,
-        givers: Sequence[FileProvider],
+        providers: Sequence[FileProvider],
     ) -> bytes:
-        refusals: list[errors.DynamoError] = []
-        for giver in (None, *givers[:MAX_PROVIDERS]):
+        """Fetch a file from the object store or a worker. Raises ConfigError if none of them gives it."""
+        failures: list[errors.DynamoError] = []
+        for provider in (None, *providers[:MAX_PROVIDERS]):
             try:
-                content = await self._from(giver, name, file)
+                content = await (
+                    self._fetch_from_store(file)
+                    if provider is None
+                    else self._fetch_from_worker(provider, name, file)
+                )
+                if content is None:
+                    continue
+                if not _has_checksum(content, file):
+                    raise errors.RemoteProtocolError(
+                        f"expected {name} as {file.checksum}, got {len(content)} other bytes"
+                    )
             except errors.DynamoError as error:
-                refusals.append(error)
+                failures.append(error)
                 continue
-            if content is not None:
-                came_from = f"the worker at {giver.address}" if giver else file.url
-                _logger.info("fetched %s of %r from %s", name, card.display_name, came_from)
-                return content
-        why = "; ".join(map(str, refusals)) or "no worker gives it away"
+            source = f"the worker at {provider.address}" if provider else file.url
+            _logger.info("fetched %s of %r from %s", name, card.display_name, source)
+            return content
+        reason = "; ".join(map(str, failures)) or "no worker gives it away"
         raise errors.ConfigError(
-            f"model {card.display_name!r}: cannot read {file.path}, which its worker named, and cannot fetch it: {why}"
+            f"model {card.display_name!r}: cannot read {file.path}, which its worker named, and cannot fetch it: "
+            f"{reason}"
         )
 
-    async def _from(
-        self, giver: FileProvider | None, name: str, file: model_card.ModelFile
-    ) -> bytes | None:
-        """From a worker, or without one from the object store; None if there is none. Raises DynamoError."""
-        content = (
-            await self._from_store(file) if giver is None else await self._given(giver, name, file)
-        )
-        if content is not None and not _is_named(content, file):
-            raise errors.RemoteProtocolError(
-                f"expected {name} as {file.checksum}, got {len(content)} other bytes"
-            )
-        return content
-
-    async def _from_store(self, file: model_card.ModelFile) -> bytes | None:
+    async def _fetch_from_store(self, file: model_card.ModelFile) -> bytes | None:
         store = self._services.object_store()
         if file.url is None or store is None:
             return None
         return await store.get(file.url, timeout_s=PART_TIMEOUT_S)
 
-    async def _given(self, giver: FileProvider, name: str, file: model_card.ModelFile) -> bytes:
+    async def _fetch_from_worker(
+        self, provider: FileProvider, name: str, file: model_card.ModelFile
+    ) -> bytes:
         content = bytearray()
         while len(content) < file.size:
             part = await requests.ask(
                 self._plane,
-                giver.address,
-                giver.endpoint,
+                provider.address,
+                provider.endpoint,
                 model_card.FilePart(name=name, offset=len(content)),
                 reply_type=bytes,
                 timeout_s=PART_TIMEOUT_S,
@@ -172,24 +178,23 @@ class FileFetcher:
         return bytes(content)
 
 
-def _is_it(path: Path, file: model_card.ModelFile) -> bool:
-    """Is this the file that the card names?"""
+def _is_same_file(path: Path, file: model_card.ModelFile) -> bool:
     try:
-        return path.stat().st_size == file.size and _is_named(path.read_bytes(), file)
+        return path.stat().st_size == file.size and _has_checksum(path.read_bytes(), file)
     except OSError:
         return False
 
 
-def _is_named(content: bytes, file: model_card.ModelFile) -> bool:
+def _has_checksum(content: bytes, file: model_card.ModelFile) -> bool:
     return file.checksum == f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def _keep(path: Path, content: bytes) -> None:
-    """Whole or not at all; the oldest files make room. Raises OSError."""
+def _write_to_cache(path: Path, content: bytes) -> None:
+    """Write the whole file or nothing, and remove the oldest files beyond the limit. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix="coming-", delete=False) as coming:
-        coming.write(content)
-    Path(coming.name).replace(path)
-    kept = sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime)
-    for old in kept[:-MAX_CACHED_FILES]:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix="coming-", delete=False) as partial:
+        partial.write(content)
+    Path(partial.name).replace(path)
+    oldest_first = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)
+    for old in oldest_first[:-MAX_CACHED_FILES]:
         old.unlink(missing_ok=True)

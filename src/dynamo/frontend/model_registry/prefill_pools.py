@@ -1,7 +1,8 @@
-"""The prefill workers of each model: they answer no client, but stand before those who do (`disagg.prefill_first`).
+"""The prefill workers of each model: they answer no client, but compute prompts for decode workers.
 
-Follows their cards, and tells the routes of the model as soon as there is one, and when the last is gone. A prefill
-worker works for those of its namespace that serve the same files.
+Follows their model cards, and gives the routes of a model (`disagg.prefill_first`) a router to its prefill workers as
+soon as there is one, and none when the last is gone. A prefill worker works for the decode workers of its namespace
+that serve the same files.
 """
 
 import logging
@@ -16,49 +17,51 @@ from dynamo.runtime import client
 _logger = logging.getLogger(__name__)
 Connect = Callable[[instances.EndpointName], Awaitable[client.EndpointClient]]
 PrefillRouterFactory = Callable[[client.EndpointClient, model_card.ModelCard], kv_router.KvRouter]
-_Cards = Mapping[int, model_card.ModelCard]
+_CardsByInstance = Mapping[int, model_card.ModelCard]
 
 
 class PrefillPools:
-    """By model and endpoint."""
+    """The pools of prefill workers, by model and endpoint."""
 
-    def __init__(self, connect: Connect, make: PrefillRouterFactory) -> None:
+    def __init__(self, connect: Connect, make_router: PrefillRouterFactory) -> None:
         self._connect = connect
-        self._make = make
+        self._make_router = make_router
         self._records: dict[str, model_card.CardRecord] = {}  # by key, oldest first
-        self._routes: dict[tuple[str, instances.EndpointName], kv_router.KvRouter] = {}
-        self._active: set[tuple[str, str]] = set()  # models and namespaces that have some
+        self._routers: dict[tuple[str, instances.EndpointName], kv_router.KvRouter] = {}
+        self._active: set[tuple[str, str]] = set()  # models and namespaces with prefill workers
 
-    def add(self, key: str, record: model_card.CardRecord) -> None:
-        """A prefill worker registers."""
+    def add_worker(self, key: str, record: model_card.CardRecord) -> None:
+        """Add or replace the record of a prefill worker."""
         self._records[key] = record
 
-    def remove(self, key: str) -> model_card.CardRecord | None:
-        """It is gone; None: it was none."""
+    def remove_worker(self, key: str) -> model_card.CardRecord | None:
+        """Remove and return the record of a prefill worker; None if the key is not one's."""
         return self._records.pop(key, None)
 
-    async def stand_before(self, model: RegisteredModel) -> None:
-        """Tell its routes who there is now."""
+    async def update_routes(self, model: RegisteredModel) -> None:
+        """Give the routes of a model the prefill workers that there are now."""
         for name, replicas in model.replicas.items():
             if isinstance(replicas.route, prefill_first.PrefillFirst):
-                replicas.route.prefill_by(await self._route(model, name.namespace))
+                replicas.route.prefill_by(await self._find_router(model, name.namespace))
 
-    async def _route(self, model: RegisteredModel, namespace: str) -> kv_router.KvRouter | None:
-        endpoint, cards = self._pool(model, namespace)
-        self._tell(model.name, namespace, len(cards))
+    async def _find_router(
+        self, model: RegisteredModel, namespace: str
+    ) -> kv_router.KvRouter | None:
+        endpoint, cards = self._find_pool(model, namespace)
+        self._log_change(model.name, namespace, len(cards))
         if endpoint is None:
             return None
         key = model.name, endpoint
-        if key not in self._routes:
-            asked = await self._connect(endpoint)
-            self._routes[key] = self._make(asked, next(iter(cards.values())))
-        self._routes[key].set_model_cards(cards)
-        return self._routes[key]
+        if key not in self._routers:
+            endpoint_client = await self._connect(endpoint)
+            self._routers[key] = self._make_router(endpoint_client, next(iter(cards.values())))
+        self._routers[key].set_model_cards(cards)
+        return self._routers[key]
 
-    def _pool(
+    def _find_pool(
         self, model: RegisteredModel, namespace: str
-    ) -> tuple[instances.EndpointName | None, _Cards]:
-        """The endpoint of the oldest prefill worker, and who else serves there."""
+    ) -> tuple[instances.EndpointName | None, _CardsByInstance]:
+        """Return the endpoint of the model's oldest prefill worker, and the cards of all workers at it."""
         endpoint, cards = None, {}
         for record in self._records.values():
             name = instances.EndpointName(record.namespace, record.component, record.endpoint)
@@ -72,7 +75,7 @@ class PrefillPools:
             cards[record.instance_id] = card
         return endpoint, cards
 
-    def _tell(self, model: str, namespace: str, num_workers: int) -> None:
+    def _log_change(self, model: str, namespace: str, num_workers: int) -> None:
         key = model, namespace
         if num_workers and key not in self._active:
             _logger.info("prompts of %r go by prefill workers of %s", model, namespace)

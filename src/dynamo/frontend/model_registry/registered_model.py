@@ -1,4 +1,10 @@
-"""A model as this frontend serves it: how to prepare requests for it, and who answers them."""
+"""A model of the registry: how requests for it are prepared, and which instances answer them.
+
+A LoRA adapter is a registered model of its own to clients, and part of its base model to all else. A worker names its
+adapters on its model card, so adapters follow from the base models alone: an adapter is served by those workers of its
+base model that name it, appears and vanishes with them, and is refused where they are. It has the tokenizer and chat
+template of its base model, and its requests go by the routes of the base model (`router.route.LoraRoute`).
+"""
 
 import itertools
 import logging
@@ -15,33 +21,35 @@ from dynamo.protocols import embed, generate, instances, model_card
 from dynamo.router import route as routing
 from dynamo.runtime import client, requests
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class EndpointInstances:
-    """The instances of one endpoint that serve the model, and the way to them."""
+    """The instances of one endpoint that serve a model, and the route to them."""
 
     client: client.EndpointClient
     route: routing.Route
-    cards: dict[int, model_card.ModelCard] = field(default_factory=dict)
+    cards: dict[int, model_card.ModelCard] = field(default_factory=dict)  # by instance id
 
     @property
-    def living(self) -> list[instances.Instance]:
-        """Those that are registered now."""
-        found = self.client.instances
-        return [found[one] for one in sorted(self.cards) if one in found]
+    def live_instances(self) -> list[instances.Instance]:
+        """Return those that are registered in discovery now, by id."""
+        registered = self.client.instances
+        return [registered[number] for number in sorted(self.cards) if number in registered]
 
     @property
-    def is_living(self) -> bool:
-        """Is any of them registered now?"""
+    def has_live_instances(self) -> bool:
+        """Return whether any of them is registered in discovery now."""
         return not self.cards.keys().isdisjoint(self.client.instances)
 
-    def among(self, avoid: Collection[int]) -> Collection[int] | None:
-        """Whom to ask; None: anybody. Where all are to be avoided, it is any of them."""
+    def allowed_ids(self, avoid: Collection[int]) -> Collection[int] | None:
+        """Return the instances that may be chosen: none of `avoid`, unless that leaves no instance. None: all."""
         return self.cards.keys() - avoid or self.cards.keys() if avoid else None
 
 
 class RegisteredModel:
-    """One name in /v1/models. `problem` says why it cannot be served, if its files could not be read."""
+    """One name in /v1/models. `problem` says why the model cannot be served, if its files could not be read."""
 
     def __init__(
         self,
@@ -52,16 +60,16 @@ class RegisteredModel:
         base: "RegisteredModel | None" = None,
     ) -> None:
         self.card = card
-        self.base = base  # the model that it is a LoRA adapter of
+        self.base = base  # the base model, if this is a LoRA adapter
         self.replicas: Mapping[instances.EndpointName, EndpointInstances] = {}
         self._preparer = preparer
         self._problem = problem
-        self._turns = itertools.count()
-        adapter = () if base is None else (card.display_name,)
-        self.fingerprint = identity.fingerprint(card, *adapter)
+        self._num_picks = itertools.count()
+        adapter_names = () if base is None else (card.display_name,)
+        self.fingerprint = identity.fingerprint(card, *adapter_names)
 
-    def adapter(self, name: str) -> "RegisteredModel":
-        """A LoRA adapter of it. Its replicas are the caller's to find."""
+    def make_adapter(self, name: str) -> "RegisteredModel":
+        """Return a LoRA adapter of this model, without instances."""
         card = msgspec.structs.replace(self.card, display_name=name, lora_names=())
         preparer = None if self._preparer is None else self._preparer.for_adapter(name)
         return RegisteredModel(card, preparer, self._problem, base=self)
@@ -72,22 +80,24 @@ class RegisteredModel:
 
     @property
     def instances(self) -> list[instances.Instance]:
-        """Who serves it now."""
-        return [one for replicas in self.replicas.values() for one in replicas.living]
+        """Return all instances that serve the model now."""
+        return [
+            instance for replicas in self.replicas.values() for instance in replicas.live_instances
+        ]
 
     @property
     def is_ready(self) -> bool:
-        """Can a request be answered now?"""
+        """Return whether a request can be answered now."""
         return self._problem is None and bool(self.instances)
 
     @property
     def is_loaded(self) -> bool:
-        """Could its files be read? Else a worker that comes may bring them."""
+        """Return whether the model's files could be read; if not, the next worker may bring them."""
         return self._preparer is not None
 
     @property
     def preparer(self) -> preprocessor.Preprocessor:
-        """Raises Unavailable, saying why there is none."""
+        """Return what turns requests into tokens. Raises Unavailable if the model's files could not be read."""
         if self._preparer is None:
             raise errors.Unavailable(
                 f"the model {self.name!r} cannot be served here: {self._problem}", retry_after_s=10
@@ -96,11 +106,11 @@ class RegisteredModel:
 
     @property
     def can_generate(self) -> bool:
-        """Does it make text?"""
+        """Return whether the model generates text."""
         return self.card.model_type != (model_card.ModelType.EMBEDDINGS,)
 
     def check_can_generate(self) -> None:
-        """Raises InvalidRequest if it only makes embeddings."""
+        """Raise InvalidRequest if the model only makes embeddings."""
         if not self.can_generate:
             raise errors.InvalidRequest(
                 f"model: {self.name!r} makes embeddings, not text; ask /v1/embeddings",
@@ -109,7 +119,7 @@ class RegisteredModel:
 
     @property
     def embedding(self) -> model_card.EmbeddingFacts:
-        """Of the vectors that it makes. Raises InvalidRequest if it makes none."""
+        """Return the facts of the model's vectors. Raises InvalidRequest if it makes none."""
         if self.card.embedding is None:
             raise errors.InvalidRequest(
                 f"model: {self.name!r} makes no embeddings; a worker that is started with "
@@ -118,90 +128,95 @@ class RegisteredModel:
             )
         return self.card.embedding
 
-    async def open(
+    async def open_stream(
         self,
         request: generate.Request | embed.EmbeddingRequest,
         receiver: requests.Receiver,
-        terms: routing.RoutingOptions,
+        options: routing.RoutingOptions,
         *,
         avoid: Collection[int] = (),
     ) -> requests.Stream:
-        """Begin an answer at one of its instances, if possible none of `avoid`.
+        """Send a request to an instance, if possible none of `avoid`, and return the stream of its answer.
 
         Raises NoWorkers, Overloaded or WorkerLost.
         """
-        replicas = self._pick(terms.instance_id, avoid)
+        replicas = self._pick_endpoint(options.instance_id, avoid)
         if avoid:
-            terms = msgspec.structs.replace(terms, among=replicas.among(avoid))
-        # the route of a model that embeds looks into no request
-        asked = cast("generate.Request", request)
-        return await replicas.route.open(asked, receiver, terms)
+            options = msgspec.structs.replace(options, among=replicas.allowed_ids(avoid))
+        # the route of an embedding model reads nothing of the request
+        generation = cast("generate.Request", request)
+        return await replicas.route.open(generation, receiver, options)
 
-    def choose(
+    def choose_instance(
         self,
         request: generate.Request,
         *,
         instance_id: int | None,
         avoid: Collection[int] = (),
     ) -> int:
-        """The instance that would be asked. Raises NoWorkers."""
-        replicas = self._pick(instance_id, avoid)
-        return replicas.route.choose(request, instance_id=instance_id, among=replicas.among(avoid))
+        """Return the id of the instance that would get the request. Raises NoWorkers."""
+        replicas = self._pick_endpoint(instance_id, avoid)
+        return replicas.route.choose(
+            request, instance_id=instance_id, among=replicas.allowed_ids(avoid)
+        )
 
-    def _pick(self, instance_id: int | None, avoid: Collection[int]) -> EndpointInstances:
-        """The endpoints take turns; most models have one."""
+    def _pick_endpoint(self, instance_id: int | None, avoid: Collection[int]) -> EndpointInstances:
+        """Pick the next endpoint in turn; most models have one. Raises NoWorkers."""
         usable = [
-            one
-            for one in self.replicas.values()
-            if one.is_living and (instance_id is None or instance_id in one.cards)
+            replicas
+            for replicas in self.replicas.values()
+            if replicas.has_live_instances
+            and (instance_id is None or instance_id in replicas.cards)
         ]
         if avoid:
-            free = [one for one in usable if any(i.instance_id not in avoid for i in one.living)]
-            usable = free or usable
+            preferred = [
+                replicas
+                for replicas in usable
+                if any(live.instance_id not in avoid for live in replicas.live_instances)
+            ]
+            usable = preferred or usable
         if usable:
-            return usable[next(self._turns) % len(usable)]
+            return usable[next(self._num_picks) % len(usable)]
         if instance_id is not None:
             raise errors.NoWorkers(f"no instance {instance_id} serves the model {self.name!r}")
         raise errors.NoWorkers(f"the model {self.name!r} has no worker now: try again shortly")
 
 
-_logger = logging.getLogger(__name__)
-_Found = dict[str, dict[instances.EndpointName, EndpointInstances]]
-
-
 def list_adapters(
-    bases: Mapping[str, RegisteredModel], known: Mapping[str, RegisteredModel]
+    bases: Mapping[str, RegisteredModel], previous: Mapping[str, RegisteredModel]
 ) -> Mapping[str, RegisteredModel]:
-    """All adapters of these models, by name; those that are `known` stay the same objects.
+    """Return all LoRA adapters of the base models, by name; adapters in `previous` stay the same objects.
 
-    A model has its name before an adapter, and an older model's adapter before a newer one's.
+    A base model has its name before an adapter, and an older model's adapter before a newer one's.
     """
-    served: dict[str, RegisteredModel] = {}
+    adapters: dict[str, RegisteredModel] = {}
     for base in bases.values():
-        for name, replicas in _replicas(base).items():
-            if name in bases or name in served:
+        for name, replicas in _adapter_replicas(base).items():
+            if name in bases or name in adapters:
                 _logger.warning("refused the adapter %r of %r: the name is taken", name, base.name)
                 continue
-            model = known.get(name)
+            model = previous.get(name)
             if model is None or model.base is not base:
-                model = base.adapter(name)
+                model = base.make_adapter(name)
             model.replicas = replicas
-            served[name] = model
-    return served
+            adapters[name] = model
+    return adapters
 
 
-def _replicas(base: RegisteredModel) -> _Found:
-    """Who has each adapter of this model, and the way there."""
-    found: _Found = {}
-    for endpoint, whole in base.replicas.items():
-        for instance_id, card in whole.cards.items():
+def _adapter_replicas(
+    base: RegisteredModel,
+) -> dict[str, dict[instances.EndpointName, EndpointInstances]]:
+    """Return the instances and routes of each adapter of the base model, by its name."""
+    replicas_by_name: dict[str, dict[instances.EndpointName, EndpointInstances]] = {}
+    for endpoint, base_replicas in base.replicas.items():
+        for instance_id, card in base_replicas.cards.items():
             for name in card.lora_names:
-                by_endpoint = found.setdefault(name, {})
+                by_endpoint = replicas_by_name.setdefault(name, {})
                 if endpoint not in by_endpoint:
-                    route = routing.LoraRoute(whole.route)
-                    by_endpoint[endpoint] = EndpointInstances(whole.client, route)
+                    route = routing.LoraRoute(base_replicas.route)
+                    by_endpoint[endpoint] = EndpointInstances(base_replicas.client, route)
                 by_endpoint[endpoint].cards[instance_id] = card
-    for by_endpoint in found.values():
+    for by_endpoint in replicas_by_name.values():
         for replicas in by_endpoint.values():
             replicas.route.set_model_cards(replicas.cards)
-    return found
+    return replicas_by_name

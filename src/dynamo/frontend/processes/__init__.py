@@ -1,1 +1,1 @@
-"""One frontend in several processes: the port, the answers that are kept, and the metrics are theirs together."""
+"""One frontend in several processes: they share a port, their metrics and the stored responses."""

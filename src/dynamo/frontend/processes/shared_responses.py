@@ -1,7 +1,7 @@
-"""Answers of the Responses API where several processes share the port: who is asked may not be who keeps it.
+"""Stored responses of several processes at one port: the process that gets a request may not be the one that stores it.
 
-It asks its siblings for what it does not have, and keeps what they give, so a conversation that moves to another
-connection moves to its process once.
+It asks its peers for a response that it does not have, and stores what they give, so that a conversation that moves to
+another connection moves to its process once.
 """
 
 from collections.abc import Awaitable
@@ -14,79 +14,75 @@ from dynamo.runtime.http import exchange, router
 
 PATH = "/kept/"
 _encode = msgspec.msgpack.Encoder().encode
-_decode_kept = msgspec.msgpack.Decoder(response_store.StoredResponse).decode
+_decode_stored = msgspec.msgpack.Decoder(response_store.StoredResponse).decode
 
 
-class _Continued(msgspec.Struct, frozen=True):
-    """Of a request, what tells which answer it goes on from."""
+class _Continuation(msgspec.Struct, frozen=True):
+    """The field of a request that names the response to continue from."""
 
     previous_response_id: str | None = None
 
 
-_decode_request = msgspec.json.Decoder(_Continued).decode
+_decode_continuation = msgspec.json.Decoder(_Continuation).decode
 
 
 class SharedResponses:
-    """The store of this process and those of its siblings."""
+    """The response store of this process and those of its peers."""
 
-    def __init__(self, store: response_store.ResponseStore, others: peers.Peers) -> None:
+    def __init__(self, store: response_store.ResponseStore, other_processes: peers.Peers) -> None:
         self._store = store
-        self._siblings = others
+        self._peers = other_processes
         self.routes: peers.PeerRoutes = {
-            ("GET", PATH + "*"): self._tell,
-            ("DELETE", PATH + "*"): self._forget,
+            ("GET", PATH + "*"): self._respond_stored,
+            ("DELETE", PATH + "*"): self._remove,
         }
 
-    def fetching(self, handler: router.Handler) -> router.Handler:
-        """`handler` for requests that may go on from an answer; what that is, is here when it is called."""
-        if self._siblings.name is None:
+    def wrap_continuing(self, handler: router.Handler) -> router.Handler:
+        """Return a handler that first fetches the response from which a request continues."""
+        if self._peers.name is None:
             return handler
 
-        async def handle(caller: exchange.Exchange) -> None:
-            response_id = _previous(caller.request.body)
+        async def handle(client: exchange.Exchange) -> None:
+            try:
+                response_id = _decode_continuation(client.request.body).previous_response_id
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                response_id = None  # the error is reported where the whole request is decoded
             if response_id is not None:
                 await self._fetch(response_id)
-            await _finish(handler(caller))
+            await _finish(handler(client))
 
         return handle
 
-    def finding(self, path: str, handler: router.Handler) -> router.Handler:
-        """`handler` for `path` and an answer's id. One that deletes, deletes everywhere."""
-        if self._siblings.name is None:
+    def wrap_lookup(self, path: str, handler: router.Handler) -> router.Handler:
+        """Return a handler for `path` and a response id that fetches it first; DELETE removes it from all processes."""
+        if self._peers.name is None:
             return handler
 
-        async def handle(caller: exchange.Exchange) -> None:
-            response_id = caller.request.path.removeprefix(path)
+        async def handle(client: exchange.Exchange) -> None:
+            response_id = client.request.path.removeprefix(path)
             await self._fetch(response_id)
-            if caller.request.method == "DELETE":
-                await self._siblings.ask("DELETE", PATH + quote(response_id, safe=""))
-            await _finish(handler(caller))
+            if client.request.method == "DELETE":
+                await self._peers.ask_all("DELETE", PATH + quote(response_id, safe=""))
+            await _finish(handler(client))
 
         return handle
 
     async def _fetch(self, response_id: str) -> None:
         if self._store.find(response_id) is not None:
             return
-        answers = await self._siblings.ask("GET", PATH + quote(response_id, safe=""))
-        for found in answers.values():
-            self._store.keep(response_id, _decode_kept(found))
+        bodies = await self._peers.ask_all("GET", PATH + quote(response_id, safe=""))
+        for body in bodies.values():
+            self._store.put(response_id, _decode_stored(body))
 
-    def _tell(self, caller: exchange.Exchange) -> None:
-        kept = self._store.find(caller.request.path.removeprefix(PATH))
-        peers.respond_optional(caller, None if kept is None else _encode(kept))
+    def _respond_stored(self, client: exchange.Exchange) -> None:
+        stored = self._store.find(client.request.path.removeprefix(PATH))
+        peers.respond_optional(client, None if stored is None else _encode(stored))
 
-    def _forget(self, caller: exchange.Exchange) -> None:
-        was_here = self._store.forget(caller.request.path.removeprefix(PATH))
-        peers.respond_optional(caller, b"" if was_here else None)
+    def _remove(self, client: exchange.Exchange) -> None:
+        was_stored = self._store.remove(client.request.path.removeprefix(PATH))
+        peers.respond_optional(client, b"" if was_stored else None)
 
 
 async def _finish(answering: Awaitable[None] | None) -> None:
     if answering is not None:
         await answering
-
-
-def _previous(body: bytes) -> str | None:
-    try:
-        return _decode_request(body).previous_response_id
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None  # whoever reads the whole request says what is wrong with it
