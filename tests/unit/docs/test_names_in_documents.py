@@ -1,0 +1,44 @@
+"""The documents name modules, files and links that exist."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[3]
+SRC = ROOT / "src" / "dynamo"
+DOCUMENTS = [
+    path
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    if path.name != "CHANGELOG.md"  # tells of what was
+]
+PACKAGES = "|".join(sorted(path.parent.name for path in SRC.glob("*/__init__.py")))
+MODULE = re.compile(rf"`(?:python -m )?(?:dynamo\.)?((?:{PACKAGES})(?:\.\w+)+)")
+FILE = re.compile(r"(?<![\w./-])((?:src|tests|benchmarks|training|deploy|\.ci)/[\w./*-]*\w)")
+LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
+ENDPOINTS = {"dynamo.backend.generate"}  # they look like modules
+
+
+def is_module(name):
+    """Return whether a dotted name, from below `dynamo`, is a module or a name that stands in one."""
+    parts = name.split(".")
+    for num_parts in range(len(parts), 0, -1):
+        path = SRC.joinpath(*parts[:num_parts])
+        attributes = parts[num_parts:]
+        if path.is_dir():
+            return not attributes
+        if path.with_suffix(".py").is_file():
+            text = path.with_suffix(".py").read_text()
+            return all(re.search(rf"\b{attribute}\b", text) for attribute in attributes)
+    return False
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_document_names_modules_and_files_that_exist(document):
+    text = document.read_text()
+    modules = {name for name in MODULE.findall(text) if f"dynamo.{name}" not in ENDPOINTS}
+    files = set(FILE.findall(text))
+
+    assert not {name for name in modules if not is_module(name)}
+    assert not {name for name in files if not list(ROOT.glob(name))}
+    assert not {link for link in LINK.findall(text) if not (document.parent / link).exists()}
