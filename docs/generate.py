@@ -8,6 +8,7 @@ from pathlib import Path
 import prometheus_client
 
 from dynamo.base import clock
+from dynamo.cli import main as cli
 from dynamo.disagg import metrics as disagg_metrics
 from dynamo.disagg import settings as disagg_settings
 from dynamo.frontend import config as frontend_config
@@ -37,8 +38,11 @@ Every process also reads `DYN_LOG` (levels: `info`, `debug`, `warn,dynamo.runtim
 
 def reference() -> str:
     """The whole page."""
-    sections = [
-        HEAD,
+    sections = [HEAD]
+    for name, command in cli.COMMANDS.items():
+        if dataclasses.fields(command.options):
+            sections += _settings(f"dynamo {name}", command.options)
+    sections += [
         *_settings(
             "python -m dynamo.frontend",
             frontend_config.FrontendConfig,
@@ -65,7 +69,9 @@ def _settings(command: str, *parts: type) -> Iterator[str]:
     yield f"## `{command}`\n"
     yield "| flag | variable | default | meaning |\n|---|---|---|---|"
     for field in (f for part in parts for f in dataclasses.fields(part)):
-        flags = [field.metadata.get("flag") or "--" + field.name.replace("_", "-")]
+        flag = field.metadata.get("flag")
+        flags = [flag if flag is not None else "--" + field.name.replace("_", "-")]
+        flags = flags if flags[0] else [field.name.upper()]  # a positional argument
         flags += field.metadata.get("aliases", ())
         env = f"`{field.metadata['env']}`" if field.metadata["env"] else ""
         default = "" if field.default in (None, "", ()) else f"`{field.default}`"

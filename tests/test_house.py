@@ -31,6 +31,7 @@ BUDGET = {
     "worker": 3180,
     "planner": 2000,
     "operator": 2000,
+    "launch": 1000,
     "cli": 1210,
     "testing": 110,
     "simulate": 1700,

@@ -130,7 +130,7 @@ def test_a_crashed_frontend_ends_it_all(deployment):
     [
         (("serve", "/no/such/model"), "no such directory: /no/such/model"),
         (("serve", "nobody/no-such-model"), "not in the local cache"),
-        (("serve", "--no-such-flag"), "No such option: --no-such-flag"),
+        (("serve", "--no-such-flag"), "unrecognized argument: --no-such-flag"),
         (("serve", "--engine", "warp"), "native, mocker"),
         (("serve", "--worker-flags", "--no-such-flag", "--http-port", "{port}"), "--no-such-flag"),
     ],

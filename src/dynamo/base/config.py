@@ -1,30 +1,32 @@
-"""One frozen dataclass per process, filled from a file, the environment and the flags, in that order of rising force.
+"""The options of every command: one frozen dataclass, filled from a file, the environment and the flags.
 
-A configuration is declared once:
+An option is declared once, with its name, variable, type, default and help:
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class FrontendConfig:
-        '''The HTTP door.'''
+        '''The HTTP frontend.'''
         http_port: int = option(8000, env="DYN_HTTP_PORT", help="port to listen on")
 
 and `load(FrontendConfig, prog="python -m dynamo.frontend")` reads `--config FILE` (TOML), then `DYN_HTTP_PORT`, then
-`--http-port`. Keys that nobody knows, values of the wrong kind and numbers out of range are refused in one sentence
-(ConfigError).
-Types: str, int, float, bool (`--flag`, `--no-flag`), Literal choices, tuple[str, ...]
-(comma-separated, or the flag again);
-each also `| None`.
+`--http-port`; the later wins. Unknown keys, values of the wrong type and numbers out of range are refused in one
+sentence (ConfigError). Types: str, int, float, bool (`--flag`, `--no-flag`), Literal choices, tuple[str, ...]
+(comma-separated, or the flag several times), each also `| None`.
+
+`python -m dynamo.x` and the subcommands of `dynamo` declare their options in this way. A shell asks each of them for
+completions by argcomplete's protocol, which `load` answers before it does anything else.
 """
 
 import argparse
 import dataclasses
 import difflib
+import importlib
 import inspect
 import os
 import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,9 +47,9 @@ def option(
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A field of a configuration. `flag` replaces the one made from the field's name; "" takes a bare argument.
+    """Declare an option. `flag` replaces the one made from the field's name; "" makes it a positional argument.
 
-    `aliases` are other flags that mean the same; `least` and `most` bound a number.
+    `aliases` are other flags for it; `least` and `most` bound a number.
     """
     metadata = {
         "help": help,
@@ -60,7 +62,7 @@ def option(
 
 
 def rest(*, help: str) -> Any:  # noqa: A002
-    """A field (tuple[str, ...]) for the arguments that nobody declares: who reads them judges them."""
+    """Declare a field (tuple[str, ...]) for all arguments that no option declares, such as an engine's own."""
     metadata = {"help": help, "env": None, "takes_rest": True, "range": (None, None)}
     return dataclasses.field(default=(), metadata=metadata)
 
@@ -72,7 +74,7 @@ def load(
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> C:
-    """The configuration of this process. Prints help and exits for `--help`. Raises ConfigError."""
+    """Return the configuration of this process. Prints help and exits for `--help`. Raises ConfigError."""
     return typing.cast(C, load_parts((cls,), prog=prog, argv=argv, environ=environ)[0])
 
 
@@ -83,27 +85,30 @@ def load_parts(
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Any, ...]:
-    """As `load`, where each package brings its own dataclass; the first docstring heads the help."""
+    """Return several configurations, read as `load` does; the docstring of the first heads the help."""
     fields = {field.name: field for part in parts for field in dataclasses.fields(part)}
     hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
     rest_of = next((name for name, field in fields.items() if _takes_rest(field)), None)
-    flags, rest_given = _parser(parts, hints, prog).parse(
+    parser = _make_parser(parts, prog)
+    complete(parser)
+    flags, further_arguments = parser.parse(
         sys.argv[1:] if argv is None else argv, takes_rest=rest_of is not None
     )
     path = flags.pop("config")
     values = _from_file(path, fields, hints) if path else {}
     values |= _from_environment(os.environ if environ is None else environ, fields, hints)
-    given = {
-        name: ",".join(flag) if isinstance(flag, list) else flag
-        for name, flag in flags.items()
-        if flag is not None
-    }
     values |= {
-        name: _read(fields[name], hints[name], flag, _flag_of(fields[name]))
-        for name, flag in given.items()
+        name: _read(
+            fields[name],
+            hints[name],
+            ",".join(flag) if isinstance(flag, list) and _flag_of(fields[name]) else flag,
+            _flag_of(fields[name]) or name,
+        )
+        for name, flag in flags.items()
+        if flag not in (None, [])
     }
-    if rest_of is not None and rest_given:
-        values[rest_of] = tuple(rest_given)
+    if rest_of is not None and further_arguments:
+        values[rest_of] = tuple(further_arguments)
     return tuple(
         part(**{f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values})
         for part in parts
@@ -119,46 +124,63 @@ def _flag_of(field: dataclasses.Field[Any]) -> str:
     return flag if flag is not None else "--" + field.name.replace("_", "-")
 
 
-class _Parser(argparse.ArgumentParser):
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks for completions, and exit; does nothing otherwise."""
+    if "_ARGCOMPLETE" in os.environ:  # loaded late: commands start without it
+        importlib.import_module("argcomplete").autocomplete(parser)
+
+
+def suggest(name: str, known_names: Iterable[str]) -> str:
+    """Return a hint for a mistyped name: the most similar known one, or where to find them."""
+    similar = difflib.get_close_matches(name, list(known_names), n=1)
+    return f"did you mean {similar[0]}?" if similar else "see --help"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises ConfigError for every mistake."""
+
     def error(self, message: str) -> typing.NoReturn:
         raise errors.ConfigError(f"{message} (see --help)")
 
     def parse(self, args: Sequence[str], *, takes_rest: bool) -> tuple[dict[str, Any], list[str]]:
-        """What is known, and the rest; if nobody takes that, says which flag might have been meant."""
-        found, unknown = self.parse_known_args(args)
+        """Return the declared arguments by name, and the others. Raises ConfigError for others unless `takes_rest`."""
+        flags, unknown = self.parse_known_args(args)
         if unknown and not takes_rest:
-            name = unknown[0].partition("=")[0]
-            similar = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            hint = f"did you mean {similar[0]}?" if similar else "see --help"
+            hint = suggest(unknown[0].partition("=")[0], self._option_string_actions)
             raise errors.ConfigError(f"unrecognized argument: {unknown[0]} ({hint})")
-        return vars(found), unknown
+        return vars(flags), unknown
 
 
-def _parser(parts: Sequence[type], hints: Mapping[str, Any], prog: str) -> _Parser:
-    """The flags stand in groups: what each class declares itself, the process's own first."""
+def _make_parser(parts: Sequence[type], prog: str) -> Parser:
     fields = [field for part in parts for field in dataclasses.fields(part)]
     bare = [f"[{field.name}]" for field in fields if not _flag_of(field)]
     usage = " ".join((prog, *bare, "[flags]"))
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         usage=usage,
         description=parts[0].__doc__,
         epilog=" ".join(field.metadata["help"] for field in fields if _takes_rest(field)),
         allow_abbrev=False,
     )
+    add_options(parser, parts)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
+    """Add the options of these dataclasses, in groups: one for each class that declares some, the first one's first."""
+    hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
     parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with any of these settings, by field name"
+        "--config", metavar="FILE", help="TOML file with any of these options, by name with _ for -"
     )
     for title, own in _groups(parts):
         group = parser.add_argument_group(title)
         for field in own:
             if not _takes_rest(field):
                 _add_flag(group, field.name, field, _plain(hints[field.name]))
-    return parser
 
 
 def _groups(parts: Sequence[type]) -> Iterator[tuple[str, list[dataclasses.Field[Any]]]]:
-    """The fields of each class that declares some, under the first line of its docstring."""
+    """Yield the fields that each class declares itself, under the first line of its docstring."""
     seen: set[str] = set()
     for cls in dict.fromkeys(cls for part in parts for cls in part.__mro__):
         own = [
@@ -169,7 +191,7 @@ def _groups(parts: Sequence[type]) -> Iterator[tuple[str, list[dataclasses.Field
         seen.update(field.name for field in own)
         if own:
             head = (cls.__doc__ or cls.__name__).partition("\n")[0].rstrip(".")
-            yield "this process" if cls is parts[0] else head, own
+            yield "this command" if cls is parts[0] else head, own
 
 
 def _add_flag(
@@ -183,7 +205,10 @@ def _add_flag(
     text = text.replace("%", "%%")  # argparse formats it
     flag = _flag_of(field)
     if not flag:
-        parser.add_argument(name, nargs="?", help=text)
+        many = typing.get_origin(kind) is tuple
+        parser.add_argument(
+            name, nargs="*" if many else "?", metavar=name.upper() if many else None, help=text
+        )
     elif kind is bool:
         parser.add_argument(
             flag,
@@ -194,7 +219,7 @@ def _add_flag(
             help=text,
         )
     else:
-        parser.add_argument(
+        action = parser.add_argument(
             flag,
             *field.metadata["aliases"],
             dest=name,
@@ -202,6 +227,9 @@ def _add_flag(
             help=text,
             action="append" if typing.get_origin(kind) is tuple else "store",
         )
+        choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+        if choices or kind in (int, float):  # argcomplete reads it; elsewhere it offers files
+            action.completer = lambda **_: choices  # type: ignore[attr-defined]
 
 
 def _metavar(kind: Any) -> str:
@@ -211,7 +239,7 @@ def _metavar(kind: Any) -> str:
 
 
 def _plain(hint: Any) -> Any:
-    """The type without `| None`."""
+    """Return the type without `| None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(arg for arg in typing.get_args(hint) if arg is not type(None))
     return hint
@@ -220,14 +248,14 @@ def _plain(hint: Any) -> Any:
 def _from_file(path: str, fields: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:  # no such file, no text, no TOML
+    except (OSError, ValueError) as error:  # it does not exist, or is no text or no TOML
         raise errors.ConfigError(
             f"--config {path}: expected a readable TOML file: {error}"
         ) from error
     unknown = sorted(content.keys() - fields.keys())
     if unknown:
         raise errors.ConfigError(
-            f"--config {path}: unknown key {unknown[0]!r}; known are {', '.join(sorted(fields))}"
+            f"--config {path}: unknown key {unknown[0]!r}; expected one of {', '.join(sorted(fields))}"
         )
     return {
         name: _read(fields[name], hints[name], value, f"{name} in {path}")
@@ -240,27 +268,26 @@ def _from_environment(
     fields: Mapping[str, dataclasses.Field[Any]],
     hints: Mapping[str, Any],
 ) -> dict[str, Any]:
-    named = {name: field.metadata["env"] for name, field in fields.items() if field.metadata["env"]}
     return {
-        name: _read(fields[name], hints[name], environ[env], env)
-        for name, env in named.items()
-        if env in environ
+        name: _read(field, hints[name], environ[variable], variable)
+        for name, field in fields.items()
+        if (variable := field.metadata["env"]) and variable in environ
     }
 
 
 def _read(field: dataclasses.Field[Any], hint: Any, value: Any, source: str) -> Any:
-    """`value` as the field wants it. Raises ConfigError, naming the source."""
+    """Return `value` with the field's type. Raises ConfigError that names the source."""
     parsed = _parse(hint, value, source)
     least, most = field.metadata["range"]
     is_inside = (least is None or parsed >= least) and (most is None or parsed <= most)
-    if is_inside:  # not a number is never inside
+    if is_inside:  # NaN never is
         return parsed
     expected = f"at least {least}" if most is None else f"{least} to {most}"
     raise errors.ConfigError(f"{source}: expected {expected}, got {parsed}")
 
 
 def _parse(hint: Any, value: Any, source: str) -> Any:
-    """`value` (text, or what TOML or argparse made of it) as the field's type. Raises ConfigError."""
+    """Return `value` (text, or what TOML or argparse made of it) as the field's type. Raises ConfigError."""
     kind = _plain(hint)
     if kind is bool:
         return _parse_bool(value, source)
@@ -281,7 +308,7 @@ def _parse_plain(kind: type, value: Any, source: str) -> Any:
             return kind(value)
     except ValueError:
         pass
-    if type(value) is kind:  # TOML's own; true is no number here, and 1.5 no whole one
+    if type(value) is kind:  # from TOML: true is no number, and 1.5 no whole number
         return value
     expected = {int: "a whole number", float: "a number", str: "a text"}.get(kind, kind.__name__)
     raise errors.ConfigError(f"{source}: expected {expected}, got {value!r}")

@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, for a command whose main thread talks to a person.
+"""An event loop in its own thread, for a command with a main thread that talks to a person.
 
-So line editing, Ctrl-C and Ctrl-D are what they are in every terminal program, while the worker, its heartbeats and
-the streams run on.
+Line editing, Ctrl-C and Ctrl-D then work as in every terminal program, while the worker, its heartbeats and the streams
+run on.
 """
 
 import asyncio
@@ -35,16 +35,16 @@ class Background:
         self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it there and wait here. Ctrl-C cancels it, and is raised when it has ended."""
+        """Run a coroutine on the loop and wait for its result; Ctrl-C cancels it and is raised when it has ended."""
         ended = threading.Event()
 
-        async def supervised() -> T:
+        async def run() -> T:
             try:
                 return await work
             finally:
                 ended.set()
 
-        future = asyncio.run_coroutine_threadsafe(supervised(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             return future.result()
         except (KeyboardInterrupt, concurrent.futures.CancelledError):

@@ -1,9 +1,10 @@
-"""`dynamo env`: what to put into a bug report."""
+"""`dynamo env`: the facts that belong into a bug report."""
 
 import importlib.metadata
 import os
 import platform
 import sys
+from dataclasses import dataclass
 
 from dynamo.base import distribution
 from dynamo.runtime.backends import file
@@ -18,20 +19,39 @@ _PACKAGES = (
     "pyzmq",
     "huggingface-hub",
 )
-_VARIABLES = ("DYN_", "ETCD_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-_SECRET = ("TOKEN", "KEY", "PASSWORD", "SECRET")
+_PREFIXES = ("DYN_", "ETCD_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_SECRETS = ("TOKEN", "KEY", "PASSWORD", "SECRET")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentConfig:
+    """Show what belongs into a bug report."""
+
+
+def show(_: EnvironmentConfig) -> int:
+    """Print the report."""
+    print(report())
+    return 0
 
 
 def report() -> str:
-    """Versions, machine, engines, planes and the variables that matter; one per line."""
+    """Return versions, machine, engines, planes and the variables that matter, one per line; secrets are hidden."""
+    variables = {
+        name: "(set)" if any(word in name for word in _SECRETS) else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_PREFIXES) and name != "DYN_FILE_KV"
+    }
     rows = {
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": f"{platform.platform()}, {os.cpu_count()} CPUs",
         **{package: _version(package) for package in _PACKAGES},
-        "engines": ", ".join(_describe_engine(name) for name in engines.KIND_BY_NAME),
+        "engines": ", ".join(
+            name if engines.is_installed(name) else f"{name} (not installed)"
+            for name in engines.KIND_BY_NAME
+        ),
         "discovery": f"file, {file.default_directory(os.environ)}",
         "planes": "requests tcp, events zmq",
-        **_variables(),
+        **variables,
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
@@ -42,16 +62,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _describe_engine(name: str) -> str:
-    return name if engines.is_installed(name) else f"{name} (not installed)"
-
-
-def _variables() -> dict[str, str]:
-    """What the environment sets for us; secrets are not shown."""
-    return {
-        name: "(set)" if any(word in name for word in _SECRET) else value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_VARIABLES) and name != "DYN_FILE_KV"
-    }

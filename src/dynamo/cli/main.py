@@ -1,45 +1,47 @@
-"""The `dynamo` command: its subcommands and their options. What they do is in the modules beside this one."""
+"""The `dynamo` command: the table of its subcommands. What they do, and their options, is in the modules beside this.
 
+`dynamo --help` and shell completion read the same table; the options of a subcommand are a dataclass like those of
+`python -m dynamo.x` (`base.config`).
+"""
+
+import argparse
 import os
-import shlex
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+from dynamo.base import config, distribution, errors
+from dynamo.cli import completion, environment, run, serve
 
-from dynamo.base import distribution, errors
-from dynamo.cli import environment, run, serve
-from dynamo.cli.topology import Topology
-
-app = typer.Typer(
-    name="dynamo",
-    help="Serve large language models.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
 _INTERRUPTED = 130
-_MODEL = "model directory or hub name; without it, the built-in model"
-Port = Annotated[int, typer.Option(min=1, max=65535, envvar="DYN_HTTP_PORT", help="of the API")]
-Host = Annotated[str, typer.Option(envvar="DYN_HTTP_HOST", help="0.0.0.0 for all networks")]
-Prefill = Annotated[
-    int, typer.Option(min=0, help="more workers, that compute long prompts for the others")
-]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: its options and the function that gets them and returns the exit code."""
+
+    options: type
+    run: Callable[[Any], int]
+
+
+COMMANDS = {
+    "serve": Command(serve.ServeConfig, lambda options: serve.serve(options)),
+    "run": Command(run.RunConfig, lambda options: run.run(options)),
+    "env": Command(environment.EnvironmentConfig, environment.show),
+}
 
 
 def main() -> None:
-    """The entry point. A mistake of the user's is one sentence and exit code 2."""
+    """Run the command and exit. A mistake of the user's is one sentence and exit code 2."""
     exit_code = 2
     try:
-        exit_code = app(standalone_mode=False)
+        exit_code = _run(sys.argv[1:])
     except errors.DynamoError as error:
         print(f"dynamo: {error}", file=sys.stderr)
         exit_code = 2 if isinstance(error, errors.ConfigError) else 1
-    except typer.TyperException as error:
-        print(f"dynamo: {error.format_message()} (see dynamo --help)", file=sys.stderr)
-    except (typer.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
         exit_code = _INTERRUPTED
     if exit_code == _INTERRUPTED:
         print(flush=True)
@@ -47,89 +49,59 @@ def main() -> None:
     sys.exit(exit_code)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(distribution.version())
-        raise typer.Exit
-
-
-@app.callback()
-def dynamo(
-    *,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="its version")
-    ] = False,
-) -> None:
-    """Serve large language models."""
-
-
-@app.command("serve")
-def serve_command(  # noqa: PLR0913 - as many as the command has flags
-    *,
-    model: Annotated[str | None, typer.Argument(help=_MODEL)] = None,
-    http_port: Port = 8000,
-    http_host: Host = "127.0.0.1",
-    workers: Annotated[
-        int, typer.Option("--workers", "--decode", min=1, help="worker processes that answer")
-    ] = 1,
-    prefill: Prefill = 0,
-    engine: Annotated[str, typer.Option(help="native or mocker")] = "native",
-    model_name: Annotated[str | None, typer.Option(help="what clients call the model")] = None,
-    worker_flags: Annotated[
-        str, typer.Option(help="more flags for each worker, as one argument")
-    ] = "",
-    ready_timeout: Annotated[float, typer.Option(help="seconds to wait for the model")] = 300.0,
-) -> int:
-    """Start a frontend and workers, and watch over them."""
-    return serve.serve(
-        serve.ServeOptions(
-            model=model,
-            model_name=model_name,
-            engine=engine,
-            topology=Topology(num_answering=workers, num_prefill=prefill),
-            http_host=http_host,
-            http_port=http_port,
-            ready_timeout_s=ready_timeout,
-            worker_flags=tuple(shlex.split(worker_flags)),
-        )
-    )
-
-
-@app.command("run")
-def run_command(
-    *,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="WORDS",
-            help="in=text|stdin|batch:FILE|http (how to ask), out=native|mocker|dyn://... (who answers), "
-            + _MODEL,
-        ),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="of each answer")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0: always the same")] = None,
-    output: Annotated[Path | None, typer.Option(help="file for the answers of a batch")] = None,
-    prefill: Prefill = 0,
-    decode: Annotated[int, typer.Option(min=1, help="workers that answer")] = 1,
-    http_port: Port = 8000,
-    http_host: Host = "127.0.0.1",
-) -> int:
-    """Talk to a model in the terminal, or by file."""
-    fields = {"max_tokens": max_tokens, "temperature": temperature}
-    return run.run(
-        run.RunOptions(
-            **run.read_words(words or []),
-            fields={name: value for name, value in fields.items() if value is not None},
-            output=output,
-            topology=Topology(num_answering=decode, num_prefill=prefill),
-            http_host=http_host,
-            http_port=http_port,
-        )
-    )
-
-
-@app.command("env")
-def env_command() -> int:
-    """Show what belongs into a bug report."""
-    print(environment.report())
+def _run(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    config.complete(parser)
+    name = argv[0] if argv else "--help"
+    if name in COMMANDS:
+        command = COMMANDS[name]
+        options: Any = config.load(command.options, prog=f"dynamo {name}", argv=argv[1:])
+        return command.run(options)
+    if not name.startswith("-"):
+        raise errors.ConfigError(f"no such command: {name} ({config.suggest(name, COMMANDS)})")
+    flags, _ = parser.parse(argv[:2] or ("--help",), takes_rest=False)
+    _obey_flags(flags)
     return 0
+
+
+def _obey_flags(flags: dict[str, Any]) -> None:
+    """Do what the flags of `dynamo` itself ask for."""
+    if flags["version"]:
+        print(distribution.version())
+    elif flags["show_completion"] is not None:
+        print(completion.script(_shell(flags["show_completion"])))
+    elif flags["install_completion"] is not None:
+        shell = _shell(flags["install_completion"])
+        path = completion.install(shell, Path.home())
+        print(f"{shell} completion installed in {path}; it takes effect in a new terminal")
+
+
+def _shell(name: str) -> str:
+    return completion.check_shell(name) if name else completion.detect_shell(dict(os.environ))
+
+
+def make_parser() -> config.Parser:
+    """Return the parser of the whole command, for its help and for shell completion."""
+    parser = config.Parser(
+        prog="dynamo",
+        usage="dynamo COMMAND [flags]",
+        description="Serve large language models.",
+        epilog="dynamo COMMAND --help shows the flags of a command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="show the version")
+    for flag, text in (
+        ("--install-completion", "install completion for this shell, or for the one named"),
+        ("--show-completion", "show the completion script, to copy it or to adapt it"),
+    ):
+        parser.add_argument(
+            flag, nargs="?", const="", choices=("", *completion.SHELLS), metavar="SHELL", help=text
+        )
+    commands = parser.add_subparsers(
+        title="commands", metavar="", parser_class=argparse.ArgumentParser
+    )
+    for name, command in COMMANDS.items():
+        summary = (command.options.__doc__ or "").partition("\n")[0]
+        subparser = commands.add_parser(name, help=summary, allow_abbrev=False)
+        config.add_options(subparser, (command.options,))
+    return parser

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, process_setup
-from dynamo.cli import answerers, background, batch, chat, session
+from dynamo.base import config, errors, process_setup
+from dynamo.cli import answerers, background, batch, chat, serve, session
 from dynamo.cli.topology import Topology
-from dynamo.frontend import config, service
+from dynamo.frontend import config as frontend_config
+from dynamo.frontend import service
 from dynamo.observability import logs
 
 SOURCES = ("text", "stdin", "batch:FILE", "http")
@@ -31,15 +32,40 @@ _BATCH = "batch:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """What the user asked for."""
+class RunConfig(serve.HttpConfig):
+    """Talk to a model in the terminal, or by file."""
+
+    words: tuple[str, ...] = config.option(
+        (),
+        flag="",
+        help="in=text|stdin|batch:FILE|http (how to ask), out=native|mocker|dyn://... (which workers answer), and the"
+        " model: a directory, or a name on the Hugging Face hub; without it, the built-in model",
+    )
+    max_tokens: int | None = config.option(
+        None, help="tokens of each answer at most (default: until the model ends it)", least=1
+    )
+    temperature: float | None = config.option(
+        None, help="randomness of the answers; 0: always the same one", least=0
+    )
+    output: str | None = config.option(
+        None, help="file for the answers of a batch (default: NAME-answers.jsonl beside it)"
+    )
+    prefill: int = config.option(
+        0, help="further engines of this process that compute long prompts for the others", least=0
+    )
+    decode: int = config.option(1, help="engines of this process that answer", least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What the options of a run mean."""
 
     source: str = "text"
     target: str = "native"
     model: str | None = None
     fields: dict[str, Any]  # of OpenAI's request: max_tokens ...
     output: Path | None = None
-    topology: Topology  # of workers in this process
+    topology: Topology  # of the engines in this process
     http_host: str
     http_port: int
 
@@ -51,83 +77,86 @@ class RunOptions:
 
     @property
     def answers_path(self) -> Path | None:
-        """Where the answers to a batch go: `--output`, or beside the batch."""
+        """The file for the answers to a batch: `--output`, or one beside the batch."""
         path = self.batch_path
         return path and (self.output or path.with_name(f"{path.stem}-answers.jsonl"))
 
 
+def plan(options: RunConfig) -> RunPlan:
+    """Interpret the options. Raises ConfigError."""
+    fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    return RunPlan(
+        **read_words(options.words),
+        fields={name: value for name, value in fields.items() if value is not None},
+        output=Path(options.output) if options.output is not None else None,
+        topology=Topology(num_answering=options.decode, num_prefill=options.prefill),
+        http_host=options.http_host,
+        http_port=options.http_port,
+    )
+
+
 def read_words(words: Sequence[str]) -> dict[str, str]:
-    """`in=text out=native MODEL`, in any order. Raises ConfigError."""
-    read: dict[str, str] = {}
+    """Read `in=text out=native MODEL`, in any order, into fields of `RunPlan`. Raises ConfigError."""
+    fields: dict[str, str] = {}
     for word in words:
         key, _, value = word.partition("=")
         name = {"in": "source", "out": "target"}.get(key, "model") if value else "model"
-        if name in read:
+        if name in fields:
             raise errors.ConfigError(f"{word!r} is one too many: expected in=..., out=..., MODEL")
-        read[name] = word if name == "model" else value
-    source = read.get("source", "text")
+        fields[name] = word if name == "model" else value
+    source = fields.get("source", "text")
     if source not in SOURCES and not source.startswith(_BATCH):
         raise errors.ConfigError(f"in={source}: expected one of {', '.join(SOURCES)}")
-    answerers.check(read.get("target", "native"))
-    return read
+    answerers.check(fields.get("target", "native"))
+    return fields
 
 
-def run(options: RunOptions) -> int:
-    """Do it; gives the exit code. Raises DynamoError."""
+def run(options: RunConfig) -> int:
+    """Run to the end and return the exit code. Raises DynamoError."""
+    planned = plan(options)
     logs.configure({"DYN_LOG": "warn", **os.environ})
-    if options.source == "http":
-        asyncio.run(_serve_http(options))
+    if planned.source == "http":
+        asyncio.run(_serve_http(planned))
         return 0
-    lines = batch.read(options.batch_path) if options.batch_path else []
-    if options.answers_path:
-        batch.check_output(options.answers_path)
+    lines = batch.read(planned.batch_path) if planned.batch_path else []
+    if planned.answers_path:
+        batch.check_output(planned.answers_path)
     clock = clocks.SystemClock()
     with background.Background() as loop:
-        opened = _open_session(options, clock)
-        talk = loop.call(opened.__aenter__())
+        context = _open_session(planned, clock)
+        talk = loop.call(context.__aenter__())
         try:
-            if options.answers_path:
-                _run_batch(options, options.answers_path, loop, talk, lines)
-            elif options.source == "stdin":
-                chat.answer_standard_input(loop, talk, options.fields)
+            if planned.answers_path:
+                work = batch.run(talk, lines, defaults=planned.fields, now=clock.now)
+                rows, summary = loop.call(work)
+                batch.write(planned.answers_path, rows)
+                print(f"{summary}; answers in {planned.answers_path}")
+            elif planned.source == "stdin":
+                chat.answer_standard_input(loop, talk, planned.fields)
             else:
-                chat.converse(loop, talk, options.fields)
+                chat.converse(loop, talk, planned.fields)
         finally:
-            loop.call(opened.__aexit__(None, None, None))
+            loop.call(context.__aexit__(None, None, None))
     return 0
 
 
-def _run_batch(
-    options: RunOptions,
-    output: Path,
-    loop: background.Background,
-    talk: session.Session,
-    lines: list[batch.Line],
-) -> None:
-    clock = clocks.SystemClock()
-    rows, summary = loop.call(batch.run(talk, lines, defaults=options.fields, now=clock.now))
-    batch.write(output, rows)
-    print(f"{summary}; answers in {output}")
-
-
 @contextlib.asynccontextmanager
-async def _open_session(options: RunOptions, clock: clocks.Clock) -> AsyncIterator[session.Session]:
-    async with answerers.join(options.target, options.model, options.topology) as runtime:
-        endpoint = answerers.endpoint_of(options.target)
+async def _open_session(planned: RunPlan, clock: clocks.Clock) -> AsyncIterator[session.Session]:
+    async with answerers.join(planned.target, planned.model, planned.topology) as runtime:
+        endpoint = answerers.endpoint_of(planned.target)
         yield await session.connect(runtime, endpoint, clock)
 
 
-def _told(options: RunOptions) -> str:
-    """The workers, where they are ours."""
-    return "" if answerers.is_remote(options.target) else f"{options.topology.describe()}; "
-
-
-async def _serve_http(options: RunOptions) -> None:
-    """The frontend beside whoever answers, until told to stop."""
-    door = config.FrontendConfig(http_host=options.http_host, http_port=options.http_port)
+async def _serve_http(planned: RunPlan) -> None:
+    """Serve the API from this process, with the workers of the plan, until a signal comes."""
+    options = frontend_config.FrontendConfig(
+        http_host=planned.http_host, http_port=planned.http_port
+    )
+    is_remote = answerers.is_remote(planned.target)
+    workers = "" if is_remote else f"{planned.topology.describe()}; "
     async with (
-        answerers.join(options.target, options.model, options.topology) as runtime,
-        service.Frontend(door, runtime) as frontend,
+        answerers.join(planned.target, planned.model, planned.topology) as runtime,
+        service.Frontend(options, runtime) as frontend,
     ):
-        print(f"listening on {frontend.url}; {_told(options)}stop: Ctrl-C", flush=True)
+        print(f"listening on {frontend.url}; {workers}stop: Ctrl-C", flush=True)
         await frontend.run(process_setup.stop_on_signals())

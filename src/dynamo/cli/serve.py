@@ -1,65 +1,115 @@
-"""`dynamo serve`: one frontend and some workers as child processes, watched over until Ctrl-C.
+"""`dynamo serve`: one frontend and some workers as child processes, supervised until Ctrl-C.
 
-It is ready when the frontend lists the model, and says so; until then it says what it waits for, and it gives up when
-a child dies or the time is over. Afterwards a worker that dies is started again, each time a little later and not for
-ever; a frontend that dies ends it all, because nobody could reach the workers.
+The command is ready when the frontend lists the model, and says so. Until then it says what it waits for, and it gives
+up when a child dies or the time is over. Afterwards a worker that dies is restarted, each time after a longer pause and
+not for ever. A frontend that dies ends the command, because no client could reach the workers.
 
 Each run has its own discovery directory unless DYN_FILE_KV names one, so that two runs on one machine do not mix.
+However the command ends, nothing of it is left (`launch.guard`).
 """
 
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import os
 import shlex
-import shutil
 import signal
 import socket
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from dynamo.base import clock as clocks
-from dynamo.base import errors, processes, restarts, tasks
-from dynamo.cli import readiness
-from dynamo.cli.topology import Topology
+from dynamo.base import config, errors
+from dynamo.cli import topology
+from dynamo.launch import allocation, children, guard, supervisor
 from dynamo.worker import engines, model_source
 
-PROBE_INTERVAL_S = 0.1
+PROBE_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 35.0  # a worker drains for at most 30 s
 PROMPT = "Tell me a story about a brave cat"
 _DISCOVERY = "DYN_FILE_KV"
+_FRONTEND = "frontend"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """What the user asked for."""
+class HttpConfig:
+    """HTTP API."""
 
-    model: str | None
-    model_name: str | None
-    engine: str
-    topology: Topology
-    http_host: str
-    http_port: int
-    ready_timeout_s: float
-    worker_flags: tuple[str, ...] = ()
+    http_port: int = config.option(
+        8000, env="DYN_HTTP_PORT", help="port of the API", least=1, most=65535
+    )
+    http_host: str = config.option(
+        "127.0.0.1",
+        env="DYN_HTTP_HOST",
+        help="address of the API; 0.0.0.0 to serve other machines, too",
+    )
 
 
-def serve(options: ServeOptions) -> int:
-    """Run until told to stop; gives the exit code. Raises ConfigError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(HttpConfig):
+    """Start a frontend and workers, and supervise them."""
+
+    model: str | None = config.option(
+        None,
+        flag="",
+        help="model directory, or name on the Hugging Face hub; without it, the built-in model",
+    )
+    model_name: str | None = config.option(
+        None,
+        help="name under which clients ask for the model (default: the directory's or hub name)",
+    )
+    engine: str = config.option("native", help="engine of the workers: native, mocker, vllm …")
+    workers: int = config.option(
+        1,
+        aliases=("--decode",),
+        help="worker processes that answer; more than one needs as many GPUs, or cores",
+        least=1,
+    )
+    prefill: int = config.option(
+        0, help="further worker processes that compute long prompts for the others", least=0
+    )
+    cores_per_worker: int = config.option(
+        0, help="CPU cores that each worker gets for itself; 0: all workers share all", least=0
+    )
+    devices_per_worker: int = config.option(
+        0,
+        help="GPUs that each worker gets for itself, by CUDA_VISIBLE_DEVICES; 0: all workers see all",
+        least=0,
+    )
+    worker_flags: str = config.option(
+        "", help='more flags for each worker, as one argument: "--max-num-seqs 64"'
+    )
+    ready_timeout: float = config.option(
+        300.0, help="seconds to wait until the model answers; more for a large model", least=0
+    )
+
+    @property
+    def topology(self) -> topology.Topology:
+        """The workers to start."""
+        return topology.Topology(num_answering=self.workers, num_prefill=self.prefill)
+
+
+def serve(options: ServeConfig) -> int:
+    """Serve until a signal comes, and return the exit code. Raises ConfigError."""
     _check_port(options.http_host, options.http_port)
     kind = engines.kind_of(options.engine)
     directory = model_source.resolve(options.model, with_weights=kind.needs_weights)
-    name = options.model_name or model_source.display_name(options.model)
-    with _environment() as environ:
-        return asyncio.run(_Supervisor(options, directory, name, environ).run())
+    with guard.Guard() as guardian:
+        environ = dict(os.environ)
+        folder = guardian.make_folder("dynamo-serve-")
+        environ.setdefault(_DISCOVERY, str(folder / "discovery"))
+        environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # sockets of vLLM's processes
+        return asyncio.run(_Serving(options, directory, environ, guardian).run())
 
 
 def _check_port(host: str, port: int) -> None:
-    """Before anything starts: whoever answers there would be taken for our frontend."""
+    """Check before anything starts: a server at this port would be mistaken for our frontend."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -71,165 +121,107 @@ def _check_port(host: str, port: int) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def _environment() -> Iterator[dict[str, str]]:
-    """The children's environment, with a discovery directory of their own."""
-    environ = dict(os.environ)
-    if _DISCOVERY in environ:
-        yield environ
-        return
-    directory = tempfile.mkdtemp(prefix="dynamo-serve-")
-    try:
-        yield environ | {_DISCOVERY: directory}
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-class _Supervisor:
-    """Owns the children."""
+class _Serving:
+    """One run of the command."""
 
     def __init__(
-        self, options: ServeOptions, directory: Path, name: str, environ: dict[str, str]
+        self,
+        options: ServeConfig,
+        directory: Path,
+        environ: dict[str, str],
+        guardian: guard.Guard,
     ) -> None:
         self._options = options
         self._directory = directory
-        self._name = name
+        self._name = options.model_name or model_source.display_name(options.model)
         self._environ = environ
         self._clock = clocks.SystemClock()
-        self._running = tasks.Tasks()
-        self._stop = asyncio.Event()
-        self._death: processes.ChildDied | None = None
-        self._child_by_name: dict[str, processes.Child] = {}
-        self._topology = _fitting(options.topology, directory)
-        self._argv_by_worker = {
-            name: self._worker_argv(mode) for name, mode in self._topology.modes.items()
-        }
+        self._topology = options.topology
+        if model_source.task("auto", directory) == "embed":  # it has no prompts to compute apart
+            self._topology = topology.Topology(num_answering=options.workers)
+        self._specs = self._make_specs()
+        self._supervisor = supervisor.Supervisor(
+            guardian, self._clock, say, stop_timeout_s=STOP_TIMEOUT_S
+        )
 
     async def run(self) -> int:
-        """Serve until told to stop, or until a child dies that we need; leave no process behind."""
-        self._listen_to_signals()
+        """Start all, wait until the model answers, and supervise; return the exit code."""
         end, exit_code = "stopped", 0
-        async with self._running:
+        async with self._supervisor:
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+                numbers.append(signal.SIGHUP)
+            notice = "stopping; running requests finish first (once more: at once)"
+            self._supervisor.stop_on(numbers, functools.partial(say, notice))
             try:
                 await self._serve()
-            except processes.ChildDied as death:
+            except children.ChildDied as death:
                 end, exit_code = str(death), death.exit_code
-            finally:
-                await self._stop_children()
-        readiness.say(end)
+        say(end)
         return exit_code
 
     async def _serve(self) -> None:
-        """Start, wait until the model answers, watch. Raises ChildDied."""
-        await self._start("frontend", self._frontend_argv())
-        for name, argv in self._argv_by_worker.items():
-            await self._start(name, argv)
-        if await self._until_ready():
-            print(self._banner(), flush=True)
-            await self._watch()
-
-    def _listen_to_signals(self) -> None:
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # what nohup asks for
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupted)
-
-    def _interrupted(self) -> None:
-        if not self._stop.is_set():
-            readiness.say("stopping; running requests finish first (once more: at once)")
-            self._stop.set()
+        """Start, wait until the model answers, supervise. Raises ChildDied."""
+        for spec in self._specs.values():
+            await self._supervisor.start(spec)
+        if not await self._wait_until_ready():
             return
-        for child in self._child_by_name.values():
-            child.kill()
+        print(self._banner(), flush=True)
+        for name in self._specs:
+            self._supervisor.watch(name, is_restarted=name != _FRONTEND)
+        await self._supervisor.run()
 
-    async def _start(self, name: str, argv: list[str]) -> processes.Child:
-        child = await processes.start(name, argv, self._environ, self._running)
-        self._child_by_name[name] = child
-        return child
-
-    async def _stop_children(self) -> None:
-        self._stop.set()
-        children = self._child_by_name.values()
-        await asyncio.gather(*(child.stop(STOP_TIMEOUT_S) for child in children))
-
-    def _frontend_argv(self) -> list[str]:
+    def _make_specs(self) -> dict[str, children.ChildSpec]:
         options = self._options
         flags = ["--http-host", options.http_host, "--http-port", str(options.http_port)]
-        return [sys.executable, "-m", "dynamo.frontend", *flags]
-
-    def _worker_argv(self, mode: str | None) -> list[str]:
-        role = ("--disaggregation-mode", mode) if mode is not None else ()
-        flags = ["--model", str(self._directory), "--model-name", self._name]
-        module = f"dynamo.{self._options.engine}"
-        return [sys.executable, "-m", module, *flags, *role, *self._options.worker_flags]
-
-    async def _until_ready(self) -> bool:
-        """Wait for the model to answer; False if we were told to stop. Raises ChildDied."""
-        options = self._options
-        progress = readiness.Progress(
-            f"waiting for {self._name}", limit_s=options.ready_timeout_s, clock=self._clock
+        spec = children.ChildSpec(
+            name=_FRONTEND,
+            argv=[sys.executable, "-m", "dynamo.frontend", *flags],
+            environ=self._environ,
         )
-        while not self._stop.is_set():
-            for child in self._child_by_name.values():
-                if child.exit_code is not None:
-                    raise await child.death()
-            if await readiness.lists_model(options.http_host, options.http_port, self._name):
-                return True
-            if progress.is_over:
-                words = self._first_answering.last_words
-                raise processes.ChildDied(
-                    f"{self._name} did not answer within {options.ready_timeout_s:g} s; "
-                    f"the worker's last words: {words}"
-                )
-            progress.show()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), PROBE_INTERVAL_S)
-        return False
+        allocator = allocation.Allocator(children.machine_resources(self._environ))
+        specs = {spec.name: spec}
+        for name, mode in self._topology.modes.items():
+            resources = allocator.acquire(
+                num_cores=options.cores_per_worker, num_devices=options.devices_per_worker
+            )
+            specs[name] = children.ChildSpec(
+                name=name, argv=self._worker_argv(mode), environ=self._environ, resources=resources
+            )
+        return specs
 
-    async def _watch(self) -> None:
-        """Until told to stop. Raises ChildDied when serving has become impossible."""
-        self._running.start("watch over the frontend", self._watch_frontend())
-        for name in self._argv_by_worker:
-            self._running.start(f"watch over {name}", self._watch_worker(name))
-        await self._running.run_until(self._stop)
-        if self._death is not None:
-            raise self._death
+    def _worker_argv(self, mode: str | None) -> Sequence[str]:
+        role = ("--disaggregation-mode", mode) if mode is not None else ()
+        flags = ["--model", str(self._directory), "--model-name", self._name, *role]
+        module = f"dynamo.{self._options.engine}"
+        return [sys.executable, "-m", module, *flags, *shlex.split(self._options.worker_flags)]
 
-    def _end_by(self, death: processes.ChildDied) -> None:
-        if not self._stop.is_set():
-            self._death = death
-            self._stop.set()
-
-    async def _watch_frontend(self) -> None:
-        self._end_by(await self._child_by_name["frontend"].death())
-
-    async def _watch_worker(self, name: str) -> None:
-        policy = restarts.Restarts()
-        while True:
-            started_at = self._clock.now()
-            death = await self._child_by_name[name].death()
-            pause_s = policy.pause_s(self._clock.now() - started_at)
-            if self._stop.is_set():
-                return
-            if pause_s is None:
-                self._end_by(death)
-                return
-            readiness.say(f"{death}; starting it again in {pause_s:g} s")
-            await self._clock.sleep(pause_s)
-            if not self._stop.is_set():
-                await self._start(name, self._argv_by_worker[name])
-
-    @property
-    def _first_answering(self) -> processes.Child:
-        return self._child_by_name[self._topology.answering[0]]
+    async def _wait_until_ready(self) -> bool:
+        """Wait until the frontend lists the model; False if a signal came first. Raises ChildDied."""
+        options = self._options
+        limit_s = options.ready_timeout
+        progress = Progress(f"waiting for {self._name}", limit_s=limit_s, clock=self._clock)
+        probe = functools.partial(
+            lists_model, options.http_host, options.http_port, self._name, self._clock
+        )
+        try:
+            return await self._supervisor.wait_until(
+                probe, timeout_s=limit_s, on_wait=progress.show
+            )
+        except TimeoutError:
+            worker = self._supervisor.child_by_name[self._topology.answering[0]]
+            raise children.ChildDied(
+                f"{self._name} did not answer within {limit_s:g} s; "
+                f"the worker's last words: {worker.last_line}"
+            ) from None
 
     def _banner(self) -> str:
         options = self._options
         host = "127.0.0.1" if options.http_host == "0.0.0.0" else options.http_host
         url = f"http://{host}:{options.http_port}"
-        join = shlex.join(self._argv_by_worker[self._topology.answering[0]])
-        pids = ", ".join(f"{name} {child.pid}" for name, child in self._child_by_name.items())
+        join = shlex.join(self._specs[self._topology.answering[0]].argv)
+        started = self._supervisor.child_by_name.items()
+        pids = ", ".join(f"{name} {child.pid}" for name, child in started)
         return (
             f"\n{self._name} answers at {url}\n\n"
             f"  workers {self._topology.describe()}\n"
@@ -241,18 +233,56 @@ class _Supervisor:
         )
 
 
-def _fitting(wanted: Topology, directory: Path) -> Topology:
-    """A model that embeds has no prompts to compute apart."""
-    if model_source.task("auto", directory) == "embed":
-        return Topology(num_answering=wanted.num_answering)
-    return wanted
-
-
 def curl_line(url: str, model: str) -> str:
-    """What a user can paste into a shell to read a story."""
+    """Return a command to paste into a shell that prints a story."""
     body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 200}
     return (
         f"curl {url}/v1/chat/completions \\\n"
         f"    -H 'Content-Type: application/json' \\\n"
         f"    -d {shlex.quote(json.dumps(body))}"
     )
+
+
+async def lists_model(host: str, port: int, model: str, clock: clocks.Clock) -> bool:
+    """Return whether the frontend at this address lists the model; False if none answers."""
+    try:
+        async with clock.timeout(PROBE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(f"GET /v1/models HTTP/1.0\r\nhost: {host}\r\n\r\n".encode())
+            answer = await reader.read()
+            writer.close()
+        models = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])
+        return any(entry["id"] == model for entry in models["data"])
+    except (OSError, TimeoutError, msgspec.DecodeError, KeyError, TypeError):
+        return False
+
+
+class Progress:
+    """A message about waiting: one line that is rewritten on a terminal, a new line every ten seconds elsewhere."""
+
+    def __init__(self, text: str, *, limit_s: float, clock: clocks.Clock) -> None:
+        self._text = text
+        self._limit_s = limit_s
+        self._clock = clock
+        self._began_at = self._shown_at = clock.now()
+        self._is_terminal = sys.stderr.isatty()
+        say(f"{text} ...")
+
+    def show(self) -> None:
+        """Show the seconds that have passed; meant to be called often."""
+        now = self._clock.now()
+        if now - self._shown_at < (0.5 if self._is_terminal else 10.0):
+            return
+        self._shown_at = now
+        line = f"{self._text} ({now - self._began_at:.0f} s of at most {self._limit_s:.0f} s)"
+        if self._is_terminal:
+            sys.stderr.write(f"\r\x1b[K{line}\r")
+            sys.stderr.flush()
+        else:
+            say(line)
+
+
+def say(text: str) -> None:
+    """Write a line to the terminal, apart from the command's result on standard output."""
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        print(f"dynamo: {text}", file=sys.stderr, flush=True)

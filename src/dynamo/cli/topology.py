@@ -1,22 +1,21 @@
-"""Which workers one command starts: all alike, or prefill and decode workers that divide the work."""
+"""The workers that one command starts: all alike, or prefill and decode workers that divide the work."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-# What a worker is told by --disaggregation-mode, if anything.
-Mode = Literal["agg", "prefill", "decode"] | None
+Mode = Literal["agg", "prefill", "decode"] | None  # the value of --disaggregation-mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """`num_prefill` workers compute long prompts for the `num_answering` others, if there are any."""
+    """`num_prefill` workers compute long prompts for the `num_answering` others."""
 
     num_answering: int = 1
     num_prefill: int = 0
 
     @property
     def modes(self) -> dict[str, Mode]:
-        """What each worker is told, by its name; prefill workers first, so that they are found by the others."""
+        """The mode of each worker, by name; prefill workers first, so that the others find them."""
         mode: Mode = "decode" if self.num_prefill else None
         modes: dict[str, Mode] = {
             f"prefill worker {n + 1}": "prefill" for n in range(self.num_prefill)
@@ -25,12 +24,12 @@ class Topology:
 
     @property
     def answering(self) -> list[str]:
-        """The names of those that clients' requests go to."""
+        """The names of the workers that clients' requests go to."""
         kind = "decode worker" if self.num_prefill else "worker"
         return [f"{kind} {n + 1}" for n in range(self.num_answering)]
 
     def describe(self) -> str:
-        """In a line, for whoever started it."""
+        """Describe the topology in one line."""
         if not self.num_prefill:
             return (
                 f"aggregated: {_count(self.num_answering, 'worker')}, computing prompts and answers"

@@ -101,7 +101,7 @@ def test_what_is_wrong_is_refused_in_one_sentence(argv, environ, says):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("prot = 1", "unknown key 'prot'; known are limit, mode"),
+        ("prot = 1", "unknown key 'prot'; expected one of limit, mode"),
         ("port = 1.5", "port in {path}: expected a whole number, got 1.5"),
         ("port = true", "port in {path}: expected a whole number, got True"),
         ("port = 70000", "port in {path}: expected 0 to 65535, got 70000"),
@@ -173,7 +173,7 @@ def test_help_groups_the_flags_by_the_class_that_declares_them(capsys):
         config.load_parts((WideDoorConfig, EngineSettings), prog="p", argv=["--help"], environ={})
     text = capsys.readouterr().out
     order = [
-        "this process:",
+        "this command:",
         "--width",
         "A door for tests:",
         "--port",

@@ -1,8 +1,12 @@
 """What `dynamo serve` prints."""
 
+import asyncio
 import json
 import shlex
 
+import pytest
+
+from dynamo.base import clock as clocks
 from dynamo.cli import serve
 
 
@@ -13,3 +17,64 @@ def test_the_curl_line_is_one_command_with_a_valid_body():
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert body["model"] == "it's a model"
     assert body["messages"] == [{"role": "user", "content": serve.PROMPT}]
+
+
+class Clock:
+    """Time that the test moves."""
+
+    time_s = 100.0
+
+    def now(self):
+        return self.time_s
+
+
+async def answer(body):
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + body)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return server, server.sockets[0].getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"data": [{"id": "m"}]}', True),
+        (b'{"data": [{"id": "other"}]}', False),
+        (b'{"data": 1}', False),
+        (b"no json", False),
+    ],
+)
+async def test_model_is_ready_when_the_frontend_lists_it(body, expected):
+    server, port = await answer(body)
+    async with server:
+        assert await serve.lists_model("127.0.0.1", port, "m", clocks.SystemClock()) is expected
+
+
+async def test_address_without_a_server_lists_no_model(unused_tcp_port):
+    assert not await serve.lists_model("127.0.0.1", unused_tcp_port, "m", clocks.SystemClock())
+
+
+def test_progress_shows_the_seconds_waited_and_the_limit(capsys):
+    clock = Clock()
+    progress = serve.Progress("waiting for m", limit_s=30, clock=clock)
+    progress.show()
+    clock.time_s += 10
+    progress.show()
+
+    assert capsys.readouterr().err.splitlines() == [
+        "dynamo: waiting for m ...",
+        "dynamo: waiting for m (10 s of at most 30 s)",
+    ]
+
+
+def test_closed_terminal_is_no_error(monkeypatch):
+    class Closed:
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("sys.stderr", Closed())
+
+    serve.say("stopped")

@@ -30,7 +30,7 @@ def test_without_a_file_nothing_changes():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"blocks": 8}, "unknown key 'blocks'; known are block_size, "),
+        ({"blocks": 8}, "unknown key 'blocks'; expected one of block_size, "),
         ({"block_size": "many"}, "Expected `int`, got `str`"),
         ({"preemption_mode": "random"}, "Invalid enum value 'random'"),
         ([1], "expected a JSON object"),

@@ -1,11 +1,12 @@
-"""`--http-workers N`: a parent that holds the port, and N frontends that answer at it.
+"""`--http-workers N`: a parent that holds the port, and N frontends that listen at it.
 
-The parent binds the port alone, so a second start fails with a sentence, and only then marks it as shared; it never
-listens. The children listen, and the kernel deals connections out to them by a hash of the address, which spreads a
-burst evenly; with one socket that all accept from, whoever wakes first would take most of it. They share nothing but
-discovery, and ask each other for what only one knows (`siblings`).
+The parent binds the port alone, so that a second start fails with a sentence, and only then marks it as shared. It
+never listens. The children listen, and the kernel distributes connections over them by a hash of the address, which
+spreads a burst evenly; with one socket that all accept from, the first process to wake would take most of it. The
+children share nothing but discovery, and ask each other for what only one knows (`siblings`).
 
-A child that dies is started again, each time a little later and not for ever; one that finds a setting wrong ends all.
+A child that dies is restarted, each time after a longer pause and not for ever. One that finds a wrong setting ends
+all.
 """
 
 import asyncio
@@ -16,12 +17,13 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, processes, restarts, tasks
+from dynamo.base import errors
 from dynamo.frontend import config
+from dynamo.launch import children, guard, supervisor
 
 _CONFIG_EXIT = 2
 _MARGIN_S = 5.0  # beyond the time that a child gives to running answers
@@ -29,118 +31,77 @@ _logger = logging.getLogger(__name__)
 
 
 def serve(settings: config.FrontendConfig, argv: Sequence[str]) -> int:
-    """Until told to stop; gives the exit code. `argv` are our own flags. Raises ConfigError."""
+    """Serve until a signal comes, and return the exit code; `argv` are our own flags. Raises ConfigError."""
     settings.check()
     with (
-        _held_port(settings.http_host, settings.http_port) as port,
-        tempfile.TemporaryDirectory(prefix="dynamo-http-") as folder,
+        _bind_port(settings.http_host, settings.http_port) as port,
+        guard.Guard() as guardian,
     ):
-        return asyncio.run(_Parent(settings, argv, port, folder).run())
+        return asyncio.run(_serve(settings, argv, port, guardian))
 
 
 @contextlib.contextmanager
-def _held_port(host: str, port: int) -> Iterator[int]:
-    """The port, which is ours alone until children of ours listen at it. Raises ConfigError."""
+def _bind_port(host: str, port: int) -> Iterator[int]:
+    """Bind the port, which only our children can share until the block ends. Raises ConfigError."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise errors.ConfigError(f"{host!r} is no address of this machine: {error}") from error
-    with socket.socket(family, kind) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family, kind) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            held.bind(address)
+            bound.bind(address)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise errors.ConfigError(f"cannot listen on {host}:{port}: {error}") from error
             raise errors.ConfigError(
                 f"port {port} is in use: stop the other process or choose --http-port"
             ) from error
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        yield int(held.getsockname()[1])
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        yield int(bound.getsockname()[1])
 
 
-class _Parent:
-    """Owns the children."""
+async def _serve(
+    settings: config.FrontendConfig, argv: Sequence[str], port: int, guardian: guard.Guard
+) -> int:
+    limit_s = settings.http_graceful_shutdown_timeout_secs + _MARGIN_S
+    parent = supervisor.Supervisor(
+        guardian, clocks.SystemClock(), _logger.warning, stop_timeout_s=limit_s
+    )
+    folder = guardian.make_folder("dynamo-http-")
+    try:
+        async with parent:
+            parent.stop_on((signal.SIGTERM, signal.SIGINT))
+            asyncio.get_running_loop().add_signal_handler(
+                signal.SIGHUP, parent.signal_all, signal.SIGHUP
+            )
+            for number in range(1, settings.http_workers + 1):
+                spec = _spec(number, argv, port, folder)
+                await parent.start(spec)
+                parent.watch(spec.name, is_restarted=True, fatal_codes=frozenset((_CONFIG_EXIT,)))
+            pids = ", ".join(str(child.pid) for child in parent.child_by_name.values())
+            _logger.info("%d processes for port %d: %s", settings.http_workers, port, pids)
+            await parent.run()
+    except children.ChildDied as death:
+        _logger.error("%s: all stop", death)  # noqa: TRY400 - the sentence is all there is to say
+        return death.exit_code
+    return 0
 
-    def __init__(
-        self, settings: config.FrontendConfig, argv: Sequence[str], port: int, folder: str
-    ) -> None:
-        self._settings = settings
-        self._argv = argv
-        self._port = port
-        self._folder = folder
-        self._clock = clocks.SystemClock()
-        self._running = tasks.Tasks()
-        self._stop = asyncio.Event()
-        self._exit_code = 0
-        self._children: dict[str, processes.Child] = {}
 
-    async def run(self) -> int:
-        """Start, watch, stop; leave no process behind."""
-        self._listen_to_signals()
-        names = [f"frontend {number + 1}" for number in range(self._settings.http_workers)]
-        async with self._running:
-            try:
-                for name in names:
-                    await self._start(name)
-                    self._running.start(f"watch over {name}", self._watch(name))
-                pids = ", ".join(str(child.pid) for child in self._children.values())
-                _logger.info("%d processes for port %d: %s", len(names), self._port, pids)
-                await self._running.run_until(self._stop)
-            finally:
-                await self._stop_children()
-        return self._exit_code
-
-    def _listen_to_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._interrupted)
-        loop.add_signal_handler(signal.SIGHUP, self._pass_on, signal.SIGHUP)
-
-    def _interrupted(self) -> None:
-        if self._stop.is_set():
-            self._pass_on(signal.SIGKILL)
-        self._stop.set()
-
-    def _pass_on(self, number: int) -> None:
-        for child in self._children.values():
-            child.signal(number)
-
-    async def _start(self, name: str) -> None:
-        index = name.rpartition(" ")[2]
-        flags = {
-            "--http-port": str(self._port),
-            "--http-workers": "1",
-            "--http-worker-socket": os.path.join(self._folder, f"{index}.sock"),
-        }
-        argv = [sys.executable, "-m", "dynamo.frontend", *self._argv]
-        argv += [word for flag in flags.items() for word in flag]
-        self._children[name] = await processes.start(
-            name, argv, os.environ, self._running, is_passed_on=False
-        )
-
-    async def _watch(self, name: str) -> None:
-        policy = restarts.Restarts()
-        while True:
-            started_at = self._clock.now()
-            death = await self._children[name].death()
-            if self._stop.is_set():
-                return
-            pause_s = policy.pause_s(self._clock.now() - started_at)
-            if pause_s is None or death.exit_code == _CONFIG_EXIT:
-                _logger.error("%s: all stop", death)
-                self._exit_code = death.exit_code
-                self._stop.set()
-                return
-            _logger.warning("%s; starting it again in %g s", death, pause_s)
-            await self._clock.sleep(pause_s)
-            if self._stop.is_set():
-                return
-            await self._start(name)
-
-    async def _stop_children(self) -> None:
-        self._stop.set()
-        limit_s = self._settings.http_graceful_shutdown_timeout_secs + _MARGIN_S
-        await asyncio.gather(*(child.stop(limit_s) for child in self._children.values()))
+def _spec(number: int, argv: Sequence[str], port: int, folder: Path) -> children.ChildSpec:
+    flags = {
+        "--http-port": str(port),
+        "--http-workers": "1",
+        "--http-worker-socket": str(folder / f"{number}.sock"),
+    }
+    return children.ChildSpec(
+        name=f"frontend {number}",
+        argv=[
+            *(sys.executable, "-m", "dynamo.frontend", *argv),
+            *(word for flag in flags.items() for word in flag),
+        ],
+        environ=os.environ,
+        is_relayed=False,
+    )

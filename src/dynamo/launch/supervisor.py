@@ -1,0 +1,152 @@
+"""The supervisor of a command's children: starts them, waits until they are ready, restarts them, stops them.
+
+    async with Supervisor(guard, clock, report) as supervisor:
+        supervisor.stop_on((signal.SIGINT, signal.SIGTERM))
+        await supervisor.start(spec)
+        ...
+        await supervisor.run()
+
+A child that dies is restarted after a growing pause (`restarts`). It ends the command if the others need it or if it
+has died too often. The first signal stops all children in order, a second one kills them.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from types import TracebackType
+
+from dynamo.base import clock as clocks
+from dynamo.base import tasks
+from dynamo.launch import children, guard, restarts
+
+_PROBE_INTERVAL_S = 0.1
+
+
+class Supervisor:
+    """Owns the children of one command; `report` gets a sentence about each restart."""
+
+    def __init__(
+        self,
+        guardian: guard.Guard,
+        clock: clocks.Clock,
+        report: Callable[[str], None],
+        *,
+        stop_timeout_s: float,
+    ) -> None:
+        self._guard = guardian
+        self._clock = clock
+        self._report = report
+        self._stop_timeout_s = stop_timeout_s
+        self._running = tasks.Tasks()
+        self._stop = asyncio.Event()
+        self._death: children.ChildDied | None = None
+        self._child_by_name: dict[str, children.Child] = {}
+
+    async def __aenter__(self) -> "Supervisor":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        await asyncio.gather(
+            *(child.stop(self._stop_timeout_s) for child in self._child_by_name.values())
+        )
+        await self._running.close()
+
+    @property
+    def child_by_name(self) -> Mapping[str, children.Child]:
+        """The latest process of each child."""
+        return self._child_by_name
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a signal or a death ends the command."""
+        return self._stop.is_set()
+
+    def stop_on(self, numbers: Iterable[int], announce: Callable[[], None] = lambda: None) -> None:
+        """Stop at the first of these signals, after calling `announce`; kill all children at the next one."""
+
+        def handle() -> None:
+            if self._stop.is_set():
+                self.signal_all(signal.SIGKILL)
+            else:
+                announce()
+                self._stop.set()
+
+        for number in numbers:
+            asyncio.get_running_loop().add_signal_handler(number, handle)
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to each child."""
+        for child in self._child_by_name.values():
+            child.signal(number)
+
+    async def start(self, spec: children.ChildSpec) -> None:
+        """Start a child that is not watched yet."""
+        self._child_by_name[spec.name] = await children.start(
+            spec, self._guard, self._running, self._clock
+        )
+
+    async def wait_until(
+        self,
+        probe: Callable[[], Awaitable[bool]],
+        *,
+        timeout_s: float,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Wait until the probe returns true; call `on_wait` after each probe that does not.
+
+        Returns False if a signal came first. Raises ChildDied for a child that ends, TimeoutError after `timeout_s`.
+        """
+        deadline = self._clock.now() + timeout_s
+        while not self._stop.is_set():
+            for child in self._child_by_name.values():
+                if child.exit_code is not None:
+                    raise await child.death()
+            if await probe():
+                return True
+            if self._clock.now() > deadline:
+                raise TimeoutError
+            on_wait()
+            with contextlib.suppress(TimeoutError):
+                async with self._clock.timeout(_PROBE_INTERVAL_S):
+                    await self._stop.wait()
+        return False
+
+    def watch(
+        self, name: str, *, is_restarted: bool, fatal_codes: frozenset[int] = frozenset()
+    ) -> None:
+        """Watch a child from now on: restart it when it dies, or stop all with its death.
+
+        An exit code in `fatal_codes` always stops all.
+        """
+        self._running.start(f"watch {name}", self._watch(name, is_restarted, fatal_codes))
+
+    async def run(self) -> None:
+        """Wait until a signal comes. Raises ChildDied if a child died that cannot be restarted."""
+        await self._running.run_until(self._stop)
+        if self._death is not None:
+            raise self._death
+
+    async def _watch(self, name: str, is_restarted: bool, fatal_codes: frozenset[int]) -> None:
+        policy = restarts.RestartPolicy()
+        while True:
+            child = self._child_by_name[name]
+            death = await child.death()
+            if self._stop.is_set():
+                return
+            pause_s = policy.pause_s(self._clock.now() - child.started_at)
+            if not is_restarted or death.exit_code in fatal_codes or pause_s is None:
+                self._death = death
+                self._stop.set()
+                return
+            self._report(f"{death}; starting it again in {pause_s:g} s")
+            await self._clock.sleep(pause_s)
+            if self._stop.is_set():
+                return
+            await self.start(child.spec)

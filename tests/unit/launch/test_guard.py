@@ -1,0 +1,107 @@
+"""What is left of a process that had a guard: nothing. These start small processes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dynamo.launch import guard
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
+
+# A process with a guard, a folder, a grandchild in a session of its own, and a shared-memory file; it says which.
+PARENT = """
+import os, pathlib, subprocess, sys, time
+from dynamo.launch import guard
+
+guardian = guard.Guard()
+folder = guardian.make_folder("dynamo-test-")
+(folder / "file").write_text("x")
+name = f"/dev/shm/dynamo-test-{os.getpid()}"
+below = f'''
+import mmap, os, subprocess, sys, time
+file = os.open({name!r}, os.O_RDWR | os.O_CREAT)
+os.ftruncate(file, 4096)
+shared = mmap.mmap(file, 4096)
+print(os.getpid(), flush=True)
+time.sleep(60)
+'''
+child = subprocess.Popen([sys.executable, "-S", "-c", below], env=guardian.mark({}),
+    start_new_session=True, stdout=subprocess.PIPE)
+pid = int(child.stdout.readline())
+print(pid, folder, name, guardian._process.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def parent():
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, "60"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    pid, folder, file, guard_pid = process.stdout.readline().split()
+    yield process, int(pid), pathlib.Path(folder), pathlib.Path(file), int(guard_pid)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def is_alive(pid):
+    try:
+        return ") Z" not in pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_processes_folders_and_shared_memory_of_a_killed_process_are_removed(parent):
+    process, pid, folder, file, guard_pid = parent
+    assert is_alive(pid)
+    assert file.exists()
+
+    process.kill()
+
+    until(lambda: not is_alive(guard_pid))
+    assert not is_alive(pid)
+    assert not folder.exists()
+    assert not file.exists()
+
+
+def test_shared_memory_of_a_process_that_died_before_is_removed(parent):
+    process, pid, _, file, guard_pid = parent
+    time.sleep(1.5)  # the guard lists /dev/shm once a second
+    os.kill(pid, 9)
+    process.kill()
+
+    until(lambda: not is_alive(guard_pid))
+    assert not file.exists()
+
+
+def test_signals_to_the_guard_do_not_end_it(parent):
+    *_, guard_pid = parent
+    for number in (1, 2, 15):
+        os.kill(guard_pid, number)
+    time.sleep(0.1)
+
+    assert is_alive(guard_pid)
+
+
+def test_guard_within_a_guard_marks_children_for_both(monkeypatch):
+    with guard.Guard() as outer:
+        monkeypatch.setenv(guard.TOKEN_VARIABLE, outer.mark({})[guard.TOKEN_VARIABLE])
+        with guard.Guard() as inner:
+            tokens = inner.mark({"A": "b"})[guard.TOKEN_VARIABLE]
+
+    assert len(tokens.split(",")) == 2

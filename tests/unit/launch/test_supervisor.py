@@ -1,0 +1,102 @@
+"""What a supervisor does when its children are ready, die, or are told to stop. These start small processes."""
+
+import signal
+import sys
+
+import pytest
+
+from dynamo.base import clock as clocks
+from dynamo.launch import children, guard, restarts, supervisor
+
+FOREVER = "import signal; signal.pause()"
+
+
+@pytest.fixture
+async def started(monkeypatch):
+    """A supervisor, what it reported, and a way to start a child."""
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01)
+    reports = []
+    with guard.Guard() as guardian:
+        owner = supervisor.Supervisor(
+            guardian, clocks.SystemClock(), reports.append, stop_timeout_s=5
+        )
+        async with owner:
+
+            async def start(name, script=FOREVER):
+                argv = [sys.executable, "-S", "-c", script]
+                await owner.start(children.ChildSpec(name=name, argv=argv, environ={}))
+
+            yield owner, start, reports
+
+
+async def test_child_that_dies_is_restarted_until_the_policy_gives_up(started):
+    owner, start, reports = started
+    await start("worker", "raise SystemExit(3)")
+    owner.watch("worker", is_restarted=True)
+    with pytest.raises(children.ChildDied, match="worker exited with 3"):
+        await owner.run()
+
+    assert len(reports) == restarts.MAX_RESTARTS
+    assert reports[1] == "worker exited with 3; starting it again in 0.02 s"
+
+
+@pytest.mark.parametrize(("is_restarted", "fatal"), [(False, frozenset()), (True, frozenset((3,)))])
+async def test_death_of_a_child_that_is_not_restarted_stops_all(started, is_restarted, fatal):
+    owner, start, reports = started
+    await start("frontend", "raise SystemExit(3)")
+    await start("worker")
+    owner.watch("frontend", is_restarted=is_restarted, fatal_codes=fatal)
+    with pytest.raises(children.ChildDied) as death:
+        await owner.run()
+
+    assert death.value.exit_code == 3
+    assert not reports
+
+
+async def test_second_signal_kills_the_children(started):
+    owner, start, _ = started
+    await start("worker", "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()")
+    announced = []
+    owner.stop_on([signal.SIGUSR1], lambda: announced.append(1))
+    for _ in range(2):
+        signal.raise_signal(signal.SIGUSR1)
+        await owner.run()
+        await clocks.SystemClock().sleep(0.01)
+
+    assert announced == [1]
+    assert owner.is_stopping
+    assert await owner.child_by_name["worker"].wait() == -9
+
+
+async def test_waiting_ends_when_the_probe_succeeds(started):
+    owner, start, _ = started
+    await start("worker")
+    answers = [True, False, False]
+
+    async def probe():
+        return answers.pop()
+
+    assert await owner.wait_until(probe, timeout_s=5)
+    assert not answers
+
+
+async def test_waiting_ends_with_the_death_of_a_child(started):
+    owner, start, _ = started
+    await start("worker", "raise SystemExit(1)")
+
+    async def never():
+        return False
+
+    with pytest.raises(children.ChildDied):
+        await owner.wait_until(never, timeout_s=20)
+
+
+async def test_waiting_ends_after_its_limit(started):
+    owner, start, _ = started
+    await start("worker")
+
+    async def never():
+        return False
+
+    with pytest.raises(TimeoutError):
+        await owner.wait_until(never, timeout_s=0.05)
