@@ -32,7 +32,7 @@ BUDGET = {
     "planner": 2000,
     "operator": 2000,
     "launch": 1000,
-    "cli": 1210,
+    "cli": 1280,
     "testing": 110,
     "simulate": 1700,
 }

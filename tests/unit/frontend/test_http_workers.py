@@ -25,7 +25,7 @@ def listen(port, *, shares):
 
 def test_children_share_the_port_and_it_takes_no_connection_itself():
     with (
-        http_workers._held_port("127.0.0.1", 0) as port,
+        http_workers._bind_port("127.0.0.1", 0) as port,
         listen(port, shares=True) as one,
         listen(port, shares=True) as two,
     ):
@@ -36,18 +36,18 @@ def test_children_share_the_port_and_it_takes_no_connection_itself():
 
 
 def test_nobody_else_gets_a_port_at_which_children_listen():
-    with http_workers._held_port("127.0.0.1", 0) as port, listen(port, shares=True):
+    with http_workers._bind_port("127.0.0.1", 0) as port, listen(port, shares=True):
         with pytest.raises(OSError, match="in use"):
             listen(port, shares=False)
         with pytest.raises(errors.ConfigError, match=f"port {port} is in use"):
-            http_workers._held_port("127.0.0.1", port).__enter__()
+            http_workers._bind_port("127.0.0.1", port).__enter__()
 
 
 def test_a_port_is_not_taken_over_from_others_that_would_share_it():
     with listen(0, shares=True) as other:
         port = other.getsockname()[1]
         with pytest.raises(errors.ConfigError, match=f"port {port} is in use"):
-            http_workers._held_port("127.0.0.1", port).__enter__()
+            http_workers._bind_port("127.0.0.1", port).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_port_is_not_taken_over_from_others_that_would_share_it():
 )
 def test_an_address_of_another_machine_is_told(host, words):
     with pytest.raises(errors.ConfigError, match=words):
-        http_workers._held_port(host, 0).__enter__()
+        http_workers._bind_port(host, 0).__enter__()
 
 
 def test_settings_are_checked_before_anything_starts():
