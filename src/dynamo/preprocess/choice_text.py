@@ -1,4 +1,4 @@
-"""From an engine's outputs to the text of one choice: detokenize, hold back stop strings, hide what ended it."""
+"""The text of one choice, from an engine's outputs: detokenized, without stop strings and the token that ended it."""
 
 import array
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _ENDED_BY_TOKEN = (generate.FinishReason.EOS, generate.FinishReason.STOP)
 
 
 class ChoiceText:
-    """The text of one choice, and the tokens behind it, four bytes each: another worker may have to go on from there.
+    """The text of one choice, and its tokens, four bytes each, from which another worker may have to continue it.
 
     Once `stop_reason` is set the text is complete, whatever the engine still sends.
     """
@@ -27,7 +27,7 @@ class ChoiceText:
         self.stop_reason: str | None = None  # the stop string that ended the text
 
     def push(self, output: generate.Output) -> str:
-        """The text that this output makes certain. With a finish reason, all that was pending is in it."""
+        """Add an output; return the text that is now certain, or all pending text if the output has a finish reason."""
         token_ids = output.token_ids
         if len(token_ids) == 1:  # nearly always so
             self._tokens.append(token_ids[0])
@@ -39,25 +39,25 @@ class ChoiceText:
         if output.finish_reason is not None:
             text += self._detokenizer.finish()
         if self._stops is not None and len(self._tokens) > self._min_tokens:
-            return self._push_watched(self._stops, text, output.finish_reason is not None)
+            return self._push_to_stops(self._stops, text, output.finish_reason is not None)
         return text
 
     @property
     def num_tokens(self) -> int:
-        """Generated so far."""
+        """Return the number of tokens generated so far."""
         return len(self._tokens)
 
     @property
     def token_ids(self) -> bytes:
-        """All of them, packed."""
+        """Return all generated tokens, packed."""
         return blocks.pack(self._tokens)
 
     @property
     def num_held(self) -> int:
-        """Characters that wait, because they may become a stop string."""
+        """Return the number of characters that are held back, because they may become a stop string."""
         return self._stops.num_held if self._stops is not None else 0
 
-    def _push_watched(self, stops: stop_strings.StopStrings, text: str, is_last: bool) -> str:
+    def _push_to_stops(self, stops: stop_strings.StopStrings, text: str, is_last: bool) -> str:
         text, self.stop_reason = stops.push(text)
         if is_last and self.stop_reason is None:
             text += stops.flush()
@@ -65,6 +65,6 @@ class ChoiceText:
 
 
 def visible_ids(output: generate.Output) -> Sequence[int]:
-    """The tokens of this output, without the one that ended the choice."""
+    """Return the tokens of this output without the one that ended the choice."""
     ids = output.token_ids
     return ids[:-1] if output.finish_reason in _ENDED_BY_TOKEN else ids

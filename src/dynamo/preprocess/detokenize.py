@@ -1,4 +1,4 @@
-"""From token ids to text as they come, never splitting a character.
+"""Detokenizers: from token ids to text as they come, never splitting a character.
 
 Nearly all tokenizers are tables: each token stands for some bytes, whatever stands beside it. So at load we make a
 table from id to text, or to bytes where a token ends inside a character, and compare it with the tokenizer once, over
@@ -30,14 +30,14 @@ Piece = str | bytes  # text, or bytes that are no whole characters
 
 
 class Detokenizer(Protocol):
-    """The text of one choice."""
+    """Turns the tokens of one choice into text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """These tokens follow; gives the text that is now certain."""
+        """Add tokens; return the text that is now certain."""
         ...
 
     def finish(self) -> str:
-        """No more tokens follow; gives what was pending."""
+        """End the tokens; return the text that was pending."""
         ...
 
 
@@ -56,21 +56,21 @@ class TextDecoder:
         ]
 
     def showing(self, tokens: Iterable[str]) -> "TextDecoder":
-        """The same, except that these tokens are text, even if they are special."""
+        """Return a decoder that shows these tokens as text, even if they are special."""
         shown = self._hidden.intersection(map(self._tokenizer.id_of, tokens))
         if not shown:
             return self
-        made = copy.copy(self)
-        made._hide(self._hidden - shown)
-        return made
+        decoder = copy.copy(self)
+        decoder._hide(self._hidden - shown)
+        return decoder
 
     @property
     def is_table(self) -> bool:
-        """Is the tokenizer of the quick kind?"""
+        """Return whether the tokenizer is a table, which is the fast kind."""
         return bool(self._pieces)
 
     def new(self, prompt: bytes = b"", *, skip_special_tokens: bool = True) -> Detokenizer:
-        """For one choice that follows `prompt` (packed ids)."""
+        """Return a detokenizer for one choice that follows `prompt` (packed ids)."""
         pieces = self._visible if skip_special_tokens else self._pieces
         if pieces and not self._drops_space:
             return TableDetokenizer(pieces, drop_space=False)
@@ -82,23 +82,23 @@ class TextDecoder:
         return WindowDetokenizer(self._tokenizer, context, hidden)
 
     def decode(self, packed: bytes) -> str:
-        """A whole text, special tokens included."""
+        """Return the text of packed ids, special tokens included."""
         return self._tokenizer.decode(blocks.unpack(packed), skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token, special or not, stands for."""
+        """Return the bytes of one token, special or not."""
         if 0 <= token_id < len(self._pieces):
             piece = self._pieces[token_id]
             return piece if isinstance(piece, bytes) else piece.encode()
         return self._tokenizer.decode((token_id,), skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """The same as text; with U+FFFD where it is a part of a character."""
+        """Return the text of one token, with U+FFFD where it is a part of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
 
 class TableDetokenizer:
-    """Looks each token up."""
+    """Looks each token up in the table."""
 
     def __init__(self, pieces: list[Piece], *, drop_space: bool) -> None:
         self._pieces = pieces
@@ -111,7 +111,7 @@ class TableDetokenizer:
             piece = self._pieces[token_ids[0]]
             if type(piece) is str:
                 return piece
-        pieces = [self._pieces[one] for one in token_ids if one < len(self._pieces)]
+        pieces = [self._pieces[number] for number in token_ids if number < len(self._pieces)]
         data = b"".join(piece if isinstance(piece, bytes) else piece.encode() for piece in pieces)
         return self._decode(data, is_last=False)
 
@@ -137,32 +137,34 @@ class WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
-        self._window = self._seen(context)
-        self._num_told = len(self._window)  # tokens at the window's beginning whose text is out
+        self._window = self._drop_hidden(context)
+        self._num_returned = len(
+            self._window
+        )  # tokens at the beginning of the window with text that was returned
 
     def push(self, token_ids: Sequence[int]) -> str:
-        self._window += self._seen(token_ids)
-        before, after = self._decode(self._window[: self._num_told]), self._decode(self._window)
+        self._window += self._drop_hidden(token_ids)
+        before, after = self._decode(self._window[: self._num_returned]), self._decode(self._window)
         is_certain = len(after) > len(before) and not after.endswith(_REPLACEMENT)
-        if not is_certain and len(self._window) - self._num_told <= _MAX_PENDING:
+        if not is_certain and len(self._window) - self._num_returned <= _MAX_PENDING:
             return ""
-        del self._window[: self._num_told]
-        self._num_told = len(self._window)
+        del self._window[: self._num_returned]
+        self._num_returned = len(self._window)
         return after[len(before) :]
 
     def finish(self) -> str:
-        before = self._decode(self._window[: self._num_told])
+        before = self._decode(self._window[: self._num_returned])
         return self._decode(self._window)[len(before) :]
 
-    def _seen(self, token_ids: Sequence[int]) -> list[int]:
-        return [one for one in token_ids if one not in self._hidden]
+    def _drop_hidden(self, token_ids: Sequence[int]) -> list[int]:
+        return [number for number in token_ids if number not in self._hidden]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def _table_of(tokenizer: tokenize.Tokenizer) -> tuple[list[Piece], bool]:
-    """The table, and whether the space that begins a text is dropped. An empty table: there is none."""
+    """Return the table, and whether the space that begins a text is dropped; an empty table if there is none."""
     steps = _steps(tokenizer.decoder_definition)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -188,13 +190,13 @@ def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
 
 
 class _ByteAlphabet(dict[int, int]):
-    """GPT-2's: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    """GPT-2's alphabet: printable bytes stand for themselves, all others for the characters from U+0100 on."""
 
     def __init__(self) -> None:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in set(printable)]
+        unprintable = [byte for byte in range(256) if byte not in set(printable)]
         super().__init__({byte: byte for byte in printable})
-        self.update({256 + number: byte for number, byte in enumerate(others)})
+        self.update({256 + number: byte for number, byte in enumerate(unprintable)})
 
     def __missing__(self, char: int) -> int:
         return 0x100  # no byte
@@ -224,9 +226,9 @@ def _piece(data: bytes) -> Piece:
 
 
 def _agrees(tokenizer: tokenize.Tokenizer, table: list[Piece], drops_space: bool) -> bool:
-    """Does the tokenizer decode its whole vocabulary as the table does?
+    """Return whether the tokenizer decodes its whole vocabulary as the table does.
 
-    Byte tokens that are no ASCII are left out: in a row that is no text, a byte fallback gives up on all of them.
+    Byte tokens outside of ASCII are left out: in a row that is no text, a byte fallback gives up on all of them.
     """
     ids = [
         token_id

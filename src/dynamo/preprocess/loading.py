@@ -1,4 +1,4 @@
-"""The files of a model that stand between text and tokens, found by the model's card and checked against it."""
+"""Loading: from a model's card to its `Preprocessor`, by the model's files, which are checked against the card."""
 
 import hashlib
 from pathlib import Path
@@ -13,13 +13,13 @@ from dynamo.protocols import model_card
 
 
 class ModelFiles:
-    """Reads files by their names. A file that the card names must be the very one that the worker serves."""
+    """Reads files of a model by name. A file that the card names must have the checksum of the worker's file."""
 
     def __init__(self, card: model_card.ModelCard) -> None:
         self._card = card
 
     def read(self, name: str) -> bytes | None:
-        """The content; None if the model has no such file. Raises ConfigError."""
+        """Return the content of a file; None if the model has no such file. Raises ConfigError."""
         named = self._card.files.get(name)
         if named is None and self._card.files:
             return None
@@ -38,7 +38,7 @@ class ModelFiles:
         return content
 
     def read_text(self, name: str) -> str | None:
-        """The content as text. Raises ConfigError."""
+        """Return the content of a file as text; None if the model has no such file. Raises ConfigError."""
         content = self.read(name)
         try:
             return content.decode() if content is not None else None
@@ -46,7 +46,7 @@ class ModelFiles:
             raise errors.ConfigError(f"{name}: expected UTF-8 text: {error}") from error
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The content as an object; empty if the model has no such file. Raises ConfigError."""
+        """Return the JSON object in a file; empty if the model has no such file. Raises ConfigError."""
         content = self.read(name)
         if content is None:
             return {}
@@ -71,7 +71,7 @@ def load_preprocessor(
     cache_bytes: int = tokenize.CACHE_BYTES,
     cache_observer: tokenize.CacheObserver = tokenize.NoCacheObserver(),  # noqa: B008 (it has no state)
 ) -> preprocessor.Preprocessor:
-    """Reads files and takes some tenths of a second: call it in a thread. Raises ConfigError."""
+    """Read the files of a model and return its preprocessor. Takes some tenths of a second. Raises ConfigError."""
     files = ModelFiles(card)
     definition = files.read("tokenizer.json")
     if definition is None:
@@ -109,13 +109,13 @@ def load_preprocessor(
 
 
 def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like; each is a text, or an object that holds it."""
-    found = {}
+    """Return `bos_token` and the other special tokens; the file has each as a text, or in an object."""
+    tokens = {}
     for name, token in tokenizer_config.items():
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+            tokens[name] = text
+    return tokens
 
 
 def _template_source(files: ModelFiles, tokenizer_config: dict[str, Any]) -> Any:
@@ -139,7 +139,7 @@ def _chat_template(
 
 
 def _by_use(source: Any) -> tuple[str, str | None]:
-    """The template, and the one for requests with tools; older models keep them in a list, by name."""
+    """Return the template, and the one for requests with tools; older models have a list of them, by name."""
     if isinstance(source, str):
         return source, None
     try:

@@ -1,12 +1,12 @@
-"""What a prompt has in common with earlier ones: it is cut into segments, and the tokens of each are kept.
+"""Segments of prompts: a prompt is cut into segments, and the tokens of each are cached for later prompts.
 
 A tokenizer takes its special tokens out of a text before it looks at anything else, and what stands between two of
 them is encoded for itself. So a prompt may be cut there: the turns of a conversation become segments, and of a new
 turn under a known system prompt only the turn is encoded. That holds for most tokenizers and not for all (some treat
-the beginning of a text specially, some let a special token eat the blanks beside it): `agrees` tries it.
+the beginning of a text specially, some let a special token absorb neighbouring blanks): `is_cutting_exact` tries it.
 
 Within a long segment, tokenizers of the byte-level kind end a word at each line end before a letter. There it may be
-cut too, so that a long text that was asked about before, or has grown since, is known as far as it is the same.
+cut too, so that the part of a long text that an earlier prompt had is found in the cache.
 """
 
 import itertools
@@ -39,9 +39,9 @@ _AWKWARD = (
 
 
 class PromptCutter:
-    """Cuts a text at some tokens, the longest of those that begin at one place, like the tokenizer itself.
+    """Cuts a text at some tokens, like the tokenizer itself: of those that begin at one place, at the longest.
 
-    `at_lines`: and what is long between them, after line ends before letters.
+    `at_lines`: long text between them is cut, too, after line ends before letters.
     """
 
     def __init__(self, tokens: Sequence[str], *, at_lines: bool = False) -> None:
@@ -51,7 +51,7 @@ class PromptCutter:
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
 
     def cut(self, text: str) -> list[str]:
-        """The segments: tokens, and what stands between them. Joined they are the text; none is empty."""
+        """Return the segments: tokens, and the texts between them. Joined they are the text; none is empty."""
         cut = [segment for segment in self._cut(text) if segment]
         if not self._at_lines or len(text) < 2 * PART_CHARS:
             return cut
@@ -59,7 +59,7 @@ class PromptCutter:
 
 
 def split_segment(segment: str) -> Iterator[str]:
-    """A segment in parts of `PART_CHARS` or a little more, the same for segments that begin alike."""
+    """Yield a segment in parts of `PART_CHARS` or a little more; segments with equal beginnings have equal parts."""
     start = 0
     while (end := _LINE_END(segment, start + PART_CHARS)) is not None:
         yield segment[start : end.end()]
@@ -71,47 +71,47 @@ _LINE_END = re.compile(r"\n(?=[A-Za-z])").search
 
 
 class SegmentCache:
-    """Packed token ids by segment; what was used longest ago goes first. `fixed` are kept for ever."""
+    """Packed token ids by segment; the least recently used is dropped first, those in `fixed` never."""
 
     def __init__(self, fixed: Mapping[str, bytes], *, max_bytes: int) -> None:
         self._fixed = fixed
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._entries: OrderedDict[str, bytes] = OrderedDict()
         self.num_bytes = 0
 
     def find(self, segment: str) -> bytes | None:
-        """Its packed ids, if they are known."""
+        """Return the packed ids of a segment; None if they are not cached."""
         packed = self._fixed.get(segment)
         if packed is None:
-            packed = self._kept.get(segment)
+            packed = self._entries.get(segment)
             if packed is not None:
-                self._kept.move_to_end(segment)
+                self._entries.move_to_end(segment)
         return packed
 
-    def keep(self, segment: str, packed: bytes) -> None:
-        """Remember it; a segment that would push out most others is not worth it."""
+    def put(self, segment: str, packed: bytes) -> None:
+        """Cache the ids of a segment, unless it is so large that it would displace most others."""
         size = _size(segment, packed)
-        if segment in self._kept or size > self._max_bytes // 4:
+        if segment in self._entries or size > self._max_bytes // 4:
             return
-        self._kept[segment] = packed
+        self._entries[segment] = packed
         self.num_bytes += size
         while self.num_bytes > self._max_bytes:
-            self.num_bytes -= _size(*self._kept.popitem(last=False))
+            self.num_bytes -= _size(*self._entries.popitem(last=False))
 
 
 def is_cutting_exact(cutter: PromptCutter, encode: Callable[[str], bytes]) -> bool:
-    """Does encoding segment by segment give what encoding the whole gives, for awkward neighbours of the tokens?"""
-    some = itertools.cycle(cutter.tokens)
+    """Return whether encoding segment by segment equals encoding the whole, for awkward neighbours of the tokens."""
+    tokens = itertools.cycle(cutter.tokens)
     pairs = itertools.product(_AWKWARD, repeat=2)
-    texts = [f"{before}{next(some)}{after}{next(some)}" for before, after in pairs]
+    texts = [f"{before}{next(tokens)}{after}{next(tokens)}" for before, after in pairs]
     texts += [f"{token}{token}" for token in cutter.tokens[:_MANY]]
     return all(b"".join(map(encode, cutter.cut(text))) == encode(text) for text in texts)
 
 
 def splits_at_lines(boundaries: Callable[[str], Collection[int]]) -> bool:
-    """Does a word always begin at a letter after a line end? `boundaries` tells where the words of a text begin.
+    """Return whether a word always begins at a letter after a line end; `boundaries` returns where words begin.
 
-    Such patterns know characters by their kinds, so texts of all short rows of kinds are tried.
+    The patterns of tokenizers distinguish kinds of characters, so all short rows of kinds are tried.
     """
     sides = [
         "".join(row) for length in range(3) for row in itertools.product(_KINDS, repeat=length)

@@ -1,8 +1,10 @@
-"""Finding marks in a text as it grows, for any way in which it is cut into pieces.
+"""Marks and stop strings in a text that grows, for any way in which it is cut into pieces.
 
 Of several marks, the one that is *complete first* counts; of those complete at the same character, the longest. So
-the answer does not depend on how tokens cut the text, and no look-ahead is needed. An end of the text that may yet
-turn out to be the beginning of a mark is told, so that it can be held back.
+the result does not depend on how tokens cut the text, and no look-ahead is needed. An end of the text that may still
+become a mark is reported, so that it can be held back.
+
+A text ends before the stop string that is complete first.
 """
 
 import functools
@@ -11,85 +13,85 @@ from typing import NamedTuple
 
 
 class MarkerMatch(NamedTuple):
-    """Where a mark begins, and which."""
+    """A mark in a text, and where it begins."""
 
     start: int
     mark: str
 
 
 class MarkerSet:
-    """Some marks to look for. Immutable."""
+    """Marks to look for. Immutable."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = tuple(marks)
         self._inner = frozenset(char for mark in marks for char in mark[:-1])
-        self._longest = max(map(len, marks), default=0) - 1  # a held text is shorter than its mark
+        self._longest = max(map(len, marks), default=0) - 1  # an incomplete mark is shorter
 
     def find(self, text: str) -> MarkerMatch | None:
-        """The mark that is complete first."""
+        """Return the mark that is complete first; None if the text contains none."""
         matches = [
             (at + len(mark), at, mark) for mark in self._marks if (at := text.find(mark)) >= 0
         ]
         return MarkerMatch(*min(matches)[1:]) if matches else None
 
     def num_open(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a mark."""
+        """Return the length of the longest end of `text` that is the beginning of a mark."""
         if not text or text[-1] not in self._inner:
             return 0
         lengths = range(min(self._longest, len(text)), 0, -1)
         return next((n for n in lengths if self.begins(text[-n:])), 0)
 
     def begins(self, text: str) -> bool:
-        """May the whole text become a mark, or is it one?"""
+        """Return whether the whole text is a mark or the beginning of one."""
         for mark in self._marks:  # noqa: SIM110 (once per answer: a generator costs more than the rest)
             if mark.startswith(text):
                 return True
         return False
 
     def leading(self, text: str) -> str:
-        """The mark with which the text begins; empty for none."""
+        """Return the mark with which the text begins; empty for none."""
         if not text.startswith(self._marks):  # nearly always so
             return ""
         return next(mark for mark in self._marks if text.startswith(mark))
 
 
 @functools.lru_cache(maxsize=256)
-def cached_markers(*found: str) -> MarkerSet:
-    """The same object for the same marks: for those of formats, which are few."""
-    return MarkerSet(found)
+def cached_markers(*marks: str) -> MarkerSet:
+    """Return the same set for the same marks: for the marks of formats, which are few."""
+    return MarkerSet(marks)
 
 
 class StopResult(NamedTuple):
-    """Text that may go out, and the stop string that ended it, if one did."""
+    """Text that may go out, and the stop string that ended it; None: the text goes on."""
 
     text: str
     matched: str | None
 
 
 class StopStrings:
-    """Watches one text. After a match it must not be pushed any more."""
+    """Finds the end of one text. Nothing may be pushed after a match."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = MarkerSet(stops)
-        self._held = ""
+        self._pending = ""  # may be the beginning of a stop string
 
     def push(self, text: str) -> StopResult:
-        """The text goes on."""
-        text = self._held + text
-        found = self._stops.find(text)
-        if found is not None:
-            self._held = ""
-            return StopResult(text[: found.start], found.mark)
+        """Add text; return all that is certain to stand before a stop string."""
+        text = self._pending + text
+        match = self._stops.find(text)
+        if match is not None:
+            self._pending = ""
+            return StopResult(text[: match.start], match.mark)
         cut = len(text) - self._stops.num_open(text)
-        self._held = text[cut:]
+        self._pending = text[cut:]
         return StopResult(text[:cut], None)
 
     def flush(self) -> str:
-        """The text is over: what was held back."""
-        held, self._held = self._held, ""
-        return held
+        """End the text; return what was held back."""
+        pending, self._pending = self._pending, ""
+        return pending
 
     @property
     def num_held(self) -> int:
-        """Characters that wait."""
-        return len(self._held)
+        """Return the number of characters that are held back."""
+        return len(self._pending)

@@ -1,4 +1,4 @@
-"""Chat templates: from messages to the text that a model was trained to continue. The door to `jinja2`.
+"""Chat templates: from messages to the text that a model was trained to continue. Only this module imports `jinja2`.
 
 A template comes with the model, and is a program; so it runs in jinja's sandbox, sees plain data only, and may write
 a bounded amount. What it finds there is what Hugging Face's `apply_chat_template` offers, because that is what its
@@ -26,7 +26,7 @@ import jinja2.sandbox
 from dynamo.base import clock, errors
 
 MAX_PROMPT_CHARS = 32 * 2**20
-# Everything that a program can die of: the data of a request can make a template divide by zero.
+# All errors of a program: the data of a request can make a template divide by zero.
 _RUNTIME_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -72,7 +72,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         args: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. `args` are further variables, as the caller gave them. Raises InvalidRequest."""
+        """Return the prompt. `args` are further variables from the request. Raises InvalidRequest."""
         variables = {
             **self._constants,
             **(args or {}),
@@ -91,21 +91,21 @@ class ChatTemplate:
 
 
 def _join(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """What the template writes; `variables` are all that it sees."""
+    """Render a template that sees these variables and no others. Raises OverflowError if the prompt is too long."""
     context = jinja2.runtime.new_context(
         template.environment, template.name, template.blocks, variables, shared=True
     )
-    pieces, left = [], MAX_PROMPT_CHARS
+    pieces, num_chars = [], 0
     for piece in template.root_render_func(context):
         pieces.append(piece)
-        left -= len(piece)
-        if left < 0:
+        num_chars += len(piece)
+        if num_chars > MAX_PROMPT_CHARS:
             raise OverflowError(f"the prompt exceeds {MAX_PROMPT_CHARS} characters")
     return "".join(pieces)
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """jinja's own, quicker for `message.content`: what is no attribute of dictionaries is a key."""
+    """jinja's sandbox, faster for `message.content`: a name that is no attribute of dictionaries is a key."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
@@ -124,7 +124,7 @@ def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
 
 
 def _variables(environment: jinja2.Environment, source: str) -> frozenset[str]:
-    """What the template reads and does not set."""
+    """Return the variables that the template reads and does not set."""
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
 
 
@@ -162,7 +162,7 @@ def _tojson(
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks for training what the assistant wrote; here it changes nothing."""
+    """Accepts `{% generation %}`, which marks the assistant's text for training and changes nothing here."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja declares it so
 

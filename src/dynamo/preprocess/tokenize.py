@@ -1,8 +1,8 @@
-"""From text to token ids and back: the door to Hugging Face's `tokenizers`.
+"""Tokenizers: from text to token ids and back, by Hugging Face's `tokenizers`, which only this module imports.
 
-Ids leave packed (`blocks.pack`). Of a prompt only what no earlier prompt had is encoded (`segments`). A short text is
-encoded on the spot; a long one in a thread, so that the streams of others go on: `encode_batch_fast` releases the
-interpreter lock, which `encode` holds.
+Ids are packed (`blocks.pack`). Only the segments of a prompt that no earlier prompt had are encoded (`segments`). A
+short text is encoded at once; a long one in a thread, so that other streams go on: `encode_batch_fast` releases
+the interpreter lock, which `encode` holds.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ MAX_BATCH = 2**20  # characters that are encoded together: the library needs 100
 
 
 class _Definition(msgspec.Struct, frozen=True):
-    """What we read in tokenizer.json ourselves."""
+    """The parts of tokenizer.json that this package reads itself."""
 
     decoder: dict[str, Any] | None = None
     normalizer: dict[str, Any] | None = None
@@ -31,7 +31,7 @@ class _Definition(msgspec.Struct, frozen=True):
 
     @property
     def splits_words(self) -> bool:
-        """Does it cut a text by patterns into words, and leave the rest of it as it is, wherever it stands?"""
+        """Return whether it splits a text into words by patterns alone, independent of their place in the text."""
         steps = _steps(self.pre_tokenizer, "pretokenizers")
         return (
             all(step["type"] in _COMPOSING for step in _steps(self.normalizer, "normalizers"))
@@ -47,24 +47,24 @@ _COMPOSING = ("NFC", "NFD", "NFKC", "NFKD")  # of letters and the accents after 
 
 
 def _steps(definition: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """What a definition consists of; a sequence has its steps under this name."""
+    """Return the steps of a definition; a sequence has its steps under this name."""
     if definition is None:
         return []
     return definition[name] if definition["type"] == "Sequence" else [definition]
 
 
 class CacheObserver(Protocol):
-    """Who wants to know what the cache was good for."""
+    """Is informed of the use of a tokenizer's cache."""
 
     def record_lookup(
         self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
     ) -> None:
-        """The segments of one prompt, and their tokens, that were known and that were not."""
+        """Record how many segments and tokens of one prompt were in the cache, and how many were not."""
         ...
 
 
 class NoCacheObserver:
-    """Nobody does."""
+    """Ignores the use of a cache."""
 
     def record_lookup(
         self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
@@ -106,19 +106,21 @@ class Tokenizer:
 
     @property
     def num_ids(self) -> int:
-        """Ids are below this."""
+        """Return the number of ids, all of which are below it."""
         return len(self.tokens)
 
     def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
-        """Packed ids of each text."""
-        made: list[bytes] = []
+        """Return the packed ids of each text. Blocks the event loop."""
+        packed_ids: list[bytes] = []
         for batch in _batches(texts):
-            found = self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
-            made += [blocks.pack(encoding.ids) for encoding in found]
-        return made
+            encodings = self._tokenizer.encode_batch_fast(
+                batch, add_special_tokens=add_special_tokens
+            )
+            packed_ids += [blocks.pack(encoding.ids) for encoding in encodings]
+        return packed_ids
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
-        """Packed ids of each text, without stopping the event loop for long."""
+        """Return the packed ids of each text without blocking the event loop for long."""
         if sum(map(len, texts)) < LONG_TEXT:
             return self.encode_now(texts, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(
@@ -126,34 +128,36 @@ class Tokenizer:
         )
 
     async def encode_prompt(self, text: str) -> bytes:
-        """Packed ids of a text that has its special tokens in it, as far as possible from earlier prompts."""
+        """Return the packed ids of a text with its special tokens, as far as possible from the cache."""
         if self._cutter is None or len(text) < SHORT_TEXT:
             return (await self.encode([text], add_special_tokens=False))[0]
         cut = self._cutter.cut(text)
-        found = [self._cache.find(segment) for segment in cut]
-        new = [segment for segment, packed in zip(cut, found, strict=True) if packed is None]
+        cached = [self._cache.find(segment) for segment in cut]
+        new = [segment for segment, packed in zip(cut, cached, strict=True) if packed is None]
         if not new:
-            made: list[bytes] = []
+            encoded: list[bytes] = []
         elif len(new) == 1 and len(new[0]) < LONG_TEXT:
-            made = [self._encode(new[0])]
+            encoded = [self._encode(new[0])]
         else:
-            made = await self.encode(new, add_special_tokens=False)
-        return self._join(found, new, made)
+            encoded = await self.encode(new, add_special_tokens=False)
+        return self._join(cached, new, encoded)
 
-    def _join(self, found: list[bytes | None], new: Sequence[str], made: Sequence[bytes]) -> bytes:
-        """All ids in order, where `made` stands in for what was not found; that is kept, and counted."""
-        for segment, packed in zip(new, made, strict=True):
-            self._cache.keep(segment, packed)
-        rest = iter(made)
-        whole = b"".join([next(rest) if packed is None else packed for packed in found])
-        num_new = blocks.count(b"".join(made))
+    def _join(
+        self, cached: list[bytes | None], new: Sequence[str], encoded: Sequence[bytes]
+    ) -> bytes:
+        """Return all ids in order, and cache those of the `new` segments, which stand at the places of None."""
+        for segment, packed in zip(new, encoded, strict=True):
+            self._cache.put(segment, packed)
+        next_encoded = iter(encoded)
+        prompt = b"".join([next(next_encoded) if packed is None else packed for packed in cached])
+        num_new = blocks.count(b"".join(encoded))
         self._cache_observer.record_lookup(
-            hits=len(found) - len(new),
+            hits=len(cached) - len(new),
             misses=len(new),
-            cached_tokens=blocks.count(whole) - num_new,
+            cached_tokens=blocks.count(prompt) - num_new,
             uncached_tokens=num_new,
         )
-        return whole
+        return prompt
 
     def _encode(self, text: str) -> bytes:
         return blocks.pack(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -161,12 +165,12 @@ class Tokenizer:
     def _find_cutter(
         self, added: Sequence[tokenizers.AddedToken], parts: _Definition
     ) -> segments.PromptCutter | None:
-        """Cuts at the tokens that the tokenizer takes out of the text as it came; None if that changes anything."""
+        """Return a cutter at the tokens that are taken out of the raw text; None if cutting changes the ids."""
         tokens = [token for token in added if not token.normalized]
-        if not tokens or any(one.lstrip or one.rstrip or one.single_word for one in tokens):
+        if not tokens or any(token.lstrip or token.rstrip or token.single_word for token in tokens):
             return None
-        others = [token.content for token in added if token.normalized]
-        at_lines = parts.splits_words and not any("\n" in one for one in others)
+        normalized = [token.content for token in added if token.normalized]
+        at_lines = parts.splits_words and not any("\n" in content for content in normalized)
         cutter = segments.PromptCutter(
             [token.content for token in tokens],
             at_lines=at_lines and segments.splits_at_lines(self._word_starts),
@@ -174,21 +178,21 @@ class Tokenizer:
         return cutter if segments.is_cutting_exact(cutter, self._encode) else None
 
     def _word_starts(self, text: str) -> list[int]:
-        """Where the parts begin that the tokenizer's model sees one at a time."""
+        """Return where the parts begin that the tokenizer's model encodes one at a time."""
         words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         return [start for _, (start, _) in words]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of all these tokens together; ids that do not exist count for nothing."""
+        """Return the text of these tokens together; ids that do not exist are skipped."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it."""
+        """Return the id of a token, written as in the vocabulary; None if there is none."""
         return self._tokenizer.token_to_id(token)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """All texts in turn, so that those of one batch are not too long together, unless it is a single one."""
+    """Yield the texts in batches of at most `MAX_BATCH` characters, or of a single longer text."""
     begin, num_chars = 0, 0
     for end, text in enumerate(texts):
         if num_chars + len(text) > MAX_BATCH and end > begin:
@@ -199,7 +203,7 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _by_id(vocabulary: dict[str, int]) -> list[str]:
-    """Tokens in the order of their ids; an id that does not exist has an empty one."""
+    """Return the tokens in the order of their ids; an id that does not exist has an empty one."""
     tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
         tokens[token_id] = token

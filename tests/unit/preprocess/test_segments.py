@@ -157,12 +157,12 @@ def test_texts_that_begin_alike_share_their_parts():
 
 def test_what_was_used_longest_ago_is_forgotten():
     size = segments.SegmentCache({}, max_bytes=1 << 20)
-    size.keep("a", b"1")
+    size.put("a", b"1")
     cache = segments.SegmentCache({"<s>": b"0"}, max_bytes=4 * size.num_bytes)
     for name in "abcd":
-        cache.keep(name, b"1")
+        cache.put(name, b"1")
     cache.find("a")
-    cache.keep("e", b"1")
+    cache.put("e", b"1")
 
     assert cache.find("b") is None
     assert all(cache.find(name) == b"1" for name in "acde")
@@ -172,8 +172,8 @@ def test_what_was_used_longest_ago_is_forgotten():
 
 def test_a_segment_that_would_push_out_the_others_is_not_kept():
     cache = segments.SegmentCache({}, max_bytes=4096)
-    cache.keep("a", b"1")
-    cache.keep("b" * 2000, b"2")
+    cache.put("a", b"1")
+    cache.put("b" * 2000, b"2")
 
     assert cache.find("b" * 2000) is None
     assert cache.find("a") == b"1"

@@ -1,1 +1,1 @@
-"""What a model's answer is made of: reasoning, tool calls and content, told apart as the text grows."""
+"""Parsers that split the text of an answer, as it grows, into reasoning, tool calls and content."""

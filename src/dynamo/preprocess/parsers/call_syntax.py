@@ -1,7 +1,10 @@
-"""How far a call reaches, found as its text comes.
+"""The syntax of tool calls: how far a call reaches in a growing text, and how its text is parsed.
 
-A call that is JSON ends with its last bracket, wherever a mark may stand in its strings; so brackets are counted, and
-a character that cannot stand there breaks it off at once instead of swallowing the answer. Other calls end at a mark.
+A call that is JSON ends with its last bracket, wherever a mark may stand in its strings; so brackets are counted, and a
+character that cannot stand there ends the call at once instead of consuming the answer. Other calls end at a mark.
+
+Each way of writing a call has a function that parses its text; it returns None for text that is no call. Arguments are
+passed on as the model wrote them wherever they are JSON already.
 """
 
 import ast
@@ -23,7 +26,7 @@ _JSON_CHARS = frozenset("{}[]:,+-.0123456789eE" + "true" + "false" + "null" + ' 
 
 
 class CallState(enum.Enum):
-    """What is known of a call."""
+    """Whether a call goes on, is complete, or turned out to be none."""
 
     OPEN = enum.auto()
     DONE = enum.auto()
@@ -31,24 +34,25 @@ class CallState(enum.Enum):
 
 
 class CallExtent(NamedTuple):
-    """How much of the text belongs to the call, and whether that was all."""
+    """The number of characters that belong to the call, and its state after them."""
 
     num_chars: int
     state: CallState
 
 
 class CallScanner(Protocol):
-    """Measures one call."""
+    """Finds the end of one call."""
 
     def push(self, text: str) -> CallExtent:
-        """More text; not asked again after the call has ended."""
+        """Add text; return how much of it belongs to the call. Not to be called after the call has ended."""
         ...
 
 
 class BracketScanner:
-    """A value in brackets.
+    """Finds the end of a value in brackets.
 
-    `has_head`: a text such as the tool's name may stand before the opening `{`.
+    `has_head`: text such as the tool's name may stand before the opening `{`. `allowed`: the characters outside of
+    strings; None: all.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class BracketScanner:
 
 
 class MarkerScanner:
-    """Everything up to a mark, the mark included."""
+    """Finds the end of a call that reaches up to a mark, the mark included."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -129,9 +133,9 @@ class MarkerScanner:
         window = self._tail + text
         at = window.find(self._mark)
         num_used = at + len(self._mark) - len(self._tail) if at >= 0 else len(text)
-        left = MAX_CALL_CHARS - self._num_chars
-        if num_used > left:
-            return CallExtent(left, CallState.BROKEN)
+        max_used = MAX_CALL_CHARS - self._num_chars
+        if num_used > max_used:
+            return CallExtent(max_used, CallState.BROKEN)
         self._num_chars += num_used
         self._tail = window[-(len(self._mark) - 1) :]
         return CallExtent(num_used, CallState.DONE if at >= 0 else CallState.OPEN)
@@ -141,7 +145,7 @@ ParsedCalls = list[parser.ToolCall] | None
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """A call as an object; models name its arguments either way."""
+    """A call as a JSON object; models use either name for its arguments."""
 
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
@@ -154,19 +158,22 @@ _ERRORS = (ValueError, RecursionError)  # msgspec's and json's errors are ValueE
 
 
 def parse_json_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
-    """`{"name": ..., "arguments": {...}}`, or a list of such."""
+    """Parse `{"name": ..., "arguments": {...}}`, or a list of such objects."""
     del tools
     try:
         decoded = _decode_calls(_strict(text))
     except _ERRORS:
         return None
-    found = decoded if isinstance(decoded, list) else [decoded]
-    calls = [parse_call(one.name, bytes(one.arguments or one.parameters).decode()) for one in found]
-    return _all(calls)
+    objects = decoded if isinstance(decoded, list) else [decoded]
+    calls = [
+        parse_call(entry.name, bytes(entry.arguments or entry.parameters).decode())
+        for entry in objects
+    ]
+    return _all_or_none(calls)
 
 
 def _strict(text: str) -> str:
-    """The same JSON; a model may write line breaks into strings as they are."""
+    """Return the same JSON with escaped line breaks; a model may write them into strings as they are."""
     try:
         msgspec.json.decode(text, type=msgspec.Raw)
     except msgspec.DecodeError:
@@ -175,21 +182,21 @@ def _strict(text: str) -> str:
 
 
 class NamedCallReader:
-    """The tool's name and marks, then its arguments as an object: `head` finds the name in what stands before."""
+    """Parses the name of a tool with marks, then its arguments as an object. `head`: a pattern that finds the name."""
 
     def __init__(self, head: str) -> None:
         self._head = re.compile(head, re.DOTALL)
 
     def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
-        head, brace, rest = text.partition("{")
+        head, brace, body = text.partition("{")
         if not head.strip() or head.lstrip().startswith("["):
             return parse_json_calls(text, tools)
         match = self._head.fullmatch(head.strip())
-        return _all([parse_call(match["name"], brace + rest)]) if match else None
+        return _all_or_none([parse_call(match["name"], brace + body)]) if match else None
 
 
 def parse_call(name: str, arguments: str) -> parser.ToolCall | None:
-    """With arguments that are an object, or an object written into a string."""
+    """Return a call whose arguments are an object, or an object inside a string; None if they are not."""
     try:
         if arguments.startswith('"'):
             arguments = msgspec.json.decode(arguments, type=str)
@@ -201,16 +208,16 @@ def parse_call(name: str, arguments: str) -> parser.ToolCall | None:
     return parser.ToolCall(name, arguments) if name else None
 
 
-def _all(calls: list[parser.ToolCall | None]) -> ParsedCalls:
-    found = [parse_call for parse_call in calls if parse_call is not None]
-    return found if found and len(found) == len(calls) else None
+def _all_or_none(calls: list[parser.ToolCall | None]) -> ParsedCalls:
+    valid = [call for call in calls if call is not None]
+    return valid if valid and len(valid) == len(calls) else None
 
 
 _NAME = re.compile(r"[\w.]+")
 
 
 def parse_python_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
-    """`[f(x=1), g(y="a")]`: a list of calls with literal arguments by name."""
+    """Parse `[f(x=1), g(y="a")]`: a list of calls with literal arguments by name."""
     del tools
     try:
         with warnings.catch_warnings(action="ignore"):  # a string may hold what is no valid escape
@@ -223,7 +230,7 @@ def parse_python_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
 
 
 def _python_call(node: ast.expr) -> parser.ToolCall:
-    """Raises ValueError."""
+    """Return the call of a syntax node. Raises ValueError if it is none, or has arguments without names."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call by name")
     name = ast.unparse(node.func)
@@ -243,22 +250,22 @@ _PARAMETER = re.compile(
 
 
 def parse_tagged_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
-    """`name><parameter=x>1</parameter></function>`: values are texts, read by the schema of the tool."""
-    name, _, rest = text.removesuffix(_FUNCTION_END).partition(">")
+    """Parse `name><parameter=x>1</parameter></function>`: values are texts, converted by the schema of the tool."""
+    name, _, parameters = text.removesuffix(_FUNCTION_END).partition(">")
     name = name.strip()
-    if not name or "<" in name or _PARAMETER.sub("", rest).strip():
+    if not name or "<" in name or _PARAMETER.sub("", parameters).strip():
         return None
     schema = tools.get(name, {}).get("properties")
     types = schema if isinstance(schema, dict) else {}
     arguments = {
-        one["name"].strip(): _typed(one["value"], types.get(one["name"].strip()))
-        for one in _PARAMETER.finditer(rest)
+        match["name"].strip(): _convert(match["value"], types.get(match["name"].strip()))
+        for match in _PARAMETER.finditer(parameters)
     }
     return [parser.ToolCall(name, _dump(arguments))]
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """The value that is meant; a text where the schema says so, or says nothing, or the value is no JSON."""
+def _convert(text: str, schema: Any) -> Any:
+    """Return the value of a text; the text itself where the schema says so or says nothing, or it is no JSON."""
     kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
     if kind == "string":
         return text
@@ -270,5 +277,5 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _dump(value: Any) -> str:
-    """Raises ValueError for what JSON cannot hold."""
+    """Encode a value as JSON. Raises ValueError for values that JSON cannot hold."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)

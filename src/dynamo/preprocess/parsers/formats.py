@@ -1,4 +1,4 @@
-"""The formats by name, which one a model's template speaks of, and the parser of one answer.
+"""The formats of answers by name, which one a model's chat template shows, and the parsers of an answer.
 
 The names are the original's, because users have them in their commands.
 """
@@ -15,7 +15,7 @@ from dynamo.preprocess.parsers.tool_calls import CallFrame, ToolCallFormat, Tool
 from dynamo.protocols import generate
 
 NONE = "none"  # the name that asks for no parser
-_HARMONY = ToolCallFormat()  # has a machine of its own
+_HARMONY = ToolCallFormat()  # has a parser of its own
 
 
 def _named() -> call_syntax.BracketScanner:
@@ -46,39 +46,39 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         opens=("<|python_start|>",),
         closes=("<|python_end|>",),
         bare="[",
-        span=_python_list,
-        read=call_syntax.parse_python_calls,
+        make_scanner=_python_list,
+        parse=call_syntax.parse_python_calls,
     ),
     "mistral": ToolCallFormat(
         opens=("[TOOL_CALLS]",),
         closes=("[/TOOL_CALLS]",),
         inner=("[CALL_ID]", "[ARGS]"),
-        span=_named,
-        read=call_syntax.NamedCallReader(r"(?P<name>[\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?"),
+        make_scanner=_named,
+        parse=call_syntax.NamedCallReader(r"(?P<name>[\w.-]+)(\[CALL_ID\]\w+)?(\[ARGS\])?"),
     ),
     "deepseek_v3": ToolCallFormat(
         sections=("<｜tool▁calls▁begin｜>",),
         opens=("<｜tool▁call▁begin｜>",),
         inner=("<｜tool▁sep｜>",),
         closes=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        span=_named,
-        read=call_syntax.NamedCallReader(r"function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json"),
+        make_scanner=_named,
+        parse=call_syntax.NamedCallReader(r"function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json"),
     ),
     "deepseek_v3_1": ToolCallFormat(
         sections=("<｜tool▁calls▁begin｜>",),
         opens=("<｜tool▁call▁begin｜>",),
         inner=("<｜tool▁sep｜>",),
         closes=("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        span=_named,
-        read=call_syntax.NamedCallReader(r"(?P<name>[\w.-]+)<｜tool▁sep｜>"),
+        make_scanner=_named,
+        parse=call_syntax.NamedCallReader(r"(?P<name>[\w.-]+)<｜tool▁sep｜>"),
     ),
     "kimi_k2": ToolCallFormat(
         sections=("<|tool_calls_section_begin|>",),
         opens=("<|tool_call_begin|>",),
         inner=("<|tool_call_argument_begin|>",),
         closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
-        span=_named,
-        read=call_syntax.NamedCallReader(
+        make_scanner=_named,
+        parse=call_syntax.NamedCallReader(
             r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>"
         ),
     ),
@@ -86,8 +86,8 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         sections=("<tool_call>",),
         opens=("<function=",),
         closes=("</tool_call>",),
-        span=_function_tags,
-        read=call_syntax.parse_tagged_calls,
+        make_scanner=_function_tags,
+        parse=call_syntax.parse_tagged_calls,
     ),
     "phi4": ToolCallFormat(opens=("functools", "<|tool_call|>"), closes=("<|/tool_call|>",)),
     "nemotron_deci": ToolCallFormat(opens=("<TOOLCALL>",), closes=("</TOOLCALL>",)),
@@ -103,7 +103,7 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
 
 _THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",))
 _FORCED_THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",), is_forced=True)
-_GPT_OSS = ReasoningFormat(opens=(), closes=())  # harmony's machine reads both
+_GPT_OSS = ReasoningFormat(opens=(), closes=())  # the harmony parser reads both
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "basic": _THINK,
     "qwen3": _THINK,
@@ -122,7 +122,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "gpt_oss": _GPT_OSS,
 }
 
-# What a chat template contains, and the name of the format that its model writes then; the first counts.
+# Texts that a chat template contains, and the name of the format that its model then writes; the first match counts.
 _TOOLS_BY_TEMPLATE = (
     (("<|channel|>",), "harmony"),
     (("<function=",), "qwen3_coder"),
@@ -137,7 +137,7 @@ _TOOLS_BY_TEMPLATE = (
     (("<|/tool_call|>",), "phi4"),
     (("<|tool_call|>",), "granite"),
     (("<tool_calls>",), "jamba"),
-    (("<arg_key>",), NONE),  # not known here
+    (("<arg_key>",), NONE),  # a format without a parser here
     (("<tool_call>",), "hermes"),
 )
 _REASONING_BY_TEMPLATE = (
@@ -151,14 +151,14 @@ _REASONING_BY_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model writes its answers; None: without reasoning, or without calls."""
+    """How a model writes its answers; None: without tool calls, or without reasoning."""
 
     tools: ToolCallFormat | None = None
     reasoning: ReasoningFormat | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All that must be seen, special tokens or not."""
+        """Return all marks that must be visible in the text, special tokens or not."""
         if self._is_harmony:
             return harmony.MARKS
         parts = (self.tools, self.reasoning)
@@ -166,22 +166,22 @@ class AnswerFormat:
 
     @property
     def can_choose_to_call(self) -> bool:
-        """Is a call, as a grammar has it, what the model writes by itself, and not to be taken for content?"""
+        """Return whether a call that follows a grammar is what the model writes by itself, and differs from content."""
         return self.tools is not None and self.tools.frame is not None
 
     @property
     def forced(self) -> ToolCallFormat:
-        """How calls are written that a grammar forces."""
+        """Return the format of calls that a grammar forces."""
         return self.tools if self.tools is not None and self.tools.frame is not None else JSON_ARRAY
 
     @property
     def frame(self) -> CallFrame:
-        """What stands around them."""
+        """Return the text around forced calls."""
         assert self.forced.frame is not None
         return self.forced.frame
 
     def thoughts(self, prompt: str, *, may_think: bool) -> generate.GuidedReasoning | None:
-        """What may stand before an answer to this prompt that is held to a grammar. Raises InvalidRequest."""
+        """Return the reasoning that may precede an answer held to a grammar. Raises InvalidRequest for harmony."""
         if self._is_harmony:
             raise errors.InvalidRequest(
                 "a model that answers in harmony's channels cannot be guided"
@@ -194,7 +194,7 @@ class AnswerFormat:
         return generate.GuidedReasoning(opens=form.opens, closes=form.closes) if may_think else None
 
     def parsers(self, prompt: str, tools: parser.ToolSchemas | None) -> parser.ParserFactory | None:
-        """For answers to this prompt; None if all of them is content. `tools` None: no calls."""
+        """Return the parsers for answers to this prompt; None if all of it is content. `tools` None: no calls."""
         if self._is_harmony:
             return parser.ParserFactory(lambda: harmony.HarmonyParser(tools))
         thoughts = None if self.reasoning is None else self.reasoning.parsers(prompt)
@@ -207,7 +207,7 @@ class AnswerFormat:
 
     @property
     def thought_marks(self) -> ReasoningFormat | None:
-        """What begins and ends a thought, where a mark alone does."""
+        """Return the marks around a thought, if marks alone delimit it."""
         return None if self._is_harmony else self.reasoning
 
     @property
@@ -218,15 +218,18 @@ class AnswerFormat:
 def select_format(
     tool_parser: str | None, reasoning_parser: str | None, template: str
 ) -> AnswerFormat:
-    """What the worker was told, else what the chat template speaks of. Raises ConfigError for an unknown name."""
+    """Return the format that the names say, or for a name that is None, the one that the chat template shows.
+
+    Raises ConfigError for an unknown name.
+    """
     check_names(tool_parser, reasoning_parser)
     reasoning = REASONING_FORMATS.get(reasoning_parser or "")
     if reasoning_parser is None:
-        found = REASONING_FORMATS.get(_guess(_REASONING_BY_TEMPLATE, template))
-        # whether it thinks is then for the prompt and the model to say
-        reasoning = (
-            dataclasses.replace(found, is_forced=False) if found and found.is_forced else found
-        )
+        reasoning = REASONING_FORMATS.get(_guess(_REASONING_BY_TEMPLATE, template))
+        if (
+            reasoning is not None and reasoning.is_forced
+        ):  # the prompt and the model decide whether it thinks
+            reasoning = dataclasses.replace(reasoning, is_forced=False)
     return AnswerFormat(
         TOOL_CALL_FORMATS.get(tool_parser or _guess(_TOOLS_BY_TEMPLATE, template)), reasoning
     )
@@ -237,13 +240,13 @@ def _guess(table: tuple[tuple[tuple[str, ...], str], ...], template: str) -> str
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None) -> None:
-    """Raises ConfigError for a name that is not known."""
+    """Raise ConfigError for the name of a parser that does not exist."""
     _check("--dyn-tool-call-parser", tool_parser, TOOL_CALL_FORMATS)
     _check("--dyn-reasoning-parser", reasoning_parser, REASONING_FORMATS)
 
 
-def _check(flag: str, name: str | None, known: Mapping[str, object]) -> None:
-    if name is not None and name != NONE and name not in known:
+def _check(flag: str, name: str | None, formats: Mapping[str, object]) -> None:
+    if name is not None and name != NONE and name not in formats:
         raise errors.ConfigError(
-            f"{flag}: expected one of {', '.join(sorted(known))}, or {NONE}, got {name!r}"
+            f"{flag}: expected one of {', '.join(sorted(formats))}, or {NONE}, got {name!r}"
         )

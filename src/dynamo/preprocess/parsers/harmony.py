@@ -24,7 +24,7 @@ _BODY_END = stop_strings.MarkerSet((*_ENDS, _START, "<|channel|>"))
 
 
 class HarmonyParser(parser.StateMachineParser):
-    """Reads the messages of one answer. Without tools, a call is content, as it came."""
+    """Reads the messages of one answer. Without tools, a call is content in its original form."""
 
     def __init__(self, tools: parser.ToolSchemas | None) -> None:
         super().__init__(HarmonyParser._begin)
@@ -46,12 +46,12 @@ class HarmonyParser(parser.StateMachineParser):
             self._body.append(self._text)
             self._end_call("")
         elif self._step is HarmonyParser._read_reasoning:
-            self._tell(parser.Reasoning, self._text)
+            self._emit(parser.Reasoning, self._text)
         else:
-            self._tell(parser.Content, self._text)
+            self._emit(parser.Content, self._text)
 
     def _begin(self) -> bool:
-        """An answer, or what follows a message: a header, or a text whose header stands in the prompt."""
+        """Read the beginning of an answer or message: a header, or text if the header stands in the prompt."""
         if _HEADER_STARTS.leading(self._text):
             self._step = HarmonyParser._read_header
         elif _HEADER_STARTS.begins(self._text):
@@ -61,14 +61,14 @@ class HarmonyParser(parser.StateMachineParser):
         return True
 
     def _read_header(self) -> bool:
-        found = _HEADER_END.find(self._text)
-        end = found.start if found else len(self._text) - _HEADER_END.num_open(self._text)
-        if end > call_syntax.MAX_HEAD_CHARS:  # it is none
-            self._tell(parser.Content, self._text[: call_syntax.MAX_HEAD_CHARS])
+        match = _HEADER_END.find(self._text)
+        end = match.start if match else len(self._text) - _HEADER_END.num_open(self._text)
+        if end > call_syntax.MAX_HEAD_CHARS:  # it is no header
+            self._emit(parser.Content, self._text[: call_syntax.MAX_HEAD_CHARS])
             self._text = self._text[call_syntax.MAX_HEAD_CHARS :]
             self._step = HarmonyParser._read_content
             return True
-        if found is None:
+        if match is None:
             return False
         self._header, self._text = self._text[:end], self._text[end + len(_MESSAGE) :]
         channel = _CHANNEL.search(self._header)
@@ -82,12 +82,12 @@ class HarmonyParser(parser.StateMachineParser):
 
     def _read_reasoning(self) -> bool:
         text, end = self._take_body()
-        self._tell(parser.Reasoning, text)
+        self._emit(parser.Reasoning, text)
         return end is not None
 
     def _read_content(self) -> bool:
         text, end = self._take_body()
-        self._tell(parser.Content, text)
+        self._emit(parser.Content, text)
         return end is not None
 
     def _read_call(self) -> bool:
@@ -99,14 +99,14 @@ class HarmonyParser(parser.StateMachineParser):
         return end is not None
 
     def _take_body(self) -> tuple[str, str | None]:
-        """What is certain of a message's text, and the mark that ended it; None: it goes on."""
-        found = _BODY_END.find(self._text)
-        if found is None:
+        """Consume the certain text of a message; return it and the mark that ended the message, None if it goes on."""
+        match = _BODY_END.find(self._text)
+        if match is None:
             cut = len(self._text) - _BODY_END.num_open(self._text)
             text, self._text = self._text[:cut], self._text[cut:]
             return text, None
-        text, self._text = self._text[: found.start], self._text[found.start :]
-        end = found.mark if found.mark in _ENDS else ""  # the others begin the next message
+        text, self._text = self._text[: match.start], self._text[match.start :]
+        end = match.mark if match.mark in _ENDS else ""  # other marks begin the next message
         self._text = self._text[len(end) :]
         self._step = HarmonyParser._begin
         return text, end
@@ -125,6 +125,6 @@ class HarmonyParser(parser.StateMachineParser):
             self._events.append(call)
         else:
             text = self._header + _MESSAGE + body
-            self._tell(parser.Content, text if is_too_long else text + end)
+            self._emit(parser.Content, text if is_too_long else text + end)
         if self._step is HarmonyParser._read_call:
             self._step = HarmonyParser._read_content

@@ -1,13 +1,20 @@
-"""What comes out of a parser, and what every parser can do.
+"""Parsers of answers: their events, what every parser can do, and the state machine that they are built on.
 
-A parser is fed the text of one choice, in pieces cut anywhere, and tells what it is made of. However the text is cut,
-the events, neighbours of one kind joined, are the same. What cannot be read as what it seemed to be is told as content.
+A parser reads the text of one choice, in pieces cut anywhere, and returns events. However the text is cut, the events
+are the same once neighbours of one kind are joined. Text that turns out to be none of the others is content.
+
+A state machine's state is one of its methods, `_step`. It looks at `_text`, which is not returned yet, and says whether
+it moved: consumed some text, or changed the state. If not, it waits for more. So no decision depends on how the text
+was cut. The method is stored unbound: a parser that held a method of itself would be a reference cycle, which only the
+garbage collector can free.
 """
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+MAX_HELD_BLANKS = 256  # characters; more go on, so that a model that writes blanks forever is heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +33,10 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call, complete."""
+    """A complete call; `arguments` is a JSON object."""
 
     name: str
-    arguments: str  # an object, as JSON
+    arguments: str
 
 
 Event = Content | Reasoning | ToolCall
@@ -41,20 +48,20 @@ class Parser(Protocol):
 
     @property
     def is_reasoning(self) -> bool:
-        """Would text that comes now be reasoning?"""
+        """Return whether text that came now would be reasoning."""
         ...
 
     @property
     def is_plain(self) -> bool:
-        """Is all that may still come content, so that it need not pass through here?"""
+        """Return whether all text to come is content, so that it need not pass through this parser."""
         ...
 
     def push(self, text: str) -> Sequence[Event]:
-        """The text goes on; gives what is certain now."""
+        """Add text; return the events that are certain now."""
         ...
 
     def finish(self) -> Sequence[Event]:
-        """The text is over; gives what was held back."""
+        """End the text; return events for what was held back."""
         ...
 
 
@@ -64,80 +71,79 @@ def _never(text: str) -> bool:
 
 
 class ParserFactory(NamedTuple):
-    """For the answers to one prompt: most of them need none, which is known as soon as they begin."""
+    """Makes parsers for the answers to one prompt.
+
+    Most answers need none, which is known as soon as they begin: `can_pass` says whether an answer that begins with
+    this text is content as a whole.
+    """
 
     new: Callable[[], Parser]
-    can_pass: Callable[[str], bool] = (
-        _never  # an answer that begins with this text, as it is: all of it is content
-    )
-
-
-MAX_HELD_BLANKS = (
-    256  # characters; more are told, so that a model that writes blanks for ever is heard
-)
+    can_pass: Callable[[str], bool] = _never
 
 
 def count_leading_blanks(text: str) -> int:
-    """How much white space the text begins with."""
+    """Return the number of white-space characters at the beginning of the text."""
     return len(text) - len(text.lstrip())
 
 
 class TrailingBlanks:
-    """Holds the white space at the end of a text that grows."""
+    """Holds back the white space at the end of a growing text.
+
+    White space around calls and reasoning belongs to neither of their neighbours; what follows it decides.
+    """
 
     def __init__(self) -> None:
-        self._waiting = ""
+        self._held_blanks = ""
 
     def push(self, text: str) -> str:
-        """The text goes on; gives what need not wait."""
-        text = self._waiting + text
-        num_told = max(len(text.rstrip()), len(text) - MAX_HELD_BLANKS)
-        self._waiting = text[num_told:]
-        return text[:num_told]
+        """Add text; return all that need not wait."""
+        text = self._held_blanks + text
+        num_certain = max(len(text.rstrip()), len(text) - MAX_HELD_BLANKS)
+        self._held_blanks = text[num_certain:]
+        return text[:num_certain]
 
     def take(self) -> str:
-        """What waited."""
-        taken, self._waiting = self._waiting, ""
-        return taken
+        """Return the white space that was held back, and hold none."""
+        blanks, self._held_blanks = self._held_blanks, ""
+        return blanks
 
 
 class StateMachineParser(abc.ABC):
-    """A parser made of steps."""
+    """A parser made of steps: `first` and all later ones are methods of the class, which take the parser."""
 
     def __init__(self, first: Callable[[Any], bool]) -> None:
-        """`first` and all later steps are methods of the class, and take the parser."""
         self._step = first
         self._text = ""
         self._events: list[Event] = []
 
     def push(self, text: str) -> Sequence[Event]:
-        """The text goes on; gives what is certain now."""
+        """Add text; return the events that are certain now."""
         self._text += text
         while self._text and self._step(self):
             pass
-        return self._take()
+        return self._take_events()
 
     def finish(self) -> Sequence[Event]:
-        """The text is over; gives what was held back."""
+        """End the text; return events for what was held back."""
         self._end()
         self._text = ""
-        return self._take()
+        return self._take_events()
 
     @abc.abstractmethod
     def _end(self) -> None:
-        """Tell what is left."""
+        """Emit events for the rest of the text."""
 
-    def _tell(self, kind: type[Reasoning | Content], text: str) -> None:
+    def _emit(self, kind: type[Reasoning | Content], text: str) -> None:
         if text:
             self._events.append(kind(text))
 
-    def _take(self) -> Sequence[Event]:
-        taken, self._events = self._events, []
-        return taken
+    def _take_events(self) -> Sequence[Event]:
+        events, self._events = self._events, []
+        return events
 
 
 class ChainedParser:
-    """Two parsers in a row: the content of the first is the text of the second."""
+    """Two parsers in a row, reasoning before calls: the content of the first is the text of the second."""
 
     def __init__(self, first: Parser, second: Parser) -> None:
         self._first = first
@@ -152,16 +158,16 @@ class ChainedParser:
         return self._first.is_plain and self._second.is_plain
 
     def push(self, text: str) -> Sequence[Event]:
-        return self._pass_on(self._first.push(text))
+        return self._push_content(self._first.push(text))
 
     def finish(self) -> Sequence[Event]:
-        return [*self._pass_on(self._first.finish()), *self._second.finish()]
+        return [*self._push_content(self._first.finish()), *self._second.finish()]
 
-    def _pass_on(self, found: Sequence[Event]) -> list[Event]:
-        told: list[Event] = []
-        for event in found:
+    def _push_content(self, first_events: Sequence[Event]) -> list[Event]:
+        events: list[Event] = []
+        for event in first_events:
             if isinstance(event, Content):
-                told += self._second.push(event.text)
+                events += self._second.push(event.text)
             else:
-                told.append(event)
-        return told
+                events.append(event)
+        return events

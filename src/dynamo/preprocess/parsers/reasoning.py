@@ -1,4 +1,4 @@
-"""Reasoning in an answer: what stands between two marks at its beginning.
+"""Reasoning in an answer: the text between two marks at its beginning.
 
 Some models write the opening mark, for some the prompt ends with it, and some just begin to think (`is_forced`). An
 opening mark later in the text is content: an answer may speak of marks. White space around reasoning is dropped.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dynamo.preprocess import stop_strings
 from dynamo.preprocess.parsers import parser
 
-_PROMPT_END = 256  # characters of it in which a mark would stand
+_PROMPT_END = 256  # characters at the end of a prompt in which a mark would stand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +23,16 @@ class ReasoningFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All that must be seen, special tokens or not."""
+        """Return all marks that must be visible in the text, special tokens or not."""
         return self.opens + self.closes
 
     def begins_in(self, prompt: str) -> bool:
-        """Does the answer to this prompt begin with reasoning?"""
+        """Return whether the answer to this prompt begins with reasoning."""
         end = prompt[-_PROMPT_END:].rstrip()
         return end.endswith(self.opens) or (self.is_forced and not end.endswith(self.closes))
 
     def parsers(self, prompt: str) -> parser.ParserFactory:
-        """For answers to this prompt."""
+        """Return the parsers for answers to this prompt."""
         if self.begins_in(prompt):
             return parser.ParserFactory(functools.partial(ReasoningParser, self, begins_in=True))
         return parser.ParserFactory(
@@ -40,7 +40,7 @@ class ReasoningFormat:
         )
 
     def cannot_open(self, text: str) -> bool:
-        """Is it certain that an answer which begins with this text begins with no mark, nor with blanks before one?"""
+        """Return whether an answer that begins with this text certainly begins with no mark, nor blanks and a mark."""
         first = text.lstrip()[:1]
         if not first:
             return False
@@ -50,12 +50,12 @@ class ReasoningFormat:
         return True
 
     def is_over_in(self, prompt: str) -> bool:
-        """Does the prompt end with reasoning that is complete, so that the answer has none?"""
+        """Return whether the prompt ends with complete reasoning, so that the answer has none."""
         return prompt[-_PROMPT_END:].rstrip().endswith(self.closes)
 
 
 class ReasoningParser(parser.StateMachineParser):
-    """Tells the reasoning of one answer from the rest, which is content."""
+    """Separates the reasoning of one answer from the rest, which is content."""
 
     def __init__(self, form: ReasoningFormat, *, begins_in: bool) -> None:
         super().__init__(ReasoningParser._begin)
@@ -77,9 +77,9 @@ class ReasoningParser(parser.StateMachineParser):
     def _end(self) -> None:
         if self._step is ReasoningParser._begin:
             kind = parser.Reasoning if self._begins_in else parser.Content
-            self._tell(kind, self._text)
+            self._emit(kind, self._text)
         elif self._step is ReasoningParser._think:
-            self._tell(parser.Reasoning, self._blanks.take() + self._text)
+            self._emit(parser.Reasoning, self._blanks.take() + self._text)
 
     def _begin(self) -> bool:
         num_blanks = parser.count_leading_blanks(self._text)
@@ -104,15 +104,15 @@ class ReasoningParser(parser.StateMachineParser):
         return bool(self._text)
 
     def _think(self) -> bool:
-        found = self._closes.find(self._text)
-        if found is None:
+        match = self._closes.find(self._text)
+        if match is None:
             cut = len(self._text) - self._closes.num_open(self._text)
-            self._tell(parser.Reasoning, self._blanks.push(self._text[:cut]))
+            self._emit(parser.Reasoning, self._blanks.push(self._text[:cut]))
             self._text = self._text[cut:]
             return False
-        self._tell(parser.Reasoning, self._blanks.push(self._text[: found.start]))
+        self._emit(parser.Reasoning, self._blanks.push(self._text[: match.start]))
         self._blanks.take()
-        self._text = self._text[found.start + len(found.mark) :]
+        self._text = self._text[match.start + len(match.mark) :]
         self._step = ReasoningParser._skip_more_blanks
         return True
 
@@ -123,6 +123,6 @@ class ReasoningParser(parser.StateMachineParser):
         return bool(self._text)
 
     def _read_content(self) -> bool:
-        self._tell(parser.Content, self._text)
+        self._emit(parser.Content, self._text)
         self._text = ""
         return False

@@ -1,12 +1,12 @@
-"""Tool calls in an answer: one machine for every format.
+"""Tool calls in an answer: one state machine for every format.
 
     text ──opening mark──▶ call ──its last character──▶ between ──anything else──▶ text
      │                      ▲ │                          ▲  │
      ├──section mark────────┼─┼──────────────────────────┘  │ opening mark, or a call without one
      └──at the beginning────┘ └──cannot be a call──▶ text   └──▶ call
 
-A format (`formats`) says which marks there are, how far a call reaches (`spans`) and how to read it (`reading`). What
-turns out to be no call is told as content, marks included. White space around calls is nobody's content.
+A format (`formats`) says which marks there are, how far a call reaches and how to parse it (`call_syntax`). Text that
+turns out to be no call is content, marks included. White space around calls is dropped.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from dynamo.preprocess.parsers import call_syntax, parser
 
 @dataclass(frozen=True, slots=True)
 class CallFrame:
-    """What stands around calls that are `{"name": ..., "arguments": ...}`."""
+    """The text around calls of the form `{"name": ..., "arguments": ...}`."""
 
     begin: str
     between: str
@@ -29,27 +29,25 @@ class CallFrame:
 class ToolCallFormat:
     """How a family of models writes calls."""
 
-    opens: tuple[str, ...] = ()  # right before a call
+    opens: tuple[str, ...] = ()  # directly before a call
     sections: tuple[str, ...] = ()  # before the first of several calls
     closes: tuple[str, ...] = ()  # may follow a call
     inner: tuple[str, ...] = ()  # marks within a call, which may be special tokens too
-    bare: str = ""  # with one of these a call begins that has no mark, if no text stands before
-    span: Callable[[], call_syntax.CallScanner] = call_syntax.BracketScanner
-    read: Callable[[str, parser.ToolSchemas], call_syntax.ParsedCalls] = (
+    bare: str = ""  # first characters of a call without a mark, if no text stands before it
+    make_scanner: Callable[[], call_syntax.CallScanner] = call_syntax.BracketScanner
+    parse: Callable[[str, parser.ToolSchemas], call_syntax.ParsedCalls] = (
         call_syntax.parse_json_calls
     )
-    frame: CallFrame | None = (
-        None  # how calls are written that are forced; None: as `formats.ARRAY`
-    )
+    frame: CallFrame | None = None  # around forced calls; None: as in `formats.JSON_ARRAY`
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All that must be seen, special tokens or not."""
+        """Return all marks that must be visible in the text, special tokens or not."""
         return self.opens + self.sections + self.closes + self.inner
 
 
 class ToolCallParser(parser.StateMachineParser):
-    """Finds the calls in one answer."""
+    """Finds the tool calls in one answer."""
 
     def __init__(self, form: ToolCallFormat, tools: parser.ToolSchemas) -> None:
         super().__init__(ToolCallParser._begin if form.bare else ToolCallParser._read_text)
@@ -58,9 +56,9 @@ class ToolCallParser(parser.StateMachineParser):
         self._starters = stop_strings.cached_markers(*form.opens, *form.sections)
         self._followers = stop_strings.cached_markers(*form.opens, *form.sections, *form.closes)
         self._blanks = parser.TrailingBlanks()  # content if no call follows
-        self._lead = ""  # what stands before a call, and is content if it is none
+        self._lead = ""  # the text before a call, which is content if the call is none
         self._body: list[str] = []
-        self._span = form.span()
+        self._scanner = form.make_scanner()
 
     @property
     def is_reasoning(self) -> bool:
@@ -73,13 +71,10 @@ class ToolCallParser(parser.StateMachineParser):
     def _end(self) -> None:
         is_after_call = self._step is ToolCallParser._read_between and not self._lead
         rest = self._text.lstrip() if is_after_call else self._text
-        self._say(self._blanks.take() + self._lead + "".join(self._body) + rest)
-
-    def _say(self, text: str) -> None:
-        self._tell(parser.Content, text)
+        self._emit(parser.Content, self._blanks.take() + self._lead + "".join(self._body) + rest)
 
     def _begin(self) -> bool:
-        """No text yet: a call may begin without a mark."""
+        """Read the beginning of an answer, where a call may begin without a mark."""
         num_blanks = parser.count_leading_blanks(self._text)
         if num_blanks == len(self._text) <= parser.MAX_HELD_BLANKS:
             return False
@@ -90,25 +85,25 @@ class ToolCallParser(parser.StateMachineParser):
         return True
 
     def _is_bare(self, num_blanks: int) -> bool:
-        """Does a call without a mark begin after these blanks?"""
+        """Return whether a call without a mark begins after these blanks."""
         if num_blanks > parser.MAX_HELD_BLANKS:
             return False
         return self._text[num_blanks : num_blanks + 1] in tuple(self._form.bare)
 
     def _read_text(self) -> bool:
-        found = self._starters.find(self._text)
-        if found is None:
+        match = self._starters.find(self._text)
+        if match is None:
             cut = len(self._text) - self._starters.num_open(self._text)
-            self._say(self._blanks.push(self._text[:cut]))
+            self._emit(parser.Content, self._blanks.push(self._text[:cut]))
             self._text = self._text[cut:]
             return False
-        self._say(self._blanks.push(self._text[: found.start]))
-        rest = self._text[found.start + len(found.mark) :]
-        self._follow(self._blanks.take() + found.mark, found.mark, rest)
+        self._emit(parser.Content, self._blanks.push(self._text[: match.start]))
+        rest = self._text[match.start + len(match.mark) :]
+        self._follow(self._blanks.take() + match.mark, match.mark, rest)
         return True
 
     def _follow(self, lead: str, mark: str, rest: str) -> None:
-        """A mark has come: a call begins, or what stands between calls."""
+        """Continue after a mark: with a call, or with the text between calls."""
         if mark in self._form.opens:
             self._enter(lead, rest)
         else:
@@ -117,17 +112,17 @@ class ToolCallParser(parser.StateMachineParser):
 
     def _enter(self, lead: str, rest: str) -> None:
         self._lead, self._text, self._body = lead, rest, []
-        self._span = self._form.span()
+        self._scanner = self._form.make_scanner()
         self._step = ToolCallParser._read_call
 
     def _read_call(self) -> bool:
-        num_used, state = self._span.push(self._text)
+        num_used, state = self._scanner.push(self._text)
         self._body.append(self._text[:num_used])
         self._text = self._text[num_used:]
         if state is call_syntax.CallState.OPEN:
             return False
         body = "".join(self._body)
-        calls = self._form.read(body, self._tools) if state is call_syntax.CallState.DONE else None
+        calls = self._form.parse(body, self._tools) if state is call_syntax.CallState.DONE else None
         if calls is None or not self._is_meant(calls):
             self._leave(self._lead + body)
         else:
@@ -137,11 +132,11 @@ class ToolCallParser(parser.StateMachineParser):
         return True
 
     def _is_meant(self, calls: list[parser.ToolCall]) -> bool:
-        """Without a mark, only what calls known tools is a call: an answer may be JSON, too."""
+        """Return whether calls are meant: without a mark, only those of known tools, since an answer may be JSON."""
         return bool(self._lead.strip()) or all(call.name in self._tools for call in calls)
 
     def _read_between(self) -> bool:
-        """After a section mark, which is the lead, or after a call: then there is no lead."""
+        """Read the text after a section mark, which is then the lead, or after a call, without a lead."""
         if not self._lead:
             self._text = self._text.lstrip()
         num_blanks = parser.count_leading_blanks(self._text)
@@ -161,7 +156,7 @@ class ToolCallParser(parser.StateMachineParser):
         return True
 
     def _leave(self, text: str) -> None:
-        """It was no call: back to content."""
+        """Emit text that turned out to be no call as content."""
         self._lead, self._body = "", []
-        self._say(self._blanks.push(text))
+        self._emit(parser.Content, self._blanks.push(text))
         self._step = ToolCallParser._read_text
