@@ -51,6 +51,7 @@ class Ours:
         self.events = importlib.import_module("dynamo.protocols.kv_events")
         self.msgspec = importlib.import_module("msgspec")
         self.index = importlib.import_module("dynamo.router.prefix_index").PrefixIndex()
+        self.has_open_tiers = hasattr(self.index, "find_matches")
 
     def prepare(self, local: Chain, skip: int = 0) -> object:
         names = self.blocks.sequence_hashes(local)
@@ -64,7 +65,9 @@ class Ours:
         return self.blocks.sequence_hashes(local)
 
     def find(self, query: Chain) -> int:
-        return len(self.index.find(query).device)
+        if not self.has_open_tiers:  # a checkout of before tiers were an open set
+            return len(self.index.find(query).device)
+        return len(self.index.find_matches(query).by_tier.get("device", ()))
 
     def remove(self, worker: int) -> None:
         self.index.remove_worker(self.api.Worker(worker))

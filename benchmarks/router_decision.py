@@ -58,17 +58,17 @@ def _case(policy: str, num_workers: int, num_blocks: int) -> tuple[Step, Step, S
     for worker in workers:
         for _ in range(NUM_IN_FLIGHT):
             prompt = Prompt.from_tokens(tokens(), BLOCK_SIZE)
-            index.hold(worker, kv_events.DEVICE, prompt.sequence_hashes)
+            index.add_blocks(worker, kv_events.DEVICE, prompt.sequence_hashes)
             request_id = f"standing {rng.random()}"
             selector.select(request_id, prompt, 0.0)
-            selector.first_output(request_id, 0.0)
+            selector.mark_prefill_completed(request_id, 0.0)
     packed = [tokens() for _ in range(NUM_ROUNDS)]
 
     def decide(i: int) -> None:
         selector.select(str(i), Prompt.from_tokens(packed[i], BLOCK_SIZE), 1.0)
 
     def settle(i: int) -> None:
-        selector.first_output(str(i), 1.0)
+        selector.mark_prefill_completed(str(i), 1.0)
         selector.free(str(i), 1.0)
         selector.admit(1.0)
 

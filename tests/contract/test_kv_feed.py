@@ -110,7 +110,7 @@ class Router:
     def held(self):
         """Names by worker."""
         held = {}
-        for worker, _, names in self.index.holdings():
+        for worker, _, names in self.index.cached_runs():
             held.setdefault(worker, set()).update(names)
         return held
 
@@ -293,8 +293,8 @@ async def test_a_request_that_is_none_is_refused(worker, join):
     runtime = await join()
     client = runtime.client(instances.EndpointName("n", "backend", instances.KV_EVENTS_REPLAY))
     await client.wait_for_instances(5)
-    answer = kv_event_subscriber.Answer(lambda part: None)
+    answer = kv_event_subscriber.ReplayReceiver(lambda part: None)
     await client.open("noise", answer)
 
     with pytest.raises(errors.RemoteProtocolError, match="a replay"):
-        await answer.is_complete
+        await answer.completed

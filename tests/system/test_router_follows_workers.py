@@ -39,7 +39,7 @@ class Router:
 
     def held(self):
         held = {}
-        for worker, _, names in self.index.holdings():
+        for worker, _, names in self.index.cached_runs():
             held.setdefault(worker.instance_id, set()).update(names)
         return held
 

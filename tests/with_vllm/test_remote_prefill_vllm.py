@@ -95,7 +95,9 @@ class Side:
         for event in self.sink.events[self.num_indexed :]:
             self.index.apply(WORKER, event)
         self.num_indexed = len(self.sink.events)
-        return BLOCK * self.index.find(names(tokens)).device.get(WORKER, 0)
+        return BLOCK * self.index.find_matches(names(tokens)).by_tier.get("device", {}).get(
+            WORKER, 0
+        )
 
 
 def names(tokens):

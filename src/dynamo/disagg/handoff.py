@@ -69,7 +69,7 @@ class Handoff:
         self._counts = counts
         self._registry, self._model = registry, model
         self._policy = decider
-        self._prefills, self._copies = routed_load.Pace(), routed_load.Pace()
+        self._prefills, self._copies = routed_load.PrefillSpeed(), routed_load.PrefillSpeed()
         self._prefill_timeout_s = prefill_timeout_s
         self._known = known_prefix.KnownPrefix()
         self._block_size = 1

@@ -34,13 +34,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Open(Protocol):
-    """`route.Route.open`."""
+    """`route.Route.open_stream`."""
 
     async def __call__(
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        terms: route.RoutingOptions = route.DEFAULT_OPTIONS,
+        options: route.RoutingOptions = route.DEFAULT_OPTIONS,
     ) -> requests.Stream: ...
 
 
@@ -70,7 +70,7 @@ class PrefillFirst:
         self._clock = clock
         self._prefill: kv_router.KvRouter | None = None
         self._decoders: frozenset[int] = frozenset()  # who can copy blocks from prefill workers
-        self.choose = decode.choose
+        self.preview_instance = decode.preview_instance
         self._bind()
 
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
@@ -86,74 +86,76 @@ class PrefillFirst:
         self._bind()
 
     def _bind(self) -> None:
-        self.open: Open = self._decode.open
+        self.open_stream: Open = self._decode.open_stream
         if self._prefill is not None and self._decoders:
-            self.open = self._open
+            self.open_stream = self._open
         elif self._rules.is_enforced:
-            self.open = _refuse
+            self.open_stream = _refuse
 
     async def _open(
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        terms: route.RoutingOptions = route.DEFAULT_OPTIONS,
+        options: route.RoutingOptions = route.DEFAULT_OPTIONS,
     ) -> requests.Stream:
         prefill = self._prefill
         assert prefill is not None
-        if not self._goes_away(prefill, request, terms):
+        if not self._goes_away(prefill, request, options):
             _logger.debug(
                 "Prefilling locally for request %s with length %d", request.id, request.prompt_len
             )
             self._counts.local.inc()
-            return await self._decode.open(_stay(request), receiver, terms)
+            return await self._decode.open_stream(_stay(request), receiver, options)
         began_at = self._clock.now()
-        params = await self._compute(prefill, request, terms)
+        params = await self._compute(prefill, request, options)
         if params is not None:
-            left = _minus(terms, self._clock.now() - began_at)
+            left = _minus(options, self._clock.now() - began_at)
             stream = await self._deliver(request, params, receiver, left)
             if stream is not None:
                 return stream
-        left = _minus(terms, self._clock.now() - began_at)
-        return await self._decode.open(_stay(request), receiver, left)
+        left = _minus(options, self._clock.now() - began_at)
+        return await self._decode.open_stream(_stay(request), receiver, left)
 
     def _goes_away(
-        self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.RoutingOptions
+        self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
     ) -> bool:
         """Raises NoWorkers if it must, and cannot."""
-        among = prefill.having(request.lora_name)
-        num_there = prefill.num_before(among)
+        among = prefill.instances_with_lora(request.lora_name)
+        num_there = prefill.min_active_requests(among)
         if num_there is None:
             if self._rules.is_enforced:
                 raise errors.NoWorkers(_NOBODY)
             return False
-        if request.output_options.prompt_logprobs is not None or not self._can_copy(terms):
+        if request.output_options.prompt_logprobs is not None or not self._can_copy(options):
             return False
         queue_size = max(0, num_there - 1)  # one that is being computed does not wait
         return self._policy.may_go(request.prompt_len, queue_size) and self._policy.goes(
             request.prompt_len,
             queue_size,
-            lambda: self._decode.prospect(request, terms),
-            lambda: prefill.prospect(request, route.RoutingOptions(among=among)),
+            lambda: self._decode.estimate_load(request, options),
+            lambda: prefill.estimate_load(request, route.RoutingOptions(allowed_instances=among)),
         )
 
-    def _can_copy(self, terms: route.RoutingOptions) -> bool:
+    def _can_copy(self, options: route.RoutingOptions) -> bool:
         """Can whoever its caller wants take blocks from others?"""
-        if terms.instance_id is not None:
-            return terms.instance_id in self._decoders
-        return terms.among is None or not self._decoders.isdisjoint(terms.among)
+        if options.instance_id is not None:
+            return options.instance_id in self._decoders
+        return options.allowed_instances is None or not self._decoders.isdisjoint(
+            options.allowed_instances
+        )
 
     async def _compute(
-        self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.RoutingOptions
+        self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
     ) -> kv_transfer.KvTransferParams | None:
         """Where its blocks are; None: nobody has computed them. Raises Cancelled, or why if that is the rule."""
         _logger.debug(
             "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
         )
-        limit_s = min(self._rules.prefill_timeout_s, terms.timeout_s or math.inf)
+        limit_s = min(self._rules.prefill_timeout_s, options.timeout_s or math.inf)
         try:
             async with asyncio.timeout(limit_s):
                 return await self._ask(
-                    prefill, request, msgspec.structs.replace(terms, timeout_s=limit_s)
+                    prefill, request, msgspec.structs.replace(options, timeout_s=limit_s)
                 )
         except TimeoutError:
             self._fall_back(request, prefill_queue.late(limit_s))
@@ -164,14 +166,18 @@ class PrefillFirst:
         return None
 
     async def _ask(
-        self, prefill: kv_router.KvRouter, request: generate.Request, terms: route.RoutingOptions
+        self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
     ) -> kv_transfer.KvTransferParams:
         """One prefill worker, and if that fails another. Raises what the last one failed with."""
         began_at = self._clock.now()
         asked: list[int] = []
-        those = prefill.having(request.lora_name)
+        those = prefill.instances_with_lora(request.lora_name)
         to_prefill = msgspec.structs.replace(
-            terms, instance_id=None, among=those, on_asked=asked.append, on_prefilled=None
+            options,
+            instance_id=None,
+            allowed_instances=those,
+            on_dispatched=asked.append,
+            on_prefilled=None,
         )
         prompt = prefill_request.make(request)
         try:
@@ -182,41 +188,46 @@ class PrefillFirst:
                 raise
             _logger.warning("%s: another prefill worker is asked: %s", request.id, error)
             self._counts.retries.inc()
-            params = await _call(prefill, prompt, msgspec.structs.replace(to_prefill, among=others))
+            params = await _call(
+                prefill, prompt, msgspec.structs.replace(to_prefill, allowed_instances=others)
+            )
         took_s = self._clock.now() - began_at
         found = kv_transfer.pass_on(params, took_s + DELIVERY_S)
         if found is None:
             raise errors.RemoteProtocolError("the prefill worker does not hold its blocks")
-        self._computed(route.PrefillResult(asked[-1], took_s), request, terms)
+        self._computed(route.PrefillResult(asked[-1], took_s), request, options)
         return found
 
     def _computed(
-        self, prefilled: route.PrefillResult, request: generate.Request, terms: route.RoutingOptions
+        self,
+        prefilled: route.PrefillResult,
+        request: generate.Request,
+        options: route.RoutingOptions,
     ) -> None:
         instance_id, took_s = prefilled
         _logger.debug("%x prefilled %s in %.1f ms", instance_id, request.id, took_s * 1e3)
         self._counts.remote.inc()
         self._counts.prefill_s.observe(took_s)
-        if terms.on_prefilled is not None:
-            terms.on_prefilled(prefilled)
+        if options.on_prefilled is not None:
+            options.on_prefilled(prefilled)
 
     async def _deliver(
         self,
         request: generate.Request,
         params: kv_transfer.KvTransferParams,
         receiver: requests.Receiver,
-        terms: route.RoutingOptions,
+        options: route.RoutingOptions,
     ) -> requests.Stream | None:
         """Begin the answer; None: it took so long that the blocks may be held no more."""
-        among = self._decoders.intersection(terms.among or self._decoders)
+        among = self._decoders.intersection(options.allowed_instances or self._decoders)
         if request.lora_name is None:  # else nobody but those has the adapter
             among = among or self._decoders
         try:
             async with asyncio.timeout(DELIVERY_S):
-                return await self._decode.open(
+                return await self._decode.open_stream(
                     msgspec.structs.replace(request, kv_transfer_params=params),
                     receiver,
-                    msgspec.structs.replace(terms, among=among),
+                    msgspec.structs.replace(options, allowed_instances=among),
                 )
         except TimeoutError:
             late = errors.WorkerLost(f"nobody took it within {DELIVERY_S:g} s")
@@ -234,13 +245,13 @@ class PrefillFirst:
 
 
 async def _call(
-    prefill: kv_router.KvRouter, prompt: generate.Request, terms: route.RoutingOptions
+    prefill: kv_router.KvRouter, prompt: generate.Request, options: route.RoutingOptions
 ) -> kv_transfer.KvTransferParams:
     """Have it computed by one worker; it stops if we are cancelled, or the caller goes."""
     answer = prefill_answer.PrefillAnswer()
-    if terms.on_gone is not None:
-        terms.on_gone(answer.give_up)
-    stream = await prefill.open(prompt, answer, terms)
+    if options.add_disconnect_callback is not None:
+        options.add_disconnect_callback(answer.give_up)
+    stream = await prefill.open_stream(prompt, answer, options)
     try:
         return await answer.wait()
     finally:
@@ -250,9 +261,9 @@ async def _call(
 async def _refuse(
     request: generate.Request,
     receiver: requests.Receiver,
-    terms: route.RoutingOptions = route.DEFAULT_OPTIONS,
+    options: route.RoutingOptions = route.DEFAULT_OPTIONS,
 ) -> requests.Stream:
-    del request, receiver, terms
+    del request, receiver, options
     raise errors.NoWorkers(_NOBODY)
 
 
@@ -260,11 +271,11 @@ def _stay(request: generate.Request) -> generate.Request:
     return msgspec.structs.replace(request, kv_transfer_params=kv_transfer.COMPUTE_LOCALLY)
 
 
-def _minus(terms: route.RoutingOptions, spent_s: float) -> route.RoutingOptions:
+def _minus(options: route.RoutingOptions, spent_s: float) -> route.RoutingOptions:
     """With what is left of the time."""
-    if terms.timeout_s is None:
-        return terms
-    return msgspec.structs.replace(terms, timeout_s=max(0.0, terms.timeout_s - spent_s))
+    if options.timeout_s is None:
+        return options
+    return msgspec.structs.replace(options, timeout_s=max(0.0, options.timeout_s - spent_s))
 
 
 def _reason(error: errors.DynamoError) -> str:

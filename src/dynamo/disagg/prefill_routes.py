@@ -38,8 +38,8 @@ class PrefillRoutes:
         self._tasks = tasks.Tasks()
 
     def make(self, asked: client.EndpointClient, card: model_card.ModelCard) -> route.Route:
-        """The way to those who answer at this endpoint (`route_factory.RouteFactory.make`)."""
-        plain = self._routes.make(asked, card)
+        """The way to those who answer at this endpoint (`route_factory.RouteFactory.make_route`)."""
+        plain = self._routes.make_route(asked, card)
         if not isinstance(plain, kv_router.KvRouter):
             return plain
         return prefill_first.PrefillFirst(

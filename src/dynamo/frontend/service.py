@@ -78,7 +78,7 @@ class Frontend:
         self.models = registry.ModelRegistry(
             runtime.discovery,
             runtime.client,
-            registry.RouteFactories(self._routes.make)
+            registry.RouteFactories(self._routes.make_route)
             if self._prefill_routes is None
             else registry.RouteFactories(
                 self._prefill_routes.make, self._prefill_routes.make_prefill

@@ -1,1 +1,1 @@
-"""Which worker gets a request: whoever holds its prefix, and is not too busy."""
+"""The router: selects the worker for each request, by cached prefixes and by load."""

@@ -1,4 +1,4 @@
-"""`python -m dynamo.router`: the KV router as a service of its own."""
+"""The command `python -m dynamo.router`: the KV router as a service of its own."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from dynamo.runtime import component
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig(component.RuntimeConfig):
-    """Choose workers for others: answers dyn://NAMESPACE.router.{generate,best_worker_id,free,...}."""
+    """Select workers for other processes: serves dyn://NAMESPACE.router.{generate,best_worker_id,free,...}."""
 
     endpoint: str | None = config.option(
         None, help="the workers' endpoint (default: dyn://NAMESPACE.backend.generate)"
@@ -26,13 +26,15 @@ class ServiceConfig(component.RuntimeConfig):
 
 
 def main() -> int:
-    """The process's exit status."""
+    """Run the service; return the exit status of the process."""
     prog = "python -m dynamo.router"
     try:
         logs.configure()
-        own, wanted = config.load_parts((ServiceConfig, router_config.RoutingConfig), prog=prog)
-        target = own.endpoint or f"dyn://{own.namespace}.backend.generate"
-        asyncio.run(serve(own, wanted, instances.EndpointName.parse(target)))
+        settings, routing = config.load_parts(
+            (ServiceConfig, router_config.RoutingConfig), prog=prog
+        )
+        target = settings.endpoint or f"dyn://{settings.namespace}.backend.generate"
+        asyncio.run(serve(settings, routing, instances.EndpointName.parse(target)))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
@@ -42,22 +44,22 @@ def main() -> int:
 
 
 async def serve(
-    own: ServiceConfig, wanted: router_config.RoutingConfig, target: instances.EndpointName
+    settings: ServiceConfig, routing: router_config.RoutingConfig, target: instances.EndpointName
 ) -> None:
-    """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
-    async with await component.DistributedRuntime.open(own) as runtime:
+    """Serve until SIGTERM or SIGINT; a second signal ends the process at once. Raises ConfigError."""
+    async with await component.DistributedRuntime.open(settings) as runtime:
         stop = process_setup.stop_on_signals()  # before here a signal simply ends the process
-        made = route_factory.RouteFactory(
-            wanted, runtime, clocks.SystemClock(), observed.Registry("dynamo_component")
+        factory = route_factory.RouteFactory(
+            routing, runtime, clocks.SystemClock(), observed.Registry("dynamo_component")
         )
-        served = service.RouterService(runtime, target, made)
-        await served.start()
+        router = service.RouterService(runtime, target, factory)
+        await router.start()
         try:
-            await served.run(stop)
+            await router.run(stop)
             logging.getLogger(__name__).info("stopping")
             await runtime.drain(5.0)
         finally:
-            await served.close()
+            await router.close()
 
 
 if __name__ == "__main__":

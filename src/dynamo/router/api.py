@@ -1,25 +1,24 @@
-"""What the parts of the router say to each other: who a worker is, and how much of a prompt it holds.
+"""The seams of the router: what an index and a policy get and return.
 
-An *index* answers what each worker holds; a *policy* chooses by that and by load. Both are plain objects. Indexes:
-`prefix_index` (exact, from the workers' events) and `approx_index` (a guess from earlier choices).
-
-The seam of a policy: what it sees of a prompt and of the workers, and what it answers.
-
-A policy is a plain object: no clock (`now` is an argument), no chance of its own (`draw` is injected), no I/O. It sees
-*live* loads, which `active.ActiveSequences` keeps up to date, so that a decision copies nothing. `selection.Selector`
-joins index, loads, policy and queue; who asks for decisions talks to that alone.
+An *index* says how many leading blocks of a prompt each worker has cached: `prefix_index` exactly, from the workers' KV
+events; `approx_index` as a guess from earlier decisions. A *policy* selects a worker by that and by load. Both are
+plain objects: no clock (`now` is an argument), no randomness of their own (`draw` is injected), no I/O. A policy reads
+*live* loads, which `active_sequences` keeps up to date, so that a decision copies nothing. `selection.Selector` joins
+index, loads, policy and queue; it is the only object that callers use.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
-from dynamo.protocols import blocks
-from dynamo.router.worker_load import Load
+from dynamo.protocols import blocks, kv_events
+from dynamo.router.worker_load import WorkerLoad
+
+Draw = Callable[[], float]  # a random number in [0, 1), as random.Random(seed).random
 
 
 class Worker(NamedTuple):
-    """One KV cache that a request can be sent to: an instance, and which of its data-parallel ranks."""
+    """One KV cache that a request can be sent to: an instance and one of its data-parallel ranks."""
 
     instance_id: int
     dp_rank: int = 0
@@ -27,65 +26,58 @@ class Worker(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OverlapScores:
-    """How many leading blocks of one prompt each worker holds; a worker that holds none is left out.
+    """The number of leading blocks of one prompt that each worker has cached, by tier, the fastest tier first.
 
-    `device` counts the unbroken run from the first block. `host` and `disk` count the blocks of those tiers that go on
-    where the faster tiers end, so that no block is counted twice.
+    The device tier counts the unbroken run from the first block. Each slower tier counts the blocks that continue
+    where the faster tiers of the same worker end, so that no block counts twice. Workers and tiers without blocks
+    are left out.
     """
 
-    device: Mapping[Worker, int] = field(default_factory=dict)
-    host: Mapping[Worker, int] = field(default_factory=dict)
-    disk: Mapping[Worker, int] = field(default_factory=dict)
+    by_tier: Mapping[kv_events.Tier, Mapping[Worker, int]] = field(default_factory=dict)
 
 
 class Index(Protocol):
-    """Who holds what."""
+    """The blocks that workers have cached."""
 
-    def find(self, sequence_hashes: Sequence[int]) -> OverlapScores:
-        """Of a prompt's blocks (`protocols.blocks.sequence_hashes`), what each worker holds.
-
-        Sequence hashes, because equal names then mean equal prefixes; who counts active blocks needs them as well.
-        """
+    def find_matches(self, sequence_hashes: Sequence[int]) -> OverlapScores:
+        """Return the overlap of a prompt, given by its sequence hashes, with each worker's cache."""
         ...
 
     def remove_worker(self, worker: Worker) -> None:
-        """It is gone, with all that it held. Returns fast, whatever it held."""
+        """Forget a worker and its blocks, in a time that does not depend on their number."""
         ...
-
-
-Draw = Callable[[], float]  # a number in [0, 1): random.Random(seed).random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What may be known of a request when its worker is chosen. `sequence_hashes` name its full blocks."""
+    """What is known of a request when its worker is selected. `sequence_hashes` name its full blocks."""
 
     num_tokens: int
     block_size: int
     sequence_hashes: Sequence[int]
-    priority: float = 0.0  # above 0: sooner (see `queue`)
-    deadline: float | None = None  # when its first token is wanted, on the clock of `now`
-    pinned: Worker | None = None  # the caller has chosen already
-    among: frozenset[int] | None = None  # instances that may be chosen; None: all
-    is_bound: bool = False  # no other instance could answer it, whatever happens to those
-    dp_rank: int | None = None  # the rank that the caller wants, of whichever worker; None: any
-    is_prefilled: bool = False  # another worker has computed it: only room to decode is wanted
+    priority: float = 0.0  # seconds of earlier arrival in the router's queue
+    deadline: float | None = None  # when its first token is due, on the clock of `now`
+    pinned: Worker | None = None  # the worker that the caller or the session has selected
+    allowed_instances: frozenset[int] | None = None  # None: all
+    is_restricted: bool = False  # no instance outside `allowed_instances` can ever serve it
+    dp_rank: int | None = None  # the rank that the caller asks for, of any instance; None: any
+    is_prefilled: bool = False  # computed by a prefill worker: only room to decode matters
 
     @property
-    def is_free(self) -> bool:
-        """Whether every worker may be chosen."""
-        return self.among is None and self.dp_rank is None
+    def is_unrestricted(self) -> bool:
+        """Return True if every worker may be selected."""
+        return self.allowed_instances is None and self.dp_rank is None
 
     def allows(self, worker: Worker) -> bool:
-        """Whether this one may."""
-        return (self.among is None or worker.instance_id in self.among) and (
-            self.dp_rank is None or worker.dp_rank == self.dp_rank
-        )
+        """Return True if this worker may be selected."""
+        return (
+            self.allowed_instances is None or worker.instance_id in self.allowed_instances
+        ) and (self.dp_rank is None or worker.dp_rank == self.dp_rank)
 
     @classmethod
     def from_tokens(
         cls,
-        packed: bytes,
+        packed_tokens: bytes,
         block_size: int,
         *,
         seed: int = blocks.SEED,
@@ -93,11 +85,12 @@ class Prompt:
         deadline: float | None = None,
         pinned: Worker | None = None,
     ) -> "Prompt":
-        """The prompt of these tokens (`blocks.pack`); `seed` as `blocks.seed_of`."""
+        """Make the prompt of packed tokens (`blocks.pack`); `seed` as returned by `blocks.seed_of`."""
+        local_hashes = blocks.local_hashes(packed_tokens, block_size, seed)
         return cls(
-            num_tokens=blocks.count(packed),
+            num_tokens=blocks.count(packed_tokens),
             block_size=block_size,
-            sequence_hashes=blocks.sequence_hashes(blocks.local_hashes(packed, block_size, seed)),
+            sequence_hashes=blocks.sequence_hashes(local_hashes),
             priority=priority,
             deadline=deadline,
             pinned=pinned,
@@ -105,57 +98,49 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """The workers, as one prompt sees them. A worker that is left out of `cached` or `in_flight` has none.
+class Candidates:
+    """The workers that may be selected for one prompt. A worker absent from `cached` or `in_flight` counts as 0.
 
-    `cached` counts the prompt's blocks that need not be computed: 1 for a block in device memory, less for those of
-    slower tiers. `in_flight` counts its leading blocks that belong to requests which run there now or wait there: by
-    the time that this prompt is computed, they will be cached too.
+    `cached` counts the prompt's blocks that need not be computed: 1 for a block in device memory, its tier's weight
+    for one in a slower tier. `in_flight` counts its leading blocks that belong to requests which run or wait at the
+    worker: by the time this prompt is computed, they will be cached too.
     """
 
-    loads: Mapping[Worker, Load]
+    loads: Mapping[Worker, WorkerLoad]
     cached: Mapping[Worker, float]
     in_flight: Mapping[Worker, int]
 
     def overlap(self, worker: Worker) -> float:
-        """Blocks of the prompt that this worker will not have to compute."""
+        """Return the number of the prompt's blocks that the worker will not have to compute."""
         return max(self.cached.get(worker, 0), self.in_flight.get(worker, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEstimate:
-    """What a request would find at the worker that it would go to."""
+    """What a request would meet at the worker that it would be sent to."""
 
-    num_new: int  # tokens of its prompt that would have to be computed there
+    num_new: int  # tokens of its prompt that the worker would have to compute
     num_ahead: float = 0.0  # tokens of other prompts that would be computed before
-    num_steps_ahead: float = 0.0  # the same in full steps of that worker
-    num_requests: int = 0
-    share_in_use: float | None = (
-        None  # of its blocks, with this prompt's; None: it does not say how many it has
-    )
-    tokens_per_s: float = 0.0  # at which prompts are computed there
-    copies_per_s: float = (
-        0.0  # tokens whose keys and values it fetches from elsewhere; 0: not known
-    )
+    num_steps_ahead: float = 0.0  # the same in full steps (max_num_batched_tokens) of the worker
+    num_requests: int = 0  # in flight at the worker
+    share_in_use: float | None = None  # of its blocks, with this prompt's; None: total is unknown
+    tokens_per_s: float = 0.0  # speed of prefill
+    copies_per_s: float = 0.0  # tokens of KV that it imports per second; 0: unknown
 
 
 class Decision(NamedTuple):
-    """Where a request goes, and how many blocks of its prompt are expected not to be computed there."""
+    """The selected worker, and how many blocks of the prompt it is expected not to compute."""
 
     worker: Worker
     overlap_blocks: float
 
 
-class Policy(Protocol):
-    """How a worker is chosen."""
+class RoutingPolicy(Protocol):
+    """A way to select a worker."""
 
-    looks: ClassVar[
-        bool
-    ]  # whether it wants to know what is cached; False: its view says nothing of it
-    waits: ClassVar[
-        bool
-    ]  # whether a request waits for the chosen worker's room, or only while no worker has any
+    uses_cache: ClassVar[bool]  # False: `cached` and `in_flight` of its candidates are empty
+    waits_for_worker: ClassVar[bool]  # True: a request waits until the selected worker has room
 
-    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
-        """One of `view.loads`, of which there is at least one."""
+    def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
+        """Select one of `candidates.loads`, which is not empty."""
         ...

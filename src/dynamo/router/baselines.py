@@ -1,126 +1,127 @@
-"""Policies that need not look at caches, or at little else: what any cleverer one has to beat.
+"""Policies that do not look at caches, or at little else: the rivals that a better policy has to beat.
 
-The third of three honest rivals is `ConsistentHash`: it finds nearly every prefix, whatever that costs in balance.
-
-Who answers a prompt that another worker has computed: the one with the fewest blocks in use, and still to compute.
-
-What its cache holds of the prompt does not count: it saves a copy, which is cheap, and not a computation. Between
-equals the number of requests decides.
+`ConsistentHash` is the strongest of them: it finds nearly every prefix, whatever that costs in balance.
+`select_decode_worker` is the policy for prompts that a prefill worker has computed.
 """
 
 from typing import ClassVar
 
 from dynamo.base import errors
 from dynamo.protocols import blocks
-from dynamo.router.api import Decision, Draw, Prompt, View, Worker
+from dynamo.router.api import Candidates, Decision, Draw, Prompt, Worker
 
-_HASHED_TOKENS = 2048  # enough to tell prompts apart that share a system prompt, short enough to keep conversations
+_HASHED_TOKENS = (
+    2048  # tells apart prompts with one system prompt, yet keeps conversations together
+)
 
 
 class RoundRobin:
-    """Everybody in turn."""
+    """The workers in turn."""
 
-    looks: ClassVar[bool] = False
-    waits: ClassVar[bool] = False
+    uses_cache: ClassVar[bool] = False
+    waits_for_worker: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._count = -1
 
-    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
-        """The next."""
+    def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
+        """Select the next worker."""
         self._count += 1
-        return Decision(list(view.loads)[self._count % len(view.loads)], 0)
+        return Decision(list(candidates.loads)[self._count % len(candidates.loads)], 0)
 
 
 class Random:
-    """Anybody."""
+    """A worker at random."""
 
-    looks: ClassVar[bool] = False
-    waits: ClassVar[bool] = False
+    uses_cache: ClassVar[bool] = False
+    waits_for_worker: ClassVar[bool] = False
 
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
 
-    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
-        """Drawn."""
-        workers = list(view.loads)
+    def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
+        """Draw a worker, all with equal probability."""
+        workers = list(candidates.loads)
         return Decision(workers[int(self._draw() * len(workers))], 0)
 
 
 class LeastLoaded:
-    """Who has the least to compute; of equals, who has the fewest requests."""
+    """The worker with the fewest prompt tokens to compute; among equals, the one with the fewest requests."""
 
-    looks: ClassVar[bool] = True  # to know what is left to compute
-    waits: ClassVar[bool] = False
+    uses_cache: ClassVar[bool] = True  # the tokens to compute depend on what was cached
+    waits_for_worker: ClassVar[bool] = False
 
-    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
-        """The first of the least loaded."""
-        return _less_loaded(list(view.loads), view, now)
+    def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
+        """Select the first of the least loaded workers."""
+        return _select_less_loaded(list(candidates.loads), candidates, now)
 
 
 class PowerOfTwo:
-    """The less loaded of two that are drawn: nearly as good as the least loaded, and no herd where loads are stale."""
+    """The less loaded of two random workers: nearly as good as the least loaded, and no herd where loads are stale."""
 
-    looks: ClassVar[bool] = True  # to know what is left to compute
-    waits: ClassVar[bool] = False
+    uses_cache: ClassVar[bool] = True  # the tokens to compute depend on what was cached
+    waits_for_worker: ClassVar[bool] = False
 
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
 
-    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
-        """Two different ones, if there are two."""
-        workers = list(view.loads)
+    def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
+        """Draw two different workers, if there are two, and select the less loaded."""
+        workers = list(candidates.loads)
         pair = [workers.pop(int(self._draw() * len(workers)))]
         if workers:
             pair.append(workers[int(self._draw() * len(workers))])
-        return _less_loaded(pair, view, now)
+        return _select_less_loaded(pair, candidates, now)
 
 
 class ConsistentHash:
     """By the prompt's first 2,048 tokens. Highest random weight: when a worker goes, only its own prompts move."""
 
-    looks: ClassVar[bool] = False
-    waits: ClassVar[bool] = False
+    uses_cache: ClassVar[bool] = False
+    waits_for_worker: ClassVar[bool] = False
 
-    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
-        """The same one for the same beginning."""
+    def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
+        """Select the same worker for every prompt with the same beginning."""
         hashes = prompt.sequence_hashes
         last = min(len(hashes), max(1, _HASHED_TOKENS // prompt.block_size))
-        name = hashes[last - 1] if hashes else 0
-        return Decision(max(view.loads, key=lambda worker: _weight(name, worker)), 0)
+        prefix_hash = hashes[last - 1] if hashes else 0
+
+        def weight(worker: Worker) -> int:
+            instance_hash = blocks.next_sequence_hash(prefix_hash, worker.instance_id)
+            return blocks.next_sequence_hash(instance_hash, worker.dp_rank)
+
+        return Decision(max(candidates.loads, key=weight), 0)
 
 
 class Direct:
-    """Only where the caller says."""
+    """Only the worker that the request names."""
 
-    looks: ClassVar[bool] = False
-    waits: ClassVar[bool] = False
+    uses_cache: ClassVar[bool] = False
+    waits_for_worker: ClassVar[bool] = False
 
-    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
-        """Raises InvalidRequest: a prompt that names its worker never comes here."""
+    def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
+        """Raise InvalidRequest: a prompt that names its worker is not given to a policy."""
         raise errors.InvalidRequest(
             "the router's policy is direct: expected the request to name its worker (nvext.backend_instance_id)",
             param="nvext.backend_instance_id",
         )
 
 
-def _less_loaded(workers: list[Worker], view: View, now: float) -> Decision:
-    loads = view.loads
-    best = min(workers, key=lambda w: (loads[w].backlog(now), loads[w].num_requests))
-    return Decision(best, view.overlap(best))
+def select_decode_worker(prompt: Prompt, candidates: Candidates, now: float) -> Decision:
+    """Select the worker for a prompt that another worker has computed.
 
-
-def _weight(name: int, worker: Worker) -> int:
-    return blocks.next_sequence_hash(
-        blocks.next_sequence_hash(name, worker.instance_id), worker.dp_rank
-    )
-
-
-def choose(prompt: Prompt, view: View, now: float) -> Decision:
-    """One of `view.loads`, of which there is at least one."""
+    It is the one with the fewest blocks in use or still to compute; among equals, with the fewest requests. A cached
+    prefix does not count: it saves a copy, which is cheap, and no computation.
+    """
 
     def load_of(worker: Worker) -> tuple[float, int]:
-        load = view.loads[worker]
+        load = candidates.loads[worker]
         return load.active_blocks + load.backlog(now) / prompt.block_size, load.num_requests
 
-    return Decision(min(view.loads, key=load_of), 0.0)
+    return Decision(min(candidates.loads, key=load_of), 0.0)
+
+
+def _select_less_loaded(workers: list[Worker], candidates: Candidates, now: float) -> Decision:
+    loads = candidates.loads
+    best = min(workers, key=lambda w: (loads[w].backlog(now), loads[w].num_requests))
+    return Decision(best, candidates.overlap(best))

@@ -1,6 +1,7 @@
-"""What a router can be told, and the policy and queue that come of it. Names are the original's where it has them.
+"""The settings of a router, and the policy, queue and selector that they describe, with Dynamo's names.
 
-What a router that runs is told, besides how its policy chooses; frontends and the standalone router share it.
+`RouterConfig` describes the decisions alone, which the simulator makes too; `RoutingConfig` adds what a running router
+needs, and is shared by frontend and standalone router.
 """
 
 import dataclasses
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import config
+from dynamo.protocols import kv_events
 from dynamo.router import (
     active_sequences,
     api,
@@ -18,14 +20,12 @@ from dynamo.router import (
     selection,
 )
 
-_COUNTED_TOKENS = (
-    64  # blocks in flight are told apart to so many tokens; finer costs more than it tells
-)
+_STRIDE_TOKENS = 64  # resolution of shared blocks in flight; finer costs more than it brings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How workers are weighed, and requests queued, in mode kv."""
+    """How a KV router compares workers, and queues requests."""
 
     router_policy: Literal[
         "estimated-ttft",
@@ -38,45 +38,50 @@ class RouterConfig:
         "consistent-hash",
         "direct",
     ] = config.option(
-        "estimated-ttft", env="DYN_ROUTER_POLICY", help="how a worker is chosen in router mode kv"
+        "estimated-ttft",
+        env="DYN_ROUTER_POLICY",
+        help="policy by which router mode kv selects a worker",
     )
     kv_overlap_score_weight: float = config.option(
         1.0,
         env="DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
-        help="policy dynamo: what a block to compute weighs beside a block in use",
+        help="policy dynamo: weight of a block to compute, relative to a block in use; higher favours cached prefixes",
         least=0,
     )
     router_temperature: float = config.option(
         0.0,
         env="DYN_ROUTER_TEMPERATURE",
-        help="policies dynamo and lmetric: 0 takes the lowest cost, more draws by it",
+        help="policies dynamo and lmetric: 0 takes the worker with the lowest cost; higher values draw one by cost",
         least=0,
     )
     router_locality: float = config.option(
         8.0,
         env="DYN_ROUTER_LOCALITY",
-        help="policy estimated-ttft: how many tokens of queue a prompt bears, when all are busy, to save computing one;"
-        " less: even load, more: more found in caches",
+        help="policy estimated-ttft: tokens of queue that a prompt accepts, when all workers are busy, to save"
+        " computing one token; lower it for an even load, raise it for more cache hits",
         least=1,
     )
     router_queue_threshold: float | None = config.option(
         None,
         env="DYN_ROUTER_QUEUE_THRESHOLD",
-        help="requests wait in the router while workers have more prompt tokens to compute than so many of"
-        " their steps hold (max_num_batched_tokens); 0: never; by default 1 for estimated-ttft, never for others",
+        help="requests wait in the router while all workers have more prompt tokens to compute than this number of"
+        " steps holds (max_num_batched_tokens); 0: never wait; default: 1 for estimated-ttft, 0 for other policies",
         least=0,
     )
     router_queue_policy: Literal["fcfs", "wspt", "deadline", "lcfs"] = config.option(
-        "wspt", env="DYN_ROUTER_QUEUE_POLICY", help="who of the waiting goes first"
+        "wspt", env="DYN_ROUTER_QUEUE_POLICY", help="order of the requests that wait in the router"
     )
     router_queue_size: int = config.option(
-        4096, env="DYN_ROUTER_QUEUE_SIZE", help="more than so many waiting are refused", least=1
+        4096,
+        env="DYN_ROUTER_QUEUE_SIZE",
+        help="requests that may wait in the router; more are refused",
+        least=1,
     )
     router_device_credit: float = config.option(
         1.0,
         flag="--router-kv-overlap-score-credit",
         env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",
-        help="what a cached block in device memory saves of computing it",
+        help="share of computing a block that a cached copy in device memory saves",
         least=0,
         most=1,
     )
@@ -84,7 +89,7 @@ class RouterConfig:
         0.75,
         flag="--router-host-cache-hit-weight",
         env="DYN_ROUTER_HOST_CACHE_HIT_WEIGHT",
-        help="the same, in host memory",
+        help="share of computing a block that a cached copy in host memory saves",
         least=0,
         most=1,
     )
@@ -92,14 +97,14 @@ class RouterConfig:
         0.25,
         flag="--router-disk-cache-hit-weight",
         env="DYN_ROUTER_DISK_CACHE_HIT_WEIGHT",
-        help="the same, on disk",
+        help="share of computing a block that a cached copy on disk, or in a slower tier, saves",
         least=0,
         most=1,
     )
 
 
-def make_policy(settings: RouterConfig, draw: api.Draw) -> api.Policy:
-    """The policy of that name. `draw` gives numbers in [0, 1)."""
+def make_policy(settings: RouterConfig, draw: api.Draw) -> api.RoutingPolicy:
+    """Make the policy that the settings name. `draw` returns random numbers in [0, 1)."""
     temperature = settings.router_temperature
     match settings.router_policy:
         case "estimated-ttft":
@@ -124,27 +129,27 @@ def make_policy(settings: RouterConfig, draw: api.Draw) -> api.Policy:
             return baselines.RoundRobin()
 
 
-def make_queue(settings: RouterConfig) -> queue.WaitingQueue | None:
-    """The router's queue; None: nobody waits in the router."""
+def make_queue(settings: RouterConfig) -> queue.RequestQueue | None:
+    """Make the router's queue; None: requests never wait in the router."""
     if not max_backlog(settings):
         return None
-    return queue.WaitingQueue(settings.router_queue_policy, max_size=settings.router_queue_size)
+    return queue.RequestQueue(settings.router_queue_policy, max_size=settings.router_queue_size)
 
 
 def max_backlog(settings: RouterConfig) -> float:
-    """Up to how many steps of prompt tokens a worker has room; 0: always."""
+    """Return the steps of prompt tokens below which a worker has room; 0: it always has."""
     if settings.router_queue_threshold is not None:
         return settings.router_queue_threshold
     return 1.0 if settings.router_policy == "estimated-ttft" else 0.0
 
 
-def make_credits(settings: RouterConfig) -> cost_function.Credits:
-    """What cached blocks save, by tier."""
-    return cost_function.Credits(
-        device=settings.router_device_credit,
-        host=settings.router_host_credit,
-        disk=settings.router_disk_credit,
-    )
+def make_tier_weights(settings: RouterConfig) -> cost_function.TierWeights:
+    """Return the weight of a cached block by tier; slower tiers count like the disk."""
+    return {
+        kv_events.DEVICE: settings.router_device_credit,
+        kv_events.HOST: settings.router_host_credit,
+        kv_events.DISK: settings.router_disk_credit,
+    }
 
 
 def make_selector(
@@ -155,24 +160,24 @@ def make_selector(
     draw: api.Draw,
     counts_blocks: bool = True,
 ) -> selection.Selector:
-    """All of it, put together. `counts_blocks` False: workers that only compute prompts."""
+    """Make the selector of a router. `counts_blocks` is False for prefill workers."""
     return selection.Selector(
         make_policy(settings, draw),
         index,
         active_sequences.ActiveSequences(
             block_size,
-            stride=max(1, _COUNTED_TOKENS // block_size),
+            stride=max(1, _STRIDE_TOKENS // block_size),
             counts_blocks=counts_blocks,
         ),
         queue=make_queue(settings),
         max_backlog=max_backlog(settings),
-        credits_=make_credits(settings),
+        tier_weights=make_tier_weights(settings),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingConfig(RouterConfig):
-    """How a worker is chosen."""
+    """How the router of a process selects workers."""
 
     router_mode: Literal[
         "round-robin",
@@ -185,70 +190,70 @@ class RoutingConfig(RouterConfig):
     ] = config.option(
         "round-robin",
         env="DYN_ROUTER_MODE",
-        help="how a worker is chosen; kv: by what its cache holds and how busy it is (--router-policy)",
+        help="how a worker is selected; kv: by its cached prefixes and its load (see --router-policy)",
     )
     kv_events: bool = config.option(
         True,
         env="DYN_ROUTER_USE_KV_EVENTS",
         aliases=("--router-kv-events",),
-        help="hear from the workers what their caches hold; --no-kv-events: guess it from earlier choices",
+        help="follow the KV events of the workers; with --no-kv-events, guess from earlier decisions what is cached",
     )
     router_ttl_secs: float = config.option(
         120.0,
         env="DYN_ROUTER_TTL_SECS",
-        help="with --no-kv-events, for how long a prompt is believed to be cached",
+        help="with --no-kv-events, seconds for which a prompt counts as cached",
         least=0,
     )
     router_max_tree_size: int = config.option(
         2**20,
         env="DYN_ROUTER_MAX_TREE_SIZE",
-        help="with --no-kv-events, how many blocks are remembered",
+        help="with --no-kv-events, blocks that the router remembers at most",
         least=1,
     )
     router_prune_target_ratio: float = config.option(
         0.8,
         env="DYN_ROUTER_PRUNE_TARGET_RATIO",
-        help="with --no-kv-events, how much of that is kept when it is full",
+        help="with --no-kv-events, share of these blocks that remains after pruning",
         least=0,
         most=1,
     )
     router_approximate_cache_policy: Literal["ttl", "lru"] = config.option(
         "ttl",
         env="DYN_ROUTER_APPROXIMATE_CACHE_POLICY",
-        help="with --no-kv-events, whether belief ends with time or only with room",
+        help="with --no-kv-events, forget blocks after a time (ttl) or only when room ends (lru)",
     )
     kv_cache_block_size: int | None = config.option(
         None,
         env="DYN_KV_CACHE_BLOCK_SIZE",
-        help="tokens per block (default: what the model's card says)",
+        help="tokens per KV block (default: as in the model card); must be that of the workers",
         least=1,
     )
     router_replica_sync: bool = config.option(
         False,
         env="DYN_ROUTER_REPLICA_SYNC",
-        help="tell the other routers of this namespace what is in flight, and hear from them",
+        help="share requests in flight with the other routers of this namespace; for several routers or frontends",
     )
     router_queue_timeout_secs: float = config.option(
         60.0,
         env="DYN_ROUTER_QUEUE_TIMEOUT_SECS",
-        help="a request that has waited this long in the router is refused as overload",
+        help="seconds after which a request that waits in the router is refused as overload",
         least=0,
     )
     router_session_affinity_ttl_secs: float | None = config.option(
         None,
         env="DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",
-        help="requests of one X-Dynamo-Session-ID go to one worker, until none came for this long",
+        help="send the requests of one X-Dynamo-Session-ID to one worker, until none came for these seconds",
         least=0,
     )
 
     @property
-    def choosing(self) -> RouterConfig:
-        """The same, where a mode that is a policy by itself is the policy."""
+    def policy_config(self) -> RouterConfig:
+        """Return these settings with the router mode as policy, if the mode is one."""
         if self.router_mode == "kv":
             return self
         return dataclasses.replace(self, router_policy=self.router_mode)
 
     @property
-    def hears_kv_events(self) -> bool:
-        """Whether what the workers' caches hold is of interest, and told."""
+    def uses_kv_events(self) -> bool:
+        """Return True if the router follows the workers' KV events."""
         return self.kv_events and self.router_mode == "kv"

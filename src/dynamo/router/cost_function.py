@@ -1,75 +1,79 @@
-"""The arithmetic of the original's router, to the digit: what a worker would cost, and a draw by cost.
+"""The cost functions of Dynamo's router, to the digit, and the policies that use them.
 
-prefill = tokens to compute there, the queued ones included, in blocks
-decode  = distinct blocks in use there, if the request came
+prefill = tokens to compute at the worker, those of queued prompts included, in blocks
+decode  = distinct blocks in use at the worker, with those of the request
 cost    = weight × prefill + decode                                          (0.4)
-cost    = scale × max(0, prefill - credits of what is cached) + decode       (1.x)
-cost    = max(0, prefill - credits) × (decode + 1)                           (1.x, lmetric)
+cost    = scale × max(0, prefill - weighted cached blocks) + decode          (1.x)
+cost    = max(0, prefill - weighted cached blocks) × (decode + 1)            (1.x, lmetric)
 
-The original's policies: each worker's cost by its formula (`cost`); the lowest wins, or a draw by temperature.
-
-Like the original they count as cached only what the index tells, not what requests in flight will have computed.
+The worker with the lowest cost wins; with a temperature above 0, one is drawn by cost. As in Dynamo, only blocks that
+the index reports count as cached, not those that requests in flight will have computed.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
+from dynamo.protocols import kv_events
 from dynamo.router import api
-from dynamo.router.api import Decision, Draw, Prompt, View, Worker
+from dynamo.router.api import Candidates, Decision, Draw, Prompt, Worker
+
+# The share of computing a block that a cached copy in a tier saves, from 0 to 1. A tier that the mapping does not name
+# counts like the one with the lowest weight.
+TierWeights = Mapping[kv_events.Tier, float]
+DEFAULT_TIER_WEIGHTS: TierWeights = MappingProxyType(
+    {kv_events.DEVICE: 1.0, kv_events.HOST: 0.75, kv_events.DISK: 0.25}
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credits:
-    """How much of computing a block it saves that the block lies in this tier."""
-
-    device: float = 1.0
-    host: float = 0.75
-    disk: float = 0.25
-
-
-def cached_blocks(overlaps: api.OverlapScores, credits_: Credits) -> Mapping[api.Worker, float]:
-    """Per worker, the blocks that it need not compute; a block that must be fetched first counts in part."""
-    if credits_.device == 1 and not overlaps.host and not overlaps.disk:
-        return overlaps.device
-    total: dict[api.Worker, float] = {}
-    tiers = (
-        (overlaps.device, credits_.device),
-        (overlaps.host, credits_.host),
-        (overlaps.disk, credits_.disk),
-    )
-    for tier, credit in tiers:
-        for worker, num_blocks in tier.items():
-            total[worker] = total.get(worker, 0.0) + credit * num_blocks
+def cached_blocks(
+    overlaps: api.OverlapScores, tier_weights: TierWeights = DEFAULT_TIER_WEIGHTS
+) -> Mapping[Worker, float]:
+    """Return the blocks that each worker need not compute: the sum over all tiers of blocks times tier weight."""
+    by_tier = overlaps.by_tier
+    if (
+        len(by_tier) == 1
+        and kv_events.DEVICE in by_tier
+        and tier_weights.get(kv_events.DEVICE, 1.0) == 1
+    ):
+        return by_tier[kv_events.DEVICE]
+    total: dict[Worker, float] = {}
+    for tier, blocks_by_worker in by_tier.items():
+        weight = tier_weights.get(tier)
+        if weight is None:
+            weight = min(tier_weights.values())
+        for worker, num_blocks in blocks_by_worker.items():
+            total[worker] = total.get(worker, 0.0) + weight * num_blocks
     return total
 
 
 def potential_prefill_blocks(
     active_tokens: int | None, isl: int, overlap: float, block_size: int
 ) -> float:
-    """Blocks to compute before this request is done. `active_tokens` None: nothing is known of the worker."""
+    """Return the blocks to compute until this request's prompt is done. `active_tokens` None: the load is unknown."""
     tokens = isl if active_tokens is None else active_tokens + isl - overlap * block_size
     return tokens / block_size
 
 
 def potential_decode_blocks(active_blocks: int | None, new_blocks: int, prefill: float) -> float:
-    """Blocks in use if the request came. `active_blocks` None: nothing is known of the worker."""
+    """Return the blocks in use with this request. `active_blocks` None: the load is unknown."""
     return math.floor(prefill) if active_blocks is None else active_blocks + new_blocks
 
 
 def logit(weight: float, prefill: float, decode: float) -> float:
-    """0.4: a weighted sum."""
+    """Return the cost of version 0.4: a weighted sum."""
     return weight * prefill + decode
 
 
 def lmetric(prefill: float, decode: float) -> float:
-    """1.x: a product, so that either of the two can rule a worker out."""
+    """Return the cost lmetric of version 1.x: a product, so that either factor can rule a worker out."""
     return prefill * (decode + 1)
 
 
 def probabilities(costs: Sequence[float], temperature: float) -> list[float]:
-    """How likely each is chosen: softmax of the negated costs, scaled to a range of 1, over the temperature (> 0)."""
+    """Return the probability of each choice: softmax of the negated costs, scaled to a range of 1, over temperature."""
     spread = max(costs) - min(costs)
     if not spread:
         return [1 / len(costs)] * len(costs)
@@ -80,59 +84,63 @@ def probabilities(costs: Sequence[float], temperature: float) -> list[float]:
 
 
 def pick(costs: Sequence[float], temperature: float, draw: Draw) -> int:
-    """An index: of the lowest cost at temperature 0 (equals are drawn from), else drawn by `probabilities`."""
+    """Return the index of the lowest cost (among equals, a random one); with a temperature, draw one by cost."""
     if not temperature:
         lowest = min(costs)
         best = [i for i, cost in enumerate(costs) if cost == lowest]
         return best[int(draw() * len(best))] if len(best) > 1 else best[0]
-    mark = draw()
+    remaining = draw()
     for i, probability in enumerate(probabilities(costs, temperature)):
-        mark -= probability
-        if mark < 0:
+        remaining -= probability
+        if remaining < 0:
             return i
     return len(costs) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dynamo:
-    """Weighted sum of what is to be computed and what is in use (`--router-policy dynamo`)."""
+    """The weighted sum of blocks to compute and blocks in use (`--router-policy dynamo`)."""
 
-    looks: ClassVar[bool] = True
-    waits: ClassVar[bool] = False
+    uses_cache: ClassVar[bool] = True
+    waits_for_worker: ClassVar[bool] = False
     draw: Draw
     overlap_weight: float = 1.0
     temperature: float = 0.0
 
-    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
-        """The lowest logit."""
-        workers = list(view.loads)
-        costs = [logit(self.overlap_weight, *_blocks(prompt, view, w)) for w in workers]
+    def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
+        """Select the worker with the lowest logit."""
+        workers = list(candidates.loads)
+        costs = [
+            logit(self.overlap_weight, *_prefill_and_decode(prompt, candidates, w)) for w in workers
+        ]
         worker = workers[pick(costs, self.temperature, self.draw)]
-        return Decision(worker, view.cached.get(worker, 0))
+        return Decision(worker, candidates.cached.get(worker, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LMetric:
-    """Product of the two (`--router-policy lmetric`)."""
+    """The product of blocks to compute and blocks in use (`--router-policy lmetric`)."""
 
-    looks: ClassVar[bool] = True
-    waits: ClassVar[bool] = False
+    uses_cache: ClassVar[bool] = True
+    waits_for_worker: ClassVar[bool] = False
     draw: Draw
     temperature: float = 0.0
 
-    def choose(self, prompt: Prompt, view: View, now: float) -> Decision:
-        """The lowest product."""
-        workers = list(view.loads)
-        costs = [lmetric(*_blocks(prompt, view, w)) for w in workers]
+    def select_worker(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
+        """Select the worker with the lowest product."""
+        workers = list(candidates.loads)
+        costs = [lmetric(*_prefill_and_decode(prompt, candidates, w)) for w in workers]
         worker = workers[pick(costs, self.temperature, self.draw)]
-        return Decision(worker, view.cached.get(worker, 0))
+        return Decision(worker, candidates.cached.get(worker, 0))
 
 
-def _blocks(prompt: Prompt, view: View, worker: Worker) -> tuple[float, float]:
-    """What would be to compute there, and in use there."""
-    load = view.loads[worker]
+def _prefill_and_decode(
+    prompt: Prompt, candidates: Candidates, worker: Worker
+) -> tuple[float, float]:
+    """Return the blocks to compute and the blocks in use at this worker, with the request."""
+    load = candidates.loads[worker]
     prefill = potential_prefill_blocks(
-        load.prefill_tokens, prompt.num_tokens, view.cached.get(worker, 0), prompt.block_size
+        load.prefill_tokens, prompt.num_tokens, candidates.cached.get(worker, 0), prompt.block_size
     )
-    num_new = len(prompt.sequence_hashes) - view.in_flight.get(worker, 0)
+    num_new = len(prompt.sequence_hashes) - candidates.in_flight.get(worker, 0)
     return max(0.0, prefill), potential_decode_blocks(load.active_blocks, num_new, prefill)

@@ -1,13 +1,14 @@
-"""The events of one worker (and rank) put into the order in which it told them.
+"""The KV events of one rank of a worker, put into the order in which the worker published them.
 
-    in order        applied at once
-    told before     dropped
-    a hole          waits, and we are *behind*: the worker has to be asked (`ask`), its answer goes to `replayed`
-    another epoch   the worker began anew: what it held is void
+    in order             applied at once
+    a repeated event     dropped
+    a gap                kept, and the stream is *behind*: the worker has to be asked for a replay (`begin_replay`),
+                         the parts of its answer go to `apply_replay`
+    another epoch        the worker was restarted: its earlier blocks are void
 
-We begin behind, because what a worker held before we listened is not known. Being behind, batches wait, at most
-`MAX_WAITING` of them; if that is not enough they are dropped, which leaves a hole that is noticed like any other.
-A wrong guess costs one more question, never a wrong state.
+The stream begins behind, because what a worker cached before the subscription is unknown. Being behind, batches wait,
+at most `MAX_WAITING` of them; beyond that they are dropped, which leaves a gap that is noticed like any other. A wrong
+guess costs one more replay, never a wrong state.
 """
 
 from collections.abc import Sequence
@@ -18,64 +19,64 @@ MAX_WAITING = 1024  # batches
 
 
 class KvEventOrder:
-    """One rank of one worker. Every method gives the events to apply now, in order."""
+    """One rank of one worker. Each method returns the events to apply now, in order."""
 
     def __init__(self, position: kv_events.Position | None = None) -> None:
-        self.position = position  # what is applied; None: nothing that could be continued
+        self.position = position  # up to here all is applied; None: a replay has to start anew
         self.is_behind = True
         self._waiting: list[kv_events.EventBatch] = []
-        self._missed: list[kv_events.KvEvent] = []
-        self._is_telling_all = False
+        self._replayed: list[kv_events.KvEvent] = []
+        self._is_full_replay = False
 
-    def take(self, batch: kv_events.EventBatch) -> Sequence[kv_events.KvEvent]:
-        """A batch as it was published."""
+    def apply_batch(self, batch: kv_events.EventBatch) -> Sequence[kv_events.KvEvent]:
+        """Take a published batch."""
         if not self.is_behind:
-            return self._next(batch)
+            return self._apply_in_order(batch)
         if len(self._waiting) == MAX_WAITING:
             self._waiting.clear()
         self._waiting.append(batch)
         return ()
 
-    def ask(self) -> kv_events.Position | None:
-        """From where a replay is wanted (None: from nothing). We are behind until it has come, whole."""
-        self.is_behind, self._missed, self._is_telling_all = True, [], False
+    def begin_replay(self) -> kv_events.Position | None:
+        """Return the position to ask a replay from (None: the beginning). The stream is behind until it ends."""
+        self.is_behind, self._replayed, self._is_full_replay = True, [], False
         return self.position
 
-    def replayed(self, part: kv_events.ReplayPart) -> Sequence[kv_events.KvEvent]:
-        """A part of the answer. All that is held is applied as it comes; what was missed, when it is complete."""
+    def apply_replay(self, part: kv_events.ReplayPart) -> Sequence[kv_events.KvEvent]:
+        """Take a part of a replay: all blocks of a worker apply as they come, missed events when they are complete."""
         if part.begins_anew:
-            self.position, self._is_telling_all = None, True
+            self.position, self._is_full_replay = None, True
             return (kv_events.Cleared(), *part.events)
-        if part.position is None:
-            if self._is_telling_all:
-                return part.events
-            self._missed += part.events
-            return ()
-        return self._complete(part.events, part.position)
+        if part.position is not None:
+            return self._end_replay(part.events, part.position)
+        if self._is_full_replay:
+            return part.events
+        self._replayed += part.events
+        return ()
 
-    def _complete(
-        self, last: Sequence[kv_events.KvEvent], position: kv_events.Position
+    def _end_replay(
+        self, last_events: Sequence[kv_events.KvEvent], position: kv_events.Position
     ) -> list[kv_events.KvEvent]:
-        """The answer has ended at this position; go on with what waited."""
-        events = [*self._missed, *last]
-        waiting, self._waiting, self._missed = self._waiting, [], []
-        self.position, self.is_behind, self._is_telling_all = position, False, False
+        """Continue at the position that the replay reached, with the batches that waited for it."""
+        events = [*self._replayed, *last_events]
+        waiting, self._waiting, self._replayed = self._waiting, [], []
+        self.position, self.is_behind, self._is_full_replay = position, False, False
         for batch in waiting:
-            if batch.epoch == position.epoch:  # else it is old, or its like will come again
-                events += self.take(batch)
+            if batch.epoch == position.epoch:  # else it is old, or its epoch will be noticed again
+                events += self.apply_batch(batch)
         return events
 
-    def _next(self, batch: kv_events.EventBatch) -> Sequence[kv_events.KvEvent]:
+    def _apply_in_order(self, batch: kv_events.EventBatch) -> Sequence[kv_events.KvEvent]:
         events: Sequence[kv_events.KvEvent] = ()
         if self.position is None or batch.epoch != self.position.epoch:
             events = (kv_events.Cleared(),)
             self.position = kv_events.Position(batch.epoch, 0)
-        known = self.position.next_event_id - batch.first_event_id
-        if known < 0:
+        num_repeated = self.position.next_event_id - batch.first_event_id
+        if num_repeated < 0:
             self.is_behind = True
             self._waiting.append(batch)
             return events
-        if known >= len(batch.events):
+        if num_repeated >= len(batch.events):
             return events
         self.position = kv_events.Position(batch.epoch, batch.first_event_id + len(batch.events))
-        return (*events, *batch.events[known:])
+        return (*events, *batch.events[num_repeated:])

@@ -1,13 +1,13 @@
-"""Keeps a prefix index equal to what the workers of one component hold.
+"""The KV event subscriber: it keeps a prefix index equal to the caches of the workers of one component.
 
-It listens to their KV events, follows in discovery who can replay them, and asks a worker for what is missing: when it
-appears (all that it holds), and whenever its numbers show a hole (`event_order`). A worker that vanishes from
-discovery is removed at once; what is still heard of it counts no more.
+It subscribes to their KV events, follows in discovery which workers can replay them, and asks a worker for a replay:
+when it appears (all its blocks), and whenever its event numbers show a gap (`kv_event_order`). A worker that vanishes
+from discovery is removed at once; its late events are ignored.
 
-One question per worker runs at a time, and `MAX_QUESTIONS` in all; one that fails is asked again, ever more slowly.
+At most one replay per worker runs at a time, and `MAX_REPLAYS` in all; a failed one is retried, ever more slowly.
 
-A *snapshot* spares a router that starts anew most of this: what it says of a worker is used when that worker appears,
-which then tells only what has happened since.
+A *snapshot* of the index spares a restarted router most of this: the part of a worker is used when that worker
+appears, which then replays only the events since.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from dynamo.protocols import generate, instances, kv_events
 from dynamo.router import api, kv_event_order, prefix_index, snapshot
 from dynamo.runtime import component, events
 
-MAX_QUESTIONS = 8
-ANSWER_LIMIT_S = 60.0
+MAX_REPLAYS = 8
+REPLAY_TIMEOUT_S = 60.0
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
-RESTORE_WINDOW_S = 60.0  # for how long a snapshot waits for the workers that it speaks of
-_SWEEP_SEGMENTS = 16  # in one turn of the event loop
+RESTORE_WINDOW_S = 60.0  # a snapshot's part is dropped if its worker has not appeared by then
+_SWEPT_EDGES = 16  # in one turn of the event loop
 
 _logger = logging.getLogger(__name__)
 _decode_batch = msgspec.msgpack.Decoder(kv_events.EventBatch).decode
@@ -36,7 +36,7 @@ _decode_part = msgspec.msgpack.Decoder(kv_events.ReplayPart).decode
 
 
 class KvEventSubscriber:
-    """Feeds `index`. Started with `start`, ended with `close`, before the runtime is."""
+    """Applies KV events to `index`. Call `start` once, and `close` before the runtime is closed."""
 
     def __init__(
         self,
@@ -55,26 +55,26 @@ class KvEventSubscriber:
             instances.EndpointName(namespace, component_name, instances.KV_EVENTS_REPLAY)
         )
         self._orders: dict[int, dict[int, kv_event_order.KvEventOrder]] = {}  # by instance, by rank
-        self._unanswered: set[int] = set()  # instances that never answered in full
-        self._asking: dict[int, asyncio.Task[None]] = {}
+        self._unanswered: set[int] = set()  # instances without one complete replay
+        self._replays: dict[int, asyncio.Task[None]] = {}
         self._snapshots: dict[int, list[snapshot.RankSnapshot]] = {}
-        self._questions = asyncio.Semaphore(MAX_QUESTIONS)
+        self._replay_slots = asyncio.Semaphore(MAX_REPLAYS)
         self._sweeping: asyncio.Task[None] | None = None
         self._tasks = tasks.Tasks()
         self._subscription: events.Subscription | None = None
 
     async def start(self, saved: bytes | None = None) -> None:
-        """Listen, beginning with a snapshot if there is one. Raises ConfigError if it is none."""
+        """Subscribe, beginning with the snapshot of another subscriber. Raises ConfigError if it is damaged."""
         if saved is not None:
             for rank in snapshot.decode(saved):
                 self._snapshots.setdefault(rank.instance_id, []).append(rank)
             self._tasks.start("end of restoring", self._end_restoring())
-        self._subscription = await self._runtime.events.subscribe(self._topic, self._heard)
-        self._client.on_change(self._instances_changed)
-        self._instances_changed()
+        self._subscription = await self._runtime.events.subscribe(self._topic, self._on_events)
+        self._client.on_change(self._update_instances)
+        self._update_instances()
 
     async def close(self) -> None:
-        """Listen no more; the index stays as it is."""
+        """Unsubscribe and stop all replays; the index stays as it is."""
         if self._subscription is not None:
             await self._subscription.close()
         await self._client.close()
@@ -82,13 +82,13 @@ class KvEventSubscriber:
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing is known to be missing, of any worker that is there."""
+        """Return True if no event of any registered worker is known to be missing."""
         return not self._unanswered and not any(
             order.is_behind for orders in self._orders.values() for order in orders.values()
         )
 
     def snapshot(self) -> bytes:
-        """All that is known now, for `start`. Takes some 50 ms per million blocks, in one piece."""
+        """Return the content of the index, for `start`. Takes about 50 ms per million blocks, in one piece."""
         return snapshot.encode(
             self._index,
             {
@@ -99,28 +99,27 @@ class KvEventSubscriber:
             },
         )
 
-    def _heard(self, batch: list[events.Event]) -> None:
-        for event in batch:
+    def _on_events(self, messages: list[events.Event]) -> None:
+        for event in messages:
             try:
-                self._take(_decode_batch(event.payload))
+                batch = _decode_batch(event.payload)
             except msgspec.DecodeError as error:
                 _logger.warning("ignored a KV event of %x: %s", event.publisher, error)
+                continue
+            if batch.worker_id not in self._orders:
+                continue  # it is lost; or it is about to appear, and will be asked for all blocks
+            order = self._order(batch.worker_id, batch.dp_rank)
+            self._apply(api.Worker(batch.worker_id, batch.dp_rank), order.apply_batch(batch))
+            if order.is_behind:
+                self._replay_if_behind(batch.worker_id)
 
-    def _take(self, batch: kv_events.EventBatch) -> None:
-        if batch.worker_id not in self._orders:
-            return  # it is gone; or it comes, and will be asked for everything
-        order = self._order(batch.worker_id, batch.dp_rank)
-        self._apply(api.Worker(batch.worker_id, batch.dp_rank), order.take(batch))
-        if order.is_behind:
-            self._ask_if_behind(batch.worker_id)
-
-    def _replayed(self, instance_id: int, part: kv_events.ReplayPart) -> None:
+    def _on_replay(self, instance_id: int, part: kv_events.ReplayPart) -> None:
         if instance_id in self._orders:
             order = self._order(instance_id, part.dp_rank)
-            self._apply(api.Worker(instance_id, part.dp_rank), order.replayed(part))
+            self._apply(api.Worker(instance_id, part.dp_rank), order.apply_replay(part))
 
-    def _apply(self, worker: api.Worker, told: Sequence[kv_events.KvEvent]) -> None:
-        for event in told:
+    def _apply(self, worker: api.Worker, worker_events: Sequence[kv_events.KvEvent]) -> None:
+        for event in worker_events:
             try:
                 self._index.apply(worker, event)
             except errors.RemoteProtocolError as error:
@@ -129,31 +128,29 @@ class KvEventSubscriber:
     def _order(self, instance_id: int, dp_rank: int) -> kv_event_order.KvEventOrder:
         return self._orders[instance_id].setdefault(dp_rank, kv_event_order.KvEventOrder())
 
-    def _instances_changed(self) -> None:
+    def _update_instances(self) -> None:
         for instance_id in self._orders.keys() - self._client.instances.keys():
-            self._left(instance_id)
+            self._remove_instance(instance_id)
         for instance_id in self._client.instances.keys() - self._orders.keys():
-            self._came(instance_id)
+            self._orders[instance_id] = {}
+            self._unanswered.add(instance_id)
+            for rank in self._snapshots.pop(instance_id, ()):
+                rank.restore(self._index)
+                order = kv_event_order.KvEventOrder(rank.position)
+                self._orders[instance_id][rank.dp_rank] = order
+            self._replay_if_behind(instance_id)
 
-    def _came(self, instance_id: int) -> None:
-        self._orders[instance_id] = {}
-        self._unanswered.add(instance_id)
-        for rank in self._snapshots.pop(instance_id, ()):
-            rank.restore(self._index)
-            self._orders[instance_id][rank.dp_rank] = kv_event_order.KvEventOrder(rank.position)
-        self._ask_if_behind(instance_id)
-
-    def _left(self, instance_id: int) -> None:
+    def _remove_instance(self, instance_id: int) -> None:
         for dp_rank in self._orders.pop(instance_id):
             self._index.remove_worker(api.Worker(instance_id, dp_rank))
         self._unanswered.discard(instance_id)
-        if asking := self._asking.pop(instance_id, None):
-            asking.cancel()
+        if replay := self._replays.pop(instance_id, None):
+            replay.cancel()
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = self._tasks.start("sweep the index", self._sweep())
 
     async def _sweep(self) -> None:
-        while not self._index.sweep(_SWEEP_SEGMENTS):
+        while not self._index.sweep(_SWEPT_EDGES):
             await self._clock.sleep(0)
 
     async def _end_restoring(self) -> None:
@@ -164,72 +161,71 @@ class KvEventSubscriber:
         orders = self._orders.get(instance_id, {})
         return instance_id in self._unanswered or any(o.is_behind for o in orders.values())
 
-    def _ask_if_behind(self, instance_id: int) -> None:
-        if instance_id not in self._asking and self._is_behind(instance_id):
-            self._asking[instance_id] = self._tasks.start(
-                f"catch up with {instance_id:x}", self._catch_up(instance_id)
+    def _replay_if_behind(self, instance_id: int) -> None:
+        if instance_id not in self._replays and self._is_behind(instance_id):
+            self._replays[instance_id] = self._tasks.start(
+                f"replay of {instance_id:x}", self._replay_until_current(instance_id)
             )
 
-    async def _catch_up(self, instance_id: int) -> None:
-        """Ask until nothing is missing. Ends with the worker at the latest."""
+    async def _replay_until_current(self, instance_id: int) -> None:
+        """Ask a worker for replays until no event is missing; cancelled when the worker vanishes."""
         retry_s = FIRST_RETRY_S
         while self._is_behind(instance_id):
             try:
-                async with self._questions:
-                    await self._ask(instance_id)
+                async with self._replay_slots:
+                    await self._request_replay(instance_id)
             except errors.DynamoError as error:
                 _logger.warning("no KV events from %x, will ask again: %s", instance_id, error)
             if self._is_behind(instance_id):
                 await self._clock.sleep(retry_s)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
-        del self._asking[instance_id]
+        del self._replays[instance_id]
 
-    async def _ask(self, instance_id: int) -> None:
-        answer = Answer(functools.partial(self._replayed, instance_id))
-        asked = [(rank, order.ask()) for rank, order in self._orders[instance_id].items()]
+    async def _request_replay(self, instance_id: int) -> None:
+        receiver = ReplayReceiver(functools.partial(self._on_replay, instance_id))
+        positions = {
+            rank: order.begin_replay() for rank, order in self._orders[instance_id].items()
+        }
         request = kv_events.ReplayRequest(
-            positions={rank: position for rank, position in asked if position is not None}
+            positions={rank: position for rank, position in positions.items() if position}
         )
         stream = await self._client.open(
-            request, answer, instance_id=instance_id, timeout_s=ANSWER_LIMIT_S
+            request, receiver, instance_id=instance_id, timeout_s=REPLAY_TIMEOUT_S
         )
         try:
-            await answer.is_complete
+            await receiver.completed
         finally:
             stream.cancel()
         self._unanswered.discard(instance_id)
-        for dp_rank in self._orders[instance_id].keys() - answer.ranks:
-            del self._orders[instance_id][dp_rank]  # a former life of this worker had it
+        for dp_rank in self._orders[instance_id].keys() - receiver.ranks:
+            del self._orders[instance_id][dp_rank]  # a rank of an earlier life of the worker
             self._index.remove_worker(api.Worker(instance_id, dp_rank))
 
 
-class Answer:
-    """The receiver of a replay: gives each part on, and is complete when the stream has ended well."""
+class ReplayReceiver:
+    """The receiver of a replay: passes each part on; `completed` is done when the stream has ended without error."""
 
     def __init__(self, apply: Callable[[kv_events.ReplayPart], None]) -> None:
-        self.is_complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ranks: set[int] = set()  # that were answered for
+        self.completed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ranks: set[int] = set()  # for which a part came
         self._apply = apply
 
     def receive(self, output: generate.Output) -> None:
-        self._end(errors.RemoteProtocolError("expected KV events, got an engine's output"))
+        self.ended(errors.RemoteProtocolError("expected KV events, got an engine's output"))
 
     def replied(self, body: msgspec.Raw) -> None:
         try:
             part = _decode_part(body)
         except msgspec.DecodeError as error:
-            self._end(errors.RemoteProtocolError(f"expected a part of a replay: {error}"))
+            self.ended(errors.RemoteProtocolError(f"expected a part of a replay: {error}"))
         else:
             self.ranks.add(part.dp_rank)
             self._apply(part)
 
     def ended(self, error: errors.DynamoError | None) -> None:
-        self._end(error)
-
-    def _end(self, error: errors.DynamoError | None) -> None:
-        if self.is_complete.done():
+        if self.completed.done():
             return
         if error is None:
-            self.is_complete.set_result(None)
+            self.completed.set_result(None)
         else:
-            self.is_complete.set_exception(error)
+            self.completed.set_exception(error)

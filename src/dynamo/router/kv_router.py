@@ -1,12 +1,8 @@
-"""Which worker the requests of a conversation go to: the one that had its last request, for as long as it is recent.
+"""The KV router of one model at one endpoint: it asks the deciders which worker gets a request, and updates them.
 
-Bounded: the sessions that were used longest ago are forgotten first.
-
-The router of one model at one endpoint: it asks the deciders who gets a request, and keeps them informed.
-
-`KvRouter.open` is the path: name the prompt's blocks, choose (or wait), send, and if that worker cannot be reached,
-choose again among the others. From the first output on, the prompt counts as computed; at the end, however it comes,
-the request is freed. Per output this costs one call; everything else is per request.
+`KvRouter.open_stream` is the path of a request: hash the prompt's blocks, select a worker (or wait in the queue), send,
+and if that worker cannot be reached, select again among the others. With its first output the prompt counts as
+computed; at the end, however it comes, the request is freed. This costs one call per output; all else is per request.
 """
 
 import asyncio
@@ -31,7 +27,10 @@ MAX_SESSIONS = 100_000
 
 
 class SessionAffinity:
-    """Session id to worker, for `ttl_s` after the last request."""
+    """Session id → the worker of the session's last request, for `ttl_s` seconds after that request.
+
+    Bounded: beyond `max_sessions` the sessions used longest ago are forgotten.
+    """
 
     def __init__(self, ttl_s: float, *, max_sessions: int = MAX_SESSIONS) -> None:
         self._ttl_s = ttl_s
@@ -41,17 +40,17 @@ class SessionAffinity:
     def __len__(self) -> int:
         return len(self._worker_by_session)
 
-    def worker_of(
-        self, session_id: str, living: Container[api.Worker], now: float
+    def find_worker(
+        self, session_id: str, live_workers: Container[api.Worker], now: float
     ) -> api.Worker | None:
-        """The session's worker, if it has one that lives and was used within the time to live."""
+        """Return the session's worker; None if it has none, has expired or its worker is not live."""
         worker, expires_at = self._worker_by_session.get(session_id, (None, 0.0))
-        if worker is None or expires_at <= now or worker not in living:
+        if worker is None or expires_at <= now or worker not in live_workers:
             return None
         return worker
 
-    def remember(self, session_id: str, worker: api.Worker, now: float) -> None:
-        """A request of the session went to this worker."""
+    def assign_worker(self, session_id: str, worker: api.Worker, now: float) -> None:
+        """Record that a request of the session was sent to `worker`; this renews the time to live."""
         self._worker_by_session[session_id] = worker, now + self._ttl_s
         self._worker_by_session.move_to_end(session_id)
         if len(self._worker_by_session) > self._max_sessions:
@@ -59,38 +58,38 @@ class SessionAffinity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sending:
-    """What a request needs once its worker is known."""
+class RoutedRequest:
+    """A request with all that is needed to send it once its worker is selected."""
 
-    key: str  # ours: callers may choose ids, even one id twice
+    key: str  # the router's own id: callers choose `request.id`, and may use one twice
     prompt: Prompt
     request: generate.Request
     receiver: requests.Receiver
-    terms: route.RoutingOptions
+    options: route.RoutingOptions
 
 
-class Sharing:
-    """Who else wants to know what we have in flight: nobody."""
+class SequenceListener:
+    """What is called whenever this router's active sequences change; this one ignores all calls."""
 
-    def added(self, key: str, decision: Decision, prompt: Prompt) -> None:
-        """A request goes to a worker."""
+    def add_sequence(self, key: str, decision: Decision, prompt: Prompt) -> None:
+        """Note that a request was assigned to a worker."""
 
-    def prefill_completed(self, key: str) -> None:
-        """Its prompt is computed."""
+    def mark_prefill_completed(self, key: str) -> None:
+        """Note that the prompt of a request is computed."""
 
-    def freed(self, key: str) -> None:
-        """It is over."""
+    def free_sequence(self, key: str) -> None:
+        """Note that a request has ended."""
 
-    def catch_up(self) -> None:
-        """We know new workers."""
+    def refresh_peers(self) -> None:
+        """Fetch what other routers have sent to workers that are new to this one."""
 
 
 class KvRouter:
-    """Knows what is in flight at each worker, and chooses by that and by what each one's cache holds."""
+    """A `route.Route` that selects workers by cached prefixes and by the load of the requests in flight."""
 
     def __init__(
         self,
-        asked: client.EndpointClient,
+        endpoint_client: client.EndpointClient,
         selector: selection.Selector,
         *,
         block_size: int,
@@ -98,327 +97,340 @@ class KvRouter:
         clock: clocks.Clock,
         queue_timeout_s: float,
         sessions: SessionAffinity | None = None,
-        sharing: Sharing | None = None,
+        listener: SequenceListener | None = None,
     ) -> None:
         self.selector = selector
-        self._client = asked
+        self._client = endpoint_client
         self._block_size = block_size
         self._counts = counts
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
         self._sessions = sessions
-        self._sharing = sharing or Sharing()
+        self._listener = listener or SequenceListener()
         self._cards: Mapping[int, model_card.ModelCard] = {}
-        self._ranked: frozenset[int] = frozenset()  # instances that must be told a rank
+        self._multi_rank_instances: frozenset[int] = frozenset()  # requests to them name a rank
         self._waiting: dict[str, asyncio.Future[Decision]] = {}
         self._numbers = itertools.count()
-        asked.on_change(self._follow)
+        endpoint_client.on_change(self._update_workers)
 
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
-        """As `route.Route`."""
         self._cards = dict(cards)
-        self._follow()
+        self._update_workers()
 
-    async def open(
+    async def open_stream(
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        terms: route.RoutingOptions = route.DEFAULT_OPTIONS,
+        options: route.RoutingOptions = route.DEFAULT_OPTIONS,
     ) -> requests.Stream:
-        """As `route.Route`."""
-        sending = Sending(
+        routed = RoutedRequest(
             key=f"{self._counts.router_id}-{next(self._numbers)}",
-            prompt=self._read(request, terms.instance_id, terms.among),
+            prompt=self._make_prompt(request, options.instance_id, options.allowed_instances),
             request=request,
             receiver=receiver,
-            terms=terms,
+            options=options,
         )
-        tried: set[int] = set()
+        failed_instances: set[int] = set()
         while True:
-            usable = self._client.usable(terms.among, tried)
-            sending = dataclasses.replace(sending, prompt=self._restrict(sending.prompt, usable))
-            decision = await self._choose(sending.key, sending.prompt, terms.on_gone)
+            usable = self._client.usable(options.allowed_instances, failed_instances)
+            routed = dataclasses.replace(routed, prompt=self._restrict(routed.prompt, usable))
+            decision = await self._select(
+                routed.key, routed.prompt, options.add_disconnect_callback
+            )
             try:
-                return await self._send(sending, decision)
+                return await self._send(routed, decision)
             except errors.WorkerLost:
-                if terms.instance_id is not None:
+                if options.instance_id is not None:
                     raise
-                # its conversation's worker is gone: any other will do
-                sending = dataclasses.replace(
-                    sending, prompt=dataclasses.replace(sending.prompt, pinned=None)
-                )
-                tried.add(decision.worker.instance_id)
+                # a session's worker is only a preference: the next attempt may take any other
+                prompt = dataclasses.replace(routed.prompt, pinned=None)
+                routed = dataclasses.replace(routed, prompt=prompt)
+                failed_instances.add(decision.worker.instance_id)
 
-    def choose(
+    def preview_instance(
         self,
         request: generate.Request,
         *,
         instance_id: int | None = None,
-        among: Collection[int] | None = None,
+        allowed_instances: Collection[int] | None = None,
     ) -> int:
-        """As `route.Route`."""
-        read = self._read(request, instance_id, among)
-        prompt = self._restrict(read, self._client.usable(among))
-        return self.selector.preview(prompt, self._clock.now()).worker.instance_id
+        _, decision = self._preview(request, instance_id, allowed_instances)
+        return decision.worker.instance_id
 
     @property
     def instance_ids(self) -> frozenset[int]:
-        """Who can be asked."""
+        """Return the instances that are registered and have a model card."""
         return frozenset(self._client.instances.keys() & self._cards.keys())
 
-    def having(self, lora_name: str | None) -> frozenset[int] | None:
-        """Who has this adapter; None: none is wanted, so anybody will do."""
+    def instances_with_lora(self, lora_name: str | None) -> frozenset[int] | None:
+        """Return the instances that have the LoRA adapter; None, for all, if `lora_name` is None."""
         if lora_name is None:
             return None
-        return frozenset(one for one, card in self._cards.items() if lora_name in card.lora_names)
+        return frozenset(i for i, card in self._cards.items() if lora_name in card.lora_names)
 
-    def num_before(self, among: Collection[int] | None = None) -> int | None:
-        """Requests where the fewest are; None if there is nobody to ask."""
-        usable = frozenset(self._client.usable(among))
+    def min_active_requests(self, allowed_instances: Collection[int] | None = None) -> int | None:
+        """Return the number of requests in flight at the least busy usable worker; None if no worker is usable."""
+        usable = frozenset(self._client.usable(allowed_instances))
         loads = self.selector.active.loads.items()
         return min(
-            (load.num_requests for one, load in loads if one.instance_id in usable), default=None
+            (load.num_requests for worker, load in loads if worker.instance_id in usable),
+            default=None,
         )
 
-    def prospect(
-        self, request: generate.Request, terms: route.RoutingOptions = route.DEFAULT_OPTIONS
+    def estimate_load(
+        self, request: generate.Request, options: route.RoutingOptions = route.DEFAULT_OPTIONS
     ) -> api.LoadEstimate:
-        """What this request would find where it would be sent first; nobody is asked. Raises NoWorkers."""
-        read = self._read(request, terms.instance_id, terms.among)
-        prompt = self._restrict(read, self._client.usable(terms.among))
-        now = self._clock.now()
-        decision = self.selector.preview(prompt, now)
+        """Estimate what the request would meet at the worker that it would be sent to. Raises NoWorkers."""
+        prompt, decision = self._preview(request, options.instance_id, options.allowed_instances)
         load = self.selector.active.loads[decision.worker]
-        num_ahead = load.backlog(now)
-        num_known = min(prompt.num_tokens, int(decision.overlap_blocks * self._block_size))
+        num_ahead = load.backlog(self._clock.now())
+        num_cached = min(prompt.num_tokens, int(decision.overlap_blocks * self._block_size))
         return api.LoadEstimate(
-            num_new=prompt.num_tokens - num_known,
+            num_new=prompt.num_tokens - num_cached,
             num_ahead=num_ahead,
             num_steps_ahead=num_ahead / load.capacity.max_num_batched_tokens,
             num_requests=load.num_requests,
             share_in_use=load.share_in_use(len(prompt.sequence_hashes)),
-            tokens_per_s=load.pace.tokens_per_s,
+            tokens_per_s=load.prefill_speed.tokens_per_s,
         )
 
-    def prefill_completed(self, key: str) -> None:
-        """The prompt of this request is computed."""
-        self.selector.first_output(key, self._clock.now())
-        self._sharing.prefill_completed(key)
-        self._admit()
+    def mark_prefill_completed(self, key: str) -> None:
+        """Record that the prompt of this request is computed, and admit queued requests that now have room."""
+        self.selector.mark_prefill_completed(key, self._clock.now())
+        self._listener.mark_prefill_completed(key)
+        self._admit_queued()
 
-    def computed(self, prompt: Prompt, cached_tokens: int | None) -> None:
-        """A worker has told how much of a prompt it had."""
-        self._counts.computed(prompt, cached_tokens)
+    def count_cached_tokens(self, prompt: Prompt, cached_tokens: int | None) -> None:
+        """Count how many of the prompt's tokens the worker found in its cache, if it says so."""
+        self._counts.count_cached_tokens(prompt, cached_tokens)
 
-    def free(self, key: str) -> None:
-        """This request is over, however it ended. Idempotent."""
+    def free_request(self, key: str) -> None:
+        """Forget an ended request, and admit queued requests that now have room. Idempotent."""
         self.selector.free(key, self._clock.now())
-        self._sharing.freed(key)
-        self._admit()
+        self._listener.free_sequence(key)
+        self._admit_queued()
 
-    def decide(self, packed: bytes, key: str | None, lora_name: str | None = None) -> Decision:
-        """Who should get these tokens; with `key`, counted from now on as in flight. Raises NoWorkers or Overloaded."""
-        prompt = Prompt.from_tokens(packed, self._block_size, seed=blocks.seed_of(lora_name))
+    def select_worker(
+        self, packed_tokens: bytes, key: str | None, lora_name: str | None = None
+    ) -> Decision:
+        """Select a worker for a prompt that the caller sends itself (`blocks.pack`ed tokens).
+
+        With a `key`, the request counts as in flight until `free_request(key)`. Raises NoWorkers or Overloaded.
+        """
+        prompt = Prompt.from_tokens(packed_tokens, self._block_size, seed=blocks.seed_of(lora_name))
         if lora_name is not None:
-            prompt = dataclasses.replace(prompt, among=self.having(lora_name))
+            allowed = self.instances_with_lora(lora_name)
+            prompt = dataclasses.replace(prompt, allowed_instances=allowed)
         if key is None:
             return self.selector.preview(prompt, self._clock.now())
         decision = self.selector.select(key, prompt, self._clock.now())
         if decision is None:
             self.selector.free(key, self._clock.now())
             raise errors.Overloaded("all workers are busy: try again later")
-        self._sharing.added(key, decision, prompt)
+        self._listener.add_sequence(key, decision, prompt)
         return decision
 
-    def _read(
+    def _preview(
         self,
         request: generate.Request,
         instance_id: int | None,
-        among: Collection[int] | None,
+        allowed_instances: Collection[int] | None,
+    ) -> tuple[Prompt, Decision]:
+        prompt = self._make_prompt(request, instance_id, allowed_instances)
+        prompt = self._restrict(prompt, self._client.usable(allowed_instances))
+        return prompt, self.selector.preview(prompt, self._clock.now())
+
+    def _make_prompt(
+        self,
+        request: generate.Request,
+        instance_id: int | None,
+        allowed_instances: Collection[int] | None,
     ) -> Prompt:
-        """What may be known of the request, and where it must go, if its caller or its conversation says so."""
+        """Hash the prompt's blocks, and pin it to the worker that its caller or its session names."""
         began_at = time.perf_counter()
         seed = blocks.seed_of(request.lora_name)
-        local = blocks.local_hashes(request.token_ids, self._block_size, seed)
-        named_at = time.perf_counter()
-        sequence = blocks.sequence_hashes(local)
-        self._counts.hashed(named_at - began_at, time.perf_counter() - named_at)
+        local_hashes = blocks.local_hashes(request.token_ids, self._block_size, seed)
+        locally_hashed_at = time.perf_counter()
+        sequence_hashes = blocks.sequence_hashes(local_hashes)
+        self._counts.observe_hashing(
+            locally_hashed_at - began_at, time.perf_counter() - locally_hashed_at
+        )
+        pinned: api.Worker | None = None
+        if instance_id is not None:
+            pinned = api.Worker(instance_id, request.data_parallel_rank or 0)
+        elif self._sessions is not None and request.session_id is not None:
+            usable = frozenset(self._client.usable(allowed_instances))
+            live_workers = [w for w in self.selector.active.loads if w.instance_id in usable]
+            pinned = self._sessions.find_worker(request.session_id, live_workers, self._clock.now())
         return Prompt(
             num_tokens=request.prompt_len,
             block_size=self._block_size,
-            sequence_hashes=sequence,
+            sequence_hashes=sequence_hashes,
             priority=request.priority,
-            pinned=self._pinned(request, instance_id, among),
-            is_bound=request.lora_name is not None,
+            pinned=pinned,
+            is_restricted=request.lora_name is not None,
             dp_rank=request.data_parallel_rank,
             is_prefilled=kv_transfer.is_prefilled(request.kv_transfer_params),
         )
 
-    def _pinned(
-        self,
-        request: generate.Request,
-        instance_id: int | None,
-        among: Collection[int] | None,
-    ) -> api.Worker | None:
-        if instance_id is not None:
-            return api.Worker(instance_id, request.data_parallel_rank or 0)
-        if self._sessions is None or request.session_id is None:
-            return None
-        usable = frozenset(self._client.usable(among))
-        living = [one for one in self.selector.active.loads if one.instance_id in usable]
-        return self._sessions.worker_of(request.session_id, living, self._clock.now())
-
     def _restrict(self, prompt: Prompt, usable: Sequence[int]) -> Prompt:
-        """Let only the usable be chosen, if that says anything."""
-        if len(usable) == len(self._client.instances) and not prompt.is_bound:
+        """Limit the prompt to the usable instances, unless these are all. Raises NoWorkers if there are none."""
+        if len(usable) == len(self._client.instances) and not prompt.is_restricted:
             return prompt
         if not usable:
             raise errors.NoWorkers(f"none of the instances of {self._client.name} can be reached")
-        return dataclasses.replace(prompt, among=frozenset(usable))
+        return dataclasses.replace(prompt, allowed_instances=frozenset(usable))
 
-    async def _choose(self, key: str, prompt: Prompt, on_gone: route.OnGone | None) -> Decision:
-        """The worker that gets it; at once, or when it is its turn."""
+    async def _select(
+        self, key: str, prompt: Prompt, add_callback: route.AddDisconnectCallback | None
+    ) -> Decision:
+        """Select a worker at once, or wait in the queue until one has room."""
         began_at = time.perf_counter()
         decision = self.selector.select(key, prompt, self._clock.now())
-        self._counts.decided(time.perf_counter() - began_at)
+        self._counts.observe_decision(time.perf_counter() - began_at)
         if decision is None:
-            decision = await self._wait(key, prompt, on_gone)
-            if prompt.is_bound and not prompt.allows(decision.worker):
-                self.free(key)
-                raise errors.NoWorkers("while it waited, the last that could answer it was lost")
-        self._counts.sent(decision.worker, prompt, decision.overlap_blocks)
-        self._sharing.added(key, decision, prompt)
+            decision = await self._wait_in_queue(key, prompt, add_callback)
+            if prompt.is_restricted and not prompt.allows(decision.worker):
+                self.free_request(key)
+                raise errors.NoWorkers("the last worker that could serve it was lost in the wait")
+        self._counts.count_request(decision.worker, prompt, decision.overlap_blocks)
+        self._listener.add_sequence(key, decision, prompt)
         return decision
 
-    async def _wait(self, key: str, prompt: Prompt, on_gone: route.OnGone | None) -> Decision:
-        turn: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = turn
-        if on_gone is not None:
-            on_gone(lambda: _give_up(turn))
-        self._counts.waits(prompt.num_tokens)
+    async def _wait_in_queue(
+        self, key: str, prompt: Prompt, add_callback: route.AddDisconnectCallback | None
+    ) -> Decision:
+        admission: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = admission
+        if add_callback is not None:
+            add_callback(lambda: _cancel_wait(admission))
+        self._counts.enter_queue(prompt.num_tokens)
         began_at = self._clock.now()
-        self._admit()
+        self._admit_queued()
         try:
-            async with asyncio.timeout(self._queue_timeout_s):
-                return await turn
+            async with self._clock.timeout(self._queue_timeout_s):
+                return await admission
         except TimeoutError:
-            self.free(key)
-            self._counts.gave_up()
+            self.free_request(key)
+            self._counts.count_queue_timeout()
             raise errors.Overloaded(
                 f"all workers have been busy for {self._queue_timeout_s:g} s: try again later",
                 retry_after_s=self._queue_timeout_s,
             ) from None
         except (asyncio.CancelledError, errors.Cancelled):
-            self.free(key)
+            self.free_request(key)
             raise
         finally:
             del self._waiting[key]
-            self._counts.waited(prompt.num_tokens, self._clock.now() - began_at)
+            self._counts.leave_queue(prompt.num_tokens, self._clock.now() - began_at)
 
-    def _admit(self) -> None:
-        """Let go who need not wait any more."""
+    def _admit_queued(self) -> None:
+        """Send the queued requests for which a worker has room now."""
         if not self.selector.num_waiting:
             return
         for key, decision in self.selector.admit(self._clock.now()):
-            turn = self._waiting.get(key)
-            if turn is not None and not turn.done():
-                turn.set_result(decision)
-            else:  # it gave up in this very moment
+            admission = self._waiting.get(key)
+            if admission is not None and not admission.done():
+                admission.set_result(decision)
+            else:  # its wait ended in this same turn of the event loop
                 self.selector.free(key, self._clock.now())
 
-    async def _send(self, sending: Sending, decision: Decision) -> requests.Stream:
-        routed = _Routed(self, sending)
-        request, worker = sending.request, decision.worker
-        if worker.instance_id in self._ranked and worker.dp_rank != request.data_parallel_rank:
+    async def _send(self, routed: RoutedRequest, decision: Decision) -> requests.Stream:
+        receiver = _RoutedReceiver(self, routed)
+        request, worker = routed.request, decision.worker
+        if (
+            worker.instance_id in self._multi_rank_instances
+            and worker.dp_rank != request.data_parallel_rank
+        ):
             request = msgspec.structs.replace(request, data_parallel_rank=worker.dp_rank)
         try:
             stream = await self._client.open(
                 request,
-                routed,
+                receiver,
                 instance_id=worker.instance_id,
-                headers=sending.terms.headers,
-                timeout_s=sending.terms.timeout_s,
-                on_asked=sending.terms.on_asked,
+                headers=routed.options.headers,
+                timeout_s=routed.options.timeout_s,
+                on_asked=routed.options.on_dispatched,
             )
         except BaseException:
-            self.free(sending.key)
+            self.free_request(routed.key)
             raise
         if self._sessions is not None and request.session_id is not None:
-            self._sessions.remember(request.session_id, worker, self._clock.now())
-        return _RoutedStream(stream, routed)
+            self._sessions.assign_worker(request.session_id, worker, self._clock.now())
+        return _RoutedStream(stream, receiver)
 
-    def _follow(self) -> None:
-        """Instances or cards came or went."""
+    def _update_workers(self) -> None:
+        """Give selector and metrics the workers that are registered and have a model card."""
         workers = {
             api.Worker(instance_id, rank): _capacity(card)
             for instance_id, card in self._cards.items()
             if instance_id in self._client.instances
             for rank in range(card.runtime_config.data_parallel_size)
         }
-        self._ranked = frozenset(worker.instance_id for worker in workers if worker.dp_rank)
-        known = set(self.selector.active.loads)
+        self._multi_rank_instances = frozenset(w.instance_id for w in workers if w.dp_rank)
+        earlier_workers = set(self.selector.active.loads)
         self.selector.set_workers(workers)
-        self._counts.show(self.selector.active.loads, known - workers.keys())
-        if workers.keys() - known:
-            self._sharing.catch_up()
-        self._admit()
+        self._counts.show_workers(self.selector.active.loads, earlier_workers - workers.keys())
+        if workers.keys() - earlier_workers:
+            self._listener.refresh_peers()
+        self._admit_queued()
 
 
-def _give_up(turn: asyncio.Future[Decision]) -> None:
-    if not turn.done():
-        turn.set_exception(errors.Cancelled("the caller went away"))
+def _cancel_wait(admission: asyncio.Future[Decision]) -> None:
+    if not admission.done():
+        admission.set_exception(errors.Cancelled("the caller went away"))
 
 
 def _capacity(card: model_card.ModelCard) -> Capacity:
-    facts = card.runtime_config
+    config = card.runtime_config
     return Capacity(
-        total_blocks=facts.total_kv_blocks,
-        max_num_seqs=facts.max_num_seqs,
-        max_num_batched_tokens=facts.max_num_batched_tokens or Capacity().max_num_batched_tokens,
+        total_blocks=config.total_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or Capacity().max_num_batched_tokens,
     )
 
 
-class _Routed:
-    """A receiver that tells the router of the first output and of the end."""
+class _RoutedReceiver:
+    """A receiver that reports the first output and the end of a request to the router."""
 
-    __slots__ = ("_deliver", "_has_begun", "_is_over", "_router", "_sending", "replied")
+    __slots__ = ("_deliver", "_has_begun", "_has_ended", "_routed", "_router", "replied")
 
-    def __init__(self, router: KvRouter, sending: Sending) -> None:
+    def __init__(self, router: KvRouter, routed: RoutedRequest) -> None:
         self._router = router
-        self._sending = sending
-        self._deliver: Callable[[generate.Output], None] = sending.receiver.receive
-        self.replied: Callable[[msgspec.Raw], None] = sending.receiver.replied
-        self._has_begun = self._is_over = False
+        self._routed = routed
+        self._deliver: Callable[[generate.Output], None] = routed.receiver.receive
+        self.replied: Callable[[msgspec.Raw], None] = routed.receiver.replied
+        self._has_begun = self._has_ended = False
 
     def receive(self, output: generate.Output) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._router.prefill_completed(self._sending.key)
-            self._router.computed(self._sending.prompt, output.cached_tokens)
+            self._router.mark_prefill_completed(self._routed.key)
+            self._router.count_cached_tokens(self._routed.prompt, output.cached_tokens)
         self._deliver(output)
 
     def ended(self, error: errors.DynamoError | None) -> None:
-        self.over()
-        self._sending.receiver.ended(error)
+        self.free_request()
+        self._routed.receiver.ended(error)
 
-    def over(self) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self._router.free(self._sending.key)
+    def free_request(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._router.free_request(self._routed.key)
 
 
 class _RoutedStream:
     """A stream whose cancellation frees the request."""
 
-    __slots__ = ("_routed", "_stream")
+    __slots__ = ("_receiver", "_stream")
 
-    def __init__(self, stream: requests.Stream, routed: _Routed) -> None:
+    def __init__(self, stream: requests.Stream, receiver: _RoutedReceiver) -> None:
         self._stream = stream
-        self._routed = routed
+        self._receiver = receiver
 
     def cancel(self) -> None:
         self._stream.cancel()
-        self._routed.over()
+        self._receiver.free_request()
 
     def cancel_choice(self, index: int) -> None:
         self._stream.cancel_choice(index)

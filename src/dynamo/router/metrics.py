@@ -1,6 +1,7 @@
-"""What the router counts, by the original's names, and by the one that the articles show (`kv_cache_hit_ratio`).
+"""The metrics of the router, with Dynamo's names, and `kv_cache_hit_ratio`, which Dynamo's articles show.
 
-*Predicted* is what the router believed of a prompt when it chose; *confirmed* is what the worker then had.
+*Predicted* tokens are those that the router expected the selected worker to have cached; *confirmed* ones those that
+the worker then found.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +18,7 @@ _CLASS = ("default", "aggregated")  # policy_class, worker_type
 
 
 class RouterMetrics:
-    """All families of the routers of one process. `registry` names what the frontend's dashboards show."""
+    """All metric families of the routers of one process. `registry` has the prefix that dashboards expect."""
 
     def __init__(self, registry: metrics.Registry, router_id: str) -> None:
         router = registry.with_prefix("dynamo_router")
@@ -53,7 +54,7 @@ class RouterMetrics:
         self.waiting_tokens = registry.gauge(
             "router_queue_pending_isl_tokens", "Prompt tokens of those that wait", waiting
         )
-        self.given_up = registry.counter(
+        self.timeouts = registry.counter(
             "router_queue_backpressure_total",
             "Requests that waited too long",
             (*waiting, "reason"),
@@ -79,7 +80,7 @@ class RouterMetrics:
 
 
 class RouteMetrics:
-    """What is counted for one model, with its labels looked up; its prefill workers and the others count together."""
+    """The metrics of one model, with its labels looked up; prefill workers and others count together."""
 
     def __init__(self, families: RouterMetrics, model: str) -> None:
         label = model.lower()
@@ -90,78 +91,80 @@ class RouteMetrics:
         self._hit_rate = families.hit_rate.labels(families.router_id, label)
         self._waiting = families.waiting.labels(label, *_CLASS)
         self._waiting_tokens = families.waiting_tokens.labels(label, *_CLASS)
-        self._given_up = families.given_up.labels(label, *_CLASS, "timeout")
+        self._timeouts = families.timeouts.labels(label, *_CLASS, "timeout")
         self._wait_s = families.wait_s.labels(label)
         self._num_tokens = self._num_confirmed = self._num_sent = 0
         self._num_predicted = 0.0
         self._hashing_s = self._finding_s = 0.0
 
-    def hashed(self, local_s: float, sequence_s: float) -> None:
-        """The blocks of a prompt were named."""
+    def observe_hashing(self, local_s: float, sequence_s: float) -> None:
+        """Observe how long the local and the sequence hashes of a prompt took, in seconds."""
         self._families.hashing_ms.observe(local_s * 1e3)
         self._families.sequence_hashing_ms.observe(sequence_s * 1e3)
         self._hashing_s = local_s + sequence_s
 
-    def found(self, duration_s: float) -> None:
-        """The index was asked."""
+    def observe_index_lookup(self, duration_s: float) -> None:
+        """Observe how long a look-up in the index took, in seconds."""
         self._families.finding_ms.observe(duration_s * 1e3)
         self._finding_s = duration_s
 
-    def decided(self, duration_s: float) -> None:
-        """A worker was chosen, in this time with the index's."""
+    def observe_decision(self, duration_s: float) -> None:
+        """Observe how long a decision took, its look-up in the index included, in seconds."""
         self._families.scheduling_ms.observe((duration_s - self._finding_s) * 1e3)
         self._families.total_ms.observe((duration_s + self._hashing_s) * 1e3)
         self._finding_s = 0.0
 
-    def sent(self, worker: api.Worker, prompt: api.Prompt, overlap_blocks: float) -> None:
-        """A request goes to this worker, which is believed to hold so much of its prompt."""
+    def count_request(self, worker: api.Worker, prompt: api.Prompt, overlap_blocks: float) -> None:
+        """Count a request that is sent to `worker`, which is expected to have `overlap_blocks` of its prompt."""
         self._families.requests.labels(self._families.router_id, *_labels(worker)).inc()
         if prompt.is_prefilled:
-            return  # nobody hoped to find it there
+            return  # such a decision does not depend on the cache
         num_predicted = overlap_blocks * prompt.block_size
         self._hit_rate.observe(num_predicted / prompt.num_tokens)
         self._num_sent += prompt.num_tokens
         self._num_predicted += num_predicted
         self._predicted_ratio.set(self._num_predicted / self._num_sent)
 
-    def computed(self, prompt: api.Prompt, num_cached: int | None) -> None:
-        """A prompt is computed, and its worker has told how much of it it had."""
+    def count_cached_tokens(self, prompt: api.Prompt, num_cached: int | None) -> None:
+        """Count the prompt tokens that the worker found in its cache; None: it does not say."""
         if num_cached is not None and not prompt.is_prefilled:
             self._num_tokens += prompt.num_tokens
             self._num_confirmed += num_cached
             self._hit_ratio.set(self._num_confirmed / self._num_tokens)
 
-    def waits(self, num_tokens: int) -> None:
-        """A request begins to wait."""
+    def enter_queue(self, num_tokens: int) -> None:
+        """Count a prompt of `num_tokens` that begins to wait in the router's queue."""
         self._waiting.inc()
         self._waiting_tokens.inc(num_tokens)
 
-    def waited(self, num_tokens: int, duration_s: float) -> None:
-        """It waits no more."""
+    def leave_queue(self, num_tokens: int, duration_s: float) -> None:
+        """Count the end of a wait in the queue, for whatever reason."""
         self._waiting.dec()
         self._waiting_tokens.dec(num_tokens)
         self._wait_s.observe(duration_s)
 
-    def gave_up(self) -> None:
-        """It waited too long."""
-        self._given_up.inc()
+    def count_queue_timeout(self) -> None:
+        """Count a request that was refused because it waited too long."""
+        self._timeouts.inc()
 
-    def show(
-        self, loads: Mapping[api.Worker, worker_load.Load], gone: Collection[api.Worker]
+    def show_workers(
+        self, loads: Mapping[api.Worker, worker_load.WorkerLoad], removed: Collection[api.Worker]
     ) -> None:
-        """Tell from now on what the router believes these are doing, and nothing more of those."""
+        """Export the predicted loads of these workers from now on, and remove the series of the removed ones."""
         families = self._families
-        for worker, one in loads.items():
+        for worker, load in loads.items():
             labels = _labels(worker)
-            families.active_blocks.labels(*labels).set_function(_reading(one, "active_blocks"))
-            families.prefill_tokens.labels(*labels).set_function(_reading(one, "prefill_tokens"))
-        for worker in gone:
+            families.active_blocks.labels(*labels).set_function(_read_field(load, "active_blocks"))
+            families.prefill_tokens.labels(*labels).set_function(
+                _read_field(load, "prefill_tokens")
+            )
+        for worker in removed:
             families.active_blocks.remove(*_labels(worker))
             families.prefill_tokens.remove(*_labels(worker))
 
 
-def _reading(one: worker_load.Load, fact: str) -> Callable[[], float]:
-    return lambda: getattr(one, fact)
+def _read_field(load: worker_load.WorkerLoad, name: str) -> Callable[[], float]:
+    return lambda: getattr(load, name)
 
 
 def _labels(worker: api.Worker) -> tuple[str, str]:

@@ -1,32 +1,34 @@
-"""A segment: consecutive blocks of one chain, and who holds which of them.
+"""The prefix tree under the index: all chains of cached blocks, and the set of workers that have each block.
 
-Blocks are known by sequence hashes, which name a block together with all before it. So two chains that agree at one
-position agree at all before, and how far a prompt follows a segment is found by looking at a few positions only: the
-cost of a match is in segments, not in blocks.
+An *edge* is a run of consecutive blocks of one chain (a compressed path, as in a radix tree). Blocks are known by
+sequence hashes, which name a block together with all before it. So two chains that agree at one position agree at all
+before, and how far a prompt follows an edge is found by looking at a few positions only: the cost of a match is in
+edges, not in blocks. A *worker set* is an int with a bit for each worker and tier; `prefix_index` assigns the bits.
 
-A *holder* is a bit. Most holders hold all of a segment: they are in the mask `full`. Others have an int with a
-bit per position in `partial`; that is exact too when blocks vanish from the middle.
+One dictionary leads from a block's hash to the number of its edge. Its values are ints, one object per edge, so the
+garbage collector never walks it: a million blocks cost it nothing. A block without workers is not kept, except for
+gaps: a block inside an edge keeps its place until the blocks behind it go too, so that it can return to it.
 
-All chains of blocks that somebody holds, as segments: the store under the prefix index.
+**Bounded.** Beyond `max_blocks` the oldest edges are dropped, tails before heads; an edge that several workers have (a
+system prompt, say) is passed over a few times. A dropped block is as if no worker had ever published it.
 
-One dictionary leads from a block's name to its segment's number. Its values are ints, one object per segment, so
-the garbage collector never walks it: a million blocks cost it nothing. What nobody holds is not kept, but for holes:
-a block inside of a segment keeps its place until the blocks behind it go too, so that it comes back where it was.
-
-**Bounded.** Beyond `max_blocks` the oldest segments are forgotten, tails before heads; one that several hold (a system
-prompt, say) is passed over a few times. A block that was forgotten is as if nobody had ever told of it.
-
-**Nothing stalls.** `forget` only notes who is gone; `sweep` then cleans a bounded number of segments at a time.
+**Nothing stalls.** `begin_sweep` only notes which workers are removed; each `sweep` then cleans a bounded number of
+edges.
 """
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-MAX_BLOCKS = 128  # longer ones gain nothing more
+MAX_EDGE_BLOCKS = 128  # longer edges gain nothing more
+_NUM_PASSES = 8  # how many shared edges are passed over to find one to drop
 
 
 class PrefixEdge:
-    """One to `MAX_BLOCKS` blocks; each holder is in `full` or in `partial`, never in both."""
+    """One to `MAX_EDGE_BLOCKS` consecutive blocks, with the workers that have all or some of them.
+
+    Most workers have all blocks of an edge: their bits are in `full`. Each other one has an int with a bit per position
+    in `partial`, which is exact too when blocks vanish from the middle. No worker is in both.
+    """
 
     __slots__ = ("full", "names", "partial")
 
@@ -39,23 +41,23 @@ class PrefixEdge:
         return len(self.names)
 
     @property
-    def num_holders(self) -> int:
-        """Who holds at least one block of it."""
+    def num_workers(self) -> int:
+        """Return the number of workers that have at least one block of the edge."""
         return self.full.bit_count() + len(self.partial)
 
     def position_of(self, name: int, guess: int) -> int:
-        """Where this block of ours is; probably at `guess`."""
+        """Return the position of a block of this edge; `guess` is tried first."""
         if 0 <= guess < len(self.names) and self.names[guess] == name:
             return guess
         return self.names.index(name)
 
-    def match(self, position: int, names: Sequence[int], start: int) -> int:
-        """How many blocks `names[start:]` shares with us from `position` on, where the first is known to be shared."""
+    def match_length(self, position: int, names: Sequence[int], start: int) -> int:
+        """Return how many blocks `names[start:]` shares with the edge from `position` on; the first must be shared."""
         own = self.names
-        most = min(len(own) - position, len(names) - start)
-        if own[position + most - 1] == names[start + most - 1]:
-            return most
-        shared, differs = 1, most
+        longest = min(len(own) - position, len(names) - start)
+        if own[position + longest - 1] == names[start + longest - 1]:
+            return longest
+        shared, differs = 1, longest
         while differs - shared > 1:
             middle = (shared + differs) // 2
             if own[position + middle - 1] == names[start + middle - 1]:
@@ -65,64 +67,64 @@ class PrefixEdge:
         return shared
 
     def extend(self, names: Sequence[int]) -> None:
-        """More blocks, which all holders hold; nobody may hold a part only."""
+        """Append blocks that all workers of the edge have; no worker may have only a part."""
         self.names.extend(array("Q", names))
 
-    def hold(self, holder: int, position: int, num_blocks: int) -> None:
-        """`holder` has these blocks now."""
-        if not holder & self.full:
+    def add_blocks(self, worker: int, position: int, num_blocks: int) -> None:
+        """Add `num_blocks` blocks from `position` on to those that the worker has."""
+        if not worker & self.full:
             added = ((1 << num_blocks) - 1) << position
-            self._set(holder, self.partial.get(holder, 0) | added)
+            self._set_positions(worker, self.partial.get(worker, 0) | added)
 
-    def drop(self, holder: int, positions: int) -> None:
-        """`holder` has the blocks at these positions (a bit each) no more."""
-        held = self._all if holder & self.full else self.partial.get(holder, 0)
-        self.full &= ~holder
-        self._set(holder, held & ~positions)
+    def remove_blocks(self, worker: int, positions: int) -> None:
+        """Remove the blocks at these positions (a bit each) from those that the worker has."""
+        remaining = self._all if worker & self.full else self.partial.get(worker, 0)
+        self.full &= ~worker
+        self._set_positions(worker, remaining & ~positions)
 
-    def forget(self, holders: int) -> None:
-        """These have nothing any more."""
-        self.full &= ~holders
-        for holder in [holder for holder in self.partial if holder & holders]:
-            del self.partial[holder]
+    def remove_workers(self, workers: int) -> None:
+        """Remove all blocks of these workers."""
+        self.full &= ~workers
+        for worker in [worker for worker in self.partial if worker & workers]:
+            del self.partial[worker]
 
     def split(self, num_blocks: int) -> "PrefixEdge":
-        """Keep the first blocks, give the others, with their holders."""
-        rest = PrefixEdge(self.names[num_blocks:], self.full)
-        held_by, self.partial = self.partial, {}
+        """Keep the first blocks; return an edge of the others, with their workers."""
+        tail = PrefixEdge(self.names[num_blocks:], self.full)
+        positions_by_worker, self.partial = self.partial, {}
         del self.names[num_blocks:]
-        for holder, positions in held_by.items():
-            self._set(holder, positions & self._all)
-            rest._set(holder, positions >> num_blocks)
-        return rest
+        for worker, positions in positions_by_worker.items():
+            self._set_positions(worker, positions & self._all)
+            tail._set_positions(worker, positions >> num_blocks)
+        return tail
 
     def trim(self) -> "array[int]":
-        """Let go of the blocks at the end that nobody holds; gives them."""
+        """Drop the blocks at the end that no worker has; return them."""
         if self.full:
             return array("Q")
-        held = 0
+        used = 0
         for positions in self.partial.values():
-            held |= positions
-        gone = self.names[held.bit_length() :]
-        if gone:
-            del self.names[held.bit_length() :]
-            for holder, positions in list(self.partial.items()):
-                self._set(holder, positions)  # what was a part may now be all
-        return gone
+            used |= positions
+        dropped = self.names[used.bit_length() :]
+        if dropped:
+            del self.names[used.bit_length() :]
+            for worker, positions in list(self.partial.items()):
+                self._set_positions(worker, positions)  # a part may now be all
+        return dropped
 
-    def run_of(self, holder: int, position: int) -> int:
-        """How many blocks from `position` on this holder of a part has without a break."""
-        missing = ~(self.partial.get(holder, 0) >> position)
+    def run_length(self, worker: int, position: int) -> int:
+        """Return how many blocks from `position` on a worker of `partial` has without a gap."""
+        missing = ~(self.partial.get(worker, 0) >> position)
         return (missing & -missing).bit_length() - 1
 
-    def runs_held_by(self, holder: int) -> list[Sequence[int]]:
-        """The unbroken stretches that this holder has."""
-        if holder & self.full:
+    def runs_of(self, worker: int) -> list[Sequence[int]]:
+        """Return the runs of consecutive blocks that this worker has."""
+        if worker & self.full:
             return [self.names]
         runs: list[Sequence[int]] = []
-        positions, at = self.partial.get(holder, 0), 0
+        positions, at = self.partial.get(worker, 0), 0
         while positions >> at:
-            length = self.run_of(holder, at)
+            length = self.run_length(worker, at)
             if length:
                 runs.append(self.names[at : at + length])
             at += length + 1
@@ -132,184 +134,174 @@ class PrefixEdge:
     def _all(self) -> int:
         return (1 << len(self.names)) - 1
 
-    def _set(self, holder: int, positions: int) -> None:
-        """Put the holder where it belongs: all, a part, or nothing."""
-        self.partial.pop(holder, None)
+    def _set_positions(self, worker: int, positions: int) -> None:
+        """Put the worker into `full`, `partial` or neither, by the positions that it has."""
+        self.partial.pop(worker, None)
         if positions and positions == self._all:
-            self.full |= holder
+            self.full |= worker
         elif positions:
-            self.partial[holder] = positions
-
-
-_NUM_PASSES = 8  # how many shared segments are passed over to find one to forget
+            self.partial[worker] = positions
 
 
 class PrefixTree:
-    """Who holds what; holders are bits. Names are sequence hashes (`protocols.blocks`)."""
+    """All edges, by block. A worker is one bit; block names are sequence hashes (`protocols.blocks`)."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._segment_by_name: dict[int, int] = {}
-        self._segments: dict[int, PrefixEdge] = {}  # oldest first
-        self._num_made = 0
-        self._gone = 0  # holders that are being swept
+        self._edge_by_name: dict[int, int] = {}
+        self._edges: dict[int, PrefixEdge] = {}  # oldest first
+        self._last_number = 0
+        self._removed_workers = 0  # the bits that the current sweep removes
         self._unswept: list[int] = []
 
     def __len__(self) -> int:
-        """Blocks, holes among them."""
-        return len(self._segment_by_name)
+        """Return the number of blocks, gaps included."""
+        return len(self._edge_by_name)
 
-    def runs(self, names: Sequence[int], among: int) -> list[tuple[int, int]]:
-        """(holders, how many leading blocks of `names` they have), for those of `among` that have any."""
-        found: list[tuple[int, int]] = []
-        depth, alive, total = 0, among, len(names)
-        while alive and depth < total:
-            number = self._segment_by_name.get(names[depth])
+    def match(self, names: Sequence[int], workers: int) -> list[tuple[int, int]]:
+        """Return (worker set, number of leading blocks of `names`) for those of `workers` that have any."""
+        matches: list[tuple[int, int]] = []
+        depth, matching, total = 0, workers, len(names)
+        while matching and depth < total:
+            number = self._edge_by_name.get(names[depth])
             if number is None:
                 break
-            segment = self._segments[number]
-            position = segment.position_of(names[depth], 0)
-            length = segment.match(position, names, depth)
-            alive = _go_on(segment, position, length, alive, depth, found)
+            edge = self._edges[number]
+            position = edge.position_of(names[depth], 0)
+            length = edge.match_length(position, names, depth)
+            matching = _follow_edge(edge, position, length, matching, depth, matches)
             depth += length
-        if alive and depth:
-            found.append((alive, depth))
-        return found
+        if matching and depth:
+            matches.append((matching, depth))
+        return matches
 
-    def hold(self, holder: int, names: Sequence[int], parent: int | None = None) -> None:
-        """`holder` has these consecutive blocks, the first of which follows `parent`."""
-        done = 0
-        while done < len(names):
-            number = self._segment_by_name.get(names[done])
+    def add_blocks(self, worker: int, names: Sequence[int], parent: int | None = None) -> None:
+        """Add consecutive blocks, the first of which follows `parent`, to those that the worker has."""
+        start = 0
+        while start < len(names):
+            number = self._edge_by_name.get(names[start])
             if number is None:
-                done += self._hold_new(holder, names[done:], names[done - 1] if done else parent)
-            else:
-                done += self._hold_known(holder, number, names, done)
-        if len(self._segment_by_name) > self._max_blocks:
-            self._prune()
+                before = names[start - 1] if start else parent
+                start += self._add_new_blocks(worker, names[start:], before)
+                continue
+            edge = self._edges[number]
+            position = edge.position_of(names[start], 0)
+            length = edge.match_length(position, names, start)
+            is_new = not worker & edge.full and worker not in edge.partial
+            if is_new and position == 0 and length < len(edge):
+                tail = edge.split(length)  # where chains part: so most workers have full edges
+                added = self._add_edge(tail, tail.names)
+                if self._unswept:
+                    self._unswept.append(added)
+                self._trim_edge(added)
+            edge.add_blocks(worker, position, length)
+            start += length
+        if len(self._edge_by_name) > self._max_blocks:
+            self._drop_oldest()
 
-    def drop(self, holder: int, names: Iterable[int]) -> None:
-        """`holder` has these blocks no more."""
-        positions_by_segment: dict[int, int] = {}
+    def remove_blocks(self, worker: int, names: Iterable[int]) -> None:
+        """Remove blocks from those that the worker has."""
+        positions_by_edge: dict[int, int] = {}
         position = 0
         for name in names:
-            number = self._segment_by_name.get(name)
-            if number is not None:  # eviction goes from the tail
-                position = self._segments[number].position_of(name, position - 1)
-                known = positions_by_segment.get(number, 0)
-                positions_by_segment[number] = known | 1 << position
-        for number, positions in positions_by_segment.items():
-            self._segments[number].drop(holder, positions)
-            self._trim(number)
+            number = self._edge_by_name.get(name)
+            if number is not None:  # eviction starts at the tail
+                position = self._edges[number].position_of(name, position - 1)
+                positions_by_edge[number] = positions_by_edge.get(number, 0) | 1 << position
+        for number, positions in positions_by_edge.items():
+            self._edges[number].remove_blocks(worker, positions)
+            self._trim_edge(number)
 
-    def forget(self, holders: int) -> None:
-        """Begin to clean up after holders that are gone; only when no other sweep is on."""
-        self._gone = holders
-        self._unswept = list(self._segments)
+    def begin_sweep(self, workers: int) -> None:
+        """Begin to remove all blocks of these workers; the sweep before must have ended."""
+        self._removed_workers = workers
+        self._unswept = list(self._edges)
 
-    def sweep(self, num_segments: int) -> bool:
-        """Clean some segments of who is gone; says whether all are clean."""
-        for _ in range(min(num_segments, len(self._unswept))):
+    def sweep(self, num_edges: int) -> bool:
+        """Clean at most `num_edges` edges of the removed workers; return True if all edges are clean."""
+        for _ in range(min(num_edges, len(self._unswept))):
             number = self._unswept.pop()
-            if number in self._segments:
-                self._segments[number].forget(self._gone)
-                self._trim(number)
+            if number in self._edges:
+                self._edges[number].remove_workers(self._removed_workers)
+                self._trim_edge(number)
         return not self._unswept
 
-    def held_by(self, holder: int) -> Iterator[Sequence[int]]:
-        """The stretches of consecutive blocks that `holder` has."""
-        for segment in self._segments.values():
-            yield from segment.runs_held_by(holder)
+    def runs_of(self, worker: int) -> Iterator[Sequence[int]]:
+        """Yield the runs of consecutive blocks that the worker has."""
+        for edge in self._edges.values():
+            yield from edge.runs_of(worker)
 
-    def _hold_known(self, holder: int, number: int, names: Sequence[int], start: int) -> int:
-        """Hold what a segment has of `names[start:]`; gives how many blocks that is."""
-        segment = self._segments[number]
-        position = segment.position_of(names[start], 0)
-        length = segment.match(position, names, start)
-        is_new = not holder & segment.full and holder not in segment.partial
-        if is_new and position == 0 and length < len(segment):
-            self._split(number, length)  # where chains part, so that most holders hold all
-        segment.hold(holder, position, length)
-        return length
-
-    def _hold_new(self, holder: int, names: Sequence[int], parent: int | None) -> int:
-        """Hold those leading blocks that nobody knows; gives how many they are."""
-        if not self._segment_by_name.keys().isdisjoint(names):
-            names = names[: next(i for i, n in enumerate(names) if n in self._segment_by_name)]
-        appended = self._append(holder, names, parent)
-        step = MAX_BLOCKS  # tails first, so that they are older and go before their heads
+    def _add_new_blocks(self, worker: int, names: Sequence[int], parent: int | None) -> int:
+        """Add the leading blocks that are not in the tree; return their number."""
+        if not self._edge_by_name.keys().isdisjoint(names):
+            names = names[: next(i for i, n in enumerate(names) if n in self._edge_by_name)]
+        appended = self._append_to_edge(worker, names, parent)
+        step = MAX_EDGE_BLOCKS  # tails first: so they are older, and dropped before their heads
         for start in reversed(range(appended, len(names), step)):
             piece = names[start : start + step]
-            self._add(PrefixEdge(piece, holder), piece)
+            self._add_edge(PrefixEdge(piece, worker), piece)
         return len(names)
 
-    def _append(self, holder: int, names: Sequence[int], parent: int | None) -> int:
-        """Continue the segment that ends with `parent`, if the holder alone has it; gives by how many blocks."""
-        number = None if parent is None else self._segment_by_name.get(parent)
+    def _append_to_edge(self, worker: int, names: Sequence[int], parent: int | None) -> int:
+        """Extend the edge that ends with `parent`, if only this worker has it; return by how many blocks."""
+        number = None if parent is None else self._edge_by_name.get(parent)
         if number is None:
             return 0
-        segment = self._segments[number]
-        room = MAX_BLOCKS - len(segment)
-        if segment.full != holder or segment.partial or segment.names[-1] != parent or not room:
+        edge = self._edges[number]
+        room = MAX_EDGE_BLOCKS - len(edge)
+        if edge.full != worker or edge.partial or edge.names[-1] != parent or not room:
             return 0
         added = names[:room]
-        segment.extend(added)
-        self._segment_by_name.update(dict.fromkeys(added, number))
+        edge.extend(added)
+        self._edge_by_name.update(dict.fromkeys(added, number))
         return len(added)
 
-    def _add(self, segment: PrefixEdge, names: Sequence[int]) -> int:
-        self._num_made += 1
-        self._segments[self._num_made] = segment
-        self._segment_by_name.update(dict.fromkeys(names, self._num_made))
-        return self._num_made
+    def _add_edge(self, edge: PrefixEdge, names: Sequence[int]) -> int:
+        self._last_number += 1
+        self._edges[self._last_number] = edge
+        self._edge_by_name.update(dict.fromkeys(names, self._last_number))
+        return self._last_number
 
-    def _split(self, number: int, num_blocks: int) -> None:
-        rest = self._segments[number].split(num_blocks)
-        added = self._add(rest, rest.names)
-        if self._unswept:
-            self._unswept.append(added)
-        self._trim(added)
+    def _trim_edge(self, number: int) -> None:
+        edge = self._edges[number]
+        for name in edge.trim():
+            self._edge_by_name.pop(name, None)
+        if not edge.names:
+            del self._edges[number]
 
-    def _trim(self, number: int) -> None:
-        segment = self._segments[number]
-        for name in segment.trim():
-            self._segment_by_name.pop(name, None)
-        if not segment.names:
-            del self._segments[number]
-
-    def _prune(self) -> None:
+    def _drop_oldest(self) -> None:
         passes = _NUM_PASSES
-        while len(self._segment_by_name) > self._max_blocks:
-            number = next(iter(self._segments))
-            segment = self._segments.pop(number)
-            if segment.num_holders > 1 and passes:
+        while len(self._edge_by_name) > self._max_blocks:
+            number = next(iter(self._edges))
+            edge = self._edges.pop(number)
+            if edge.num_workers > 1 and passes:
                 passes -= 1
-                self._segments[number] = segment
+                self._edges[number] = edge
                 continue
             passes = _NUM_PASSES
-            for name in segment.names:
-                self._segment_by_name.pop(name, None)
+            for name in edge.names:
+                self._edge_by_name.pop(name, None)
 
 
-def _go_on(
-    segment: PrefixEdge,
+def _follow_edge(
+    edge: PrefixEdge,
     position: int,
     length: int,
-    alive: int,
+    matching: int,
     depth: int,
-    found: list[tuple[int, int]],
+    matches: list[tuple[int, int]],
 ) -> int:
-    """Who of `alive` holds the next `length` blocks as well; those whose run ends go to `found`."""
-    staying, ended = alive & segment.full, 0
-    for holder in segment.partial:
-        if not holder & alive:
+    """Return those of `matching` that have the next `length` blocks too; append the others to `matches`."""
+    staying, ended = matching & edge.full, 0
+    for worker in edge.partial:
+        if not worker & matching:
             continue
-        run = segment.run_of(holder, position)
+        run = edge.run_length(worker, position)
         if run >= length:
-            staying |= holder
+            staying |= worker
         elif depth + run:
-            ended |= holder
-            found.append((holder, depth + run))
-    if depth and (missing := alive & ~staying & ~ended):
-        found.append((missing, depth))
+            ended |= worker
+            matches.append((worker, depth + run))
+    if depth and (missing := matching & ~staying & ~ended):
+        matches.append((missing, depth))
     return staying

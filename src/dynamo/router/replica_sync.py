@@ -1,12 +1,12 @@
-"""What several routers of one namespace tell each other: which requests each has in flight, and where.
+"""Replica sync: the routers of one namespace tell each other which requests each has in flight, and at which worker.
 
-Every router publishes what it does, and applies what the others did as if it had done it itself. What happens within
-one turn of the event loop goes out as one message.
+Every router publishes its own changes, and applies those of the others as if they were its own. Changes within one
+turn of the event loop go out as one message.
 
-Messages may be lost and routers may come late, so each also answers an endpoint (`active_sequences`) with all that it
-has in flight and the number of its next message. A router that meets another, sees a hole in the numbers of its
-messages, or learns of new workers asks there, and keeps what is published meanwhile until the answer is in. When a
-router vanishes from discovery, its requests are freed.
+Messages may be lost and routers may come late, so each router also serves an endpoint (`active_sequences`) that
+returns all its requests in flight and the number of its next message. A router that meets a peer, sees a gap in the
+numbers of its messages, or gets new workers asks there, and holds back newer messages until the snapshot has come.
+When a peer vanishes from discovery, its requests are freed.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from dynamo.protocols import load as load_events
 from dynamo.router.api import Decision, Prompt
 from dynamo.runtime import client, component, events, requests
 
-ASK_S = 5.0
-MAX_HELD = 10_000  # messages kept while an answer is awaited; more, and we ask again
+SNAPSHOT_TIMEOUT_S = 5.0
+MAX_PENDING = 10_000  # messages held back during a request for a snapshot; beyond, ask again
 _logger = logging.getLogger(__name__)
 Event = load_events.ActiveSequenceEvent
 
 
-class InFlight(msgspec.Struct, frozen=True):
-    """All that a router has in flight, after its messages with lower numbers than this."""
+class SequenceSnapshot(msgspec.Struct, frozen=True):
+    """All requests that a router has in flight after its messages with numbers below `next_number`."""
 
     next_number: int
     requests: list[Event]
@@ -37,15 +37,15 @@ class InFlight(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Peer:
-    """Another router, as far as we have heard."""
+    """The state of another router as this one knows it."""
 
-    next_number: int | None = None  # None: we have asked, and wait for the answer
-    held: list[events.Event] = field(default_factory=list)
+    next_number: int | None = None  # None: a request for its snapshot is under way
+    pending: list[events.Event] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
 
 
 class ReplicaSync:
-    """One router's share in it. `apply` is told what others did."""
+    """One router's part in it. `apply` is called with each change of another router."""
 
     def __init__(
         self,
@@ -71,22 +71,22 @@ class ReplicaSync:
         self._decode = msgspec.msgpack.Decoder(list[Event]).decode
 
     async def start(self) -> None:
-        """Join the others."""
+        """Publish to the other routers, subscribe to them, and serve snapshots."""
         await self._runtime.events.advertise(self._topic)
-        self._subscription = await self._runtime.events.subscribe(self._topic, self._hear)
-        await self._runtime.register(self._name, self._answer)
+        self._subscription = await self._runtime.events.subscribe(self._topic, self._on_messages)
+        await self._runtime.register(self._name, self._serve_snapshot)
         self._client = self._runtime.client(self._name)
-        self._client.on_change(self._follow)
-        self._follow()
+        self._client.on_change(self._update_peers)
+        self._update_peers()
 
     async def close(self) -> None:
-        """Leave."""
+        """Stop all tasks and unsubscribe."""
         await self._tasks.close()
         if self._subscription is not None:
             await self._subscription.close()
 
-    def added(self, key: str, decision: Decision, prompt: Prompt) -> None:
-        """A request of ours goes to a worker."""
+    def publish_add(self, key: str, decision: Decision, prompt: Prompt) -> None:
+        """Publish that a request of this router was sent to a worker."""
         added = load_events.AddRequest(
             token_sequence=tuple(prompt.sequence_hashes),
             isl=prompt.num_tokens,
@@ -100,28 +100,28 @@ class ReplicaSync:
             router_id=self.router_id,
             data=added,
         )
-        self._tell(event)
+        self._publish(event)
 
-    def prefill_completed(self, key: str) -> None:
-        """Its prompt is computed."""
+    def publish_prefill_completed(self, key: str) -> None:
+        """Publish that the prompt of a request of this router is computed."""
         event = self._own.get(key)
         if event is not None and isinstance(event.data, load_events.AddRequest):
             completed = msgspec.structs.replace(event.data, is_prefill_completed=True)
             self._own[key] = msgspec.structs.replace(event, data=completed)
-            self._tell(msgspec.structs.replace(event, data=load_events.MarkPrefillCompleted()))
+            self._publish(msgspec.structs.replace(event, data=load_events.MarkPrefillCompleted()))
 
-    def freed(self, key: str) -> None:
-        """It is over."""
+    def publish_free(self, key: str) -> None:
+        """Publish that a request of this router has ended."""
         event = self._own.pop(key, None)
         if event is not None:
-            self._tell(msgspec.structs.replace(event, data=load_events.Free()))
+            self._publish(msgspec.structs.replace(event, data=load_events.Free()))
 
-    def catch_up(self) -> None:
-        """We know new workers: what others have in flight there means something to us now."""
+    def request_snapshots(self) -> None:
+        """Ask all peers for their snapshots, because requests to workers new to this router were ignored before."""
         for instance_id in self._peers:
-            self._ask(instance_id)
+            self._request_snapshot(instance_id)
 
-    def _tell(self, event: Event) -> None:
+    def _publish(self, event: Event) -> None:
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(event)
@@ -132,77 +132,75 @@ class ReplicaSync:
             self._unsent = []
             self._next_number += 1
 
-    def _answer(self, call: requests.Call) -> None:
-        """The handler of our endpoint."""
+    def _serve_snapshot(self, call: requests.Call) -> None:
         self._flush()
-        call.reply(InFlight(self._next_number, list(self._own.values())))
+        call.reply(SequenceSnapshot(self._next_number, list(self._own.values())))
         call.finish()
 
-    def _follow(self) -> None:
-        """Routers came or went."""
+    def _update_peers(self) -> None:
+        """Free the requests of lost routers, and ask new ones for their snapshots."""
         assert self._client is not None
-        others = self._client.instances.keys() - {self._runtime.instance_id}
-        for gone in self._peers.keys() - others:
-            self._free(self._peers.pop(gone).keys)
-        for new in others - self._peers.keys():
+        peer_ids = self._client.instances.keys() - {self._runtime.instance_id}
+        for lost in self._peers.keys() - peer_ids:
+            self._free(self._peers.pop(lost).keys)
+        for new in peer_ids - self._peers.keys():
             self._peers[new] = _Peer(next_number=0)
-            self._ask(new)
+            self._request_snapshot(new)
 
-    def _ask(self, instance_id: int) -> None:
-        """Have this router tell all that it has in flight, unless that is under way."""
+    def _request_snapshot(self, instance_id: int) -> None:
+        """Ask a peer for its snapshot, unless a request is under way."""
         peer = self._peers[instance_id]
         if peer.next_number is not None:
             peer.next_number = None
-            self._tasks.start(f"ask router {instance_id:x}", self._learn(instance_id, peer))
+            self._tasks.start(
+                f"ask router {instance_id:x}", self._apply_snapshot(instance_id, peer)
+            )
 
-    async def _learn(self, instance_id: int, peer: _Peer) -> None:
+    async def _apply_snapshot(self, instance_id: int, peer: _Peer) -> None:
         assert self._client is not None
         try:
-            told = await requests.ask(
+            snapshot = await requests.ask(
                 self._runtime.requests,
                 self._client.instances[instance_id].transport[self._runtime.requests.name],
                 self._name.path,
                 None,
-                reply_type=InFlight,
-                timeout_s=ASK_S,
+                reply_type=SequenceSnapshot,
+                timeout_s=SNAPSHOT_TIMEOUT_S,
             )
         except (errors.DynamoError, KeyError) as error:
-            _logger.warning("router %x does not tell what it has in flight: %s", instance_id, error)
-            told = InFlight(peer.held[0].number if peer.held else 0, [])
-        self._free(peer.keys - {event.request_id for event in told.requests})
-        for event in told.requests:
-            self._take(peer, event)
-        held, peer.held, peer.next_number = peer.held, [], told.next_number
-        self._hear(held)
+            _logger.warning("no active sequences from router %x: %s", instance_id, error)
+            snapshot = SequenceSnapshot(peer.pending[0].number if peer.pending else 0, [])
+        self._free(peer.keys - {event.request_id for event in snapshot.requests})
+        for event in snapshot.requests:
+            self._apply_event(peer, event)
+        pending, peer.pending, peer.next_number = peer.pending, [], snapshot.next_number
+        self._on_messages(pending)
 
-    def _hear(self, batch: Iterable[events.Event]) -> None:
-        """The listener of our topic."""
-        for message in batch:
+    def _on_messages(self, messages: Iterable[events.Event]) -> None:
+        for message in messages:
             peer = self._peers.get(message.publisher)
-            if peer is not None:
-                self._hear_one(peer, message)
+            if peer is None:
+                continue
+            if peer.next_number is None:
+                peer.pending.append(message)
+                del peer.pending[:-MAX_PENDING]
+            elif message.number > peer.next_number:
+                peer.pending.append(message)
+                self._request_snapshot(message.publisher)
+            elif message.number == peer.next_number:
+                peer.next_number += 1
+                self._apply_message(peer, message)
 
-    def _hear_one(self, peer: _Peer, message: events.Event) -> None:
-        if peer.next_number is None:
-            peer.held.append(message)
-            del peer.held[:-MAX_HELD]
-        elif message.number > peer.next_number:
-            peer.held.append(message)
-            self._ask(message.publisher)
-        elif message.number == peer.next_number:
-            peer.next_number += 1
-            self._read(peer, message)
-
-    def _read(self, peer: _Peer, message: events.Event) -> None:
+    def _apply_message(self, peer: _Peer, message: events.Event) -> None:
         try:
-            told = self._decode(message.payload)
+            changes = self._decode(message.payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            _logger.warning("router %x said what cannot be read: %s", message.publisher, error)
+            _logger.warning("ignored a message of router %x: %s", message.publisher, error)
             return
-        for event in told:
-            self._take(peer, event)
+        for event in changes:
+            self._apply_event(peer, event)
 
-    def _take(self, peer: _Peer, event: Event) -> None:
+    def _apply_event(self, peer: _Peer, event: Event) -> None:
         if isinstance(event.data, load_events.Free):
             peer.keys.discard(event.request_id)
         else:
@@ -210,6 +208,6 @@ class ReplicaSync:
         self._apply(event)
 
     def _free(self, keys: Iterable[str]) -> None:
-        """Requests of another router that are over, or that nobody will end any more."""
+        """Free requests of another router that have ended, or whose router is lost."""
         for key in list(keys):
             self._apply(Event(request_id=key, worker_id=0, router_id="", data=load_events.Free()))

@@ -1,15 +1,8 @@
-"""The seam between who has a request and whoever knows where it should go.
+"""A route: the seam between a process that has a request and the code that selects the worker for it.
 
-Implementations: `plain_route` (in turn, at random) and `kv_router` (by load and cache), which `routes` makes; and
-`disagg.prefill_first`, which has the prompt computed elsewhere before it asks one of them.
-
-The route that knows nothing of caches and load: instances in turn, or at random.
-
-The route of a LoRA adapter: that of its model, kept to the workers that have it.
-
-There is one route for a model and all its adapters, because one worker computes for all of them: what is in flight for
-one is load to the others, and there is one index, one queue and one way by prefill workers. What belongs to an adapter
-alone is its blocks, and these differ by name (`blocks.seed_of`).
+Implementations: `PushRouter` (round-robin or random), `kv_router.KvRouter` (by cached prefixes and load), both made by
+`route_factory`; `LoraRoute` (restricts another route to the workers of an adapter); and `disagg.prefill_first`, which
+has the prompt computed by a prefill worker before it uses one of them.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,29 +13,31 @@ import msgspec
 from dynamo.protocols import generate, model_card
 from dynamo.runtime import client, requests
 
-OnGone = Callable[[Callable[[], None]], None]
+AddDisconnectCallback = Callable[[Callable[[], None]], None]
 
 
 class PrefillResult(NamedTuple):
-    """A prompt that another worker than the one that answers has computed, from asking it to its answer."""
+    """A prompt that a prefill worker has computed; the duration runs from its dispatch to its response."""
 
     instance_id: int
     duration_s: float
 
 
 class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request is to be sent: to `instance_id`, or to one of `among`, if given.
+    """Where one request may go, and the callbacks that follow its way.
 
-    A route may let it wait; it calls `on_gone` with what ends that, if the caller goes (Cancelled). `on_asked` is told
-    the instance that took it, before anything comes back; `on_prefilled` who computed its prompt, if that is another.
+    `instance_id` names the only acceptable worker, `allowed_instances` limits the choice. A route that queues the
+    request passes the function that cancels the wait to `add_disconnect_callback`, for the case that the client
+    disconnects. `on_dispatched` is called with the instance that accepted the request, before any output of it;
+    `on_prefilled` if another worker computed the prompt.
     """
 
     instance_id: int | None = None
-    among: Collection[int] | None = None
+    allowed_instances: Collection[int] | None = None
     headers: Mapping[str, str] | None = None
     timeout_s: float | None = None
-    on_gone: OnGone | None = None
-    on_asked: Callable[[int], None] | None = None
+    add_disconnect_callback: AddDisconnectCallback | None = None
+    on_dispatched: Callable[[int], None] | None = None
     on_prefilled: Callable[[PrefillResult], None] | None = None
 
 
@@ -50,112 +45,122 @@ DEFAULT_OPTIONS = RoutingOptions()
 
 
 class Route(Protocol):
-    """Gets the requests for one model to the instances of one endpoint."""
+    """Sends the requests for one model to the instances of one endpoint."""
 
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
-        """These instances serve it from now on, as their cards say; told whenever that changes."""
+        """Replace the instances that serve the model, by their model cards; called whenever they change."""
         ...
 
-    async def open(
+    async def open_stream(
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        terms: RoutingOptions = DEFAULT_OPTIONS,
+        options: RoutingOptions = DEFAULT_OPTIONS,
     ) -> requests.Stream:
-        """Begin an answer.
+        """Select a worker, send it the request and return the stream of its response.
 
-        Raises NoWorkers; Overloaded if all are too busy; WorkerLost if `instance_id` is given and cannot be reached.
+        Raises NoWorkers; Overloaded if all workers are too busy; WorkerLost if `options.instance_id` is set and that
+        instance cannot be reached.
         """
         ...
 
-    def choose(
+    def preview_instance(
         self,
         request: generate.Request,
         *,
         instance_id: int | None = None,
-        among: Collection[int] | None = None,
+        allowed_instances: Collection[int] | None = None,
     ) -> int:
-        """Whom `open` would ask first; nobody is asked. Raises NoWorkers."""
+        """Return the instance that `open_stream` would try first, without sending anything. Raises NoWorkers."""
         ...
 
 
 class PushRouter:
-    """Passes requests to the client of the endpoint, which takes turns or draws lots."""
+    """A `Route` that knows neither caches nor load: the endpoint's client takes instances in turn, or at random."""
 
-    def __init__(self, asked: client.EndpointClient, mode: client.Mode) -> None:
-        self._client = asked
+    def __init__(self, endpoint_client: client.EndpointClient, mode: client.Mode) -> None:
+        self._client = endpoint_client
         self._mode = mode
         self._instance_ids: frozenset[int] = frozenset()
 
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
         self._instance_ids = frozenset(cards)
 
-    async def open(
+    async def open_stream(
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        terms: RoutingOptions = DEFAULT_OPTIONS,
+        options: RoutingOptions = DEFAULT_OPTIONS,
     ) -> requests.Stream:
         return await self._client.open(
             request,
             receiver,
             mode=self._mode,
-            instance_id=terms.instance_id,
-            among=self._among(terms.among),
-            headers=terms.headers,
-            timeout_s=terms.timeout_s,
-            on_asked=terms.on_asked,
+            instance_id=options.instance_id,
+            among=self._restrict(options.allowed_instances),
+            headers=options.headers,
+            timeout_s=options.timeout_s,
+            on_asked=options.on_dispatched,
         )
 
-    def choose(
+    def preview_instance(
         self,
         request: generate.Request,
         *,
         instance_id: int | None = None,
-        among: Collection[int] | None = None,
+        allowed_instances: Collection[int] | None = None,
     ) -> int:
-        del request  # it is the next one's turn, whatever it asks
+        del request  # its content does not matter here
         return self._client.choose(
-            mode=self._mode, instance_id=instance_id, among=self._among(among)
+            mode=self._mode, instance_id=instance_id, among=self._restrict(allowed_instances)
         )
 
-    def _among(self, among: Collection[int] | None) -> Collection[int] | None:
-        """Keep to those who serve the model, where somebody serves another one at this endpoint."""
-        if among is None and not self._client.instances.keys() <= self._instance_ids:
+    def _restrict(self, allowed_instances: Collection[int] | None) -> Collection[int] | None:
+        """Limit the choice to instances of this model, if the endpoint also has instances of another one."""
+        if allowed_instances is None and not self._client.instances.keys() <= self._instance_ids:
             return self._instance_ids
-        return among
+        return allowed_instances
 
 
 class LoraRoute:
-    """A `Route`, for requests with a `lora_name`."""
+    """The `Route` of one LoRA adapter: the route of its base model, limited to the workers that have the adapter.
 
-    def __init__(self, whole: Route) -> None:
-        self._whole = whole
+    A model and all its adapters share one route, because each worker computes for all of them: the requests of one
+    adapter are load to the others, and index, queue and prefill workers are the same. Only the KV blocks differ: an
+    adapter's blocks have hashes of their own (`blocks.seed_of`).
+    """
+
+    def __init__(self, model_route: Route) -> None:
+        self._model_route = model_route
         self._instance_ids: frozenset[int] = frozenset()
 
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
-        """Of those who serve the model, these have the adapter."""
+        """Replace the instances that have the adapter; each of them serves the base model too."""
         self._instance_ids = frozenset(cards)
 
-    async def open(
+    async def open_stream(
         self,
         request: generate.Request,
         receiver: requests.Receiver,
-        terms: RoutingOptions = DEFAULT_OPTIONS,
+        options: RoutingOptions = DEFAULT_OPTIONS,
     ) -> requests.Stream:
-        """As `Route`."""
-        kept = msgspec.structs.replace(terms, among=self._among(terms.among))
-        return await self._whole.open(request, receiver, kept)
+        allowed = self._restrict(options.allowed_instances)
+        options = msgspec.structs.replace(options, allowed_instances=allowed)
+        return await self._model_route.open_stream(request, receiver, options)
 
-    def choose(
+    def preview_instance(
         self,
         request: generate.Request,
         *,
         instance_id: int | None = None,
-        among: Collection[int] | None = None,
+        allowed_instances: Collection[int] | None = None,
     ) -> int:
-        """As `Route`."""
-        return self._whole.choose(request, instance_id=instance_id, among=self._among(among))
+        allowed = self._restrict(allowed_instances)
+        return self._model_route.preview_instance(
+            request, instance_id=instance_id, allowed_instances=allowed
+        )
 
-    def _among(self, among: Collection[int] | None) -> Collection[int]:
-        return self._instance_ids if among is None else self._instance_ids.intersection(among)
+    def _restrict(self, allowed_instances: Collection[int] | None) -> Collection[int]:
+        if allowed_instances is None:
+            return self._instance_ids
+        return self._instance_ids.intersection(allowed_instances)

@@ -1,6 +1,6 @@
-"""Makes the routes that a process needs, and owns what they share.
+"""The factory of routes for one process; it owns what they share.
 
-Shared are, for each component of workers, one index with what feeds it, and one exchange with this router's replicas.
+The routes to one component of workers share an index, the subscriber that fills it, and the sync with router replicas.
 """
 
 import random
@@ -26,200 +26,193 @@ from dynamo.router import (
 )
 from dynamo.runtime import client, component
 
-_PLAIN: dict[str, client.Mode] = {"round-robin": "round-robin", "random": "random"}
+_PUSH_MODES: dict[str, client.Mode] = {"round-robin": "round-robin", "random": "random"}
 
 
 class RouteFactory:
-    """One process's routes, as its settings want them."""
+    """Makes the routes of one process according to its settings."""
 
     def __init__(
         self,
-        wanted: config.RoutingConfig,
+        settings: config.RoutingConfig,
         runtime: component.DistributedRuntime,
         clock: clocks.Clock,
         registry: observed.Registry,
     ) -> None:
-        self._settings = wanted
+        self._settings = settings
         self._runtime = runtime
         self._clock = clock
         self._registry = registry
-        self._metrics: metrics.RouterMetrics | None = None
+        self._metrics: metrics.RouterMetrics | None = None  # made with the first KV router
         self._counts: dict[str, metrics.RouteMetrics] = {}  # by model
-        self._shared: dict[tuple[str, str], _Shared] = {}
+        self._components: dict[tuple[str, str], _ComponentState] = {}
         self._tasks = tasks.Tasks()
 
-    def make(self, asked: client.EndpointClient, card: model_card.ModelCard) -> route.Route:
-        """The way to those who serve this model at the endpoint that `asked` follows."""
-        mode = _PLAIN.get(self._settings.router_mode)
-        if card.embedding is not None:  # nothing is cached, and load is not told
-            return route.PushRouter(asked, mode or "round-robin")
+    def make_route(
+        self, endpoint_client: client.EndpointClient, card: model_card.ModelCard
+    ) -> route.Route:
+        """Make the route to the instances of an endpoint that serve the model of the card."""
+        mode = _PUSH_MODES.get(self._settings.router_mode)
+        if card.embedding is not None:  # such workers cache nothing and publish no load
+            return route.PushRouter(endpoint_client, mode or "round-robin")
         if mode is not None:
-            return route.PushRouter(asked, mode)
-        return self.make_kv_router(asked, card)
+            return route.PushRouter(endpoint_client, mode)
+        return self.make_kv_router(endpoint_client, card)
 
     def make_kv_router(
-        self, asked: client.EndpointClient, card: model_card.ModelCard
+        self, endpoint_client: client.EndpointClient, card: model_card.ModelCard
     ) -> kv_router.KvRouter:
-        """The same for the modes that know load, and for workers that only compute prompts."""
-        wanted = self._settings
-        shared = self._join(asked.name.namespace, asked.name.component)
-        counts = self._counts_of(card.display_name)
-        block_size = wanted.kv_cache_block_size or card.kv_cache_block_size
-        known = _Timed(shared.index, counts.found)
+        """Make the route of the modes that know load; also for prefill workers, in any mode."""
+        settings, name = self._settings, endpoint_client.name
+        state = self._component(name.namespace, name.component)
+        if self._metrics is None:
+            router_id = f"{self._runtime.instance_id:x}"
+            self._metrics = metrics.RouterMetrics(self._registry, router_id)
+        model = card.display_name
+        if model not in self._counts:
+            self._counts[model] = metrics.RouteMetrics(self._metrics, model)
+        counts = self._counts[model]
+        block_size = settings.kv_cache_block_size or card.kv_cache_block_size
         selector = config.make_selector(
-            wanted.choosing,
-            known,
+            settings.policy_config,
+            _TimedIndex(state.index, counts.observe_index_lookup),
             block_size=block_size,
             draw=random.random,
             counts_blocks=card.worker_type is not model_card.WorkerType.PREFILL,
         )
-        shared.selectors.append(selector)
-        ttl_s = wanted.router_session_affinity_ttl_secs
+        state.selectors.append(selector)
+        ttl_s = settings.router_session_affinity_ttl_secs
         return kv_router.KvRouter(
-            asked,
+            endpoint_client,
             selector,
             block_size=block_size,
             counts=counts,
             clock=self._clock,
-            queue_timeout_s=wanted.router_queue_timeout_secs,
+            queue_timeout_s=settings.router_queue_timeout_secs,
             sessions=None if ttl_s is None else kv_router.SessionAffinity(ttl_s),
-            sharing=shared,
+            listener=state,
         )
 
-    def holdings(
+    def cached_runs(
         self, name: instances.EndpointName
     ) -> Iterator[tuple[api.Worker, kv_events.Tier, Sequence[int]]]:
-        """What the index of this endpoint's component knows; nothing where it is only guessed."""
-        shared = self._shared.get((name.namespace, name.component))
-        if shared is not None and isinstance(shared.index, prefix_index.PrefixIndex):
-            yield from shared.index.holdings()
+        """Yield the content of the index of this endpoint's component; nothing if it is only guessed."""
+        state = self._components.get((name.namespace, name.component))
+        if state is not None and isinstance(state.index, prefix_index.PrefixIndex):
+            yield from state.index.cached_runs()
 
     async def close(self) -> None:
-        """End what they share."""
+        """Close all subscribers and syncs."""
         await self._tasks.close()
-        for shared in self._shared.values():
-            if shared.kv_feed is not None:
-                await shared.kv_feed.close()
-            if shared.sync is not None:
-                await shared.sync.close()
+        for state in self._components.values():
+            if state.subscriber is not None:
+                await state.subscriber.close()
+            if state.sync is not None:
+                await state.sync.close()
 
-    def _counts_of(self, model: str) -> metrics.RouteMetrics:
-        if self._metrics is None:
-            self._metrics = metrics.RouterMetrics(self._registry, self._router_id)
-        if model not in self._counts:
-            self._counts[model] = metrics.RouteMetrics(self._metrics, model)
-        return self._counts[model]
-
-    @property
-    def _router_id(self) -> str:
-        return f"{self._runtime.instance_id:x}"
-
-    def _join(self, namespace: str, component_name: str) -> "_Shared":
-        """What the routes to this component share."""
+    def _component(self, namespace: str, component_name: str) -> "_ComponentState":
         name = namespace, component_name
-        if name not in self._shared:
-            shared = self._shared[name] = self._know(namespace, component_name)
+        if name not in self._components:
+            state = self._components[name] = self._make_index(namespace, component_name)
             if self._settings.router_replica_sync:
-                shared.sync = replica_sync.ReplicaSync(
+                state.sync = replica_sync.ReplicaSync(
                     self._runtime,
                     namespace=namespace,
                     component_name=component_name,
-                    apply=shared.apply,
+                    apply=state.apply,
                 )
-                self._tasks.start(f"meet routers of {component_name}", shared.sync.start())
-        return self._shared[name]
+                self._tasks.start(f"meet routers of {component_name}", state.sync.start())
+        return self._components[name]
 
-    def _know(self, namespace: str, component_name: str) -> "_Shared":
-        """The index, and what tells it."""
-        wanted = self._settings
-        if wanted.hears_kv_events:
-            known = prefix_index.PrefixIndex()
-            heard = kv_event_subscriber.KvEventSubscriber(
+    def _make_index(self, namespace: str, component_name: str) -> "_ComponentState":
+        settings = self._settings
+        if settings.uses_kv_events:
+            index = prefix_index.PrefixIndex()
+            subscriber = kv_event_subscriber.KvEventSubscriber(
                 self._runtime,
-                known,
+                index,
                 namespace=namespace,
                 component_name=component_name,
                 clock=self._clock,
             )
-            self._tasks.start(f"hear KV events of {component_name}", heard.start())
-            return _Shared(known, self._clock, kv_feed=heard)
+            self._tasks.start(f"hear KV events of {component_name}", subscriber.start())
+            return _ComponentState(index, self._clock, subscriber=subscriber)
         guesses = approx_index.ApproxIndex(
             approx_index.ApproxSettings(
-                policy=wanted.router_approximate_cache_policy,
-                ttl_s=wanted.router_ttl_secs,
-                max_guesses=wanted.router_max_tree_size,
-                prune_ratio=wanted.router_prune_target_ratio,
+                policy=settings.router_approximate_cache_policy,
+                ttl_s=settings.router_ttl_secs,
+                max_guesses=settings.router_max_tree_size,
+                prune_ratio=settings.router_prune_target_ratio,
             )
         )
-        return _Shared(_Guessing(guesses, self._clock), self._clock, guesses=guesses)
+        return _ComponentState(_ExpiringIndex(guesses, self._clock), self._clock, guesses=guesses)
 
 
 @dataclass(slots=True)
-class _Shared(kv_router.Sharing):
-    """What the routes to one component of workers share, and whom they tell what they do."""
+class _ComponentState(kv_router.SequenceListener):
+    """What the routes to one component of workers share; each route reports its requests to it."""
 
     index: api.Index
     clock: clocks.Clock
-    kv_feed: kv_event_subscriber.KvEventSubscriber | None = None
+    subscriber: kv_event_subscriber.KvEventSubscriber | None = None
     guesses: approx_index.ApproxIndex | None = None
     sync: replica_sync.ReplicaSync | None = None
     selectors: list[selection.Selector] = field(default_factory=list)
 
-    def added(self, key: str, decision: api.Decision, prompt: api.Prompt) -> None:
-        self._guess(decision.worker, prompt.sequence_hashes)
+    def add_sequence(self, key: str, decision: api.Decision, prompt: api.Prompt) -> None:
+        self._record_guess(decision.worker, prompt.sequence_hashes)
         if self.sync is not None:
-            self.sync.added(key, decision, prompt)
+            self.sync.publish_add(key, decision, prompt)
 
-    def prefill_completed(self, key: str) -> None:
+    def mark_prefill_completed(self, key: str) -> None:
         if self.sync is not None:
-            self.sync.prefill_completed(key)
+            self.sync.publish_prefill_completed(key)
 
-    def freed(self, key: str) -> None:
+    def free_sequence(self, key: str) -> None:
         if self.sync is not None:
-            self.sync.freed(key)
+            self.sync.publish_free(key)
 
-    def catch_up(self) -> None:
+    def refresh_peers(self) -> None:
         if self.sync is not None:
-            self.sync.catch_up()
+            self.sync.request_snapshots()
 
     def apply(self, event: load.ActiveSequenceEvent) -> None:
-        """Another router did this."""
+        """Apply a change that another router published."""
         now = self.clock.now()
-        for selector in self.selectors:  # all but one do not know the worker
+        for selector in self.selectors:  # all but one do not know the worker, and ignore it
             selector.active.apply(event, now)
         if isinstance(event.data, load.AddRequest):
             worker = api.Worker(event.worker_id, event.dp_rank)
-            self._guess(worker, event.data.token_sequence)
+            self._record_guess(worker, event.data.token_sequence)
 
-    def _guess(self, worker: api.Worker, sequence_hashes: Sequence[int]) -> None:
-        """A prompt was sent there; where nobody tells what is cached, that is what we go by."""
+    def _record_guess(self, worker: api.Worker, sequence_hashes: Sequence[int]) -> None:
         if self.guesses is not None:
             self.guesses.record(worker, sequence_hashes, self.clock.now())
 
 
-class _Guessing:
-    """An index that drops its oldest guesses before it answers."""
+class _ExpiringIndex:
+    """An approximate index that drops expired guesses before each look-up."""
 
     def __init__(self, guesses: approx_index.ApproxIndex, clock: clocks.Clock) -> None:
         self._guesses = guesses
         self._clock = clock
         self.remove_worker = guesses.remove_worker
 
-    def find(self, sequence_hashes: Sequence[int]) -> api.OverlapScores:
+    def find_matches(self, sequence_hashes: Sequence[int]) -> api.OverlapScores:
         self._guesses.expire(self._clock.now())
-        return self._guesses.find(sequence_hashes)
+        return self._guesses.find_matches(sequence_hashes)
 
 
-class _Timed:
-    """An index that tells how long its answers took, in seconds."""
+class _TimedIndex:
+    """An index that reports the duration of each look-up, in seconds."""
 
-    def __init__(self, index: api.Index, tell: Callable[[float], None]) -> None:
+    def __init__(self, index: api.Index, observe: Callable[[float], None]) -> None:
         self._index = index
-        self._tell = tell
+        self._observe = observe
         self.remove_worker = index.remove_worker
 
-    def find(self, sequence_hashes: Sequence[int]) -> api.OverlapScores:
+    def find_matches(self, sequence_hashes: Sequence[int]) -> api.OverlapScores:
         began_at = time.perf_counter()
-        found = self._index.find(sequence_hashes)
-        self._tell(time.perf_counter() - began_at)
-        return found
+        overlaps = self._index.find_matches(sequence_hashes)
+        self._observe(time.perf_counter() - began_at)
+        return overlaps

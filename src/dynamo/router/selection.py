@@ -1,19 +1,20 @@
-"""The whole decision: what each worker holds, how busy it is, who gets the request, and whether it waits first.
+"""The whole decision: which worker gets a request, by cached blocks and load, and whether the request waits first.
 
-    selector.set_workers({Worker(7): Capacity(total_blocks=16384)})    who is there, whenever that changes
-    decision = selector.select("id", prompt, now)                     None: it waits in the router's queue
-    selector.first_output("id", now)                                  its prompt is computed
-    selector.free("id", now)                                          it ended, however it ended, or gave up waiting
-    for id, decision in selector.admit(now): ...                      after each of these: who need not wait any more
+    selector.set_workers({Worker(7): Capacity(total_blocks=16384)})    whenever the set of workers changes
+    decision = selector.select("id", prompt, now)                     None: the request waits in the queue
+    selector.mark_prefill_completed("id", now)                        at its first output
+    selector.free("id", now)                                          at its end, or when its wait is cancelled
+    for id, decision in selector.admit(now): ...                      after each of these: requests to send now
 
-Requests wait here while workers are busy, because only here can they still go to whoever is free first, and pass one
-another. Each `admit` plans anew: the waiting, in order, choose as if those before them had gone already; who chose a
-worker with room goes. So one that holds out for the worker that knows its prompt keeps nobody else from a free one.
+Requests wait here while workers are busy, because only here can they still go to the worker that is free first, and
+overtake one another. Each `admit` plans anew: the queued requests, in order, select as if those before them had been
+sent; a request whose worker has room is sent. So a request that waits for the worker with its prefix keeps no other
+request from a free worker.
 
-A prompt that another worker has computed is another matter (`least_blocks`): nothing of it is left to compute, so it
-goes where most room is to decode, and never waits here, because its blocks are held for a limited time.
+A prompt that a prefill worker has computed is another matter (`baselines.select_decode_worker`): nothing of it is left
+to compute, so it goes where most room to decode is, and never waits, because its blocks are held for a limited time.
 
-No clock, no loop, no I/O: the frontend, the standalone router and the simulator run the same decisions.
+No clock, no loop, no I/O: frontend, standalone router and simulator run the same decisions.
 """
 
 from collections.abc import Mapping
@@ -21,98 +22,97 @@ from collections.abc import Mapping
 from dynamo.base import errors
 from dynamo.router import api, baselines, cost_function
 from dynamo.router.active_sequences import ActiveSequences
-from dynamo.router.api import Decision, Policy, Prompt, View
-from dynamo.router.queue import Waiting, WaitingQueue
-from dynamo.router.worker_load import Capacity, Load
+from dynamo.router.api import Candidates, Decision, Prompt, RoutingPolicy
+from dynamo.router.queue import QueuedRequest, RequestQueue
+from dynamo.router.worker_load import Capacity, WorkerLoad
 
-_LOOKAHEAD = (
-    32  # requests of the queue that one `admit` plans for, so that it stays short under overload
-)
-_NOTHING: Mapping[api.Worker, int] = {}
+_LOOKAHEAD = 32  # queued requests that one `admit` plans for: keeps it short under overload
+_NO_BLOCKS: Mapping[api.Worker, int] = {}
 
 
 class Selector:
-    """Mutable; one event loop owns it. Without a queue nobody waits."""
+    """The decisions of one router for one model. Mutable; one event loop owns it. Without a queue no request waits."""
 
     def __init__(
         self,
-        policy: Policy,
+        policy: RoutingPolicy,
         index: api.Index,
         active: ActiveSequences,
         *,
-        queue: WaitingQueue | None = None,
+        queue: RequestQueue | None = None,
         max_backlog: float = 1.0,
-        credits_: cost_function.Credits | None = None,
+        tier_weights: cost_function.TierWeights = cost_function.DEFAULT_TIER_WEIGHTS,
     ) -> None:
-        """`max_backlog`: a worker has room up to so many full steps (max_num_batched_tokens) of prompt tokens."""
+        """`max_backlog`: a worker has room below so many full steps (max_num_batched_tokens) of prompt tokens."""
         self.active = active
         self._policy = policy
         self._index = index
         self._queue = queue
-        self._held_out: dict[str, Decision] = {}  # the worker that each of the waiting waits for
-        self._reserved: list[Load] = []  # whose `reserved_tokens` this turn's planning has raised
+        self._planned: dict[str, Decision] = {}  # queued request -> the worker that it waits for
+        self._reserved: list[WorkerLoad] = []  # loads with `reserved_tokens`, during one plan
         self._max_backlog = max_backlog
-        self._credits = credits_ or cost_function.Credits()
+        self._tier_weights = tier_weights
 
     @property
     def can_wait(self) -> bool:
-        """Whether it has a queue."""
+        """Return True if requests may wait in the router."""
         return self._queue is not None
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the router's queue."""
+        """Return the number of queued requests."""
         return len(self._queue) if self._queue is not None else 0
 
     def set_workers(self, workers: Mapping[api.Worker, Capacity]) -> None:
-        """Who is there now. What those who are gone held, and had to do, is forgotten."""
+        """Replace the set of workers; forget the blocks and the load of removed ones."""
         for worker in self.active.set_workers(workers):
             self._index.remove_worker(worker)
 
     def select(self, request_id: str, prompt: Prompt, now: float) -> Decision | None:
-        """A worker for a new request; None if it waits.
+        """Select the worker of a new request, and count it there; return None if the request waits in the queue.
 
-        Raises NoWorkers if there are none, Overloaded if too many wait, InvalidRequest if the pinned worker is unknown.
+        Raises NoWorkers, Overloaded if the queue is full, InvalidRequest if the pinned worker is unknown.
         """
         self._check(prompt)
-        view = self._view(prompt)
+        candidates = self._candidates(prompt)
         if self._queue is None or prompt.pinned is not None or prompt.is_prefilled:
-            return self._send(request_id, prompt, self._choose(prompt, view, now), now)
-        if not len(self._queue) and self._is_room_anywhere(now):
-            decision = self._choose(prompt, view, now)
-            if self._can_go(prompt, view, decision, now):
-                return self._send(request_id, prompt, decision, now)
-        self._push(self._queue, request_id, prompt, view, now)
+            decision = self._choose(prompt, candidates, now)
+            return self._add_active(request_id, prompt, decision, now)
+        if not len(self._queue) and self._has_any_room(now):
+            decision = self._choose(prompt, candidates, now)
+            if self._can_send(prompt, candidates, decision, now):
+                return self._add_active(request_id, prompt, decision, now)
+        self._push(self._queue, request_id, prompt, candidates, now)
         return None
 
     def preview(self, prompt: Prompt, now: float) -> Decision:
-        """Who would get it, if nobody had to wait; nothing is remembered. Raises as `select`."""
+        """Return the decision without a queue and without counting the request. Raises as `select`."""
         self._check(prompt)
-        return self._choose(prompt, self._view(prompt), now)
+        return self._choose(prompt, self._candidates(prompt), now)
 
     def enqueue(self, request_id: str, prompt: Prompt, now: float) -> None:
-        """As `select`, but leave the decision to the next `admit`.
+        """Queue a request in any case; the next `admit` decides.
 
-        For requests that come in the same turn of the loop: so they are ordered before the first of them is sent. Needs
-        a queue, and a prompt that is not pinned. Raises NoWorkers, Overloaded.
+        For requests that arrive in one turn of the event loop: so they are ordered before the first of them is sent.
+        Needs a queue, and a prompt that is not pinned. Raises NoWorkers, Overloaded.
         """
         assert self._queue is not None, "a selector without a queue cannot enqueue"
         self._check(prompt)
-        self._push(self._queue, request_id, prompt, self._view(prompt), now)
+        self._push(self._queue, request_id, prompt, self._candidates(prompt), now)
 
-    def first_output(self, request_id: str, now: float) -> None:
-        """A worker has computed its prompt."""
-        self.active.prefill_completed(request_id, now)
+    def mark_prefill_completed(self, request_id: str, now: float) -> None:
+        """Record that a worker has computed the prompt of a request."""
+        self.active.mark_prefill_completed(request_id, now)
 
     def free(self, request_id: str, now: float) -> None:
-        """It ended, or gave up waiting."""
+        """Forget a request that has ended, or whose wait in the queue was cancelled."""
         self.active.free(request_id, now)
         if self._queue is not None:
             self._queue.remove(request_id)
-            self._held_out.pop(request_id, None)
+            self._planned.pop(request_id, None)
 
     def admit(self, now: float) -> list[tuple[str, Decision]]:
-        """Who of the waiting goes now, and where. To be called whenever room may have come."""
+        """Take the requests that can be sent now from the queue. Call it whenever a worker may have got room."""
         if self._queue is None or not len(self._queue) or not self.active.loads:
             return []
         admitted = self._plan(self._queue, now)
@@ -121,63 +121,72 @@ class Selector:
         self._reserved.clear()
         for request_id, _ in admitted:
             self._queue.remove(request_id)
-            self._held_out.pop(request_id, None)
+            self._planned.pop(request_id, None)
         return admitted
 
     def _push(
-        self, queue: WaitingQueue, request_id: str, prompt: Prompt, view: View, now: float
+        self,
+        queue: RequestQueue,
+        request_id: str,
+        prompt: Prompt,
+        candidates: Candidates,
+        now: float,
     ) -> None:
-        work_s = self._work_s(prompt, view)
-        queue.push(Waiting(request_id=request_id, prompt=prompt, arrival=now, work_s=work_s))
+        num_cached = max((0.0, *candidates.cached.values(), *candidates.in_flight.values()))
+        num_new_tokens = prompt.num_tokens - num_cached * prompt.block_size
+        work_s = num_new_tokens / self.active.prefill_speed.tokens_per_s
+        queue.push(QueuedRequest(request_id=request_id, prompt=prompt, arrival=now, work_s=work_s))
 
-    def _plan(self, queue: WaitingQueue, now: float) -> list[tuple[str, Decision]]:
+    def _plan(self, queue: RequestQueue, now: float) -> list[tuple[str, Decision]]:
         admitted: list[tuple[str, Decision]] = []
         loads, num_left = self.active.loads, _LOOKAHEAD
-        for waiting in queue.in_order(now):
-            if not num_left or not self._is_room_anywhere(now):
+        for queued in queue.in_order(now):
+            if not num_left or not self._has_any_room(now):
                 break
-            request_id, prompt = waiting.request_id, waiting.prompt
-            held = self._held_out.get(request_id)
-            if held is not None and held.worker in loads and not self._has_room(held.worker, now):
-                self._reserve(prompt, held)  # its worker has no room still: nothing to think about
-                continue
+            request_id, prompt = queued.request_id, queued.prompt
+            earlier = self._planned.get(request_id)
+            if earlier is not None:
+                load = loads.get(earlier.worker)
+                if load is not None and not load.has_room(0, self._max_backlog, now):
+                    self._reserve(prompt, earlier)  # still no room there: nothing to decide anew
+                    continue
             num_left -= 1
-            view = self._view(prompt)
-            decision = self._choose(prompt, view, now)
-            if self._can_go(prompt, view, decision, now):
-                admitted.append((request_id, self._send(request_id, prompt, decision, now)))
+            candidates = self._candidates(prompt)
+            decision = self._choose(prompt, candidates, now)
+            if self._can_send(prompt, candidates, decision, now):
+                admitted.append((request_id, self._add_active(request_id, prompt, decision, now)))
             else:
-                self._held_out[request_id] = decision
+                self._planned[request_id] = decision
                 self._reserve(prompt, decision)
         return admitted
 
-    def _can_go(self, prompt: Prompt, view: View, decision: Decision, now: float) -> bool:
-        if not self._policy.waits:
+    def _can_send(
+        self, prompt: Prompt, candidates: Candidates, decision: Decision, now: float
+    ) -> bool:
+        if not self._policy.waits_for_worker:
             return True
-        num_new = len(prompt.sequence_hashes) - view.in_flight.get(decision.worker, 0)
-        return view.loads[decision.worker].has_room(num_new, self._max_backlog, now)
+        num_new = len(prompt.sequence_hashes) - candidates.in_flight.get(decision.worker, 0)
+        return candidates.loads[decision.worker].has_room(num_new, self._max_backlog, now)
 
     def _reserve(self, prompt: Prompt, decision: Decision) -> None:
-        """Those behind it shall see that it will go there."""
-        num_new = prompt.num_tokens - decision.overlap_blocks * prompt.block_size
+        """Count a queued request at the worker that it waits for, for the requests planned after it."""
         load = self.active.loads[decision.worker]
-        load.reserved_tokens += num_new
+        load.reserved_tokens += prompt.num_tokens - decision.overlap_blocks * prompt.block_size
         self._reserved.append(load)
 
-    def _is_room_anywhere(self, now: float) -> bool:
+    def _has_any_room(self, now: float) -> bool:
         return any(load.has_room(0, self._max_backlog, now) for load in self.active.loads.values())
 
-    def _has_room(self, worker: api.Worker, now: float) -> bool:
-        return self.active.loads[worker].has_room(0, self._max_backlog, now)
-
-    def _choose(self, prompt: Prompt, view: View, now: float) -> Decision:
+    def _choose(self, prompt: Prompt, candidates: Candidates, now: float) -> Decision:
         if prompt.pinned is not None:
-            return Decision(prompt.pinned, view.overlap(prompt.pinned))
+            return Decision(prompt.pinned, candidates.overlap(prompt.pinned))
         if prompt.is_prefilled:
-            return baselines.choose(prompt, view, now)
-        return self._policy.choose(prompt, view, now)
+            return baselines.select_decode_worker(prompt, candidates, now)
+        return self._policy.select_worker(prompt, candidates, now)
 
-    def _send(self, request_id: str, prompt: Prompt, decision: Decision, now: float) -> Decision:
+    def _add_active(
+        self, request_id: str, prompt: Prompt, decision: Decision, now: float
+    ) -> Decision:
         self.active.add(
             request_id,
             decision.worker,
@@ -189,40 +198,33 @@ class Selector:
         )
         return decision
 
-    def _view(self, prompt: Prompt) -> View:
-        loads: Mapping[api.Worker, Load] = self.active.loads
-        if not prompt.is_free:
+    def _candidates(self, prompt: Prompt) -> Candidates:
+        loads: Mapping[api.Worker, WorkerLoad] = self.active.loads
+        if not prompt.is_unrestricted:
             allowed = {worker: load for worker, load in loads.items() if prompt.allows(worker)}
-            loads = allowed or loads  # while it waited, those that it may go to have died
-        if prompt.is_prefilled or not self._policy.looks:
-            return View(loads, _NOTHING, _NOTHING)
-        overlaps = self._index.find(prompt.sequence_hashes)
-        return View(
+            loads = allowed or loads  # the allowed workers may have been lost while it waited
+        if prompt.is_prefilled or not self._policy.uses_cache:
+            return Candidates(loads, _NO_BLOCKS, _NO_BLOCKS)
+        overlaps = self._index.find_matches(prompt.sequence_hashes)
+        return Candidates(
             loads,
-            cost_function.cached_blocks(overlaps, self._credits),
-            self.active.runs(prompt.sequence_hashes),
+            cost_function.cached_blocks(overlaps, self._tier_weights),
+            self.active.prefix_lengths(prompt.sequence_hashes),
         )
-
-    def _work_s(self, prompt: Prompt, view: View) -> float:
-        known = max((0.0, *view.cached.values(), *view.in_flight.values()))
-        return (prompt.num_tokens - known * prompt.block_size) / self.active.pace.tokens_per_s
 
     def _check(self, prompt: Prompt) -> None:
         loads = self.active.loads
         if prompt.dp_rank is not None and prompt.pinned is None:
-            self._check_rank(prompt.dp_rank)
+            ranks = {worker.dp_rank for worker in loads}
+            if ranks and prompt.dp_rank not in ranks:
+                raise errors.InvalidRequest(
+                    f"data_parallel_rank: expected at most {max(ranks)}, got {prompt.dp_rank}",
+                    param="data_parallel_rank",
+                )
         if not any(map(prompt.allows, loads)):
             raise errors.NoWorkers("no worker serves this model: start one, or wait until it is up")
         if prompt.pinned is not None and prompt.pinned not in loads:
             raise errors.InvalidRequest(
                 f"expected the id of a worker that serves this model, got {prompt.pinned.instance_id}",
                 param="nvext.backend_instance_id",
-            )
-
-    def _check_rank(self, dp_rank: int) -> None:
-        ranks = {worker.dp_rank for worker in self.active.loads}
-        if ranks and dp_rank not in ranks:
-            raise errors.InvalidRequest(
-                f"data_parallel_rank: expected at most {max(ranks)}, got {dp_rank}",
-                param="data_parallel_rank",
             )

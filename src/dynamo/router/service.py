@@ -1,13 +1,14 @@
-"""The standalone router: the same decisions for those who do not make them themselves.
+"""The standalone router: the decisions of a KV router as a service for other processes.
 
-It follows the workers of one endpoint and answers, at `dyn://NAMESPACE.router.…`:
+It follows the workers of one endpoint and serves, at `dyn://NAMESPACE.router.…`:
 
-    generate             a request as workers take it: routed, and the answer passed through
-    best_worker_id       `Question`: which worker should get these tokens
-    mark_prefill_complete, free    what became of a request that `best_worker_id` was asked to count
-    dump                 what the index knows, a stretch of blocks (`Held`) at a time
+    generate                 a request as workers take it: routed, and the response passed through
+    best_worker_id           `BestWorkerRequest`: which worker should get these tokens
+    mark_prefill_complete    `SequenceUpdate`: the prompt of a request counted by `best_worker_id` is computed
+    free                     `SequenceUpdate`: such a request has ended
+    dump                     the content of the index, one run of blocks (`CachedRun`) at a time
 
-A caller that asks `best_worker_id` with a `request_id` and `update_states` promises to tell of its end.
+A caller that sends `best_worker_id` with a `request_id` and `update_states` promises to report the request's end.
 """
 
 import asyncio
@@ -22,31 +23,31 @@ from dynamo.protocols import blocks, generate, instances, kv_events, model_card
 from dynamo.router import kv_router, route, route_factory
 from dynamo.runtime import component, requests
 
-Q = TypeVar("Q")
+Body = TypeVar("Body")
 _logger = logging.getLogger(__name__)
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 _decode_request = msgspec.msgpack.Decoder(generate.Request).decode
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """Which worker should get these tokens? Packed (`blocks.pack`), or as a list of ids."""
+class BestWorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for the best worker of a prompt: tokens packed by `blocks.pack`, or as a list of ids."""
 
     token_ids: bytes | list[int]
-    lora_name: str | None = None  # the adapter that computes them
+    lora_name: str | None = None  # LoRA adapter that computes them
     request_id: str | None = None
     update_states: bool = False  # count it as in flight, under `request_id`, until `free`
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """This one, which is believed to hold so many of the prompt's blocks."""
+class BestWorkerResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The best worker, and how many of the prompt's blocks it is expected to have cached."""
 
     worker_id: int
     dp_rank: int
     overlap_blocks: float
 
 
-class Held(msgspec.Struct, frozen=True):
-    """A part of the index: consecutive blocks that a worker holds, by sequence hash."""
+class CachedRun(msgspec.Struct, frozen=True):
+    """A part of the index: consecutive blocks in a tier of a worker, by sequence hash."""
 
     worker_id: int
     dp_rank: int
@@ -54,120 +55,123 @@ class Held(msgspec.Struct, frozen=True):
     sequence_hashes: list[int]
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that was counted."""
+class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """The id of a request that `best_worker_id` counted."""
 
     request_id: str
 
 
 class RouterService:
-    """Routes to one endpoint for others."""
+    """Serves the decisions for one endpoint of workers."""
 
     def __init__(
         self,
         runtime: component.DistributedRuntime,
         target: instances.EndpointName,
-        made: route_factory.RouteFactory,
+        factory: route_factory.RouteFactory,
     ) -> None:
         self._runtime = runtime
         self._target = target
-        self._routes = made
+        self._factory = factory
         self._client = runtime.client(target)
         self._cards: dict[int, model_card.ModelCard] = {}
         self._router: kv_router.KvRouter | None = None
         self._tasks = tasks.Tasks()
 
     async def start(self) -> None:
-        """Be found and answer."""
-        answers: dict[str, requests.Handler] = {
+        """Register all endpoints, and follow the workers' model cards."""
+        handlers: dict[str, requests.Handler] = {
             "generate": self._generate,
-            "best_worker_id": self._replies(Question, self._best_worker),
-            "mark_prefill_complete": self._replies(About, self._mark_prefill_complete),
-            "free": self._replies(About, self._free),
+            "best_worker_id": self._make_handler(BestWorkerRequest, self._best_worker),
+            "mark_prefill_complete": self._make_handler(
+                SequenceUpdate, self._mark_prefill_complete
+            ),
+            "free": self._make_handler(SequenceUpdate, self._free),
             "dump": self._dump,
         }
-        for endpoint, handler in answers.items():
+        for endpoint, handler in handlers.items():
             name = instances.EndpointName(self._target.namespace, "router", endpoint)
             await self._runtime.register(name, handler)
-        self._tasks.start("watch model cards", self._watch())
+        self._tasks.start("watch model cards", self._watch_cards())
         _logger.info("routing to %s", self._target)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`. Raises what a task died of."""
+        """Serve until `stop` is set. Raises the error of a failed task."""
         await self._tasks.run_until(stop)
 
     async def close(self) -> None:
-        """End."""
+        """Stop all tasks and close the routes."""
         await self._tasks.close()
-        await self._routes.close()
+        await self._factory.close()
 
-    async def _watch(self) -> None:
+    async def _watch_cards(self) -> None:
         prefix = f"{instances.CARDS}{self._target.path}/"
         async for change in self._runtime.discovery.watch(prefix):
             try:
                 instance_id = int(change.key.removeprefix(prefix), 16)
                 value = getattr(change, "value", None)
                 card = None if value is None else _decode_record(value).card_json
-            except ValueError as error:  # msgspec's are some too
+            except ValueError as error:  # those of msgspec included
                 _logger.warning("ignored the model card %s: %s", change.key, error)
                 continue
-            self._apply(instance_id, card)
+            self._update_card(instance_id, card)
 
-    def _apply(self, instance_id: int, card: model_card.ModelCard | None) -> None:
+    def _update_card(self, instance_id: int, card: model_card.ModelCard | None) -> None:
         if card is None:
             self._cards.pop(instance_id, None)
         else:
             self._cards[instance_id] = card
             if self._router is None:
-                self._router = self._routes.make_kv_router(self._client, card)
+                self._router = self._factory.make_kv_router(self._client, card)
         if self._router is not None:
             self._router.set_model_cards(self._cards)
 
-    @property
-    def _known(self) -> kv_router.KvRouter:
+    def _get_router(self) -> kv_router.KvRouter:
         if self._router is None:
-            raise errors.NoWorkers(f"nobody serves {self._target}: start a worker for it")
+            raise errors.NoWorkers(f"no worker serves {self._target}: start one")
         return self._router
 
-    def _replies(self, question: type[Q], answer: Callable[[Q], Any]) -> requests.Handler:
-        """A handler that answers once, at once."""
-        decode = msgspec.msgpack.Decoder(question).decode
+    def _make_handler(
+        self, body_type: type[Body], respond: Callable[[Body], Any]
+    ) -> requests.Handler:
+        """Make a handler that decodes the body and replies once, at once."""
+        decode = msgspec.msgpack.Decoder(body_type).decode
 
         def handle(call: requests.Call) -> None:
             try:
-                call.reply(answer(decode(call.body)))
+                call.reply(respond(decode(call.body)))
             except errors.DynamoError as error:
                 call.fail(error)
             except msgspec.DecodeError as error:
-                call.fail(errors.InvalidRequest(f"expected a {question.__name__}: {error}"))
+                call.fail(errors.InvalidRequest(f"expected a {body_type.__name__}: {error}"))
             else:
                 call.finish()
 
         return handle
 
-    def _best_worker(self, question: Question) -> Answer:
-        packed = question.token_ids
+    def _best_worker(self, request: BestWorkerRequest) -> BestWorkerResponse:
+        packed = request.token_ids
         if isinstance(packed, list):
             packed = blocks.pack(packed)
-        key = question.request_id if question.update_states else None
-        decision = self._known.decide(packed, key, question.lora_name)
-        return Answer(
+        key = request.request_id if request.update_states else None
+        decision = self._get_router().select_worker(packed, key, request.lora_name)
+        return BestWorkerResponse(
             worker_id=decision.worker.instance_id,
             dp_rank=decision.worker.dp_rank,
             overlap_blocks=decision.overlap_blocks,
         )
 
-    def _mark_prefill_complete(self, about: About) -> dict[str, str]:
-        self._known.prefill_completed(about.request_id)
+    def _mark_prefill_complete(self, update: SequenceUpdate) -> dict[str, str]:
+        self._get_router().mark_prefill_completed(update.request_id)
         return {"status": "success"}
 
-    def _free(self, about: About) -> dict[str, str]:
-        self._known.free(about.request_id)
+    def _free(self, update: SequenceUpdate) -> dict[str, str]:
+        self._get_router().free_request(update.request_id)
         return {"status": "success"}
 
     def _dump(self, call: requests.Call) -> None:
-        for worker, tier, hashes in self._routes.holdings(self._target):
-            call.reply(Held(worker.instance_id, worker.dp_rank, tier, list(hashes)))
+        for worker, tier, names in self._factory.cached_runs(self._target):
+            call.reply(CachedRun(worker.instance_id, worker.dp_rank, tier, list(names)))
         call.finish()
 
     def _generate(self, call: requests.Call) -> None:
@@ -181,10 +185,12 @@ class RouterService:
 
     async def _forward(self, call: requests.Call, request: generate.Request) -> None:
         try:
-            terms = route.RoutingOptions(
-                headers=call.headers, among=self._known.having(request.lora_name)
+            router = self._get_router()
+            options = route.RoutingOptions(
+                headers=call.headers,
+                allowed_instances=router.instances_with_lora(request.lora_name),
             )
-            stream = await self._known.open(request, _Passing(call), terms)
+            stream = await router.open_stream(request, _ForwardingReceiver(call), options)
         except errors.DynamoError as error:
             call.fail(error)
         else:
@@ -195,8 +201,8 @@ def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
 
 
-class _Passing:
-    """A receiver that passes everything on."""
+class _ForwardingReceiver:
+    """A receiver that passes the response on to the caller."""
 
     def __init__(self, call: requests.Call) -> None:
         self._call = call

@@ -1,8 +1,8 @@
-"""What a prefix index knows, as bytes: for a router that starts anew, or a replica that joins.
+"""The content of a prefix index as bytes: for a restarted router, or a replica that joins.
 
-A snapshot says of each rank of a worker what it holds and up to which of its events that is known, so that the
-worker can tell what has happened since. Of engines with block names of their own it says nothing: what these
-tell next could not be understood without the names.
+A snapshot has, for each rank of a worker, its blocks by tier and the position in its KV events up to which they are
+known, so that the worker can replay the events since. Workers whose engines have block hashes of their own are left
+out: without the map of these hashes, their next events could not be understood.
 """
 
 import sys
@@ -19,26 +19,26 @@ _VERSION = 1
 _NAME_BYTES = 8
 
 
-class Stretch(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive blocks in one tier; their names as little-endian u64."""
+class BlockRun(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive blocks in one tier; `names` are their sequence hashes as little-endian u64."""
 
     tier: kv_events.Tier
     names: bytes
 
 
 class RankSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """One rank of a worker."""
+    """The blocks of one rank of a worker, and the position of its next KV event."""
 
     instance_id: int
     dp_rank: int
     position: kv_events.Position
-    held: list[Stretch]
+    runs: list[BlockRun]
 
     def restore(self, index: prefix_index.PrefixIndex) -> None:
-        """Have the index know it."""
+        """Add the blocks to the index."""
         worker = api.Worker(self.instance_id, self.dp_rank)
-        for stretch in self.held:
-            index.hold(worker, stretch.tier, _unpack(stretch.names))
+        for run in self.runs:
+            index.add_blocks(worker, run.tier, _unpack(run.names))
 
 
 class _Snapshot(msgspec.Struct, frozen=True):
@@ -49,19 +49,19 @@ class _Snapshot(msgspec.Struct, frozen=True):
 def encode(
     index: prefix_index.PrefixIndex, positions: Mapping[api.Worker, kv_events.Position]
 ) -> bytes:
-    """What the index knows of the workers whose position is known."""
-    held: dict[api.Worker, list[Stretch]] = {
-        worker: [] for worker in positions if not index.is_foreign(worker)
+    """Encode the blocks of all workers that have a position."""
+    runs: dict[api.Worker, list[BlockRun]] = {
+        worker: [] for worker in positions if not index.has_engine_hashes(worker)
     }
-    for worker, tier, names in index.holdings():
-        if worker in held:
-            held[worker].append(Stretch(tier, _pack(names)))
-    ranks = [RankSnapshot(*worker, positions[worker], held[worker]) for worker in held]
+    for worker, tier, names in index.cached_runs():
+        if worker in runs:
+            runs[worker].append(BlockRun(tier, _pack(names)))
+    ranks = [RankSnapshot(*worker, positions[worker], runs[worker]) for worker in runs]
     return msgspec.msgpack.encode(_Snapshot(_VERSION, ranks))
 
 
 def decode(saved: bytes) -> list[RankSnapshot]:
-    """The inverse of `encode`. Raises ConfigError."""
+    """Decode what `encode` returned. Raises ConfigError."""
     try:
         snapshot = msgspec.msgpack.decode(saved, type=_Snapshot)
     except msgspec.DecodeError as error:
@@ -70,7 +70,7 @@ def decode(saved: bytes) -> list[RankSnapshot]:
         raise errors.ConfigError(
             f"expected a snapshot of version {_VERSION}, got {snapshot.version}: start without it"
         )
-    if any(len(held.names) % _NAME_BYTES for rank in snapshot.ranks for held in rank.held):
+    if any(len(run.names) % _NAME_BYTES for rank in snapshot.ranks for run in rank.runs):
         raise errors.ConfigError(
             f"expected block names of {_NAME_BYTES} bytes in a snapshot: it is damaged, start without it"
         )

@@ -1,93 +1,91 @@
-"""What the router believes a worker is doing: predicted from what was sent there and what came back.
+"""The load of each worker as the router predicts it: from what it sent there and what came back.
 
-Load reports come late (a second is long) and say nothing of requests on their way; these figures are there at once.
+Load reports of workers come late (a second is long) and know nothing of requests on their way; these figures are there
+at once.
 
-How hard each worker's cache is pressed: new tokens that were sent there, the older the less.
-
-A cache that takes in twice as much forgets twice as soon. Where all caches turn over equally fast, they behave like one
-large cache with one order of eviction; so what is new anyway had better go where little that is new has gone of late.
-
-"Of late" is counted in tokens, not in seconds: an insertion counts 1/e after all caches together could have been
-filled once more. Instead of ageing all figures at every insertion, later insertions weigh more.
+*Cache pressure.* A cache that takes in twice as many tokens forgets twice as soon. Where all caches turn over equally
+fast, they behave like one large cache with one order of eviction; so new content should go where little new content
+went recently. "Recently" is counted in tokens, not in seconds: an insertion counts 1/e once all caches together could
+have been filled again. Instead of ageing all figures at every insertion, later insertions get a larger weight.
 """
 
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-_PRIOR_TOKENS_PER_S = 10_000.0
-_MEMORY = 0.98  # what an observation still counts after the next one
+_ASSUMED_TOKENS_PER_S = 10_000.0
+_DECAY = 0.98  # the weight of an observation after the next one
+_ASSUMED_CACHE_TOKENS = 200_000  # of a worker that does not publish its size
+_MAX_INSERTION_WEIGHT = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a worker says of itself in its model card; 0: unknown, or no limit."""
+    """The limits that a worker publishes in its model card; 0: unknown, or no limit."""
 
     total_blocks: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 8192
 
 
-class Pace:
-    """How fast workers compute prompts: tokens that were computed over the time that they took, lately.
+class PrefillSpeed:
+    """The recent speed of prefill: computed prompt tokens over the seconds that they took.
 
-    One for all workers: they serve the same model, and what one of them was slow at, others will be too.
+    One for all workers: they serve the same model, so what was slow on one of them will be slow on the others.
     """
 
     def __init__(self) -> None:
-        self.measured = 0.0  # tokens per second; 0: nothing is known yet
+        self.measured = 0.0  # tokens per second; 0: no observation yet
         self._num_tokens = 0.0
         self._seconds = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """As measured, or else a guess."""
-        return self.measured or _PRIOR_TOKENS_PER_S
+        """Return the measured speed, or a guess while there is none."""
+        return self.measured or _ASSUMED_TOKENS_PER_S
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A prompt was computed; 0 seconds if it came in one step with the one before."""
-        self._num_tokens = self._num_tokens * _MEMORY + num_tokens
-        self._seconds = self._seconds * _MEMORY + seconds
+        """Add a computed prompt; `seconds` is 0 if one step computed it together with the prompt before."""
+        self._num_tokens = self._num_tokens * _DECAY + num_tokens
+        self._seconds = self._seconds * _DECAY + seconds
         if self._num_tokens and self._seconds:
             self.measured = self._num_tokens / self._seconds
 
 
 @dataclass(slots=True)
-class Load:
-    """One worker. `active` counts, everybody else reads."""
+class WorkerLoad:
+    """The load of one worker. `active_sequences` updates it; all others only read."""
 
     capacity: Capacity
-    pace: Pace
+    prefill_speed: PrefillSpeed
     num_requests: int = 0
     active_blocks: int = 0  # distinct blocks of the requests in flight
-    prefill_tokens: int = 0  # prompt tokens to compute, of the requests that have not answered yet
-    reserved_tokens: float = (
-        0.0  # the same, of requests in the router's queue that wait for this worker
-    )
-    inserted: float = 0.0  # tokens that were new to its cache, lately (`pressure`)
+    prefill_tokens: int = 0  # prompt tokens to compute, of requests without a first output
+    reserved_tokens: float = 0.0  # prompt tokens of queued requests that wait for this worker
+    inserted_tokens: float = 0.0  # new to its cache, weighted by recency (`CachePressure`)
     waiting: dict[str, int] = field(default_factory=dict)  # request -> tokens to compute, in order
-    head_since: float = 0.0  # when the first of `waiting` began to be computed
+    head_since: float = 0.0  # when the prefill of the first of `waiting` began
 
     def backlog(self, now: float) -> float:
-        """Prompt tokens that it has still to compute before it comes to a new one."""
+        """Return the prompt tokens that the worker still has to compute before a new prompt."""
         if not self.prefill_tokens:
             return self.reserved_tokens
-        done = (now - self.head_since) * self.pace.measured
+        computed = (now - self.head_since) * self.prefill_speed.measured
         return (
             self.prefill_tokens
-            - min(done, next(iter(self.waiting.values())))
+            - min(computed, next(iter(self.waiting.values())))
             + self.reserved_tokens
         )
 
-    def enter(self, request_id: str, num_tokens: int, now: float) -> None:
-        """A prompt of which this much has to be computed was sent there."""
+    def add_prefill(self, request_id: str, num_tokens: int, now: float) -> None:
+        """Add a prompt of which `num_tokens` have to be computed to the end of the worker's queue."""
         if not self.waiting:
             self.head_since = now
         self.waiting[request_id] = num_tokens
         self.prefill_tokens += num_tokens
 
-    def leave(self, request_id: str, now: float) -> None:
-        """The prompt is computed, or given up. Not an error if it was before."""
+    def remove_prefill(self, request_id: str, now: float) -> None:
+        """Remove a prompt that is computed or aborted. An unknown one is no error."""
         num_tokens = self.waiting.pop(request_id, None)
         if num_tokens is None:
             return
@@ -95,12 +93,12 @@ class Load:
         self.head_since = now
 
     def share_in_use(self, num_blocks: int) -> float | None:
-        """Of all its blocks, once a request has so many more; None if it does not say how many there are."""
+        """Return the share of the worker's blocks in use with `num_blocks` more; None if their total is unknown."""
         total = self.capacity.total_blocks
         return (self.active_blocks + num_blocks) / total if total else None
 
     def has_room(self, num_blocks: int, max_backlog: float, now: float) -> bool:
-        """Whether a request that needs so many more blocks would soon be computed there."""
+        """Return True if a request with `num_blocks` new blocks would be computed within `max_backlog` steps."""
         if not self.num_requests:
             return True
         capacity = self.capacity
@@ -115,31 +113,26 @@ class Load:
         )
 
 
-_ASSUMED_CAPACITY = 200_000  # tokens, of a worker that does not tell
-_LARGEST_WEIGHT = 1e12
-
-
 class CachePressure:
-    """Writes `inserted` of the loads. Only ratios between them mean anything."""
+    """Updates `inserted_tokens` of the loads. Only their ratios have a meaning."""
 
-    def __init__(self, loads: Collection[Load]) -> None:
+    def __init__(self, loads: Collection[WorkerLoad]) -> None:
         self._loads = loads
         self._weight = 1.0
-        self._horizon = float(_ASSUMED_CAPACITY)
+        self._horizon = float(_ASSUMED_CACHE_TOKENS)
 
-    def resize(self, *, block_size: int) -> None:
-        """Workers came or went."""
+    def update_cache_size(self, *, block_size: int) -> None:
+        """Recompute the total cache size in tokens, after workers came or went."""
         sizes = (load.capacity.total_blocks * block_size for load in self._loads)
-        self._horizon = float(sum(size or _ASSUMED_CAPACITY for size in sizes)) or _ASSUMED_CAPACITY
+        self._horizon = (
+            float(sum(size or _ASSUMED_CACHE_TOKENS for size in sizes)) or _ASSUMED_CACHE_TOKENS
+        )
 
-    def insert(self, load: Load, num_tokens: int) -> None:
-        """So many tokens that it does not hold yet were sent to a worker."""
-        load.inserted += num_tokens * self._weight
+    def insert(self, load: WorkerLoad, num_tokens: int) -> None:
+        """Record `num_tokens` prompt tokens that were sent to a worker and are not in its cache."""
+        load.inserted_tokens += num_tokens * self._weight
         self._weight *= math.exp(num_tokens / self._horizon)
-        if self._weight > _LARGEST_WEIGHT:
-            self._rescale()
-
-    def _rescale(self) -> None:
-        for load in self._loads:
-            load.inserted /= self._weight
-        self._weight = 1.0
+        if self._weight > _MAX_INSERTION_WEIGHT:
+            for each in self._loads:
+                each.inserted_tokens /= self._weight
+            self._weight = 1.0

@@ -123,7 +123,7 @@ class Simulation:
         for request_id, num_cached in progress.first_outputs:
             outcome = self._open[request_id]
             outcome.first_output_at, outcome.num_cached = now, num_cached
-            self._selector.first_output(request_id, now)
+            self._selector.mark_prefill_completed(request_id, now)
         self._expect(worker, math.inf)
         self._end(progress.ended, now)
 
@@ -131,9 +131,9 @@ class Simulation:
         """The index hears at once what a cache took in, and what it forgot."""
         for is_stored, names in changes:
             if is_stored:
-                self._index.hold(worker, kv_events.DEVICE, names)
+                self._index.add_blocks(worker, kv_events.DEVICE, names)
             else:
-                self._index.drop(worker, kv_events.DEVICE, names)
+                self._index.remove_blocks(worker, kv_events.DEVICE, names)
 
     def _end(self, request_ids: Sequence[str], now: float) -> None:
         for request_id in request_ids:

@@ -38,28 +38,28 @@ class Router:
     def set_model_cards(self, cards):
         self.cards = cards
 
-    def having(self, lora_name):
+    def instances_with_lora(self, lora_name):
         return None if lora_name is None else self.instance_ids & self.with_adapter
 
-    def num_before(self, among=None):
-        return self.num_requests if among is None or among else None
+    def min_active_requests(self, allowed=None):
+        return self.num_requests if allowed is None or allowed else None
 
-    def choose(self, request, **options):
+    def preview_instance(self, request, **options):
         return DECODE
 
-    def prospect(self, request, terms=route.DEFAULT_OPTIONS):
+    def estimate_load(self, request, options=route.DEFAULT_OPTIONS):
         return routing.LoadEstimate(num_new=self.num_new)
 
-    async def open(self, request, receiver, terms=route.DEFAULT_OPTIONS):
-        chosen = min(terms.among or self.instance_ids, default=None)
-        self.asked.append((chosen, request, terms))
+    async def open_stream(self, request, receiver, options=route.DEFAULT_OPTIONS):
+        chosen = min(options.allowed_instances or self.instance_ids, default=None)
+        self.asked.append((chosen, request, options))
         step = self.script.pop(0) if self.script else None
         if callable(step):
-            step = await step(terms)
+            step = await step(options)
         if isinstance(step, errors.NoWorkers):
             raise step
-        if terms.on_asked is not None:
-            terms.on_asked(chosen)
+        if options.on_dispatched is not None:
+            options.on_dispatched(chosen)
         self.streams.append(Stream())
         if isinstance(step, errors.DynamoError):
             receiver.ended(step)
@@ -84,9 +84,9 @@ class World:
         self.made.prefill_by(self.prefill)
         self.told = []
 
-    async def open(self, made=None, **terms):
-        terms = route.RoutingOptions(on_prefilled=self.told.append, **terms)
-        return await self.made.open(made or request(), None, terms)
+    async def open(self, made=None, **options):
+        options = route.RoutingOptions(on_prefilled=self.told.append, **options)
+        return await self.made.open_stream(made or request(), None, options)
 
     @property
     def answered(self):
@@ -172,13 +172,13 @@ async def test_who_is_named_and_cannot_copy_computes_it_himself(world):
 async def test_without_prefill_workers_it_is_the_plain_route(world):
     world.made.prefill_by(None)
 
-    assert world.made.open == world.decode.open
+    assert world.made.open_stream == world.decode.open_stream
 
 
 async def test_without_anybody_who_could_copy_it_is_the_plain_route(world):
     world.made.set_model_cards({PLAIN: card()})
 
-    assert world.made.open == world.decode.open
+    assert world.made.open_stream == world.decode.open_stream
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ async def test_what_fails_there_is_computed_where_it_is_answered(world, script, 
     assert not world.told
 
 
-async def forever(terms):
+async def forever(options):
     await asyncio.Event().wait()
 
 
@@ -248,7 +248,7 @@ async def test_an_error_of_the_worker_that_answers_is_the_callers(world):
 async def test_a_caller_that_goes_ends_the_prefill(world):
     gone = []
     world.prefill.script = []
-    opening = asyncio.ensure_future(world.open(on_gone=gone.append))
+    opening = asyncio.ensure_future(world.open(add_disconnect_callback=gone.append))
     while not world.prefill.streams:
         await asyncio.sleep(0)
     gone[0]()
@@ -292,7 +292,7 @@ async def test_an_adapter_s_prompt_stays_where_no_prefill_worker_has_it(world):
 
 async def test_an_adapter_s_prompt_stays_where_those_that_have_it_cannot_copy(world):
     world.prefill.with_adapter = {PREFILL}
-    await world.open(request(lora_name="poet"), among={PLAIN})
+    await world.open(request(lora_name="poet"), allowed_instances={PLAIN})
 
     assert not world.prefill.asked
     assert world.answered == (PLAIN, kv_transfer.COMPUTE_LOCALLY)

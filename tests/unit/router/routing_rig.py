@@ -94,7 +94,7 @@ class World:
         )
         self._stack.push_async_callback(self.routes.close)
         self.client = self.runtime_of_router.client(NAME)
-        self.made = self.routes.make(self.client, card())
+        self.made = self.routes.make_route(self.client, card())
         for _ in range(num_workers):
             self.workers.append(Worker(await self.runtime(), facts or {}))
             await self.workers[-1].join()
@@ -106,7 +106,7 @@ class World:
         """Open a stream, and wait for the worker that has it."""
         before = self.num_calls
         receiver = Receiver()
-        stream = await self.made.open(
+        stream = await self.made.open_stream(
             request(*token_ids, **fields), receiver, route.RoutingOptions(instance_id=instance_id)
         )
         await self.until(lambda: self.num_calls == before + 1)

@@ -66,7 +66,7 @@ def test_it_equals_a_naive_model_after_any_history(data):
                 add(active, request_id, worker, chain, isl=isl)
                 naive.requests.setdefault(request_id, (worker, chain, isl))
             case "complete":
-                active.prefill_completed(request_id, 1.0)
+                active.mark_prefill_completed(request_id, 1.0)
                 if request_id in naive.requests:
                     naive.requests[request_id] = (*naive.requests[request_id][:2], 0)
             case "free":
@@ -80,7 +80,7 @@ def test_it_equals_a_naive_model_after_any_history(data):
                 naive.requests = {k: v for k, v in naive.requests.items() if v[0] != worker}
 
     question = data.draw(chains())
-    assert active.runs(question) == naive.runs(question)
+    assert active.prefix_lengths(question) == naive.runs(question)
     for worker in WORKERS:
         load = active.loads[worker]
         assert load.active_blocks == naive.blocks(worker)
@@ -93,7 +93,7 @@ def test_a_stride_counts_shared_blocks_more_coarsely_and_forgets_none():
     add(active, "a", WORKERS[0], list(range(11)))
     add(active, "b", WORKERS[0], [*range(7), 70, 80, 90])
     load = active.loads[WORKERS[0]]
-    both, run = load.active_blocks, active.runs([*range(7), 71, 81])
+    both, run = load.active_blocks, active.prefix_lengths([*range(7), 71, 81])
 
     active.free("a", 1.0)
     one = load.active_blocks
@@ -106,7 +106,7 @@ def test_blocks_of_answers_count_until_their_request_ends():
     active = tracker()
     add(active, "a", WORKERS[0], [1, 2])
 
-    active.grow("a", 3)
+    active.add_output_blocks("a", 3)
     grown = active.loads[WORKERS[0]].active_blocks
     active.free("a", 1.0)
 
@@ -116,8 +116,8 @@ def test_blocks_of_answers_count_until_their_request_ends():
 def test_what_nobody_knows_is_no_error():
     active = tracker()
 
-    active.prefill_completed("?", 0.0)
-    active.grow("?", 1)
+    active.mark_prefill_completed("?", 0.0)
+    active.add_output_blocks("?", 1)
     active.free("?", 0.0)
     add(active, "a", Worker(99), [1])
 
@@ -134,7 +134,7 @@ def test_overlapping_blocks_need_no_prefill():
 
 def test_the_queue_of_a_worker_shrinks_while_it_computes_and_never_below_what_it_has_not_begun():
     active = tracker()
-    active.pace.measured = 10.0
+    active.prefill_speed.measured = 10.0
     add(active, "a", WORKERS[0], [], isl=40, now=0.0)
     add(active, "b", WORKERS[0], [], isl=20, now=0.0)
     load = active.loads[WORKERS[0]]
@@ -147,10 +147,10 @@ def test_the_pace_is_learned_from_prompts_that_are_done():
     add(active, "a", WORKERS[0], [], isl=40, now=0.0)
     add(active, "b", WORKERS[0], [], isl=60, now=0.0)
 
-    active.prefill_completed("a", 2.0)
-    active.prefill_completed("b", 2.0)  # in the same step
+    active.mark_prefill_completed("a", 2.0)
+    active.mark_prefill_completed("b", 2.0)  # in the same step
 
-    assert active.pace.tokens_per_s == pytest.approx(100 / 2, rel=0.05)
+    assert active.prefill_speed.tokens_per_s == pytest.approx(100 / 2, rel=0.05)
 
 
 def test_a_replica_that_hears_everything_has_the_same_loads():
@@ -159,7 +159,7 @@ def test_a_replica_that_hears_everything_has_the_same_loads():
         chain = list(range(100 * (i % 5), 100 * (i % 5) + 5))
         add(first, str(i), rng.choice(WORKERS), chain, isl=20, overlap=float(i % 3))
     for i in range(0, 50, 3):
-        first.prefill_completed(str(i), 1.0)
+        first.mark_prefill_completed(str(i), 1.0)
 
     for event in first.snapshot("router"):
         second.apply(event, 2.0)
@@ -212,6 +212,6 @@ def test_names_that_are_no_chain_break_nothing():
 
     for i in range(4):
         active.free(str(i), 1.0)
-        active.runs([1, 2, 3])
+        active.prefix_lengths([1, 2, 3])
 
     assert [active.loads[w].active_blocks for w in WORKERS] == [0, 0, 0]

@@ -33,7 +33,7 @@ class Naive:
     def record(self, worker, chain, now):
         self.ends |= {(worker, name): math.ceil(now) + TTL_S for name in names(*chain)}
 
-    def find(self, chain, now):
+    def find_matches(self, chain, now):
         depths = {}
         for worker in (ALICE, BOB):
             for name in names(*chain):
@@ -63,7 +63,9 @@ def test_a_guess_ends_its_time_after_its_last_use(steps, prompt):
         now += passed_s
     index.expire(now)
 
-    assert index.find(names(*prompt)).device == naive.find(prompt, now)
+    assert index.find_matches(names(*prompt)).by_tier.get("device", {}) == naive.find_matches(
+        prompt, now
+    )
     assert index.num_guesses == sum(end > now for end in naive.ends.values())
 
 
@@ -77,7 +79,7 @@ def test_the_oldest_go_when_room_ends(steps):
     found = {
         (worker, root): at
         for (worker, root), at in used_at.items()
-        if index.find(names(root, 1, 2)).device.get(worker) == 3
+        if index.find_matches(names(root, 1, 2)).by_tier.get("device", {}).get(worker) == 3
     }
     gone = {key: at for key, at in used_at.items() if key not in found}
 
@@ -87,7 +89,7 @@ def test_the_oldest_go_when_room_ends(steps):
 
 
 def test_what_is_dropped_at_once_is_bounded(monkeypatch):
-    monkeypatch.setattr(approx_index, "_LEAST_DROPPED", 4)
+    monkeypatch.setattr(approx_index, "_MIN_PRUNED", 4)
     index = make("lru", max_guesses=100)
     sizes = []
     for root in range(120):
@@ -105,7 +107,7 @@ def test_only_the_ttl_policy_forgets_by_time(policy, expected):
     index.record(ALICE, names(1, 2), 100.0)
     index.expire(1e6)
 
-    assert index.find(names(1, 2)).device == expected
+    assert index.find_matches(names(1, 2)).by_tier.get("device", {}) == expected
 
 
 def test_a_prompt_without_a_full_block_leaves_no_trace():
@@ -113,4 +115,4 @@ def test_a_prompt_without_a_full_block_leaves_no_trace():
     index.record(ALICE, [], 100.0)
 
     assert index.num_guesses == 0
-    assert index.find([]).device == {}
+    assert index.find_matches([]).by_tier.get("device", {}) == {}

@@ -22,7 +22,7 @@ def documented():
 
 
 def test_the_documents_example_selects_the_second_worker():
-    decision = cost_function.Dynamo(draw=draw).choose(prompt(), documented(), 0.0)
+    decision = cost_function.Dynamo(draw=draw).select_worker(prompt(), documented(), 0.0)
 
     assert (decision.worker.instance_id, decision.overlap_blocks) == (1, 5)
 

@@ -10,10 +10,10 @@ from dynamo.router import prefix_tree
 NAMES = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 HOLDER = st.sampled_from((1, 2, 4))
 STEP = st.one_of(
-    st.tuples(st.just("hold"), HOLDER, NAMES),
-    st.tuples(st.just("drop"), HOLDER, NAMES),
-    st.tuples(st.just("runs"), NAMES, st.integers(0, 7)),
-    st.tuples(st.just("forget"), HOLDER),
+    st.tuples(st.just("add_blocks"), HOLDER, NAMES),
+    st.tuples(st.just("remove_blocks"), HOLDER, NAMES),
+    st.tuples(st.just("match"), NAMES, st.integers(0, 7)),
+    st.tuples(st.just("begin_sweep"), HOLDER),
     st.tuples(st.just("sweep"), st.integers(0, 3)),
 )
 
@@ -24,32 +24,32 @@ def test_names_that_are_no_chain_break_nothing(steps, max_blocks):
     store = prefix_tree.PrefixTree(max_blocks)
     for name, *arguments in steps:
         getattr(store, name)(*arguments)
-    store.forget(7)
+    store.begin_sweep(7)
     while not store.sweep(1):
         pass
 
     assert len(store) == 0
-    assert store.runs([0, 1, 2], 7) == []
+    assert store.match([0, 1, 2], 7) == []
 
 
 def test_a_chain_that_grows_by_single_blocks_fills_its_segment():
     store, names = (
         prefix_tree.PrefixTree(1000),
-        blocks.sequence_hashes(range(1, 2 * prefix_tree.MAX_BLOCKS)),
+        blocks.sequence_hashes(range(1, 2 * prefix_tree.MAX_EDGE_BLOCKS)),
     )
     for i, name in enumerate(names):
-        store.hold(1, [name], names[i - 1] if i else None)
+        store.add_blocks(1, [name], names[i - 1] if i else None)
 
-    assert [len(run) for run in store.held_by(1)] == [
-        prefix_tree.MAX_BLOCKS,
-        prefix_tree.MAX_BLOCKS - 1,
+    assert [len(run) for run in store.runs_of(1)] == [
+        prefix_tree.MAX_EDGE_BLOCKS,
+        prefix_tree.MAX_EDGE_BLOCKS - 1,
     ]
 
 
 @pytest.mark.parametrize("max_blocks", [1000, 300])
 def test_when_room_ends_a_sequence_loses_its_tail_first(max_blocks):
     store, names = prefix_tree.PrefixTree(max_blocks), blocks.sequence_hashes(range(1, 351))
-    store.hold(1, names)
-    runs = store.runs(names, 1)
+    store.add_blocks(1, names)
+    runs = store.match(names, 1)
 
-    assert runs == [(1, 350 if max_blocks == 1000 else 2 * prefix_tree.MAX_BLOCKS)]
+    assert runs == [(1, 350 if max_blocks == 1000 else 2 * prefix_tree.MAX_EDGE_BLOCKS)]

@@ -63,9 +63,9 @@ def test_missing_load_counts_the_whole_prompt():
 
 
 def test_blocks_of_slower_tiers_count_in_part():
-    overlaps = api.OverlapScores(device={W1: 2}, host={W1: 4, W2: 1}, disk={W3: 4})
+    overlaps = api.OverlapScores({"device": {W1: 2}, "host": {W1: 4, W2: 1}, "disk": {W3: 4}})
 
-    assert cost_function.cached_blocks(overlaps, cost_function.Credits()) == {
+    assert cost_function.cached_blocks(overlaps, cost_function.DEFAULT_TIER_WEIGHTS) == {
         W1: 5.0,
         W2: 0.75,
         W3: 1.0,
@@ -73,10 +73,16 @@ def test_blocks_of_slower_tiers_count_in_part():
 
 
 def test_a_smaller_credit_scales_device_blocks_too():
-    overlaps = api.OverlapScores(device={W1: 2})
+    overlaps = api.OverlapScores({"device": {W1: 2}})
 
-    assert cost_function.cached_blocks(overlaps, cost_function.Credits(device=0.5)) == {W1: 1.0}
+    assert cost_function.cached_blocks(overlaps, {"device": 0.5}) == {W1: 1.0}
 
 
 def test_lmetric_is_a_product():
     assert cost_function.lmetric(3, 4) == 15
+
+
+def test_a_tier_without_a_weight_counts_like_the_lowest_one():
+    overlaps = api.OverlapScores({"device": {W1: 1}, "peer": {W1: 4}})
+
+    assert cost_function.cached_blocks(overlaps) == {W1: 2.0}

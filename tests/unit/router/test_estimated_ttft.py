@@ -45,7 +45,9 @@ def test_among_many_workers_a_few_idle_ones_are_enough_to_go_elsewhere():
 
 
 def test_what_is_new_anyway_goes_to_the_cache_that_took_in_least():
-    assert chosen(POLICY, prompt(), view({"inserted": 900.0}, {"inserted": 100.0})) == 1
+    assert (
+        chosen(POLICY, prompt(), view({"inserted_tokens": 900.0}, {"inserted_tokens": 100.0})) == 1
+    )
 
 
 def test_an_idle_worker_is_better_than_one_that_decodes():
@@ -67,6 +69,8 @@ def test_requests_that_wait_for_a_worker_in_the_router_count_as_its_queue():
 
 
 def test_it_says_what_it_expects_to_find():
-    decision = POLICY.choose(prompt(100), view({}, {}, cached={1: 50}, in_flight={1: 60}), 0.0)
+    decision = POLICY.select_worker(
+        prompt(100), view({}, {}, cached={1: 50}, in_flight={1: 60}), 0.0
+    )
 
     assert decision.overlap_blocks == 60

@@ -24,8 +24,8 @@ def part(*events, at=None, epoch=1, anew=False):
 
 def caught_up(at=0, epoch=1):
     order = kv_event_order.KvEventOrder()
-    order.replayed(part(anew=True))
-    order.replayed(part(at=at, epoch=epoch))
+    order.apply_replay(part(anew=True))
+    order.apply_replay(part(at=at, epoch=epoch))
     return order
 
 
@@ -33,25 +33,25 @@ def test_nothing_is_applied_before_the_worker_has_told_what_it_holds():
     order = kv_event_order.KvEventOrder()
 
     assert order.is_behind
-    assert order.take(batch(0, STORED)) == ()
-    assert order.ask() is None
+    assert order.apply_batch(batch(0, STORED)) == ()
+    assert order.begin_replay() is None
 
 
 def test_events_in_order_are_applied_and_doubled_ones_are_not():
     order = caught_up()
 
-    assert order.take(batch(0, STORED, REMOVED)) == (STORED, REMOVED)
-    assert order.take(batch(0, STORED, REMOVED)) == ()
-    assert order.take(batch(1, REMOVED, CLEARED)) == (CLEARED,)
+    assert order.apply_batch(batch(0, STORED, REMOVED)) == (STORED, REMOVED)
+    assert order.apply_batch(batch(0, STORED, REMOVED)) == ()
+    assert order.apply_batch(batch(1, REMOVED, CLEARED)) == (CLEARED,)
     assert not order.is_behind
 
 
 def test_a_hole_waits_until_what_was_missed_has_come_whole():
     order = caught_up()
-    held_back = order.take(batch(2, CLEARED))
-    position = order.ask()
-    first = order.replayed(part(STORED))
-    rest = order.replayed(part(REMOVED, at=2))
+    held_back = order.apply_batch(batch(2, CLEARED))
+    position = order.begin_replay()
+    first = order.apply_replay(part(STORED))
+    rest = order.apply_replay(part(REMOVED, at=2))
 
     assert (held_back, position, first) == ((), kv_events.Position(1, 0), ())
     assert rest == [STORED, REMOVED, CLEARED]
@@ -60,18 +60,18 @@ def test_a_hole_waits_until_what_was_missed_has_come_whole():
 
 def test_a_lost_last_batch_shows_by_the_sign_of_life():
     order = caught_up(at=3)
-    order.take(batch(4))
+    order.apply_batch(batch(4))
 
     assert order.is_behind
 
 
 def test_an_answer_that_broke_off_leaves_nothing_behind():
     order = caught_up()
-    order.take(batch(2, CLEARED))
-    order.ask()
-    order.replayed(part(STORED))
-    position = order.ask()
-    answered = order.replayed(part(STORED, REMOVED, at=2))
+    order.apply_batch(batch(2, CLEARED))
+    order.begin_replay()
+    order.apply_replay(part(STORED))
+    position = order.begin_replay()
+    answered = order.apply_replay(part(STORED, REMOVED, at=2))
 
     assert position == kv_events.Position(1, 0)
     assert answered == [STORED, REMOVED, CLEARED]
@@ -80,44 +80,44 @@ def test_an_answer_that_broke_off_leaves_nothing_behind():
 def test_a_worker_that_began_anew_holds_nothing_of_before():
     order = caught_up(at=7)
 
-    assert order.take(batch(0, STORED, epoch=2)) == (CLEARED, STORED)
-    assert order.take(batch(1, REMOVED, epoch=2)) == (REMOVED,)
+    assert order.apply_batch(batch(0, STORED, epoch=2)) == (CLEARED, STORED)
+    assert order.apply_batch(batch(1, REMOVED, epoch=2)) == (REMOVED,)
 
 
 def test_what_comes_between_question_and_answer_is_applied_after_it():
     order = caught_up()
-    order.ask()
-    meanwhile = order.take(batch(0, STORED, REMOVED))
+    order.begin_replay()
+    meanwhile = order.apply_batch(batch(0, STORED, REMOVED))
 
     assert meanwhile == ()
-    assert order.replayed(part(STORED, at=1)) == [STORED, REMOVED]
+    assert order.apply_replay(part(STORED, at=1)) == [STORED, REMOVED]
 
 
 def test_what_waited_from_a_former_life_is_dropped():
     order = kv_event_order.KvEventOrder()
-    order.take(batch(5, STORED, epoch=1))
-    order.replayed(part(anew=True))
+    order.apply_batch(batch(5, STORED, epoch=1))
+    order.apply_replay(part(anew=True))
 
-    assert order.replayed(part(at=3, epoch=2)) == []
+    assert order.apply_replay(part(at=3, epoch=2)) == []
     assert order.position == kv_events.Position(2, 3)
     assert not order.is_behind
 
 
 def test_a_full_replay_that_breaks_off_is_asked_for_again_from_nothing():
     order = caught_up(at=7)
-    order.ask()
+    order.begin_replay()
 
-    assert list(order.replayed(part(anew=True))) == [CLEARED]
-    assert order.ask() is None
+    assert list(order.apply_replay(part(anew=True))) == [CLEARED]
+    assert order.begin_replay() is None
 
 
 def test_what_waits_is_bounded_and_the_hole_is_seen_afterwards():
     order = kv_event_order.KvEventOrder()
     for number in range(kv_event_order.MAX_WAITING + 1):
-        order.take(batch(number, STORED))
-    order.replayed(part(anew=True))
+        order.apply_batch(batch(number, STORED))
+    order.apply_replay(part(anew=True))
 
-    assert order.replayed(part(at=1)) == []
+    assert order.apply_replay(part(at=1)) == []
     assert order.is_behind
 
 
@@ -146,14 +146,14 @@ class Line:
         if self.sent:
             message = self.sent.pop(0)
             for _ in range(times):
-                self.apply(self.order.take(message))
+                self.apply(self.order.apply_batch(message))
 
     def replay(self, num_parts):
         """Ask; the answer breaks off after so many parts."""
-        position = self.order.ask()
+        position = self.order.begin_replay()
         request = kv_events.ReplayRequest(positions={} if position is None else {0: position})
         for told in list(self.publisher.replay(request))[:num_parts]:
-            self.apply(self.order.replayed(told))
+            self.apply(self.order.apply_replay(told))
 
     def apply(self, events):
         for told in events:

@@ -38,7 +38,7 @@ async def test_a_prospect_tells_what_waits_and_what_would_be_in_use(world):
     await world.route(1, {"max_num_batched_tokens": 200})
     await world.open(*LONG)
 
-    found = world.made.prospect(request(*range(1000, 1100)))
+    found = world.made.estimate_load(request(*range(1000, 1100)))
 
     assert (found.num_new, found.num_ahead, found.num_steps_ahead) == (100, 400, 2)
     assert found.share_in_use == (100 + 25) / 10_000
@@ -96,7 +96,7 @@ async def test_none_that_can_be_reached_is_an_error_and_leaves_nothing(world):
         await worker.runtime.requests.close()
 
     with pytest.raises(errors.NoWorkers, match="can be reached"):
-        await world.made.open(request(), Receiver())
+        await world.made.open_stream(request(), Receiver())
 
     assert in_flight(world) == 0
 
@@ -105,7 +105,7 @@ async def test_without_workers_it_says_so(world):
     await world.route(0)
 
     with pytest.raises(errors.NoWorkers, match="no worker serves this model"):
-        await world.made.open(request(), Receiver())
+        await world.made.open_stream(request(), Receiver())
 
 
 async def test_a_named_worker_gets_it_and_an_unknown_one_is_refused(world):
@@ -115,7 +115,7 @@ async def test_a_named_worker_gets_it_and_an_unknown_one_is_refused(world):
 
     assert len(world.workers[1].calls) == 1
     with pytest.raises(errors.InvalidRequest, match="expected the id of a worker"):
-        await world.made.open(request(), Receiver(), route.RoutingOptions(instance_id=7))
+        await world.made.open_stream(request(), Receiver(), route.RoutingOptions(instance_id=7))
 
 
 async def test_a_session_stays_with_its_worker(world):
@@ -145,8 +145,8 @@ async def test_a_session_does_not_go_where_it_should_not(world):
     await world.open(session_id="s")
     lost = next(worker for worker in world.workers if worker.calls)
     other = next(worker for worker in world.workers if worker is not lost)
-    await world.made.open(
-        request(session_id="s"), Receiver(), route.RoutingOptions(among={other.id})
+    await world.made.open_stream(
+        request(session_id="s"), Receiver(), route.RoutingOptions(allowed_instances={other.id})
     )
     await world.until(lambda: other.calls)
 
@@ -186,7 +186,7 @@ async def test_a_worker_without_ranks_is_told_none(world):
 async def test_requests_wait_while_their_worker_is_busy_and_go_when_it_is_not(world):
     await world.route(1, facts={"max_num_batched_tokens": 100})
     await world.open(*LONG)
-    waiting = asyncio.create_task(world.made.open(request(*range(5000, 5400)), Receiver()))
+    waiting = asyncio.create_task(world.made.open_stream(request(*range(5000, 5400)), Receiver()))
     await world.until(lambda: world.metric("dynamo_frontend_router_queue_pending_requests") == 1)
     assert world.num_calls == 1
 
@@ -200,7 +200,7 @@ async def test_requests_wait_while_their_worker_is_busy_and_go_when_it_is_not(wo
 async def test_one_that_gives_up_waiting_leaves_the_queue(world):
     await world.route(1, facts={"max_num_batched_tokens": 100})
     await world.open(*LONG)
-    waiting = asyncio.create_task(world.made.open(request(*range(5000, 5400)), Receiver()))
+    waiting = asyncio.create_task(world.made.open_stream(request(*range(5000, 5400)), Receiver()))
     await world.until(lambda: world.made.selector.num_waiting == 1)
 
     waiting.cancel()
@@ -216,8 +216,10 @@ async def test_a_caller_that_goes_while_it_waits_leaves_the_queue(world):
     await world.open(*LONG)
     gone = []
     waiting = asyncio.create_task(
-        world.made.open(
-            request(*range(5000, 5400)), Receiver(), route.RoutingOptions(on_gone=gone.append)
+        world.made.open_stream(
+            request(*range(5000, 5400)),
+            Receiver(),
+            route.RoutingOptions(add_disconnect_callback=gone.append),
         )
     )
     await world.until(lambda: world.made.selector.num_waiting == 1)
@@ -234,7 +236,7 @@ async def test_one_that_waits_too_long_is_refused_as_overload(world):
     await world.open(*LONG)
 
     with pytest.raises(errors.Overloaded, match="have been busy"):
-        await world.made.open(request(*range(5000, 5400)), Receiver())
+        await world.made.open_stream(request(*range(5000, 5400)), Receiver())
 
     assert world.made.selector.num_waiting == 0
     assert world.metric("dynamo_frontend_router_queue_backpressure_total") == 1
@@ -291,7 +293,7 @@ async def test_direct_mode_wants_the_worker_named(world):
     await world.route(2, router_mode="direct")
 
     with pytest.raises(errors.InvalidRequest, match="direct"):
-        await world.made.open(request(), Receiver())
+        await world.made.open_stream(request(), Receiver())
     await world.open(instance_id=world.workers[0].id)
 
     assert len(world.workers[0].calls) == 1
@@ -315,7 +317,7 @@ async def test_prefixes_are_an_adapter_s_own(world, second, shares):
     await world.route(2)
     await world.open(*LONG, lora_name="poet")
 
-    found = world.made.prospect(request(*LONG, lora_name=second))
+    found = world.made.estimate_load(request(*LONG, lora_name=second))
     index = [prompt_of(world, name).sequence_hashes for name in ("poet", second)]
 
     assert (index[0] == index[1]) is shares
@@ -324,7 +326,7 @@ async def test_prefixes_are_an_adapter_s_own(world, second, shares):
 
 
 def prompt_of(world, lora_name):
-    return world.made._read(request(*LONG, lora_name=lora_name), None, None)
+    return world.made._make_prompt(request(*LONG, lora_name=lora_name), None, None)
 
 
 async def test_who_waits_for_an_adapter_is_refused_when_the_last_that_has_it_is_lost(world):
@@ -333,9 +335,9 @@ async def test_who_waits_for_an_adapter_is_refused_when_the_last_that_has_it_is_
     for turn in range(2):
         await world.open(*range(turn * 1000, turn * 1000 + 400))
     poet, other = world.workers
-    terms = route.RoutingOptions(among={poet.id})
+    terms = route.RoutingOptions(allowed_instances={poet.id})
     waiting = asyncio.ensure_future(
-        world.made.open(request(*LONG, lora_name="poet"), Receiver(), terms)
+        world.made.open_stream(request(*LONG, lora_name="poet"), Receiver(), terms)
     )
     await world.until(lambda: world.made.selector.num_waiting == 1)
     num_before = len(other.calls)
@@ -344,7 +346,7 @@ async def test_who_waits_for_an_adapter_is_refused_when_the_last_that_has_it_is_
         other.answer(number)
         other.finish(number)
 
-    with pytest.raises(errors.NoWorkers, match="while it waited"):
+    with pytest.raises(errors.NoWorkers, match="lost in the wait"):
         await waiting
     assert len(other.calls) == num_before
     await world.until(lambda: in_flight(world) == 0)

@@ -12,20 +12,22 @@ from dynamo.router.api import Worker
 def test_the_fewest_blocks_win_and_blocks_to_compute_count():
     asked = prompt(is_prefilled=True)
 
-    assert baselines.choose(asked, view({"active_blocks": 5}, {"active_blocks": 4}), 0.0) == (
+    assert baselines.select_decode_worker(
+        asked, view({"active_blocks": 5}, {"active_blocks": 4}), 0.0
+    ) == (
         Worker(1),
         0.0,
     )
     # 32 tokens to compute are two blocks
     busy = view({"active_blocks": 5}, {"active_blocks": 4, "queued": (32,)})
-    assert baselines.choose(asked, busy, 0.0).worker == Worker(0)
+    assert baselines.select_decode_worker(asked, busy, 0.0).worker == Worker(0)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_between_equals_it_is_the_fewest_requests(numbers):
     seen = view(*({"num_requests": number} for number in numbers))
 
-    chosen = baselines.choose(prompt(is_prefilled=True), seen, 0.0).worker.instance_id
+    chosen = baselines.select_decode_worker(prompt(is_prefilled=True), seen, 0.0).worker.instance_id
     assert numbers[chosen] == min(numbers)
 
 
@@ -47,8 +49,8 @@ def test_it_adds_nothing_to_compute_and_teaches_no_pace():
     made.select("a", prompt(is_prefilled=True), 0.0)
     load = made.active.loads[Worker(0)]
     before = load.prefill_tokens, load.active_blocks, load.num_requests
-    made.first_output("a", 5.0)
-    measured = made.active.pace.measured
+    made.mark_prefill_completed("a", 5.0)
+    measured = made.active.prefill_speed.measured
     made.free("a", 6.0)
 
     assert before == (0, 10, 1)
@@ -63,4 +65,4 @@ def test_workers_that_only_compute_prompts_are_not_counted_by_blocks():
     load = made.active.loads[Worker(0)]
 
     assert (load.active_blocks, load.prefill_tokens) == (0, 160)
-    assert made.active.runs(prompt().sequence_hashes)
+    assert made.active.prefix_lengths(prompt().sequence_hashes)

@@ -21,18 +21,23 @@ async def test_it_asks_those_who_have_the_adapter(adapters):
         await adapters.open(*range(turn * 1000, turn * 1000 + 100), lora_name="poet")
 
     assert [len(worker.calls) for worker in adapters.workers] == [2, 2, 0]
-    assert adapters.made.choose(request()) in {worker.id for worker in adapters.workers[:2]}
+    assert adapters.made.preview_instance(request()) in {
+        worker.id for worker in adapters.workers[:2]
+    }
 
 
 async def test_of_whom_the_caller_would_have_it_asks_those_who_have_it(adapters):
     _, second, third = adapters.workers
-    terms = route.RoutingOptions(among={second.id, third.id})
+    terms = route.RoutingOptions(allowed_instances={second.id, third.id})
     for _ in range(3):
-        await adapters.made.open(request(lora_name="poet"), Receiver(), terms)
+        await adapters.made.open_stream(request(lora_name="poet"), Receiver(), terms)
     await adapters.until(lambda: adapters.num_calls == 3)
 
     assert len(second.calls) == 3
-    assert adapters.made.choose(request(), among=terms.among) == second.id
+    assert (
+        adapters.made.preview_instance(request(), allowed_instances=terms.allowed_instances)
+        == second.id
+    )
 
 
 async def test_when_those_are_gone_nobody_is_asked(adapters):
@@ -41,5 +46,5 @@ async def test_when_those_are_gone_nobody_is_asked(adapters):
     await adapters.until(lambda: len(adapters.client.instances) == 1)
 
     with pytest.raises(errors.NoWorkers):
-        await adapters.made.open(request(lora_name="poet"), Receiver())
+        await adapters.made.open_stream(request(lora_name="poet"), Receiver())
     assert not adapters.num_calls

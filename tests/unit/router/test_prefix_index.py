@@ -11,14 +11,16 @@ from dynamo.router import api, prefix_index, prefix_tree
 ALICE, BOB, BOB_1 = api.Worker(1), api.Worker(2), api.Worker(2, dp_rank=1)
 FOREIGN = (api.Worker(3), api.Worker(4))  # their engines have names of their own
 WORKERS = (ALICE, BOB, BOB_1, *FOREIGN)
-DEVICE, HOST, DISK = TIERS = kv_events.TIERS[:3]
+DEVICE, HOST, DISK, REMOTE = kv_events.TIERS
+PEER = kv_events.Tier("peer")  # a tier that no module knows
+TIERS = (*kv_events.TIERS, PEER)  # fastest first
 
 
 @pytest.fixture(autouse=True, params=[1, 3, 128], scope="module")
 def segment_length(request):
     """Short segments meet every border; long ones are what is used."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_tree, "MAX_BLOCKS", request.param)
+        patch.setattr(prefix_tree, "MAX_EDGE_BLOCKS", request.param)
         yield
 
 
@@ -55,8 +57,8 @@ class Naive:
         for tier in TIERS:
             self.held[worker, tier].clear()
 
-    def find(self, names):
-        found = {tier: {} for tier in TIERS}
+    def find_matches(self, names):
+        matches = {}
         for worker in WORKERS:
             at = 0
             for tier in TIERS:
@@ -64,12 +66,12 @@ class Naive:
                 while at < len(names) and names[at] in self.held[worker, tier]:
                     at += 1
                 if at > begin:
-                    found[tier][worker] = at - begin
-        return api.OverlapScores(*found.values())
+                    matches.setdefault(tier, {})[worker] = at - begin
+        return api.OverlapScores(matches)
 
 
 CHAIN = st.lists(st.integers(1, 3), min_size=1, max_size=7)
-WORKER, TIER = st.sampled_from(WORKERS), st.sampled_from((DEVICE, DEVICE, HOST, DISK))
+WORKER, TIER = st.sampled_from(WORKERS), st.sampled_from((DEVICE, DEVICE, *TIERS))
 STEP = st.one_of(
     st.tuples(st.just("stored"), WORKER, CHAIN, st.sampled_from((0, 0, 0, 1, 3)), TIER),
     st.tuples(st.just("removed"), WORKER, CHAIN, st.integers(0, 6), TIER),
@@ -107,10 +109,10 @@ def test_it_equals_a_dictionary_of_sets_after_any_history(steps, prompts):
 
     for prompt in prompts:
         names = blocks.sequence_hashes(prompt)
-        assert index.find(names) == naive.find(names)
+        assert index.find_matches(names) == naive.find_matches(names)
 
     held = {key: set() for key in naive.held}
-    for worker, tier, names in index.holdings():
+    for worker, tier, names in index.cached_runs():
         held[worker, tier] |= set(names)
     assert held == naive.held
 
@@ -127,7 +129,7 @@ def test_what_nobody_holds_is_not_kept(steps):
         pass
 
     assert index.num_blocks == 0
-    assert list(index.holdings()) == []
+    assert list(index.cached_runs()) == []
 
 
 @settings(max_examples=100, deadline=None)
@@ -137,10 +139,13 @@ def test_a_bounded_index_knows_no_more_than_was_told(steps, prompt):
     for step in steps:
         perform(step, index, naive)
     names = blocks.sequence_hashes(prompt)
-    found, told = index.find(names), naive.find(names)
+    found, told = index.find_matches(names), naive.find_matches(names)
 
     assert index.num_blocks <= 5
-    assert all(depth <= told.device[worker] for worker, depth in found.device.items())
+    assert all(
+        depth <= told.by_tier[DEVICE][worker]
+        for worker, depth in found.by_tier.get(DEVICE, {}).items()
+    )
 
 
 def test_the_example_of_the_original():
@@ -148,7 +153,10 @@ def test_the_example_of_the_original():
     index.apply(ALICE, stored(ALICE, [1, 2, 3]))
     index.apply(BOB, stored(BOB, [1, 4, 5]))
 
-    assert index.find(blocks.sequence_hashes([1, 2, 3])).device == {ALICE: 3, BOB: 1}
+    assert index.find_matches(blocks.sequence_hashes([1, 2, 3])).by_tier[DEVICE] == {
+        ALICE: 3,
+        BOB: 1,
+    }
 
 
 def test_a_block_that_is_gone_from_the_middle_ends_the_run_until_it_is_back():
@@ -156,11 +164,11 @@ def test_a_block_that_is_gone_from_the_middle_ends_the_run_until_it_is_back():
     for worker in (ALICE, BOB):
         index.apply(worker, stored(worker, [1, 2, 3]))
     index.apply(ALICE, removed(ALICE, names[1:2]))
-    broken = index.find(names)
+    broken = index.find_matches(names)
     index.apply(ALICE, stored(ALICE, [1, 2], skip=1))
 
-    assert broken.device == {ALICE: 1, BOB: 3}
-    assert index.find(names).device == {ALICE: 3, BOB: 3}
+    assert broken.by_tier[DEVICE] == {ALICE: 1, BOB: 3}
+    assert index.find_matches(names).by_tier[DEVICE] == {ALICE: 3, BOB: 3}
 
 
 def test_a_slower_tier_counts_where_the_faster_one_ends():
@@ -169,9 +177,23 @@ def test_a_slower_tier_counts_where_the_faster_one_ends():
     index.apply(ALICE, stored(ALICE, [1, 2, 3], tier=HOST))
     index.apply(ALICE, stored(ALICE, [1, 2, 3, 4, 5], skip=3, tier=DISK))
 
-    assert index.find(blocks.sequence_hashes([1, 2, 3, 4, 5, 6])) == api.OverlapScores(
-        {ALICE: 2}, {ALICE: 1}, {ALICE: 2}
+    assert index.find_matches(blocks.sequence_hashes([1, 2, 3, 4, 5, 6])) == api.OverlapScores(
+        {DEVICE: {ALICE: 2}, HOST: {ALICE: 1}, DISK: {ALICE: 2}}
     )
+
+
+def test_unknown_tiers_are_indexed_as_slower_than_the_usual_ones():
+    index = prefix_index.PrefixIndex()
+    index.apply(ALICE, stored(ALICE, [1, 2, 3], tier=PEER))
+    index.apply(ALICE, stored(ALICE, [1], tier=REMOTE))
+    names = blocks.sequence_hashes([1, 2, 3])
+
+    assert list(index.find_matches(names).by_tier.items()) == [
+        (REMOTE, {ALICE: 1}),
+        (PEER, {ALICE: 2}),
+    ]
+    index.remove_worker(ALICE)
+    assert index.find_matches(names) == api.OverlapScores({})
 
 
 def test_a_worker_that_left_is_not_found_before_it_is_swept():
@@ -179,11 +201,11 @@ def test_a_worker_that_left_is_not_found_before_it_is_swept():
     for worker in (ALICE, BOB):
         index.apply(worker, stored(worker, [1, 2, 3]))
     index.remove_worker(ALICE)
-    found = index.find(names)
+    found = index.find_matches(names)
     index.apply(ALICE, stored(ALICE, [1]))
 
-    assert found.device == {BOB: 3}
-    assert index.find(names).device == {ALICE: 1, BOB: 3}
+    assert found.by_tier[DEVICE] == {BOB: 3}
+    assert index.find_matches(names).by_tier[DEVICE] == {ALICE: 1, BOB: 3}
 
 
 def test_a_foreign_block_without_its_parent_is_counted_and_left_out():
@@ -201,9 +223,12 @@ def test_what_several_hold_outlives_what_one_holds_when_room_ends():
     for private in ([1, 1], [2, 2], [3, 3]):
         index.apply(ALICE, stored(ALICE, private))
 
-    assert index.find(blocks.sequence_hashes(system_prompt)).device == {ALICE: 2, BOB: 2}
-    assert index.find(blocks.sequence_hashes([3, 3])).device == {ALICE: 2}
-    assert index.find(blocks.sequence_hashes([1, 1])).device == {}
+    assert index.find_matches(blocks.sequence_hashes(system_prompt)).by_tier[DEVICE] == {
+        ALICE: 2,
+        BOB: 2,
+    }
+    assert index.find_matches(blocks.sequence_hashes([3, 3])).by_tier[DEVICE] == {ALICE: 2}
+    assert index.find_matches(blocks.sequence_hashes([1, 1])).by_tier == {}
 
 
 def test_a_hash_of_more_than_64_bits_is_the_workers_fault():
@@ -220,4 +245,4 @@ def test_bits_are_used_again_after_the_sweep():
         index.apply(ALICE, stored(ALICE, [1, 2, 3]))
         index.apply(ALICE, kv_events.Cleared())
 
-    assert index._holders.living[DEVICE].bit_length() <= 3
+    assert index._worker_bits.live[DEVICE].bit_length() <= 3

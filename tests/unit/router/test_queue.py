@@ -4,11 +4,13 @@ from hypothesis import strategies as st
 from tests.unit.router.views import prompt
 
 from dynamo.base import errors
-from dynamo.router.queue import AGING, Waiting, WaitingQueue
+from dynamo.router.queue import AGING, QueuedRequest, RequestQueue
 
 
 def waiting(request_id, arrival=0.0, work_s=1.0, **more):
-    return Waiting(request_id=request_id, prompt=prompt(1, **more), arrival=arrival, work_s=work_s)
+    return QueuedRequest(
+        request_id=request_id, prompt=prompt(1, **more), arrival=arrival, work_s=work_s
+    )
 
 
 def order(queue, now=10.0):
@@ -16,7 +18,7 @@ def order(queue, now=10.0):
 
 
 def filled(policy, *entries, **more):
-    queue = WaitingQueue(policy, **more)
+    queue = RequestQueue(policy, **more)
     for entry in entries:
         queue.push(entry)
     return queue
@@ -73,7 +75,7 @@ def test_a_full_queue_refuses():
 
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.booleans()), max_size=40))
 def test_it_holds_exactly_who_came_and_did_not_leave(steps):
-    queue, there = WaitingQueue("wspt"), {}
+    queue, there = RequestQueue("wspt"), {}
     for i, (request_id, comes) in enumerate(steps):
         if comes and request_id not in there:
             there[request_id] = float(i)

@@ -34,7 +34,7 @@ class Router:
         self.heard.set()
 
     def send(self, key):
-        self.sync.added(key, Decision(api.Worker(7), 1.0), PROMPT)
+        self.sync.publish_add(key, Decision(api.Worker(7), 1.0), PROMPT)
 
     async def until(self, **others):
         async with asyncio.timeout(5):
@@ -66,7 +66,7 @@ async def meet(*routers):
         await asyncio.gather(
             *(other.until(hello=False) for other in routers if other is not router)
         )
-        router.sync.freed("hello")
+        router.sync.publish_free("hello")
         await asyncio.gather(*(other.until() for other in routers if other is not router))
 
 
@@ -76,9 +76,9 @@ async def test_what_one_does_the_other_hears(join):
 
     here.send("a")
     await there.until(a=False)
-    here.sync.prefill_completed("a")
+    here.sync.publish_prefill_completed("a")
     await there.until(a=True)
-    here.sync.freed("a")
+    here.sync.publish_free("a")
 
     await there.until()
 
@@ -87,7 +87,7 @@ async def test_one_that_joins_late_learns_what_is_in_flight(join):
     here = await join()
     here.send("a")
     here.send("b")
-    here.sync.prefill_completed("b")
+    here.sync.publish_prefill_completed("b")
 
     late = await join()
 
@@ -116,7 +116,7 @@ async def test_a_message_that_was_lost_is_made_up_for(join):
     number = len(there.others)
     assert not number
 
-    there.sync.catch_up()
+    there.sync.request_snapshots()
 
     await there.until(lost=False)
 
@@ -138,8 +138,8 @@ async def test_what_has_ended_is_told_no_more(join):
     here, there = await join(), await join()
     await meet(here, there)
 
-    here.sync.freed("never seen")
-    here.sync.prefill_completed("never seen")
+    here.sync.publish_free("never seen")
+    here.sync.publish_prefill_completed("never seen")
     here.send("a")
 
     await there.until(a=False)

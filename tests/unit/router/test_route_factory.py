@@ -36,4 +36,4 @@ async def test_a_model_that_embeds_is_asked_in_turn_whatever_the_mode(fields, ex
         )
         stack.push_async_callback(made.close)
 
-        assert type(made.make(runtime.client(NAME), card(**fields))) is expected
+        assert type(made.make_route(runtime.client(NAME), card(**fields))) is expected

@@ -44,8 +44,8 @@ class Served(World):
         )  # fmt: skip
 
     def best(self, tokens, **fields):
-        question = service.Question(token_ids=list(tokens), **fields)
-        return self.ask("best_worker_id", question, service.Answer)
+        question = service.BestWorkerRequest(token_ids=list(tokens), **fields)
+        return self.ask("best_worker_id", question, service.BestWorkerResponse)
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ async def test_a_question_that_counts_makes_the_worker_busy_until_it_is_freed(se
     other = await served.best(range(1000, 1100))
     assert other.worker_id != first.worker_id
 
-    await served.ask("mark_prefill_complete", service.About(request_id="a"))
-    await served.ask("free", service.About(request_id="a"))
+    await served.ask("mark_prefill_complete", service.SequenceUpdate(request_id="a"))
+    await served.ask("free", service.SequenceUpdate(request_id="a"))
 
     loads = served.service._router.selector.active.loads.values()
     assert [(load.num_requests, load.prefill_tokens) for load in loads] == [(0, 0)] * 2
@@ -105,14 +105,14 @@ async def test_who_goes_away_frees_the_worker(served):
 
 
 async def test_what_is_no_question_is_refused(served):
-    with pytest.raises(errors.InvalidRequest, match="expected a Question"):
+    with pytest.raises(errors.InvalidRequest, match="expected a BestWorkerRequest"):
         await served.ask("best_worker_id", {"tokens": 3}, msgspec.Raw)
 
 
 async def test_an_adapter_s_prompt_goes_to_a_worker_that_has_it(served):
     poet = served.workers[1]
     told = msgspec.structs.replace(card(), lora_names=("poet",))
-    served.service._apply(poet.id, told)
+    served.service._update_card(poet.id, told)
     named = [await served.best(range(100), lora_name="poet") for _ in range(2)]
     client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
     await client.wait_for_instances(5)

@@ -24,20 +24,20 @@ def after(steps):
         match step:
             case "hold", holder, position, length:
                 length = min(length, NUM_BLOCKS - position)
-                made.hold(holder, position, length)
+                made.add_blocks(holder, position, length)
                 held[holder] |= set(range(position, position + length))
             case "drop", holder, position, length:
                 gone = set(range(position, min(position + length, NUM_BLOCKS)))
-                made.drop(holder, sum(1 << i for i in gone))
+                made.remove_blocks(holder, sum(1 << i for i in gone))
                 held[holder] -= gone
             case "forget", holder:
-                made.forget(holder)
+                made.remove_workers(holder)
                 held[holder].clear()
     return made, held
 
 
 def held_by(made, holder):
-    return [name for run in made.runs_held_by(holder) for name in run]
+    return [name for run in made.runs_of(holder) for name in run]
 
 
 def named(positions):
@@ -49,7 +49,7 @@ def test_everybody_holds_what_was_said(steps):
     made, held = after(steps)
 
     assert {h: held_by(made, h) for h in HOLDERS} == {h: named(held[h]) for h in HOLDERS}
-    assert made.num_holders == sum(map(bool, held.values()))
+    assert made.num_workers == sum(map(bool, held.values()))
     assert all(not holder & made.full for holder in made.partial)
 
 
@@ -86,4 +86,4 @@ def test_a_match_goes_as_far_as_the_chains_agree(other, position):
     while shared < len(other) and own[shared] == other[shared]:
         shared += 1
     if position < shared:
-        assert made.match(position, names, position) == shared - position
+        assert made.match_length(position, names, position) == shared - position

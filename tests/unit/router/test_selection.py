@@ -18,9 +18,9 @@ class Index:
         self.known = None  # the first hash of the prompts that are known; None: all
         self.removed = []
 
-    def find(self, sequence_hashes):
+    def find_matches(self, sequence_hashes):
         is_known = self.known in (None, sequence_hashes[0])
-        return api.OverlapScores(device=self.device if is_known else {})
+        return api.OverlapScores({"device": self.device} if is_known else {})
 
     def remove_worker(self, worker):
         self.removed.append(worker)
@@ -76,7 +76,7 @@ def test_who_comes_when_all_are_full_waits_and_goes_when_there_is_room():
 
     waits = made.select("w", prompt(first=9000), 0.0)
     too_early = made.admit(0.0)
-    made.first_output("0", 1.0)
+    made.mark_prefill_completed("0", 1.0)
     admitted = made.admit(1.0)
 
     assert all(sent)
@@ -107,7 +107,7 @@ def test_requests_of_one_turn_are_ordered_before_the_first_is_sent():
     for name, num_blocks in (("long", 100), ("short", 2)):
         made.enqueue(name, prompt(num_blocks, first=100 * num_blocks), 0.0)
 
-    made.first_output("standing", 0.0)
+    made.mark_prefill_completed("standing", 0.0)
     admitted = made.admit(0.0)
 
     assert [request_id for request_id, _ in admitted] == ["short", "long"][: len(admitted)]

@@ -14,9 +14,9 @@ POSITIONS = {worker: kv_events.Position(7, 42) for worker in (ALICE, BOB, STRANG
 def make_index():
     """Two workers in two tiers, and one with block names of its own."""
     index = prefix_index.PrefixIndex()
-    index.hold(ALICE, kv_events.DEVICE, blocks.sequence_hashes([1, 2, 3]))
-    index.hold(BOB, kv_events.DEVICE, blocks.sequence_hashes([1]))
-    index.hold(BOB, kv_events.HOST, blocks.sequence_hashes([1, 2]))
+    index.add_blocks(ALICE, kv_events.DEVICE, blocks.sequence_hashes([1, 2, 3]))
+    index.add_blocks(BOB, kv_events.DEVICE, blocks.sequence_hashes([1]))
+    index.add_blocks(BOB, kv_events.HOST, blocks.sequence_hashes([1, 2]))
     own_name = kv_events.StoredBlock(block_hash=99, tokens_hash=1)
     index.apply(STRANGER, kv_events.Stored(parent_hash=None, blocks=(own_name,)))
     return index
@@ -28,7 +28,9 @@ def test_what_was_known_is_known_again():
     for rank in ranks:
         rank.restore(restored)
 
-    assert restored.find(names) == api.OverlapScores({ALICE: 3, BOB: 1}, {BOB: 1}, {})
+    assert restored.find_matches(names) == api.OverlapScores(
+        {kv_events.DEVICE: {ALICE: 3, BOB: 1}, kv_events.HOST: {BOB: 1}}
+    )
     assert {(rank.instance_id, rank.dp_rank, rank.position) for rank in ranks} == {
         (1, 0, POSITIONS[ALICE]),
         (2, 3, POSITIONS[BOB]),

@@ -1,11 +1,11 @@
 import pytest
 
 from dynamo.router.api import Worker
-from dynamo.router.worker_load import CachePressure, Capacity, Load, Pace
+from dynamo.router.worker_load import CachePressure, Capacity, PrefillSpeed, WorkerLoad
 
 
 def load(**capacity):
-    return Load(Capacity(**capacity), Pace())
+    return WorkerLoad(Capacity(**capacity), PrefillSpeed())
 
 
 def test_an_idle_worker_has_room_for_whatever_comes():
@@ -15,10 +15,10 @@ def test_an_idle_worker_has_room_for_whatever_comes():
 def test_room_ends_with_the_tokens_of_a_step():
     worker = load(max_num_batched_tokens=100)
     worker.num_requests = 1
-    worker.enter("a", 100, 0.0)
+    worker.add_prefill("a", 100, 0.0)
     before = worker.has_room(0, 1.0, 0.0)
 
-    worker.enter("b", 1, 0.0)
+    worker.add_prefill("b", 1, 0.0)
 
     assert (before, worker.has_room(0, 1.0, 0.0)) == (True, False)
 
@@ -50,16 +50,16 @@ def test_what_waits_in_the_router_takes_no_room():
 
 def test_leaving_twice_is_no_error():
     worker = load()
-    worker.enter("a", 5, 0.0)
+    worker.add_prefill("a", 5, 0.0)
 
-    worker.leave("a", 1.0)
-    worker.leave("a", 1.0)
+    worker.remove_prefill("a", 1.0)
+    worker.remove_prefill("a", 1.0)
 
     assert worker.prefill_tokens == 0
 
 
 def test_the_pace_forgets():
-    pace = Pace()
+    pace = PrefillSpeed()
     for _ in range(10):
         pace.observe(100, 1.0)
     for _ in range(500):
@@ -71,14 +71,14 @@ def test_the_pace_forgets():
 def test_pressure_compares_caches_and_forgets():
     loads = {Worker(0): load(), Worker(1): load()}
     pressure = CachePressure(loads.values())
-    pressure.resize(block_size=16)
+    pressure.update_cache_size(block_size=16)
     first, second = loads.values()
 
     pressure.insert(first, 1000)
     pressure.insert(second, 1000)
-    at_once = second.inserted / first.inserted
+    at_once = second.inserted_tokens / first.inserted_tokens
     for _ in range(20_000):
         pressure.insert(second, 1000)
 
     assert at_once == pytest.approx(1.0, abs=0.01)
-    assert first.inserted < 1e-6 * second.inserted < float("inf")
+    assert first.inserted_tokens < 1e-6 * second.inserted_tokens < float("inf")

@@ -22,9 +22,9 @@ def run(policy, trace, **told):
 class LongestPrefix:
     """The trap: whoever holds most of it, whatever that means for the others."""
 
-    looks, waits = True, False
+    uses_cache, waits_for_worker = True, False
 
-    def choose(self, prompt, view, now):
+    def select_worker(self, prompt, view, now):
         return Decision(max(view.loads, key=view.overlap), 0)
 
 
@@ -124,7 +124,9 @@ def test_the_index_knows_what_the_caches_hold():
     for chain in chains:
         held = {w: [name in c._cache for name in chain] for w, c in caches.items()}
         expected = {w: [*known, False].index(False) for w, known in held.items()}
-        assert index.find(chain).device == {w: n for w, n in expected.items() if n}
+        assert index.find_matches(chain).by_tier.get("device", {}) == {
+            w: n for w, n in expected.items() if n
+        }
 
 
 def test_requests_wait_in_the_router_when_workers_are_full():

@@ -142,10 +142,12 @@ class RegisteredModel:
         """
         replicas = self._pick_endpoint(options.instance_id, avoid)
         if avoid:
-            options = msgspec.structs.replace(options, among=replicas.allowed_ids(avoid))
+            options = msgspec.structs.replace(
+                options, allowed_instances=replicas.allowed_ids(avoid)
+            )
         # the route of an embedding model reads nothing of the request
         generation = cast("generate.Request", request)
-        return await replicas.route.open(generation, receiver, options)
+        return await replicas.route.open_stream(generation, receiver, options)
 
     def choose_instance(
         self,
@@ -156,8 +158,8 @@ class RegisteredModel:
     ) -> int:
         """Return the id of the instance that would get the request. Raises NoWorkers."""
         replicas = self._pick_endpoint(instance_id, avoid)
-        return replicas.route.choose(
-            request, instance_id=instance_id, among=replicas.allowed_ids(avoid)
+        return replicas.route.preview_instance(
+            request, instance_id=instance_id, allowed_instances=replicas.allowed_ids(avoid)
         )
 
     def _pick_endpoint(self, instance_id: int | None, avoid: Collection[int]) -> EndpointInstances:
