@@ -9,8 +9,8 @@ import prometheus_client
 
 from dynamo.base import clock
 from dynamo.cli import main as cli
+from dynamo.disagg import config as disagg_config
 from dynamo.disagg import metrics as disagg_metrics
-from dynamo.disagg import settings as disagg_settings
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
 from dynamo.frontend import request_records as records
@@ -47,7 +47,7 @@ def reference() -> str:
             "python -m dynamo.frontend",
             frontend_config.FrontendConfig,
             router_config.RoutingConfig,
-            disagg_settings.PrefillRoutingConfig,
+            disagg_config.PrefillRoutingConfig,
         ),
     ]
     sections += _settings(
@@ -87,7 +87,7 @@ def _frontend_registry() -> prometheus_client.CollectorRegistry:
     records.RequestRecords(frontend_config.FrontendConfig(), registry, clock.SystemClock())
     admission_metrics.AdmissionMetrics(registry)
     router_metrics.RouterMetrics(registry, "")
-    disagg_metrics.RoutedMetrics(registry)
+    disagg_metrics.PrefillRouteMetrics(registry)
     return registry.collectors
 
 
@@ -95,7 +95,7 @@ def _worker_registry() -> prometheus_client.CollectorRegistry:
     name = instances.EndpointName("dynamo", "backend", "generate")
     registry = worker_metrics.WorkerMetrics(name, clock.SystemClock()).registry
     disagg_metrics.DisaggMetrics(registry)
-    disagg_metrics.TakerMetrics(registry)
+    disagg_metrics.PrefillJobMetrics(registry)
     return registry.collectors
 
 

@@ -26,7 +26,7 @@ BUDGET = {
     "router": 4200,
     "semantic": 1000,
     "preprocess": 3060,
-    "disagg": 1920,
+    "disagg": 1890,
     "frontend": 9330,
     "worker": 3180,
     "planner": 2000,

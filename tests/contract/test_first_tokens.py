@@ -11,7 +11,7 @@ from test_remote_prefill import DEADLINE_S, pair, prompt
 
 import kv_params
 from dynamo.base import errors
-from dynamo.disagg import prefill_request
+from dynamo.disagg import prefill_queue
 from dynamo.protocols import blocks, generate, kv_transfer
 
 
@@ -52,7 +52,9 @@ async def ask(side, request):
 
 
 async def prefilled(left, request):
-    asked = prefill_request.make(msgspec.structs.replace(request, id=f"p {request.id}"))
+    asked = prefill_queue.make_prefill_request(
+        msgspec.structs.replace(request, id=f"p {request.id}")
+    )
     (only,) = await ask(left, asked)
     return msgspec.structs.replace(request, kv_transfer_params=only.kv_transfer_params)
 

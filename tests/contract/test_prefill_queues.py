@@ -10,14 +10,14 @@ import pytest
 import kv_params
 import nats_server as servers
 from dynamo.base import errors
-from dynamo.disagg import metrics, prefill_queue, ticket_queue, ticket_taker, tickets
+from dynamo.disagg import job_consumer, metrics, prefill_queue, shared_queue
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, instances, kv_transfer, model_errors
 from dynamo.runtime import component, work_queue
 from dynamo.runtime.backends.nats import work_queue as nats_work_queue
 
 PREFILL = instances.EndpointName("d", "prefill", "generate")
-CLAIMS = "d/backend/prefill_claims"
+LEASES = "d/backend/prefill_claims"
 NAMES = itertools.count()
 PATIENT_S = 20.0  # on a busy machine
 BOUNDS = work_queue.Bounds(acknowledge_s=0.5)
@@ -28,21 +28,21 @@ def request(i=0):
 
 
 class Worker:
-    """A prefill worker that answers when it is told to; with a queue, it takes tickets from there."""
+    """A prefill worker that answers when the test says so; with a queue, it takes jobs from there."""
 
     def __init__(self, runtime, join):
         self.runtime, self.calls, self.cancelled = runtime, [], 0
-        self.counts = metrics.TakerMetrics(registries.Registry("x"))
-        self.taker = None
+        self.counts = metrics.PrefillJobMetrics(registries.Registry("x"))
+        self.consumer = None
         if join is not None:
-            self.taker = ticket_taker.TicketTaker(
+            self.consumer = job_consumer.PrefillJobConsumer(
                 join, runtime.requests, runtime.instance_id, self.counts
             )
 
     async def start(self):
         await self.runtime.register(PREFILL, self._take)
-        if self.taker is not None:
-            await self.taker.start()
+        if self.consumer is not None:
+            await self.consumer.start()
 
     def _take(self, call):
         self.calls.append(call)
@@ -57,17 +57,17 @@ class Worker:
         self.calls[i].finish()
 
     async def stop(self):
-        if self.taker is not None:
-            await self.taker.leave()
+        if self.consumer is not None:
+            await self.consumer.leave()
         await self.runtime.drain(0)
-        if self.taker is not None:
-            await self.taker.close()
+        if self.consumer is not None:
+            await self.consumer.close()
         await self.runtime.close()
 
     async def die(self):
         """As kill -9 does: with no word to anybody."""
-        if self.taker is not None:
-            await self.taker._tasks.close()
+        if self.consumer is not None:
+            await self.consumer._tasks.close()
         await self.runtime.close()
 
 
@@ -99,8 +99,8 @@ class Rig:
                 self.connected, self.client, self.counts.retries.inc
             )
         else:
-            self.queue = ticket_queue.TicketQueue(
-                self.join, self.connected, self.client, self.runtime.requests, CLAIMS, self.counts
+            self.queue = shared_queue.SharedQueue(
+                self.join, self.connected, self.client, self.runtime.requests, LEASES, self.counts
             )
             await self.queue.start()
         for _ in range(num_workers):
@@ -142,7 +142,7 @@ async def until(is_so):
 
 @pytest.fixture(autouse=True)
 def _leave_quickly(monkeypatch):
-    monkeypatch.setattr(ticket_taker, "PULL_S", 0.2)
+    monkeypatch.setattr(job_consumer, "PULL_S", 0.2)
 
 
 @pytest.fixture(params=["direct", "memory", "nats"])
@@ -157,7 +157,7 @@ async def rig(request):
         await nats.close()
 
 
-async def test_a_prompt_is_computed_and_says_where_its_blocks_are(rig):
+async def test_computed_prompt_says_where_its_blocks_are(rig):
     await rig.open()
     asking = rig.ask()
     (worker,) = await rig.busy()
@@ -170,7 +170,7 @@ async def test_a_prompt_is_computed_and_says_where_its_blocks_are(rig):
     )
 
 
-async def test_many_prompts_are_all_computed_by_whoever_is_there(rig):
+async def test_many_prompts_are_all_computed(rig):
     await rig.open()
     asking = [rig.ask(i) for i in range(30)]
     answered = dict.fromkeys(rig.workers, 0)
@@ -187,7 +187,7 @@ async def test_many_prompts_are_all_computed_by_whoever_is_there(rig):
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded("x"), errors.EngineFailed("x")])
-async def test_a_prompt_that_its_worker_fails_goes_to_another(rig, error):
+async def test_prompt_that_its_worker_fails_goes_to_another(rig, error):
     await rig.open()
     asking = rig.ask()
     (first,) = await rig.busy()
@@ -200,7 +200,7 @@ async def test_a_prompt_that_its_worker_fails_goes_to_another(rig, error):
     assert b"prefill_retries_total 1.0" in rig.registry.render()
 
 
-async def test_a_prompt_whose_worker_dies_goes_to_another(rig):
+async def test_prompt_whose_worker_dies_goes_to_another(rig):
     await rig.open()
     asking = rig.ask()
     (first,) = await rig.busy()
@@ -212,7 +212,7 @@ async def test_a_prompt_whose_worker_dies_goes_to_another(rig):
     assert (await asking).connector["of"] == second.runtime.instance_id
 
 
-async def test_a_prompt_that_no_worker_could_ever_compute_fails_at_once(rig):
+async def test_impossible_prompt_fails_at_once(rig):
     await rig.open()
     asking = rig.ask()
     (worker,) = await rig.busy()
@@ -223,7 +223,7 @@ async def test_a_prompt_that_no_worker_could_ever_compute_fails_at_once(rig):
     assert sum(len(w.calls) for w in rig.workers) == 1
 
 
-async def test_a_prompt_whose_only_worker_fails_says_why(rig):
+async def test_prompt_whose_only_worker_fails_raises_its_error(rig):
     await rig.open(num_workers=1)
     asking = rig.ask()
     (worker,) = await rig.busy()
@@ -233,7 +233,7 @@ async def test_a_prompt_whose_only_worker_fails_says_why(rig):
         await asking
 
 
-async def test_without_workers_there_is_nobody(rig):
+async def test_prompt_fails_without_workers(rig):
     await rig.open(num_workers=0)
 
     assert rig.queue.size is None
@@ -241,7 +241,7 @@ async def test_without_workers_there_is_nobody(rig):
         await rig.ask()
 
 
-async def test_a_prompt_that_nobody_wants_any_more_is_not_computed_on(rig):
+async def test_prompt_of_a_cancelled_request_is_cancelled_at_its_worker(rig):
     await rig.open()
     asking = rig.ask()
     (worker,) = await rig.busy()
@@ -250,7 +250,7 @@ async def test_a_prompt_that_nobody_wants_any_more_is_not_computed_on(rig):
     await until(lambda: worker.cancelled == 1)
 
 
-async def test_nobody_waits_longer_than_the_time_given(rig):
+async def test_prompt_fails_after_its_time_limit(rig):
     await rig.open()
     asking = rig.ask(timeout_s=0.5)
     (worker,) = await rig.busy()
@@ -260,7 +260,7 @@ async def test_nobody_waits_longer_than_the_time_given(rig):
     await until(lambda: worker.cancelled == 1)
 
 
-async def test_its_size_grows_with_what_waits_and_shrinks_when_it_is_done(rig):
+async def test_size_grows_with_waiting_prompts_and_shrinks_when_they_are_done(rig):
     await rig.open(num_workers=1)
     await until(lambda: rig.queue.size == 0)
     asking = [rig.ask(i) for i in range(6)]
@@ -274,7 +274,7 @@ async def test_its_size_grows_with_what_waits_and_shrinks_when_it_is_done(rig):
     await until(lambda: rig.queue.size == 0)
 
 
-async def test_workers_that_come_later_take_their_part(rig):
+async def test_workers_that_join_later_get_prompts(rig):
     await rig.open(num_workers=0)
     worker = await rig.add_worker()
     asking = rig.ask()
@@ -297,7 +297,7 @@ async def shared(request):
         await nats.close()
 
 
-async def test_a_ticket_whose_worker_dies_silently_comes_to_another(shared):
+async def test_job_of_a_silently_dead_worker_is_delivered_to_another(shared):
     await shared.open(num_workers=1)
     work = await shared.join()
     asking = shared.ask()
@@ -316,24 +316,24 @@ async def test_a_ticket_whose_worker_dies_silently_comes_to_another(shared):
     await work.close()
 
 
-async def test_who_leaves_takes_nothing_more_and_finishes_what_it_has(shared):
+async def test_draining_worker_takes_no_jobs_and_finishes_its_own(shared):
     await shared.open(num_workers=1)
     (leaving,) = shared.workers
     asking = [shared.ask(i) for i in range(4)]
-    await shared.busy(ticket_taker.AT_ONCE)
-    await leaving.taker.leave()
+    await shared.busy(job_consumer.NUM_JOBS)
+    await leaving.consumer.leave()
     other = await shared.add_worker()
-    for i in range(ticket_taker.AT_ONCE):
+    for i in range(job_consumer.NUM_JOBS):
         leaving.answer(i)
-    await until(lambda: len(other.calls) == 4 - ticket_taker.AT_ONCE)
+    await until(lambda: len(other.calls) == 4 - job_consumer.NUM_JOBS)
     for i in range(len(other.calls)):
         other.answer(i)
 
     assert len(await asyncio.gather(*asking)) == 4
-    assert len(leaving.calls) == ticket_taker.AT_ONCE
+    assert len(leaving.calls) == job_consumer.NUM_JOBS
 
 
-async def test_a_worker_whose_blocks_cannot_be_read_yet_is_not_asked(shared):
+async def test_worker_that_is_not_connected_yet_gets_no_prompt(shared):
     await shared.open(num_workers=2)
     first, second = shared.workers
     shared.queue._workers = lambda: [second.runtime.instance_id]
@@ -346,26 +346,26 @@ async def test_a_worker_whose_blocks_cannot_be_read_yet_is_not_asked(shared):
     assert first.calls == []
 
 
-async def test_a_decode_worker_that_stops_takes_home_what_nobody_has_begun(shared):
+async def test_stopping_decode_worker_fails_prompts_that_no_worker_has_begun(shared):
     await shared.open(num_workers=1)
     asking = [shared.ask(i) for i in range(4)]
-    await shared.busy(ticket_taker.AT_ONCE)
+    await shared.busy(job_consumer.NUM_JOBS)
     await shared.queue.leave()
     shared.workers[0].answer(0)
     shared.workers[0].answer(1)
     ends = await asyncio.gather(*asking, return_exceptions=True)
 
     assert (
-        sum(isinstance(one, kv_transfer.KvTransferParams) for one in ends) == ticket_taker.AT_ONCE
+        sum(isinstance(one, kv_transfer.KvTransferParams) for one in ends) == job_consumer.NUM_JOBS
     )
-    assert sum(isinstance(one, errors.Unavailable) for one in ends) == 4 - ticket_taker.AT_ONCE
+    assert sum(isinstance(one, errors.Unavailable) for one in ends) == 4 - job_consumer.NUM_JOBS
     assert shared.queue.size is None
 
 
-async def test_the_last_worker_that_goes_sends_what_waits_home(shared):
+async def test_waiting_prompts_fail_when_the_last_worker_leaves(shared):
     await shared.open(num_workers=1)
     asking = [shared.ask(i) for i in range(4)]
-    await shared.busy(ticket_taker.AT_ONCE)
+    await shared.busy(job_consumer.NUM_JOBS)
     await shared.workers.pop().die()
 
     for one in asking:
@@ -373,18 +373,18 @@ async def test_the_last_worker_that_goes_sends_what_waits_home(shared):
             await one
 
 
-async def test_what_waits_and_is_wanted_no_more_is_thrown_away(shared):
+async def test_job_of_a_cancelled_prompt_is_acknowledged(shared):
     await shared.open(num_workers=1)
     work = await shared.join()
     asking = [shared.ask(i) for i in range(5)]
-    await shared.busy(ticket_taker.AT_ONCE)
+    await shared.busy(job_consumer.NUM_JOBS)
     for one in asking:
         one.cancel()
 
     async with asyncio.timeout(PATIENT_S):
         while await work.depth():
             await asyncio.sleep(0.01)
-    assert len(shared.workers[0].calls) == ticket_taker.AT_ONCE
+    assert len(shared.workers[0].calls) == job_consumer.NUM_JOBS
     await work.close()
 
 
@@ -392,14 +392,14 @@ async def test_what_waits_and_is_wanted_no_more_is_thrown_away(shared):
     "body",
     [
         b"junk",
-        msgspec.msgpack.encode(tickets.Ticket(number="1", endpoint="x", transport={})),
+        msgspec.msgpack.encode(shared_queue.PrefillJob(number="1", endpoint="x", transport={})),
         msgspec.msgpack.encode(
-            tickets.Ticket(number="1", endpoint=CLAIMS, transport={"memory": "memory:999"})
+            shared_queue.PrefillJob(number="1", endpoint=LEASES, transport={"memory": "memory:999"})
         ),
     ],
     ids=["junk", "another plane", "nobody there"],
 )
-async def test_a_ticket_of_nobody_is_dropped(shared, body):
+async def test_job_without_a_decode_worker_is_dropped(shared, body):
     await shared.open(num_workers=1)
     work = await shared.join()
     await work.push(body)

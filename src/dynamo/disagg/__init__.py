@@ -1,1 +1,1 @@
-"""Prefill here, decode there: who computes a prompt, and how its blocks get to who answers."""
+"""Disaggregated prefill: which worker computes a prompt, and how its KV blocks get to the worker that answers."""

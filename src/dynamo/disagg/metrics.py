@@ -1,4 +1,4 @@
-"""What a decode worker counts of prompts that others computed, or were to compute."""
+"""Metrics of remote prefills: at decode workers, at frontends that route by prefill workers, and at prefill workers."""
 
 from dynamo.observability import metrics
 
@@ -6,12 +6,12 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 3
 
 
 class DisaggMetrics:
-    """Beside the worker's own."""
+    """Metrics of a decode worker."""
 
     def __init__(self, registry: metrics.Registry) -> None:
         prefills = registry.counter(
             "prefills_total",
-            "prompts by where they were computed; fallback: here, because it failed elsewhere",
+            "prompts by where they were computed; fallback: by the decode worker, because the remote prefill failed",
             ("where",),
         )
         self.local, self.remote, self.fallback = (
@@ -25,28 +25,30 @@ class DisaggMetrics:
             "prompts that a prefill worker took from the queue after another had taken them",
         )
         self.prefill_s = registry.histogram(
-            "remote_prefill_seconds", "from asking a prefill worker to its answer", buckets=_SECONDS
+            "remote_prefill_seconds",
+            "seconds from the request to a prefill worker to its output",
+            buckets=_SECONDS,
         )
         self.transfer_s = registry.histogram(
             "kv_transfer_seconds",
-            "copies of a prompt's blocks from a prefill worker",
+            "seconds that copies of a prompt's blocks from a prefill worker took",
             buckets=_SECONDS,
         )
 
 
-class RoutedMetrics:
-    """What a frontend counts of prompts that it had computed before it asked for the answer."""
+class PrefillRouteMetrics:
+    """Metrics of a frontend that has prompts computed before it routes them to the answering worker."""
 
     def __init__(self, registry: metrics.Registry) -> None:
         by_model = ("model",)
         self.prefills = registry.counter(
             "routed_prefills_total",
-            "prompts by where the frontend had them computed; fallback: by who answers, because it failed elsewhere",
+            "prompts by where they were computed; fallback: by the answering worker, because the remote prefill failed",
             (*by_model, "where"),
         )
         self.fallbacks = registry.counter(
             "routed_prefill_fallbacks_total",
-            "prompts that could not be computed elsewhere, by why: lost, refused, late, failed, undelivered",
+            "prompts whose remote prefill failed, by reason: lost, refused, late, failed, undelivered",
             (*by_model, "reason"),
         )
         self.retries = registry.counter(
@@ -56,16 +58,16 @@ class RoutedMetrics:
         )
         self.prefill_s = registry.histogram(
             "routed_prefill_seconds",
-            "from asking for a prefill worker to its answer",
+            "seconds from the request to a prefill worker to its output",
             by_model,
             buckets=_SECONDS,
         )
 
 
-class ModelRoutedMetrics:
-    """The same of one model, with its labels looked up."""
+class ModelPrefillRouteMetrics:
+    """`PrefillRouteMetrics` of one model, with its labels looked up."""
 
-    def __init__(self, families: RoutedMetrics, model: str) -> None:
+    def __init__(self, families: PrefillRouteMetrics, model: str) -> None:
         label = model.lower()
         self._families, self._label = families, label
         self.local, self.remote, self._fallback = (
@@ -74,21 +76,21 @@ class ModelRoutedMetrics:
         self.retries = families.retries.labels(label)
         self.prefill_s = families.prefill_s.labels(label)
 
-    def fell_back(self, reason: str) -> None:
-        """Of one prompt."""
+    def count_fallback(self, reason: str) -> None:
+        """Count one prompt whose remote prefill failed."""
         self._fallback.inc()
         self._families.fallbacks.labels(self._label, reason).inc()
 
 
-class TakerMetrics:
-    """What a prefill worker counts of the tickets that it took from a queue."""
+class PrefillJobMetrics:
+    """Metrics of a prefill worker that takes jobs from a shared queue."""
 
     def __init__(self, registry: metrics.Registry) -> None:
-        tickets = registry.counter(
+        jobs = registry.counter(
             "prefill_tickets_total",
-            "tickets taken from the prefill queue; given_back: another is to compute it; dropped: of nobody we know",
+            "jobs taken from the prefill queue; given_back: for another worker; dropped: no decode worker wanted it",
             ("outcome",),
         )
         self.done, self.given_back, self.dropped = (
-            tickets.labels(outcome) for outcome in ("done", "given_back", "dropped")
+            jobs.labels(outcome) for outcome in ("done", "given_back", "dropped")
         )

@@ -1,10 +1,19 @@
-"""Where a prompt is computed: by the worker that answers it (*here*), or by a prefill worker (*there*).
+"""Prefill policies: whether the worker that answers computes a prompt (local), or a prefill worker does (remote).
 
-`Lengths`: there, if what is left of it after the known prefix is longer than `max_local_prefill_length`, because a long
-prefill here would delay every answer that is being written; but only while the queue there is short, because a prompt
-that waits there helps nobody. Both numbers may change at run time.
+`LengthPolicy`: remote, if the prompt without its cached prefix is longer than `max_local_prefill_length`, because a
+long local prefill would delay every answer that is being written; but only while the remote queue is short, because a
+prompt that waits there saves nothing. Both numbers may change at run time.
 
-`Conditional`, the original's: here, if little is new to the worker that would answer, or the prefill workers are busy.
+`ConditionalPolicy`, the original's: local, if little is new to the answering worker, or the prefill workers are busy.
+
+`EstimatePolicy`, our own: the prompt is computed where that delays all requests least, its own first token included.
+
+    local  = tokens ahead of it + its new tokens × (1 + answers that are being written there)
+    remote = tokens ahead of it there + its new tokens there + handing over + copying
+
+in seconds, at the pace at which prompts have been computed lately. A local prefill stops every answer that the worker
+is writing for as long as it takes, so it counts once for each; a prefill worker writes no answers. So where nothing
+runs a prompt stays, however long, and saves the copy; beside running answers even a short one goes.
 """
 
 from collections.abc import Callable
@@ -17,122 +26,152 @@ from dynamo.router import api as routing
 
 MAX_LOCAL_PREFILL_LENGTH = 1000  # tokens
 MAX_PREFILL_QUEUE_SIZE = 2
-Look = Callable[[], routing.LoadEstimate]
-ConditionalPolicy = Literal["isl_bounding", "prefill_load", "isl_or_load"]
+HANDOFF_S = (
+    0.004  # a request to another process, and one more decode step (measured: docs/benchmarks.md)
+)
+EstimateLoad = Callable[[], routing.LoadEstimate]
+ConditionalRule = Literal["isl_bounding", "prefill_load", "isl_or_load"]
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What stands in discovery under `key_of` the model; what it leaves out is as the process was started."""
+class LimitsChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The value in discovery under `limits_key`; a missing field is as the process was started."""
 
     max_local_prefill_length: int | None = None
     max_prefill_queue_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Of what is computed here."""
+class LocalPrefillLimits:
+    """Up to which prompt length, in tokens, and from which remote queue size on a prompt is computed locally."""
 
     max_local_prefill_length: int = MAX_LOCAL_PREFILL_LENGTH
     max_prefill_queue_size: int = MAX_PREFILL_QUEUE_SIZE
 
-    def changed(self, change: Change) -> "Limits":
-        """With what the change names."""
+    def with_change(self, change: LimitsChange) -> "LocalPrefillLimits":
+        """Return the limits with the fields that the change sets."""
         length, size = change.max_local_prefill_length, change.max_prefill_queue_size
-        return Limits(
+        return LocalPrefillLimits(
             max_local_prefill_length=self.max_local_prefill_length if length is None else length,
             max_prefill_queue_size=self.max_prefill_queue_size if size is None else size,
         )
 
+    def allow_remote(self, prefill_length: int, queue_size: int | None) -> bool:
+        """Return whether a prompt with this many tokens to compute goes to a prefill worker.
 
-def key_of(model: str) -> str:
-    """Where a model's limits stand in discovery (the name is the original's)."""
+        `queue_size` None: there is no prefill worker.
+        """
+        return (
+            queue_size is not None
+            and prefill_length > self.max_local_prefill_length
+            and queue_size < self.max_prefill_queue_size
+        )
+
+
+def limits_key(model: str) -> str:
+    """Return the key of a model's limits in discovery (the name is the original's)."""
     return f"public/components/disagg_router/models/chat/{model}"
 
 
-def goes_away(prefill_length: int, queue_size: int | None, limits: Limits) -> bool:
-    """Is a prompt, of which so many tokens are to be computed, computed elsewhere? `queue_size` None: by nobody."""
-    return (
-        queue_size is not None
-        and prefill_length > limits.max_local_prefill_length
-        and queue_size < limits.max_prefill_queue_size
-    )
+class PrefillPolicy(Protocol):
+    """Decides for prompts that a prefill worker could compute."""
 
-
-class Policy(Protocol):
-    """How it is decided for prompts that somebody could compute elsewhere."""
-
-    def may_go(self, prompt_len: int, queue_size: int) -> bool:
-        """Could it go, whatever else is found? Asked first, because it costs nothing."""
+    def may_be_remote(self, prompt_len: int, queue_size: int) -> bool:
+        """Return whether the prompt could be remote, whatever the estimates say. Called first, because it is cheap."""
         ...
 
-    def goes(self, prompt_len: int, queue_size: int, here: Look, there: Look) -> bool:
-        """Does it go? `queue_size`: prompts that wait there where the fewest do; `here` and `there` cost a look."""
+    def is_remote(
+        self, prompt_len: int, queue_size: int, local: EstimateLoad, remote: EstimateLoad
+    ) -> bool:
+        """Return whether a prefill worker computes the prompt.
+
+        `queue_size` is the number of prompts that wait at the least loaded prefill worker; `local` and `remote`
+        estimate the load where the prompt would be computed, which costs time.
+        """
         ...
 
 
-class Lengths:
+class LengthPolicy:
     """`--disagg-policy lengths`. The limits may change at any time."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: LocalPrefillLimits) -> None:
         self._default = self.limits = limits
 
-    def change(self, change: Change) -> None:
-        """Of those that it was made with."""
-        self.limits = self._default.changed(change)
+    def change_limits(self, change: LimitsChange) -> None:
+        """Set the limits to those of construction with this change."""
+        self.limits = self._default.with_change(change)
 
-    def may_go(self, prompt_len: int, queue_size: int) -> bool:
-        """As `Policy`."""
-        return goes_away(prompt_len, queue_size, self.limits)
+    def may_be_remote(self, prompt_len: int, queue_size: int) -> bool:
+        """Return whether the whole prompt is longer than the limit."""
+        return self.limits.allow_remote(prompt_len, queue_size)
 
-    def goes(self, prompt_len: int, queue_size: int, here: Look, there: Look) -> bool:
-        """As `Policy`."""
-        del prompt_len, there
-        return goes_away(here().num_new, queue_size, self.limits)
+    def is_remote(
+        self, prompt_len: int, queue_size: int, local: EstimateLoad, remote: EstimateLoad
+    ) -> bool:
+        """Return whether the prompt without its locally cached prefix is longer than the limit."""
+        del prompt_len, remote
+        return self.limits.allow_remote(local().num_new, queue_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conditional:
+class ConditionalPolicy:
     """`--router-conditional-disagg`, by the original's names and rules.
 
     `prefill_busy_threshold` is in full steps of the prefill worker, `decode_busy_threshold` a share of the blocks of
-    who would answer; one that does not say how many it has counts as full.
+    the answering worker; a worker that does not publish how many blocks it has counts as full.
     """
 
-    policy: ConditionalPolicy = "isl_bounding"
+    policy: ConditionalRule = "isl_bounding"
     eff_isl_threshold: int = 2048
     eff_isl_ratio_threshold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7
     prefill_busy_threshold: Annotated[float, msgspec.Meta(ge=0)] | None = None
     decode_busy_threshold: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
-    def may_go(self, prompt_len: int, queue_size: int) -> bool:
-        """As `Policy`: a prompt that is all new goes, however short."""
+    def may_be_remote(self, prompt_len: int, queue_size: int) -> bool:
+        """Return True: a prompt that is all new is remote, however short."""
         del prompt_len, queue_size
         return True
 
-    def goes(self, prompt_len: int, queue_size: int, here: Look, there: Look) -> bool:
-        """As `Policy`."""
+    def is_remote(
+        self, prompt_len: int, queue_size: int, local: EstimateLoad, remote: EstimateLoad
+    ) -> bool:
+        """Return whether the answering worker is full, or the prompt is new to it and prefill workers are not busy."""
         del queue_size
-        one = here()
-        return self._is_full(one) or not (
-            self._is_known(one.num_new, prompt_len) or self._is_busy(there)
-        )
-
-    def _is_known(self, num_new: int, prompt_len: int) -> bool:
-        """Is little of it new, *and* most known?"""
-        return (
+        here = local()
+        if self.decode_busy_threshold is not None and (
+            here.share_in_use is None or here.share_in_use > self.decode_busy_threshold
+        ):
+            return True
+        is_mostly_cached = (
             self.policy != "prefill_load"
-            and num_new < self.eff_isl_threshold
-            and num_new < self.eff_isl_ratio_threshold * prompt_len
+            and here.num_new < self.eff_isl_threshold
+            and here.num_new < self.eff_isl_ratio_threshold * prompt_len
         )
+        return not (is_mostly_cached or self._is_prefill_busy(remote))
 
-    def _is_busy(self, there: Look) -> bool:
+    def _is_prefill_busy(self, remote: EstimateLoad) -> bool:
         return (
             self.policy != "isl_bounding"
             and self.prefill_busy_threshold is not None
-            and there().num_steps_ahead > self.prefill_busy_threshold
+            and remote().num_steps_ahead > self.prefill_busy_threshold
         )
 
-    def _is_full(self, here: routing.LoadEstimate) -> bool:
-        if self.decode_busy_threshold is None:
-            return False
-        return here.share_in_use is None or here.share_in_use > self.decode_busy_threshold
+
+class EstimatePolicy:
+    """`--disagg-policy estimated`."""
+
+    def may_be_remote(self, prompt_len: int, queue_size: int) -> bool:
+        """Return True: only the estimates decide."""
+        del prompt_len, queue_size
+        return True
+
+    def is_remote(
+        self, prompt_len: int, queue_size: int, local: EstimateLoad, remote: EstimateLoad
+    ) -> bool:
+        """Return whether the estimated delay is shorter remotely."""
+        del prompt_len, queue_size
+        here, there = local(), remote()
+        pace = there.tokens_per_s
+        local_s = (here.num_ahead + here.num_new * (1 + here.num_requests)) / pace
+        remote_s = (there.num_ahead + there.num_new) / pace
+        copy_s = here.num_new / here.copies_per_s if here.copies_per_s else 0.0
+        return remote_s + HANDOFF_S + copy_s < local_s

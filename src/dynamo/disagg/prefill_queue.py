@@ -1,11 +1,11 @@
-"""The prefill queue: prompts that wait for a prefill worker.
+"""The prefill queue: prompts that wait for a prefill worker, and the request and output of a remote prefill.
 
-Two implementations: `DirectQueue`, here, and `ticket_queue.TicketQueue`, which prefill workers share.
+Two implementations: `DirectQueue`, here, and `shared_queue.SharedQueue`, which all prefill workers share.
 `tests/contract/test_prefill_queues.py` runs one suite over both.
 
-`DirectQueue` needs no service: a prompt goes at once to the worker to which we gave the fewest, and waits there. The
-open stream acknowledges it: a worker that dies, or refuses because it is full, breaks the stream, and the prompt goes
-to another. Nothing waits longer than the time it was given.
+`DirectQueue` needs no service: a prompt goes at once to the worker to which this process gave the fewest, and waits
+there. The open stream acknowledges it: a worker that dies, or refuses because it is full, breaks the stream, and the
+prompt goes to another. Nothing waits longer than its time limit.
 """
 
 import asyncio
@@ -13,107 +13,179 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from dynamo.base import errors
-from dynamo.disagg import prefill_answer
 from dynamo.protocols import generate, kv_transfer
 from dynamo.runtime import client
 
-ANOTHER_MAY = (errors.WorkerLost, errors.Unavailable, errors.EngineFailed)  # succeed
+RETRIABLE = (errors.WorkerLost, errors.Unavailable, errors.EngineFailed)  # at another worker
 
 
 class PrefillQueue(Protocol):
-    """Where prompts go to be computed."""
+    """Gets prompts computed by prefill workers."""
 
     @property
     def size(self) -> int | None:
-        """Prompts that wait where the fewest do; None if there is nobody to compute them."""
+        """Prompts that wait at the least loaded worker; None if there is no prefill worker."""
         ...
 
     async def prefill(
         self, request: generate.Request, *, timeout_s: float
     ) -> kv_transfer.KvTransferParams:
-        """Have its prompt computed; gives the parameters that say where its blocks are.
+        """Get a prompt computed; return the parameters that say where its blocks are.
 
         Raises what the last worker failed with, NoWorkers, or DeadlineExceeded.
         """
         ...
 
 
+class PrefillReceiver:
+    """The `requests.Receiver` of a prefill's only output."""
+
+    def __init__(self) -> None:
+        self._has_ended = asyncio.Event()
+        self._params: kv_transfer.KvTransferParams | None = None
+        self._error: errors.DynamoError | None = None
+
+    async def wait(self) -> kv_transfer.KvTransferParams:
+        """Return the parameters that say where the blocks are. Raises what the prefill failed with, or Cancelled."""
+        await self._has_ended.wait()
+        if self._params is None:
+            assert self._error is not None
+            raise self._error
+        return self._params
+
+    def give_up(self) -> None:
+        """End `wait` with Cancelled, because the caller went away."""
+        self._end(None, errors.Cancelled("the caller went away"))
+
+    def receive(self, output: generate.Output) -> None:
+        """Take the prefill's output."""
+        if output.kv_transfer_params is not None:
+            self._end(output.kv_transfer_params, None)
+
+    def replied(self, body: msgspec.Raw) -> None:
+        """Fail, because an engine sends outputs."""
+        del body
+        self._end(None, errors.RemoteProtocolError("expected an engine's output, got a reply"))
+
+    def ended(self, error: errors.DynamoError | None) -> None:
+        """Fail, if the stream ends before there was an output with parameters."""
+        silent = "the prefill worker does not say where its blocks are"
+        self._end(None, error or errors.RemoteProtocolError(silent))
+
+    def _end(
+        self, params: kv_transfer.KvTransferParams | None, error: errors.DynamoError | None
+    ) -> None:
+        if not self._has_ended.is_set():
+            self._params, self._error = params, error
+            self._has_ended.set()
+
+
 class DirectQueue:
-    """Straight to the workers."""
+    """A `PrefillQueue` that sends each prompt straight to a worker."""
 
     def __init__(
         self,
         workers: Callable[[], Sequence[int]],
-        asked: client.EndpointClient,
-        retried: Callable[[], None] = lambda: None,
+        endpoint: client.EndpointClient,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> None:
-        """`workers` are those that can be asked now, `retried` is called when a prompt goes to another worker."""
+        """`workers` returns the ids of connected prefill workers; `on_retry` is called for each retry."""
         self._workers = workers
-        self._client = asked
-        self._retried = retried
-        self._num_given: collections.Counter[int] = collections.Counter()
+        self._client = endpoint
+        self._on_retry = on_retry
+        self._num_sent: collections.Counter[int] = collections.Counter()  # and not ended, by worker
 
     @property
     def size(self) -> int | None:
-        """One that is being computed does not wait."""
+        """See `PrefillQueue`. A prompt that is being computed does not wait."""
         ids = self._usable(())
-        return max(0, min(self._num_given[i] for i in ids) - 1) if ids else None
+        return max(0, min(self._num_sent[i] for i in ids) - 1) if ids else None
 
     async def prefill(
         self, request: generate.Request, *, timeout_s: float
     ) -> kv_transfer.KvTransferParams:
-        """See `PrefillQueue`."""
+        """See `PrefillQueue.prefill`."""
         tried: list[int] = []
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    chosen = self._choose(tried)
+                    ids = self._usable(tried)
+                    if not ids:
+                        raise errors.NoWorkers("there is no prefill worker to ask")
+                    worker_id = min(ids, key=self._num_sent.__getitem__)
                     try:
-                        return await self._ask(chosen, request, timeout_s)
-                    except ANOTHER_MAY:
-                        tried.append(chosen)
+                        return await self._send(worker_id, request, timeout_s)
+                    except RETRIABLE:
+                        tried.append(worker_id)
                         if not self._usable(tried):
                             raise
-                        self._retried()
+                        self._on_retry()
         except TimeoutError:
-            raise late(timeout_s) from None
+            raise timeout_error(timeout_s) from None
 
     def _usable(self, tried: Sequence[int]) -> Sequence[int]:
         return self._client.usable(self._workers(), tried)
 
-    def _choose(self, tried: Sequence[int]) -> int:
-        ids = self._usable(tried)
-        if not ids:
-            raise errors.NoWorkers("there is no prefill worker to ask")
-        return min(ids, key=self._num_given.__getitem__)
-
-    async def _ask(
+    async def _send(
         self, instance_id: int, request: generate.Request, timeout_s: float
     ) -> kv_transfer.KvTransferParams:
-        self._num_given[instance_id] += 1
+        self._num_sent[instance_id] += 1
         try:
-            return await ask(self._client, instance_id, request, timeout_s=timeout_s)
+            return await request_prefill(self._client, instance_id, request, timeout_s=timeout_s)
         finally:
-            self._num_given[instance_id] -= 1
-            if not self._num_given[instance_id]:
-                del self._num_given[instance_id]
+            self._num_sent[instance_id] -= 1
+            if not self._num_sent[instance_id]:
+                del self._num_sent[instance_id]
 
 
-async def ask(
+def make_prefill_request(request: generate.Request) -> generate.Request:
+    """Return the request for a prefill worker: the request itself, of one token.
+
+    So the token that comes with the prompt is the one that its answer begins with, drawn with its own temperature,
+    seed, penalties, grammar and limits, and the engine that answers can use it instead of computing it again. Each of
+    several choices has to be drawn where it is answered: then the token is not used, and drawn in the cheapest way.
+    """
+    if request.sampling_options.n == 1:
+        stops = request.stop_conditions
+        return msgspec.structs.replace(
+            request,
+            stop_conditions=msgspec.structs.replace(
+                stops, max_tokens=1, min_tokens=min(1, stops.min_tokens), stop=()
+            ),
+            annotations=(),
+            data_parallel_rank=None,
+            kv_transfer_params=kv_transfer.PREFILL_WITH_TOKEN,
+        )
+    return generate.Request(
+        id=request.id,
+        model=request.model,
+        token_ids=request.token_ids,
+        stop_conditions=generate.StopConditions(max_tokens=1, min_tokens=1),
+        sampling_options=generate.SamplingOptions(temperature=0.0),
+        priority=request.priority,
+        lora_name=request.lora_name,
+        session_id=request.session_id,
+        kv_transfer_params=kv_transfer.PREFILL_ONLY,
+    )
+
+
+async def request_prefill(
     workers: client.EndpointClient, instance_id: int, request: generate.Request, *, timeout_s: float
 ) -> kv_transfer.KvTransferParams:
-    """Have one worker compute a prompt; it stops if we are cancelled. Raises what it failed with."""
-    answer = prefill_answer.PrefillAnswer()
-    stream = await workers.open(request, answer, instance_id=instance_id, timeout_s=timeout_s)
+    """Get a prompt computed by one worker; it stops if this task is cancelled. Raises what it failed with."""
+    receiver = PrefillReceiver()
+    stream = await workers.open(request, receiver, instance_id=instance_id, timeout_s=timeout_s)
     try:
-        return await answer.wait()
+        return await receiver.wait()
     finally:
         stream.cancel()
 
 
-def late(timeout_s: float) -> errors.DeadlineExceeded:
-    """What a prompt ends with that took too long."""
+def timeout_error(timeout_s: float) -> errors.DeadlineExceeded:
+    """Return the error of a prompt that took too long."""
     return errors.DeadlineExceeded(
         f"no prefill worker has computed the prompt within {timeout_s:g} s"
     )

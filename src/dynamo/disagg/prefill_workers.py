@@ -1,8 +1,8 @@
-"""Who can prefill for us: follows the cards of prefill workers, and connects to each before it is needed.
+"""The prefill workers of a decode worker: it follows their model cards, and connects to each ahead of need.
 
-A worker counts only while its engine is connected: the first request does not pay for the handshake, and one whose
-blocks could not be reached is not asked to compute them. Workers join and leave while all goes on; one that began anew
-under the same name is another instance, with other metadata.
+A prefill worker is used only while the engines are connected: the first request does not pay for the handshake, and no
+worker computes a prompt whose blocks could not be reached. Workers join and leave at any time; one that restarts under
+the same name is another instance, with other metadata.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
 
 
 class PrefillWorkers:
-    """By instance id. `start` begins to follow, `close` ends it."""
+    """The prefill workers by instance id, from `start` to `close`."""
 
     def __init__(
         self,
@@ -32,83 +32,77 @@ class PrefillWorkers:
         registry: discovery.Discovery,
         engine: api.KvTransferPeer,
         *,
-        is_ours: Callable[[model_card.ModelCard], bool],
+        is_usable: Callable[[model_card.ModelCard], bool],
     ) -> None:
-        """`is_ours` tells the model that we serve from others."""
+        """`is_usable` returns whether a worker with this card computes prompts for our model."""
         self._prefix = f"{instances.CARDS}{endpoint.path}/"
         self._registry = registry
         self._engine = engine
-        self._is_ours = is_ours
+        self._is_usable = is_usable
         self._metadata: dict[int, bytes] = {}
         self._lora_names: dict[int, tuple[str, ...]] = {}
         self._connecting: dict[int, asyncio.Task[None]] = {}
-        self._engine_ids: dict[int, str] = {}
+        self._engine_ids: dict[int, str] = {}  # of connected workers
         self._tasks = tasks.Tasks()
 
     @property
     def connected(self) -> list[int]:
-        """Whom we can ask now."""
+        """The instance ids of connected workers."""
         return list(self._engine_ids)
 
-    def all_have(self, lora_name: str) -> bool:
-        """Can whoever is asked compute with this adapter? Nobody chooses among them by that."""
+    def all_have_adapter(self, lora_name: str) -> bool:
+        """Return whether every prefill worker has this adapter, because the queues do not choose among them by it."""
         return all(lora_name in names for names in self._lora_names.values())
 
     def instance_of(self, engine_id: str) -> int | None:
-        """Whose engine that is; None: of nobody who is connected."""
-        known = self._engine_ids.items()
-        return next((one for one, engine in known if engine == engine_id), None)
+        """Return the worker of an engine; None if it is not connected."""
+        items = self._engine_ids.items()
+        return next((instance_id for instance_id, name in items if name == engine_id), None)
 
     def start(self) -> None:
-        """Follow them."""
+        """Begin to follow discovery."""
         self._tasks.start("watch prefill workers", self._watch())
 
-    def distrust(self, engine_id: str) -> None:
-        """A copy from there has failed: ask it for nothing before it could be connected anew."""
-        for instance_id, known in list(self._engine_ids.items()):
-            if known == engine_id:
-                del self._engine_ids[instance_id]
-                self._begin(instance_id, RETRY_S)
+    def reconnect(self, engine_id: str) -> None:
+        """Connect to an engine anew after a copy from it has failed; its worker is not used until that succeeds."""
+        instance_id = self.instance_of(engine_id)
+        if instance_id is not None:
+            del self._engine_ids[instance_id]
+            self._start_connecting(instance_id, RETRY_S)
 
     async def close(self) -> None:
-        """Follow them no more."""
+        """Stop following discovery."""
         await self._tasks.close()
 
     async def _watch(self) -> None:
         async for change in self._registry.watch(self._prefix):
             try:
                 instance_id = int(change.key.removeprefix(self._prefix), 16)
-                await self._apply(instance_id, change)
-            except (
-                ValueError,
-                errors.TransferError,
-            ) as error:  # msgspec's errors and those of base64 are some too
+                if isinstance(change, discovery.Delete):
+                    await self._forget_worker(instance_id)
+                else:
+                    await self._read_card(instance_id, _decode_record(change.value).card_json)
+                _logger.debug("Current Prefill Workers: %d", len(self._metadata))
+            except (ValueError, errors.TransferError) as error:  # msgspec's and base64's among them
                 _logger.warning("ignored the prefill worker %s: %s", change.key, error)
 
-    async def _apply(self, instance_id: int, change: discovery.Change) -> None:
-        if isinstance(change, discovery.Delete):
-            await self._forget(instance_id)
-        else:
-            await self._read(instance_id, _decode_record(change.value).card_json)
-        _logger.debug("Current Prefill Workers: %d", len(self._metadata))
-
-    async def _read(self, instance_id: int, card: model_card.ModelCard) -> None:
-        """One that has other adapters than before stays connected."""
-        metadata, is_ours = _metadata(card), self._is_ours(card)
-        if not is_ours or self._metadata.get(instance_id) != metadata:
-            await self._forget(instance_id)
-            if is_ours:
+    async def _read_card(self, instance_id: int, card: model_card.ModelCard) -> None:
+        """Connect to a new or restarted worker; a worker with other adapters than before stays connected."""
+        metadata, is_usable = _transfer_metadata(card), self._is_usable(card)
+        if not is_usable or self._metadata.get(instance_id) != metadata:
+            await self._forget_worker(instance_id)
+            if is_usable:
                 self._metadata[instance_id] = metadata
-                self._begin(instance_id, 0)
-        if is_ours:
+                self._start_connecting(instance_id, 0)
+        if is_usable:
             self._lora_names[instance_id] = card.lora_names
 
-    def _begin(self, instance_id: int, pause_s: float) -> None:
+    def _start_connecting(self, instance_id: int, pause_s: float) -> None:
         connecting = self._connect(instance_id, self._metadata[instance_id], pause_s)
         self._connecting[instance_id] = self._tasks.start("connect to a prefill worker", connecting)
 
     async def _connect(self, instance_id: int, metadata: bytes, pause_s: float) -> None:
-        """Until it succeeds, or the worker is gone."""
+        """Try until it succeeds; the task is cancelled when the worker is gone."""
         await asyncio.sleep(pause_s)
         while True:
             try:
@@ -121,7 +115,7 @@ class PrefillWorkers:
                 _logger.info("prefill worker %x is connected", instance_id)
                 return
 
-    async def _forget(self, instance_id: int) -> None:
+    async def _forget_worker(self, instance_id: int) -> None:
         self._metadata.pop(instance_id, None)
         self._lora_names.pop(instance_id, None)
         connecting = self._connecting.pop(instance_id, None)
@@ -133,11 +127,11 @@ class PrefillWorkers:
             _logger.info("prefill worker %x is gone", instance_id)
 
 
-def _metadata(card: model_card.ModelCard) -> bytes:
-    """Of its engine's agent. Raises TransferError, or ValueError for what is no base64."""
-    said = card.runtime_config.runtime_data.get(kv_transfer.METADATA_KEY)
-    if not isinstance(said, str):
+def _transfer_metadata(card: model_card.ModelCard) -> bytes:
+    """Return the metadata of a worker's engine. Raises TransferError, or ValueError for invalid base64."""
+    encoded = card.runtime_config.runtime_data.get(kv_transfer.METADATA_KEY)
+    if not isinstance(encoded, str):
         raise errors.TransferError(
             f"expected {kv_transfer.METADATA_KEY} in its card's runtime data"
         )
-    return base64.b64decode(said, validate=True)
+    return base64.b64decode(encoded, validate=True)

@@ -6,7 +6,7 @@ import sys
 
 from dynamo.base import config as configuration
 from dynamo.base import distribution, errors, process_setup
-from dynamo.disagg import settings
+from dynamo.disagg import config as disagg_config
 from dynamo.frontend import config, service
 from dynamo.frontend.processes import http_workers
 from dynamo.observability import logs
@@ -25,7 +25,7 @@ def main() -> int:
         parts = (
             config.FrontendConfig,
             router_config.RoutingConfig,
-            settings.PrefillRoutingConfig,
+            disagg_config.PrefillRoutingConfig,
         )
         door, routing, prefill = configuration.load_parts(parts, prog=prog)
         if door.http_workers > 1:
@@ -42,7 +42,7 @@ def main() -> int:
 async def serve(
     door: config.FrontendConfig,
     routing: router_config.RoutingConfig,
-    prefill: settings.PrefillRoutingConfig,
+    prefill: disagg_config.PrefillRoutingConfig,
 ) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     process_setup.collect_garbage_rarely()

@@ -7,8 +7,8 @@ from types import TracebackType
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, process_setup, tasks
-from dynamo.disagg import prefill_routes
-from dynamo.disagg import settings as prefill_settings
+from dynamo.disagg import config as prefill_config
+from dynamo.disagg import prefill_route
 from dynamo.frontend import (
     app,
     cache_clearing,
@@ -48,7 +48,7 @@ class Frontend:
         settings: config.FrontendConfig,
         runtime: component.DistributedRuntime,
         routing: router_config.RoutingConfig | None = None,
-        prefill: prefill_settings.PrefillRoutingConfig | None = None,
+        prefill: prefill_config.PrefillRoutingConfig | None = None,
     ) -> None:
         settings.check()
         self._settings = settings
@@ -69,9 +69,9 @@ class Frontend:
         self._routes = route_factory.RouteFactory(
             routing or router_config.RoutingConfig(), runtime, self._clock, metrics_registry
         )
-        self._prefill_routes = self._make_prefill_routes(
+        self._prefill_route = self._make_prefill_route(
             routing or router_config.RoutingConfig(),
-            prefill or prefill_settings.PrefillRoutingConfig(),
+            prefill or prefill_config.PrefillRoutingConfig(),
             runtime,
             metrics_registry,
         )
@@ -79,9 +79,9 @@ class Frontend:
             runtime.discovery,
             runtime.client,
             registry.RouteFactories(self._routes.make_route)
-            if self._prefill_routes is None
+            if self._prefill_route is None
             else registry.RouteFactories(
-                self._prefill_routes.make, self._prefill_routes.make_prefill
+                self._prefill_route.make, self._prefill_route.make_prefill_router
             ),
             frontend_metrics,
             self._clock,
@@ -154,18 +154,18 @@ class Frontend:
         self.port = 0  # the real ones once it listens
         self.grpc_port = 0
 
-    def _make_prefill_routes(
+    def _make_prefill_route(
         self,
         routing: router_config.RoutingConfig,
-        prefill: prefill_settings.PrefillRoutingConfig,
+        prefill: prefill_config.PrefillRoutingConfig,
         runtime: component.DistributedRuntime,
         metrics_registry: observed.Registry,
-    ) -> prefill_routes.PrefillRoutes | None:
+    ) -> prefill_route.PrefillRouteFactory | None:
         """Return the routes by way of prefill workers, which the router mode `kv` alone knows. Raises ConfigError."""
         prefill.check(routing.router_mode, routing.router_queue_threshold)
         if routing.router_mode != "kv":
             return None
-        return prefill_routes.PrefillRoutes(
+        return prefill_route.PrefillRouteFactory(
             self._routes,
             prefill,
             runtime.discovery,
@@ -201,8 +201,8 @@ class Frontend:
         await self._dispatcher.close()
         await self._peers.close()
         await self._tasks.close()
-        if self._prefill_routes is not None:
-            await self._prefill_routes.close()
+        if self._prefill_route is not None:
+            await self._prefill_route.close()
         await self._routes.close()
         await self._records.close()
 

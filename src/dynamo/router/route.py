@@ -1,7 +1,7 @@
 """A route: the seam between a process that has a request and the code that selects the worker for it.
 
 Implementations: `PushRouter` (round-robin or random), `kv_router.KvRouter` (by cached prefixes and load), both made by
-`route_factory`; `LoraRoute` (restricts another route to the workers of an adapter); and `disagg.prefill_first`, which
+`route_factory`; `LoraRoute` (restricts another route to the workers of an adapter); and `disagg.prefill_route`, which
 has the prompt computed by a prefill worker before it uses one of them.
 """
 

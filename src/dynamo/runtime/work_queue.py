@@ -6,7 +6,7 @@ their bytes.
 
 Implementations: `backends.memory_work_queue` (one process) and `backends.nats.work_queue` (JetStream: what is in it
 outlives every process, the server too). `tests/contract/test_work_queue.py` runs one suite over both.
-`disagg.ticket_queue` uses it.
+`disagg.shared_queue` uses it.
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ from dynamo.disagg import policy
 from dynamo.simulate.hardware import Group
 from dynamo.simulate.phase_worker import Job, PhaseWorker
 
-ALWAYS_AWAY = policy.Limits(max_local_prefill_length=0, max_prefill_queue_size=2**31)
+ALWAYS_AWAY = policy.LocalPrefillLimits(max_local_prefill_length=0, max_prefill_queue_size=2**31)
 _NUM_ROUNDS = 6  # requests of each client; the first and the last are not counted
 _NUM_STEPS = 200  # at which the curves are compared
 
@@ -33,7 +33,7 @@ class Pool:
     group: Group
     num_prefill: int = 0
     prefill_group: Group | None = None
-    limits: policy.Limits = ALWAYS_AWAY
+    limits: policy.LocalPrefillLimits = ALWAYS_AWAY
     transfer_s: float = 0.0  # to move the keys and values of a prompt
     max_num_seqs: int = 256
     max_num_tokens: int = 2048
@@ -111,7 +111,7 @@ class _Run:
         job = Job(num_prompt=self._num_prompt, num_output=self._num_output, begun_at=now)
         chosen = min(self._prefillers, key=lambda worker: worker.num_open, default=None)
         queue_size = None if chosen is None else chosen.num_waiting
-        if chosen is not None and policy.goes_away(job.num_prompt, queue_size, self._pool.limits):
+        if chosen is not None and self._pool.limits.allow_remote(job.num_prompt, queue_size):
             self.num_away += 1
             self._submit(chosen, job, now)
         else:

@@ -123,7 +123,7 @@ def pools(told: DisaggConfig, num_nodes: int) -> list[disagg.Pool]:
 
 def conditional(split: disagg.Pool) -> disagg.Pool:
     """The same with the limits that a worker has by default."""
-    return replace(split, name="conditional", limits=policy.Limits())
+    return replace(split, name="conditional", limits=policy.LocalPrefillLimits())
 
 
 _SPEEDS = (25, 40, 50, 75)  # tokens a second of a user

@@ -1,6 +1,6 @@
-"""What a worker is in a deployment that computes prompts apart: prefill, decode, or all in one.
+"""The role of a worker in a deployment with prefill workers: prefill, decode, or both in one (aggregated).
 
-The engine must be able to lend blocks (`api.KvTransferPeer`); one that is not serves alone, whatever others do.
+Prefill and decode need an engine that moves KV blocks (`api.KvTransferPeer`); any other engine serves aggregated.
 """
 
 import base64
@@ -13,15 +13,13 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.disagg import (
-    estimated,
-    handoff,
+    job_consumer,
     metrics,
     policy,
     prefill_queue,
     prefill_workers,
-    ticket_queue,
-    ticket_taker,
-    tickets,
+    remote_prefill,
+    shared_queue,
 )
 from dynamo.engine import api
 from dynamo.observability import metrics as registries
@@ -31,14 +29,14 @@ from dynamo.worker import card, host, settings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Role:
-    """The engine as it is to be hosted, and what lives beside it."""
+class WorkerRole:
+    """The engine as it is to be hosted, and the hooks that live as long as its host."""
 
     engine: api.Engine
-    beside: Sequence[host.LifecycleHook] = ()
+    hooks: Sequence[host.LifecycleHook] = ()
 
 
-def prepare(
+def prepare_role(
     engine: api.Engine,
     worker: settings.WorkerConfig,
     runtime: component.DistributedRuntime,
@@ -46,29 +44,40 @@ def prepare(
     *,
     model: str,
     directory: Path,
-) -> Role:
-    """The engine in its role. Raises ConfigError if it cannot have it."""
+) -> WorkerRole:
+    """Prepare an engine, before it starts, for the worker's role. Raises ConfigError if it cannot have that role."""
     transfer = engine.capabilities.kv_transfer
+    is_split = worker.is_prefill or worker.disaggregation_mode == "decode"
     if transfer is None:
-        if worker.is_prefill or worker.disaggregation_mode == "decode":
+        if is_split:
             raise errors.ConfigError(
                 "this engine moves no KV blocks between workers: start it without --disaggregation-mode"
             )
-        return Role(engine)
-    if worker.is_prefill or worker.disaggregation_mode == "decode":
+        return WorkerRole(engine)
+    if is_split:
         transfer.enable_export()
     if worker.disaggregation_mode == "agg":
-        return Role(engine)
+        return WorkerRole(engine)
     checksums = _checksums(card.describe_files(directory))
-    join = _join_queue(worker, runtime, model, checksums)
-    if worker.is_prefill:
-        return Role(engine, _takers(worker, runtime, registry, join))
-    is_ours = _recognizer(worker, model, checksums)
-    return _decode(engine, transfer, worker, runtime, registry, join, model=model, is_ours=is_ours)
+    name = shared_queue.queue_name(worker.prefill_endpoint_name, model, checksums)
+    join = functools.partial(runtime.services.work_queue, name, shared_queue.BOUNDS)
+    if not worker.is_prefill:
+        is_usable = _prefill_worker_filter(worker, model, checksums)
+        workers = prefill_workers.PrefillWorkers(
+            worker.prefill_endpoint_name, runtime.discovery, transfer, is_usable=is_usable
+        )
+        return _decode_role(engine, workers, worker, runtime, registry, join, model=model)
+    if worker.prefill_queue == "direct":
+        return WorkerRole(engine)
+    counters = metrics.PrefillJobMetrics(registry)
+    consumer = job_consumer.PrefillJobConsumer(
+        join, runtime.requests, runtime.instance_id, counters
+    )
+    return WorkerRole(engine, (consumer,))
 
 
-def together(worker: settings.WorkerConfig) -> settings.WorkerConfig:
-    """For several workers in one process: they compute all by themselves. Raises ConfigError for another role."""
+def require_aggregated(worker: settings.WorkerConfig) -> settings.WorkerConfig:
+    """Return the options for several workers in one process. Raises ConfigError for any role but aggregated."""
     if worker.is_prefill or worker.disaggregation_mode == "decode":
         raise errors.ConfigError(
             "--num-workers: expected 1 with --disaggregation-mode prefill or decode, or agg for several"
@@ -76,82 +85,74 @@ def together(worker: settings.WorkerConfig) -> settings.WorkerConfig:
     return dataclasses.replace(worker, disaggregation_mode="agg")
 
 
-def marked(
-    made: model_card.ModelCard, worker: settings.WorkerConfig, engine: api.Engine
+def add_role(
+    model: model_card.ModelCard, worker: settings.WorkerConfig, engine: api.Engine
 ) -> model_card.ModelCard:
-    """Its card with its role, and with what decode workers must know of it; the engine has started."""
+    """Return the model card with the worker's role, and the metadata of its started engine for decode workers."""
     transfer = engine.capabilities.kv_transfer
     metadata = transfer.transfer_metadata if transfer is not None else None
     if worker.is_prefill and metadata is not None:
         data = {
             kv_transfer.METADATA_KEY: base64.b64encode(metadata).decode(),
-            tickets.FROM_QUEUE: worker.prefill_queue == "queue",
+            shared_queue.TAKES_JOBS: worker.prefill_queue == "queue",
         }
-        runtime = msgspec.structs.replace(made.runtime_config, runtime_data=data)
+        runtime = msgspec.structs.replace(model.runtime_config, runtime_data=data)
         kind = model_card.WorkerType.PREFILL
-        return msgspec.structs.replace(made, worker_type=kind, runtime_config=runtime)
+        return msgspec.structs.replace(model, worker_type=kind, runtime_config=runtime)
     if worker.disaggregation_mode == "decode":
-        return msgspec.structs.replace(made, worker_type=model_card.WorkerType.DECODE)
-    return made
+        return msgspec.structs.replace(model, worker_type=model_card.WorkerType.DECODE)
+    return model
 
 
-def _takers(
-    worker: settings.WorkerConfig,
-    runtime: component.DistributedRuntime,
-    registry: registries.Registry,
-    join: ticket_queue.Join,
-) -> Sequence[host.LifecycleHook]:
-    if worker.prefill_queue == "direct":
-        return ()
-    counts = metrics.TakerMetrics(registry)
-    return (ticket_taker.TicketTaker(join, runtime.requests, runtime.instance_id, counts),)
-
-
-def _decode(
+def _decode_role(
     engine: api.Engine,
-    transfer: api.KvTransferPeer,
+    workers: prefill_workers.PrefillWorkers,
     worker: settings.WorkerConfig,
     runtime: component.DistributedRuntime,
     registry: registries.Registry,
-    join: ticket_queue.Join,
+    join: shared_queue.JoinQueue,
     *,
     model: str,
-    is_ours: Callable[[model_card.ModelCard], bool],
-) -> Role:
-    endpoint = worker.prefill_endpoint_name
-    counts = metrics.DisaggMetrics(registry)
-    workers = prefill_workers.PrefillWorkers(endpoint, runtime.discovery, transfer, is_ours=is_ours)
-    asked = runtime.client(endpoint)
+) -> WorkerRole:
+    counters = metrics.DisaggMetrics(registry)
+    prefill_client = runtime.client(worker.prefill_endpoint_name)
     queue: prefill_queue.PrefillQueue
-    beside: tuple[host.LifecycleHook, ...] = ()
+    hooks: tuple[host.LifecycleHook, ...] = ()
     if worker.prefill_queue == "queue":
-        ours = worker.endpoint_name
-        claims = instances.EndpointName(ours.namespace, ours.component, tickets.CLAIMS)
-        queue = ticket_queue.TicketQueue(
-            join, lambda: workers.connected, asked, runtime.requests, claims.path, counts
+        own = worker.endpoint_name
+        leases = instances.EndpointName(own.namespace, own.component, shared_queue.LEASE_ENDPOINT)
+        queue = shared_queue.SharedQueue(
+            join,
+            lambda: workers.connected,
+            prefill_client,
+            runtime.requests,
+            leases.path,
+            counters,
         )
-        beside = (queue,)
+        hooks = (queue,)
     else:
-        queue = prefill_queue.DirectQueue(lambda: workers.connected, asked, counts.retries.inc)
-    made = handoff.Handoff(
+        queue = prefill_queue.DirectQueue(
+            lambda: workers.connected, prefill_client, counters.retries.inc
+        )
+    remote = remote_prefill.RemotePrefillEngine(
         engine,
         queue,
         workers,
-        counts,
+        counters,
         registry=runtime.discovery,
         model=model,
-        decider=_policy(worker),
+        prefill_policy=_prefill_policy(worker),
         prefill_timeout_s=worker.prefill_timeout_s,
     )
-    return Role(made, beside)
+    return WorkerRole(remote, hooks)
 
 
-def _policy(worker: settings.WorkerConfig) -> policy.Policy:
+def _prefill_policy(worker: settings.WorkerConfig) -> policy.PrefillPolicy:
     if worker.disagg_policy == "estimated":
-        return estimated.Estimated()
+        return policy.EstimatePolicy()
     longest = worker.max_local_prefill_length
-    return policy.Lengths(
-        policy.Limits(
+    return policy.LengthPolicy(
+        policy.LocalPrefillLimits(
             max_local_prefill_length=policy.MAX_LOCAL_PREFILL_LENGTH
             if longest is None
             else longest,
@@ -160,30 +161,20 @@ def _policy(worker: settings.WorkerConfig) -> policy.Policy:
     )
 
 
-def _join_queue(
-    worker: settings.WorkerConfig,
-    runtime: component.DistributedRuntime,
-    model: str,
-    checksums: dict[str, str],
-) -> ticket_queue.Join:
-    name = tickets.queue_name(worker.prefill_endpoint_name, model, checksums)
-    return functools.partial(runtime.services.work_queue, name, tickets.BOUNDS)
-
-
-def _recognizer(
+def _prefill_worker_filter(
     worker: settings.WorkerConfig, model: str, checksums: dict[str, str]
 ) -> Callable[[model_card.ModelCard], bool]:
-    """Tells whether a card is of our model, equal by name and by its files, and of a worker that we can ask."""
+    """Return a predicate for cards of our model, by its name and files, and of a worker that our queue reaches."""
 
-    def is_ours(other: model_card.ModelCard) -> bool:
-        takes = other.runtime_config.runtime_data.get(tickets.FROM_QUEUE) is True
+    def is_usable(other: model_card.ModelCard) -> bool:
+        takes_jobs = other.runtime_config.runtime_data.get(shared_queue.TAKES_JOBS) is True
         return (
             other.display_name == model
             and _checksums(other.files) == checksums
-            and (takes or worker.prefill_queue == "direct")
+            and (takes_jobs or worker.prefill_queue == "direct")
         )
 
-    return is_ours
+    return is_usable
 
 
 def _checksums(files: dict[str, model_card.ModelFile]) -> dict[str, str]:

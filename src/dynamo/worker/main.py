@@ -114,7 +114,7 @@ def make_host(
         worker.endpoint_name, clock, engine_prefix=engine_prefix
     )
     make = make_card or _card_factory(worker, directory, clock)
-    role = disaggregated.prepare(
+    role = disaggregated.prepare_role(
         engine,
         worker,
         runtime,
@@ -126,7 +126,7 @@ def make_host(
         role.engine,
         runtime,
         worker.endpoint_name,
-        make_card=lambda facts: disaggregated.marked(make(facts), worker, engine),
+        make_card=lambda facts: disaggregated.add_role(make(facts), worker, engine),
         options=host.HostOptions(
             request_limit=worker.engine_request_limit,
             drain_timeout_s=worker.graceful_shutdown_timeout_s,
@@ -137,7 +137,7 @@ def make_host(
         ),
         clock=clock,
         counters=counters,
-        hooks=role.beside,
+        hooks=role.hooks,
     )
 
 
@@ -148,7 +148,7 @@ def _make_fleet(
     directory: Path,
 ) -> host.Fleet:
     """Make the hosts of several engines, with one card and one set of metrics. Raises ConfigError."""
-    worker = disaggregated.together(worker)
+    worker = disaggregated.require_aggregated(worker)
     clock = clocks.SystemClock()
     counters = metrics.WorkerMetrics(worker.endpoint_name, clock)
     make_card = functools.cache(_card_factory(worker, directory, clock))

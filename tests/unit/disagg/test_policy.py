@@ -1,11 +1,13 @@
-"""Where a prompt is computed."""
+"""Prefill policies: whether a prompt is computed by the answering worker or by a prefill worker."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamo.disagg import policy
 from dynamo.router import api as routing
 
-LIMITS = policy.Limits(max_local_prefill_length=1000, max_prefill_queue_size=2)
+LIMITS = policy.LocalPrefillLimits(max_local_prefill_length=1000, max_prefill_queue_size=2)
 
 
 @pytest.mark.parametrize(
@@ -18,21 +20,23 @@ LIMITS = policy.Limits(max_local_prefill_length=1000, max_prefill_queue_size=2)
         (10**6, None, False),
     ],
 )
-def test_a_long_prompt_goes_away_while_few_wait_there(length, queue_size, expected):
-    assert policy.goes_away(length, queue_size, LIMITS) is expected
+def test_long_prompt_is_remote_while_few_prompts_wait_there(length, queue_size, expected):
+    assert LIMITS.allow_remote(length, queue_size) is expected
 
 
-def test_a_change_replaces_what_it_names():
-    changed = LIMITS.changed(policy.Change(max_local_prefill_length=0))
+def test_change_replaces_the_limits_that_it_sets():
+    changed = LIMITS.with_change(policy.LimitsChange(max_local_prefill_length=0))
 
-    assert changed == policy.Limits(max_local_prefill_length=0, max_prefill_queue_size=2)
-
-
-def test_the_key_is_the_originals():
-    assert policy.key_of("m") == "public/components/disagg_router/models/chat/m"
+    assert changed == policy.LocalPrefillLimits(
+        max_local_prefill_length=0, max_prefill_queue_size=2
+    )
 
 
-def look(num_new, **facts):
+def test_limits_have_the_originals_key_in_discovery():
+    assert policy.limits_key("m") == "public/components/disagg_router/models/chat/m"
+
+
+def load(num_new, **facts):
     return lambda: routing.LoadEstimate(num_new=num_new, **facts)
 
 
@@ -46,17 +50,15 @@ def look(num_new, **facts):
         (100, 69, False),
     ],
 )
-def test_the_originals_condition_is_both_few_tokens_and_a_small_share(
-    prompt_len, num_new, expected
-):
-    one = policy.Conditional()
+def test_prompt_is_local_if_few_tokens_and_a_small_share_are_new(prompt_len, num_new, expected):
+    chosen = policy.ConditionalPolicy()
 
-    assert one.may_go(prompt_len, 99)
-    assert one.goes(prompt_len, 99, look(num_new), look(0)) is expected
+    assert chosen.may_be_remote(prompt_len, 99)
+    assert chosen.is_remote(prompt_len, 99, load(num_new), load(0)) is expected
 
 
-BUSY, CALM = look(0, num_steps_ahead=2.1), look(0, num_steps_ahead=2.0)
-NEW, KNOWN = look(4000), look(100)
+BUSY, CALM = load(0, num_steps_ahead=2.1), load(0, num_steps_ahead=2.0)
+NEW, KNOWN = load(4000), load(100)
 
 
 @pytest.mark.parametrize(
@@ -70,24 +72,77 @@ NEW, KNOWN = look(4000), look(100)
         ("isl_bounding", NEW, BUSY, True),
     ],
 )
-def test_a_prompt_may_stay_because_prefill_workers_are_busy(kind, here, there, expected):
-    one = policy.Conditional(policy=kind, prefill_busy_threshold=2)
+def test_prompt_is_local_while_prefill_workers_are_busy(kind, here, there, expected):
+    chosen = policy.ConditionalPolicy(policy=kind, prefill_busy_threshold=2)
 
-    assert one.goes(4000, 0, here, there) is expected
+    assert chosen.is_remote(4000, 0, here, there) is expected
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.9, False), (0.91, True), (None, True)])
-def test_none_stays_where_blocks_are_short(share, expected):
-    one = policy.Conditional(decode_busy_threshold=0.9)
+def test_prompt_is_remote_if_the_decode_worker_has_few_blocks_left(share, expected):
+    chosen = policy.ConditionalPolicy(decode_busy_threshold=0.9)
 
-    assert one.goes(4000, 0, look(100, share_in_use=share), CALM) is expected
+    assert chosen.is_remote(4000, 0, load(100, share_in_use=share), CALM) is expected
 
 
-def test_lengths_may_be_limited_anew():
-    one = policy.Lengths(LIMITS)
-    before = one.may_go(500, 0), one.goes(2000, 0, look(1001), look(0))
-    one.change(policy.Change(max_local_prefill_length=400))
+def test_limits_of_lengths_can_change_at_run_time():
+    chosen = policy.LengthPolicy(LIMITS)
+    before = chosen.may_be_remote(500, 0), chosen.is_remote(2000, 0, load(1001), load(0))
+    chosen.change_limits(policy.LimitsChange(max_local_prefill_length=400))
 
     assert before == (False, True)
-    assert one.may_go(500, 0)
-    assert not one.goes(500, 0, look(400), look(0))
+    assert chosen.may_be_remote(500, 0)
+    assert not chosen.is_remote(500, 0, load(400), load(0))
+
+
+PACE = 10_000.0
+ESTIMATE = policy.EstimatePolicy()
+
+
+def is_remote(here, there=None):
+    num_new = here["num_new"]
+    here = routing.LoadEstimate(**{"tokens_per_s": PACE} | here)
+    there = routing.LoadEstimate(**{"num_new": num_new, "tokens_per_s": PACE} | (there or {}))
+    return ESTIMATE.is_remote(num_new, 0, lambda: here, lambda: there)
+
+
+@pytest.mark.parametrize("num_new", [1, 64, 1500, 100_000])
+def test_prompt_is_local_on_an_idle_worker(num_new):
+    assert not is_remote({"num_new": num_new})
+
+
+def test_short_prompt_is_remote_beside_running_answers():
+    assert is_remote({"num_new": 64, "num_requests": 8})
+    assert not is_remote({"num_new": 4, "num_requests": 8})  # less than the handing over
+
+
+def test_prompt_is_remote_if_more_tokens_are_ahead_of_it_locally():
+    assert is_remote({"num_new": 100, "num_ahead": 1000})
+    assert not is_remote({"num_new": 100, "num_ahead": 1000}, {"num_ahead": 1000})
+    assert not is_remote({"num_new": 100, "num_requests": 8}, {"num_ahead": 2000})
+
+
+def test_prefix_cached_by_the_prefill_worker_counts():
+    assert is_remote({"num_new": 1000}, {"num_new": 10})
+
+
+def test_slow_copy_keeps_a_prompt_local():
+    assert is_remote({"num_new": 1000, "num_requests": 1})
+    assert not is_remote({"num_new": 1000, "num_requests": 1, "copies_per_s": PACE / 2})
+
+
+@given(
+    st.integers(0, 10_000), st.integers(0, 64), st.floats(0, 1e5), st.floats(0, 1e5), st.floats(0, 1e6)
+)  # fmt: skip
+def test_more_local_work_never_makes_a_prompt_local(
+    num_new, num_requests, ahead, there, copies_per_s
+):
+    few = {"num_new": num_new, "num_ahead": ahead, "num_requests": num_requests}
+    few["copies_per_s"] = copies_per_s
+    more = few | {"num_ahead": ahead + 1, "num_requests": num_requests + 1}
+
+    assert is_remote(few, {"num_ahead": there}) <= is_remote(more, {"num_ahead": there})
+
+
+def test_estimate_excludes_no_prompt_beforehand():
+    assert ESTIMATE.may_be_remote(1, 10**6)

@@ -1,13 +1,14 @@
-"""To whom prompts are given."""
+"""The direct prefill queue, and the request and output of a remote prefill."""
 
 import asyncio
 
+import msgspec
 import pytest
 
 import kv_params
 from dynamo.base import errors
 from dynamo.disagg import prefill_queue
-from dynamo.protocols import blocks, generate, model_errors
+from dynamo.protocols import blocks, generate, kv_transfer, model_errors
 
 REQUEST = generate.Request(id="r", model="m", token_ids=blocks.pack([1, 2, 3]))
 PARAMS = kv_params.at_remote()
@@ -23,7 +24,7 @@ class Stream:
 
 
 class Workers:
-    """An endpoint client whose workers answer when they are told to."""
+    """An endpoint client whose workers answer when the test says so."""
 
     def __init__(self, *ids):
         self.ids, self.asked, self.streams, self.num_retried = list(ids), [], [], 0
@@ -41,7 +42,7 @@ class Workers:
         return self.streams[-1]
 
     async def begin(self):
-        """One more prompt, given to somebody."""
+        """One more prompt, given to a worker."""
         num = len(self.asked)
         asking = asyncio.ensure_future(self.queue.prefill(REQUEST, timeout_s=DEADLINE_S))
         while len(self.asked) == num:
@@ -52,7 +53,7 @@ class Workers:
         self.asked[i][1].receive(generate.Output((1,), kv_transfer_params=PARAMS))
 
 
-async def test_a_prompt_goes_where_the_fewest_are():
+async def test_prompt_goes_to_the_worker_with_the_fewest():
     workers = Workers(1, 2)
     asking = [await workers.begin() for _ in range(3)]
     workers.answer(1)
@@ -66,7 +67,7 @@ async def test_a_prompt_goes_where_the_fewest_are():
     assert all(stream.is_cancelled for stream in workers.streams)
 
 
-async def test_its_size_is_what_waits_where_the_fewest_do():
+async def test_size_counts_the_waiting_prompts_of_the_least_loaded_worker():
     workers, sizes = Workers(1, 2), []
     sizes.append(Workers().queue.size)
     asking = []
@@ -81,7 +82,7 @@ async def test_its_size_is_what_waits_where_the_fewest_do():
 
 
 @pytest.mark.parametrize("error", [errors.StreamBroken("x"), errors.Overloaded("x")])
-async def test_a_prompt_whose_worker_fails_goes_to_another(error):
+async def test_prompt_of_a_failed_worker_goes_to_another(error):
     workers = Workers(1, 2)
     asking = await workers.begin()
     workers.asked[0][1].ended(error)
@@ -93,7 +94,7 @@ async def test_a_prompt_whose_worker_fails_goes_to_another(error):
     assert workers.num_retried == 1
 
 
-async def test_a_prompt_that_fails_everywhere_says_why():
+async def test_prompt_that_fails_everywhere_raises_the_last_error():
     workers = Workers(1)
     asking = await workers.begin()
     workers.asked[0][1].ended(errors.StreamBroken("it died"))
@@ -103,7 +104,7 @@ async def test_a_prompt_that_fails_everywhere_says_why():
     assert workers.queue.size == 0
 
 
-async def test_a_prompt_that_no_worker_could_ever_compute_is_given_to_nobody_else():
+async def test_impossible_prompt_goes_to_no_other_worker():
     workers = Workers(1, 2)
     asking = await workers.begin()
     workers.asked[0][1].ended(model_errors.ContextTooLong("too long"))
@@ -113,7 +114,7 @@ async def test_a_prompt_that_no_worker_could_ever_compute_is_given_to_nobody_els
     assert len(workers.asked) == 1
 
 
-async def test_nobody_waits_longer_than_the_time_given():
+async def test_prompt_fails_after_its_time_limit():
     workers = Workers(1)
 
     with pytest.raises(errors.DeadlineExceeded, match=r"0\.01 s"):
@@ -121,15 +122,95 @@ async def test_nobody_waits_longer_than_the_time_given():
     assert workers.streams[0].is_cancelled
 
 
-async def test_without_workers_there_is_nobody():
+async def test_prompt_fails_without_workers():
     with pytest.raises(errors.NoWorkers):
         await Workers().queue.prefill(REQUEST, timeout_s=1)
 
 
-async def test_an_answer_that_does_not_say_where_the_blocks_are_is_none():
+async def test_output_without_parameters_is_an_error():
     workers = Workers(1)
     asking = await workers.begin()
     workers.asked[0][1].ended(None)
 
     with pytest.raises(errors.RemoteProtocolError):
         await asking
+
+
+async def test_first_end_of_a_prefill_counts():
+    receiver = prefill_queue.PrefillReceiver()
+    receiver.receive(generate.Output((1,)))  # says nothing
+    receiver.receive(generate.Output((1,), kv_transfer_params=PARAMS))
+    receiver.ended(errors.WorkerLost("x"))
+    receiver.give_up()
+
+    assert await receiver.wait() == PARAMS
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        (lambda receiver: receiver.ended(None), errors.RemoteProtocolError),
+        (lambda receiver: receiver.ended(errors.WorkerLost("x")), errors.WorkerLost),
+        (lambda receiver: receiver.replied(b""), errors.RemoteProtocolError),
+        (lambda receiver: receiver.give_up(), errors.Cancelled),
+    ],
+)
+async def test_prefill_that_ends_without_parameters_raises(end, error):
+    receiver = prefill_queue.PrefillReceiver()
+    end(receiver)
+
+    with pytest.raises(error):
+        await receiver.wait()
+
+
+FULL_REQUEST = generate.Request(
+    id="r",
+    model="m",
+    token_ids=blocks.pack(range(9)),
+    stop_conditions=generate.StopConditions(
+        max_tokens=50, min_tokens=3, stop=("x",), stop_token_ids=(7,), ignore_eos=True
+    ),
+    sampling_options=generate.SamplingOptions(temperature=0.7, seed=3, presence_penalty=0.5),
+    output_options=generate.OutputOptions(logprobs=2),
+    eos_token_ids=(2,),
+    thinking=generate.ThinkingLimit(max_tokens=5, close_ids=(4,)),
+    annotations=("timing",),
+    priority=1,
+    num_resumed=2,
+    first_choice=1,
+)
+
+
+def test_prefill_request_is_the_request_of_one_token():
+    made = prefill_queue.make_prefill_request(FULL_REQUEST)
+
+    expected = msgspec.structs.replace(
+        FULL_REQUEST,
+        stop_conditions=generate.StopConditions(
+            max_tokens=1, min_tokens=1, stop_token_ids=(7,), ignore_eos=True
+        ),
+        annotations=(),
+        kv_transfer_params=kv_transfer.PREFILL_WITH_TOKEN,
+    )
+    assert made == expected
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, 0), (1, 1), (9, 1)])
+def test_prefill_request_may_end_where_the_answer_may_end(min_tokens, expected):
+    stops = generate.StopConditions(min_tokens=min_tokens)
+    made = prefill_queue.make_prefill_request(
+        msgspec.structs.replace(FULL_REQUEST, stop_conditions=stops)
+    )
+
+    assert made.stop_conditions.min_tokens == expected
+
+
+def test_prefill_request_of_several_choices_asks_for_no_token():
+    options = generate.SamplingOptions(n=2, temperature=0.7, seed=3)
+    made = prefill_queue.make_prefill_request(
+        msgspec.structs.replace(FULL_REQUEST, sampling_options=options)
+    )
+
+    assert made.kv_transfer_params == kv_transfer.PREFILL_ONLY
+    assert made.sampling_options == generate.SamplingOptions(temperature=0.0)
+    assert (made.token_ids, made.priority) == (FULL_REQUEST.token_ids, 1)

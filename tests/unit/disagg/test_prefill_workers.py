@@ -1,4 +1,4 @@
-"""Who can prefill: cards come and go, engines connect."""
+"""The prefill workers of a decode worker: cards come and go, engines connect."""
 
 import asyncio
 import base64
@@ -15,7 +15,7 @@ ENDPOINT = instances.EndpointName("dynamo", "prefill", "generate")
 
 
 class Engine:
-    """Connects to whoever is not `unreachable`; the id is the metadata."""
+    """Connects to engines that are not `unreachable`; the id is the metadata."""
 
     def __init__(self):
         self.connected, self.gone, self.unreachable, self.num_tried = [], [], set(), 0
@@ -39,7 +39,7 @@ class World:
             ENDPOINT,
             self.registry,
             self.engine,
-            is_ours=lambda card: card.display_name == "m",
+            is_usable=lambda card: card.display_name == "m",
         )
         self.workers.start()
 
@@ -85,7 +85,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr(prefill_workers, "RETRY_S", 0.0)
 
 
-async def test_a_worker_counts_once_it_is_connected_and_no_more_when_it_is_gone(world):
+async def test_worker_is_used_from_its_connection_until_it_is_gone(world):
     await world.join(0x1F)
     await until(lambda: world.workers.connected == [0x1F])
     await world.registry.delete(world.key(0x1F))
@@ -94,7 +94,7 @@ async def test_a_worker_counts_once_it_is_connected_and_no_more_when_it_is_gone(
     assert world.engine.gone == ["e1"]
 
 
-async def test_one_that_cannot_be_connected_is_tried_again(world, at_once):
+async def test_unreachable_worker_is_tried_again(world, at_once):
     world.engine.unreachable.add(b"e1")
     await world.join(1)
     await until(lambda: world.engine.num_tried >= 2)
@@ -104,19 +104,17 @@ async def test_one_that_cannot_be_connected_is_tried_again(world, at_once):
     await until(lambda: world.workers.connected == [1])
 
 
-async def test_one_from_which_a_copy_failed_is_asked_again_when_it_is_connected_anew(
-    world, at_once
-):
+async def test_worker_with_a_failed_copy_is_used_again_after_a_new_connection(world, at_once):
     await world.join(1)
     await until(lambda: world.workers.connected == [1])
-    world.workers.distrust("e1")
+    world.workers.reconnect("e1")
     assert not world.workers.connected
 
     await until(lambda: world.workers.connected == [1])
     assert world.engine.connected == ["e1", "e1"]
 
 
-async def test_workers_of_other_models_and_broken_cards_are_passed_over(world, caplog):
+async def test_workers_of_other_models_and_broken_cards_are_ignored(world, caplog):
     await world.join(1, name="other")
     await world.join(2, data={kv_transfer.METADATA_KEY: "?"})
     await world.join(3, data={})
@@ -127,27 +125,27 @@ async def test_workers_of_other_models_and_broken_cards_are_passed_over(world, c
     assert caplog.text.count("ignored the prefill worker") == 2
 
 
-async def test_an_adapter_counts_if_all_who_may_be_asked_have_it(world):
+async def test_adapter_can_be_used_if_all_workers_have_it(world):
     await world.join(1, b"e1", lora_names=("poet",))
     await until(lambda: len(world.workers.connected) == 1)
-    alone = world.workers.all_have("poet")
+    alone = world.workers.all_have_adapter("poet")
     await world.join(2, b"e2")
     await until(lambda: len(world.workers.connected) == 2)
-    together = world.workers.all_have("poet")
+    together = world.workers.all_have_adapter("poet")
     await world.registry.delete(world.key(2))
     await until(lambda: len(world.workers.connected) == 1)
 
-    assert (alone, together, world.workers.all_have("poet")) == (True, False, True)
+    assert (alone, together, world.workers.all_have_adapter("poet")) == (True, False, True)
 
 
-async def test_a_worker_whose_adapters_change_stays_connected(world):
+async def test_worker_whose_adapters_change_stays_connected(world):
     await world.join(1, b"e1")
     await until(lambda: world.workers.connected == [1])
 
     await world.join(1, b"e1", lora_names=("poet",))
-    await until(lambda: world.workers.all_have("poet"))
+    await until(lambda: world.workers.all_have_adapter("poet"))
     await world.join(1, b"e1")
-    await until(lambda: not world.workers.all_have("poet"))
+    await until(lambda: not world.workers.all_have_adapter("poet"))
 
     assert world.workers.connected == [1]
     assert world.engine.connected == ["e1"]

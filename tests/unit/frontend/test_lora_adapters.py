@@ -5,7 +5,7 @@ import pytest
 from frontend_rig import Worker
 
 import kv_params
-from dynamo.disagg import settings
+from dynamo.disagg import config as disagg_config
 from dynamo.protocols import generate, instances, kv_transfer, model_card
 from dynamo.router import config
 
@@ -201,7 +201,7 @@ async def test_a_prompt_for_an_adapter_goes_to_a_prefill_worker_that_has_it_or_s
 ):
     await bare.start(
         routing=config.RoutingConfig(router_mode="kv"),
-        prefill=settings.PrefillRoutingConfig(max_local_prefill_length=0),
+        prefill=disagg_config.PrefillRoutingConfig(max_local_prefill_length=0),
     )
     kinds, params = model_card.WorkerType, kv_params.of_connector(remote_block_ids=[1])
     names = ("poet",)

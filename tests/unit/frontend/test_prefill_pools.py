@@ -5,7 +5,7 @@ from frontend_rig import Worker, outputs
 
 import kv_params
 from dynamo.base import errors
-from dynamo.disagg import settings
+from dynamo.disagg import config as disagg_config
 from dynamo.protocols import generate, instances, kv_transfer, model_card
 from dynamo.router import config
 
@@ -29,7 +29,7 @@ async def pools(bare):
     """A frontend in mode kv that has all prompts computed elsewhere, and a decode worker."""
     await bare.start(
         routing=config.RoutingConfig(router_mode="kv"),
-        prefill=settings.PrefillRoutingConfig(max_local_prefill_length=0),
+        prefill=disagg_config.PrefillRoutingConfig(max_local_prefill_length=0),
     )
     bare.decode = await bare.worker(worker_type=model_card.WorkerType.DECODE)
     return bare
@@ -37,7 +37,7 @@ async def pools(bare):
 
 def is_split(rig):
     ((replicas,),) = [model.replicas.values() for model in rig.frontend.models.ready]
-    return replicas.route.open != replicas.route._decode.open
+    return replicas.route.open_stream != replicas.route._decode.open_stream
 
 
 async def test_it_asks_a_prefill_worker_from_its_first_moment_to_its_last(pools):
@@ -171,7 +171,7 @@ async def test_several_prompts_and_choices_are_answered(pools):
 async def test_without_a_prefill_worker_it_refuses_if_told_to(bare):
     await bare.start(
         routing=config.RoutingConfig(router_mode="kv"),
-        prefill=settings.PrefillRoutingConfig(enforce_disagg=True),
+        prefill=disagg_config.PrefillRoutingConfig(enforce_disagg=True),
     )
     await bare.worker(worker_type=model_card.WorkerType.DECODE)
     answer = await bare.chat()

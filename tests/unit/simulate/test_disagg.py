@@ -63,8 +63,8 @@ def test_with_many_clients_prefill_workers_are_the_bound():
     ("num_prompt", "limits", "share"),
     [
         (3000, disagg.ALWAYS_AWAY, 1.0),
-        (900, policy.Limits(), 0.0),
-        (3000, policy.Limits(max_prefill_queue_size=0), 0.0),
+        (900, policy.LocalPrefillLimits(), 0.0),
+        (3000, policy.LocalPrefillLimits(max_prefill_queue_size=0), 0.0),
     ],
 )
 def test_the_policy_of_workers_says_where_a_prompt_is_computed(num_prompt, limits, share):

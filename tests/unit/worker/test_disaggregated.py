@@ -1,4 +1,4 @@
-"""What a worker is told to be, and what its card says of it."""
+"""The role of a worker: its engine, its hooks, its model card."""
 
 import base64
 
@@ -6,7 +6,7 @@ import pytest
 from worker_fakes import FakeEngine
 
 from dynamo.base import errors
-from dynamo.disagg import estimated, handoff, policy, ticket_queue, ticket_taker, tickets
+from dynamo.disagg import job_consumer, policy, remote_prefill, shared_queue
 from dynamo.engine import api
 from dynamo.observability import metrics
 from dynamo.protocols import kv_transfer, model_card
@@ -18,8 +18,8 @@ CARD = model_card.ModelCard(
 )
 
 
-class Lender(FakeEngine):
-    """An engine that can lend blocks."""
+class ExportingEngine(FakeEngine):
+    """An engine that can export blocks."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ async def role(engine, tmp_path, **fields):
     worker = settings.WorkerConfig(**fields)
     async with await component.DistributedRuntime.in_memory(component.MemoryCluster()) as runtime:
         registry = metrics.Registry("x")
-        return disaggregated.prepare(
+        return disaggregated.prepare_role(
             engine, worker, runtime, registry, model="m", directory=tmp_path
         )
 
@@ -62,35 +62,35 @@ async def role(engine, tmp_path, **fields):
         ({"disaggregation_mode": "agg"}, False, False),
     ],
 )
-async def test_a_role_says_whose_blocks_are_open_and_who_asks(
+async def test_role_decides_whether_blocks_are_exported_and_prefills_are_remote(
     tmp_path, fields, is_open, asks_others
 ):
-    engine = Lender()
+    engine = ExportingEngine()
     prepared = await prepare(engine, tmp_path, **fields)
 
     assert engine.is_open is is_open
-    assert isinstance(prepared, handoff.Handoff) is asks_others
+    assert isinstance(prepared, remote_prefill.RemotePrefillEngine) is asks_others
     assert asks_others or prepared is engine
 
 
 @pytest.mark.parametrize(
     ("fields", "beside"),
     [
-        ({"disaggregation_mode": "decode", "prefill_queue": "queue"}, ticket_queue.TicketQueue),
-        ({"is_prefill_worker": True, "prefill_queue": "queue"}, ticket_taker.TicketTaker),
+        ({"disaggregation_mode": "decode", "prefill_queue": "queue"}, shared_queue.SharedQueue),
+        ({"is_prefill_worker": True, "prefill_queue": "queue"}, job_consumer.PrefillJobConsumer),
         ({"disaggregation_mode": "agg", "prefill_queue": "queue"}, None),
         ({"disaggregation_mode": "decode"}, None),
         ({"is_prefill_worker": True}, None),
     ],
 )
-async def test_who_shares_a_queue_lives_with_an_end_of_it(tmp_path, fields, beside):
-    found = await role(Lender(), tmp_path, **fields)
+async def test_worker_with_a_shared_queue_has_a_hook_for_its_end(tmp_path, fields, beside):
+    found = await role(ExportingEngine(), tmp_path, **fields)
 
-    assert [type(one) for one in found.beside] == ([beside] if beside else [])
+    assert [type(one) for one in found.hooks] == ([beside] if beside else [])
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "is_ours"),
+    ("own", "other", "is_usable"),
     [
         ("direct", "direct", True),
         ("direct", "queue", True),
@@ -98,30 +98,30 @@ async def test_who_shares_a_queue_lives_with_an_end_of_it(tmp_path, fields, besi
         ("queue", "direct", False),
     ],
 )
-def test_who_gives_by_the_queue_counts_on_those_who_take_from_it(ours, theirs, is_ours):
-    engine = Lender()
+def test_decode_worker_with_a_shared_queue_uses_workers_that_take_from_it(own, other, is_usable):
+    engine = ExportingEngine()
     engine.enable_export()
-    taker = settings.WorkerConfig(is_prefill_worker=True, prefill_queue=theirs)
-    giver = settings.WorkerConfig(prefill_queue=ours)
-    recognizes = disaggregated._recognizer(giver, "m", {})
+    prefill = settings.WorkerConfig(is_prefill_worker=True, prefill_queue=other)
+    decode = settings.WorkerConfig(prefill_queue=own)
+    accepts = disaggregated._prefill_worker_filter(decode, "m", {})
 
-    assert recognizes(disaggregated.marked(CARD, taker, engine)) is is_ours
+    assert accepts(disaggregated.add_role(CARD, prefill, engine)) is is_usable
 
 
 def test_models_that_differ_in_name_or_files_have_queues_of_their_own():
     place = settings.WorkerConfig().prefill_endpoint_name
     names = {
-        tickets.queue_name(place, model, checksums)
+        shared_queue.queue_name(place, model, checksums)
         for model, checksums in (("m", {"a": "1"}), ("n", {"a": "1"}), ("m", {"a": "2"}))
     }
 
     assert len(names) == 3
-    assert tickets.queue_name(place, "m", {"a": "1", "b": "2"}) == tickets.queue_name(
+    assert shared_queue.queue_name(place, "m", {"a": "1", "b": "2"}) == shared_queue.queue_name(
         place, "m", {"b": "2", "a": "1"}
     )
 
 
-async def test_an_engine_that_lends_nothing_serves_alone(tmp_path):
+async def test_engine_without_kv_transfer_serves_aggregated(tmp_path):
     engine = FakeEngine()
 
     assert await prepare(engine, tmp_path) is engine
@@ -129,25 +129,28 @@ async def test_an_engine_that_lends_nothing_serves_alone(tmp_path):
         await prepare(engine, tmp_path, is_prefill_worker=True)
 
 
-def test_the_card_of_a_prefill_worker_says_how_to_reach_its_blocks():
-    engine = Lender()
+def test_card_of_a_prefill_worker_has_its_transfer_metadata():
+    engine = ExportingEngine()
     engine.enable_export()
-    marked = disaggregated.marked(CARD, settings.WorkerConfig(is_prefill_worker=True), engine)
+    marked = disaggregated.add_role(CARD, settings.WorkerConfig(is_prefill_worker=True), engine)
 
     assert marked.worker_type is model_card.WorkerType.PREFILL
     said = marked.runtime_config.runtime_data[kv_transfer.METADATA_KEY]
     assert base64.b64decode(said) == b"here"
 
 
-def test_the_card_of_a_decode_worker_says_that_it_is_one_and_any_other_says_nothing():
+def test_card_of_a_decode_worker_says_its_role_and_others_stay_unchanged():
     decode = settings.WorkerConfig(disaggregation_mode="decode")
     plain = settings.WorkerConfig()
 
-    assert disaggregated.marked(CARD, decode, Lender()).worker_type is model_card.WorkerType.DECODE
-    assert disaggregated.marked(CARD, plain, Lender()) is CARD
+    assert (
+        disaggregated.add_role(CARD, decode, ExportingEngine()).worker_type
+        is model_card.WorkerType.DECODE
+    )
+    assert disaggregated.add_role(CARD, plain, ExportingEngine()) is CARD
 
 
-def test_a_prefill_worker_serves_at_a_place_of_its_own():
+def test_prefill_worker_serves_at_its_own_endpoint():
     places = [
         str(settings.WorkerConfig(**fields).endpoint_name)
         for fields in (
@@ -173,10 +176,11 @@ def test_two_roles_at_once_are_refused():
         worker.check()
 
 
-async def test_a_policy_is_chosen_by_its_name(tmp_path):
+async def test_policy_is_selected_by_its_name(tmp_path):
     made = [
-        await prepare(Lender(), tmp_path, disagg_policy=name) for name in ("lengths", "estimated")
+        await prepare(ExportingEngine(), tmp_path, disagg_policy=name)
+        for name in ("lengths", "estimated")
     ]
 
-    kinds = [policy.Lengths, estimated.Estimated]
+    kinds = [policy.LengthPolicy, policy.EstimatePolicy]
     assert [type(one._policy) for one in made] == kinds

@@ -1,6 +1,6 @@
 """The prefill workers of each model: they answer no client, but compute prompts for decode workers.
 
-Follows their model cards, and gives the routes of a model (`disagg.prefill_first`) a router to its prefill workers as
+Follows their model cards, and gives the routes of a model (`disagg.prefill_route`) a router to its prefill workers as
 soon as there is one, and none when the last is gone. A prefill worker works for the decode workers of its namespace
 that serve the same files.
 """
@@ -8,7 +8,7 @@ that serve the same files.
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from dynamo.disagg import prefill_first
+from dynamo.disagg import prefill_route
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.protocols import instances, model_card
 from dynamo.router import kv_router
@@ -41,8 +41,8 @@ class PrefillPools:
     async def update_routes(self, model: RegisteredModel) -> None:
         """Give the routes of a model the prefill workers that there are now."""
         for name, replicas in model.replicas.items():
-            if isinstance(replicas.route, prefill_first.PrefillFirst):
-                replicas.route.prefill_by(await self._find_router(model, name.namespace))
+            if isinstance(replicas.route, prefill_route.PrefillRoute):
+                replicas.route.set_prefill_router(await self._find_router(model, name.namespace))
 
     async def _find_router(
         self, model: RegisteredModel, namespace: str

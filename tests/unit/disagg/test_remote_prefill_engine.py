@@ -1,4 +1,4 @@
-"""The engine that has long prompts computed by others, around one that does what the test says."""
+"""The engine that lets prefill workers compute long prompts, in front of one that does what the test says."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 
 import kv_params
 from dynamo.base import errors
-from dynamo.disagg import estimated, handoff, metrics, policy
+from dynamo.disagg import metrics, policy, remote_prefill
 from dynamo.engine import api
 from dynamo.kvbm import sharing
 from dynamo.observability import metrics as registries
@@ -58,7 +58,7 @@ class Engine:
     transfer_metadata = None
 
     def on_import(self, listener):
-        self.pulled = listener
+        self.report_import = listener
 
     async def connect_peer(self, metadata, *, deadline_s):
         return "e"
@@ -68,7 +68,7 @@ class Engine:
 
 
 class Queue:
-    """Answers when it is told to."""
+    """Answers when the test says so."""
 
     def __init__(self):
         self.size, self.asked, self.was_cancelled = 0, [], False
@@ -87,19 +87,19 @@ class Workers:
     connected = (1, 2)
 
     def __init__(self):
-        self.distrusted = []
+        self.reconnected, self.adapters = [], set()
 
     def instance_of(self, engine_id):
         return 7
 
-    def all_have(self, lora_name):
+    def all_have_adapter(self, lora_name):
         return lora_name in self.adapters
 
     def start(self):
         pass
 
-    def distrust(self, engine_id):
-        self.distrusted.append(engine_id)
+    def reconnect(self, engine_id):
+        self.reconnected.append(engine_id)
 
     async def close(self):
         pass
@@ -123,24 +123,25 @@ class Sink:
 
 
 class World:
-    async def start(self, decider=None):
+    async def start(self, prefill_policy=None):
         self.engine, self.queue, self.workers, self.sink = Engine(), Queue(), Workers(), Sink()
         self.counts = registries.Registry("x")
         self.registry = memory_discovery.MemoryDiscovery(memory_discovery.MemoryCluster())
-        self.handoff = handoff.Handoff(
+        self.remote = remote_prefill.RemotePrefillEngine(
             self.engine,
             self.queue,
             self.workers,
             metrics.DisaggMetrics(self.counts),
             registry=self.registry,
             model="m",
-            decider=decider or policy.Lengths(policy.Limits(max_local_prefill_length=8)),
+            prefill_policy=prefill_policy
+            or policy.LengthPolicy(policy.LocalPrefillLimits(max_local_prefill_length=8)),
             prefill_timeout_s=5,
         )
-        assert await self.handoff.start(self.sink) is FACTS
+        assert await self.remote.start(self.sink) is FACTS
 
-    async def hand_over(self, made):
-        self.handoff.submit(made)
+    async def begin_prefill(self, made):
+        self.remote.submit(made)
         await until(lambda: self.queue.asked)
 
     async def answered(self, params=None, error=None):
@@ -177,11 +178,11 @@ async def world():
     world = World()
     await world.start()
     yield world
-    await world.handoff.stop()
+    await world.remote.stop()
 
 
-async def test_a_short_prompt_stays(world):
-    world.handoff.submit(request(8))
+async def test_short_prompt_is_local(world):
+    world.remote.submit(request(8))
 
     assert world.engine.done == [request(8)]
     assert world.count("local") == 1
@@ -195,33 +196,33 @@ async def test_a_short_prompt_stays(world):
     ],
     ids=["to be scored", "decided already"],
 )
-async def test_some_prompts_stay_however_long(world, made):
-    world.handoff.submit(made)
+async def test_prompt_to_be_scored_or_decided_already_is_local(world, made):
+    world.remote.submit(made)
 
     assert world.engine.done == [made]
 
 
-async def test_without_prefill_workers_all_stay(world):
+async def test_prompts_are_local_without_prefill_workers(world):
     world.queue.size = None
-    world.handoff.submit(request())
+    world.remote.submit(request())
 
     assert world.engine.done == [request()]
 
 
-async def test_what_the_engine_knows_does_not_count(world):
+async def test_cached_prefix_does_not_count_as_length(world):
     local = blocks.local_hashes(request().token_ids, 4)
     stored = (kv_events.StoredBlock(local[0], local[0]),)
     world.engine.sink.kv_events([kv_events.Stored(parent_hash=None, blocks=stored)])
-    world.handoff.submit(request())
+    world.remote.submit(request())
 
     assert world.engine.done == [request()]
     assert len(world.sink.heard) == 1
 
 
-async def test_a_long_prompt_is_computed_elsewhere_and_comes_back_with_the_place_of_its_blocks(
+async def test_long_prompt_is_remote_and_comes_back_with_the_place_of_its_blocks(
     world,
 ):
-    await world.hand_over(request(n=2))
+    await world.begin_prefill(request(n=2))
     asked = world.queue.asked[0]
     await world.answered()
     came = world.engine.done[0]
@@ -234,67 +235,67 @@ async def test_a_long_prompt_is_computed_elsewhere_and_comes_back_with_the_place
 
 
 @pytest.mark.parametrize("error", [errors.WorkerLost("x"), errors.DeadlineExceeded("x")])
-async def test_a_prompt_that_could_not_be_computed_elsewhere_is_computed_here(world, error):
-    await world.hand_over(request())
+async def test_failed_remote_prompt_is_computed_locally(world, error):
+    await world.begin_prefill(request())
     await world.answered(error=error)
 
     assert world.engine.done == [request()]
     assert world.count("fallback") == 1
 
 
-async def test_parameters_that_the_engine_cannot_read_are_as_none(world):
+async def test_parameters_of_another_kind_of_engine_are_dropped(world):
     world.engine.unreadable = True
-    await world.hand_over(request())
+    await world.begin_prefill(request())
     await world.answered(kv_params.of_connector(remote_block_ids="x"))
 
     assert world.engine.done == [request()]
     assert world.count("fallback") == 1
 
 
-async def test_what_a_foreign_connector_says_travels_as_it_is(world):
+async def test_fields_of_a_foreign_connector_travel_unchanged(world):
     foreign = kv_params.of_connector(remote_request_id="abc", remote_block_ids=[[1]])
-    await world.hand_over(request())
+    await world.begin_prefill(request())
     await world.answered(foreign)
 
     assert world.engine.done[0].kv_transfer_params == foreign
 
 
-async def test_an_answer_that_holds_nothing_is_computed_here(world):
-    await world.hand_over(request())
+async def test_prompt_without_a_lease_is_computed_locally(world):
+    await world.begin_prefill(request())
     await world.answered(kv_transfer.COMPUTE_LOCALLY)
 
     assert world.engine.done == [request()]
 
 
-async def test_an_aborted_prompt_is_computed_by_nobody(world):
-    await world.hand_over(request())
-    world.handoff.abort("r")
+async def test_aborted_remote_prompt_is_not_submitted(world):
+    await world.begin_prefill(request())
+    world.remote.abort("r")
     await until(lambda: world.queue.was_cancelled)
-    world.handoff.abort("r")
+    world.remote.abort("r")
 
-    assert world.engine.done == [("abort", "r")]  # the second time it is not away
+    assert world.engine.done == [("abort", "r")]  # the second time it is not remote any more
 
 
-async def test_choices_that_are_dropped_meanwhile_are_dropped_here(world):
-    await world.hand_over(request(n=2))
-    world.handoff.abort_choice("r", 1)
+async def test_choice_aborted_during_the_prefill_is_aborted_at_the_engine(world):
+    await world.begin_prefill(request(n=2))
+    world.remote.abort_choice("r", 1)
     await world.answered()
-    world.handoff.abort_choice("r", 0)
+    world.remote.abort_choice("r", 0)
 
     assert world.engine.done[1:] == [("abort", "r", 1), ("abort", "r", 0)]
 
 
-async def test_when_all_choices_are_dropped_the_prompt_is_aborted(world):
-    await world.hand_over(request(n=2))
-    world.handoff.abort_choice("r", 1)
-    world.handoff.abort_choice("r", 0)
+async def test_remote_prompt_is_aborted_with_its_last_choice(world):
+    await world.begin_prefill(request(n=2))
+    world.remote.abort_choice("r", 1)
+    world.remote.abort_choice("r", 0)
 
     await until(lambda: world.queue.was_cancelled)
 
 
-async def test_a_refusal_after_the_prefill_goes_to_the_sink(world):
+async def test_refusal_after_the_prefill_goes_to_the_sink(world):
     world.engine.refusal = errors.InvalidRequest("no")
-    await world.hand_over(request())
+    await world.begin_prefill(request())
     await world.answered()
 
     assert world.sink.heard == [("r", world.engine.refusal)]
@@ -303,19 +304,19 @@ async def test_a_refusal_after_the_prefill_goes_to_the_sink(world):
 @pytest.mark.parametrize(
     ("error", "where"), [(None, "remote"), (errors.TransferError("x"), "fallback")]
 )
-async def test_copies_are_counted_and_who_failed_is_distrusted(world, error, where):
-    world.engine.pulled(
+async def test_imports_are_counted_and_a_failed_peer_is_connected_anew(world, error, where):
+    world.engine.report_import(
         sharing.ImportReport(
             request_id="r", engine_id="e", num_blocks=2, duration_s=0.1, error=error
         )
     )
 
     assert world.count(where) == 1
-    assert world.workers.distrusted == (["e"] if error else [])
+    assert world.workers.reconnected == (["e"] if error else [])
 
 
-async def test_discovery_changes_the_limits_while_it_runs(world, caplog):
-    key = policy.key_of("m")
+async def test_limits_in_discovery_change_at_run_time(world, caplog):
+    key = policy.limits_key("m")
     stays = []
     for value in (b'{"max_local_prefill_length": 9}', b"{nonsense", None):
         if value is None:
@@ -324,43 +325,43 @@ async def test_discovery_changes_the_limits_while_it_runs(world, caplog):
             await world.registry.put(key, value)
         for _ in range(10):
             await asyncio.sleep(0)
-        stays.append(not world.handoff._goes_away(request()))
+        stays.append(not world.remote._is_remote(request()))
 
     assert stays == [True, True, False]
     assert "ignored" in caplog.text
 
 
-async def test_the_rest_is_the_engines(world):
-    await world.handoff.clear_kv_blocks()
+async def test_other_methods_are_the_engines(world):
+    await world.remote.clear_kv_blocks()
 
-    assert world.handoff.load() is world.engine.loads
+    assert world.remote.load() is world.engine.loads
     assert world.engine.done == ["clear"]
 
 
-def pull_report(request_id="r", error=None):
+def import_report(request_id="r", error=None):
     return sharing.ImportReport(
         request_id=request_id, engine_id="e", num_blocks=2, duration_s=0.25, error=error
     )
 
 
-async def test_a_prompt_that_its_frontend_had_computed_is_given_on_as_it_is(world):
+async def test_prompt_prefilled_by_its_frontend_is_submitted_unchanged(world):
     made = request(kv_transfer_params=REMOTE)
-    world.handoff.submit(made)
+    world.remote.submit(made)
 
     assert world.engine.done == [made]
-    assert world.count("local") == 0  # how it went is told by the copy
+    assert world.count("local") == 0  # the report of the copy counts it
 
 
-async def test_parameters_of_the_frontend_that_the_engine_cannot_read_are_as_none(world):
+async def test_frontends_parameters_of_another_kind_of_engine_are_dropped(world):
     world.engine.unreadable = True
-    world.handoff.submit(request(kv_transfer_params=REMOTE))
+    world.remote.submit(request(kv_transfer_params=REMOTE))
 
     assert world.engine.done == [request()]
     assert world.count("fallback") == 1
 
 
-async def test_a_frontend_that_says_stay_is_obeyed(world):
-    world.handoff.submit(request(kv_transfer_params=kv_transfer.COMPUTE_LOCALLY))
+async def test_prompt_that_a_frontend_decided_to_be_local_is_local(world):
+    world.remote.submit(request(kv_transfer_params=kv_transfer.COMPUTE_LOCALLY))
 
     assert not world.queue.asked
     assert world.count("local") == 1
@@ -370,13 +371,13 @@ def first_output(request_id):
     return api.EngineOutput(request_id, generate.Output((1,), cached_tokens=0))
 
 
-async def test_who_asks_is_told_with_its_outputs_how_the_blocks_came(world):
+async def test_requested_report_of_the_import_comes_with_the_outputs(world):
     asked = request(annotations=(kv_transfer.REPORT_ANNOTATION,))
-    await world.hand_over(asked)
+    await world.begin_prefill(asked)
     await world.answered()
     batch = [first_output("other"), first_output("r")]
     world.engine.sink.outputs(batch)  # the copy goes on still
-    world.engine.pulled(pull_report())
+    world.engine.report_import(import_report())
     world.engine.sink.outputs(batch)
     ending = generate.Output((2,), generate.FinishReason.LENGTH)
     world.engine.sink.outputs([api.EngineOutput("r", ending)])
@@ -388,39 +389,39 @@ async def test_who_asks_is_told_with_its_outputs_how_the_blocks_came(world):
     assert told.prefill_ms > 0
     assert last.output.kv_transfer_params == mine.output.kv_transfer_params
     assert (before, other) == (batch, batch[0])
-    assert after is batch  # nothing stands between any more
+    assert after is batch  # the sink takes outputs directly again
 
 
 @pytest.mark.parametrize("annotations", [(), (kv_transfer.REPORT_ANNOTATION,)])
-async def test_nobody_is_told_unasked_nor_once_it_is_over(world, annotations):
-    world.handoff.submit(request(kv_transfer_params=REMOTE, annotations=annotations))
-    world.handoff.abort("r")
-    world.engine.pulled(pull_report())
+async def test_no_report_comes_unrequested_or_after_the_end(world, annotations):
+    world.remote.submit(request(kv_transfer_params=REMOTE, annotations=annotations))
+    world.remote.abort("r")
+    world.engine.report_import(import_report())
     batch = [first_output("r")]
     world.engine.sink.outputs(batch)
 
     assert world.sink.heard == [batch]
 
 
-async def test_by_estimate_a_prompt_goes_that_would_delay_answers():
+async def test_estimate_makes_a_prompt_remote_that_would_delay_answers():
     world = World()
-    await world.start(estimated.Estimated())
-    world.handoff.submit(request(100))
+    await world.start(policy.EstimatePolicy())
+    world.remote.submit(request(100))
     stays = list(world.engine.done)
     stats = load.WorkerStats(request_active_slots=8, request_total_slots=9, num_requests_waiting=0)
     kv = load.KvStats(kv_active_blocks=0, kv_total_blocks=9)
     world.engine.loads = (load.ForwardPassMetrics(worker_stats=stats, kv_stats=kv),)
-    await world.hand_over(request(100))
-    await world.handoff.stop()
+    await world.begin_prefill(request(100))
+    await world.remote.stop()
 
     assert stays == [request(100)]
     assert len(world.queue.asked) == 1
 
 
 @pytest.mark.parametrize("all_have", [True, False])
-async def test_an_adapter_s_prompt_goes_if_whoever_computes_it_has_the_adapter(world, all_have):
+async def test_prompt_of_an_adapter_is_remote_if_all_prefill_workers_have_it(world, all_have):
     world.workers.adapters = {"poet"} if all_have else set()
-    world.handoff.submit(request(lora_name="poet"))
+    world.remote.submit(request(lora_name="poet"))
     await asyncio.sleep(0)
 
     assert bool(world.queue.asked) is all_have

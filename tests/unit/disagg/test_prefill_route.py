@@ -1,4 +1,4 @@
-"""A request goes by two workers, or by one: routers that do what the test says."""
+"""Requests that go by two workers, or by one, over routers that do what the test says."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import pytest
 
 import kv_params
 from dynamo.base import errors
-from dynamo.disagg import metrics, policy, prefill_first
+from dynamo.disagg import metrics, policy, prefill_route
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, kv_transfer, model_card
 from dynamo.router import api as routing
@@ -73,15 +73,15 @@ class World:
         self.registry = registries.Registry("x")
         self.decode, self.prefill = Router(DECODE, PLAIN), Router(PREFILL, OTHER_PREFILL)
         self.prefill.script = [PARAMS]
-        self.made = prefill_first.PrefillFirst(
+        self.made = prefill_route.PrefillRoute(
             self.decode,
-            policy.Lengths(policy.Limits(max_local_prefill_length=8)),
-            prefill_first.Rules(prefill_timeout_s=timeout_s, is_enforced=is_enforced),
-            metrics.ModelRoutedMetrics(metrics.RoutedMetrics(self.registry), "M"),
+            policy.LengthPolicy(policy.LocalPrefillLimits(max_local_prefill_length=8)),
+            prefill_route.PrefillRules(prefill_timeout_s=timeout_s, is_enforced=is_enforced),
+            metrics.ModelPrefillRouteMetrics(metrics.PrefillRouteMetrics(self.registry), "M"),
             clocks.VirtualClock(),
         )
         self.made.set_model_cards({DECODE: card(model_card.WorkerType.DECODE), PLAIN: card()})
-        self.made.prefill_by(self.prefill)
+        self.made.set_prefill_router(self.prefill)
         self.told = []
 
     async def open(self, made=None, **options):
@@ -117,7 +117,7 @@ def world():
     return World()
 
 
-async def test_a_prompt_is_computed_by_one_and_answered_by_another(world):
+async def test_prompt_is_computed_by_one_worker_and_answered_by_another(world):
     await world.open()
     ((asked, prompt, _),) = world.prefill.asked
     chosen, params = world.answered
@@ -125,7 +125,7 @@ async def test_a_prompt_is_computed_by_one_and_answered_by_another(world):
     assert (asked, prompt.stop_conditions.max_tokens, prompt.sampling_options.n) == (PREFILL, 1, 1)
     assert prompt.kv_transfer_params == kv_transfer.PREFILL_ONLY
     assert chosen == DECODE  # PLAIN cannot copy
-    assert params == kv_params.with_remote(PARAMS, remote_hold_s=60.0 - prefill_first.DELIVERY_S)
+    assert params == kv_params.with_remote(PARAMS, remote_hold_s=60.0 - prefill_route.DELIVERY_S)
     assert msgspec.structs.replace(world.decode.asked[0][1], kv_transfer_params=None) == request()
     assert [one.instance_id for one in world.told] == [PREFILL]
     assert world.prefill.streams[0].is_cancelled  # nobody listens any more
@@ -140,7 +140,7 @@ async def test_a_prompt_is_computed_by_one_and_answered_by_another(world):
     ],
     ids=["short", "to be scored"],
 )
-async def test_some_prompts_stay_and_say_so(world, made):
+async def test_short_or_scored_prompt_is_local_and_says_so(world, made):
     await world.open(made)
 
     assert not world.prefill.asked
@@ -148,34 +148,34 @@ async def test_some_prompts_stay_and_say_so(world, made):
     assert world.count("routed_prefills_total", where="local") == 1
 
 
-async def test_what_the_worker_that_answers_knows_does_not_count(world):
+async def test_prefix_cached_by_the_answering_worker_does_not_count(world):
     world.decode.num_new = 8
     await world.open()
 
     assert not world.prefill.asked
 
 
-async def test_a_prompt_stays_where_too_many_wait(world):
+async def test_prompt_is_local_if_too_many_wait_remotely(world):
     world.prefill.num_requests = 3
     await world.open()
 
     assert not world.prefill.asked
 
 
-async def test_who_is_named_and_cannot_copy_computes_it_himself(world):
+async def test_named_worker_that_cannot_import_computes_the_prompt(world):
     await world.open(instance_id=PLAIN)
 
     assert not world.prefill.asked
     assert world.decode.asked[0][2].instance_id == PLAIN
 
 
-async def test_without_prefill_workers_it_is_the_plain_route(world):
-    world.made.prefill_by(None)
+async def test_route_without_prefill_workers_is_the_plain_one(world):
+    world.made.set_prefill_router(None)
 
     assert world.made.open_stream == world.decode.open_stream
 
 
-async def test_without_anybody_who_could_copy_it_is_the_plain_route(world):
+async def test_route_without_importing_workers_is_the_plain_one(world):
     world.made.set_model_cards({PLAIN: card()})
 
     assert world.made.open_stream == world.decode.open_stream
@@ -184,7 +184,7 @@ async def test_without_anybody_who_could_copy_it_is_the_plain_route(world):
 @pytest.mark.parametrize(
     "error", [errors.WorkerLost("x"), errors.Overloaded("x"), errors.EngineFailed("x")]
 )
-async def test_another_prefill_worker_is_asked_once(world, error):
+async def test_another_prefill_worker_is_tried_once(world, error):
     world.prefill.script = [error, PARAMS]
     await world.open()
 
@@ -204,7 +204,9 @@ async def test_another_prefill_worker_is_asked_once(world, error):
         ([kv_transfer.COMPUTE_LOCALLY], "failed", 1),
     ],
 )
-async def test_what_fails_there_is_computed_where_it_is_answered(world, script, reason, num_asked):
+async def test_failed_remote_prompt_is_computed_by_the_answering_worker(
+    world, script, reason, num_asked
+):
     world.prefill.script = script
     await world.open()
 
@@ -219,7 +221,7 @@ async def forever(options):
     await asyncio.Event().wait()
 
 
-async def test_what_takes_too_long_there_is_computed_where_it_is_answered():
+async def test_late_remote_prompt_is_computed_by_the_answering_worker():
     world = World(timeout_s=0.01)
     world.prefill.script = [forever]
     await world.open()
@@ -228,8 +230,8 @@ async def test_what_takes_too_long_there_is_computed_where_it_is_answered():
     assert world.count("routed_prefill_fallbacks_total", reason="late") == 1
 
 
-async def test_blocks_that_nobody_comes_for_in_time_are_computed_again(world, monkeypatch):
-    monkeypatch.setattr(prefill_first, "DELIVERY_S", 0.01)
+async def test_undelivered_prompt_is_computed_by_the_answering_worker(world, monkeypatch):
+    monkeypatch.setattr(prefill_route, "DELIVERY_S", 0.01)
     world.decode.script = [forever]
     await world.open()
 
@@ -237,7 +239,7 @@ async def test_blocks_that_nobody_comes_for_in_time_are_computed_again(world, mo
     assert world.count("routed_prefill_fallbacks_total", reason="undelivered") == 1
 
 
-async def test_an_error_of_the_worker_that_answers_is_the_callers(world):
+async def test_error_of_the_answering_worker_reaches_the_caller(world):
     world.decode.script = [errors.NoWorkers("nobody")]
     with pytest.raises(errors.NoWorkers, match="nobody"):
         await world.open()
@@ -245,7 +247,7 @@ async def test_an_error_of_the_worker_that_answers_is_the_callers(world):
     assert world.count("routed_prefill_fallbacks_total") == 0
 
 
-async def test_a_caller_that_goes_ends_the_prefill(world):
+async def test_prefill_ends_when_its_caller_goes(world):
     gone = []
     world.prefill.script = []
     opening = asyncio.ensure_future(world.open(add_disconnect_callback=gone.append))
@@ -259,7 +261,7 @@ async def test_a_caller_that_goes_ends_the_prefill(world):
     assert not world.decode.asked
 
 
-async def test_if_it_must_be_computed_elsewhere_failures_are_the_callers():
+async def test_enforced_remote_prefill_raises_its_failures():
     world = World(is_enforced=True)
     world.prefill.script = [errors.InvalidRequest("no")]
     with pytest.raises(errors.InvalidRequest, match="no"):
@@ -267,14 +269,14 @@ async def test_if_it_must_be_computed_elsewhere_failures_are_the_callers():
     world.prefill.num_requests = None
     with pytest.raises(errors.NoWorkers, match="no prefill worker"):
         await world.open()
-    world.made.prefill_by(None)
+    world.made.set_prefill_router(None)
     with pytest.raises(errors.NoWorkers, match="no prefill worker"):
         await world.open()
 
     assert not world.decode.asked
 
 
-async def test_an_adapter_s_prompt_is_computed_by_one_that_has_it_and_no_other(world):
+async def test_prompt_of_an_adapter_goes_only_to_prefill_workers_that_have_it(world):
     world.prefill.with_adapter = {OTHER_PREFILL}
     world.prefill.script = [errors.Overloaded("full")]
     await world.open(request(lora_name="poet"))
@@ -283,14 +285,14 @@ async def test_an_adapter_s_prompt_is_computed_by_one_that_has_it_and_no_other(w
     assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
 
 
-async def test_an_adapter_s_prompt_stays_where_no_prefill_worker_has_it(world):
+async def test_prompt_of_an_adapter_that_no_prefill_worker_has_is_local(world):
     await world.open(request(lora_name="poet"))
 
     assert not world.prefill.asked
     assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
 
 
-async def test_an_adapter_s_prompt_stays_where_those_that_have_it_cannot_copy(world):
+async def test_prompt_of_an_adapter_is_local_if_its_workers_cannot_import(world):
     world.prefill.with_adapter = {PREFILL}
     await world.open(request(lora_name="poet"), allowed_instances={PLAIN})
 
@@ -298,7 +300,7 @@ async def test_an_adapter_s_prompt_stays_where_those_that_have_it_cannot_copy(wo
     assert world.answered == (PLAIN, kv_transfer.COMPUTE_LOCALLY)
 
 
-async def test_where_it_is_the_rule_an_adapter_without_a_prefill_worker_is_refused():
+async def test_enforced_remote_prefill_refuses_an_adapter_without_prefill_workers():
     world = World(is_enforced=True)
     with pytest.raises(errors.NoWorkers, match="no prefill worker"):
         await world.open(request(lora_name="poet"))

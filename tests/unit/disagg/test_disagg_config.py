@@ -1,30 +1,30 @@
-"""What a frontend is told of prefill workers."""
+"""Options of prefill routing: which are refused, and which policy they make."""
 
 import pytest
 
 from dynamo.base import errors
-from dynamo.disagg import policy, settings
+from dynamo.disagg import config, policy
 
 
-def wanted(**fields):
-    return settings.PrefillRoutingConfig(**fields)
+def options(**fields):
+    return config.PrefillRoutingConfig(**fields)
 
 
-def conditional(given, queue_threshold=None):
-    made = wanted(router_conditional_disagg=True, router_conditional_disagg_config=given)
-    return made.conditional(queue_threshold)
+def conditional(json, queue_threshold=None):
+    made = options(router_conditional_disagg=True, router_conditional_disagg_config=json)
+    return made.conditional_policy(queue_threshold)
 
 
-def test_the_originals_condition_has_its_defaults():
-    assert wanted().conditional(None) is None
-    assert conditional(None) == policy.Conditional()
+def test_conditional_policy_has_the_originals_defaults():
+    assert options().conditional_policy(None) is None
+    assert conditional(None) == policy.ConditionalPolicy()
 
 
-def test_what_is_told_is_read():
+def test_conditional_policy_is_read_from_json():
     assert conditional(
         '{"policy": "isl_or_load", "eff_isl_threshold": 10, "eff_isl_ratio_threshold": 0.5,'
         ' "prefill_busy_threshold": 16, "decode_busy_threshold": 0.9}'
-    ) == policy.Conditional(
+    ) == policy.ConditionalPolicy(
         policy="isl_or_load",
         eff_isl_threshold=10,
         eff_isl_ratio_threshold=0.5,
@@ -33,7 +33,7 @@ def test_what_is_told_is_read():
     )
 
 
-def test_when_a_prefill_worker_is_busy_the_routers_queue_says_if_nothing_else_does():
+def test_threshold_of_the_routers_queue_is_the_default_for_busy_prefill_workers():
     by_load = '{"policy": "prefill_load"}'
 
     assert conditional(by_load, 2.0).prefill_busy_threshold == 2.0
@@ -42,7 +42,7 @@ def test_when_a_prefill_worker_is_busy_the_routers_queue_says_if_nothing_else_do
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("json", "named"),
     [
         ('{"policy": "load"}', "isl_bounding, prefill_load, isl_or_load"),
         ('{"prefill_busy_threshold": -1}', "prefill_busy_threshold"),
@@ -53,24 +53,24 @@ def test_when_a_prefill_worker_is_busy_the_routers_queue_says_if_nothing_else_do
         ("{", "JSON object"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(given, named):
-    made = wanted(router_conditional_disagg=True, router_conditional_disagg_config=given)
+def test_invalid_policy_is_refused_by_name(json, named):
+    made = options(router_conditional_disagg=True, router_conditional_disagg_config=json)
 
     with pytest.raises(errors.ConfigError, match=named):
         made.check("kv")
 
 
-def test_a_condition_needs_its_flag():
+def test_json_without_its_flag_is_refused():
     with pytest.raises(errors.ConfigError, match="--router-conditional-disagg"):
-        wanted(router_conditional_disagg_config="{}").check("kv")
+        options(router_conditional_disagg_config="{}").check("kv")
 
 
 @pytest.mark.parametrize(
     "fields",
     [{"enforce_disagg": True}, {"decode_fallback": False}, {"router_conditional_disagg": True}],
 )
-def test_what_the_frontend_decides_it_decides_in_mode_kv(fields):
-    wanted(**fields).check("kv")
+def test_options_that_decide_in_the_frontend_need_router_mode_kv(fields):
+    options(**fields).check("kv")
 
     with pytest.raises(errors.ConfigError, match="--router-mode kv"):
-        wanted(**fields).check("round-robin")
+        options(**fields).check("round-robin")

@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from dynamo.base import errors
-from dynamo.disagg import metrics, ticket_taker
+from dynamo.disagg import job_consumer, metrics
 from dynamo.observability import metrics as registries
 from dynamo.runtime import component
 
 
 class Item:
-    """A ticket that nobody can read."""
+    """A job that cannot be decoded."""
 
     body, num_deliveries = b"junk", 1
 
@@ -29,7 +29,7 @@ class Item:
 
 
 class Work:
-    """A work queue that gives what it is told to; an error is raised."""
+    """A work queue that gives what the test puts in; an error is raised."""
 
     def __init__(self):
         self.things, self.is_closed = asyncio.Queue(), False
@@ -53,13 +53,18 @@ class World:
         self.joined, self.refusals = [], []
 
     async def start(self, monkeypatch):
-        for name, value in (("AT_ONCE", 1), ("PULL_S", 60.0), ("AGAIN_S", 0.01), ("CLOSE_S", 0.05)):
-            monkeypatch.setattr(ticket_taker, name, value)
+        for name, value in (
+            ("NUM_JOBS", 1),
+            ("PULL_S", 60.0),
+            ("REJOIN_S", 0.01),
+            ("CLOSE_S", 0.05),
+        ):
+            monkeypatch.setattr(job_consumer, name, value)
         self.runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
-        self.taker = ticket_taker.TicketTaker(
-            self.join, self.runtime.requests, 1, metrics.TakerMetrics(registries.Registry("x"))
+        self.consumer = job_consumer.PrefillJobConsumer(
+            self.join, self.runtime.requests, 1, metrics.PrefillJobMetrics(registries.Registry("x"))
         )
-        await self.taker.start()
+        await self.consumer.start()
         return self
 
     async def join(self):
@@ -73,7 +78,7 @@ class World:
 async def world(monkeypatch):
     world = await World().start(monkeypatch)
     yield world
-    await world.taker.close()
+    await world.consumer.close()
     await world.runtime.close()
 
 
@@ -83,7 +88,7 @@ async def until(is_so):
             await asyncio.sleep(0.002)
 
 
-async def test_a_queue_that_was_lost_is_joined_again(world):
+async def test_lost_queue_is_joined_again(world):
     world.refusals = [errors.Unavailable("not yet"), errors.ConfigError("nor yet")]
     world.joined[0].things.put_nowait(errors.Unavailable("the stream is gone"))
     world.joined[0].things.put_nowait(errors.Unavailable("it still is"))
@@ -96,8 +101,8 @@ async def test_a_queue_that_was_lost_is_joined_again(world):
     assert world.joined[0].is_closed
 
 
-async def test_a_ticket_that_comes_while_we_leave_is_given_back_at_once(world):
-    await world.taker.leave()
+async def test_job_that_arrives_while_draining_is_given_back_at_once(world):
+    await world.consumer.leave()
     item = Item()
     world.joined[0].things.put_nowait(item)
     await until(lambda: world.joined[0].is_closed)
@@ -106,7 +111,9 @@ async def test_a_ticket_that_comes_while_we_leave_is_given_back_at_once(world):
 
 
 @pytest.mark.parametrize(("num_deliveries", "is_dropped"), [(1, False), (2, False), (3, True)])
-async def test_a_ticket_of_nobody_goes_round_a_few_times(world, num_deliveries, is_dropped):
+async def test_job_without_a_reachable_decode_worker_is_dropped_after_some_deliveries(
+    world, num_deliveries, is_dropped
+):
     item = Item()
     item.num_deliveries = num_deliveries
     world.joined[0].things.put_nowait(item)
@@ -115,8 +122,8 @@ async def test_a_ticket_of_nobody_goes_round_a_few_times(world, num_deliveries, 
     assert item.is_done is is_dropped
 
 
-async def test_it_ends_before_it_began():
-    taker = ticket_taker.TicketTaker(None, None, 1, None)
+async def test_consumer_can_be_closed_before_it_starts():
+    consumer = job_consumer.PrefillJobConsumer(None, None, 1, None)
 
-    await taker.leave()
-    await taker.close()
+    await consumer.leave()
+    await consumer.close()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dynamo.base import errors
-from dynamo.disagg import metrics, ticket_queue, tickets
+from dynamo.disagg import metrics, shared_queue
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate
 from dynamo.runtime import component, requests
@@ -15,7 +15,7 @@ REQUEST = generate.Request(id="r", model="m", token_ids=blocks.pack([1, 2, 3]))
 
 
 class Work:
-    """A work queue that says what it is told to."""
+    """A work queue that does what the test says."""
 
     def __init__(self):
         self.waiting, self.error, self.pushed, self.is_stuck = 0, None, [], False
@@ -50,12 +50,12 @@ class World:
     async def start(self, *ids):
         self.work, self.client = Work(), Client(*ids)
         self.runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
-        self.queue = ticket_queue.TicketQueue(
+        self.queue = shared_queue.SharedQueue(
             self.join,
             lambda: self.client.ids,
             self.client,
             self.runtime.requests,
-            "claims",
+            "leases",
             metrics.DisaggMetrics(registries.Registry("x")),
         )
         await self.queue.start()
@@ -78,21 +78,21 @@ async def world():
     await world.runtime.close()
 
 
-async def test_what_other_decode_workers_have_waiting_counts_too(world):
+async def test_size_counts_prompts_of_other_decode_workers(world):
     world.work.waiting = 7
 
     await world.until_size(7)
 
 
-async def test_a_count_that_is_old_counts_no_more(world, monkeypatch):
+async def test_size_ignores_an_old_count(world, monkeypatch):
     world.work.waiting = 7
     await world.until_size(7)
-    monkeypatch.setattr(ticket_queue, "_STALE_S", 0.0)
+    monkeypatch.setattr(shared_queue, "_STALE_S", 0.0)
 
     assert world.queue.size == 0
 
 
-async def test_a_queue_that_cannot_be_reached_is_nobody_until_it_can(world, caplog):
+async def test_unreachable_queue_has_no_size_until_it_is_back(world, caplog):
     world.work.error = errors.Unavailable("NATS is gone")
     await world.until_size(None)
     with pytest.raises(errors.Unavailable, match="gone"):
@@ -103,8 +103,8 @@ async def test_a_queue_that_cannot_be_reached_is_nobody_until_it_can(world, capl
     assert caplog.text.count("NATS is gone") == 1
 
 
-async def test_a_push_that_does_not_end_costs_little(world, monkeypatch):
-    monkeypatch.setattr(ticket_queue, "PUSH_S", 0.02)
+async def test_push_that_hangs_fails_soon(world, monkeypatch):
+    monkeypatch.setattr(shared_queue, "PUSH_S", 0.02)
     world.work.is_stuck = True
     with pytest.raises(errors.Unavailable, match=r"within 0\.02 s"):
         await world.queue.prefill(REQUEST, timeout_s=20)
@@ -112,13 +112,13 @@ async def test_a_push_that_does_not_end_costs_little(world, monkeypatch):
     assert world.queue.size is None
 
 
-async def test_a_full_queue_is_overload(world):
+async def test_full_queue_raises_overloaded(world):
     world.work.error = errors.Overloaded("full")
     with pytest.raises(errors.Overloaded):
         await world.queue.prefill(REQUEST, timeout_s=5)
 
 
-async def test_when_the_last_worker_is_gone_what_waits_comes_home(world):
+async def test_waiting_prompt_fails_when_the_last_worker_is_gone(world):
     asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
     async with asyncio.timeout(20):
         while not world.work.pushed:
@@ -131,22 +131,22 @@ async def test_when_the_last_worker_is_gone_what_waits_comes_home(world):
         await asking
 
 
-async def test_a_prompt_that_failed_at_all_who_are_left_comes_home(world, monkeypatch):
-    async def ask(client, instance_id, request, *, timeout_s):
+async def test_prompt_fails_when_all_remaining_workers_have_failed(world, monkeypatch):
+    async def fail(client, instance_id, request, *, timeout_s):
         raise errors.EngineFailed("x")
 
-    monkeypatch.setattr(ticket_queue.prefill_queue, "ask", ask)
+    monkeypatch.setattr(shared_queue.prefill_queue, "request_prefill", fail)
     world.client.ids.append(2)
     asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
     async with asyncio.timeout(20):
         while not world.work.pushed:
             await asyncio.sleep(0)
-    ticket = msgspec.msgpack.decode(world.work.pushed[0], type=tickets.Ticket)
+    job = msgspec.msgpack.decode(world.work.pushed[0], type=shared_queue.PrefillJob)
     is_over = await requests.ask(
         world.runtime.requests,
-        ticket.transport["memory"],
-        ticket.endpoint,
-        tickets.Claim(number=ticket.number, instance_id=1, num_deliveries=1),
+        job.transport["memory"],
+        job.endpoint,
+        shared_queue.LeaseRequest(number=job.number, instance_id=1, num_deliveries=1),
         reply_type=bool,
         timeout_s=20,
     )
@@ -158,17 +158,17 @@ async def test_a_prompt_that_failed_at_all_who_are_left_comes_home(world, monkey
     assert not is_over
 
 
-async def test_a_claim_that_is_none_is_refused(world):
+async def test_malformed_lease_request_is_refused(world):
     address = await world.runtime.requests.serve("x", lambda call: None)
-    with pytest.raises(errors.RemoteProtocolError, match="expected a claim"):
+    with pytest.raises(errors.RemoteProtocolError, match="expected a lease request"):
         await requests.ask(
-            world.runtime.requests, address, "claims", {"number": 1}, reply_type=bool, timeout_s=20
+            world.runtime.requests, address, "leases", {"number": 1}, reply_type=bool, timeout_s=20
         )
 
 
-async def test_a_worker_that_starts_and_finds_no_queue_says_what_to_do():
+async def test_worker_that_cannot_join_at_start_says_what_to_do():
     async def join():
         raise errors.Unavailable("JetStream does not answer")
 
     with pytest.raises(errors.ConfigError, match=r"JetStream.*--prefill-queue direct"):
-        await ticket_queue.join_first(join)
+        await shared_queue.join_at_start(join)

@@ -1,0 +1,356 @@
+"""The route of a request by two workers: a prefill worker that knows its prefix, then a worker that answers.
+
+    open ── policy ──┬── local ─────────────────────────────────────────────────────▶ decode worker
+                     └── remote ── prefill worker ── where the blocks are ──▶ decode worker (copies them, answers)
+
+It stands in front of the route to the workers that answer, and its `open_stream` is that route's as long as there is no
+prefill worker, or no decode worker that could copy from one.
+
+The request tells the answering worker that a frontend has decided, so that it asks no prefill worker itself: it brings
+the place of its blocks, or `kv_transfer.COMPUTE_LOCALLY`. Whatever fails on the way, another prefill worker is tried
+once; then the answering worker computes the prompt.
+
+While a model has prefill workers, the limits of its local prefill are followed in discovery.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors, tasks
+from dynamo.disagg import config, metrics, policy, prefill_queue
+from dynamo.observability import metrics as registries
+from dynamo.protocols import generate, kv_transfer, model_card
+from dynamo.router import kv_router, route, route_factory
+from dynamo.runtime import client, discovery, requests
+
+# Within this time the answering worker must have the request; the lease that it sees is shorter by as much.
+DELIVERY_S = 5.0
+_NO_PREFILL = (
+    "no prefill worker serves this model, and it must not be computed elsewhere: "
+    "start one, or try again shortly"
+)
+_logger = logging.getLogger(__name__)
+
+
+class OpenRoute(Protocol):
+    """The type of `route.Route.open_stream`."""
+
+    async def __call__(
+        self,
+        request: generate.Request,
+        receiver: requests.Receiver,
+        options: route.RoutingOptions = route.DEFAULT_OPTIONS,
+    ) -> requests.Stream: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRules:
+    """The rules for prompts that no prefill worker computes in time."""
+
+    prefill_timeout_s: float = 30.0
+    is_enforced: bool = False  # refuse them
+
+
+class PrefillRoute:
+    """A `route.Route` by prefill workers, in front of one to the answering workers."""
+
+    def __init__(
+        self,
+        decode: kv_router.KvRouter,
+        prefill_policy: policy.PrefillPolicy,
+        rules: PrefillRules,
+        counters: metrics.ModelPrefillRouteMetrics,
+        clock: clocks.Clock,
+    ) -> None:
+        self._decode = decode
+        self._policy = prefill_policy
+        self._rules = rules
+        self._counters = counters
+        self._clock = clock
+        self._prefill: kv_router.KvRouter | None = None
+        self._decoders: frozenset[int] = frozenset()  # workers that can copy from prefill workers
+        self.preview_instance = decode.preview_instance
+        self._bind_open()
+
+    def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
+        """Set the model cards of the answering workers, by instance id."""
+        self._decode.set_model_cards(cards)
+        decode = model_card.WorkerType.DECODE
+        self._decoders = frozenset(i for i, card in cards.items() if card.worker_type is decode)
+        self._bind_open()
+
+    def set_prefill_router(self, prefill: kv_router.KvRouter | None) -> None:
+        """Set the router to the prefill workers; None if there are none."""
+        self._prefill = prefill
+        self._bind_open()
+
+    def _bind_open(self) -> None:
+        """Bind `open_stream` to what it has to do now, so that a request without prefill workers pays nothing."""
+        self.open_stream: OpenRoute = self._decode.open_stream
+        if self._prefill is not None and self._decoders:
+            self.open_stream = self._open
+        elif self._rules.is_enforced:
+            self.open_stream = _refuse
+
+    async def _open(
+        self,
+        request: generate.Request,
+        receiver: requests.Receiver,
+        options: route.RoutingOptions = route.DEFAULT_OPTIONS,
+    ) -> requests.Stream:
+        prefill = self._prefill
+        assert prefill is not None
+        if not self._is_remote(prefill, request, options):
+            _logger.debug(
+                "Prefilling locally for request %s with length %d", request.id, request.prompt_len
+            )
+            self._counters.local.inc()
+            return await self._decode.open_stream(_with_local_prefill(request), receiver, options)
+        began_at = self._clock.now()
+        params = await self._prefill_in_time(prefill, request, options)
+        if params is not None:
+            remaining = _shorten_timeout(options, self._clock.now() - began_at)
+            stream = await self._open_decode(request, params, receiver, remaining)
+            if stream is not None:
+                return stream
+        remaining = _shorten_timeout(options, self._clock.now() - began_at)
+        return await self._decode.open_stream(_with_local_prefill(request), receiver, remaining)
+
+    def _is_remote(
+        self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
+    ) -> bool:
+        """Return whether a prefill worker computes the prompt. Raises NoWorkers if it must, and none can."""
+        candidates = prefill.instances_with_lora(request.lora_name)
+        num_requests = prefill.min_active_requests(candidates)
+        if num_requests is None:
+            if self._rules.is_enforced:
+                raise errors.NoWorkers(_NO_PREFILL)
+            return False
+        if request.output_options.prompt_logprobs is not None or not self._can_import(options):
+            return False
+        queue_size = max(0, num_requests - 1)  # a prompt that is being computed does not wait
+        num_tokens = request.prompt_len
+        return self._policy.may_be_remote(num_tokens, queue_size) and self._policy.is_remote(
+            num_tokens,
+            queue_size,
+            lambda: self._decode.estimate_load(request, options),
+            lambda: prefill.estimate_load(
+                request, route.RoutingOptions(allowed_instances=candidates)
+            ),
+        )
+
+    def _can_import(self, options: route.RoutingOptions) -> bool:
+        """Return whether a worker that the caller accepts can copy blocks from others."""
+        if options.instance_id is not None:
+            return options.instance_id in self._decoders
+        return options.allowed_instances is None or not self._decoders.isdisjoint(
+            options.allowed_instances
+        )
+
+    async def _prefill_in_time(
+        self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
+    ) -> kv_transfer.KvTransferParams | None:
+        """Return where the prompt's blocks are; None if no prefill worker has computed them.
+
+        Raises Cancelled, or the reason if a local prefill is against the rules.
+        """
+        _logger.debug(
+            "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
+        )
+        timeout_s = min(self._rules.prefill_timeout_s, options.timeout_s or math.inf)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._prefill_with_retry(
+                    prefill, request, msgspec.structs.replace(options, timeout_s=timeout_s)
+                )
+        except TimeoutError:
+            self._fall_back(request, prefill_queue.timeout_error(timeout_s))
+        except errors.Cancelled:
+            raise
+        except errors.DynamoError as error:
+            self._fall_back(request, error)
+        return None
+
+    async def _prefill_with_retry(
+        self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
+    ) -> kv_transfer.KvTransferParams:
+        """Send the prompt to one prefill worker, and if that fails to another. Raises what the last one failed with."""
+        began_at = self._clock.now()
+        tried: list[int] = []
+        candidates = prefill.instances_with_lora(request.lora_name)
+        to_prefill = msgspec.structs.replace(
+            options,
+            instance_id=None,
+            allowed_instances=candidates,
+            on_dispatched=tried.append,
+            on_prefilled=None,
+        )
+        prompt = prefill_queue.make_prefill_request(request)
+        try:
+            params = await _request_prefill(prefill, prompt, to_prefill)
+        except prefill_queue.RETRIABLE as error:
+            all_workers = prefill.instance_ids if candidates is None else candidates
+            untried = all_workers - set(tried)
+            if not tried or not untried:
+                raise
+            _logger.warning("%s: another prefill worker is asked: %s", request.id, error)
+            self._counters.retries.inc()
+            to_untried = msgspec.structs.replace(to_prefill, allowed_instances=untried)
+            params = await _request_prefill(prefill, prompt, to_untried)
+        duration_s = self._clock.now() - began_at
+        passed_on = kv_transfer.pass_on(params, duration_s + DELIVERY_S)
+        if passed_on is None:
+            raise errors.RemoteProtocolError("the prefill worker does not hold its blocks")
+        _logger.debug("%x prefilled %s in %.1f ms", tried[-1], request.id, duration_s * 1e3)
+        self._counters.remote.inc()
+        self._counters.prefill_s.observe(duration_s)
+        if options.on_prefilled is not None:
+            options.on_prefilled(route.PrefillResult(tried[-1], duration_s))
+        return passed_on
+
+    async def _open_decode(
+        self,
+        request: generate.Request,
+        params: kv_transfer.KvTransferParams,
+        receiver: requests.Receiver,
+        options: route.RoutingOptions,
+    ) -> requests.Stream | None:
+        """Begin the answer; None if that took so long that the lease may have expired."""
+        candidates = self._decoders.intersection(options.allowed_instances or self._decoders)
+        if request.lora_name is None:  # for an adapter, only the candidates have it
+            candidates = candidates or self._decoders
+        try:
+            async with asyncio.timeout(DELIVERY_S):
+                return await self._decode.open_stream(
+                    msgspec.structs.replace(request, kv_transfer_params=params),
+                    receiver,
+                    msgspec.structs.replace(options, allowed_instances=candidates),
+                )
+        except TimeoutError:
+            error = errors.WorkerLost(f"no decode worker took the request within {DELIVERY_S:g} s")
+            self._fall_back(request, error, "undelivered")
+            return None
+
+    def _fall_back(
+        self, request: generate.Request, error: errors.DynamoError, reason: str | None = None
+    ) -> None:
+        """Count and log a failed remote prefill. Raises the error if a local prefill is against the rules."""
+        if self._rules.is_enforced:
+            raise error
+        _logger.warning("%s: its prompt is computed where it is answered: %s", request.id, error)
+        self._counters.count_fallback(reason or _reason(error))
+
+
+class PrefillRouteFactory:
+    """Makes the routes of a frontend in router mode kv, with a `PrefillRoute` in front of each."""
+
+    def __init__(
+        self,
+        routes: route_factory.RouteFactory,
+        options: config.PrefillRoutingConfig,
+        registry: discovery.Discovery,
+        metrics_registry: registries.Registry,
+        clock: clocks.Clock,
+        queue_threshold: float | None = None,
+    ) -> None:
+        """Raises ConfigError for options that do not fit."""
+        self._routes = routes
+        self._options = options
+        self._conditional = options.conditional_policy(queue_threshold)
+        self._registry = registry
+        self._metrics = metrics.PrefillRouteMetrics(metrics_registry)
+        self._clock = clock
+        self._following: dict[str, asyncio.Task[None]] = {}  # by model
+        self._lengths: dict[str, policy.LengthPolicy] = {}  # by model
+        self._tasks = tasks.Tasks()
+
+    def make(self, endpoint: client.EndpointClient, card: model_card.ModelCard) -> route.Route:
+        """Make the route to the answering workers of an endpoint (`route_factory.RouteFactory.make_route`)."""
+        plain = self._routes.make_route(endpoint, card)
+        if not isinstance(plain, kv_router.KvRouter):
+            return plain
+        return PrefillRoute(
+            plain,
+            self._policy_of(card.display_name),
+            PrefillRules(
+                prefill_timeout_s=self._options.prefill_timeout_s,
+                is_enforced=self._options.is_enforced,
+            ),
+            metrics.ModelPrefillRouteMetrics(self._metrics, card.display_name),
+            self._clock,
+        )
+
+    def make_prefill_router(
+        self, endpoint: client.EndpointClient, card: model_card.ModelCard
+    ) -> kv_router.KvRouter:
+        """Make the router to the prefill workers of an endpoint, and follow the limits of their model."""
+        model = card.display_name
+        lengths = self._policy_of(model)
+        if isinstance(lengths, policy.LengthPolicy) and model not in self._following:
+            following = config.follow_limits(self._registry, model, lengths)
+            self._following[model] = self._tasks.start("watch limits of local prefill", following)
+        return self._routes.make_kv_router(endpoint, card)
+
+    async def close(self) -> None:
+        """Stop following discovery."""
+        await self._tasks.close()
+
+    def _policy_of(self, model: str) -> policy.PrefillPolicy:
+        if self._conditional is not None:
+            return self._conditional
+        if self._options.disagg_policy == "estimated":
+            return policy.EstimatePolicy()
+        return self._lengths.setdefault(model, policy.LengthPolicy(self._options.limits))
+
+
+async def _request_prefill(
+    prefill: kv_router.KvRouter, prompt: generate.Request, options: route.RoutingOptions
+) -> kv_transfer.KvTransferParams:
+    """Get a prompt computed by one worker; it stops if this task is cancelled, or the caller goes."""
+    receiver = prefill_queue.PrefillReceiver()
+    if options.add_disconnect_callback is not None:
+        options.add_disconnect_callback(receiver.give_up)
+    stream = await prefill.open_stream(prompt, receiver, options)
+    try:
+        return await receiver.wait()
+    finally:
+        stream.cancel()
+
+
+async def _refuse(
+    request: generate.Request,
+    receiver: requests.Receiver,
+    options: route.RoutingOptions = route.DEFAULT_OPTIONS,
+) -> requests.Stream:
+    del request, receiver, options
+    raise errors.NoWorkers(_NO_PREFILL)
+
+
+def _with_local_prefill(request: generate.Request) -> generate.Request:
+    return msgspec.structs.replace(request, kv_transfer_params=kv_transfer.COMPUTE_LOCALLY)
+
+
+def _shorten_timeout(options: route.RoutingOptions, elapsed_s: float) -> route.RoutingOptions:
+    if options.timeout_s is None:
+        return options
+    return msgspec.structs.replace(options, timeout_s=max(0.0, options.timeout_s - elapsed_s))
+
+
+def _reason(error: errors.DynamoError) -> str:
+    """Return the label of an error in the metrics."""
+    match error:
+        case errors.WorkerLost():
+            return "lost"
+        case errors.Unavailable():
+            return "refused"
+        case errors.DeadlineExceeded():
+            return "late"
+        case _:
+            return "failed"

@@ -1,0 +1,232 @@
+"""The engine of a decode worker, which lets prefill workers compute long prompts: an engine in front of the engine.
+
+    submit ── policy ──┬── local ─────────────────────────────────────────────▶ engine.submit
+                       └── remote ── prefill queue ── where the blocks are ──▶ engine.submit (copies them, answers)
+
+Whatever fails on the way (no worker, a time limit, a worker that dies), the engine gets the request without KV transfer
+parameters, and computes the prompt itself. So a failure costs a request time at most, and no request is lost.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dynamo.base import errors, tasks
+from dynamo.disagg import config, engine_sink, metrics, policy, prefill_queue, prefill_workers
+from dynamo.engine import api
+from dynamo.kvbm import sharing
+from dynamo.protocols import blocks, generate, kv_transfer, load
+from dynamo.router import api as routing
+from dynamo.router import worker_load
+from dynamo.runtime import discovery
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _RemotePrompt:
+    """A request whose prompt is being computed remotely, and its choices that were aborted meanwhile."""
+
+    request: generate.Request
+    aborted: set[int] = field(default_factory=set)
+    task: "asyncio.Task[None] | None" = None
+
+
+class RemotePrefillEngine:
+    """An `api.Engine` in front of one that can move KV blocks (`api.KvTransferPeer`)."""
+
+    def __init__(
+        self,
+        engine: api.Engine,
+        queue: prefill_queue.PrefillQueue,
+        workers: prefill_workers.PrefillWorkers,
+        counters: metrics.DisaggMetrics,
+        *,
+        registry: discovery.Discovery,
+        model: str,
+        prefill_policy: policy.PrefillPolicy,
+        prefill_timeout_s: float,
+    ) -> None:
+        """Limits of a `policy.LengthPolicy` hold as long as `registry` has no others for this model."""
+        assert engine.capabilities.kv_transfer is not None
+        self._engine, self._transfer = engine, engine.capabilities.kv_transfer
+        self.capabilities = engine.capabilities
+        self._queue = queue
+        self._workers = workers
+        self._counters = counters
+        self._registry, self._model = registry, model
+        self._policy = prefill_policy
+        self._prefill_pace, self._copy_pace = worker_load.PrefillSpeed(), worker_load.PrefillSpeed()
+        self._prefill_timeout_s = prefill_timeout_s
+        self._cached = engine_sink.CachedPrefixes()
+        self._block_size = 1
+        self._remote: dict[str, _RemotePrompt] = {}  # by request id
+        self._sink: engine_sink.RemotePrefillSink | None = None
+        self._tasks = tasks.Tasks()
+
+    async def start(self, sink: api.EngineSink) -> api.EngineFacts:
+        """Start the engine, then the search for prefill workers."""
+        self._transfer.on_import(self._handle_import)
+        self._sink = engine_sink.RemotePrefillSink(sink, self._cached)
+        facts = await self._engine.start(self._sink)
+        self._block_size = facts.kv_block_size
+        self._workers.start()
+        if isinstance(self._policy, policy.LengthPolicy):
+            following = config.follow_limits(self._registry, self._model, self._policy)
+            self._tasks.start("watch limits of local prefill", following)
+        return facts
+
+    def submit(self, request: generate.Request) -> None:
+        """Submit to the engine, or to a prefill worker first; then a refusal comes through the sink."""
+        _logger.debug("New Request ID: %s", request.id)
+        if kv_transfer.is_prefilled(request.kv_transfer_params):  # a frontend requested the prefill
+            self._submit_prefilled(request)
+            if self._sink is not None:
+                self._sink.expect_import(request, None)
+        elif self._is_remote(request):
+            _logger.debug(
+                "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
+            )
+            prompt = self._remote[request.id] = _RemotePrompt(request)
+            prompt.task = self._tasks.start("prefill remotely", self._prefill_and_submit(prompt))
+        else:
+            _logger.debug(
+                "Prefilling locally for request %s with length %d", request.id, request.prompt_len
+            )
+            self._engine.submit(request)
+            self._counters.local.inc()
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, at the engine or during its remote prefill; the lease of its blocks then expires."""
+        prompt = self._remote.pop(request_id, None)
+        if self._sink is not None:
+            self._sink.forget_request(request_id)
+        if prompt is None:
+            self._engine.abort(request_id)
+        elif prompt.task is not None:
+            prompt.task.cancel()
+
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """Abort one choice, at the engine or as soon as the request gets there."""
+        prompt = self._remote.get(request_id)
+        if prompt is None:
+            self._engine.abort_choice(request_id, index)
+            return
+        prompt.aborted.add(index)
+        if len(prompt.aborted) == prompt.request.sampling_options.n:
+            self.abort(request_id)
+
+    def load(self) -> Sequence[load.ForwardPassMetrics]:
+        """Return the load of the engine."""
+        return self._engine.load()
+
+    async def clear_kv_blocks(self) -> None:
+        """Clear the reusable blocks of the engine."""
+        await self._engine.clear_kv_blocks()
+
+    async def stop(self) -> None:
+        """Stop all remote prefills, then the engine. Idempotent."""
+        self._remote.clear()
+        await self._tasks.close()
+        await self._workers.close()
+        await self._engine.stop()
+
+    def _handle_import(self, report: sharing.ImportReport) -> None:
+        if report.error is not None:
+            self._counters.fallback.inc()
+            self._workers.reconnect(report.engine_id)
+            return
+        self._counters.remote.inc()
+        self._counters.transfer_s.observe(report.duration_s)
+        self._copy_pace.observe(report.num_blocks * self._block_size, report.duration_s)
+        if self._sink is not None:
+            self._sink.add_import(report, self._workers.instance_of(report.engine_id))
+
+    def _is_remote(self, request: generate.Request) -> bool:
+        """Return whether a prefill worker computes the prompt.
+
+        Not if it is to be scored, or another process has decided already.
+        """
+        size, num_tokens = self._queue.size, request.prompt_len
+        if size is None or not self._policy.may_be_remote(num_tokens, size):
+            return False
+        is_scored = request.output_options.prompt_logprobs is not None
+        if is_scored or request.kv_transfer_params is not None:
+            return False
+        if request.lora_name is not None and not self._workers.all_have_adapter(request.lora_name):
+            return False
+        return self._policy.is_remote(
+            num_tokens,
+            size,
+            lambda: self._estimate_local(request),
+            lambda: self._estimate_remote(num_tokens),
+        )
+
+    def _estimate_local(self, request: generate.Request) -> routing.LoadEstimate:
+        stats = [rank.worker_stats for rank in self._engine.load()]
+        seed = blocks.seed_of(request.lora_name)
+        num_cached = self._cached.count_tokens(request.token_ids, self._block_size, seed)
+        return routing.LoadEstimate(
+            num_new=max(0, request.prompt_len - num_cached),
+            num_ahead=sum(rank.active_prefill_tokens for rank in stats),
+            num_requests=sum(rank.request_active_slots for rank in stats),
+            tokens_per_s=self._prefill_pace.tokens_per_s,
+            copies_per_s=self._copy_pace.measured,
+        )
+
+    def _estimate_remote(self, num_tokens: int) -> routing.LoadEstimate:
+        """Estimate by the prompts that this worker itself has sent to prefill workers."""
+        num_remote = sum(prompt.request.prompt_len for prompt in self._remote.values())
+        return routing.LoadEstimate(
+            num_new=num_tokens,
+            num_ahead=num_remote / max(1, len(self._workers.connected)),
+            tokens_per_s=self._prefill_pace.tokens_per_s,
+        )
+
+    async def _prefill_and_submit(self, prompt: _RemotePrompt) -> None:
+        params = await self._prefill(prompt.request)
+        del self._remote[prompt.request.id]
+        request = msgspec.structs.replace(prompt.request, kv_transfer_params=params)
+        try:
+            self._submit_prefilled(request)
+        except errors.DynamoError as error:
+            assert self._sink is not None
+            self._sink.failed(request.id, error)
+            return
+        for index in prompt.aborted:
+            self._engine.abort_choice(request.id, index)
+
+    def _submit_prefilled(self, request: generate.Request) -> None:
+        try:
+            self._engine.submit(request)
+        except errors.RemoteProtocolError as error:  # parameters of another kind of engine
+            self._fall_back(request.id, error)
+            self._engine.submit(msgspec.structs.replace(request, kv_transfer_params=None))
+
+    def _fall_back(self, request_id: str, error: errors.DynamoError) -> None:
+        _logger.warning("%s: its prompt is computed here: %s", request_id, error)
+        self._counters.fallback.inc()
+
+    async def _prefill(self, request: generate.Request) -> kv_transfer.KvTransferParams | None:
+        """Return where the prompt's blocks are; None if no prefill worker has computed them."""
+        now = asyncio.get_running_loop().time
+        began_at = now()
+        is_alone = len(self._remote) == 1
+        try:
+            params = await self._queue.prefill(
+                prefill_queue.make_prefill_request(request), timeout_s=self._prefill_timeout_s
+            )
+        except errors.DynamoError as error:
+            self._fall_back(request.id, error)
+            return None
+        duration_s = now() - began_at
+        self._counters.prefill_s.observe(duration_s)
+        if is_alone:  # no other prompt of ours was ahead of it
+            compute_s = max(0.0, duration_s - policy.HANDOFF_S)
+            self._prefill_pace.observe(request.prompt_len, compute_s)
+        if self._sink is not None:
+            self._sink.expect_import(request, duration_s)
+        return kv_transfer.pass_on(params, duration_s)

@@ -1,0 +1,267 @@
+"""A prefill queue that all prefill workers of a model share: a worker with time takes the oldest job.
+
+    decode worker    push a prefill job ─▶ work queue
+    prefill worker   pull it; ask for a lease on it, at the address in the job ─▶
+    decode worker    send that worker the prompt as `DirectQueue` does; the stream says how it goes, and ends with us
+    decode worker    reply to the lease request: over ─▶ the job is acknowledged; or failed ─▶ another worker gets it
+    prefill dies     its stream breaks; it does not acknowledge, so the job is delivered to another worker
+
+So there is one way to compute a prompt remotely, and the queue only decides on the worker. A job stands for a prompt;
+the prompt itself stays with the decode worker until then, so nothing that a user wrote lies on a server's disk, and
+no prompt is too long. A job whose prompt is no longer needed is acknowledged by the first worker that asks for its
+lease. A job whose worker's blocks our engine could not read is left to another worker.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dynamo.base import errors, ids, tasks
+from dynamo.disagg import metrics, prefill_queue
+from dynamo.protocols import generate, instances, kv_transfer
+from dynamo.runtime import client, requests, work_queue
+
+LEASE_ENDPOINT = (
+    "prefill_claims"  # beside a decode worker's own endpoint; leases are requested here
+)
+TAKES_JOBS = "takes_prefill_tickets"  # in a prefill worker's runtime data
+BOUNDS = work_queue.Bounds(
+    max_items=10_000,
+    max_bytes=16 * 2**20,
+    max_item_bytes=2048,
+    acknowledge_s=3.0,  # by so much a worker's death delays its prompts, at most
+)
+PUSH_S = 1.0  # after that the prompt is computed locally instead
+COUNT_S = 0.1  # between two counts of the waiting jobs
+_STALE_S = 10 * COUNT_S
+_NO_WORKER = "there is no prefill worker that takes the prompt from the queue"
+_logger = logging.getLogger(__name__)
+JoinQueue = Callable[[], Awaitable[work_queue.WorkQueue]]
+
+
+class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that waits. `transport` maps a request plane's name to the address where its lease is requested."""
+
+    number: str
+    endpoint: str  # its path there
+    transport: dict[str, str]
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent by a prefill worker that has taken a job and is ready to compute. The reply is one boolean, and comes late:
+    true once there is nothing more to do for the prompt, false if another worker should take the job.
+    """
+
+    number: str
+    instance_id: int
+    num_deliveries: int
+
+
+_decode_lease = msgspec.msgpack.Decoder(LeaseRequest).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class _JobLease:
+    """A worker that is to compute a prompt, and waits for the reply to its lease request."""
+
+    call: requests.Call
+    instance_id: int
+
+    def reply(self, *, is_over: bool) -> None:
+        """End the lease. Only the first reply counts."""
+        self.call.reply(is_over)
+        self.call.finish()
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that waits for a lease, or is being computed by the last of the workers `tried`."""
+
+    lease: "asyncio.Future[_JobLease | str]"  # or why there will be none
+    tried: list[int] = field(default_factory=list)
+
+
+class SharedQueue:
+    """A `PrefillQueue`: a decode worker's side, and a lifecycle hook of its host."""
+
+    def __init__(
+        self,
+        join: JoinQueue,
+        workers: Callable[[], Sequence[int]],
+        prefill_client: client.EndpointClient,
+        plane: requests.RequestPlane,
+        endpoint: str,
+        counters: metrics.DisaggMetrics,
+    ) -> None:
+        """`workers` returns the ids of connected prefill workers; leases are requested at `endpoint` of `plane`."""
+        self._join = join
+        self._workers = workers
+        self._client = prefill_client
+        self._plane = plane
+        self._endpoint = endpoint
+        self._counters = counters
+        self._work: work_queue.WorkQueue | None = None  # while it can be used
+        self._transport: dict[str, str] = {}
+        self._prompts: dict[str, _Prompt] = {}  # by job number
+        epoch = ids.new_instance_id()
+        self._numbers = (f"{epoch:x}.{i}" for i in itertools.count())
+        self._num_waiting, self._counted_at = 0, float("-inf")  # of all decode workers
+        self._is_reachable = True
+        self._count_requested = asyncio.Event()
+        self._tasks = tasks.Tasks()
+
+    async def start(self) -> None:
+        """Join the queue and serve leases. Raises ConfigError if there is no server for the queue."""
+        work = await join_at_start(self._join)
+        address = await self._plane.serve(self._endpoint, self._handle_lease_request)
+        self._transport = {self._plane.name: address}
+        self._work = work
+        self._client.on_change(self._fail_stranded_prompts)
+        self._tasks.start("count prompts in the prefill queue", self._count_waiting(work))
+
+    async def leave(self) -> None:
+        """Push no more jobs, and fail those that wait, so that they are computed locally."""
+        self._work = None
+        for prompt in self._waiting_prompts():
+            prompt.lease.set_result("this worker stops, and takes its prompts home")
+
+    async def close(self) -> None:
+        """End all tasks. Jobs that are still queued are acknowledged by the workers that take them."""
+        self._work = None
+        await self._tasks.close()
+
+    @property
+    def size(self) -> int | None:
+        """Our prompts without a lease; or what all decode workers had waiting a moment ago, if that is more."""
+        self._count_requested.set()
+        if self._work is None or not self._is_reachable or not self._has_worker():
+            return None
+        num_ours = len(self._waiting_prompts())
+        is_stale = self._counted_at < asyncio.get_running_loop().time() - _STALE_S
+        return num_ours if is_stale else max(num_ours, self._num_waiting)
+
+    async def prefill(
+        self, request: generate.Request, *, timeout_s: float
+    ) -> kv_transfer.KvTransferParams:
+        """See `prefill_queue.PrefillQueue.prefill`."""
+        number = next(self._numbers)
+        prompt = self._prompts[number] = _Prompt(_new_future())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._push_job(number)
+                return await self._prefill_by_lease(prompt, request, timeout_s)
+        except TimeoutError:
+            raise prefill_queue.timeout_error(timeout_s) from None
+        finally:
+            del self._prompts[number]
+            lease = prompt.lease.result() if prompt.lease.done() else None
+            if isinstance(lease, _JobLease):
+                lease.reply(is_over=True)
+
+    def _has_worker(self, tried: Sequence[int] = ()) -> bool:
+        return bool(self._client.usable(self._workers(), tried))
+
+    def _fail_stranded_prompts(self) -> None:
+        """End the waiting of prompts that no worker can compute any more."""
+        for prompt in self._waiting_prompts():
+            if not self._has_worker(prompt.tried):
+                prompt.lease.set_result(_NO_WORKER)
+
+    def _waiting_prompts(self) -> list[_Prompt]:
+        return [prompt for prompt in self._prompts.values() if not prompt.lease.done()]
+
+    async def _push_job(self, number: str) -> None:
+        if self._work is None:
+            raise errors.Unavailable("the prefill queue is closed")
+        if not self._has_worker():
+            raise errors.NoWorkers(_NO_WORKER)
+        job = PrefillJob(number=number, endpoint=self._endpoint, transport=self._transport)
+        try:
+            async with asyncio.timeout(PUSH_S):
+                await self._work.push(_encode(job))
+        except TimeoutError:
+            self._is_reachable = False
+            raise errors.Unavailable(
+                f"the prefill queue took no prompt within {PUSH_S:g} s"
+            ) from None
+
+    async def _prefill_by_lease(
+        self, prompt: _Prompt, request: generate.Request, timeout_s: float
+    ) -> kv_transfer.KvTransferParams:
+        """Send the prompt to each worker that gets a lease, until one succeeds or there is no other."""
+        while True:
+            lease = await prompt.lease
+            if isinstance(lease, str):
+                raise errors.NoWorkers(lease)
+            prompt.tried.append(lease.instance_id)
+            try:
+                return await prefill_queue.request_prefill(
+                    self._client, lease.instance_id, request, timeout_s=timeout_s
+                )
+            except prefill_queue.RETRIABLE:
+                if not self._has_worker(prompt.tried):
+                    raise
+            self._counters.retries.inc()
+            prompt.lease = _new_future()
+            lease.reply(is_over=False)
+
+    def _handle_lease_request(self, call: requests.Call) -> None:
+        try:
+            request = _decode_lease(call.body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            call.fail(errors.RemoteProtocolError(f"expected a lease request: {error}"))
+            return
+        prompt = self._prompts.get(request.number)
+        lease = _JobLease(call, request.instance_id)
+        if prompt is None:
+            lease.reply(is_over=True)
+            return
+        usable = self._client.usable(self._workers(), prompt.tried)
+        if prompt.lease.done() or request.instance_id not in usable:
+            lease.reply(is_over=False)
+        else:
+            prompt.lease.set_result(lease)
+            if request.num_deliveries > 1:
+                self._counters.redelivered.inc()
+
+    async def _count_waiting(self, work: work_queue.WorkQueue) -> None:
+        """Count the waiting jobs of all decode workers, as long as `size` is read."""
+        while True:
+            await self._count_requested.wait()
+            self._count_requested.clear()
+            try:
+                self._num_waiting = await work.num_waiting()
+            except errors.Unavailable as error:
+                if self._is_reachable:
+                    _logger.warning("prompts are computed here meanwhile: %s", error)
+                self._is_reachable = False
+            else:
+                self._is_reachable = True
+                self._counted_at = asyncio.get_running_loop().time()
+            await asyncio.sleep(COUNT_S)
+
+
+def queue_name(endpoint: instances.EndpointName, model: str, checksums: Mapping[str, str]) -> str:
+    """Return the name of a model's queue; models of one name with other files have queues of their own."""
+    identity = msgspec.json.encode((endpoint.path, model, sorted(checksums.items())))
+    return f"prefill {endpoint.path} {hashlib.sha256(identity).hexdigest()[:16]}"
+
+
+async def join_at_start(join: JoinQueue) -> work_queue.WorkQueue:
+    """Join when a worker starts. Raises ConfigError: a queue that does not answer is a mistake in the settings then."""
+    try:
+        return await join()
+    except errors.Unavailable as error:
+        raise errors.ConfigError(
+            f"cannot join the prefill queue: {error}; to run without it: --prefill-queue direct"
+        ) from error
+
+
+def _new_future() -> "asyncio.Future[_JobLease | str]":
+    return asyncio.get_running_loop().create_future()
