@@ -17,8 +17,8 @@ import torch.nn.functional as F
 import transformers
 
 from dynamo.engine import api
+from dynamo.engine.native.embedder import TextEmbedding
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.engine.native.text_embedding import TextEmbedding
 from dynamo.protocols import blocks, embed
 
 ROUNDS = 7

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from dynamo.engine.native import sampler
-from dynamo.engine.native.guidance import grammars
+from dynamo.engine.native import guided_decoding, sampler
 from dynamo.engine.native.sequence import Grammar, Sequence
 from dynamo.protocols import blocks, generate
 from dynamo.worker import model_source
@@ -85,7 +84,7 @@ def main() -> None:
     model = parser.parse_args().model
     torch.set_num_threads(1)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    grammar = grammars.Grammars(model / "tokenizer.json", vocab_size).find(
+    grammar = guided_decoding.GrammarCompiler(model / "tokenizer.json", vocab_size).compile(
         generate.GuidedDecoding(json=json.dumps(SCHEMA)), EOS
     )
     print(f"{vocab_size} tokens; µs of CPU time per step, median (best), by how many are guided")

@@ -66,7 +66,7 @@ class Storyteller:
 
     def submit(self, request: generate.Request) -> None:
         guided = request.sampling_options.guided_decoding
-        grammar = self.parts.grammars.find(guided, EOS) if guided is not None else None
+        grammar = self.parts.grammars.compile(guided, EOS) if guided is not None else None
         self.parts.scheduler.submit(request, grammar)
         self._tokens[request.id] = []
 

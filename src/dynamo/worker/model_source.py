@@ -18,7 +18,7 @@ from huggingface_hub import errors as hub_errors
 
 from dynamo.base import errors
 from dynamo.engine import native
-from dynamo.engine.native import encoder_config, sentence
+from dynamo.engine.native import model_files
 
 BUILT_IN = "storyteller"
 HUB_TIMEOUT_S = 5.0
@@ -59,7 +59,7 @@ def task(requested_task: str, directory: Path) -> str:
     """Return `generate` or `embed`: the requested task, or for `auto` the one that the files show."""
     if requested_task != "auto":
         return requested_task
-    embeds = sentence.is_described(directory) or encoder_config.is_encoder(directory)
+    embeds = model_files.is_sentence_transformer(directory) or model_files.is_encoder(directory)
     return "embed" if embeds else "generate"
 
 

@@ -78,7 +78,7 @@ def test_a_context_that_cannot_be_is_refused(wanted, num_blocks):
 )
 def test_settings_that_cannot_be_are_refused(settings, message):
     with pytest.raises(errors.ConfigError, match=message):
-        assemble.check(dataclasses.replace(NativeConfig(), **settings))
+        assemble.check_settings(dataclasses.replace(NativeConfig(), **settings))
 
 
 def test_a_step_is_short_on_a_cpu_but_has_a_token_for_every_sequence():

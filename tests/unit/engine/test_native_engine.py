@@ -10,7 +10,7 @@ from dynamo.engine import api
 from dynamo.engine.native import engine as engines
 from dynamo.engine.native.assemble import Assembly
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.scheduler import Limits, Scheduler
+from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.sequence import Sampled
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks, generate
@@ -70,11 +70,11 @@ class HeldGrammars:
     """Has the grammars that it is given, when it is given them."""
 
     def __init__(self):
-        self.wanted = []
+        self.callbacks = []
         self.is_stopped = False
 
-    def make(self, guided, eos, made):
-        self.wanted.append(made)
+    def submit(self, guided, eos, on_compiled):
+        self.callbacks.append(on_compiled)
 
     def stop(self):
         self.is_stopped = True
@@ -89,7 +89,7 @@ class AnyText:
 
 def fake_assembly(runner):
     paging = Paging(num_blocks=16, block_size=4, prefix_caching=True)
-    limits = Limits(max_num_seqs=2, max_num_batched_tokens=16, context_length=64)
+    limits = SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=16, context_length=64)
     return Assembly(
         facts=FACTS,
         vocab_size=100,
@@ -194,7 +194,7 @@ GUIDED = generate.GuidedDecoding(regex="a")
 
 async def made(runner, result):
     """The oldest grammar that is waited for is there, and the event loop knows."""
-    runner.grammars.wanted.pop(0)(result)
+    runner.grammars.callbacks.pop(0)(result)
     await asyncio.sleep(0)
 
 

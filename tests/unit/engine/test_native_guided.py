@@ -222,7 +222,7 @@ def test_thoughts_may_come_first_and_do_not_count(model):
 def test_marks_that_are_plain_text_end_thoughts_too(model):
     thoughts = generate.GuidedReasoning(closes=("Here is my response:", "Here's my response:"))
     guided = generate.GuidedDecoding(regex="[0-9]", thoughts=thoughts)
-    grammar = model.parts.grammars.find(guided, EOS_IDS)
+    grammar = model.parts.grammars.compile(guided, EOS_IDS)
     guide = grammar.begin()
 
     for token in model.ids("hm. Here is my response: 4"):

@@ -7,7 +7,7 @@ import pytest
 
 from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.scheduler import Limits, Scheduler
+from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.sequence import Sampled
 from dynamo.protocols import blocks, generate
 
@@ -38,7 +38,7 @@ class Running:
     def __init__(self):
         self.runner, self.results = FakeRunner(), queue.SimpleQueue()
         paging = Paging(num_blocks=16, block_size=4, prefix_caching=True)
-        limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, context_length=64)
+        limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, context_length=64)
         self.loop = EngineLoop(Scheduler(paging, limits), self.runner, self.results.put)
         self.thread = threading.Thread(target=self.loop.run, name="engine")
 

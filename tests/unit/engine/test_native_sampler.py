@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dynamo.base import errors
-from dynamo.engine.native import sampler
+from dynamo.engine.native import sampler, sampling_state
 from dynamo.engine.native.sequence import Sequence
 from dynamo.protocols import blocks, generate
 
@@ -21,7 +21,7 @@ class Fixed:
 
     def __init__(self, options, uniform):
         self.options, self.uniform = options, uniform
-        self.pool = sampler.pool_of(options)
+        self.pool = sampling_state.choose_pool(options)
 
 
 def make_sequence(
@@ -162,7 +162,8 @@ def test_without_a_seed_answers_differ():
 
 def test_numbers_drawn_are_uniform():
     uniforms = [
-        sampler.Drawing(make_sequence(seed=seed, index=seed % 3)).uniform for seed in range(3000)
+        sampling_state.SamplingState(make_sequence(seed=seed, index=seed % 3)).uniform
+        for seed in range(3000)
     ]
 
     shares = np.histogram(uniforms, bins=10, range=(0, 1))[0] / 3000
@@ -201,9 +202,11 @@ def test_penalties_are_those_of_the_reference(options):
         expected[token] -= options.get("frequency_penalty", 0.0) * output.count(token)
 
     drawer, sequence = sampler.Sampler(), make_sequence(prompt, output[:2], **options)
-    drawer.adjust(LOGITS.unsqueeze(0), [sampler.Drawing(sequence)])  # counts half of the output
+    drawer.adjust(
+        LOGITS.unsqueeze(0), [sampling_state.SamplingState(sequence)]
+    )  # counts half of the output
     sequence.token_ids += output[2:]
-    found = drawer.adjust(LOGITS.unsqueeze(0), [sampler.Drawing(sequence)])
+    found = drawer.adjust(LOGITS.unsqueeze(0), [sampling_state.SamplingState(sequence)])
     np.testing.assert_allclose(found[0].numpy(), expected, rtol=1e-5)
 
 

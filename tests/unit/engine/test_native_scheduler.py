@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.scheduler import Limits, Scheduler
+from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.sequence import Sampled
 from dynamo.protocols import blocks, generate
 
@@ -45,7 +45,7 @@ class Engine:
         self.paging = Paging(num_blocks=num_blocks, block_size=block_size, prefix_caching=caching)
         self.scheduler = Scheduler(
             self.paging,
-            Limits(
+            SchedulerLimits(
                 max_num_seqs=seqs,
                 max_num_batched_tokens=budget,
                 context_length=min(context or capacity, capacity),
@@ -161,7 +161,7 @@ def test_without_prefix_caching_nothing_is_found_or_told():
     engine.run()
 
     assert engine.cached["b"] == 0
-    assert result.stored_and_removed == []
+    assert result.block_events == []
 
 
 def test_choices_share_the_prompt_that_the_first_computed():
@@ -297,7 +297,7 @@ def test_clear_forgets_prefixes_and_disturbs_nobody():
     engine = Engine()
     engine.submit("a", range(10), max_tokens=9)
     engine.step()
-    events = engine.scheduler.clear().stored_and_removed
+    events = engine.scheduler.clear().block_events
     engine.submit("b", range(10), max_tokens=1)
     engine.run()
 

@@ -12,8 +12,8 @@ import transformers
 import checkpoints
 from dynamo.base import errors
 from dynamo.engine import api
+from dynamo.engine.native.embedder import TextEmbedding
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.engine.native.text_embedding import TextEmbedding
 from dynamo.protocols import blocks, embed, model_card
 
 pytestmark = pytest.mark.reference

@@ -18,9 +18,9 @@ SMALL = config.parse(
 LARGE = dataclasses.replace(SMALL, hidden_size=1024, intermediate_size=3072)
 
 
-def choose(model, *, asked=None, environment=None, cores=8, cpu_max=""):
+def choose(model, *, requested=None, omp_num_threads=None, cores=8, cpu_max=""):
     found = threads.choose(
-        model, asked=asked, environment=environment, cores=cores, cpu_max=cpu_max
+        model, requested=requested, omp_num_threads=omp_num_threads, cores=cores, cpu_max=cpu_max
     )
     return found.number
 
@@ -32,8 +32,8 @@ def test_only_large_matrices_are_split_among_the_cores(model, expected):
 
 @pytest.mark.parametrize("model", [SMALL, LARGE])
 def test_the_environment_comes_before_the_rule_and_the_flag_before_both(model):
-    assert choose(model, environment="2", cores=2) == 2
-    assert choose(model, asked=3, environment="2", cores=2) == 3
+    assert choose(model, omp_num_threads="2", cores=2) == 2
+    assert choose(model, requested=3, omp_num_threads="2", cores=2) == 3
 
 
 @pytest.mark.parametrize(

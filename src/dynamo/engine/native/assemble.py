@@ -1,4 +1,4 @@
-"""From a checkpoint and settings to an engine that can step: how much memory, how long a context, which parts."""
+"""Assembly of the engine's parts from a checkpoint and settings: KV cache size, context length, threads."""
 
 import logging
 import os
@@ -9,16 +9,22 @@ import torch
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.native import config, encoder_config, kv_cache, runner, threads
-from dynamo.engine.native.guidance import grammars
+from dynamo.engine.native import (
+    config,
+    guided_decoding,
+    kv_cache,
+    model_files,
+    runner,
+    threads,
+)
 from dynamo.engine.native.paging import Paging
-from dynamo.engine.native.scheduler import Limits, Scheduler
+from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.transfer import descriptors
 
 log = logging.getLogger(__name__)
 GIB = 2**30
-CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # of a container, or of nobody
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # exists in a container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +35,15 @@ class Assembly:
     vocab_size: int
     scheduler: Scheduler
     runner: runner.Runner
-    grammars: grammars.Grammars
-    region: descriptors.Region | None = None  # what other engines may read
+    grammars: guided_decoding.GrammarCompiler
+    region: descriptors.Region | None = None  # the KV cache, if other engines may read it
 
 
 def assemble(
     model_path: Path, settings: NativeConfig, allocate: kv_cache.Allocate | None = None
 ) -> Assembly:
-    """Load the checkpoint; takes seconds. `allocate` gives the KV cache's memory. Raises ConfigError."""
-    check(settings)
+    """Load the checkpoint, which takes seconds. `allocate` allocates the KV cache's memory. Raises ConfigError."""
+    check_settings(settings)
     model = config.read(model_path)
     num_blocks = count_blocks(model, settings)
     context_length = choose_context(model.max_context, settings, num_blocks)
@@ -46,21 +52,21 @@ def assemble(
         block_size=settings.block_size,
         prefix_caching=settings.enable_prefix_caching,
     )
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.step_tokens,
         context_length=context_length,
     )
-    known = grammars.Grammars(model_path / "tokenizer.json", model.vocab_size)
+    grammars = guided_decoding.GrammarCompiler(model_path / "tokenizer.json", model.vocab_size)
     facts = api.EngineFacts(
         context_length=context_length,
         kv_block_size=settings.block_size,
         total_kv_blocks=num_blocks,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.step_tokens,
-        supports_guided=known.is_possible,
+        supports_guided=grammars.is_possible,
     )
-    computing = runner.Runner(
+    model_runner = runner.Runner(
         model_path,
         device=settings.device,
         dtype=settings.dtype,
@@ -70,17 +76,17 @@ def assemble(
         allocate=allocate,
     )
     return Assembly(
-        grammars=known,
+        grammars=grammars,
         facts=facts,
         vocab_size=model.vocab_size,
         scheduler=Scheduler(paging, limits),
-        runner=computing,
-        region=computing.region,
+        runner=model_runner,
+        region=model_runner.region,
     )
 
 
-def check(settings: NativeConfig) -> None:
-    """Raises ConfigError for settings that no model could run with."""
+def check_settings(settings: NativeConfig) -> None:
+    """Raise ConfigError for settings that no model can run with."""
     for name in (
         "block_size",
         "num_gpu_blocks_override",
@@ -101,49 +107,52 @@ def check(settings: NativeConfig) -> None:
 
 
 def count_blocks(model: config.ModelConfig, settings: NativeConfig) -> int:
-    """Blocks of the KV cache: what the memory holds, but no more than all slots can use. Raises ConfigError."""
+    """Return the blocks of the KV cache: as many as its memory holds, but no more than all slots can use.
+
+    Raises ConfigError.
+    """
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override
     dtype = runner.resolve_dtype(model, settings.dtype, settings.device)
     block_bytes = runner.cache_bytes_per_block(model, dtype, settings.block_size)
-    affordable = int(settings.kv_cache_memory_gb * GIB) // block_bytes
-    if affordable < 1:
+    num_fitting = int(settings.kv_cache_memory_gb * GIB) // block_bytes
+    if num_fitting < 1:
         raise errors.ConfigError(
             f"--kv-cache-memory-gb {settings.kv_cache_memory_gb:g} holds no block of"
             f" {block_bytes / GIB:.3g} GiB; give more memory or a smaller --block-size"
         )
     context_length = min(settings.max_model_len or model.max_context, model.max_context)
-    usable = settings.max_num_seqs * -(-context_length // settings.block_size)
-    return min(affordable, usable)
+    num_usable = settings.max_num_seqs * -(-context_length // settings.block_size)
+    return min(num_fitting, num_usable)
 
 
 def choose_context(max_context: int, settings: NativeConfig, num_blocks: int) -> int:
-    """The longest sequence that model, settings and memory allow. Raises ConfigError if one was asked for in vain."""
+    """Return the context length that model, settings and memory allow. Raises ConfigError for a longer one."""
     capacity = num_blocks * settings.block_size
-    wanted = settings.max_model_len
-    if wanted is not None and wanted > min(max_context, capacity):
+    requested = settings.max_model_len
+    if requested is not None and requested > min(max_context, capacity):
         raise errors.ConfigError(
-            f"--max-model-len {wanted}: the model's context has {max_context} tokens, and the"
+            f"--max-model-len {requested}: the model's context has {max_context} tokens, and the"
             f" KV cache of {num_blocks} blocks holds {capacity}; lower it or give more memory"
         )
-    if wanted is None and capacity < max_context:
+    if requested is None and capacity < max_context:
         log.warning(
             "the context is cut from %d tokens to %d, which is what the KV cache holds;"
             " --kv-cache-memory-gb gives it more memory",
             max_context,
             capacity,
         )
-    return wanted or min(max_context, capacity)
+    return requested or min(max_context, capacity)
 
 
 def choose_threads(
-    model: config.ModelConfig | encoder_config.EncoderConfig, settings: NativeConfig
+    model: config.ModelConfig | model_files.EncoderConfig, settings: NativeConfig
 ) -> int:
-    """How many CPU threads compute; the choice is logged."""
+    """Return the number of CPU threads that compute, and log the choice."""
     choice = threads.choose(
         model,
-        asked=settings.threads,
-        environment=os.environ.get("OMP_NUM_THREADS"),
+        requested=settings.threads,
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         cores=torch.get_num_threads(),
         cpu_max=CPU_MAX.read_text() if CPU_MAX.exists() else "",
     )

@@ -1,18 +1,19 @@
-"""Attention over a paged KV cache, for a flat batch of prompt chunks and single tokens.
+"""Attention: over a paged KV cache for a flat batch of prompt chunks and single tokens, and over whole texts.
 
 A step first writes the new keys and values to their slots. Then each part of the batch copies its sequences' blocks to
 a staging area, where they lie in order, and attends there. Two rules keep it fast on a CPU: query heads that share a
-KV head become rows of one matrix (`enable_gqa` would copy the cache for each of them), and nothing of the cache's size
-is allocated in a step. Views and masks do not depend on the layer and are made once per step.
+KV head become rows of one matrix (`enable_gqa` would copy the cache for each of them), and no step allocates memory of
+the cache's size. Views and masks do not depend on the layer and are made once per step.
 
 **An answer must not depend on what else is in the batch**, nor on how its prompt was cut into chunks. Floating-point
 sums depend on their order, and matrix kernels choose the order by the shapes they are given. In 32 bits they were found
 to choose by the length of the sum and by whether there are fewer than four rows, but not by how many rows there are
 beyond. So here
 
-- a query looks over a number of keys that follows from its position alone (`key_span`; the surplus is masked):
+- a query attends to a number of keys that follows from its position alone (`key_span`; the surplus is masked):
   chunks are cut into tiles at the edges of spans, and single tokens are grouped by span;
-- no matrix has a remainder of fewer than `MIN_ROWS` rows: the rest are zeros, or a neighbour's, dropped after.
+- no matrix has a remainder of fewer than `MIN_ROWS` rows: it is filled up with zeros, or with rows of another part,
+  whose results are dropped.
 """
 
 import itertools
@@ -31,17 +32,17 @@ STAGED_TOKENS = 4096
 
 
 def key_span(position: int) -> int:
-    """How many keys the query at this position looks over: position + 1, and up to 64 or a quarter of it more."""
+    """Return how many keys the query at this position attends to: position + 1, and up to 64 or a quarter more."""
     step = max(MIN_SPAN, 1 << max(0, position.bit_length() - 3))
     return (position // step + 1) * step
 
 
 def padded_rows(num_rows: int) -> int:
-    """`num_rows` without a remainder that matrix kernels would treat in another way."""
+    """Round up to a number of rows without a remainder that matrix kernels would compute in another order."""
     return -(-num_rows // MIN_ROWS) * MIN_ROWS
 
 
-class Singles:
+class DecodeGroup:
     """Sequences of one new token each, with the same span: rows first .. first + len(chunks) - 1 of the batch."""
 
     def __init__(self, cache: KvCache, chunks: Sequence[Chunk], first: int, span: int) -> None:
@@ -62,7 +63,7 @@ class Singles:
         self._mask = _mask(cache, positions, span).view(count, 1, 1, span)
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """q and out are [rows, KV heads, group, head_dim]."""
+        """Attend, and write the rows of this part to `out`; q and out are [rows, KV heads, group, head_dim]."""
         self._cache.read(layer, self._blocks, self._staged)
         self._q_filled.copy_(q[self._rows])
         attended = F.scaled_dot_product_attention(
@@ -71,7 +72,7 @@ class Singles:
         out[self._rows] = attended[:, :, : self._group]
 
 
-class Run:
+class PrefillChunk:
     """Consecutive new tokens of one sequence, in tiles of equal span."""
 
     def __init__(self, cache: KvCache, chunk: Chunk, first: int) -> None:
@@ -93,7 +94,7 @@ class Run:
         self.end = max(first + len(mask) for first, _, mask in self._tiles)
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """As for Singles."""
+        """Attend tile by tile; as `DecodeGroup.attend`."""
         self._cache.read(layer, self._blocks, self._staged)
         for first, count, mask in self._tiles:
             num_rows, span = mask.shape
@@ -107,25 +108,25 @@ class Run:
 
 
 class Batch:
-    """A step's tokens, flat, and who attends to what. Made once per step, used by every layer.
+    """A step's tokens in one flat batch, and which keys each attends to. Made once per step, used by every layer.
 
-    Runs come first, so that the rows which fill up their last tile are mostly others' rows; then single tokens by span.
-    Rows after the last token only fill up.
+    Prefill chunks come first, so that the rows which fill up their last tile mostly belong to other chunks; then single
+    tokens by span. Rows after the last token only fill up.
     """
 
     def __init__(self, cache: KvCache, chunks: Sequence[Chunk]) -> None:
         self._cache = cache
-        order = sorted(range(len(chunks)), key=lambda i: _span_of_single(chunks[i]))
+        order = sorted(range(len(chunks)), key=lambda i: _decode_span(chunks[i]))
         self.last_rows = [0] * len(chunks)  # where each chunk ends
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         for i in order:
             chunk = chunks[i]
-            places = range(chunk.start, chunk.start + chunk.num_tokens)
-            token_ids += chunk.sequence.token_ids[places.start : places.stop]
-            positions += places
-            slots += _slots(chunk.sequence.block_ids, places, cache.block_size)
+            chunk_positions = range(chunk.start, chunk.start + chunk.num_tokens)
+            token_ids += chunk.sequence.token_ids[chunk_positions.start : chunk_positions.stop]
+            positions += chunk_positions
+            slots += _slots(chunk.sequence.block_ids, chunk_positions, cache.block_size)
             self.last_rows[i] = len(positions) - 1
         self._parts = list(_parts(cache, [chunks[i] for i in order]))
         filling = [0] * (max(part.end for part in self._parts) - len(positions))
@@ -139,9 +140,9 @@ class Batch:
         self._out = self._flat.view(shape)
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Store kv [rows, 2 * KV heads, head_dim] and let q [rows, heads, head_dim] attend.
+        """Store kv [rows, 2 * KV heads, head_dim], and let q [rows, heads, head_dim] attend.
 
-        The answer [rows, heads * head_dim] is valid until the next call.
+        The returned tensor [rows, heads * head_dim] is valid until the next call.
         """
         self._cache.write(layer, self._slots, kv[: len(self._slots)])
         q = q.unflatten(1, self._out.shape[1:3])
@@ -150,35 +151,82 @@ class Batch:
         return self._flat
 
 
-def _parts(cache: KvCache, chunks: Sequence[Chunk]) -> Iterator[Run | Singles]:
+def _parts(cache: KvCache, chunks: Sequence[Chunk]) -> Iterator[PrefillChunk | DecodeGroup]:
     row = 0
-    for span, group in itertools.groupby(chunks, key=_span_of_single):
-        same = list(group)
-        at_once = max(1, STAGED_TOKENS // span) if span else 1
-        for i in range(0, len(same), at_once):
-            some = same[i : i + at_once]
-            yield Singles(cache, some, row, span) if span else Run(cache, some[0], row)
-            row += sum(chunk.num_tokens for chunk in some)
+    for span, group in itertools.groupby(chunks, key=_decode_span):
+        grouped = list(group)
+        max_chunks = max(1, STAGED_TOKENS // span) if span else 1
+        for i in range(0, len(grouped), max_chunks):
+            part = grouped[i : i + max_chunks]
+            yield DecodeGroup(cache, part, row, span) if span else PrefillChunk(cache, part[0], row)
+            row += sum(chunk.num_tokens for chunk in part)
 
 
-def _span_of_single(chunk: Chunk) -> int:
-    """0 for a run."""
+def _decode_span(chunk: Chunk) -> int:
+    """Return the span of a single token, or 0 for a prefill chunk."""
     return key_span(chunk.start) if chunk.num_tokens == 1 else 0
 
 
-def _slots(block_ids: Sequence[int], places: range, block_size: int) -> list[int]:
-    return [block_ids[p // block_size] * block_size + p % block_size for p in places]
+def _slots(block_ids: Sequence[int], positions: range, block_size: int) -> list[int]:
+    return [block_ids[p // block_size] * block_size + p % block_size for p in positions]
 
 
 def _spanned_blocks(cache: KvCache, chunk: Chunk, span: int) -> list[int]:
-    """Its sequence's blocks as far as the span goes; beyond its last one, its own first, never another's."""
+    """Return the sequence's blocks up to the span, filled up with its own first block, never another sequence's."""
     num_blocks = -(-span // cache.block_size)
     blocks = chunk.sequence.block_ids[:num_blocks]
     return blocks + blocks[:1] * (num_blocks - len(blocks))
 
 
 def _mask(cache: KvCache, positions: torch.Tensor, span: int) -> torch.Tensor:
-    """[positions, span]: zero as far as each may look, minus infinity beyond."""
+    """Return [positions, span]: zero for keys up to each position, minus infinity beyond."""
     keys = torch.arange(span, device=cache.device)
     mask = torch.zeros(len(positions), span, dtype=cache.dtype, device=cache.device)
     return mask.masked_fill_(keys > positions.unsqueeze(1), -torch.inf)
+
+
+class PackedTexts:
+    """Texts that are computed at once and then forgotten, as embeddings are: no cache, no padding.
+
+    The batch is flat, [tokens, hidden], one text after the other. Only attention looks at one text at a time; adjacent
+    texts of equal length attend in one product, which is why the caller sorts texts by length.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, is_causal: bool, device: str) -> None:
+        """`lengths` are in tokens; with `is_causal` a token attends only to those before it."""
+        self._is_causal = is_causal
+        self._groups: list[tuple[slice, int]] = []  # rows, texts in them
+        first = 0
+        for length, group in itertools.groupby(lengths):
+            count = len(list(group))
+            self._groups.append((slice(first, first + count * length), count))
+            first += count * length
+        self.lengths = torch.tensor(lengths, device=device)
+        ends = self.lengths.cumsum(0)
+        self.first_rows, self.last_rows = ends - self.lengths, ends - 1
+        self.text_of_token = torch.repeat_interleave(self.lengths)
+        self.positions = torch.arange(first, device=device) - self.first_rows[self.text_of_token]
+
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Let q [tokens, heads, head_dim] attend to kv [tokens, 2 * KV heads, head_dim].
+
+        Returns [tokens, heads * head_dim].
+        """
+        del layer
+        keys, values = kv.chunk(2, 1)
+        output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for rows, count in self._groups:
+            attended = F.scaled_dot_product_attention(
+                _by_text(q[rows], count),
+                _by_text(keys[rows], count),
+                _by_text(values[rows], count),
+                is_causal=self._is_causal,
+                enable_gqa=q.shape[1] != keys.shape[1],
+            )
+            output[rows] = attended.transpose(1, 2).flatten(0, 1)
+        return output.flatten(1)
+
+
+def _by_text(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Reshape [tokens, heads, head_dim] of `count` equally long texts to [texts, heads, tokens of one, head_dim]."""
+    return x.unflatten(0, (count, -1)).transpose(1, 2)

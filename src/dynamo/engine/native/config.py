@@ -1,8 +1,8 @@
-"""What a checkpoint's `config.json` says, and whether this engine can run it.
+"""The configuration of a decoder from its `config.json`, refused if this engine cannot run it.
 
-One decoder serves three families; where they differ is a field here, so nothing below this module asks for a
-family by name. Whatever would change the computation and is not known here is refused, never ignored:
-a model that answers wrongly is worse than one that does not start.
+One decoder serves three families; where they differ is a field here, so no other module tests a family by name.
+Settings that would change the computation and are not supported are refused, never ignored: a model that answers
+wrongly is worse than one that does not start.
 """
 
 import json
@@ -18,7 +18,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-BODIES = {"LlamaModel": "llama", "Qwen2Model": "qwen2", "Qwen3Model": "qwen3"}  # that only embed
+# Without an output layer: models that only embed.
+BODIES = {"LlamaModel": "llama", "Qwen2Model": "qwen2", "Qwen3Model": "qwen3"}
 ACTIVATIONS = ("silu", "swish")
 SUPPORTED = (
     f"supported are dense {', '.join(FAMILIES)} checkpoints in safetensors, not quantized, "
@@ -28,7 +29,7 @@ SUPPORTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder, and the facts that loading and serving need."""
+    """The shape of a decoder, and what loading and serving need besides."""
 
     family: str
     vocab_size: int
@@ -46,11 +47,11 @@ class ModelConfig:
     has_output_bias: bool  # of attention
     has_mlp_bias: bool
     has_qk_norm: bool
-    dtype: str  # what the checkpoint says it is stored in
+    dtype: str  # of the stored weights
 
 
 def read(model_path: Path) -> ModelConfig:
-    """The configuration of the checkpoint in a Hugging Face directory. Raises ConfigError."""
+    """Read the configuration of a checkpoint in a Hugging Face directory. Raises ConfigError."""
     path = model_path / "config.json"
     try:
         fields = json.loads(path.read_text())
@@ -69,13 +70,13 @@ def read(model_path: Path) -> ModelConfig:
 
 
 def parse(fields: dict[str, Any]) -> ModelConfig:
-    """The configuration in the fields of a `config.json`. Raises ConfigError."""
+    """Build the configuration from the fields of a `config.json`. Raises ConfigError."""
     family = _family(fields)
     _refuse_unsupported(fields)
     hidden_size, num_heads = _count(fields, "hidden_size"), _count(fields, "num_attention_heads")
     head_dim = _count(fields, "head_dim", hidden_size // num_heads)
     trained_context = _count(fields, "max_position_embeddings")
-    turning = rope.parse(fields, head_dim=head_dim, max_context=trained_context)
+    rotary = rope.parse(fields, head_dim=head_dim, max_context=trained_context)
     has_bias = bool(fields.get("attention_bias", False))
     config = ModelConfig(
         family=family,
@@ -87,8 +88,8 @@ def parse(fields: dict[str, Any]) -> ModelConfig:
         num_kv_heads=_count(fields, "num_key_value_heads", num_heads),
         head_dim=head_dim,
         norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        max_context=max(trained_context, turning.stretched_context),
-        rope=turning,
+        max_context=max(trained_context, rotary.max_context),
+        rope=rotary,
         is_tied=bool(fields.get("tie_word_embeddings", False)),
         has_qkv_bias=has_bias or family == "qwen2",
         has_output_bias=has_bias and family != "qwen2",
@@ -111,21 +112,21 @@ def _family(fields: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
-    refusals = {
+    unsupported = {
         "quantization_config": bool(fields.get("quantization_config")),
         "a mixture of experts (num_experts)": bool(
             fields.get("num_experts") or fields.get("num_local_experts")
         ),
-        "sliding-window attention": _slides(fields),
+        "sliding-window attention": _has_sliding_window(fields),
         f"the activation {fields.get('hidden_act')}": fields.get("hidden_act", "silu")
         not in ACTIVATIONS,
     }
-    for what, is_present in refusals.items():
+    for feature, is_present in unsupported.items():
         if is_present:
-            raise errors.ConfigError(f"{what} is not supported; {SUPPORTED}")
+            raise errors.ConfigError(f"{feature} is not supported; {SUPPORTED}")
 
 
-def _slides(fields: dict[str, Any]) -> bool:
+def _has_sliding_window(fields: dict[str, Any]) -> bool:
     kinds = fields.get("layer_types")
     if kinds is not None:
         return any(kind != "full_attention" for kind in kinds)

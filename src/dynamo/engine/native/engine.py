@@ -1,7 +1,7 @@
-"""The native engine as the worker sees it: its methods run on the event loop, its work in a thread of its own.
+"""The native engine as the worker sees it: its methods run on the event loop, its steps in a thread of its own.
 
-What goes to the thread are commands, and what comes back is one call per step (`loop`); who waits for what is known to
-`running`.
+Commands go to the thread, and one delivery per step comes back (`loop`). `LoadedEngine` knows, on the event loop, which
+requests are open: when a request is aborted, outputs of it may be on their way, and they are dropped there.
 """
 
 import asyncio
@@ -9,135 +9,327 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.engine import api
-from dynamo.engine.native.assemble import assemble
-from dynamo.engine.native.running import Post, Running
+from dynamo.engine import api, refusal
+from dynamo.engine.native import guided_decoding, scheduler
+from dynamo.engine.native.assemble import Assembly, assemble
+from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.settings import NativeConfig
-from dynamo.kvbm import exchange, local_agent
-from dynamo.protocols import generate, load
+from dynamo.kvbm import exchange as exchanges
+from dynamo.kvbm import local_agent
+from dynamo.protocols import generate, kv_transfer, load
 from dynamo.transfer.backends import local
 
+Post = Callable[..., None]  # call a function with arguments on the event loop
 
-class NativeEngine(exchange.ExchangesKv):
-    """An `api.Engine`. `start` comes first."""
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """A request that has not ended, with the indices of its choices that have not."""
+
+    request: generate.Request
+    choices: set[int]
+
+
+class LoadedEngine:
+    """An engine whose model has been loaded: its loop and its open requests. Used on the event loop only."""
+
+    def __init__(
+        self, assembly: Assembly, exchange: exchanges.KvExchange, sink: api.EngineSink, post: Post
+    ) -> None:
+        self.facts, self.region = assembly.facts, assembly.region
+        self.post = post
+        self.loop = EngineLoop(
+            assembly.scheduler,
+            assembly.runner,
+            functools.partial(post, self._deliver),
+            functools.partial(post, exchange.begin_imports),
+        )
+        self._exchange = exchange
+        self._vocab_size = assembly.vocab_size
+        self._grammars = assembly.grammars
+        self._sink = sink
+        self._open: dict[str, _OpenRequest] = {}  # by request id
+        self._is_stopped = False
+        self._death: errors.DynamoError | None = None
+
+    def submit(self, request: generate.Request) -> None:
+        """Check a request and pass it to the loop, when its grammar is compiled."""
+        if self._death is not None:
+            raise self._death
+        refusal.check(request, self.facts, vocab_size=self._vocab_size)
+        if request.id in self._open:
+            raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
+        first_token = None
+        if request.kv_transfer_params is not None:
+            first_token = self._accept_transfer(request)
+        self._open[request.id] = _OpenRequest(request, set(range(request.sampling_options.n)))
+        if first_token is None:
+            self._begin(request)
+        else:
+            self.post(self._begin_after, request, first_token)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and its outputs."""
+        if self._open.pop(request_id, None):
+            self._exchange.abort_import(request_id)
+            self.loop.abort(request_id)
+
+    def abort_choice(self, request_id: str, index: int) -> None:
+        """Drop one choice of a request, and the request with its last choice."""
+        opened = self._open.get(request_id)
+        if opened is None or index not in opened.choices:
+            return
+        self.loop.abort_choice(request_id, index)
+        self._close_choice(opened, index)
+        if not opened.choices:
+            self._exchange.abort_import(request_id)
+
+    def stop(self) -> None:
+        """Drop all requests, and end the loop before its next step."""
+        self._is_stopped = True
+        self._grammars.stop()
+        self.loop.stop()
+
+    def die(self, death: errors.EngineFailed) -> None:
+        """Report that the loop has failed, and refuse further requests."""
+        self._death = death
+        if not self._is_stopped:
+            self._sink.died(death)
+
+    def _begin(self, request: generate.Request) -> None:
+        if self._find_open(request) is None:
+            return
+        guided = request.sampling_options.guided_decoding
+        if guided is None:
+            self.loop.submit(request)
+        else:
+            on_compiled = functools.partial(self.post, self._begin_guided, request)
+            self._grammars.submit(guided, request.eos_token_ids, on_compiled)
+
+    def _accept_transfer(self, request: generate.Request) -> kv_transfer.FirstToken | None:
+        """Prepare the export or import of the prompt; return the answer's first token if it comes with the prompt."""
+        first_token = self._exchange.accept_request(request)
+        if first_token is not None and first_token.token_id >= self._vocab_size:
+            self._exchange.abort_import(request.id)
+            raise errors.RemoteProtocolError(
+                f"kv_transfer_params: expected a first token below {self._vocab_size}, got {first_token.token_id}"
+            )
+        return first_token
+
+    def _begin_after(self, request: generate.Request, first_token: kv_transfer.FirstToken) -> None:
+        """Deliver an answer's first token, which another engine has drawn, and only then pass on the request.
+
+        So the token is sent before the engine's thread takes the processor.
+        """
+        if self._find_open(request) is None:  # aborted meanwhile
+            return
+        finish_reason, stop_reason = scheduler.check_finish(
+            request,
+            first_token.token_id,
+            num_output=1,
+            is_full=request.prompt_len + 1 >= self.facts.context_length,
+        )
+        output = generate.Output(
+            token_ids=(first_token.token_id,),
+            finish_reason=finish_reason,
+            logprobs=None if first_token.logprobs is None else (first_token.logprobs,),
+            cached_tokens=first_token.cached_tokens,
+            stop_reason=stop_reason,
+        )
+        self._deliver(scheduler.StepResult(outputs=[scheduler.RequestOutput(request, output)]))
+        if finish_reason is None:
+            self.post(self._begin, request)
+        else:
+            self._exchange.skip_import(request.id)
+
+    def _begin_guided(
+        self,
+        request: generate.Request,
+        grammar: guided_decoding.CompiledGrammar | errors.DynamoError,
+    ) -> None:
+        """Pass on a request whose grammar was compiled, or fail it if that is an error."""
+        if self._is_stopped or self._death is not None or self._find_open(request) is None:
+            return
+        if isinstance(grammar, errors.DynamoError):
+            del self._open[request.id]
+            self._sink.failed(request.id, grammar)
+        else:
+            self.loop.submit(request, grammar)
+
+    def _deliver(self, result: scheduler.StepResult) -> None:
+        if self._is_stopped:
+            return
+        if result.holds_blocks:
+            result.outputs = [self._publish_lease(*item) for item in result.outputs]
+        batch = [
+            api.EngineOutput(request.id, output)
+            for request, output in result.outputs
+            if self._is_open_choice(request, output)
+        ]
+        if batch:
+            self._sink.outputs(batch)
+        for request, error in result.failed:
+            if self._find_open(request):
+                del self._open[request.id]
+                self._sink.failed(request.id, error)
+        if result.block_events:
+            self._sink.kv_events(result.block_events)
+
+    def _publish_lease(
+        self, request: generate.Request, output: generate.Output
+    ) -> scheduler.RequestOutput:
+        """Complete an output that leases blocks to another engine, or free them if the request was aborted."""
+        if output.kv_transfer_params is not None:
+            opened = self._find_open(request)
+            if opened is not None and output.index in opened.choices:
+                output = self._exchange.publish_lease(request, output)
+            else:
+                self._exchange.cancel_lease(output)
+        return scheduler.RequestOutput(request, output)
+
+    def _is_open_choice(self, request: generate.Request, output: generate.Output) -> bool:
+        """Return whether the choice of an output is open; its last output closes it."""
+        opened = self._find_open(request)
+        if opened is None or output.index not in opened.choices:
+            return False
+        if output.finish_reason is not None:
+            self._close_choice(opened, output.index)
+        return True
+
+    def _close_choice(self, opened: _OpenRequest, index: int) -> None:
+        opened.choices.discard(index)
+        if not opened.choices:
+            del self._open[opened.request.id]
+
+    def _find_open(self, request: generate.Request) -> _OpenRequest | None:
+        """Return None for a request that was aborted, even if its id is in use again."""
+        opened = self._open.get(request.id)
+        return opened if opened is not None and opened.request is request else None
+
+
+class NativeEngine(exchanges.ExchangesKv):
+    """An `api.Engine`; the methods other than `start` need a started engine."""
 
     def __init__(
         self, model_path: Path, settings: NativeConfig, room: local.Room | None = None
     ) -> None:
         self._model_path = model_path
         self._settings = settings
-        self._exchange = exchange.KvExchange(
+        self._exchange = exchanges.KvExchange(
             functools.partial(local_agent.make_agent, "native", settings, room),
             timeout_s=settings.kv_transfer_timeout_s,
             lease_s=settings.kv_hold_s,
         )
-        self._ended = asyncio.Event()
-        self._running: Running | None = None
+        self._has_ended = asyncio.Event()
+        self._loaded: LoadedEngine | None = None
 
     @property
     def capabilities(self) -> api.EngineCapabilities:
-        """Return what it can do: exchange KV blocks with other engines."""
+        """Return the exchange of KV blocks with other engines."""
         return api.EngineCapabilities(kv_transfer=self, kv_exports=self)
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
-        """Load, in the thread that will compute."""
+        """Load the model in the thread that will compute. Raises ConfigError or EngineFailed."""
         event_loop = asyncio.get_running_loop()
-        started: asyncio.Future[Running] = event_loop.create_future()
+        started: asyncio.Future[LoadedEngine] = event_loop.create_future()
         post = functools.partial(_post, event_loop)
         thread = threading.Thread(
-            target=self._work, args=(sink, post, started), name="engine", daemon=True
+            target=self._run, args=(sink, post, started), name="engine", daemon=True
         )
         thread.start()
-        self._running = await started
+        self._loaded = await started
         try:
-            await self._exchange.start(self._running.region, self._running.loop)
+            await self._exchange.start(self._loaded.region, self._loaded.loop)
         except errors.ConfigError:
             await self.stop()
             raise
-        return self._running.facts
+        return self._loaded.facts
 
     def submit(self, request: generate.Request) -> None:
-        """Check it here, begin it there."""
+        """Check a request, and begin it with the next step."""
         self._started.submit(request)
 
     def abort(self, request_id: str) -> None:
-        """Silent from now on; its blocks are free before the next step."""
+        """Drop a request now; its blocks are free before the next step."""
         self._started.abort(request_id)
 
     def abort_choice(self, request_id: str, index: int) -> None:
-        """The same of one choice."""
+        """Drop one choice of a request now; its blocks are free before the next step."""
         self._started.abort_choice(request_id, index)
 
     def load(self) -> Sequence[load.ForwardPassMetrics]:
-        """As of the last step; it has one rank."""
+        """Return the load of the only rank, as of the last step."""
         return (self._started.loop.load,)
 
     async def clear_kv_blocks(self) -> None:
-        """Returns when the thread has done it."""
-        done = asyncio.Event()
-        running = self._started
-        running.loop.clear(functools.partial(running.post, done.set))
-        waits = [asyncio.ensure_future(event.wait()) for event in (done, self._ended)]
+        """Clear all reusable prefixes; returns when the thread has done so or has ended."""
+        is_cleared = asyncio.Event()
+        loaded = self._started
+        loaded.loop.clear(functools.partial(loaded.post, is_cleared.set))
+        waits = [asyncio.ensure_future(event.wait()) for event in (is_cleared, self._has_ended)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
 
     async def stop(self) -> None:
-        """Returns when the thread has left its loop."""
-        if self._running is not None:
-            self._running.stop()
+        """Drop all requests; returns when the thread has left its loop."""
+        if self._loaded is not None:
+            self._loaded.stop()
             await self._exchange.close()
-            await self._ended.wait()
+            await self._has_ended.wait()
 
     @property
-    def _started(self) -> Running:
-        assert self._running is not None, "the engine is used before start() has returned"
-        return self._running
+    def _started(self) -> LoadedEngine:
+        assert self._loaded is not None, "the engine is used before start() has returned"
+        return self._loaded
 
-    def _work(self, sink: api.EngineSink, post: Post, started: "asyncio.Future[Running]") -> None:
-        """The thread's life: load, run, end."""
+    def _run(
+        self, sink: api.EngineSink, post: Post, started: "asyncio.Future[LoadedEngine]"
+    ) -> None:
+        """Load the model and run the loop; the thread's main function."""
         try:
             assembly = assemble(self._model_path, self._settings, self._exchange.allocate)
-            running = Running(assembly, self._exchange, sink, post)
+            loaded = LoadedEngine(assembly, self._exchange, sink, post)
         except errors.ConfigError as error:
-            post(_fail, started, error)
+            post(_fail_start, started, error)
             return
         except Exception as error:  # noqa: BLE001 - supervises the thread: start() raises it
-            post(_fail, started, _failure("the model could not be loaded", error))
+            post(_fail_start, started, _failure("the model could not be loaded", error))
             return
-        post(_begin, started, running)
+        post(_finish_start, started, loaded)
         try:
-            running.loop.run()
+            loaded.loop.run()
         except Exception as error:  # noqa: BLE001 - supervises the thread: the sink is told
-            post(running.died, _failure("the engine's loop died", error))
-        post(self._ended.set)
+            post(loaded.die, _failure("the engine's loop died", error))
+        post(self._has_ended.set)
 
 
 def _post(
     event_loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *arguments: Any
 ) -> None:
-    """Call it on the event loop; if that is closed, nobody is there to hear it."""
+    """Call a function on the event loop, or drop the call if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         event_loop.call_soon_threadsafe(function, *arguments)
 
 
-def _begin(started: "asyncio.Future[Running]", running: Running) -> None:
-    if started.cancelled():  # whoever called start() has gone away
-        running.stop()
+def _finish_start(started: "asyncio.Future[LoadedEngine]", loaded: LoadedEngine) -> None:
+    if started.cancelled():  # the caller of start() was cancelled
+        loaded.stop()
     else:
-        started.set_result(running)
+        started.set_result(loaded)
 
 
-def _fail(started: "asyncio.Future[Running]", error: errors.DynamoError) -> None:
+def _fail_start(started: "asyncio.Future[LoadedEngine]", error: errors.DynamoError) -> None:
     if not started.cancelled():
         started.set_exception(error)
 
 
-def _failure(what: str, error: Exception) -> errors.EngineFailed:
-    failure = errors.EngineFailed(f"{what}: {type(error).__name__}: {error}")
+def _failure(message: str, error: Exception) -> errors.EngineFailed:
+    failure = errors.EngineFailed(f"{message}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

@@ -1,4 +1,4 @@
-"""The memory of keys and values, in blocks of `block_size` tokens. Whose block is whose is not known here."""
+"""The memory of keys and values, in blocks of `block_size` tokens. `paging` knows which sequence uses which block."""
 
 import math
 import mmap
@@ -9,7 +9,7 @@ import torch
 from dynamo.base import errors
 from dynamo.engine.native.config import ModelConfig
 
-Allocate = Callable[[int], memoryview]  # so many bytes
+Allocate = Callable[[int], memoryview]  # number of bytes → memory
 
 
 class KvCache:
@@ -25,14 +25,14 @@ class KvCache:
         device: str,
         allocate: Allocate | None = None,
     ) -> None:
-        """`allocate` gives zeroed memory that peers can reach; only for a CPU."""
+        """`allocate` returns zeroed memory that other engines can map; only for a CPU. Raises ConfigError."""
         self.config, self.block_size = config, block_size
         self.dtype, self.device = dtype, device
         self._token_shape = 2 * config.num_kv_heads, config.head_dim
-        self.memory: memoryview | None = None  # all of it, where it is the host's
+        self.memory: memoryview | None = None  # the whole cache, if it is in host memory
         shape = config.num_layers, num_blocks * block_size, *self._token_shape
         try:
-            self._layers = self._zeros(shape, allocate or _private).unbind()
+            self._layers = self._allocate_zeros(shape, allocate or _allocate_private).unbind()
         except (RuntimeError, OSError) as error:
             size = math.prod(shape) * dtype.itemsize / 2**30
             raise errors.ConfigError(
@@ -46,7 +46,7 @@ class KvCache:
         self._layers[layer].index_copy_(0, slots, kv)
 
     def stage(self, num_blocks: int) -> torch.Tensor:
-        """Room to copy so many blocks to, which all callers share, a block a row."""
+        """Return a buffer of `num_blocks` rows, one block each, to which blocks are copied. All callers share it."""
         width = self._blocks[0].shape[1]
         if len(self._staging) < num_blocks * width:
             self._staging = self._staging.new_empty(num_blocks * width)
@@ -55,23 +55,23 @@ class KvCache:
     def by_head(
         self, staged: torch.Tensor, num_sequences: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Staged blocks of sequences of equal length as keys and values, each [sequences, heads, tokens, head_dim]."""
+        """View staged blocks of equally long sequences as keys and values, [sequences, heads, tokens, head_dim]."""
         keys, values = (
             staged.view(num_sequences, -1, *self._token_shape).transpose(1, 2).chunk(2, 1)
         )
         return keys, values
 
     def read(self, layer: int, blocks: torch.Tensor, staged: torch.Tensor) -> None:
-        """Copy these blocks to where they were staged."""
+        """Copy these blocks to the staging buffer."""
         torch.index_select(self._blocks[layer], 0, blocks, out=staged)
 
-    def _zeros(self, shape: tuple[int, ...], allocate: Allocate) -> torch.Tensor:
+    def _allocate_zeros(self, shape: tuple[int, ...], allocate: Allocate) -> torch.Tensor:
         if self.device != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.memory = allocate(math.prod(shape) * self.dtype.itemsize)
         return torch.frombuffer(self.memory, dtype=self.dtype).view(shape)
 
 
-def _private(num_bytes: int) -> memoryview:
-    """Pages that the system provides when they are first written: torch would write all of them now."""
+def _allocate_private(num_bytes: int) -> memoryview:
+    """Allocate pages that the system provides when they are first written: torch would write all of them now."""
     return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -1,9 +1,9 @@
-"""The engine's loop: one thread, which alone touches scheduler, memory and runner.
+"""The engine's loop: one thread, and the only one that uses the scheduler, the memory and the runner.
 
     event loop  ──commands: submit, abort, clear, stop──▶  this thread  ──one delivery per step──▶  event loop
 
-Commands are carried out between steps, in order; with nothing to do, the thread sleeps in their queue. What a step
-brought is delivered as one value, however many sequences it carries.
+Commands run between steps, in order; with nothing to compute, the thread waits in their queue. The results of a step
+are delivered as one value, however many sequences they cover.
 """
 
 import functools
@@ -18,15 +18,15 @@ from dynamo.kvbm import sharing
 from dynamo.protocols import generate
 
 
-class Runner(Protocol):
-    """What computes (`runner.Runner`, or a fake)."""
+class ModelRunner(Protocol):
+    """The interface to the model runner (`runner.Runner`, or a fake)."""
 
     def run(self, chunks: abc.Sequence[Chunk]) -> abc.Sequence[Sampled | errors.DynamoError | None]:
-        """Compute all; for each chunk that samples the token drawn, or why none could be drawn, else None."""
+        """Compute the chunks; return for each the drawn token, an error, or None if it does not sample."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """This sequence is over: drop what is kept for it."""
+        """Drop the state of a sequence that has ended."""
         ...
 
 
@@ -35,12 +35,12 @@ def _refuse_imports(imports: list[sharing.KvImport]) -> None:
 
 
 class EngineLoop:
-    """`run` and `step` belong to the thread; all else may be called from any."""
+    """`run` and `step` are called by the engine's thread; the other methods may be called by any."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: ModelRunner,
         deliver: abc.Callable[[StepResult], None],
         begin_imports: abc.Callable[[list[sharing.KvImport]], None] = _refuse_imports,
     ) -> None:
@@ -53,57 +53,57 @@ class EngineLoop:
         self.load = scheduler.load()  # as of the last step or command; replaced, never changed
 
     def run(self) -> None:
-        """Work until stopped."""
+        """Run steps and commands until `stop` is called."""
         while not self._is_stopping:
-            has_worked = self._scheduler.has_work and self.step()
-            self._carry_out_commands(must_wait=not (has_worked and self._scheduler.has_work))
+            has_computed = self._scheduler.has_work and self.step()
+            self._run_commands(must_wait=not (has_computed and self._scheduler.has_work))
             self.load = self._scheduler.load()
 
     def step(self) -> bool:
-        """Schedule, run, commit. False if nothing can be computed before a command comes."""
+        """Schedule, run, commit. Returns False if nothing can be computed before a command comes."""
         chunks = self._scheduler.schedule()
         if imports := self._scheduler.take_imports():
-            self._begin_imports(imports)  # before the step, so that they run beside it
+            self._begin_imports(imports)  # before the step, so that they run at the same time
         if not chunks:
             return False
         sampled = self._runner.run(chunks)
         result = self._scheduler.commit(chunks, sampled)
         self._forget(result.ended)
-        self.load = self._scheduler.load()  # whoever hears of the step finds the load after it
+        self.load = self._scheduler.load()  # before delivery, so that a listener reads the new load
         self._deliver(result)
         return True
 
     def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
-        """Begin it with the next step."""
+        """Add a request before the next step."""
         self._commands.put(functools.partial(self._scheduler.submit, request, grammar))
 
     def abort(self, request_id: str) -> None:
-        """End it before the next step."""
+        """Abort a request before the next step."""
         self._commands.put(functools.partial(self._abort, request_id))
 
     def abort_choice(self, request_id: str, index: int) -> None:
-        """End one choice of it before the next step."""
+        """Abort one choice of a request before the next step."""
         self._commands.put(functools.partial(self._abort_choice, request_id, index))
 
     def end_import(self, import_id: int, *, is_copied: bool) -> None:
-        """A copy has ended: its sequence may go on."""
+        """Let the sequence of an import go on before the next step."""
         end = functools.partial(self._scheduler.end_import, import_id, is_copied=is_copied)
         self._commands.put(end)
 
     def release_lease(self, lease_id: int) -> None:
-        """Nobody needs these blocks any more."""
+        """Free blocks that were leased to another engine."""
         self._commands.put(functools.partial(self._scheduler.release_lease, lease_id))
 
-    def clear(self, done: abc.Callable[[], None]) -> None:
-        """Forget all reusable prefixes, then call `done` (in the thread)."""
-        self._commands.put(functools.partial(self._clear, done))
+    def clear(self, on_cleared: abc.Callable[[], None]) -> None:
+        """Clear the prefix cache, then call `on_cleared` in the thread."""
+        self._commands.put(functools.partial(self._clear, on_cleared))
 
     def stop(self) -> None:
-        """Leave `run` before the next step."""
-        self._commands.put(self._leave)
+        """End `run` before the next step."""
+        self._commands.put(self._end_run)
 
-    def _carry_out_commands(self, *, must_wait: bool) -> None:
-        """All that are there, at least one if it must be waited for."""
+    def _run_commands(self, *, must_wait: bool) -> None:
+        """Run all queued commands; with `must_wait` wait for at least one."""
         if must_wait:
             self._commands.get()()
         while not self._commands.empty():
@@ -115,11 +115,11 @@ class EngineLoop:
     def _abort_choice(self, request_id: str, index: int) -> None:
         self._forget(self._scheduler.abort_choice(request_id, index))
 
-    def _clear(self, done: abc.Callable[[], None]) -> None:
+    def _clear(self, on_cleared: abc.Callable[[], None]) -> None:
         self._deliver(self._scheduler.clear())
-        done()
+        on_cleared()
 
-    def _leave(self) -> None:
+    def _end_run(self) -> None:
         self._is_stopping = True
 
     def _forget(self, ended: abc.Sequence[Sequence]) -> None:

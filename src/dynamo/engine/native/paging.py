@@ -1,4 +1,4 @@
-"""Which blocks a sequence holds, from its admission to its end.
+"""The block table of each sequence, from its admission to its end.
 
 At admission a sequence gets blocks for all the tokens that it has: those of the longest known prefix, and empty ones
 for the rest. So a prefill that has begun never waits for memory; only decoding asks for more, one block at a time. At
@@ -11,7 +11,7 @@ from dynamo.protocols import blocks, kv_events
 
 
 class Paging:
-    """The engine's memory, as sequences see it."""
+    """Allocates KV blocks of the pool to sequences."""
 
     def __init__(self, *, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
         self.block_size = block_size
@@ -20,30 +20,30 @@ class Paging:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks there are."""
+        """Return the number of blocks of the pool."""
         return self.pool.num_blocks
 
     @property
     def num_active(self) -> int:
-        """Blocks that sequences hold."""
+        """Return the number of blocks that sequences hold."""
         return self.pool.num_active
 
     def admit(self, sequence: Sequence, *, keep_free: int) -> bool:
-        """Give it blocks for all its tokens, if `keep_free` others remain; else nothing happens."""
-        found = self._match(sequence)
-        num_fresh = -(-len(sequence.token_ids) // self.block_size) - len(found)
-        room = self.pool.num_free - keep_free
-        fresh = self.pool.allocate(num_fresh) if num_fresh <= room else None
+        """Allocate blocks for all tokens of a sequence; return False if fewer than `keep_free` would remain free."""
+        cached = self._match(sequence)
+        num_fresh = -(-len(sequence.token_ids) // self.block_size) - len(cached)
+        num_available = self.pool.num_free - keep_free
+        fresh = self.pool.allocate(num_fresh) if num_fresh <= num_available else None
         if fresh is None:
-            self.pool.release(found)
+            self.pool.release(cached)
             return False
-        sequence.block_ids.extend(found + fresh)
-        sequence.num_computed = len(found) * self.block_size
-        sequence.num_committed = len(found)
+        sequence.block_ids.extend(cached + fresh)
+        sequence.num_computed = len(cached) * self.block_size
+        sequence.num_committed = len(cached)
         return True
 
     def grow(self, sequence: Sequence) -> bool:
-        """See that there is a block for its last token; False if none is left."""
+        """Ensure a block for the last token of a sequence; return False if none is free."""
         if len(sequence.token_ids) <= len(sequence.block_ids) * self.block_size:
             return True
         fresh = self.pool.allocate(1)
@@ -53,7 +53,7 @@ class Paging:
         return True
 
     def commit(self, sequence: Sequence) -> None:
-        """Let its blocks that are now full be found by others."""
+        """Add the blocks of a sequence that are now full to the prefix cache."""
         num_full = sequence.num_computed // self.block_size
         if not self.prefix_caching or num_full == sequence.num_committed:
             return
@@ -65,17 +65,17 @@ class Paging:
         sequence.num_committed = num_full
 
     def release(self, sequence: Sequence) -> None:
-        """Take all its blocks; what it computed is lost to it, unless it finds it again."""
+        """Free all blocks of a sequence. Its tokens must be computed again, unless the prefix cache still has them."""
         self.pool.release(sequence.block_ids)
         sequence.block_ids.clear()
         sequence.num_computed = sequence.num_committed = 0
 
     def clear(self) -> None:
-        """Forget what could be found."""
+        """Clear the prefix cache."""
         self.pool.clear()
 
     def take_events(self) -> list[kv_events.KvEvent]:
-        """What became findable, and what no longer is, since the last call."""
+        """Return the KV events since the last call."""
         return self.pool.take_events()
 
     def _match(self, sequence: Sequence) -> list[int]:
@@ -86,9 +86,9 @@ class Paging:
         return self.pool.match_prefix(sequence.sequence_hashes[:num_usable])
 
     def _hash(self, sequence: Sequence) -> None:
-        """Name the full blocks that were added to the sequence."""
-        names = sequence.sequence_hashes
-        added = blocks.pack(sequence.token_ids[len(names) * self.block_size :])
+        """Compute the hashes of full blocks that were added to the sequence."""
+        hashes = sequence.sequence_hashes
+        added = blocks.pack(sequence.token_ids[len(hashes) * self.block_size :])
         local = blocks.local_hashes(added, self.block_size)
         sequence.local_hashes += local
-        names += blocks.sequence_hashes(local, names[-1] if names else None)
+        hashes += blocks.sequence_hashes(local, hashes[-1] if hashes else None)

@@ -4,11 +4,11 @@ Pairs are (i, i + head_dim / 2), as Hugging Face checkpoints have them. The freq
 to 1 / theta. To reach beyond the context that a model was trained on, a *scaling* changes them:
 
 - linear: all divided by a factor;
-- dynamic: unchanged up to `max_position_embeddings`, and beyond it this engine does not go;
+- dynamic: unchanged up to `max_position_embeddings`, which is this engine's limit with it;
 - llama3: those that turn less than once within the original context divided, quick ones kept, a ramp between;
 - yarn (arXiv 2309.00071): the same by another ramp, and all of attention a little sharper.
 
-The angles of all positions are tabled once. A step looks its rows up, and then turns queries and keys by
+The angles of all positions are tabled once. A step looks its rows up, and then rotates queries and keys by
 x * cos + swap_halves(x) * sin, with the minus sign of the first half kept in the table.
 """
 
@@ -30,7 +30,7 @@ _REQUIRED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """How a model turns, as far as its configuration says."""
+    """The rotary embedding of a model, as its configuration describes it."""
 
     head_dim: int
     theta: float
@@ -39,13 +39,13 @@ class Rope:
     original_context: int
 
     @property
-    def stretched_context(self) -> int:
-        """How far the scaling reaches, if it says so; else the original context."""
+    def max_context(self) -> int:
+        """Return the context in tokens that the scaling reaches, or the original context if it does not say."""
         factor = self.parameters["factor"] if self.scaling == "yarn" else 1
         return int(self.original_context * factor)
 
     def frequencies(self) -> torch.Tensor:
-        """[head_dim / 2], in radians per position."""
+        """Return the frequencies [head_dim / 2] in radians per position."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
         plain = 1.0 / self.theta**exponents
         if self.scaling == "linear":
@@ -58,21 +58,21 @@ class Rope:
 
     @property
     def sharpness(self) -> float:
-        """By what yarn multiplies queries and keys."""
+        """Return the factor by which yarn multiplies queries and keys; 1 for other scalings."""
         if self.scaling != "yarn":
             return 1.0
-        given = self.parameters.get("attention_factor")
-        if given is not None:
-            return float(given)
-        mscale, over_all = self.parameters.get("mscale"), self.parameters.get("mscale_all_dim")
-        if mscale and over_all:
-            return self._mscale(mscale) / self._mscale(over_all)
+        attention_factor = self.parameters.get("attention_factor")
+        if attention_factor is not None:
+            return float(attention_factor)
+        mscale, mscale_all = self.parameters.get("mscale"), self.parameters.get("mscale_all_dim")
+        if mscale and mscale_all:
+            return self._mscale(mscale) / self._mscale(mscale_all)
         return self._mscale(1.0)
 
     def tables(
         self, length: int, *, dtype: torch.dtype, device: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines of the first `length` positions, each [length, 1, head_dim]."""
+        """Return cosines and signed sines of the first `length` positions, each [length, 1, head_dim]."""
         angles = torch.outer(torch.arange(length).float(), self.frequencies())
         cos, sin = angles.cos() * self.sharpness, angles.sin() * self.sharpness
         both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -81,22 +81,22 @@ class Rope:
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
         low, high = self.parameters["low_freq_factor"], self.parameters["high_freq_factor"]
         turns = self.original_context * plain / (2 * math.pi)  # within the original context
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return kept * plain + (1 - kept) * plain / self.parameters["factor"]
+        ramp = ((turns - low) / (high - low)).clamp(0, 1)
+        return ramp * plain + (1 - ramp) * plain / self.parameters["factor"]
 
     def _yarn(self, plain: torch.Tensor) -> torch.Tensor:
         fast, slow = self.parameters.get("beta_fast") or 32, self.parameters.get("beta_slow") or 1
-        low, high = self._dimension_turning(fast), self._dimension_turning(slow)
+        low, high = self._pair_with_turns(fast), self._pair_with_turns(slow)
         if self.parameters.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.head_dim - 1)
         pairs = torch.arange(self.head_dim // 2).float()
-        stretched = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
-        return stretched * plain / self.parameters["factor"] + (1 - stretched) * plain
+        ramp = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+        return ramp * plain / self.parameters["factor"] + (1 - ramp) * plain
 
-    def _dimension_turning(self, times: float) -> float:
-        """The pair, between whole ones, that turns so many times within the original context."""
-        ratio = self.original_context / (times * 2 * math.pi)
+    def _pair_with_turns(self, num_turns: float) -> float:
+        """Return the index, as a fraction, of the pair that turns so often within the original context."""
+        ratio = self.original_context / (num_turns * 2 * math.pi)
         return self.head_dim * math.log(ratio) / (2 * math.log(self.theta))
 
     def _mscale(self, weight: float) -> float:
@@ -131,5 +131,5 @@ def parse(fields: dict[str, Any], *, head_dim: int, max_context: int) -> Rope:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Turn x [tokens, heads, head_dim] by the tables' rows for its tokens, each [tokens, 1, head_dim]; out may be x."""
+    """Rotate x [tokens, heads, head_dim] by the tables' rows of its tokens [tokens, 1, head_dim]; out may be x."""
     torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=out)

@@ -1,10 +1,11 @@
-"""The compute half of the engine: a step's chunks in, its tokens out.
+"""The model runner: a step's chunks in, its tokens out.
 
-    chunks ── Batch (what to compute, where keys and values lie) ── Decoder ── logits of the chunks' ends ── Sampler
+    chunks ── Batch (tokens, and slots of keys and values) ── Decoder ── logits of the chunks' ends ── Sampler
 
-Weights, cache and arithmetic share one type: on a CPU 32 bits, elsewhere the checkpoint's, unless one is asked for.
+Weights, cache and arithmetic share one type: on a CPU 32 bits, elsewhere the checkpoint's, unless `--dtype` names one.
 """
 
+import dataclasses
 from collections import abc
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,15 @@ from pathlib import Path
 import torch
 
 from dynamo.base import errors
-from dynamo.engine.native import (
-    attention,
-    encoder_config,
-    kv_cache,
-    prompt_scores,
-    sampler,
-    weights,
-)
+from dynamo.engine.native import attention, kv_cache, model_files, sampler, weights
 from dynamo.engine.native import config as configs
 from dynamo.engine.native.models.decoder import Decoder
 from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
+from dynamo.protocols import generate
 from dynamo.transfer import descriptors
 
+MAX_LOGITS_ROWS = 64  # computed together; of 150,000 tokens and 32 bits: 40 MB
+LogitsOf = abc.Callable[[list[int]], torch.Tensor]  # rows of the batch → logits [rows, vocabulary]
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -33,9 +30,9 @@ DTYPES = {
 
 
 def resolve_dtype(
-    config: configs.ModelConfig | encoder_config.EncoderConfig, dtype: str, device: str
+    config: configs.ModelConfig | model_files.EncoderConfig, dtype: str, device: str
 ) -> torch.dtype:
-    """The type named, or the one that suits the device ("auto"). Raises ConfigError."""
+    """Return the named type, or for "auto" the one that suits the device. Raises ConfigError."""
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else config.dtype
     if dtype not in DTYPES:
@@ -44,13 +41,13 @@ def resolve_dtype(
 
 
 def cache_bytes_per_block(config: configs.ModelConfig, dtype: torch.dtype, block_size: int) -> int:
-    """Memory that one block of the KV cache takes, over all layers."""
+    """Return the bytes of one block of the KV cache, over all layers."""
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return per_token * block_size * int(dtype.itemsize)
 
 
 def check_device(device: str) -> None:
-    """Raises ConfigError if nothing can be computed there."""
+    """Raise ConfigError if torch cannot use the device."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -61,7 +58,7 @@ def check_device(device: str) -> None:
 
 
 def _region(cache: kv_cache.KvCache, num_blocks: int) -> descriptors.Region | None:
-    """The cache as other engines may read it; None where it is in a device's memory."""
+    """Return the cache as other engines may read it; None where it is in a device's memory."""
     if cache.memory is None:
         return None
     layout = descriptors.Layout(
@@ -73,6 +70,43 @@ def _region(cache: kv_cache.KvCache, num_blocks: int) -> descriptors.Region | No
         dtype=str(cache.dtype).removeprefix("torch."),
     )
     return descriptors.Region(memory=cache.memory, layout=layout)
+
+
+class PromptLogprobs:
+    """Logprobs of the prompts that are being computed, for requests that ask for them.
+
+    The model computes them with the prompt; only the output layer has more to do, for all rows instead of the last. A
+    row is as long as the vocabulary, so only a few are computed together. A prompt may come in several chunks, and once
+    more after a preemption: logprobs are kept until they are reported with the first token of the answer.
+    """
+
+    def __init__(self) -> None:
+        self._logprobs: dict[Sequence, list[generate.TokenLogprobs]] = {}
+
+    def add_chunk(self, chunk: Chunk, first_row: int, logits_of: LogitsOf) -> None:
+        """Compute the logprobs of a chunk that was run, whose first token is this row of the batch."""
+        sequence = chunk.sequence
+        logprobs = self._logprobs.setdefault(sequence, [])
+        end = min(chunk.start + chunk.num_tokens, sequence.prompt_len - 1)
+        num_top = sequence.request.output_options.prompt_logprobs or 0
+        for start in range(max(chunk.start, len(logprobs)), end, MAX_LOGITS_ROWS):
+            positions = range(start, min(start + MAX_LOGITS_ROWS, end))
+            logits = logits_of([first_row + position - chunk.start for position in positions])
+            next_ids = sequence.token_ids[positions.start + 1 : positions.stop + 1]
+            logprobs += sampler.report_logprobs(logits, next_ids, [num_top] * len(positions))
+
+    def add_to(
+        self, sequence: Sequence, drawn: Sampled | errors.DynamoError
+    ) -> Sampled | errors.DynamoError:
+        """Return the first token of an answer with the prompt's logprobs, if the request asked for them."""
+        logprobs = self._logprobs.pop(sequence, None)
+        if logprobs is None or isinstance(drawn, errors.DynamoError):
+            return drawn
+        return dataclasses.replace(drawn, prompt_logprobs=tuple(logprobs))
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the logprobs of a sequence that has ended."""
+        self._logprobs.pop(sequence, None)
 
 
 class Runner:
@@ -89,7 +123,7 @@ class Runner:
         threads: int | None = None,
         allocate: kv_cache.Allocate | None = None,
     ) -> None:
-        """Loads the checkpoint and takes the cache's memory. Raises ConfigError."""
+        """Load the checkpoint and allocate the KV cache. Raises ConfigError."""
         if threads is not None:
             torch.set_num_threads(threads)
         check_device(device)
@@ -109,17 +143,17 @@ class Runner:
         reachable = min(self.config.max_context, num_blocks * block_size)
         self._cos, self._sin = self.config.rope.tables(reachable, dtype=kind, device=device)
         self._sampler = sampler.Sampler()
-        self._prompts = prompt_scores.PromptScores()
+        self._prompt_logprobs = PromptLogprobs()
 
     def run(self, chunks: abc.Sequence[Chunk]) -> list[Sampled | errors.DynamoError | None]:
-        """Compute these chunks; one answer per chunk: None where it does not sample, an error where it cannot."""
+        """Compute these chunks; return for each the drawn token, an error, or None if it does not sample."""
         sequences = [chunk.sequence for chunk in chunks if chunk.samples]
-        found = self._sampler.sample(self.logits(chunks), sequences)
-        drawn = iter(map(self._prompts.tell, sequences, found))
+        sampled = self._sampler.sample(self.logits(chunks), sequences)
+        drawn = iter(map(self._prompt_logprobs.add_to, sequences, sampled))
         return [next(drawn) if chunk.samples else None for chunk in chunks]
 
     def logits(self, chunks: abc.Sequence[Chunk]) -> torch.Tensor:
-        """Compute these chunks; [those that sample, vocabulary] in 32 bits: what may come after each."""
+        """Compute these chunks; return logits [chunks that sample, vocabulary] in 32 bits."""
         with torch.inference_mode():
             batch = attention.Batch(self._cache, chunks)
             cos, sin = (x.index_select(0, batch.positions) for x in (self._cos, self._sin))
@@ -127,18 +161,19 @@ class Runner:
             for last, chunk in zip(batch.last_rows, chunks, strict=True):
                 if chunk.sequence.wants_prompt_logprobs:
                     first = last - chunk.num_tokens + 1
-                    self._prompts.read(chunk, first, partial(self._logits_of, hidden))
+                    logits_of = partial(self._logits_of, hidden)
+                    self._prompt_logprobs.add_chunk(chunk, first, logits_of)
             ends = [
                 row for row, chunk in zip(batch.last_rows, chunks, strict=True) if chunk.samples
             ]
             return self._logits_of(hidden, ends)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what sampling remembers of a sequence that has ended. An unknown one is no error."""
+        """Drop the sampling state of a sequence that has ended. An unknown one is no error."""
         self._sampler.forget(sequence)
-        self._prompts.forget(sequence)
+        self._prompt_logprobs.forget(sequence)
 
     def _logits_of(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         padded = rows + [0] * (attention.padded_rows(len(rows)) - len(rows))
-        wanted = torch.tensor(padded, dtype=torch.int64, device=self._cache.device)
-        return self._decoder.logits(hidden.index_select(0, wanted))[: len(rows)].float()
+        indices = torch.tensor(padded, dtype=torch.int64, device=self._cache.device)
+        return self._decoder.logits(hidden.index_select(0, indices))[: len(rows)].float()

@@ -1,21 +1,21 @@
-"""What each step computes: continuous batching, chunked prefill, prefix caching, preemption. It decides; others do.
+"""The scheduler: it decides what each step computes, by continuous batching, chunked prefill and preemption.
 
     schedule() → chunks → (the runner computes them) → commit(chunks, sampled) → outputs
 
 A sequence waits, runs, and ends. All order is by rank: the request's priority (the higher is served first), then
 arrival, then choice. A step is filled within `max_num_batched_tokens`, and at most `max_num_seqs` run:
 
-1. Every running sequence whose tokens are all computed but the last gets one token: nobody who is being answered
-   waits for somebody else's prompt.
-2. What is left of the budget goes to prompts that have been begun, then to waiting sequences. The first that does not
-   fit ends admission: small ones do not overtake it, so it cannot starve. A share of the blocks stays free at
-   admission, or the sequences that run would soon preempt what was admitted.
+1. Decode: every running sequence of which only the last token is not computed gets one token, so that no answer waits
+   for the prompt of another request.
+2. Prefill: the rest of the budget goes to prompts that have been begun, then to waiting sequences. The first that does
+   not fit ends admission: smaller ones do not overtake it, so it cannot starve. A share of the blocks stays free at
+   admission, or the running sequences would soon preempt the admitted one.
 
-When a running sequence needs a block and there is none, the one of lowest rank that runs is preempted: it gives its
-blocks back and waits, with what it has written so far as a longer prompt. Its blocks stay findable, so it may lose
+When a running sequence needs a block and there is none, the running sequence of lowest rank is preempted: its blocks
+are freed, and it waits with its answer so far as a longer prompt. Its blocks stay in the prefix cache, so it may lose
 little. The sequence of highest rank always goes on, so every one ends.
 
-The choices of a request (n > 1) are sequences that share its prompt: all wait for the first, and then find its blocks.
+The choices of a request (n > 1) are sequences that share its prompt: all wait for the first, then reuse its blocks.
 
 A prompt that another engine has computed is admitted like any other, and waits until its blocks are imported.
 If that engine has drawn the first token too, the sequence has it from the beginning.
@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dynamo.base import errors
-from dynamo.engine.native import endings
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
 from dynamo.kvbm import sharing
@@ -39,8 +38,8 @@ _rank = operator.attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a step, and a sequence, may not exceed."""
+class SchedulerLimits:
+    """Limits of a step and of a sequence."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -48,14 +47,14 @@ class Limits:
 
 
 class RequestOutput(NamedTuple):
-    """For one choice of a request. It names the request itself, as an id may be used again after an abort."""
+    """The output of one choice. It refers to the request itself, as an id may be used again after an abort."""
 
     request: generate.Request
     output: generate.Output
 
 
 class RequestFailure(NamedTuple):
-    """Why a request could not go on."""
+    """A request that could not go on, with the error."""
 
     request: generate.Request
     error: errors.DynamoError
@@ -63,33 +62,33 @@ class RequestFailure(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepResult:
-    """What a step brought, in the order of the sink's methods."""
+    """The results of a step, in the order of the sink's methods."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
     failed: list[RequestFailure] = field(default_factory=list)
-    stored_and_removed: list[kv_events.KvEvent] = field(default_factory=list)
+    block_events: list[kv_events.KvEvent] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)
-    holds_blocks: bool = False  # some of these outputs say where blocks are held for another engine
+    holds_blocks: bool = False  # some of these outputs lease blocks to another engine
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
-    """A request's choices that have not ended."""
+class _SequenceGroup:
+    """The sequences of a request that have not ended, one for each choice."""
 
     open: list[Sequence]
-    is_told_cached: bool = False
+    has_reported_cached: bool = False
 
 
 class Scheduler:
-    """Mutable; the engine's thread owns it. `Limits.context_length` must fit into the blocks."""
+    """Owned by the engine's thread. `SchedulerLimits.context_length` must fit into the blocks."""
 
-    def __init__(self, paging: Paging, limits: Limits) -> None:
+    def __init__(self, paging: Paging, limits: SchedulerLimits) -> None:
         self._paging = paging
         self._limits = limits
-        self._keep_free = max(1, round(paging.num_blocks * WATERMARK))
+        self._num_reserved = max(1, round(paging.num_blocks * WATERMARK))
         self._waiting: list[Sequence] = []  # by rank
         self._running: list[Sequence] = []  # by rank
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _SequenceGroup] = {}
         self._shared: sharing.SharedBlocks[Sequence] = sharing.SharedBlocks(
             paging.pool, paging.block_size
         )
@@ -99,23 +98,25 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` may find anything to compute."""
+        """Return whether `schedule` may find anything to compute."""
         return bool(self._running or self._waiting)
 
     def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
-        """Take a request that fits (`engine.refusal`), and whose id is not in use; with what its answers follow."""
+        """Add a request that has passed `engine.refusal` and whose id is not in use; its answers follow `grammar`."""
         prompt = blocks.unpack(request.token_ids)
         remote = kv_transfer.remote_blocks(request.kv_transfer_params)
-        first = sharing.usable_first_token(request, remote)
-        drawn = [] if first is None else [first.token_id]
+        first_token = sharing.usable_first_token(request, remote)
+        output_ids = [] if first_token is None else [first_token.token_id]
         self._num_arrived += 1
         leader: Sequence | None = None
-        group = self._groups[request.id] = _Group([], is_told_cached=first is not None)
+        group = self._groups[request.id] = _SequenceGroup(
+            [], has_reported_cached=first_token is not None
+        )
         for index in range(request.sampling_options.n):
             sequence = Sequence(
                 request=request,
                 index=index,
-                token_ids=prompt + drawn,
+                token_ids=prompt + output_ids,
                 prompt_len=len(prompt),
                 grammar=grammar,
                 leader=leader,
@@ -127,31 +128,31 @@ class Scheduler:
             bisect.insort(self._waiting, sequence, key=_rank)
 
     def abort(self, request_id: str) -> list[Sequence]:
-        """End a request at once; its sequences are returned. An unknown id is no error."""
+        """Abort a request; return its sequences. An unknown id is no error."""
         group = self._groups.pop(request_id, None)
         if group is None:
             return []
         for sequence in group.open:
-            self._leave(sequence)
+            self._remove(sequence)
         return group.open
 
     def abort_choice(self, request_id: str, index: int) -> list[Sequence]:
-        """End one choice of a request at once; its sequence is returned. An unknown one is no error."""
+        """Abort one choice of a request; return its sequence. An unknown one is no error."""
         group = self._groups.get(request_id)
         if group is None:
             return []
-        found = [one for one in group.open if one.index == index]
-        for sequence in found:
+        aborted = [sequence for sequence in group.open if sequence.index == index]
+        for sequence in aborted:
             self._end(sequence, group)
             if not sequence.num_output:  # the next one leads
                 for other in group.open:
                     other.leader = group.open[0] if other is not group.open[0] else None
-        return found
+        return aborted
 
     def clear(self) -> StepResult:
-        """Forget all reusable prefixes."""
+        """Clear the prefix cache; return its KV events."""
         self._paging.clear()
-        return StepResult(stored_and_removed=self._paging.take_events())
+        return StepResult(block_events=self._paging.take_events())
 
     def take_imports(self) -> list[sharing.KvImport]:
         """Return the imports that began since the last call; each ends with `end_import`."""
@@ -176,14 +177,14 @@ class Scheduler:
         self._shared.release_lease(lease_id)
 
     def schedule(self) -> tuple[Chunk, ...]:
-        """The next step; empty only if all wait for what others do: a copy to end, held blocks to be released."""
+        """Return the chunks of the next step; empty only while all sequences wait for imports or leased blocks."""
         num_waiting = len(self._waiting)
         chunks = self._decode()
         num_left = self._limits.max_num_batched_tokens - len(chunks)
         begun = [s for s in self._running if _num_uncomputed(s) > 1]
         for sequence in begun:
             num_left -= _add_chunk(chunks, sequence, num_left)
-        if len(self._waiting) == num_waiting:  # nobody was preempted
+        if len(self._waiting) == num_waiting:  # no sequence was preempted
             self._admit(chunks, num_left)
         return tuple(chunks)
 
@@ -192,11 +193,11 @@ class Scheduler:
         chunks: abc.Sequence[Chunk],
         sampled: abc.Sequence[Sampled | errors.DynamoError | None],
     ) -> StepResult:
-        """The chunks were computed, and these tokens drawn (an error: that request cannot go on)."""
+        """Record that the chunks were computed and these tokens drawn; an error fails its request."""
         result = StepResult()
         for chunk, drawn in zip(chunks, sampled, strict=True):
             sequence = chunk.sequence
-            if sequence.request.id not in self._groups:  # it failed by another of its choices
+            if sequence.request.id not in self._groups:  # another choice has failed the request
                 continue
             sequence.num_computed += chunk.num_tokens
             self._paging.commit(sequence)
@@ -205,11 +206,11 @@ class Scheduler:
                 result.ended += self.abort(sequence.request.id)
             elif drawn is not None:
                 self._append(sequence, drawn, result)
-        result.stored_and_removed = self._paging.take_events()
+        result.block_events = self._paging.take_events()
         return result
 
     def load(self) -> load.ForwardPassMetrics:
-        """How busy the engine is. Slots are sequences: a request has one for each choice."""
+        """Return the current load. Slots are sequences: a request has one for each choice."""
         hit_rate = self._num_cached_tokens / max(1, self._num_prompt_tokens)
         return load.ForwardPassMetrics(
             worker_stats=load.WorkerStats(
@@ -226,7 +227,7 @@ class Scheduler:
         )
 
     def _num_prefill_tokens(self) -> int:
-        """Of prompts; a running sequence whose prompt is done has one token left to compute, which is none of them."""
+        """Count uncomputed tokens of prompts: a decoding sequence has one uncomputed token, which is not counted."""
         unfinished = (n for s in self._running if (n := _num_uncomputed(s)) > 1)
         return sum(unfinished) + sum(map(_num_uncomputed, self._waiting))
 
@@ -238,7 +239,10 @@ class Scheduler:
         return chunks
 
     def _grow(self, sequence: Sequence) -> bool:
-        """A block for its next token, if need be at the cost of those that rank below; False: it pauses."""
+        """Allocate a block for the next token, if need be by preempting sequences of lower rank.
+
+        Returns False if the sequence has to pause.
+        """
         while not self._paging.grow(sequence):
             last = self._running[-1]
             if last is sequence:
@@ -252,13 +256,18 @@ class Scheduler:
         i = 0
         while i < len(self._waiting) and num_left and self._has_slot():
             sequence = self._waiting[i]
-            if self._must_follow(sequence):
+            if self._must_wait_for_leader(sequence):
                 i += 1
                 continue
-            if not self._paging.admit(sequence, keep_free=self._keep_free if self._running else 0):
+            if not self._paging.admit(
+                sequence, keep_free=self._num_reserved if self._running else 0
+            ):
                 break
             del self._waiting[i]
-            self._count_cached(sequence)
+            if sequence.num_cached is None:  # not admitted before
+                sequence.num_cached = sequence.num_computed
+                self._num_prompt_tokens += sequence.prompt_len
+                self._num_cached_tokens += sequence.num_cached
             if not self._shared.begin_import(sequence):
                 bisect.insort(self._running, sequence, key=_rank)
                 num_left -= _add_chunk(chunks, sequence, num_left)
@@ -266,57 +275,51 @@ class Scheduler:
     def _has_slot(self) -> bool:
         return len(self._running) + self._shared.num_importing < self._limits.max_num_seqs
 
-    def _must_follow(self, sequence: Sequence) -> bool:
-        """Whether it waits for the choice that leads: to find its prompt, or because that one tells of the prompt."""
-        has_reason = (
+    def _must_wait_for_leader(self, sequence: Sequence) -> bool:
+        """Return whether a choice waits until the first one has computed the prompt, or reports its logprobs."""
+        shares_prompt = (
             self._paging.prefix_caching
             or sequence.request.output_options.prompt_logprobs is not None
         )
-        return has_reason and _is_ahead(sequence.leader)
-
-    def _count_cached(self, sequence: Sequence) -> None:
-        if sequence.num_cached is not None:
-            return
-        sequence.num_cached = sequence.num_computed
-        self._num_prompt_tokens += sequence.prompt_len
-        self._num_cached_tokens += sequence.num_cached
+        leader = sequence.leader
+        return shares_prompt and leader is not None and leader.num_output == 0
 
     def _append(self, sequence: Sequence, drawn: Sampled, result: StepResult) -> None:
         sequence.token_ids.append(drawn.token_id)
-        reason, stop_reason = endings.find(
+        finish_reason, stop_reason = check_finish(
             sequence.request,
             drawn.token_id,
             num_output=sequence.num_output,
             is_full=len(sequence.token_ids) >= self._limits.context_length,
         )
         group = self._groups[sequence.request.id]
-        is_held = reason is not None and kv_transfer.is_prefill_only(
+        is_leased = finish_reason is not None and kv_transfer.is_prefill_only(
             sequence.request.kv_transfer_params
         )
         output = generate.Output(
             token_ids=(drawn.token_id,),
-            finish_reason=reason,
+            finish_reason=finish_reason,
             index=sequence.index,
             logprobs=(drawn.logprobs,) if drawn.logprobs else None,
-            cached_tokens=None if group.is_told_cached else sequence.num_cached,
+            cached_tokens=None if group.has_reported_cached else sequence.num_cached,
             stop_reason=stop_reason,
-            kv_transfer_params=self._shared.lease_blocks(sequence.block_ids) if is_held else None,
+            kv_transfer_params=self._shared.lease_blocks(sequence.block_ids) if is_leased else None,
             prompt_logprobs=drawn.prompt_logprobs,
         )
-        group.is_told_cached = True
-        result.holds_blocks |= is_held
+        group.has_reported_cached = True
+        result.holds_blocks |= is_leased
         result.outputs.append(RequestOutput(sequence.request, output))
-        if reason is not None:
+        if finish_reason is not None:
             self._end(sequence, group)
             result.ended.append(sequence)
 
-    def _end(self, sequence: Sequence, group: _Group) -> None:
-        self._leave(sequence)
+    def _end(self, sequence: Sequence, group: _SequenceGroup) -> None:
+        self._remove(sequence)
         group.open.remove(sequence)
         if not group.open:
             del self._groups[sequence.request.id]
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: Sequence) -> None:
         if sequence.is_importing:
             return  # `end_import` frees its blocks
         (self._running if sequence.block_ids else self._waiting).remove(sequence)
@@ -328,7 +331,7 @@ def _num_uncomputed(sequence: Sequence) -> int:
 
 
 def _add_chunk(chunks: list[Chunk], sequence: Sequence, num_left: int) -> int:
-    """Compute as much of the sequence as is left of the budget; returns how much that is."""
+    """Add a chunk of as many tokens of the sequence as the budget allows; return their number."""
     num_uncomputed = _num_uncomputed(sequence)
     num_tokens = min(num_uncomputed, num_left)
     if num_tokens:
@@ -343,6 +346,21 @@ def _add_chunk(chunks: list[Chunk], sequence: Sequence, num_left: int) -> int:
     return num_tokens
 
 
-def _is_ahead(leader: Sequence | None) -> bool:
-    """Whether the prompt of the choice that leads is still to be computed."""
-    return leader is not None and leader.num_output == 0
+def check_finish(
+    request: generate.Request, token_id: int, *, num_output: int, is_full: bool
+) -> tuple[generate.FinishReason | None, int | None]:
+    """Return the finish reason if this token, the last of `num_output`, ends the choice, and the stop token if any.
+
+    `is_full` says that the context has no room for another token.
+    """
+    conditions, is_eos = request.stop_conditions, token_id in request.eos_token_ids
+    if is_eos and request.sampling_options.guided_decoding is not None:
+        return generate.FinishReason.EOS, None  # the grammar allows it only at the end
+    if num_output >= conditions.min_tokens:
+        if is_eos and not conditions.ignore_eos:
+            return generate.FinishReason.EOS, None
+        if token_id in conditions.stop_token_ids:
+            return generate.FinishReason.STOP, token_id
+    if is_full or num_output == conditions.max_tokens:
+        return generate.FinishReason.LENGTH, None
+    return None, None

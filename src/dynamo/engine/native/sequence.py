@@ -1,4 +1,4 @@
-"""A sequence: one choice of one request, inside the engine; and the part of it that a step computes.
+"""Sequences: one choice of one request inside the engine, and the chunk of it that a step computes.
 
 The scheduler owns a sequence's blocks and progress; the runner reads it.
 """
@@ -11,30 +11,30 @@ from dynamo.protocols import generate, kv_transfer
 
 
 class Guide(Protocol):
-    """Says what may come next in one sequence (`guidance.grammars`)."""
+    """The state of one sequence in its grammar (`guided_decoding.GrammarGuide`)."""
 
-    error: errors.DynamoError | None  # why it cannot say so any more
+    error: errors.DynamoError | None  # why it cannot be followed any more
 
     def fill(self, bits: memoryview, *, may_end: bool) -> None:
-        """Set the bit of each token that may come next; the end is none of them, if `may_end` is not said."""
+        """Set the bit of each token that may come next, of end tokens only with `may_end`."""
         ...
 
     def advance(self, token_id: int) -> None:
-        """This token came."""
+        """Follow the grammar by the token that was drawn."""
         ...
 
 
 class Grammar(Protocol):
-    """What the output of a sequence must follow."""
+    """A compiled grammar that the output of a sequence must follow."""
 
     def begin(self) -> Guide:
-        """For one answer."""
+        """Return a guide for one answer."""
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """Mutable; only the engine's thread touches it.
+    """One choice of one request; only the engine's thread uses it.
 
     `token_ids` is the prompt and then the output. The first `num_computed` of them have their keys and values in the
     cache, in the blocks `block_ids` (position p lies in block_ids[p // block_size], slot p % block_size).
@@ -44,7 +44,7 @@ class Sequence:
     index: int  # which of the request's n choices
     token_ids: list[int]
     prompt_len: int
-    grammar: Grammar | None = None  # that its output follows
+    grammar: Grammar | None = None
     num_computed: int = 0
     num_cached: int | None = (
         None  # prompt tokens found in the prefix cache when it was first admitted
@@ -57,7 +57,7 @@ class Sequence:
     rank: tuple[int, int, int] = (0, 0, 0)  # the lowest is served first, and preempted last
     local_hashes: list[int] = field(default_factory=list)  # of its full blocks (protocols.blocks)
     sequence_hashes: list[int] = field(default_factory=list)
-    num_committed: int = 0  # how many of block_ids the pool was told to be full
+    num_committed: int = 0  # full blocks that were committed to the pool
     remote: kv_transfer.RemoteBlocks | None = (
         None  # its prompt at another engine, until the import begins
     )
@@ -65,22 +65,22 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, and of the answer so far."""
+        """Return the number of tokens of prompt and answer so far."""
         return len(self.token_ids)
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far."""
+        """Return the number of tokens generated so far."""
         return len(self.token_ids) - self.prompt_len
 
     @property
     def answer_start(self) -> int:
-        """Where the answer begins: after the prompt, or within, if another worker has begun it."""
+        """Return the position where the answer begins: within the prompt if another worker has begun it, else after."""
         return self.prompt_len - self.request.num_resumed
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Must its whole prompt be computed, and told of? By one of a request's choices, until its first token."""
+        """Return whether the whole prompt must be computed for its logprobs: by the first choice, before its answer."""
         return (
             self.request.output_options.prompt_logprobs is not None
             and self.index == 0
@@ -89,7 +89,7 @@ class Sequence:
 
     @property
     def options(self) -> generate.SamplingOptions:
-        """How to draw its tokens."""
+        """Return the request's sampling options."""
         return self.request.sampling_options
 
 
@@ -114,5 +114,5 @@ class Sampled:
     token_id: int
     logprobs: generate.TokenLogprobs | None = None
     prompt_logprobs: tuple[generate.TokenLogprobs, ...] | None = (
-        None  # with the first, if asked for
+        None  # with the first token, if requested
     )

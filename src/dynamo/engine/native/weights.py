@@ -1,8 +1,8 @@
 """A checkpoint's tensors: safetensors files in a Hugging Face directory, read by name and shape.
 
-This is the only door to the file format, and there is no other format: nothing here unpickles. The model takes the
-tensors that it needs; what it asks for and is not there, has another shape, or is there and was not asked for,
-is an error that names the tensor, since each would give wrong answers.
+This is the only module that reads weights, and safetensors is the only format: nothing here unpickles. A tensor that
+the model needs and that is missing or has another shape is an error that names it, and so is a tensor that the model
+does not take, since each would give wrong answers.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
 _DERIVED = re.compile(
     r".*(rotary_emb\.inv_freq|position_ids)"
-)  # older ones carry what config.json says
+)  # in older checkpoints: values that follow from config.json
 
 
 class Checkpoint:
-    """Open files, and which tensors are still to be taken. A context manager: leaving it closes the files."""
+    """Open files with the tensors that were not taken yet. A context manager, whose exit closes the files."""
 
     def __init__(self, model_path: Path, *, dtype: torch.dtype, device: str) -> None:
         self._path, self._dtype, self._device = model_path, dtype, device
         self._files = contextlib.ExitStack()
         self._file_by_tensor: dict[str, Any] = {}
-        self._left_out = ""  # of the files' names
+        self._prefix = ""  # that the names in the files lack
 
     def __enter__(self) -> "Checkpoint":
         with contextlib.ExitStack() as opened:
@@ -43,19 +43,19 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
-    def call_by(self, prefix: str) -> None:
-        """Call tensors by names with this prefix, although a checkpoint of a model without its head has none."""
+    def add_prefix(self, prefix: str) -> None:
+        """Add a prefix to all tensor names if no name has it: in checkpoints of models without their head none has."""
         if any(name.startswith(prefix) for name in self._file_by_tensor):
             return
-        self._left_out = prefix
+        self._prefix = prefix
         self._file_by_tensor = {prefix + name: file for name, file in self._file_by_tensor.items()}
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor of this name, in the engine's type and place. Raises ConfigError."""
+        """Return the tensor of this name, in the engine's type and on its device. Raises ConfigError."""
         file = self._file_by_tensor.pop(name, None)
         if file is None:
             raise errors.ConfigError(f"{self._path}: the tensor {name} is missing")
-        stored_name = name.removeprefix(self._left_out)
+        stored_name = name.removeprefix(self._prefix)
         stored = file.get_slice(stored_name)
         if tuple(stored.get_shape()) != shape or stored.get_dtype() not in _FLOATS:
             raise errors.ConfigError(
@@ -65,7 +65,7 @@ class Checkpoint:
         return file.get_tensor(stored_name).to(self._device, self._dtype)
 
     def refuse_rest(self, *ignored: str) -> None:
-        """Raises ConfigError if a tensor has not been taken; those that begin so, and derived ones, may be left."""
+        """Raise ConfigError if a tensor was not taken, except derived ones and those with a prefix in `ignored`."""
         rest = [
             name
             for name in self._file_by_tensor

@@ -20,11 +20,14 @@ from dynamo.engine.native.config import ModelConfig
 from dynamo.engine.native.models.linear import Linear
 
 
-class Batch(Protocol):
-    """Whose tokens are whose, and where their keys and values are: `attention.Batch`, `whole_texts.Batch`."""
+class AttentionBatch(Protocol):
+    """The interface to attention over a flat batch: `attention.Batch`, `attention.PackedTexts`."""
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """q [tokens, heads, head_dim] and kv [tokens, 2 * KV heads, head_dim] to [tokens, heads * head_dim]."""
+        """Let q [tokens, heads, head_dim] attend to kv [tokens, 2 * KV heads, head_dim] and earlier tokens.
+
+        Returns [tokens, heads * head_dim].
+        """
         ...
 
 
@@ -42,7 +45,7 @@ class RmsNorm:
 
 
 class Attention:
-    """Queries, keys and values from x; turn and store them; attend; and project what was found."""
+    """Project x to queries, keys and values; rotate and store them; attend; and project the result."""
 
     def __init__(self, config: ModelConfig, checkpoint: weights.Checkpoint, layer: int) -> None:
         prefix = f"model.layers.{layer}.self_attn"
@@ -62,9 +65,9 @@ class Attention:
         )
 
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        """x [tokens, hidden] to the same shape."""
+        """Map x [tokens, hidden] to the same shape."""
         qkv = self._qkv(x).view(self._shape)
         qk = qkv[:, : self._num_qk]
         rope.rotate(self._norm(qk) if self._norm else qk, cos, sin, out=qk)
@@ -72,7 +75,7 @@ class Attention:
 
 
 class Mlp:
-    """Each hidden unit's value, let through by its gate."""
+    """The gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, checkpoint: weights.Checkpoint, layer: int) -> None:
         prefix, has_bias = f"model.layers.{layer}.mlp", config.has_mlp_bias
@@ -82,12 +85,12 @@ class Mlp:
         self._down = _stacked(checkpoint, prefix, {"down_proj": hidden}, inner, has_bias=has_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, hidden] to the same shape."""
+        """Map x [tokens, hidden] to the same shape."""
         gate, up = self._gate_up(x).chunk(2, -1)
         return self._down(F.silu(gate).mul_(up))
 
 
-class Layer:
+class DecoderLayer:
     """Attention and MLP, each with a norm before it and the residual stream around it."""
 
     def __init__(self, config: ModelConfig, checkpoint: weights.Checkpoint, index: int) -> None:
@@ -101,9 +104,9 @@ class Layer:
         self._mlp = Mlp(config, checkpoint, index)
 
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        """x [tokens, hidden] to the same shape; keys and values go into the cache."""
+        """Map x [tokens, hidden] to the same shape; keys and values go into the cache."""
         x = self._attention(self._attention_norm(x), cos, sin, batch).add_(x)
         return self._mlp(self._mlp_norm(x)).add_(x)
 
@@ -112,17 +115,17 @@ class Body:
     """All layers and the embedding: what is left of a decoder without its output layer."""
 
     def __init__(self, config: ModelConfig, checkpoint: weights.Checkpoint) -> None:
-        """Takes its tensors from the checkpoint. Raises ConfigError."""
+        """Take the tensors from the checkpoint. Raises ConfigError."""
         self._shape = config.vocab_size, config.hidden_size
         self._embedding = checkpoint.take("model.embed_tokens.weight", *self._shape)
-        self._layers = [Layer(config, checkpoint, i) for i in range(config.num_layers)]
+        self._layers = [DecoderLayer(config, checkpoint, i) for i in range(config.num_layers)]
         weight = checkpoint.take("model.norm.weight", config.hidden_size)
         self.norm = RmsNorm(weight, config.norm_eps)
 
     def hidden(
-        self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch
+        self, token_ids: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        """The last layer's output [tokens, hidden]; cos and sin are the tables' rows for the tokens."""
+        """Return the last layer's output [tokens, hidden]; cos and sin are the tables' rows for the tokens."""
         x = F.embedding(token_ids, self._embedding)
         for layer in self._layers:
             x = layer(x, cos, sin, batch)
@@ -130,10 +133,10 @@ class Body:
 
 
 class Decoder(Body):
-    """With the output layer: what generates."""
+    """A decoder with its output layer, which generates."""
 
     def __init__(self, config: ModelConfig, checkpoint: weights.Checkpoint) -> None:
-        """Takes all tensors of the checkpoint. Raises ConfigError."""
+        """Take all tensors of the checkpoint. Raises ConfigError."""
         super().__init__(config, checkpoint)
         if config.is_tied:
             self._output = Linear([self._embedding], [])
@@ -143,14 +146,14 @@ class Decoder(Body):
             checkpoint.refuse_rest()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary] for those rows of `hidden` whose next token is wanted."""
+        """Return logits [rows, vocabulary] of hidden states [rows, hidden]."""
         return self._output(self.norm(hidden))
 
 
 def _stacked(
     checkpoint: weights.Checkpoint, prefix: str, rows: dict[str, int], width: int, *, has_bias: bool
 ) -> Linear:
-    """Projections of the same input as one, by their names and numbers of rows."""
+    """Stack projections of the same input to one, by their names and numbers of rows."""
     return Linear(
         [checkpoint.take(f"{prefix}.{name}.weight", num, width) for name, num in rows.items()],
         [checkpoint.take(f"{prefix}.{name}.bias", num) for name, num in rows.items() if has_bias],

@@ -1,11 +1,11 @@
 """Matrix products with weights that never change, in the layout that is quickest to read.
 
-On a CPU a small batch is bound by reading the weights. Of three ways to keep them the first that is possible is taken:
+On a CPU a small batch is bound by reading the weights. They are kept in the first of three layouts that is possible:
 
 - **halves**: 16 bits for each weight, widened as they are read, with all arithmetic in 32 bits (FBGEMM, on x86).
   Only for weights that 16 bits hold, which is so wherever the checkpoint is in bfloat16 or float16;
 - **packed**: oneDNN's own layout, which it reads two to three times as fast as the plain one;
-- **plain**, and so on other devices.
+- **plain**, as on all other devices.
 
 torch has the operators of the first two for its quantizer and its compiler.
 """
@@ -36,7 +36,7 @@ class Linear:
             self._product = lambda x: F.linear(x, weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in] to [rows, out]."""
+        """Map x [rows, in] to [rows, out]."""
         return self._product(x)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynamo.engine.native import endings
+from dynamo.engine.native import scheduler
 from dynamo.protocols import generate
 
 EOS, STOP, OTHER = 2, 7, 9
@@ -18,7 +18,7 @@ def find(token_id, *, num_output=1, is_full=False, guided=None, **conditions):
         sampling_options=generate.SamplingOptions(guided_decoding=guided),
         eos_token_ids=(EOS,),
     )
-    return endings.find(request, token_id, num_output=num_output, is_full=is_full)
+    return scheduler.check_finish(request, token_id, num_output=num_output, is_full=is_full)
 
 
 @pytest.mark.parametrize(

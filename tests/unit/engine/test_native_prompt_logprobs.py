@@ -5,8 +5,7 @@ import torch
 import transformers
 
 from checkpoints import make_checkpoint
-from dynamo.engine.native import prompt_scores
-from dynamo.engine.native.runner import Runner
+from dynamo.engine.native.runner import PromptLogprobs, Runner
 from dynamo.engine.native.sequence import Chunk, Sequence
 from dynamo.protocols import blocks, generate
 
@@ -91,11 +90,11 @@ def test_only_the_first_choice_of_who_asked_tells(runner):
     assert run(runner, make_sequence(None), 0, LENGTH).prompt_logprobs is None
 
 
-def test_nothing_is_kept_of_a_sequence_that_has_left(runner):
-    scores, sequence = prompt_scores.PromptScores(), make_sequence()
+def test_logprobs_of_a_sequence_that_has_ended_are_dropped():
+    logprobs, sequence = PromptLogprobs(), make_sequence()
     chunk = Chunk(sequence=sequence, start=0, num_tokens=10, samples=False)
-    scores.read(chunk, 0, lambda rows: torch.zeros(len(rows), 512))
-    scores.forget(sequence)
-    drawn = scores.tell(sequence, "drawn")
+    logprobs.add_chunk(chunk, 0, lambda rows: torch.zeros(len(rows), 512))
+    logprobs.forget(sequence)
+    drawn = logprobs.add_to(sequence, "drawn")
 
     assert drawn == "drawn"

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.native.guidance import grammars
+from dynamo.engine.native import guided_decoding
 from dynamo.protocols import generate
 from guided import EOS, STORYTELLER
 
@@ -17,14 +17,14 @@ TOKENIZER = STORYTELLER / "tokenizer.json"
 
 @pytest.fixture(scope="module")
 def known():
-    made = grammars.Grammars(TOKENIZER, VOCAB)
+    made = guided_decoding.GrammarCompiler(TOKENIZER, VOCAB)
     yield made
     made.stop()
 
 
 def refusal(known, **fields):
     with pytest.raises(errors.InvalidRequest) as caught:
-        known.find(generate.GuidedDecoding(**fields, param="here"), EOS)
+        known.compile(generate.GuidedDecoding(**fields, param="here"), EOS)
     assert caught.value.param == "here"
     assert str(caught.value).startswith("here: ")
     assert "\n" not in str(caught.value)
@@ -92,7 +92,7 @@ def test_a_schema_that_explodes_is_refused(known, schema):
     [
         ({}, "got 0"),
         ({"regex": "a", "json": "{}"}, "got 2"),
-        ({"json": "x" * (grammars.MAX_CHARS + 1)}, "at most 131072 characters"),
+        ({"json": "x" * (guided_decoding.MAX_CHARS + 1)}, "at most 131072 characters"),
         ({"grammar": "x" * 20_000}, "at most 8192 characters"),
         ({"grammar": "a: b\n" * 1001}, "at most 1000 rules, got 1001"),
         ({"json": '{"$ref": "#"}' * 501}, "at most 500 references, got 501"),
@@ -101,58 +101,60 @@ def test_a_schema_that_explodes_is_refused(known, schema):
 )
 def test_what_is_wrong_at_first_sight_is_refused_without_the_library(fields, words):
     with pytest.raises(errors.InvalidRequest, match=words):
-        grammars.check(generate.GuidedDecoding(**fields))
+        guided_decoding.check(generate.GuidedDecoding(**fields))
 
 
 def test_a_library_that_is_not_ours_is_refused():
     with pytest.raises(errors.InvalidRequest, match="'xgrammar'") as caught:
-        grammars.check(generate.GuidedDecoding(regex="a", backend="xgrammar"))
+        guided_decoding.check(generate.GuidedDecoding(regex="a", backend="xgrammar"))
 
     assert caught.value.param == "guided_decoding_backend"
 
 
 def test_a_grammar_is_made_once_and_the_longest_unused_is_forgotten(known):
-    wanted = [generate.GuidedDecoding(regex=f"a{{{n}}}") for n in range(1, grammars.MAX_KEPT + 2)]
-    first, second = known.find(wanted[0], EOS), known.find(wanted[1], EOS)
+    wanted = [
+        generate.GuidedDecoding(regex=f"a{{{n}}}") for n in range(1, guided_decoding.MAX_CACHED + 2)
+    ]
+    first, second = known.compile(wanted[0], EOS), known.compile(wanted[1], EOS)
     for one in (*wanted[2:-1], wanted[0], wanted[-1]):
-        known.find(one, EOS)
+        known.compile(one, EOS)
 
-    assert known.find(wanted[0], EOS) is first
-    assert known.find(wanted[1], EOS) is not second
+    assert known.compile(wanted[0], EOS) is first
+    assert known.compile(wanted[1], EOS) is not second
 
 
 def test_a_tokenizer_that_cannot_be_read_is_the_engines_failure(tmp_path):
     path = tmp_path / "tokenizer.json"
-    nothing = grammars.Grammars(path, VOCAB)
+    nothing = guided_decoding.GrammarCompiler(path, VOCAB)
     path.write_text('{"model": {"type": "Morse"}}')
-    morse = grammars.Grammars(path, VOCAB)
+    morse = guided_decoding.GrammarCompiler(path, VOCAB)
 
-    assert not grammars.Grammars(tmp_path / "none", VOCAB).is_possible
+    assert not guided_decoding.GrammarCompiler(tmp_path / "none", VOCAB).is_possible
     for known in (nothing, morse):
         with pytest.raises(errors.EngineFailed, match="llguidance does not read"):
-            known.find(generate.GuidedDecoding(regex="a"), EOS)
+            known.compile(generate.GuidedDecoding(regex="a"), EOS)
 
 
 def test_another_end_is_another_grammar(known):
     guided = generate.GuidedDecoding(regex="a")
-    first = known.find(guided, EOS)
+    first = known.compile(guided, EOS)
 
-    assert known.find(guided, (1,)) is not first
-    assert known.find(guided, (1,)) is known.find(guided, (1,))
+    assert known.compile(guided, (1,)) is not first
+    assert known.compile(guided, (1,)) is known.compile(guided, (1,))
 
 
 def test_only_so_many_wait_for_their_grammar(monkeypatch):
-    known = grammars.Grammars(TOKENIZER, VOCAB)
+    known = guided_decoding.GrammarCompiler(TOKENIZER, VOCAB)
     gate, made = threading.Event(), threading.Semaphore(0)
-    monkeypatch.setattr(known, "find", lambda guided, eos: gate.wait(DEADLINE_S))
+    monkeypatch.setattr(known, "compile", lambda guided, eos: gate.wait(DEADLINE_S))
     guided = generate.GuidedDecoding(regex="a")
-    for _ in range(grammars.MAX_WAITING):
-        known.make(guided, EOS, lambda result: made.release())
+    for _ in range(guided_decoding.MAX_WAITING):
+        known.submit(guided, EOS, lambda result: made.release())
 
     with pytest.raises(errors.Overloaded, match="try later"):
-        known.make(guided, EOS, lambda result: None)
+        known.submit(guided, EOS, lambda result: None)
     gate.set()
-    assert all(made.acquire(timeout=DEADLINE_S) for _ in range(grammars.MAX_WAITING))
-    known.make(guided, EOS, lambda result: made.release())  # there is room again
+    assert all(made.acquire(timeout=DEADLINE_S) for _ in range(guided_decoding.MAX_WAITING))
+    known.submit(guided, EOS, lambda result: made.release())  # there is room again
     assert made.acquire(timeout=DEADLINE_S)
     known.stop()

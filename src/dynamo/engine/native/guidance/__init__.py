@@ -1,1 +1,0 @@
-"""Answers that follow a grammar."""
