@@ -48,7 +48,7 @@ async def ask(pipe: Connection, num_connections: int, num_runs: int) -> None:
             for _ in range(num_connections):
                 plane = tcp.TcpRequestPlane(credentials=shown[way])
                 began_at = time.perf_counter()
-                await requests.ask(plane, address, ENDPOINT, None, reply_type=str, timeout_s=10)
+                await requests.call(plane, address, ENDPOINT, None, reply_type=str, timeout_s=10)
                 wall_ms[way].append((time.perf_counter() - began_at) * 1e3)
                 await plane.close()
             pipe.send(True)

@@ -31,7 +31,7 @@ def prepared() -> Iterator[None]:
 def of(way: str) -> membership.Credentials:
     """One of WAYS."""
     if way == "open":
-        return membership.NOTHING
+        return membership.NO_CREDENTIALS
     settings = config.load(membership.ClusterConfig, prog="benchmark", argv=())
     both = membership.read(settings, os.environ)
     return membership.Credentials(

@@ -40,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         etcd, address = stack.enter_context(_etcd(Path(directory)))
         asyncio.run(_compare_puts(address))
-        whereto, files = access.Access(addresses=(address,)), Path(directory) / "kv"
+        whereto, files = access.EtcdAccess(addresses=(address,)), Path(directory) / "kv"
 
         async def join_etcd(number: int) -> Discovery:
             return await discovery.EtcdDiscovery.open(whereto, number)
@@ -190,7 +190,7 @@ async def _among_many(stack: ExitStack, etcd: int, address: str) -> None:
             print(f"  idle, {name}: {100 * (a - b) / IDLE_S:.2f} % of a core")
 
 
-async def _records(direct: connection.Connection) -> dict[str, bytes]:
+async def _records(direct: connection.EtcdConnection) -> dict[str, bytes]:
     """What the real worker has put, once it has put all."""
     watch = direct.watch("v1/mdc/", 1)
     await anext(watch)
@@ -198,7 +198,7 @@ async def _records(direct: connection.Connection) -> dict[str, bytes]:
     return (await direct.read("v1/"))[0]
 
 
-async def _clone(direct: connection.Connection, keys: dict[str, bytes]) -> None:
+async def _clone(direct: connection.EtcdConnection, keys: dict[str, bytes]) -> None:
     """Under one lease, so that etcd's idle time is that of one worker's keepalive and a frontend's."""
     for n in range(1, NUM_INSTANCES):
         for key, value in keys.items():
@@ -232,7 +232,7 @@ def _by_etcd(address: str) -> dict[str, str]:
 
 
 def _connected(address: str):
-    return connection.connect(access.Access(addresses=(address,)), address)
+    return connection.connect(access.EtcdAccess(addresses=(address,)), address)
 
 
 def _cpu_s(pid: int) -> float:

@@ -18,7 +18,7 @@ import msgspec
 from benchmarks import credentials
 from dynamo.protocols import instances
 from dynamo.runtime import discovery, events
-from dynamo.runtime.backends import memory_discovery, zmq
+from dynamo.runtime.backends import memory, zmq
 
 TOPIC = "bench/backend/kv_events"
 BURST = 100
@@ -32,7 +32,7 @@ def tell(pipe: Connection) -> None:
 
 async def _tell(pipe: Connection) -> None:
     """Publish as many of a size as is asked for; gives our CPU seconds."""
-    registry = memory_discovery.MemoryDiscovery(memory_discovery.MemoryCluster())
+    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
     planes = {
         way: zmq.ZmqEventPlane(registry, number, credentials=credentials.of(way))
         for number, way in enumerate(WAYS, 1)
@@ -66,7 +66,7 @@ async def listen(pipe: Connection, num_events: int, num_runs: int) -> None:
     ears: dict[str, Ear] = {}
     planes: list[zmq.ZmqEventPlane] = []
     for way, value in zip(WAYS, pipe.recv(), strict=True):
-        registry = memory_discovery.MemoryDiscovery(memory_discovery.MemoryCluster())
+        registry = memory.MemoryDiscovery(memory.MemoryRegistry())
         await _announce(registry, value)
         planes.append(zmq.ZmqEventPlane(registry, 9, credentials=credentials.of(way)))
         ears[way] = Ear()

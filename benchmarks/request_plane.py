@@ -53,11 +53,11 @@ class Counter:
 async def join(url: str, number: int) -> requests.RequestPlane:
     """Over TCP, secured as said (`credentials.WAYS`), or through the NATS server at this address."""
     if url in credentials.WAYS:
-        return tcp.TcpRequestPlane(credentials=credentials.of(url))
+        return tcp.TcpRequestPlane(credentials=credentials.of(url), item_type=generate.Output)
     nats = await planes.NatsPlanes.open(
         access.read((url,), {}), namespace="bench", instance_id=number, start_timeout_s=5
     )
-    return nats.new_requests()
+    return nats.new_requests(generate.Output)
 
 
 async def worker(

@@ -72,5 +72,7 @@ class NatsServer:
             return probe.connect_ex((self._host, self._port)) == 0
 
 
-async def connect(url: str, name: str = "test") -> connection.Connection:
-    return await connection.Connection.open(access.read((url,), {}), name=name, start_timeout_s=5)
+async def connect(url: str, name: str = "test") -> connection.NatsConnection:
+    return await connection.NatsConnection.open(
+        access.read((url,), {}), name=name, start_timeout_s=5
+    )

@@ -17,9 +17,9 @@ FILES = sorted(SRC.rglob("*.py"))
 # the diff, so a reviewer sees it.
 BUDGET = {
     "base": 1210,
-    "protocols": 3630,
+    "protocols": 3680,
     "observability": 940,
-    "runtime": 6600,
+    "runtime": 7000,
     "transfer": 2950,
     "kvbm": 2200,
     "engine": 9660,

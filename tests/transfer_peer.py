@@ -148,7 +148,7 @@ def credentials(how):
     if how == "token":
         return members.with_token()
     settings = config.load(membership.ClusterConfig, prog="peer", argv=())
-    return membership.read(settings, {}) if how == "tls" else membership.NOTHING
+    return membership.read(settings, {}) if how == "tls" else membership.NO_CREDENTIALS
 
 
 def nixl_backend(**options):

@@ -28,7 +28,7 @@ def certificates(tmp_path_factory):
 def credentials_by_name(certificates):
     """The ways in which processes of one cluster know each other."""
     return {
-        "open": membership.NOTHING,
+        "open": membership.NO_CREDENTIALS,
         "token": members.with_token(),
         "tls": members.with_tls(certificates),
         "both": members.with_tls(certificates, token=members.TOKEN),

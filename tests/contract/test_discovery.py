@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dynamo.base import errors
-from dynamo.runtime.backends import file, memory_discovery
+from dynamo.runtime.backends import file, memory
 from dynamo.runtime.backends.etcd import access
 from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
 from dynamo.runtime.discovery import Delete, Put
@@ -31,7 +31,7 @@ import asyncio, sys
 from dynamo.runtime.backends.etcd import access
 from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
 async def main():
-    whereto = access.Access(addresses=(sys.argv[1],))
+    whereto = access.EtcdAccess(addresses=(sys.argv[1],))
     mortal = await EtcdDiscovery.open(whereto, int(sys.argv[2]), lease_ttl_s=int(sys.argv[3]))
     for key in sys.argv[4:]:
         await mortal.put(key, b"{}")
@@ -66,11 +66,11 @@ class MemoryHost:
     dead_within_s = 2
 
     def __init__(self, request):
-        self._cluster = memory_discovery.MemoryCluster()
+        self._cluster = memory.MemoryRegistry()
         self._members = []
 
     async def join(self):
-        self._members.append(memory_discovery.MemoryDiscovery(self._cluster))
+        self._members.append(memory.MemoryDiscovery(self._cluster))
         return self._members[-1]
 
     async def start_mortal(self, *keys):
@@ -122,7 +122,7 @@ class EtcdHost:
         self._processes = []
 
     async def join(self):
-        whereto = access.Access(addresses=(self._server.address,))
+        whereto = access.EtcdAccess(addresses=(self._server.address,))
         member = await EtcdDiscovery.open(whereto, next(self._ids), lease_ttl_s=ETCD_TTL_S)
         self._members.append(member)
         return member

@@ -23,7 +23,7 @@ import asyncio, sys
 from dynamo.runtime.backends.etcd import access
 from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
 async def main():
-    owner = await EtcdDiscovery.open(access.Access(addresses=(sys.argv[1],)), 77, lease_ttl_s=2)
+    owner = await EtcdDiscovery.open(access.EtcdAccess(addresses=(sys.argv[1],)), 77, lease_ttl_s=2)
     await owner.put("v1/owner", b"here")
     print("ready", flush=True)
     await asyncio.sleep(60)
@@ -45,7 +45,7 @@ async def join(etcd):
     ids, members = itertools.count(1), []
 
     async def join(*addresses, **options):
-        whereto = access.Access(addresses=addresses or (etcd.address,))
+        whereto = access.EtcdAccess(addresses=addresses or (etcd.address,))
         options.setdefault("lease_ttl_s", TTL_S)
         members.append(await EtcdDiscovery.open(whereto, next(ids), **options))
         return members[-1]
@@ -201,7 +201,7 @@ async def test_a_watch_from_a_revision_that_etcd_does_not_know_ends(etcd, join, 
     for value in (b"1", b"2", b"3"):
         await member.put("k", value)
     etcd.compact()
-    whereto = access.Access(addresses=(etcd.address,))
+    whereto = access.EtcdAccess(addresses=(etcd.address,))
     async with connection.connect(whereto, etcd.address) as direct:
         with pytest.raises(error):
             await anext(direct.watch("k", revision))
@@ -209,7 +209,7 @@ async def test_a_watch_from_a_revision_that_etcd_does_not_know_ends(etcd, join, 
 
 async def test_ten_thousand_changes_at_once_all_arrive(etcd, join):
     watch = (await join()).watch("v1/")
-    whereto = access.Access(addresses=(etcd.address,))
+    whereto = access.EtcdAccess(addresses=(etcd.address,))
     async with connection.connect(whereto, etcd.address) as direct:
         await direct.grant(5000, 60)
         for start in range(0, 10_000, 500):
@@ -259,7 +259,7 @@ async def test_of_a_cluster_any_one_may_die_the_leader_too(tmp_path):
             server.start(wait=False)
         for server in servers:
             await asyncio.to_thread(server.await_health)
-        whereto = access.Access(addresses=tuple(server.address for server in servers))
+        whereto = access.EtcdAccess(addresses=tuple(server.address for server in servers))
         a, b = [await EtcdDiscovery.open(whereto, n, lease_ttl_s=10) for n in (1, 2)]
         watch = b.watch("v1/")
         for number, server in enumerate(servers):
@@ -348,10 +348,10 @@ async def test_a_value_that_is_too_large_is_refused_and_harms_nothing_else(etcd,
 async def test_a_wrong_password_is_refused_at_once_and_the_right_one_is_not(etcd):
     enable_users(etcd)
     for known in ({"username": "root", "password": "wrong"}, {}):
-        whereto = access.Access(addresses=(etcd.address,), **known)
+        whereto = access.EtcdAccess(addresses=(etcd.address,), **known)
         with pytest.raises(errors.ConfigError, match="refuses"):
             await EtcdDiscovery.open(whereto, 1)
-    whereto = access.Access(addresses=(etcd.address,), username="root", password="s3cret")
+    whereto = access.EtcdAccess(addresses=(etcd.address,), username="root", password="s3cret")
     member = await EtcdDiscovery.open(whereto, 1)
     await member.put("v1/a", b"a")
 
@@ -397,7 +397,7 @@ async def test_who_is_logged_in_for_longer_than_his_token_lives_goes_on(tmp_path
     server.start()
     try:
         enable_users(server)
-        whereto = access.Access(addresses=(server.address,), username="root", password="s3cret")
+        whereto = access.EtcdAccess(addresses=(server.address,), username="root", password="s3cret")
         member = await EtcdDiscovery.open(whereto, 1)
         await asyncio.sleep(1.5)  # until the token is over
         await member.put("v1/a", b"a")

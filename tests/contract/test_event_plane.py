@@ -11,7 +11,7 @@ import pytest
 
 import nats_server
 from dynamo.base import errors
-from dynamo.runtime.backends import memory_discovery, memory_events, zmq
+from dynamo.runtime.backends import memory, zmq
 from dynamo.runtime.backends.nats import events as nats_events
 
 TOPIC = "dynamo/backend/kv-events"
@@ -25,8 +25,8 @@ class Network:
         self._kind = kind
         self._credentials = credentials
         self.nats = None
-        self._bus = memory_events.MemoryBus()
-        self._cluster = memory_discovery.MemoryCluster()
+        self._bus = memory.MemoryBus()
+        self._cluster = memory.MemoryRegistry()
         self._ids = itertools.count(7)
         self.planes = []
 
@@ -34,11 +34,11 @@ class Network:
         """A plane, and its instance id."""
         instance_id = next(self._ids)
         if self._kind == "memory":
-            plane = memory_events.MemoryEventPlane(self._bus, instance_id)
+            plane = memory.MemoryEventPlane(self._bus, instance_id)
         elif self._kind == "nats":
             plane = nats_events.NatsEventPlane(self.nats, instance_id)
         else:
-            discovery = memory_discovery.MemoryDiscovery(self._cluster)
+            discovery = memory.MemoryDiscovery(self._cluster)
             plane = zmq.ZmqEventPlane(discovery, instance_id, credentials=self._credentials)
         self.planes.append(plane)
         return plane, instance_id

@@ -8,7 +8,7 @@ import pytest
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api as engines
-from dynamo.protocols import blocks, instances, kv_events, model_card
+from dynamo.protocols import blocks, generate, instances, kv_events, model_card
 from dynamo.router import api, kv_event_subscriber, prefix_index
 from dynamo.runtime import component
 from dynamo.worker import host, kv_event_publisher
@@ -138,7 +138,9 @@ async def join(request):
         settings = component.RuntimeConfig(
             discovery_backend="mem", request_plane=planes[0], event_plane=planes[1]
         )
-        made.append(await component.DistributedRuntime.open(settings, cluster))
+        made.append(
+            await component.DistributedRuntime.open(settings, cluster, item_type=generate.Output)
+        )
         return made[-1]
 
     yield join

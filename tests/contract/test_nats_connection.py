@@ -11,7 +11,7 @@ from nats.aio import transport
 
 import nats_server as servers
 from dynamo.base import errors
-from dynamo.protocols import instances
+from dynamo.protocols import generate, instances
 from dynamo.runtime import component, requests
 from dynamo.runtime.backends.nats import access, connection
 
@@ -20,7 +20,7 @@ SEED = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
 
 async def join(url, environ=None, start_timeout_s=5):
     whereto = access.read((url,), environ or {})
-    return await connection.Connection.open(whereto, name="t", start_timeout_s=start_timeout_s)
+    return await connection.NatsConnection.open(whereto, name="t", start_timeout_s=start_timeout_s)
 
 
 async def is_heard(to_nats):
@@ -156,14 +156,18 @@ async def test_workers_of_one_process_are_asked_apart(nats_server):
     )
     name, cluster = instances.EndpointName("a", "b", "c"), component.MemoryCluster()
     async with (
-        await component.DistributedRuntime.open(settings, cluster) as asker,
-        await component.DistributedRuntime.open(settings, cluster) as first,
+        await component.DistributedRuntime.open(
+            settings, cluster, item_type=generate.Output
+        ) as asker,
+        await component.DistributedRuntime.open(
+            settings, cluster, item_type=generate.Output
+        ) as first,
         first.sibling() as second,
     ):
         replies = {}
         for number, worker in enumerate((first, second)):
             served = await worker.register(name, lambda call, number=number: call.reply(number))
-            replies[number] = await requests.ask(
+            replies[number] = await requests.call(
                 asker.requests,
                 served.transport["nats"],
                 name.path,

@@ -11,14 +11,14 @@ import nats_server as servers
 from dynamo.base import errors
 from dynamo.protocols import generate
 from dynamo.runtime import requests
-from dynamo.runtime.backends import link
+from dynamo.runtime.backends import frame_connection
 from dynamo.runtime.backends.nats import connection, envelope, events
 from dynamo.runtime.backends.nats import requests as nats_requests
 
 ECHO, TOPIC = "a/b/echo", "a/b/events"
 IDS = itertools.count(1)
-QUICK = link.Limits(silence_s=0.6, connect_s=3.0)
-UNHURRIED = link.Limits(silence_s=60.0)  # so it is not silence that tells
+QUICK = frame_connection.ConnectionLimits(silence_s=0.6, connect_s=3.0)
+UNHURRIED = frame_connection.ConnectionLimits(silence_s=60.0)  # so it is not silence that tells
 WITHIN_S = 15.0  # on a busy machine
 
 
@@ -53,7 +53,7 @@ async def joined(server, limits=QUICK):
     """A process: its connection and its request plane."""
     to_nats = await servers.connect(server.url)
     network = nats_requests.NatsNetwork(to_nats, namespace="a", number=next(IDS))
-    plane = nats_requests.NatsRequestPlane(network, limits)
+    plane = nats_requests.NatsRequestPlane(network, limits, item_type=generate.Output)
     try:
         yield plane, to_nats
     finally:
@@ -121,7 +121,10 @@ async def test_an_open_while_there_is_no_server_is_worker_lost_in_time(server):
 
 async def test_a_server_that_is_away_for_long_is_not_waited_for_again(server, monkeypatch):
     monkeypatch.setattr(nats_requests, "AWAY_S", 0.0)
-    async with joined(server, link.Limits(connect_s=60.0)) as (asker, to_nats):
+    async with joined(server, frame_connection.ConnectionLimits(connect_s=60.0)) as (
+        asker,
+        to_nats,
+    ):
         gone = asyncio.Event()
         to_nats.on_lost(lambda _: gone.set())
         server.stop()
@@ -162,7 +165,7 @@ async def test_who_finds_a_restarted_server_later_than_we_is_waited_for(server, 
         await probed.wait()
         other = await servers.connect(server.url)
         network = nats_requests.NatsNetwork(other, namespace="a", number=number)
-        late = nats_requests.NatsRequestPlane(network, UNHURRIED)
+        late = nats_requests.NatsRequestPlane(network, UNHURRIED, item_type=generate.Output)
         await late.serve(ECHO, calls.append)
         await opening
         await until(lambda: calls)
@@ -247,7 +250,11 @@ def serve_until_killed(url, pipe):
     async def serve():
         to_nats = await servers.connect(url)
         network = nats_requests.NatsNetwork(to_nats, namespace="a", number=99)
-        pipe.send(await nats_requests.NatsRequestPlane(network).serve(ECHO, lambda call: None))
+        pipe.send(
+            await nats_requests.NatsRequestPlane(network, item_type=generate.Output).serve(
+                ECHO, lambda call: None
+            )
+        )
         await asyncio.Event().wait()
 
     asyncio.run(serve())

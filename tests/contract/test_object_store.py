@@ -8,10 +8,10 @@ import pytest
 import nats_server as servers
 from dynamo.base import errors
 from dynamo.runtime import object_store
-from dynamo.runtime.backends import memory_object_store
-from dynamo.runtime.backends.nats import object_store as nats_object_store
+from dynamo.runtime.backends import memory
+from dynamo.runtime.backends.nats import jetstream
 
-NORMAL = object_store.Bounds()
+NORMAL = object_store.ObjectStoreBounds()
 PATIENT_S = 15.0  # on a busy machine
 BIG = random.Random(1).randbytes(700_000)  # several chunks
 
@@ -21,14 +21,12 @@ async def open_store(request, tmp_path):
     """Opens sides of one store."""
     if request.param == "memory":
         stores = {}
-        yield lambda bounds=NORMAL: stores.setdefault(
-            0, memory_object_store.MemoryObjectStore(bounds)
-        )
+        yield lambda bounds=NORMAL: stores.setdefault(0, memory.MemoryObjectStore(bounds))
         return
     server = servers.NatsServer(tmp_path / "nats")
     server.start()
     nats = await servers.connect(server.url)
-    yield lambda bounds=NORMAL: nats_object_store.NatsObjectStore(nats, bounds)
+    yield lambda bounds=NORMAL: jetstream.NatsObjectStore(nats, bounds)
     await nats.close()
     server.stop()
 
@@ -55,13 +53,13 @@ async def test_what_nobody_stored_is_unavailable(open_store):
 
 
 async def test_what_is_too_long_is_refused(open_store):
-    store = open_store(object_store.Bounds(max_object_bytes=10))
+    store = open_store(object_store.ObjectStoreBounds(max_object_bytes=10))
     with pytest.raises(errors.LocalProtocolError, match=r"11 bytes.*10"):
         await store.put("k", b"x" * 11)
 
 
 async def test_a_full_store_says_so(open_store):
-    store = open_store(object_store.Bounds(max_bytes=500_000))
+    store = open_store(object_store.ObjectStoreBounds(max_bytes=500_000))
     with pytest.raises(errors.Unavailable):
         await store.put("k", BIG)
 
@@ -77,8 +75,8 @@ async def nats(tmp_path):
 
 
 async def test_what_is_fresh_is_not_stored_again_and_what_grows_old_is(nats):
-    patient = nats_object_store.NatsObjectStore(nats)
-    hasty = nats_object_store.NatsObjectStore(nats, object_store.Bounds(max_age_s=0.0))
+    patient = jetstream.NatsObjectStore(nats)
+    hasty = jetstream.NatsObjectStore(nats, object_store.ObjectStoreBounds(max_age_s=0.0))
     await patient.put("k", b"x")
     stored = [await _version(nats)]
     await patient.put("k", b"x")
@@ -90,12 +88,12 @@ async def test_what_is_fresh_is_not_stored_again_and_what_grows_old_is(nats):
 
 
 async def _version(nats):
-    bucket = await nats.jetstream.object_store(nats_object_store.BUCKET)
+    bucket = await nats.jetstream.object_store(jetstream.BUCKET)
     return (await bucket.get_info("k")).nuid
 
 
 async def test_objects_that_nobody_needs_vanish(nats):
-    store = nats_object_store.NatsObjectStore(nats, object_store.Bounds(max_age_s=0.5))
+    store = jetstream.NatsObjectStore(nats, object_store.ObjectStoreBounds(max_age_s=0.5))
     url = await store.put("k", b"x")
 
     async with asyncio.timeout(PATIENT_S):
@@ -107,15 +105,15 @@ async def test_objects_that_nobody_needs_vanish(nats):
 
 
 async def test_an_object_that_is_too_long_is_not_read(nats):
-    url = await nats_object_store.NatsObjectStore(nats).put("k", b"x" * 100)
-    careful = nats_object_store.NatsObjectStore(nats, object_store.Bounds(max_object_bytes=10))
+    url = await jetstream.NatsObjectStore(nats).put("k", b"x" * 100)
+    careful = jetstream.NatsObjectStore(nats, object_store.ObjectStoreBounds(max_object_bytes=10))
     with pytest.raises(errors.Unavailable, match="100 bytes"):
         await careful.get(url, timeout_s=PATIENT_S)
 
 
 async def test_an_address_of_another_kind_is_named(nats):
     with pytest.raises(errors.Unavailable, match="expected an object of"):
-        await nats_object_store.NatsObjectStore(nats).get("http://x/y", timeout_s=1)
+        await jetstream.NatsObjectStore(nats).get("http://x/y", timeout_s=1)
 
 
 async def test_without_a_server_it_is_unavailable_in_time(tmp_path):
@@ -124,7 +122,7 @@ async def test_without_a_server_it_is_unavailable_in_time(tmp_path):
     nats = await servers.connect(server.url)
     server.stop()
     with pytest.raises(errors.Unavailable):
-        await nats_object_store.NatsObjectStore(nats).get("nats://dynamo-files/k", timeout_s=0.5)
+        await jetstream.NatsObjectStore(nats).get("nats://dynamo-files/k", timeout_s=0.5)
     await nats.close()
 
 
@@ -133,6 +131,6 @@ async def test_without_jetstream_it_is_unavailable(tmp_path):
     server.start()
     nats = await servers.connect(server.url)
     with pytest.raises(errors.Unavailable):
-        await nats_object_store.NatsObjectStore(nats).put("k", b"x")
+        await jetstream.NatsObjectStore(nats).put("k", b"x")
     await nats.close()
     server.stop()

@@ -14,13 +14,13 @@ from dynamo.disagg import job_consumer, metrics, prefill_queue, shared_queue
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, instances, kv_transfer, model_errors
 from dynamo.runtime import component, work_queue
-from dynamo.runtime.backends.nats import work_queue as nats_work_queue
+from dynamo.runtime.backends.nats import jetstream
 
 PREFILL = instances.EndpointName("d", "prefill", "generate")
 LEASES = "d/backend/prefill_claims"
 NAMES = itertools.count()
 PATIENT_S = 20.0  # on a busy machine
-BOUNDS = work_queue.Bounds(acknowledge_s=0.5)
+BOUNDS = work_queue.WorkQueueBounds(acknowledge_s=0.5)
 
 
 def request(i=0):
@@ -85,13 +85,13 @@ class Rig:
         if self.kind == "direct":
             return None
         if self.kind == "nats":
-            return functools.partial(
-                nats_work_queue.NatsWorkQueue.open, self.nats, self.name, BOUNDS
-            )
+            return functools.partial(jetstream.NatsWorkQueue.open, self.nats, self.name, BOUNDS)
         return functools.partial(runtime.services.work_queue, self.name, BOUNDS)
 
     async def open(self, num_workers=2):
-        self.runtime = await component.DistributedRuntime.in_memory(self.cluster)
+        self.runtime = await component.DistributedRuntime.in_memory(
+            self.cluster, item_type=generate.Output
+        )
         self.join = self.join_of(self.runtime)
         self.client = self.runtime.client(PREFILL)
         if self.kind == "direct":
@@ -107,7 +107,9 @@ class Rig:
             await self.add_worker()
 
     async def add_worker(self):
-        runtime = await component.DistributedRuntime.in_memory(self.cluster)
+        runtime = await component.DistributedRuntime.in_memory(
+            self.cluster, item_type=generate.Output
+        )
         worker = Worker(runtime, self.join_of(runtime))
         self.workers.append(worker)
         await worker.start()

@@ -13,12 +13,19 @@ import nats_server
 from dynamo.base import errors, membership
 from dynamo.protocols import generate, model_errors, wire
 from dynamo.runtime import requests
-from dynamo.runtime.backends import answering, asking, link, memory_requests, multiplex, tcp
+from dynamo.runtime.backends import (
+    client_connection,
+    frame_connection,
+    memory,
+    multiplex,
+    server_connection,
+    tcp,
+)
 from dynamo.runtime.backends.nats import connection
 from dynamo.runtime.backends.nats import requests as nats_requests
 
-NORMAL = link.Limits()
-QUICK = link.Limits(silence_s=0.12, connect_s=0.2, hello_s=0.1)
+NORMAL = frame_connection.ConnectionLimits()
+QUICK = frame_connection.ConnectionLimits(silence_s=0.12, connect_s=0.2, hello_s=0.1)
 ECHO = "dynamo/backend/echo"
 IDS = itertools.count(1)
 
@@ -55,21 +62,21 @@ class Holder:
     """A handler that keeps its calls for the test to answer."""
 
     def __init__(self):
-        self.calls, self.cancelled, self.choices = [], [], []
+        self.calls, self.cancelled, self.signals = [], [], []
         self._changed = asyncio.Event()
 
     def __call__(self, call):
         self.calls.append(call)
         call.on_cancel(lambda: self._cancel(call))
-        call.on_choice_cancel(self._cancel_choice)
+        call.on_signal(self._take_signal)
         self._changed.set()
 
     def _cancel(self, call):
         self.cancelled.append(call)
         self._changed.set()
 
-    def _cancel_choice(self, index):
-        self.choices.append(index)
+    def _take_signal(self, signal):
+        self.signals.append(signal)
         self._changed.set()
 
     async def until(self, condition):
@@ -88,25 +95,31 @@ class World:
     """Planes that can reach each other."""
 
     kind: str
-    credentials: membership.Credentials = membership.NOTHING
-    nats: connection.Connection | None = None
-    memory: memory_requests.MemoryNetwork = field(default_factory=memory_requests.MemoryNetwork)
+    credentials: membership.Credentials = membership.NO_CREDENTIALS
+    nats: connection.NatsConnection | None = None
+    memory_network: memory.MemoryNetwork = field(default_factory=memory.MemoryNetwork)
     planes: list[multiplex.MultiplexedPlane] = field(default_factory=list)
 
     def network(self):
         if self.kind == "nats":
             return nats_requests.NatsNetwork(self.nats, namespace="a.b", number=next(IDS))
         if self.kind == "memory":
-            return self.memory
+            return self.memory_network
         return tcp.TcpNetwork(credentials=self.credentials)
 
     def plane(self, limits=NORMAL):
         if self.kind == "memory":
-            plane = memory_requests.MemoryRequestPlane(self.memory, limits)
+            plane = memory.MemoryRequestPlane(
+                self.memory_network, limits, item_type=generate.Output
+            )
         elif self.kind == "nats":
-            plane = nats_requests.NatsRequestPlane(self.network(), limits)
+            plane = nats_requests.NatsRequestPlane(
+                self.network(), limits, item_type=generate.Output
+            )
         else:
-            plane = tcp.TcpRequestPlane(limits=limits, credentials=self.credentials)
+            plane = tcp.TcpRequestPlane(
+                limits=limits, credentials=self.credentials, item_type=generate.Output
+            )
         self.planes.append(plane)
         return plane
 
@@ -216,9 +229,11 @@ async def test_what_many_streams_send_in_one_turn_is_one_frame(held, monkeypatch
         await plane.open(address, ECHO, None, receiver)
     await holder.until(lambda: len(holder.calls) == 50)
     frames = []
-    received = asking.AskingEnd.received
+    received = client_connection.ClientConnection.handle_frame
     monkeypatch.setattr(
-        asking.AskingEnd, "received", lambda end, f: (frames.append(f), received(end, f))
+        client_connection.ClientConnection,
+        "handle_frame",
+        lambda end, f: (frames.append(f), received(end, f)),
     )
     for call in holder.calls:
         call.send(output(7))
@@ -267,19 +282,19 @@ async def test_crossing_cancel_and_finish_are_no_error(held):
     assert holder.cancelled == []
 
 
-async def test_one_choice_can_be_cancelled_and_the_stream_goes_on(held):
+async def test_signal_reaches_the_handler_and_the_stream_goes_on(held):
     plane, holder, address = held
     receiver = Recorder()
     stream = await plane.open(address, ECHO, None, receiver)
     call = await holder.call()
-    stream.cancel_choice(1)
-    await holder.until(lambda: holder.choices)
+    stream.send_signal(1)
+    await holder.until(lambda: holder.signals)
     call.send(output(5))
     call.finish()
     await receiver.end()
-    stream.cancel_choice(0)
+    stream.send_signal(0)
 
-    assert holder.choices == [1]
+    assert holder.signals == [1]
     assert holder.cancelled == []
     assert receiver.tokens == [5]
 
@@ -415,7 +430,9 @@ async def test_concurrent_opens_share_one_connection_even_if_the_first_gives_up(
     results = await asyncio.gather(*opens, return_exceptions=True)
     listener.close()
 
-    assert [type(r) for r in results] == [asyncio.CancelledError] + [asking.AskingStream] * 19
+    assert [type(r) for r in results] == [asyncio.CancelledError] + [
+        client_connection.ClientStream
+    ] * 19
     assert len(peers) == 1
 
 
@@ -464,10 +481,10 @@ async def test_closing_ends_an_open_that_still_connects(world):
 
 
 async def test_a_port_in_use_is_a_config_error_that_names_the_setting():
-    first = tcp.TcpRequestPlane()
+    first = tcp.TcpRequestPlane(item_type=generate.Output)
     port = int((await first.serve(ECHO, Holder())).rpartition(":")[2])
     with pytest.raises(errors.ConfigError, match="DYN_TCP_RPC_PORT"):
-        await tcp.TcpRequestPlane(port=port).serve(ECHO, Holder())
+        await tcp.TcpRequestPlane(port=port, item_type=generate.Output).serve(ECHO, Holder())
     await first.close()
 
 
@@ -558,7 +575,7 @@ async def test_the_time_limit_ends_a_stream_at_both_sides(held):
 
 
 async def test_the_asker_ends_a_stream_whose_worker_forgets_the_time(world, monkeypatch):
-    monkeypatch.setattr(asking, "BACKSTOP_S", 0.01)
+    monkeypatch.setattr(client_connection, "BACKSTOP_S", 0.01)
     peers = []
     listener = await world.network().listen(lambda: peers.append(Peer(WELCOME)) or peers[-1])
     receiver = Recorder()
@@ -664,7 +681,9 @@ async def test_a_step_too_long_for_one_frame_is_cut_and_a_too_long_output_fails(
 
 async def test_more_streams_than_allowed_are_overloaded(world):
     holder, plane = Holder(), world.plane()
-    address = await world.plane(link.Limits(max_streams=2)).serve(ECHO, holder)
+    address = await world.plane(frame_connection.ConnectionLimits(max_streams=2)).serve(
+        ECHO, holder
+    )
     receivers = [Recorder() for _ in range(3)]
     for receiver in receivers:
         await plane.open(address, ECHO, None, receiver)
@@ -679,7 +698,7 @@ async def test_a_thousand_streams_at_once_and_nothing_is_left(world):
         call.finish()
 
     def num_calls():
-        return sum(type(thing) is answering.AnsweringCall for thing in gc.get_objects())
+        return sum(type(thing) is server_connection.ServerCall for thing in gc.get_objects())
 
     gc.collect()
     before, plane = num_calls(), world.plane()
@@ -707,7 +726,7 @@ async def test_one_process_serves_several_endpoints_at_one_address(world):
     first = await server.serve("a/b/one", lambda call: call.reply(1))
     second = await server.serve("a/b/two", lambda call: call.reply(2))
     replies = [
-        await requests.ask(plane, first, f"a/b/{name}", None, reply_type=int, timeout_s=5)
+        await requests.call(plane, first, f"a/b/{name}", None, reply_type=int, timeout_s=5)
         for name in ("one", "two")
     ]
 
@@ -716,7 +735,7 @@ async def test_one_process_serves_several_endpoints_at_one_address(world):
         await server.serve("a/b/one", Holder())
 
 
-async def test_ask_raises_what_the_endpoint_failed_with(world):
+async def test_call_raises_the_error_of_the_endpoint(world):
     def handler(call):
         match msgspec.msgpack.decode(call.body):
             case "fail":
@@ -732,7 +751,7 @@ async def test_ask_raises_what_the_endpoint_failed_with(world):
 
     async def error_of(value):
         with pytest.raises(errors.DynamoError) as info:
-            await requests.ask(plane, address, ECHO, value, reply_type=int, timeout_s=0.02)
+            await requests.call(plane, address, ECHO, value, reply_type=int, timeout_s=0.02)
         return info.type
 
     assert await error_of("fail") is model_errors.ModelNotFound
@@ -740,7 +759,9 @@ async def test_ask_raises_what_the_endpoint_failed_with(world):
     assert await error_of("output") is errors.RemoteProtocolError
     assert await error_of("text") is errors.RemoteProtocolError
     assert await error_of("silence") is errors.DeadlineExceeded
-    assert (await requests.ask(plane, address, ECHO, "text", reply_type=str, timeout_s=5)) == "text"
+    assert (
+        await requests.call(plane, address, ECHO, "text", reply_type=str, timeout_s=5)
+    ) == "text"
 
 
 OPEN = wire.encode(wire.Open(1, ECHO, msgspec.Raw(b"\xc0")))

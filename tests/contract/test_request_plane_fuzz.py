@@ -14,7 +14,7 @@ import nats_server as nats_servers
 from dynamo.base import errors, membership, proof
 from dynamo.protocols import generate, wire
 from dynamo.runtime import requests
-from dynamo.runtime.backends import link, memory_requests, tcp
+from dynamo.runtime.backends import frame_connection, memory, tcp
 from dynamo.runtime.backends.nats import requests as nats_requests
 
 ECHO = "a/b/echo"
@@ -57,7 +57,7 @@ async def serve_beside_a_stranger(network, make_plane, data):
     server, plane, stranger = make_plane(network), make_plane(network), Stranger(data)
     address = await server.serve(ECHO, echo)
     await network.connect(address, lambda: stranger)
-    reply = await requests.ask(plane, address, ECHO, "well?", reply_type=str, timeout_s=5)
+    reply = await requests.call(plane, address, ECHO, "well?", reply_type=str, timeout_s=5)
     stranger.transport.abort()
     await plane.close()
     await server.close()
@@ -66,28 +66,31 @@ async def serve_beside_a_stranger(network, make_plane, data):
 
 async def ask_a_stranger(network, make_plane, data):
     listener = await network.listen(lambda: Stranger(data))
-    plane, answer = make_plane(network), requests.Answer()
+    plane, receiver = make_plane(network), requests.ItemReceiver(object)
     try:
-        await plane.open(listener.address, ECHO, None, answer)
-    except errors.WorkerLost:
-        answer.body.cancel()
+        await plane.open(listener.address, ECHO, None, receiver)
+    except errors.WorkerLost as error:
+        receiver.ended(error)
     for _ in range(5):
         await asyncio.sleep(0)
     await plane.close()
     listener.close()
-    return answer.body.done() and (answer.body.cancelled() or answer.body.exception())
+    return receiver.is_complete and receiver.error is not None
 
 
 @contextlib.asynccontextmanager
 async def over_memory(_):
-    network = memory_requests.MemoryNetwork()
-    yield network, memory_requests.MemoryRequestPlane
+    network = memory.MemoryNetwork()
+    yield network, memory.MemoryRequestPlane
 
 
 @contextlib.asynccontextmanager
 async def over_tcp(credentials):
     shown = {"credentials": credentials}
-    yield tcp.TcpNetwork(**shown), lambda network: tcp.TcpRequestPlane(**shown)
+    yield (
+        tcp.TcpNetwork(**shown),
+        lambda network: tcp.TcpRequestPlane(**shown, item_type=generate.Output),
+    )
 
 
 @contextlib.asynccontextmanager
@@ -97,7 +100,7 @@ async def over_nats(url):
     def join():
         return nats_requests.NatsNetwork(connection, namespace="fuzz", number=next(ids))
 
-    yield join(), lambda network: nats_requests.NatsRequestPlane(join())
+    yield join(), lambda network: nats_requests.NatsRequestPlane(join(), item_type=generate.Output)
     await connection.close()
 
 
@@ -178,11 +181,13 @@ async def knock(address, data, *, is_patient=False):
 
 async def serve_beside_the_unproven(credentials, data):
     bodies = []
-    server, plane = (tcp.TcpRequestPlane(credentials=credentials) for _ in range(2))
+    server, plane = (
+        tcp.TcpRequestPlane(credentials=credentials, item_type=generate.Output) for _ in range(2)
+    )
     address = await server.serve(ECHO, remembering(bodies))
     answer, reply = await asyncio.gather(
         knock(address, data),
-        requests.ask(plane, address, ECHO, "well?", reply_type=str, timeout_s=5),
+        requests.call(plane, address, ECHO, "well?", reply_type=str, timeout_s=5),
     )
     await plane.close()
     await server.close()
@@ -199,19 +204,19 @@ def test_the_unproven_reach_no_handler_and_others_are_served(credentials, data):
 
 
 async def test_a_flood_of_strangers_keeps_no_honest_peer_out(credentials):
-    limits = link.Limits(max_strangers=8, hello_s=30)
-    server = tcp.TcpRequestPlane(credentials=credentials, limits=limits)
+    limits = frame_connection.ConnectionLimits(max_pending=8, hello_s=30)
+    server = tcp.TcpRequestPlane(credentials=credentials, limits=limits, item_type=generate.Output)
     address = await server.serve(ECHO, echo)
     strangers = [
         asyncio.create_task(knock(address, proof.GREETING[:4], is_patient=True)) for _ in range(200)
     ]
-    plane = tcp.TcpRequestPlane(credentials=credentials)
-    first = await requests.ask(plane, address, ECHO, 1, reply_type=int, timeout_s=20)
+    plane = tcp.TcpRequestPlane(credentials=credentials, item_type=generate.Output)
+    first = await requests.call(plane, address, ECHO, 1, reply_type=int, timeout_s=20)
     async with asyncio.timeout(20):
         while sum(stranger.done() for stranger in strangers) < 192:
             await asyncio.sleep(0.01)
-    later = tcp.TcpRequestPlane(credentials=credentials)
-    second = await requests.ask(later, address, ECHO, 2, reply_type=int, timeout_s=20)
+    later = tcp.TcpRequestPlane(credentials=credentials, item_type=generate.Output)
+    second = await requests.call(later, address, ECHO, 2, reply_type=int, timeout_s=20)
     for closed in (plane, later, server):
         await closed.close()
     await asyncio.gather(*strangers)  # the last ones, too, are let go
@@ -220,8 +225,8 @@ async def test_a_flood_of_strangers_keeps_no_honest_peer_out(credentials):
 
 
 async def test_strangers_without_a_word_are_dropped_in_time(credentials):
-    limits = link.Limits(hello_s=0.1)
-    server = tcp.TcpRequestPlane(credentials=credentials, limits=limits)
+    limits = frame_connection.ConnectionLimits(hello_s=0.1)
+    server = tcp.TcpRequestPlane(credentials=credentials, limits=limits, item_type=generate.Output)
     address = await server.serve(ECHO, echo)
     async with asyncio.timeout(20):
         answers = await asyncio.gather(*(knock(address, b"", is_patient=True) for _ in range(5)))
@@ -231,14 +236,17 @@ async def test_strangers_without_a_word_are_dropped_in_time(credentials):
 
 
 async def test_open_planes_bound_their_strangers_too():
-    server = tcp.TcpRequestPlane(limits=link.Limits(max_strangers=8, hello_s=30))
+    server = tcp.TcpRequestPlane(
+        limits=frame_connection.ConnectionLimits(max_pending=8, hello_s=30),
+        item_type=generate.Output,
+    )
     address = await server.serve(ECHO, echo)
     strangers = [asyncio.create_task(knock(address, b"\0", is_patient=True)) for _ in range(100)]
     async with asyncio.timeout(20):
         while sum(stranger.done() for stranger in strangers) < 92:
             await asyncio.sleep(0.01)
-    plane = tcp.TcpRequestPlane()
-    reply = await requests.ask(plane, address, ECHO, 1, reply_type=int, timeout_s=20)
+    plane = tcp.TcpRequestPlane(item_type=generate.Output)
+    reply = await requests.call(plane, address, ECHO, 1, reply_type=int, timeout_s=20)
     for closed in (plane, server):
         await closed.close()
     await asyncio.gather(*strangers)
@@ -268,12 +276,12 @@ async def test_who_does_not_belong_together_is_told_so_at_both_sides(
 ):
     stranger = members.with_tls(certificates, name="stranger", authority="other")
     shown = credentials_by_name | {"other": OTHER_TOKEN, "stranger": stranger}
-    server = tcp.TcpRequestPlane(credentials=shown[answerer])
-    plane = tcp.TcpRequestPlane(credentials=shown[asker])
+    server = tcp.TcpRequestPlane(credentials=shown[answerer], item_type=generate.Output)
+    plane = tcp.TcpRequestPlane(credentials=shown[asker], item_type=generate.Output)
     address = await server.serve(ECHO, echo)
 
     with pytest.raises(errors.WorkerLost, match=asker_hears):
-        await plane.open(address, ECHO, None, requests.Answer())
+        await plane.open(address, ECHO, None, requests.ItemReceiver(object))
     async with asyncio.timeout(10):
         while answerer_says not in caplog.text:
             await asyncio.sleep(0.01)
@@ -284,6 +292,6 @@ async def test_who_does_not_belong_together_is_told_so_at_both_sides(
 
 def test_an_address_off_loopback_wants_a_token_or_certificates(credentials):
     with pytest.raises(errors.ConfigError, match=r"DYN_TCP_RPC_HOST.*--cluster-token-file"):
-        tcp.TcpRequestPlane("10.0.0.7")
+        tcp.TcpRequestPlane("10.0.0.7", item_type=generate.Output)
     for shown in (credentials, membership.Credentials(is_insecure=True)):
-        tcp.TcpRequestPlane("10.0.0.7", credentials=shown)
+        tcp.TcpRequestPlane("10.0.0.7", credentials=shown, item_type=generate.Output)

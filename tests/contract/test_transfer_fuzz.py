@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import members
 import transfer_peer
 from dynamo.base import errors, membership, proof
+from dynamo.runtime import authentication
 from dynamo.transfer import api, descriptors, handshake, messages
 from dynamo.transfer.backends import shm, tcp
 from dynamo.transfer.limit import Limit
@@ -22,7 +23,7 @@ from dynamo.transfer.link import Link
 from transfer_peer import LAYOUT, blocks_of, content
 
 READ = api.Operation.READ
-OPEN = membership.NOTHING
+OPEN = membership.NO_CREDENTIALS
 LONG_S = 30.0
 GARBAGE = st.builds(
     bytes.__add__,
@@ -32,7 +33,7 @@ GARBAGE = st.builds(
 
 
 @contextlib.asynccontextmanager
-async def worker(credentials=membership.NOTHING):
+async def worker(credentials=membership.NO_CREDENTIALS):
     made = await transfer_peer.Worker(
         "prefill-0", tcp.TcpBackend(credentials=credentials, is_always_summed=True), seed=2
     ).start()
@@ -51,7 +52,13 @@ def enter(metadata):
     """A link past the handshake."""
     link = Link(dial(metadata))
     epoch = descriptors.decode(metadata).epoch
-    handshake.enter(link, name="stranger", epoch=epoch, key=b"", limit=Limit(10))
+    handshake.enter(
+        link,
+        name="stranger",
+        epoch=epoch,
+        authenticator=handshake.new_authenticator(OPEN),
+        limit=Limit(10),
+    )
     return link
 
 
@@ -95,7 +102,11 @@ async def test_a_frame_that_is_too_large_is_refused_by_its_length_alone():
 
         def knock():
             with dial(served.metadata) as sock:
-                handshake._exchange(Link(sock), proof.ask(b"", bytes(32)), Limit(10))
+                link = Link(sock)
+                handshake.new_authenticator(OPEN).authenticate_server(
+                    lambda output: link.send_bytes(output, Limit(10)),
+                    lambda size: link.receive_bytes(size, Limit(10)),
+                )
                 sock.sendall(struct.pack("!I", messages.MAX_GREETING_BYTES + 1))
                 assert is_closed(sock)
 
@@ -187,18 +198,18 @@ async def test_a_server_that_does_not_know_the_token_is_refused(said):
 
 
 async def test_a_recorded_greeting_opens_nothing():
-    key = members.with_token().key(handshake.PURPOSE)
+    key = members.with_token().derive_key(authentication.TRANSFER)
     async with worker(members.with_token()) as served:
 
         def knock(recorded):
             """Play the asker's part, or what was recorded of it; gives what we said and what came at the end."""
             with dial(served.metadata) as sock:
-                steps = proof.ask(key, secrets.token_bytes(32))
-                said = next(steps).said
+                steps = proof.client_steps(key, secrets.token_bytes(32))
+                said = next(steps).output
                 sock.sendall(recorded[:40] or said)
                 sock.recv(8, socket.MSG_WAITALL)
                 steps.send(proof.GREETING)
-                proven = steps.send(sock.recv(32, socket.MSG_WAITALL)).said
+                proven = steps.send(sock.recv(32, socket.MSG_WAITALL)).output
                 sock.sendall(recorded[40:] or proven)
                 sock.shutdown(socket.SHUT_WR)
                 return said + proven, b"".join(iter(lambda: sock.recv(4096), b""))
@@ -307,5 +318,5 @@ def impostor(behave):
 
 
 def greet_truly(link, epoch):
-    handshake.admit(link, key=b"", limit=Limit(10))
+    handshake.admit(link, authenticator=handshake.new_authenticator(OPEN), limit=Limit(10))
     handshake.welcome(link, epoch=epoch, limit=Limit(10))

@@ -8,14 +8,14 @@ import pytest
 import nats_server as servers
 from dynamo.base import errors
 from dynamo.runtime import work_queue
-from dynamo.runtime.backends import memory_work_queue
-from dynamo.runtime.backends.nats import work_queue as nats_work_queue
+from dynamo.runtime.backends import memory
+from dynamo.runtime.backends.nats import jetstream
 
 NAMES = itertools.count()
 PATIENT_S = 15.0  # on a busy machine
 NOTHING_S = 0.05  # for what should not come
-NORMAL = work_queue.Bounds()
-IMPATIENT = work_queue.Bounds(acknowledge_s=0.2)
+NORMAL = work_queue.WorkQueueBounds()
+IMPATIENT = work_queue.WorkQueueBounds(acknowledge_s=0.2)
 
 
 class Factory:
@@ -30,10 +30,10 @@ class Factory:
 
     async def open(self, bounds=NORMAL):
         if self._kind == "memory":
-            self._work = self._work or memory_work_queue.MemoryWork(bounds)
-            queue = memory_work_queue.MemoryWorkQueue(self._work)
+            self._work = self._work or memory.MemoryWork(bounds)
+            queue = memory.MemoryWorkQueue(self._work)
         else:
-            queue = await nats_work_queue.NatsWorkQueue.open(self._nats, self._name, bounds)
+            queue = await jetstream.NatsWorkQueue.open(self._nats, self._name, bounds)
         self.opened.append(queue)
         return queue
 
@@ -162,7 +162,7 @@ async def test_who_says_so_keeps_it(factory):
 
 
 async def test_a_full_queue_says_so_and_goes_on(factory):
-    queue = await factory.open(work_queue.Bounds(max_items=2))
+    queue = await factory.open(work_queue.WorkQueueBounds(max_items=2))
     for _ in range(2):
         await queue.push(b"x")
     with pytest.raises(errors.Overloaded, match="full"):
@@ -174,7 +174,7 @@ async def test_a_full_queue_says_so_and_goes_on(factory):
 
 
 async def test_bytes_are_bounded_too(factory):
-    queue = await factory.open(work_queue.Bounds(max_bytes=3000, max_item_bytes=2000))
+    queue = await factory.open(work_queue.WorkQueueBounds(max_bytes=3000, max_item_bytes=2000))
     await queue.push(b"x" * 2000)
     with pytest.raises(errors.Overloaded, match="full"):
         await queue.push(b"x" * 2000)
@@ -183,7 +183,7 @@ async def test_bytes_are_bounded_too(factory):
 
 
 async def test_the_old_vanishes(factory):
-    queue = await factory.open(work_queue.Bounds(max_age_s=0.3))
+    queue = await factory.open(work_queue.WorkQueueBounds(max_age_s=0.3))
     await queue.push(b"waiting")
     await queue.push(b"in work")
     item = await queue.pull(PATIENT_S)
@@ -210,8 +210,8 @@ async def test_who_gives_up_waiting_loses_nothing(factory):
 async def test_the_bounds_are_those_of_whoever_came_last(nats_server):
     nats = await servers.connect(nats_server.url)
     name = f"rebound {next(NAMES)}"
-    await nats_work_queue.NatsWorkQueue.open(nats, name, work_queue.Bounds(max_items=1))
-    queue = await nats_work_queue.NatsWorkQueue.open(nats, name, work_queue.Bounds(max_items=2))
+    await jetstream.NatsWorkQueue.open(nats, name, work_queue.WorkQueueBounds(max_items=1))
+    queue = await jetstream.NatsWorkQueue.open(nats, name, work_queue.WorkQueueBounds(max_items=2))
     for _ in range(2):
         await queue.push(b"x")
 
@@ -220,11 +220,11 @@ async def test_the_bounds_are_those_of_whoever_came_last(nats_server):
 
 
 async def test_items_outlive_the_server_and_pulls_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(nats_work_queue, "_ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr(jetstream, "_PULL_AGAIN_S", 0.5)
     server = servers.NatsServer(tmp_path / "nats")
     server.start()
     nats = await servers.connect(server.url)
-    queue = await nats_work_queue.NatsWorkQueue.open(nats, "q")
+    queue = await jetstream.NatsWorkQueue.open(nats, "q")
     gone = asyncio.Event()
     nats.on_lost(lambda _: gone.set())
     await queue.push(b"x")
@@ -247,12 +247,12 @@ async def test_a_queue_that_its_server_lost_is_unavailable_until_it_is_opened_ag
     server = servers.NatsServer(tmp_path / "nats")
     server.start()
     nats = await servers.connect(server.url)
-    queue = await nats_work_queue.NatsWorkQueue.open(nats, "q")
+    queue = await jetstream.NatsWorkQueue.open(nats, "q")
     await nats.jetstream.delete_stream("q")
     for ask in (queue.depth, queue.num_waiting, lambda: queue.push(b"x")):
         with pytest.raises(errors.Unavailable):
             await ask()
-    again = await nats_work_queue.NatsWorkQueue.open(nats, "q")
+    again = await jetstream.NatsWorkQueue.open(nats, "q")
     await queue.push(b"x")
 
     assert (await again.pull(PATIENT_S)).body == b"x"
@@ -265,6 +265,6 @@ async def test_a_server_without_jetstream_is_named(tmp_path):
     server.start()
     nats = await servers.connect(server.url)
     with pytest.raises(errors.ConfigError, match="-js"):
-        await nats_work_queue.NatsWorkQueue.open(nats, "q")
+        await jetstream.NatsWorkQueue.open(nats, "q")
     await nats.close()
     server.stop()

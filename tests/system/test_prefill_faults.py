@@ -32,7 +32,7 @@ from split import (
     until_idle,
 )
 
-from dynamo.protocols import instances
+from dynamo.protocols import generate, instances
 from dynamo.runtime import component
 
 pytestmark = pytest.mark.timeout(300)
@@ -182,14 +182,18 @@ def test_every_other_copy_fails(split):
 async def put_card(deployment, key, value, told):
     """Keep it in discovery until `told`."""
     settings = component.RuntimeConfig(file_kv=deployment.environ["DYN_FILE_KV"])
-    async with await component.DistributedRuntime.open(settings) as runtime:
+    async with await component.DistributedRuntime.open(
+        settings, item_type=generate.Output
+    ) as runtime:
         await runtime.discovery.put(key, value)
         await asyncio.to_thread(told.wait)
 
 
 async def cards(deployment):
     settings = component.RuntimeConfig(file_kv=deployment.environ["DYN_FILE_KV"])
-    async with await component.DistributedRuntime.open(settings) as runtime:
+    async with await component.DistributedRuntime.open(
+        settings, item_type=generate.Output
+    ) as runtime:
         return await runtime.discovery.get_prefix(f"{instances.CARDS}dynamo/prefill/generate/")
 
 

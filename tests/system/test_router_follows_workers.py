@@ -5,6 +5,7 @@ import asyncio
 from deployment import MODEL
 
 from dynamo.base import clock as clocks
+from dynamo.protocols import generate
 from dynamo.router import kv_event_subscriber, prefix_index
 from dynamo.runtime import component
 
@@ -34,7 +35,9 @@ class Router:
     async def join(cls, deployment):
         router = cls()
         settings = component.RuntimeConfig(file_kv=deployment.environ["DYN_FILE_KV"])
-        router.runtime = await component.DistributedRuntime.open(settings)
+        router.runtime = await component.DistributedRuntime.open(
+            settings, item_type=generate.Output
+        )
         return router
 
     def held(self):

@@ -1,9 +1,9 @@
-"""What the processes of a cluster show to each other, so that no one else is served: a token, certificates, or both.
+"""The credentials that the processes of a cluster show each other: a shared token, TLS certificates, or both.
 
-The token proves who may speak (`proof`), certificates that and hide what is said. On loopback nothing is asked; any
-other address is refused without one of them, unless the user says `--insecure`.
+The token proves that a peer belongs to the cluster (`proof`); certificates prove that too and encrypt the connection.
+On loopback nothing is required; any other address is refused without one of them, unless the user says `--insecure`.
 
-The token comes from a file or from the environment: a flag can be read by everybody on the machine.
+The token comes from a file or from the environment, because every user of a machine can read the flags of a process.
 """
 
 import ipaddress
@@ -19,9 +19,9 @@ MIN_TOKEN_BYTES = 16
 MAX_TOKEN_BYTES = 4096
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, so that it can stand beside other bases
+@dataclass(frozen=True, kw_only=True)  # without slots, so that it can be combined with other bases
 class ClusterConfig:
-    """How the processes of one cluster reach each other, and what they show to each other."""
+    """Settings of the connections between the processes of one cluster: address and credentials."""
 
     tcp_rpc_host: str = config.option(
         "127.0.0.1", env="DYN_TCP_RPC_HOST", help="address by which others reach this process"
@@ -54,30 +54,30 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Both sides show a certificate of the cluster's authority."""
+    """TLS in which both sides show a certificate of the cluster's authority."""
 
-    asking: ssl.SSLContext
-    answering: ssl.SSLContext
+    client: ssl.SSLContext
+    server: ssl.SSLContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What we show, and want to see."""
+    """The credentials that this process shows and expects."""
 
     token: bytes | None = field(default=None, repr=False)
     tls: Tls | None = None
     is_insecure: bool = False
 
-    def key(self, purpose: str) -> bytes | None:
-        """Made of the token, for this purpose only; None without one."""
-        return None if self.token is None else proof.derive(self.token, purpose)
+    def derive_key(self, purpose: str) -> bytes | None:
+        """Return the token's key for one purpose; None without a token."""
+        return None if self.token is None else proof.derive_key(self.token, purpose)
 
 
-NOTHING = Credentials()
+NO_CREDENTIALS = Credentials()
 
 
 def read(settings: ClusterConfig, environ: Mapping[str, str]) -> Credentials:
-    """The credentials that the settings and the environment name. Raises ConfigError."""
+    """Read the credentials that the settings and the environment name. Raises ConfigError."""
     return Credentials(
         token=_token(settings.cluster_token_file, environ.get(TOKEN_VARIABLE)),
         tls=_tls(settings),
@@ -86,28 +86,28 @@ def read(settings: ClusterConfig, environ: Mapping[str, str]) -> Credentials:
 
 
 def is_loopback(host: str) -> bool:
-    """Can only processes of this host reach it? Of names, that is certain of `localhost` only."""
+    """Return True if only processes of this host can reach the address; of names, only `localhost` surely is one."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def check_address(host: str, what: str, credentials: Credentials) -> None:
-    """Raises ConfigError if strangers could use `what` on this address."""
+def check_address(host: str, service: str, credentials: Credentials) -> None:
+    """Raise ConfigError if processes outside the cluster could use `service` on this address."""
     is_protected = credentials.token is not None or credentials.tls is not None
     if not (is_protected or credentials.is_insecure or is_loopback(host)):
         raise errors.ConfigError(
-            f"{what} on {host} would be open to its whole network: give all processes a cluster token"
+            f"{service} on {host} would be open to its whole network: give all processes a cluster token"
             " (--cluster-token-file) or certificates (--cluster-tls-cert-path), or say --insecure"
         )
 
 
-def check_token_address(host: str, what: str, credentials: Credentials) -> None:
-    """As `check_address`, where TLS is not spoken. Raises ConfigError."""
+def check_token_address(host: str, service: str, credentials: Credentials) -> None:
+    """Raise ConfigError as `check_address` does, for a service that does not use TLS."""
     if credentials.token is None and not (credentials.is_insecure or is_loopback(host)):
         raise errors.ConfigError(
-            f"{what} on {host} would be open to its whole network: give all processes a cluster token"
+            f"{service} on {host} would be open to its whole network: give all processes a cluster token"
             " (--cluster-token-file; certificates do not cover it), or say --insecure"
         )
 
@@ -131,10 +131,10 @@ def _token(path: str | None, value: str | None) -> bytes | None:
 def _content(path: str) -> bytes:
     try:
         with Path(path).open("rb") as file:
-            return file.read(MAX_TOKEN_BYTES + 2)  # one byte more than allowed, and the line's end
+            return file.read(MAX_TOKEN_BYTES + 2)  # one byte too many, and the end of the line
     except OSError as error:
         raise errors.ConfigError(
-            f"--cluster-token-file {path}: expected a file that we may read: {error.strerror}"
+            f"--cluster-token-file {path}: expected a file that this process may read: {error.strerror}"
         ) from error
 
 
@@ -153,13 +153,13 @@ def _tls(settings: ClusterConfig) -> Tls | None:
             " expected all three or none"
         )
     return Tls(
-        asking=_context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, authority),
-        answering=_context(ssl.PROTOCOL_TLS_SERVER, certificate, key, authority),
+        client=_context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, authority),
+        server=_context(ssl.PROTOCOL_TLS_SERVER, certificate, key, authority),
     )
 
 
 def _context(side: int, certificate: str, key: str, authority: str) -> ssl.SSLContext:
-    """Who has a certificate of the cluster's authority is one of us, whatever its address: workers come and go."""
+    """Accept any certificate of the cluster's authority, whatever its address, since workers come and go."""
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -167,7 +167,7 @@ def _context(side: int, certificate: str, key: str, authority: str) -> ssl.SSLCo
     try:
         context.load_cert_chain(certificate, key)
         context.load_verify_locations(authority)
-    except OSError as error:  # ssl's errors are some too
+    except OSError as error:  # ssl's errors are of this class
         raise errors.ConfigError(
             f"--cluster-tls-…: expected PEM files in {certificate}, {key} and {authority}: {error}"
         ) from error

@@ -1,20 +1,19 @@
-"""Two processes of one cluster prove to each other that they know its token, without saying it: the steps alone.
+"""The proof by which two processes of one cluster show each other that they know its token, without sending it.
 
-    asker                                answerer
+    client                                 server
     GREETING, nonce              ──▶
                                  ◀──     GREETING, nonce
     proof as asker               ──▶
                                  ◀──     proof as answerer
 
 A proof is HMAC-SHA256 over the role and both nonces (the scheme of SCRAM, RFC 5802, and of Python's own
-`multiprocessing.connection`): fresh nonces make a recorded proof worthless, the role a reflected one. The answerer
-proves nothing to who has not. All parts have a fixed length and are compared, never parsed: a stranger can make us
-hold 32 bytes.
+`multiprocessing.connection`): fresh nonces make a recorded proof worthless, the role a reflected one. The server
+proves nothing to a client that has not proven itself. All parts have a fixed length and are compared, never parsed, so
+an unknown peer can make this process hold 32 bytes at most. What follows on the connection is neither hidden nor
+signed: that is TLS's work.
 
-What follows on the connection is neither hidden nor signed: that is TLS's work.
-
-Steps are generators, so that blocking sockets and event loops drive the same ones: they yield what to send and how
-many bytes they want next, and want none when all is proven.
+The steps of both sides are generators, without any I/O, so that blocking sockets and event loops drive the same ones:
+they yield what to send and how many bytes they expect next, and expect none when the peer has proven itself.
 """
 
 import hmac
@@ -29,89 +28,87 @@ PROOF_BYTES = 32
 
 
 class Step(NamedTuple):
-    """What to send now, and how many bytes to wait for; 0: both have proven it."""
+    """The bytes to send now, and how many to wait for; 0 when both sides have proven themselves."""
 
-    said: bytes
-    num_wanted: int
+    output: bytes
+    num_expected: int
 
 
 Steps = Generator[Step, bytes, None]
 
 
-def derive(token: bytes, purpose: str) -> bytes:
-    """A key of 32 bytes for one purpose only (HKDF, RFC 5869): what is proven for one is worthless for another."""
+def derive_key(token: bytes, purpose: str) -> bytes:
+    """Return a key of 32 bytes for one purpose only (HKDF, RFC 5869): a proof for one is worthless for another."""
     secret = hmac.digest(b"pydynamo cluster token", token, "sha256")
     return hmac.digest(secret, purpose.encode() + b"\x01", "sha256")
 
 
-def prove(key: bytes, role: bytes, asker_nonce: bytes, answerer_nonce: bytes) -> bytes:
-    """32 bytes. The nonces have a fixed length, so there is one way only to read what is signed."""
-    return hmac.digest(key, role + b"|" + asker_nonce + answerer_nonce, "sha256")
+def compute_proof(key: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    """Return 32 bytes. The nonces have a fixed length, so what is signed can be read in one way only."""
+    return hmac.digest(key, role + b"|" + client_nonce + server_nonce, "sha256")
 
 
-def ask(key: bytes, nonce: bytes) -> Steps:
-    """The side that connects; `nonce` is random, and new for each connection. Raises RemoteProtocolError."""
+def client_steps(key: bytes, nonce: bytes) -> Steps:
+    """Run the side that connects; `nonce` is random and new for each connection. Raises RemoteProtocolError."""
     _check_greeting((yield Step(GREETING + nonce, len(GREETING))))
-    theirs = yield Step(b"", NONCE_BYTES)
-    proof = yield Step(prove(key, b"asker", nonce, theirs), PROOF_BYTES)
-    _check(proof, prove(key, b"answerer", nonce, theirs))
+    server_nonce = yield Step(b"", NONCE_BYTES)
+    proof = yield Step(compute_proof(key, b"asker", nonce, server_nonce), PROOF_BYTES)
+    _check_proof(proof, compute_proof(key, b"answerer", nonce, server_nonce))
     yield Step(b"", 0)
 
 
-def answer(key: bytes, nonce: bytes) -> Steps:
-    """The side that listens; `nonce` as for `ask`. Raises RemoteProtocolError."""
+def server_steps(key: bytes, nonce: bytes) -> Steps:
+    """Run the side that listens; `nonce` as for `client_steps`. Raises RemoteProtocolError."""
     _check_greeting((yield Step(b"", len(GREETING))))
-    theirs = yield Step(b"", NONCE_BYTES)
+    client_nonce = yield Step(b"", NONCE_BYTES)
     proof = yield Step(GREETING + nonce, PROOF_BYTES)
-    _check(proof, prove(key, b"asker", theirs, nonce))
-    yield Step(prove(key, b"answerer", theirs, nonce), 0)
+    _check_proof(proof, compute_proof(key, b"asker", client_nonce, nonce))
+    yield Step(compute_proof(key, b"answerer", client_nonce, nonce), 0)
 
 
 class Exchange:
-    """Steps that are fed with bytes as they come, in whatever portions."""
+    """The steps of one side, fed with bytes in whatever portions they arrive."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._step = next(steps)
-        self._held = b""
+        self._buffer = b""
 
     @property
-    def first_words(self) -> bytes:
-        """To be sent before anything came."""
-        return self._step.said
+    def first_output(self) -> bytes:
+        """The bytes to send before anything has come."""
+        return self._step.output
 
     @property
-    def is_over(self) -> bool:
-        """Has the peer proven it?"""
-        return not self._step.num_wanted
+    def is_complete(self) -> bool:
+        """True when the peer has proven that it knows the token."""
+        return not self._step.num_expected
 
     @property
-    def rest(self) -> bytes:
-        """What came behind the peer's proof."""
-        return self._held
+    def remainder(self) -> bytes:
+        """The bytes that came behind the peer's proof."""
+        return self._buffer
 
     def feed(self, data: bytes) -> bytes:
-        """What to send now. Raises RemoteProtocolError if the peer does not know the token."""
-        self._held += data
-        said = b""
-        while not self.is_over and len(self._held) >= self._step.num_wanted:
-            part, self._held = (
-                self._held[: self._step.num_wanted],
-                self._held[self._step.num_wanted :],
-            )
+        """Take bytes of the peer and return what to send now. Raises RemoteProtocolError for another token."""
+        self._buffer += data
+        output = b""
+        while not self.is_complete and len(self._buffer) >= self._step.num_expected:
+            size = self._step.num_expected
+            part, self._buffer = self._buffer[:size], self._buffer[size:]
             self._step = self._steps.send(part)
-            said += self._step.said
-        return said
+            output += self._step.output
+        return output
 
 
-def _check_greeting(said: bytes) -> None:
-    if said != GREETING:
+def _check_greeting(greeting: bytes) -> None:
+    if greeting != GREETING:
         raise errors.RemoteProtocolError(
             "has no cluster token; give every process the same (--cluster-token-file)"
         )
 
 
-def _check(proof: bytes, expected: bytes) -> None:
+def _check_proof(proof: bytes, expected: bytes) -> None:
     if not hmac.compare_digest(proof, expected):
         raise errors.RemoteProtocolError(
             "has another cluster token; give every process the same (--cluster-token-file)"

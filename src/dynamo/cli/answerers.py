@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dynamo.base import config, errors
 from dynamo.cli.topology import Topology
-from dynamo.protocols import instances
+from dynamo.protocols import generate, instances
 from dynamo.runtime import component
 from dynamo.transfer.backends import local
 from dynamo.worker import engines, main, model_source, settings
@@ -45,13 +45,15 @@ async def join(
     if is_remote(target):
         _check_ours(target, topology)
         planes = config.load(component.RuntimeConfig, prog="dynamo run", argv=())
-        async with await component.DistributedRuntime.open(planes) as runtime:
+        async with await component.DistributedRuntime.open(
+            planes, item_type=generate.Output
+        ) as runtime:
             await _check_served(runtime, target)
             yield runtime
         return
     memory = component.MemoryCluster()
     async with (
-        await component.DistributedRuntime.in_memory(memory) as runtime,
+        await component.DistributedRuntime.in_memory(memory, item_type=generate.Output) as runtime,
         contextlib.AsyncExitStack() as workers,
     ):
         directory = model_source.resolve(model, with_weights=engines.kind_of(target).needs_weights)

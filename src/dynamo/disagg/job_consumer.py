@@ -125,7 +125,7 @@ class PrefillJobConsumer:
         lease = shared_queue.LeaseRequest(
             number=job.number, instance_id=self._instance_id, num_deliveries=item.num_deliveries
         )
-        return await requests.ask(
+        return await requests.call(
             self._plane,
             job.transport[self._plane.name],
             job.endpoint,

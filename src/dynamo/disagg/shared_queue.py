@@ -30,7 +30,7 @@ LEASE_ENDPOINT = (
     "prefill_claims"  # beside a decode worker's own endpoint; leases are requested here
 )
 TAKES_JOBS = "takes_prefill_tickets"  # in a prefill worker's runtime data
-BOUNDS = work_queue.Bounds(
+BOUNDS = work_queue.WorkQueueBounds(
     max_items=10_000,
     max_bytes=16 * 2**20,
     max_item_bytes=2048,

@@ -10,6 +10,7 @@ from dynamo.disagg import config as disagg_config
 from dynamo.frontend import config, service
 from dynamo.frontend.processes import http_workers
 from dynamo.observability import logs
+from dynamo.protocols import generate
 from dynamo.router import config as router_config
 from dynamo.runtime import component
 
@@ -46,7 +47,7 @@ async def serve(
 ) -> None:
     """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     process_setup.collect_garbage_rarely()
-    async with await component.DistributedRuntime.open(door) as runtime:
+    async with await component.DistributedRuntime.open(door, item_type=generate.Output) as runtime:
         stop = (
             process_setup.stop_on_signals()
         )  # until here a signal ends the process: nothing runs yet

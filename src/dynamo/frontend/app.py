@@ -23,7 +23,7 @@ from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.frontend.processes import peers, shared_responses
 from dynamo.observability import metrics
 from dynamo.protocols import anthropic_errors, kserve_errors, openai_errors
-from dynamo.runtime.http import exchange, router
+from dynamo.runtime.http import exchange
 
 _MODELS = "/v1/models/"
 _MESSAGES = "/v1/messages"
@@ -74,7 +74,7 @@ class App:
         tensors = routes.KserveRoutes(
             answers.text, known, counter, self._accepts, is_draining=lambda: self.is_draining
         )
-        self.routes = router.Router(
+        self.routes = exchange.HttpRouter(
             {
                 ("POST", "/v1/chat/completions"): self._generates(apis.CHAT),
                 ("POST", "/v1/completions"): self._generates(apis.COMPLETIONS),
@@ -116,7 +116,7 @@ class App:
             **shared.routes,
         }
 
-    def _generates(self, api: apis.Api[Any, Any]) -> router.Handler:
+    def _generates(self, api: apis.Api[Any, Any]) -> exchange.Handler:
         def handle(caller: exchange.Exchange) -> Awaitable[None] | None:
             return (
                 self._pipeline.answer(api, caller) if self._accepts(caller, api.dialect) else None
@@ -124,7 +124,7 @@ class App:
 
         return handle
 
-    def _embeds(self, vectors: embeddings.Embeddings) -> router.Handler:
+    def _embeds(self, vectors: embeddings.Embeddings) -> exchange.Handler:
         return lambda caller: (
             vectors.answer(caller) if self._accepts(caller, openai_errors) else None
         )
@@ -133,7 +133,7 @@ class App:
         self,
         answer: Callable[[bytes], Awaitable[Any]],
         dialect: delivery.Dialect = openai_errors,
-    ) -> router.Handler:
+    ) -> exchange.Handler:
         """For what the frontend answers by itself: from body to body."""
 
         async def handle(caller: exchange.Exchange) -> None:
@@ -219,7 +219,7 @@ class App:
         caller.respond(200, page.encode(), content_type="text/html; charset=utf-8")
 
 
-def _identified(handler: router.Handler) -> router.Handler:
+def _identified(handler: exchange.Handler) -> exchange.Handler:
     """Whatever is answered tells the request's id, as answers that are generated do."""
 
     def handle(caller: exchange.Exchange) -> Awaitable[None] | None:

@@ -90,7 +90,7 @@ class CacheClearer:
         worker = found.instances.get(instance_id)
         if worker is None:
             raise errors.NoWorkers(f"instance {instance_id:x} does not serve {name}")
-        return await requests.ask(
+        return await requests.call(
             self._plane,
             worker.transport[self._plane.name],
             name.path,

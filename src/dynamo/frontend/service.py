@@ -31,7 +31,7 @@ from dynamo.observability import metrics as observed
 from dynamo.router import config as router_config
 from dynamo.router import route_factory
 from dynamo.runtime import component
-from dynamo.runtime.http import limits, server
+from dynamo.runtime.http import parser, server
 
 _logger = logging.getLogger(__name__)
 
@@ -142,10 +142,10 @@ class Frontend:
         handler = self._admission.wrap_handler(self._app.routes, app.dialect_of)
         self._server = server.HttpServer(
             handler,
-            limits=limits.Limits(
+            limits=parser.HttpLimits(
                 body_bytes=settings.http_body_limit_mb * 2**20,
                 request_s=settings.http_read_timeout_secs,
-                num_connections=process_setup.reserve_open_files(limits.NUM_CONNECTIONS),
+                num_connections=process_setup.reserve_open_files(parser.NUM_CONNECTIONS),
             ),
             tls=_make_tls_context(settings),
             error_body=app.error_body,

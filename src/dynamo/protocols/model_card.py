@@ -98,6 +98,17 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return the checksum by file name; equal checksums mean the same tokens and chat template."""
         return {name: file.checksum for name, file in self.files.items()}
 
+    def record_for(self, instance: instances.Instance) -> "tuple[str, CardRecord]":
+        """Return the key and the record that discovery holds when `instance` serves this model."""
+        record = CardRecord(
+            namespace=instance.namespace,
+            component=instance.component,
+            endpoint=instance.endpoint,
+            instance_id=instance.instance_id,
+            card_json=self,
+        )
+        return instance.card_key, record
+
 
 class CardRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="Model"):
     """The record of a card in discovery."""

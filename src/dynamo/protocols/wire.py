@@ -1,4 +1,4 @@
-"""The request plane's frames: what two processes say to each other on one connection, without any I/O.
+"""The request plane's frames: what two processes send each other on one connection, without any I/O.
 
 A frame is a big-endian u32 length and then that many bytes of msgpack: an array that begins with the frame's kind.
 One connection carries many streams; the side that opened it (the client) numbers them.
@@ -6,33 +6,36 @@ One connection carries many streams; the side that opened it (the client) number
     client → server    Hello · Open · Cancel · Ping
     server → client    Welcome · Step · Reply · Fail · Goodbye · Pong
 
-A stream begins with `Open`. The server answers with any number of `Step` items (an engine's outputs) or `Reply`s
-(anything else), and ends it exactly once: by naming it in `Step.ended` or by `Fail`. One `Step` frame carries what an
-engine step brought for all streams of the connection: the cost of a stream of tokens is the number of frames.
+A stream begins with `Open`. The server answers with any number of `Step` items or `Reply`s, and ends it exactly once:
+by naming it in `Step.ended` or by `Fail`. One `Step` frame carries the items of one turn for all streams of the
+connection: the cost of many small items, such as tokens, is the number of frames. All items of a connection have one
+type, which the decoder is made for; replies are decoded by their readers.
 
 `FrameReader` takes bytes as they come and gives frames; what is malformed, too long or of an unknown kind is a
 RemoteProtocolError, and nothing else is ever raised.
 """
 
 import struct
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import generate, model_errors  # noqa: F401 (so that each peer knows their codes)
+from dynamo.protocols import model_errors  # noqa: F401 (so that each peer knows these errors' codes)
 
 VERSION = 1
 MAX_FRAME_BYTES = 32 * 2**20  # DYN_TCP_MAX_MESSAGE_SIZE of the original
 MAX_TIMEOUT_S = 1e8
 _LENGTH = struct.Struct(">I")
+T = TypeVar("T")
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """The client's first frame."""
 
     version: int
-    peer: str  # who calls, for the log
+    peer: str  # a name of the client, for the log
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -53,36 +56,36 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Nobody waits for this stream any more, or for one choice of it. One that is not there is no error."""
+    """The client waits for this stream no longer, or sends its handler a signal. An unknown stream is no error."""
 
     stream: int
-    choice: int | None = None  # None: all
+    signal: int | None = None  # None: cancel; else a number whose meaning the endpoint defines
 
 
-# gc=False: an output holds no cycles, and the collector should not walk the thousands that live for one turn.
-class StepItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An output for one stream."""
+# gc=False: an item holds no cycles, and the collector should not walk the thousands that live for one turn.
+class StepItem(msgspec.Struct, Generic[T], frozen=True, array_like=True, gc=False):
+    """One item of one stream."""
 
     stream: int
-    output: generate.Output
+    item: T
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag=4, gc=False):
-    """What one engine step brought for this connection, and which streams are now complete."""
+class Step(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag=4, gc=False):
+    """The items of one turn for this connection, and the streams that are now complete."""
 
-    items: tuple[StepItem, ...]
+    items: tuple[StepItem[T], ...]
     ended: tuple[int, ...] = ()
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """An item of a stream that is no generation."""
+    """An item that its reader decodes."""
 
     stream: int
     body: msgspec.Raw
 
 
 class Fail(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The stream is over, by an error, of which all arrives that a client is told."""
+    """The stream has failed; the fields are all that a caller learns of the error."""
 
     stream: int
     code: str
@@ -94,7 +97,7 @@ class Fail(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
     @classmethod
     def of(cls, stream: int, error: errors.DynamoError) -> "Fail":
-        """The frame that tells this error."""
+        """Make the frame of an error."""
         param = error.param if isinstance(error, errors.RequestError) else None
         retry_after_s = None
         if isinstance(error, errors.Unavailable):
@@ -103,38 +106,38 @@ class Fail(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
     @property
     def error(self) -> errors.DynamoError:
-        """The error that this frame tells."""
+        """The error, of the class that the server raised."""
         return errors.from_wire(
             self.code, self.message, param=self.param, retry_after_s=self.retry_after_s
         )
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """The server finishes what it has and takes no new streams."""
+    """The server finishes its open streams and takes no new ones."""
 
     reason: str
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Are you there?"""
+    """The client asks whether the server lives."""
 
     number: int
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Yes."""
+    """The server lives."""
 
     number: int
 
 
-Frame = Hello | Welcome | Open | Cancel | Step | Reply | Fail | Goodbye | Ping | Pong
+Frame = Hello | Welcome | Open | Cancel | Step[Any] | Reply | Fail | Goodbye | Ping | Pong
+Decode = Callable[[bytes], Frame]
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 def encode(frame: Frame) -> bytes:
-    """A frame with its length. Raises LocalProtocolError if it is too long for any peer."""
+    """Return a frame with its length. Raises LocalProtocolError if it is too long for any peer."""
     body = _encoder.encode(frame)
     if len(body) > MAX_FRAME_BYTES:
         raise errors.LocalProtocolError(
@@ -143,25 +146,39 @@ def encode(frame: Frame) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def decode(body: bytes | memoryview) -> Frame:
-    """The frame in these bytes (without the length). Raises RemoteProtocolError."""
-    try:
-        return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise errors.RemoteProtocolError(
-            f"expected a frame of the request plane: {error}"
-        ) from error
+def make_decoder(item_type: Any = Any) -> Decode:
+    """Return a function that decodes one frame without its length, with step items of `item_type`.
+
+    The function raises RemoteProtocolError.
+    """
+    step = Step[item_type]
+    kinds: Any = Hello | Welcome | Open | Cancel | step | Reply | Fail | Goodbye | Ping | Pong
+    decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(kinds)
+
+    def decode_frame(body: bytes) -> Frame:
+        try:
+            return decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise errors.RemoteProtocolError(
+                f"expected a frame of the request plane: {error}"
+            ) from error
+
+    return decode_frame
+
+
+decode = make_decoder()
 
 
 class FrameReader:
     """Bytes in, frames out. After an error it must be thrown away with its connection."""
 
-    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES, *, decode: Decode = decode) -> None:
         self._buffer = bytearray()
+        self._decode = decode
         self.max_frame_bytes = max_frame_bytes  # may be raised once the peer is known
 
     def feed(self, data: bytes) -> list[Frame]:
-        """All frames that are complete with `data`. Raises RemoteProtocolError."""
+        """Return all frames that are complete with `data`. Raises RemoteProtocolError."""
         buffer = self._buffer
         buffer += data
         frames: list[Frame] = []
@@ -175,7 +192,7 @@ class FrameReader:
             end = start + _LENGTH.size + length
             if len(buffer) < end:
                 break
-            frames.append(decode(bytes(buffer[start + _LENGTH.size : end])))
+            frames.append(self._decode(bytes(buffer[start + _LENGTH.size : end])))
             start = end
         del buffer[:start]
         return frames

@@ -10,7 +10,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
 from dynamo.observability import logs
 from dynamo.observability import metrics as observed
-from dynamo.protocols import instances
+from dynamo.protocols import generate, instances
 from dynamo.router import config as router_config
 from dynamo.router import route_factory, service
 from dynamo.runtime import component
@@ -47,7 +47,9 @@ async def serve(
     settings: ServiceConfig, routing: router_config.RoutingConfig, target: instances.EndpointName
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once. Raises ConfigError."""
-    async with await component.DistributedRuntime.open(settings) as runtime:
+    async with await component.DistributedRuntime.open(
+        settings, item_type=generate.Output
+    ) as runtime:
         stop = process_setup.stop_on_signals()  # before here a signal simply ends the process
         factory = route_factory.RouteFactory(
             routing, runtime, clocks.SystemClock(), observed.Registry("dynamo_component")

@@ -432,5 +432,5 @@ class _RoutedStream:
         self._stream.cancel()
         self._receiver.free_request()
 
-    def cancel_choice(self, index: int) -> None:
-        self._stream.cancel_choice(index)
+    def send_signal(self, signal: int) -> None:
+        self._stream.send_signal(signal)

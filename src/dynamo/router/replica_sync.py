@@ -159,7 +159,7 @@ class ReplicaSync:
     async def _apply_snapshot(self, instance_id: int, peer: _Peer) -> None:
         assert self._client is not None
         try:
-            snapshot = await requests.ask(
+            snapshot = await requests.call(
                 self._runtime.requests,
                 self._client.instances[instance_id].transport[self._runtime.requests.name],
                 self._name.path,

@@ -1,30 +1,34 @@
-"""The asking side of one endpoint: it follows who serves it, chooses one, and goes to the next if that one is lost.
+"""The client of one endpoint: it follows the endpoint's instances, chooses one, and tries the next if that one is lost.
 
-An instance that could not be reached, or broke in the middle of an answer, is *down*: it is asked only when
-nobody else is left, until discovery tells of it again or one request has found it well. Every `inhibited_s` one is
-allowed to try, while the others keep away. So a worker that was killed costs one failed attempt, not one per request,
-one that is stopped keeps one request waiting at a time, and a hiccup of the network heals without anybody's help.
+An instance that could not be reached, or broke in the middle of an answer, is *down*: it is chosen only when no other
+is left, until discovery reports it again or one request has reached it. Every `inhibited_s` one request may try it,
+while the others keep away. So a worker that was killed costs one failed attempt, not one per request, a stopped one
+keeps one request waiting at a time, and a hiccup of the network heals by itself.
+
+Three ways to ask: `call` returns one reply, `stream` iterates over many, and `open` delivers by callback, which is the
+cheapest per item.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from dynamo.base import clock, errors, tasks
-from dynamo.protocols import generate, instances
+from dynamo.protocols import instances
 from dynamo.runtime import choice, discovery, requests
 
 Mode = Literal["round-robin", "random"]
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _decode_instance = msgspec.json.Decoder(instances.Instance).decode
 
 
 class EndpointClient:
-    """Started with `start`, ended with `close`; whoever made it does both."""
+    """The instances of one endpoint and the requests to them. `start` and `close` it; its maker does both."""
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class EndpointClient:
         time: clock.Clock | None = None,
         draw: Callable[[int], int] = random.randrange,
     ) -> None:
+        """`inhibited_s`: seconds for which a lost instance is avoided; `draw(n)` returns a random number below `n`."""
         self.name = name
         self._path = name.path
         self._registry = registry
@@ -46,7 +51,7 @@ class EndpointClient:
         self._instances: dict[int, instances.Instance] = {}
         self._ids: tuple[int, ...] = ()
         self._down_until: dict[int, float] = {}
-        self._last = 0  # chosen by round robin
+        self._last_chosen = 0  # by round robin
         self._listeners: list[Callable[[], None]] = []
         self._is_served = asyncio.Event()
         self._tasks = tasks.Tasks()
@@ -56,12 +61,12 @@ class EndpointClient:
         self._tasks.start(f"watch instances of {self.name}", self._watch())
 
     async def close(self) -> None:
-        """Follow them no more; open streams live on."""
+        """Stop following the instances; open streams go on."""
         await self._tasks.close()
 
     @property
     def instances(self) -> Mapping[int, instances.Instance]:
-        """Who serves this endpoint now, by instance id. A living view."""
+        """The present instances of this endpoint by id: a live view."""
         return self._instances
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -69,12 +74,12 @@ class EndpointClient:
         self._listeners.append(listener)
 
     async def wait_for_instances(self, timeout_s: float) -> None:
-        """Until somebody serves it. Raises NoWorkers if nobody does in time."""
+        """Wait until there is an instance. Raises NoWorkers if there is none within `timeout_s`."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._clock.timeout(timeout_s):
                 await self._is_served.wait()
         except TimeoutError:
-            raise self._nobody(None) from None
+            raise self._no_workers(None) from None
 
     async def open(
         self,
@@ -88,21 +93,21 @@ class EndpointClient:
         timeout_s: float | None = None,
         on_asked: Callable[[int], None] | None = None,
     ) -> requests.Stream:
-        """Ask `instance_id`, or whom `mode` chooses (`among` these, if given); each instance is tried at most once.
+        """Open a stream to `instance_id`, or to the instance that `mode` chooses (`among` these, if given).
 
-        `on_asked` is told the instance that took it, before anything comes back.
-
-        Raises NoWorkers; and WorkerLost if `instance_id` is given and cannot be reached.
+        Each instance is tried at most once. `on_asked` gets the id of the one that took the request, before anything
+        comes back. Raises NoWorkers; and WorkerLost if `instance_id` is given and cannot be reached.
         """
-        tried: dict[int, errors.WorkerLost] = {}
-        while (chosen := self._choose(mode, instance_id, among, tried)) is not None:
-            self._try(chosen)
+        lost_by_id: dict[int, errors.WorkerLost] = {}
+        while (chosen := self._choose(mode, instance_id, among, lost_by_id)) is not None:
+            if chosen in self._down_until:
+                self.report_down(chosen)  # this request tries it; the others keep away meanwhile
             try:
                 stream = await self._plane.open(
                     self._instances[chosen].transport[self._plane.name],
                     self._path,
                     body,
-                    _Watched(receiver, self, chosen),
+                    _WatchedReceiver(receiver, self, chosen),
                     headers=headers,
                     timeout_s=timeout_s,
                 )
@@ -110,13 +115,79 @@ class EndpointClient:
                 self.report_down(chosen)
                 if instance_id is not None:
                     raise
-                tried[chosen] = error
+                lost_by_id[chosen] = error
             else:
                 self._down_until.pop(chosen, None)
                 if on_asked is not None:
                     on_asked(chosen)
                 return stream
-        raise self._nobody(instance_id, *tried.values())
+        raise self._no_workers(instance_id, *lost_by_id.values())
+
+    async def call(
+        self,
+        request: Any,
+        *,
+        reply_type: type[T],
+        mode: Mode = "round-robin",
+        instance_id: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Send a request and return its one reply, decoded as `reply_type`. Chooses and raises as `open`.
+
+        Also raises the error that the handler failed with, and RemoteProtocolError if the reply has another type.
+        """
+        receiver: requests.ItemReceiver[T] = requests.ItemReceiver(reply_type)
+        stream = await self.open(
+            request,
+            receiver,
+            mode=mode,
+            instance_id=instance_id,
+            headers=headers,
+            timeout_s=timeout_s,
+        )
+        try:
+            return await receiver.only_item()
+        finally:
+            stream.cancel()
+
+    async def stream(
+        self,
+        request: Any,
+        *,
+        item_type: type[T],
+        mode: Mode = "round-robin",
+        instance_id: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        max_buffered: int = requests.MAX_BUFFERED_ITEMS,
+    ) -> AsyncGenerator[T, None]:
+        """Send a request when the iteration begins, and iterate over its items or replies. Raises as `call`.
+
+        The stream is cancelled at the server when the iterator is closed or its task cancelled: use
+        `contextlib.aclosing` where the loop may end early. More than `max_buffered` items that wait for the reader end
+        the stream by Overloaded.
+        """
+        receiver: requests.ItemReceiver[T] = requests.ItemReceiver(
+            item_type, max_buffered=max_buffered
+        )
+        stream = await self.open(
+            request,
+            receiver,
+            mode=mode,
+            instance_id=instance_id,
+            headers=headers,
+            timeout_s=timeout_s,
+        )
+        try:
+            while True:
+                try:
+                    item = await receiver.next_item()
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            stream.cancel()
 
     def choose(
         self,
@@ -125,28 +196,23 @@ class EndpointClient:
         instance_id: int | None = None,
         among: Collection[int] | None = None,
     ) -> int:
-        """Whom `open` would ask first; nobody is asked. Raises NoWorkers."""
+        """Return the id of the instance that `open` would try first, without asking it. Raises NoWorkers."""
         chosen = self._choose(mode, instance_id, among, {})
         if chosen is None:
-            raise self._nobody(instance_id)
+            raise self._no_workers(instance_id)
         return chosen
 
     def report_down(self, instance_id: int) -> None:
-        """Ask this one last, for a while."""
+        """Try this instance last for a while."""
         if instance_id in self._instances:
             self._down_until[instance_id] = self._clock.now() + self._inhibited_s
-
-    def _try(self, instance_id: int) -> None:
-        """If it is down, this request sees whether it still is; the others keep away from it meanwhile."""
-        if instance_id in self._down_until:
-            self.report_down(instance_id)
 
     def usable(
         self, among: Collection[int] | None = None, tried: Collection[int] = ()
     ) -> Sequence[int]:
-        """Who is worth asking now: living, of `among` if given, not tried yet, and not down unless all are."""
-        living = self._ids if among is None else [i for i in self._ids if i in among]
-        return choice.candidates(living, self._down_until, self._clock.now(), tried)
+        """Return the ids worth trying now: present, of `among` if given, not `tried`, and not down unless all are."""
+        present = self._ids if among is None else [i for i in self._ids if i in among]
+        return choice.candidates(present, self._down_until, self._clock.now(), tried)
 
     def _choose(
         self,
@@ -162,10 +228,10 @@ class EndpointClient:
             return None
         if mode == "random":
             return choice.at_random(ids, self._draw)
-        self._last = choice.round_robin(ids, self._last)
-        return self._last
+        self._last_chosen = choice.round_robin(ids, self._last_chosen)
+        return self._last_chosen
 
-    def _nobody(self, instance_id: int | None, *lost: errors.WorkerLost) -> errors.NoWorkers:
+    def _no_workers(self, instance_id: int | None, *lost: errors.WorkerLost) -> errors.NoWorkers:
         if instance_id is not None:
             return errors.NoWorkers(f"no instance {instance_id:x} serves {self.name}")
         if lost:
@@ -182,7 +248,7 @@ class EndpointClient:
             digits = change.key.removeprefix(prefix)
             try:
                 self._apply(int(digits, 16), change)
-            except ValueError as error:  # msgspec's errors are some too
+            except ValueError as error:  # msgspec's errors are of this class
                 _log.warning("ignored %s in discovery: %s", change.key, error)
 
     def _apply(self, instance_id: int, change: discovery.Change) -> None:
@@ -205,15 +271,15 @@ class EndpointClient:
             listener()
 
 
-class _Watched:
-    """A receiver whose instance is reported down if it is lost in the middle; costs nothing per token."""
+class _WatchedReceiver:
+    """A receiver whose instance is reported down if it is lost in the middle; costs nothing per item."""
 
     __slots__ = ("_client", "_instance_id", "_receiver", "receive", "replied")
 
     def __init__(
         self, receiver: requests.Receiver, client: EndpointClient, instance_id: int
     ) -> None:
-        self.receive: Callable[[generate.Output], None] = receiver.receive
+        self.receive: Callable[[Any], None] = receiver.receive
         self.replied: Callable[[msgspec.Raw], None] = receiver.replied
         self._receiver = receiver
         self._client = client

@@ -14,7 +14,7 @@ from dynamo.base import errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class ObjectStoreBounds:
     """What a store may hold."""
 
     max_age_s: float = 24 * 3600.0  # objects vanish that nobody stored again
@@ -41,7 +41,7 @@ class ObjectStore(Protocol):
         ...
 
 
-def check_length(body: bytes, bounds: Bounds) -> None:
+def check_length(body: bytes, bounds: ObjectStoreBounds) -> None:
     """Raises LocalProtocolError if the object is too long."""
     if len(body) > bounds.max_object_bytes:
         raise errors.LocalProtocolError(

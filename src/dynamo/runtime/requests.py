@@ -1,67 +1,72 @@
-"""The seam between a process that asks and one that answers: the request plane.
+"""The request plane: the interface between a process that asks (the client) and one that answers (the server).
 
-The asking side opens a *stream* to an address; the answer comes back by callback, in the order it was sent, because a
-task that is woken per token would cost more than everything else together. The answering side hands each stream to
-the handler that is registered for its endpoint.
+The client opens a *stream* to an address. The answer comes back by callback, in the order it was sent, because a task
+that is woken per item would cost more than everything else together. The server hands each stream to the handler that
+is registered for its endpoint. `call` and `ItemReceiver` are for callers that would rather await: one answer, or an
+asynchronous iterator.
 
-Implementations: `backends.memory_requests` (one process), `backends.tcp` (the default; one multiplexed connection per
-pair of processes) and `backends.nats.requests`. `tests/contract/test_request_plane.py` runs one suite over all of them.
+A stream carries *items*, of one type for the whole plane, which its owner names when it makes the plane (a worker sends
+the tokens of each step so), and *replies*, of any type, which their reader decodes.
+
+Implementations: `backends.memory` (one process), `backends.tcp` (the default; one multiplexed connection per pair of
+processes) and `backends.nats.requests`. `tests/contract/test_request_plane.py` runs one suite over all of them.
 
 Promises: a stream ends exactly once at each side. A peer that breaks, stalls or is silent ends all its streams by
 StreamBroken within `SILENCE_LIMIT_S`; nothing waits for ever. All callbacks come on the event loop's thread.
 """
 
 import asyncio
+import collections
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import generate
 
 SILENCE_LIMIT_S = 3.0
+MAX_BUFFERED_ITEMS = 16_384
 T = TypeVar("T")
 
 
 class Receiver(Protocol):
-    """Who gets the answer: any number of `receive` or `replied`, then one `ended`."""
+    """The client's callbacks of one stream: any number of `receive` or `replied`, then one `ended`."""
 
-    def receive(self, output: generate.Output) -> None:
-        """An engine's output."""
+    def receive(self, item: Any) -> None:
+        """Take an item of the plane's type."""
         ...
 
     def replied(self, body: msgspec.Raw) -> None:
-        """An item of an endpoint that does not generate."""
+        """Take a reply, as msgpack."""
         ...
 
     def ended(self, error: errors.DynamoError | None) -> None:
-        """It is complete (None), or it failed. Nothing comes after this."""
+        """Take the end: the answer is complete (None), or it failed. No other call follows."""
         ...
 
 
 class Stream(Protocol):
-    """The asking side's handle."""
+    """The client's handle of a stream."""
 
     def cancel(self) -> None:
-        """Stop: the peer is told, and the receiver hears nothing more, not even `ended`. Idempotent."""
+        """End the stream at both sides; the receiver is not called any more, not even `ended`. Idempotent."""
         ...
 
-    def cancel_choice(self, index: int) -> None:
-        """Stop one choice of a generation: the peer is told; outputs that are on their way still come. Idempotent."""
+    def send_signal(self, signal: int) -> None:
+        """Send the handler a number whose meaning the endpoint defines. Does nothing if the stream is over."""
         ...
 
 
 class Call(Protocol):
-    """The answering side's handle of one stream.
+    """The server's handle of one stream.
 
-    What is sent within one turn of the event loop goes out as one frame per connection. Sending on a stream that is
+    All that is sent within one turn of the event loop goes out as one frame per connection. Sending on a stream that is
     over, by cancellation or a broken connection, does nothing.
     """
 
     @property
     def endpoint(self) -> str:
-        """Which endpoint was asked."""
+        """The path of the endpoint that the stream was opened to."""
         ...
 
     @property
@@ -71,31 +76,31 @@ class Call(Protocol):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What travels beside the request: request id, trace context."""
+        """The request's metadata, such as request id and trace context."""
         ...
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Call this once if the asker cancels, its connection breaks, or its time is over. Not after finish or fail."""
+        """Call this once if the client cancels, its connection breaks or its time is over; not after the end."""
         ...
 
-    def on_choice_cancel(self, callback: Callable[[int], None]) -> None:
-        """Call this with its index whenever the asker cancels one choice. Without it they run to their end."""
+    def on_signal(self, callback: Callable[[int], None]) -> None:
+        """Call this with each signal of the client (`Stream.send_signal`). Without it signals are ignored."""
         ...
 
-    def send(self, output: generate.Output) -> None:
-        """An engine's output."""
+    def send(self, item: Any) -> None:
+        """Send an item of the plane's type."""
         ...
 
     def reply(self, value: Any) -> None:
-        """An item of an endpoint that does not generate; anything that msgspec can encode."""
+        """Send a reply: anything that msgspec can encode."""
         ...
 
     def finish(self) -> None:
-        """It is complete."""
+        """End the stream: the answer is complete."""
         ...
 
     def fail(self, error: errors.DynamoError) -> None:
-        """It is over, by an error; the asker gets the same class and message."""
+        """End the stream by an error; the client gets one of the same class and message."""
         ...
 
 
@@ -103,15 +108,15 @@ Handler = Callable[[Call], None]
 
 
 class RequestPlane(Protocol):
-    """Both sides, for one process."""
+    """Both sides of the request plane, for one process."""
 
     @property
     def name(self) -> str:
-        """The key of our address in `Instance.transport`: tcp, memory, nats."""
+        """The key of this process's address in `Instance.transport`: tcp, memory, nats."""
         ...
 
     async def serve(self, endpoint: str, handler: Handler) -> str:
-        """Answer streams to `endpoint` with `handler`; gives the address to publish."""
+        """Answer streams to `endpoint` with `handler`; return the address to publish."""
         ...
 
     async def open(
@@ -124,58 +129,104 @@ class RequestPlane(Protocol):
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Stream:
-        """Begin a stream. Raises WorkerLost if the peer cannot be reached, within a bounded time."""
+        """Open a stream. Raises WorkerLost if the peer cannot be reached, within a bounded time."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new streams (WorkerLost: ask another), wait for those in flight; says whether all ended in time."""
+        """Refuse new streams (WorkerLost: ask another) and wait for open ones; return False if some stay open."""
         ...
 
     async def close(self) -> None:
-        """End everything: streams in flight break at the asker's side, handlers hear on_cancel."""
+        """End everything: open streams break at the client's side, handlers get on_cancel."""
         ...
 
 
-async def ask(
+class ItemReceiver(Generic[T]):
+    """A receiver whose items and replies can be awaited, in order; replies are decoded as `item_type`.
+
+    At most `max_buffered` of them wait for their reader. The plane cannot slow a server down, so a reader that falls
+    further behind gets Overloaded after those that wait.
+    """
+
+    def __init__(self, item_type: Any, *, max_buffered: int = MAX_BUFFERED_ITEMS) -> None:
+        self._type_name = getattr(item_type, "__name__", str(item_type))
+        self._item_class = item_type if isinstance(item_type, type) else object
+        self._decode = msgspec.msgpack.Decoder(item_type).decode
+        self._max_buffered = max_buffered
+        self._buffer: collections.deque[Any] = collections.deque()
+        self._changed = asyncio.Event()
+        self.is_complete = False
+        self.error: errors.DynamoError | None = None
+
+    def receive(self, item: Any) -> None:
+        if self.is_complete:
+            return
+        if len(self._buffer) >= self._max_buffered:
+            limit = f"{self._max_buffered} items of a stream wait for its reader, which is too slow"
+            self.ended(errors.Overloaded(limit))
+            return
+        self._buffer.append(item)
+        self._changed.set()
+
+    def replied(self, body: msgspec.Raw) -> None:
+        self.receive(body)
+
+    def ended(self, error: errors.DynamoError | None) -> None:
+        if not self.is_complete:
+            self.is_complete, self.error = True, error
+            self._changed.set()
+
+    async def next_item(self) -> T:
+        """Wait for the next item or reply.
+
+        Raises StopAsyncIteration after the last one, the stream's error, or RemoteProtocolError for a reply of another
+        type than expected.
+        """
+        while not self._buffer:
+            if self.error is not None:
+                raise self.error
+            if self.is_complete:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        item = self._buffer.popleft()
+        if isinstance(item, msgspec.Raw):
+            try:
+                return self._decode(item)  # type: ignore[no-any-return]
+            except msgspec.DecodeError as error:
+                raise errors.RemoteProtocolError(
+                    f"expected {self._type_name} in the answer: {error}"
+                ) from error
+        if isinstance(item, self._item_class):
+            return item  # type: ignore[return-value]
+        raise errors.RemoteProtocolError(
+            f"expected {self._type_name} in the answer, got an item of type {type(item).__name__}"
+        )
+
+    async def only_item(self) -> T:
+        """Wait for the first item or reply. Raises as `next_item`, or RemoteProtocolError if there is none."""
+        try:
+            return await self.next_item()
+        except StopAsyncIteration:
+            raise errors.RemoteProtocolError("the stream ended without a reply") from None
+
+
+async def call(
     plane: RequestPlane,
     address: str,
     endpoint: str,
-    value: Any,
+    request: Any,
     *,
     reply_type: type[T],
     timeout_s: float,
 ) -> T:
-    """Ask an endpoint that replies once. Raises what it failed with, or RemoteProtocolError."""
-    answer = Answer()
-    stream = await plane.open(address, endpoint, value, answer, timeout_s=timeout_s)
+    """Send a request to an endpoint at an address and return its one reply.
+
+    Raises the error that it failed with, or RemoteProtocolError. `EndpointClient.call` also chooses the instance.
+    """
+    receiver: ItemReceiver[T] = ItemReceiver(reply_type)
+    stream = await plane.open(address, endpoint, request, receiver, timeout_s=timeout_s)
     try:
-        body = await answer.body
+        return await receiver.only_item()
     finally:
         stream.cancel()
-    try:
-        return msgspec.msgpack.decode(body, type=reply_type)
-    except msgspec.DecodeError as error:
-        raise errors.RemoteProtocolError(
-            f"expected {reply_type.__name__} from {endpoint}: {error}"
-        ) from error
-
-
-class Answer:
-    """The receiver of one reply, which can be awaited."""
-
-    def __init__(self) -> None:
-        self.body: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-
-    def receive(self, output: generate.Output) -> None:
-        self._fail(errors.RemoteProtocolError("expected a reply, got an engine's output"))
-
-    def replied(self, body: msgspec.Raw) -> None:
-        if not self.body.done():
-            self.body.set_result(body)
-
-    def ended(self, error: errors.DynamoError | None) -> None:
-        self._fail(error or errors.RemoteProtocolError("the stream ended without a reply"))
-
-    def _fail(self, error: errors.DynamoError) -> None:
-        if not self.body.done():
-            self.body.set_exception(error)

@@ -1,74 +1,42 @@
-"""What a process may use beside its planes: queues of work, and a store of objects.
+"""The services that a process may use beside its planes: work queues and an object store.
 
-With planes in memory both are in memory too. Else they are JetStream's, and the process becomes a member of NATS when
-the first part of it wants that: requests over TCP and a queue in NATS are a mix like any other.
+With planes in memory both are in memory too (`backends.memory.MemoryServices`). Else they are JetStream's, and the
+process connects to NATS when it first needs them: requests over TCP and a queue in NATS are a mix like any other.
 """
 
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from dynamo.base import distribution, ids
-from dynamo.runtime import events, object_store, requests, work_queue
-from dynamo.runtime.backends import memory_object_store, memory_work_queue
+from dynamo.base import clock, distribution, ids
+from dynamo.runtime import object_store, work_queue
 from dynamo.runtime.backends.nats import access as nats_access
+
+if TYPE_CHECKING:  # it needs the packages of an extra
+    from dynamo.runtime.backends.nats import planes as nats_planes
 
 
 class Services(Protocol):
-    """Of one process."""
+    """The services of one process."""
 
-    async def work_queue(self, name: str, bounds: work_queue.Bounds) -> work_queue.WorkQueue:
+    async def work_queue(
+        self, name: str, bounds: work_queue.WorkQueueBounds
+    ) -> work_queue.WorkQueue:
         """Join the queue of this name. Raises ConfigError if there is no server, Unavailable if it does not answer."""
         ...
 
     def object_store(self) -> object_store.ObjectStore | None:
-        """Where objects are kept; None if this process has nothing to do with a server that could keep them."""
+        """Return the object store; None if this process is not connected to a server that could keep objects."""
         ...
 
     async def close(self) -> None:
-        """After the planes."""
+        """Disconnect; the planes are closed before."""
         ...
-
-
-class MemoryServices:
-    """For the parts of one process."""
-
-    def __init__(self) -> None:
-        self._work: dict[str, memory_work_queue.MemoryWork] = {}
-        self._objects = memory_object_store.MemoryObjectStore()
-
-    async def work_queue(
-        self, name: str, bounds: work_queue.Bounds
-    ) -> memory_work_queue.MemoryWorkQueue:
-        """See `Services`."""
-        work = self._work.setdefault(name, memory_work_queue.MemoryWork(bounds))
-        return memory_work_queue.MemoryWorkQueue(work)
-
-    def object_store(self) -> memory_object_store.MemoryObjectStore:
-        """See `Services`."""
-        return self._objects
-
-    async def close(self) -> None:
-        """The other parts of the process may still use them."""
-
-
-class NatsPlanes(Protocol):
-    """`backends.nats.planes.NatsPlanes`, which is not imported where it is not used."""
-
-    events: events.EventPlane
-
-    def new_requests(self) -> requests.RequestPlane: ...
-
-    async def work_queue(self, name: str, bounds: work_queue.Bounds) -> work_queue.WorkQueue: ...
-
-    def object_store(self) -> object_store.ObjectStore: ...
-
-    async def close(self) -> None: ...
 
 
 class NatsServices:
-    """Membership in NATS, from when it is wanted."""
+    """The services over NATS, connected when they are first needed."""
 
     def __init__(
         self,
@@ -77,41 +45,43 @@ class NatsServices:
         namespace: str,
         instance_id: ids.InstanceId,
         start_timeout_s: float,
+        time: clock.Clock,
     ) -> None:
         self._servers = servers
         self._namespace = namespace
         self._instance_id = instance_id
         self._start_timeout_s = start_timeout_s
-        self._planes: NatsPlanes | None = None
-        self._joining = asyncio.Lock()
+        self._clock = time
+        self._planes: nats_planes.NatsPlanes | None = None
+        self._connecting = asyncio.Lock()
 
-    async def join(self) -> NatsPlanes:
-        """Raises ConfigError if there is no server, or it does not let us in."""
-        async with self._joining:
+    async def connect(self) -> "nats_planes.NatsPlanes":
+        """Connect, once, and return the uses of the connection. Raises ConfigError if there is no server."""
+        async with self._connecting:
             if self._planes is None:
-                whereto = nats_access.read(self._servers, os.environ)
+                settings = nats_access.read(self._servers, os.environ)
                 backend = distribution.load_extra(
                     "dynamo.runtime.backends.nats.planes", feature="NATS", extra="nats"
                 )
-                opened: NatsPlanes = await backend.NatsPlanes.open(
-                    whereto,
+                planes: nats_planes.NatsPlanes = await backend.NatsPlanes.open(
+                    settings,
                     namespace=self._namespace,
                     instance_id=self._instance_id,
                     start_timeout_s=self._start_timeout_s,
+                    time=self._clock,
                 )
-                self._planes = opened
+                self._planes = planes
             return self._planes
 
-    async def work_queue(self, name: str, bounds: work_queue.Bounds) -> work_queue.WorkQueue:
-        """See `Services`."""
-        planes = await self.join()
+    async def work_queue(
+        self, name: str, bounds: work_queue.WorkQueueBounds
+    ) -> work_queue.WorkQueue:
+        planes = await self.connect()
         return await planes.work_queue(name, bounds)
 
     def object_store(self) -> object_store.ObjectStore | None:
-        """See `Services`."""
         return self._planes.object_store() if self._planes is not None else None
 
     async def close(self) -> None:
-        """After the planes."""
         if self._planes is not None:
             await self._planes.close()

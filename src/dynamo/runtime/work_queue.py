@@ -16,7 +16,7 @@ from dynamo.base import errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class WorkQueueBounds:
     """What a queue may hold. All who open a queue of one name say the same."""
 
     max_age_s: float = 600.0  # older items vanish, those too that somebody works on
@@ -76,7 +76,7 @@ class WorkQueue(Protocol):
         ...
 
 
-def check_length(body: bytes, bounds: Bounds) -> None:
+def check_length(body: bytes, bounds: WorkQueueBounds) -> None:
     """Raises LocalProtocolError if the item is too long."""
     if len(body) > bounds.max_item_bytes:
         raise errors.LocalProtocolError(

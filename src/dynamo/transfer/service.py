@@ -15,6 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from dynamo.base import errors
+from dynamo.runtime import authentication
 from dynamo.transfer import handshake, messages
 from dynamo.transfer.limit import Limit
 from dynamo.transfer.link import GREETING_LIMIT_S, Link
@@ -36,7 +37,7 @@ class Service:
         sock: socket.socket,
         exposed: Exposed,
         *,
-        key: bytes,
+        authenticator: authentication.ConnectionAuthenticator,
         check: Callable[[Link], None] = lambda link: None,
         make_link: MakeLink = Link,
         max_connections: int = MAX_CONNECTIONS,
@@ -45,7 +46,8 @@ class Service:
 
         `make_link` may raise OSError.
         """
-        self._sock, self._exposed, self._key, self._check = sock, exposed, key, check
+        self._sock, self._exposed, self._check = sock, exposed, check
+        self._authenticator = authenticator
         self._make_link, self._max_connections = make_link, max_connections
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -129,7 +131,7 @@ class Service:
     def _converse(self, link: Link) -> None:
         self._check(link)
         greeting = Limit(GREETING_LIMIT_S)
-        handshake.admit(link, key=self._key, limit=greeting)
+        handshake.admit(link, authenticator=self._authenticator, limit=greeting)
         self._take_place(link)
         sender = handshake.welcome(link, epoch=self._exposed.epoch, limit=greeting)
         while True:

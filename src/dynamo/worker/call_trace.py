@@ -110,8 +110,8 @@ class TimedCall:
 
         self._call.on_cancel(cancelled)
 
-    def on_choice_cancel(self, callback: Callable[[int], None]) -> None:
-        self._call.on_choice_cancel(callback)
+    def on_signal(self, callback: Callable[[int], None]) -> None:
+        self._call.on_signal(callback)
 
     def reply(self, value: Any) -> None:
         self._call.reply(value)

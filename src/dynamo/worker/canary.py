@@ -92,7 +92,7 @@ class Probe:
     def on_cancel(self, callback: Callable[[], None]) -> None:
         self._on_cancel = callback
 
-    def on_choice_cancel(self, callback: Callable[[int], None]) -> None:
+    def on_signal(self, callback: Callable[[int], None]) -> None:
         """Ignore the callback: the probe has one choice."""
 
     def send(self, output: generate.Output) -> None:

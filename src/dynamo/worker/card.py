@@ -3,7 +3,7 @@
 The card holds the model's name, its files with checksums, and what the engine found. Frontends on other hosts get the
 files from the object store, if the worker is connected to one, and in any case over the request plane. Only files that
 the card names are served, and never weights. A file in the store is named by its content, so that all workers of a
-model share it; it stays as long as one of them runs and a while longer (`object_store.Bounds`).
+model share it; it stays as long as one of them runs and a while longer (`object_store.ObjectStoreBounds`).
 """
 
 import asyncio
@@ -159,7 +159,7 @@ class FileSharing:
         self, card: model_card.ModelCard, store: object_store.ObjectStore
     ) -> None:
         while True:
-            await self._clock.sleep(object_store.Bounds().fresh_s)
+            await self._clock.sleep(object_store.ObjectStoreBounds().fresh_s)
             await _put_files(card, store)
 
     def _handle(self, call: requests.Call) -> None:

@@ -71,7 +71,7 @@ class EmbeddingHost:
             clock=self._clock,
         )
         self._tasks.start("embed", accepted.run())
-        await self._runtime.register(self._endpoint, accepted.handle, card)
+        await self._runtime.register(self._endpoint, accepted.handle, card.record_for)
         self._is_ready = True
         _logger.info("serving embeddings of %s at %s", card.display_name, self._endpoint)
         return card

@@ -166,7 +166,7 @@ class Host:
         for hook in self._hooks:
             await hook.start()
         self._card = card
-        self._instance = await self._runtime.register(self._endpoint, self._handle, card)
+        self._instance = await self._runtime.register(self._endpoint, self._handle, card.record_for)
         self._is_ready = True
         check = self._options.health_check
         if check is not None:
@@ -275,7 +275,7 @@ class Host:
 
     async def _publish_lora_names(self, names: tuple[str, ...]) -> None:
         card = msgspec.structs.replace(self._card, lora_names=names)
-        await self._runtime.change_card(self._instance, card)
+        await self._runtime.replace_record(*card.record_for(self._instance))
         self._card = card
 
     def _handle_if_awake(self, probe: requests.Call) -> None:

@@ -71,7 +71,7 @@ class InFlight:
             _logger.debug("accepted %s: %d prompt tokens", request.id, request.prompt_len)
             call.on_cancel(lambda: self._cancel(request.id))
             if request.sampling_options.n > 1:
-                call.on_choice_cancel(lambda index: self._cancel_choice(request.id, index))
+                call.on_signal(lambda index: self._cancel_choice(request.id, index))
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
         """Send the outputs of one engine step to their calls."""

@@ -27,7 +27,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
 from dynamo.protocols import model_errors, openai_decode
-from dynamo.runtime.http import exchange, router
+from dynamo.runtime.http import exchange
 from dynamo.worker import system_port
 
 LOAD_S = 300.0
@@ -109,7 +109,7 @@ class LoraAdapters:
         """Unload an adapter and return the number that it had. Raises ModelNotFound, Conflict or EngineFailed."""
         return await self._run_to_end(self._unload(name))
 
-    def routes(self) -> Mapping[tuple[str, str], router.Handler]:
+    def routes(self) -> Mapping[tuple[str, str], exchange.Handler]:
         """Return the routes of the system port for all three commands."""
 
         async def load(request: exchange.Exchange) -> Mapping[str, object]:

@@ -21,7 +21,7 @@ from dynamo.base import config, errors, process_setup
 from dynamo.engine import api
 from dynamo.observability import logs
 from dynamo.preprocess import loading
-from dynamo.protocols import model_card
+from dynamo.protocols import generate, model_card
 from dynamo.runtime import component
 from dynamo.worker import (
     card,
@@ -69,7 +69,9 @@ def main(engine_name: str) -> int:
 
 
 async def _serve(worker: settings.WorkerConfig, make_any_host: MakeAnyHost) -> None:
-    async with await component.DistributedRuntime.open(worker) as runtime:
+    async with await component.DistributedRuntime.open(
+        worker, item_type=generate.Output
+    ) as runtime:
         served = make_any_host(runtime)
         try:
             if worker.system_port != system_port.PORT_DISABLED:

@@ -25,7 +25,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
 from dynamo.protocols import openai_decode
-from dynamo.runtime.http import exchange, router
+from dynamo.runtime.http import exchange
 from dynamo.worker import system_port
 
 CHANGE_S = 300.0  # a large model moves to host memory within seconds, from the disk within minutes
@@ -107,7 +107,7 @@ class Sleep:
             return "awake already"
         return await self._change("asleep", "waking up", self._wake_up(tags))
 
-    def routes(self) -> Mapping[tuple[str, str], router.Handler]:
+    def routes(self) -> Mapping[tuple[str, str], exchange.Handler]:
         """Return the routes of the system port for both commands."""
 
         async def sleep(body: bytes) -> Mapping[str, object]:

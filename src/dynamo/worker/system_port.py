@@ -15,7 +15,7 @@ import msgspec
 from dynamo.base import errors
 from dynamo.observability import metrics
 from dynamo.protocols import model_errors
-from dynamo.runtime.http import exchange, router, server
+from dynamo.runtime.http import exchange, server
 
 PORT_DISABLED = -1
 _STATUS_BY_ERROR: tuple[tuple[type[errors.DynamoError], int], ...] = (
@@ -36,7 +36,7 @@ class SystemPort:
         is_ready: Callable[[], bool],
         uptime_s: Callable[[], float],
         render: Callable[[], bytes],
-        command_routes: Mapping[tuple[str, str], router.Handler] = MappingProxyType({}),
+        command_routes: Mapping[tuple[str, str], exchange.Handler] = MappingProxyType({}),
     ) -> None:
         self._endpoints = endpoints
         self._is_ready = is_ready
@@ -49,7 +49,7 @@ class SystemPort:
             **command_routes,
         }
         self._server = server.HttpServer(
-            router.Router(table, error_body=server.plain_error), error_body=server.plain_error
+            exchange.HttpRouter(table, error_body=server.plain_error), error_body=server.plain_error
         )
 
     async def start(self, host: str, port: int) -> int:

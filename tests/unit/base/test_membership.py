@@ -22,8 +22,8 @@ def read(environ=None, **settings):
 
 
 def test_without_settings_nothing_is_shown():
-    assert read() == membership.NOTHING
-    assert membership.NOTHING.key("transfer") is None
+    assert read() == membership.NO_CREDENTIALS
+    assert membership.NO_CREDENTIALS.derive_key("transfer") is None
 
 
 def test_a_token_is_the_same_from_a_file_and_from_the_environment(tmp_path):
@@ -33,8 +33,8 @@ def test_a_token_is_the_same_from_a_file_and_from_the_environment(tmp_path):
     by_variable = read({"DYN_CLUSTER_TOKEN": TOKEN})
 
     assert by_file == by_variable
-    assert by_file.key("transfer") == by_variable.key("transfer")
-    assert by_file.key("transfer") != by_file.key("request plane")
+    assert by_file.derive_key("transfer") == by_variable.derive_key("transfer")
+    assert by_file.derive_key("transfer") != by_file.derive_key("request plane")
 
 
 def test_a_token_is_never_shown():
@@ -96,8 +96,8 @@ def test_a_file_that_is_no_certificate_is_named(certificates, tmp_path):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
 def test_loopback_needs_nothing(host):
-    membership.check_address(host, "it", membership.NOTHING)
-    membership.check_token_address(host, "it", membership.NOTHING)
+    membership.check_address(host, "it", membership.NO_CREDENTIALS)
+    membership.check_token_address(host, "it", membership.NO_CREDENTIALS)
 
     assert membership.is_loopback(host)
 
@@ -105,7 +105,7 @@ def test_loopback_needs_nothing(host):
 @pytest.mark.parametrize("host", ["10.0.0.7", "192.168.1.1", "fe80::1", "worker-0", "8.8.8.8"])
 def test_other_addresses_are_refused_unless_protected_or_insisted_on(host, certificates):
     with pytest.raises(errors.ConfigError, match=r"it on .*--cluster-token-file.*--insecure"):
-        membership.check_address(host, "it", membership.NOTHING)
+        membership.check_address(host, "it", membership.NO_CREDENTIALS)
     for shown in (WITH_TOKEN, members.with_tls(certificates), INSECURE):
         membership.check_address(host, "it", shown)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dynamo.base import errors, proof
 
 RECORDED = (bytes(32), bytes([1]) * 32)
-KEY = proof.derive(b"a cluster's token", "test")
+KEY = proof.derive_key(b"a cluster's token", "test")
 nonces = st.binary(min_size=32, max_size=32)
 keys = st.binary(min_size=1, max_size=40)
 
@@ -19,19 +19,19 @@ class Conversation:
     """Both sides, and what each has said."""
 
     def __init__(self, asker_key=KEY, answerer_key=KEY, nonces=RECORDED):
-        self.asker = proof.Exchange(proof.ask(asker_key, nonces[0]))
-        self.answerer = proof.Exchange(proof.answer(answerer_key, nonces[1]))
-        self.said = {"asker": b"", "answerer": b""}
+        self.asker = proof.Exchange(proof.client_steps(asker_key, nonces[0]))
+        self.answerer = proof.Exchange(proof.server_steps(answerer_key, nonces[1]))
+        self.output = {"asker": b"", "answerer": b""}
 
     def run(self, portion=1000):
         """Raises what the first to notice raises."""
-        words = self.asker.first_words
+        words = self.asker.first_output
         while words:
-            self.said["asker"] += words
+            self.output["asker"] += words
             reply = feed(self.answerer, words, portion)
-            self.said["answerer"] += reply
+            self.output["answerer"] += reply
             words = feed(self.asker, reply, portion)
-        return self.said
+        return self.output
 
 
 def feed(exchange, data, portion):
@@ -44,7 +44,7 @@ def test_who_shares_the_key_is_let_in_whatever_the_portions(key, portion, asker,
     talk = Conversation(key, key, (asker, answerer))
     said = talk.run(portion)
 
-    assert (talk.asker.is_over, talk.answerer.is_over) == (True, True)
+    assert (talk.asker.is_complete, talk.answerer.is_complete) == (True, True)
     assert (len(said["asker"]), len(said["answerer"])) == (8 + 32 + 32, 8 + 32 + 32)
 
 
@@ -54,48 +54,48 @@ def test_another_key_is_refused_by_the_answerer_who_then_has_proven_nothing(ours
     with pytest.raises(errors.RemoteProtocolError, match="another cluster token"):
         talk.run()
 
-    assert talk.said["answerer"] == proof.GREETING + bytes([1]) * 32
-    assert not talk.asker.is_over
+    assert talk.output["answerer"] == proof.GREETING + bytes([1]) * 32
+    assert not talk.asker.is_complete
 
 
 @given(said=st.binary(max_size=200))
 def test_no_bytes_that_a_stranger_may_say_open_a_door(said):
-    for steps in (proof.ask(KEY, bytes(32)), proof.answer(KEY, bytes(32))):
+    for steps in (proof.client_steps(KEY, bytes(32)), proof.server_steps(KEY, bytes(32))):
         exchange = proof.Exchange(steps)
         try:
             exchange.feed(said)
         except errors.RemoteProtocolError:
             continue
-        assert not exchange.is_over
-        assert len(exchange.rest) < 32
+        assert not exchange.is_complete
+        assert len(exchange.remainder) < 32
 
 
 @given(said=st.binary(max_size=200))
 def test_nor_do_they_after_the_greeting(said):
-    for steps in (proof.ask(KEY, bytes(32)), proof.answer(KEY, bytes(32))):
+    for steps in (proof.client_steps(KEY, bytes(32)), proof.server_steps(KEY, bytes(32))):
         exchange = proof.Exchange(steps)
         try:
             exchange.feed(proof.GREETING + said)
         except errors.RemoteProtocolError:
             continue
-        assert not exchange.is_over
+        assert not exchange.is_complete
         assert len(said) < 64
 
 
 @given(cut=st.integers(0, 71))
 def test_who_breaks_off_has_proven_nothing(cut):
     whole = Conversation().run()
-    answerer = proof.Exchange(proof.answer(KEY, bytes([1]) * 32))
+    answerer = proof.Exchange(proof.server_steps(KEY, bytes([1]) * 32))
     answerer.feed(whole["asker"][:cut])
 
-    assert not answerer.is_over
+    assert not answerer.is_complete
 
 
 @given(nonce=nonces.filter(lambda nonce: nonce not in RECORDED))
 def test_a_recorded_conversation_opens_nothing_at_another_nonce(nonce):
     recorded = Conversation().run()
-    answerer = proof.Exchange(proof.answer(KEY, nonce))
-    asker = proof.Exchange(proof.ask(KEY, nonce))
+    answerer = proof.Exchange(proof.server_steps(KEY, nonce))
+    asker = proof.Exchange(proof.client_steps(KEY, nonce))
 
     with pytest.raises(errors.RemoteProtocolError, match="another cluster token"):
         answerer.feed(recorded["asker"])
@@ -104,8 +104,8 @@ def test_a_recorded_conversation_opens_nothing_at_another_nonce(nonce):
 
 
 def test_an_asker_whose_own_words_come_back_is_not_deceived():
-    asker = proof.Exchange(proof.ask(KEY, bytes(32)))
-    own_proof = asker.feed(asker.first_words)
+    asker = proof.Exchange(proof.client_steps(KEY, bytes(32)))
+    own_proof = asker.feed(asker.first_output)
 
     with pytest.raises(errors.RemoteProtocolError, match="another cluster token"):
         asker.feed(own_proof)
@@ -113,18 +113,20 @@ def test_an_asker_whose_own_words_come_back_is_not_deceived():
 
 def test_an_answerer_cannot_be_had_to_prove_what_an_asker_must():
     """A stranger opens two connections and hands each what the other says."""
-    first = proof.Exchange(proof.answer(KEY, bytes([1]) * 32))
-    second = proof.Exchange(proof.answer(KEY, bytes([2]) * 32))
+    first = proof.Exchange(proof.server_steps(KEY, bytes([1]) * 32))
+    second = proof.Exchange(proof.server_steps(KEY, bytes([2]) * 32))
     challenge = first.feed(proof.GREETING + bytes(32))
     second.feed(challenge)
 
     with pytest.raises(errors.RemoteProtocolError):
         first.feed(bytes(32))
-    assert not second.is_over
+    assert not second.is_complete
 
 
 def test_a_proof_for_one_purpose_is_none_for_another():
-    of_requests, of_transfers = (proof.derive(b"token", what) for what in ("requests", "transfer"))
+    of_requests, of_transfers = (
+        proof.derive_key(b"token", what) for what in ("requests", "transfer")
+    )
 
     with pytest.raises(errors.RemoteProtocolError, match="another cluster token"):
         Conversation(of_requests, of_transfers).run()
@@ -132,10 +134,10 @@ def test_a_proof_for_one_purpose_is_none_for_another():
 
 def test_what_follows_the_proof_is_kept():
     whole = Conversation().run()
-    answerer = proof.Exchange(proof.answer(KEY, bytes([1]) * 32))
+    answerer = proof.Exchange(proof.server_steps(KEY, bytes([1]) * 32))
     answerer.feed(whole["asker"] + b"Hello")
 
-    assert (answerer.is_over, answerer.rest) == (True, b"Hello")
+    assert (answerer.is_complete, answerer.remainder) == (True, b"Hello")
 
 
 def test_keys_are_derived_as_rfc_5869_says():
@@ -143,11 +145,11 @@ def test_keys_are_derived_as_rfc_5869_says():
     secret = hmac.new(b"pydynamo cluster token", b"token", hashlib.sha256).digest()
     expected = hmac.new(secret, b"transfer\x01", hashlib.sha256).digest()
 
-    assert proof.derive(b"token", "transfer") == expected
+    assert proof.derive_key(b"token", "transfer") == expected
 
 
 def test_a_peer_that_does_not_greet_has_no_token():
-    answerer = proof.Exchange(proof.answer(KEY, bytes(32)))
+    answerer = proof.Exchange(proof.server_steps(KEY, bytes(32)))
 
     with pytest.raises(errors.RemoteProtocolError, match="has no cluster token"):
         answerer.feed(b"\x00\x00\x00\x10HELLO")

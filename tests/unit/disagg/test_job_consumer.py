@@ -7,6 +7,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.disagg import job_consumer, metrics
 from dynamo.observability import metrics as registries
+from dynamo.protocols import generate
 from dynamo.runtime import component
 
 
@@ -60,7 +61,9 @@ class World:
             ("CLOSE_S", 0.05),
         ):
             monkeypatch.setattr(job_consumer, name, value)
-        self.runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
+        self.runtime = await component.DistributedRuntime.in_memory(
+            component.MemoryCluster(), item_type=generate.Output
+        )
         self.consumer = job_consumer.PrefillJobConsumer(
             self.join, self.runtime.requests, 1, metrics.PrefillJobMetrics(registries.Registry("x"))
         )

@@ -9,7 +9,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.disagg import prefill_workers
 from dynamo.protocols import instances, kv_transfer, model_card
-from dynamo.runtime.backends import memory_discovery
+from dynamo.runtime.backends import memory
 
 ENDPOINT = instances.EndpointName("dynamo", "prefill", "generate")
 
@@ -34,7 +34,7 @@ class Engine:
 class World:
     def __init__(self):
         self.engine = Engine()
-        self.registry = memory_discovery.MemoryDiscovery(memory_discovery.MemoryCluster())
+        self.registry = memory.MemoryDiscovery(memory.MemoryRegistry())
         self.workers = prefill_workers.PrefillWorkers(
             ENDPOINT,
             self.registry,

@@ -12,7 +12,7 @@ from dynamo.engine import api
 from dynamo.kvbm import sharing
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
-from dynamo.runtime.backends import memory_discovery
+from dynamo.runtime.backends import memory
 
 REMOTE = kv_params.at_remote()
 FACTS = api.EngineFacts(
@@ -126,7 +126,7 @@ class World:
     async def start(self, prefill_policy=None):
         self.engine, self.queue, self.workers, self.sink = Engine(), Queue(), Workers(), Sink()
         self.counts = registries.Registry("x")
-        self.registry = memory_discovery.MemoryDiscovery(memory_discovery.MemoryCluster())
+        self.registry = memory.MemoryDiscovery(memory.MemoryRegistry())
         self.remote = remote_prefill.RemotePrefillEngine(
             self.engine,
             self.queue,

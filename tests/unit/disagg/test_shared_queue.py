@@ -49,7 +49,9 @@ class Client:
 class World:
     async def start(self, *ids):
         self.work, self.client = Work(), Client(*ids)
-        self.runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
+        self.runtime = await component.DistributedRuntime.in_memory(
+            component.MemoryCluster(), item_type=generate.Output
+        )
         self.queue = shared_queue.SharedQueue(
             self.join,
             lambda: self.client.ids,
@@ -142,7 +144,7 @@ async def test_prompt_fails_when_all_remaining_workers_have_failed(world, monkey
         while not world.work.pushed:
             await asyncio.sleep(0)
     job = msgspec.msgpack.decode(world.work.pushed[0], type=shared_queue.PrefillJob)
-    is_over = await requests.ask(
+    is_over = await requests.call(
         world.runtime.requests,
         job.transport["memory"],
         job.endpoint,
@@ -161,7 +163,7 @@ async def test_prompt_fails_when_all_remaining_workers_have_failed(world, monkey
 async def test_malformed_lease_request_is_refused(world):
     address = await world.runtime.requests.serve("x", lambda call: None)
     with pytest.raises(errors.RemoteProtocolError, match="expected a lease request"):
-        await requests.ask(
+        await requests.call(
             world.runtime.requests, address, "leases", {"number": 1}, reply_type=bool, timeout_s=20
         )
 

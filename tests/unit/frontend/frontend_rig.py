@@ -62,13 +62,13 @@ class Worker:
         self.script = outputs("hello")
 
     async def join(self):
-        self.instance = await self.runtime.register(self.name, self.handle, self.card)
+        self.instance = await self.runtime.register(self.name, self.handle, self.card.record_for)
 
     def handle(self, call):
         self.calls.append(call)
         self.requests.append(_decode(call.body))
         call.on_cancel(self._cancelled)
-        call.on_choice_cancel(self.cancelled_choices.append)
+        call.on_signal(self.cancelled_choices.append)
         if callable(self.script):
             self.script(call, self.requests[-1])
             return
@@ -129,7 +129,9 @@ class Rig:
         defaults = {"http_port": 0, "discovery_backend": "mem", "request_plane": "memory",
                     "event_plane": "memory"}  # fmt: skip
         self.settings = config.FrontendConfig(**defaults | settings)
-        runtime = await component.DistributedRuntime.open(self.settings, self.cluster)
+        runtime = await component.DistributedRuntime.open(
+            self.settings, self.cluster, item_type=generate.Output
+        )
         await self._stack.enter_async_context(runtime)
         self.frontend = await self._stack.enter_async_context(
             service.Frontend(self.settings, runtime, routing, prefill)
@@ -146,7 +148,9 @@ class Rig:
 
     async def register(self, kind, name, endpoint, **fields):
         """A new worker."""
-        runtime = await component.DistributedRuntime.in_memory(self.cluster)
+        runtime = await component.DistributedRuntime.in_memory(
+            self.cluster, item_type=generate.Output
+        )
         await self._stack.enter_async_context(runtime)
         made = kind(runtime, card_of(self.model_dir, name, **fields), endpoint)
         await made.join()

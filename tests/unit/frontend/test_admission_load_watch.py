@@ -9,7 +9,7 @@ from frontend_rig import NAME
 
 from dynamo.frontend.admission import busy_workers, load_thresholds
 from dynamo.protocols import load
-from dynamo.runtime.backends import memory_events
+from dynamo.runtime.backends import memory
 from dynamo.testing import clock as virtual
 
 TOPIC = "dynamo/backend/kv_metrics"
@@ -27,18 +27,18 @@ EVENT = load.LoadEvent(
 @pytest.fixture
 async def rig():
     """A watch over one model, and somebody who can publish."""
-    bus = memory_events.MemoryBus()
+    bus = memory.MemoryBus()
     made = SimpleNamespace(
         loads=busy_workers.WorkerLoads(), clock=virtual.VirtualClock(), num_changes=0
     )
-    made.speaker = memory_events.MemoryEventPlane(bus, 7)
+    made.speaker = memory.MemoryEventPlane(bus, 7)
     await made.speaker.advertise(TOPIC)
 
     def changed():
         made.num_changes += 1
 
     known = SimpleNamespace(ready=[SimpleNamespace(replicas={NAME: None})])
-    plane = memory_events.MemoryEventPlane(bus, 8)
+    plane = memory.MemoryEventPlane(bus, 8)
     watch = load_thresholds.LoadMonitor(plane, known, made.loads, changed, made.clock)
     task = asyncio.ensure_future(watch.watch())
     await settle()

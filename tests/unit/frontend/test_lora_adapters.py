@@ -107,7 +107,7 @@ async def test_an_adapter_vanishes_with_its_last_worker_and_comes_back_with_anot
 async def change(worker, *lora_names):
     """It has these from now on."""
     card = msgspec.structs.replace(worker.card, lora_names=lora_names)
-    await worker.runtime.change_card(worker.instance, card)
+    await worker.runtime.replace_record(*card.record_for(worker.instance))
 
 
 async def test_an_adapter_that_was_unloaded_everywhere_is_not_found_and_one_that_was_lost_is_awaited(

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.base import clock, errors
 from dynamo.frontend.model_registry import file_fetcher
-from dynamo.protocols import instances, model_card
+from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
 
 NAME = instances.EndpointName("a", "b", "generate")
@@ -62,7 +62,9 @@ class Rig:
 async def rig(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         runtime = await stack.enter_async_context(
-            await component.DistributedRuntime.in_memory(component.MemoryCluster())
+            await component.DistributedRuntime.in_memory(
+                component.MemoryCluster(), item_type=generate.Output
+            )
         )
         yield Rig(runtime, tmp_path / "cache" / "models")
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from frontend_rig import card_of
 
-from dynamo.protocols import instances, model_card
+from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
 
 
@@ -48,10 +48,10 @@ def other_dir(model_dir, tmp_path):
 async def clashing(rig, folder):
     """A worker that serves other files under the same name, registered but refused."""
     runtime = await rig._stack.enter_async_context(
-        await component.DistributedRuntime.in_memory(rig.cluster)
+        await component.DistributedRuntime.in_memory(rig.cluster, item_type=generate.Output)
     )
     name = instances.EndpointName("dynamo", "other", "generate")
-    return await runtime.register(name, lambda call: call.finish(), card_of(folder))
+    return await runtime.register(name, lambda call: call.finish(), card_of(folder).record_for)
 
 
 async def test_a_later_worker_of_the_same_name_and_other_files_is_refused(rig, other_dir, caplog):
@@ -79,10 +79,10 @@ async def test_a_model_whose_files_cannot_be_read_is_not_listed_and_its_requests
     card = card_of(folder, "lost")
     shutil.rmtree(folder)
     runtime = await rig._stack.enter_async_context(
-        await component.DistributedRuntime.in_memory(rig.cluster)
+        await component.DistributedRuntime.in_memory(rig.cluster, item_type=generate.Output)
     )
     name = instances.EndpointName("dynamo", "other", "generate")
-    await runtime.register(name, lambda call: call.finish(), card)
+    await runtime.register(name, lambda call: call.finish(), card.record_for)
     await rig.until(lambda: "cannot serve the model 'lost'" in caplog.text)
     answer = await rig.chat(model="lost")
     counted = await rig.metrics()
@@ -105,11 +105,13 @@ async def test_a_card_that_is_none_is_ignored(rig, value, caplog):
 async def test_only_the_namespace_that_was_asked_for_is_served(bare):
     await bare.start(namespace="mine")
     runtime = await bare._stack.enter_async_context(
-        await component.DistributedRuntime.in_memory(bare.cluster)
+        await component.DistributedRuntime.in_memory(bare.cluster, item_type=generate.Output)
     )
     for namespace, name in (("theirs", "a"), ("mine", "b")):
         endpoint = instances.EndpointName(namespace, "backend", "generate")
-        await runtime.register(endpoint, lambda call: call.finish(), card_of(bare.model_dir, name))
+        await runtime.register(
+            endpoint, lambda call: call.finish(), card_of(bare.model_dir, name).record_for
+        )
     await bare.until(lambda: bare.instances)
 
     assert await names(bare) == ["b"]

@@ -66,7 +66,9 @@ async def test_a_port_in_use_is_a_config_error(rig):
     taken = config.FrontendConfig(
         http_port=rig.frontend.port, discovery_backend="mem", request_plane="memory", event_plane="memory"
     )  # fmt: skip
-    async with await component.DistributedRuntime.open(taken, rig.cluster) as runtime:
+    async with await component.DistributedRuntime.open(
+        taken, rig.cluster, item_type=generate.Output
+    ) as runtime:
         with pytest.raises(errors.ConfigError, match="choose --http-port"):
             await service.Frontend(taken, runtime).__aenter__()
 

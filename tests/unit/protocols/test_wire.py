@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dynamo.base import errors
 from dynamo.protocols import generate, wire
 
+decode = wire.make_decoder(generate.Output)
 numbers = st.integers(0, 2**63)
 texts = st.text(max_size=20)
 raws = (st.none() | st.integers(0, 9) | texts).map(msgspec.msgpack.encode).map(msgspec.Raw)
@@ -48,7 +49,7 @@ def cut(data, places):
 
 @given(st.lists(frames, max_size=6), st.lists(st.integers(0, 10**6), max_size=10))
 def test_frames_survive_any_cut_of_the_bytes(sent, places):
-    reader = wire.FrameReader()
+    reader = wire.FrameReader(decode=decode)
     data = b"".join(map(wire.encode, sent))
 
     assert [frame for part in cut(data, places) for frame in reader.feed(part)] == sent
@@ -61,7 +62,7 @@ def test_frames_survive_any_cut_of_the_bytes(sent, places):
 @example(b"\0\0\x01\x00" + b"\x91" * 256, [])
 @example(b"\0\0\0\x05\x92\x07\xa2\xff\xff", [])
 def test_wrong_bytes_are_a_remote_protocol_error_or_not_yet_a_frame(data, places):
-    reader = wire.FrameReader()
+    reader = wire.FrameReader(decode=decode)
     try:
         for part in cut(data, places):
             reader.feed(part)
@@ -72,11 +73,11 @@ def test_wrong_bytes_are_a_remote_protocol_error_or_not_yet_a_frame(data, places
 @given(st.binary(max_size=100))
 def test_a_wrong_body_is_a_remote_protocol_error(body):
     try:
-        frame = wire.decode(body)
+        frame = decode(body)
     except errors.RemoteProtocolError:
         return
 
-    assert wire.decode(wire.encode(frame)[4:]) == frame
+    assert decode(wire.encode(frame)[4:]) == frame
 
 
 @pytest.mark.parametrize("length", [wire.MAX_FRAME_BYTES + 1, 2**32 - 1])
@@ -101,11 +102,11 @@ def test_a_frame_too_long_for_any_peer_is_our_error():
 def test_a_time_limit_must_be_one(timeout_s):
     frame = wire.Open(1, "a/b/c", msgspec.Raw(b"\xc0"), {}, timeout_s)
     with pytest.raises(errors.RemoteProtocolError):
-        wire.decode(wire.encode(frame)[4:])
+        decode(wire.encode(frame)[4:])
 
 
 def test_a_newer_peer_may_append_fields():
-    assert wire.decode(msgspec.msgpack.encode([3, 7, None, "new"])) == wire.Cancel(7)
+    assert decode(msgspec.msgpack.encode([3, 7, None, "new"])) == wire.Cancel(7)
 
 
 def test_a_token_costs_few_bytes():
@@ -136,7 +137,7 @@ def test_all_that_a_client_is_told_of_an_error_crosses_the_wire(error):
 
 def test_an_error_of_a_peer_that_tells_less_is_still_an_error():
     old = msgspec.msgpack.encode([6, 3, "overloaded", "busy"])
-    arrived = wire.decode(old).error
+    arrived = decode(old).error
 
     assert type(arrived) is errors.Overloaded
     assert arrived.retry_after_s == 1.0

@@ -81,7 +81,9 @@ class World:
         self.workers = []
 
     async def runtime(self):
-        runtime = await component.DistributedRuntime.in_memory(self.cluster)
+        runtime = await component.DistributedRuntime.in_memory(
+            self.cluster, item_type=generate.Output
+        )
         return await self._stack.enter_async_context(runtime)
 
     async def route(self, num_workers=2, facts=None, **settings):

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from dynamo.protocols import generate
 from dynamo.protocols import load as load_events
 from dynamo.router import api, replica_sync
 from dynamo.router.api import Decision, Prompt
@@ -48,7 +49,9 @@ async def join():
     cluster, routers = component.MemoryCluster(), []
 
     async def make():
-        router = Router(await component.DistributedRuntime.in_memory(cluster))
+        router = Router(
+            await component.DistributedRuntime.in_memory(cluster, item_type=generate.Output)
+        )
         await router.sync.start()
         routers.append(router)
         return router

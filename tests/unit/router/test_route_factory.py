@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.base import clock
 from dynamo.observability import metrics
-from dynamo.protocols import instances, model_card
+from dynamo.protocols import generate, instances, model_card
 from dynamo.router import config, kv_router, route, route_factory
 from dynamo.runtime import component
 
@@ -26,7 +26,9 @@ def card(**fields):
 )
 async def test_a_model_that_embeds_is_asked_in_turn_whatever_the_mode(fields, expected):
     async with contextlib.AsyncExitStack() as stack:
-        runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
+        runtime = await component.DistributedRuntime.in_memory(
+            component.MemoryCluster(), item_type=generate.Output
+        )
         await stack.enter_async_context(runtime)
         made = route_factory.RouteFactory(
             config.RoutingConfig(router_mode="kv"),

@@ -38,7 +38,7 @@ class Served(World):
         client = self.asker.client(instances.EndpointName("dynamo", "router", endpoint))
         await client.wait_for_instances(5)
         (found,) = client.instances.values()
-        return await requests.ask(
+        return await requests.call(
             self.asker.requests, found.transport["memory"], found.name.path, value,
             reply_type=reply_type, timeout_s=5,
         )  # fmt: skip

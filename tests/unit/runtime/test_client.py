@@ -8,7 +8,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.protocols import generate, instances
 from dynamo.runtime import client
-from dynamo.runtime.backends import memory_discovery
+from dynamo.runtime.backends import memory
 from dynamo.testing import clock
 
 NAME = instances.EndpointName("dynamo", "backend", "generate")
@@ -52,7 +52,7 @@ class World:
 
     def __init__(self):
         self.plane, self.clock = Plane(), clock.VirtualClock()
-        self.registry = memory_discovery.MemoryDiscovery(memory_discovery.MemoryCluster())
+        self.registry = memory.MemoryDiscovery(memory.MemoryRegistry())
         self.changes = []
         self.client = client.EndpointClient(
             NAME, self.registry, self.plane, inhibited_s=5, time=self.clock, draw=lambda n: n - 1
@@ -230,5 +230,7 @@ async def test_wait_for_instances_returns_when_one_comes(world):
 async def test_wait_for_instances_gives_up_in_time(world):
     await world.put(10)
     await world.delete(10)
+    waiting = asyncio.create_task(world.client.wait_for_instances(10))
+    await world.clock.advance(10)
     with pytest.raises(errors.NoWorkers):
-        await world.client.wait_for_instances(0.01)
+        await waiting

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from dynamo.base import config, errors
-from dynamo.protocols import instances, model_card
+from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
 from dynamo.runtime.component import DistributedRuntime, MemoryCluster, RuntimeConfig
 
@@ -43,15 +43,15 @@ def echo(call):
 async def pair():
     cluster = MemoryCluster()
     async with (
-        await DistributedRuntime.in_memory(cluster) as worker,
-        await DistributedRuntime.in_memory(cluster) as frontend,
+        await DistributedRuntime.in_memory(cluster, item_type=generate.Output) as worker,
+        await DistributedRuntime.in_memory(cluster, item_type=generate.Output) as frontend,
     ):
         yield worker, frontend
 
 
 async def test_what_one_registers_the_other_finds_and_asks(pair):
     worker, frontend = pair
-    instance = await worker.register(NAME, echo, CARD)
+    instance = await worker.register(NAME, echo, CARD.record_for)
     client, receiver = frontend.client(NAME), Receiver()
     await client.wait_for_instances(5)
     await client.open("hello", receiver)
@@ -63,7 +63,7 @@ async def test_what_one_registers_the_other_finds_and_asks(pair):
 
 async def test_what_is_withdrawn_is_not_found_until_it_is_restored(pair):
     worker, frontend = pair
-    await worker.register(NAME, echo, CARD)
+    await worker.register(NAME, echo, CARD.record_for)
     before = await frontend.discovery.get_prefix("v1/")
 
     await worker.withdraw()
@@ -81,7 +81,7 @@ async def test_what_is_withdrawn_is_not_found_until_it_is_restored(pair):
 
 async def test_a_card_stands_beside_its_instance(pair):
     worker, frontend = pair
-    instance = await worker.register(NAME, echo, CARD)
+    instance = await worker.register(NAME, echo, CARD.record_for)
     records = await frontend.discovery.get_prefix(instances.CARDS)
     record = msgspec.json.decode(records[instance.card_key], type=model_card.CardRecord)
 
@@ -91,7 +91,7 @@ async def test_a_card_stands_beside_its_instance(pair):
 
 async def test_a_card_can_change_while_it_can_be_found(pair):
     worker, frontend = pair
-    instance = await worker.register(NAME, echo, CARD)
+    instance = await worker.register(NAME, echo, CARD.record_for)
     poetic = msgspec.structs.replace(CARD, lora_names=("poet",))
 
     async def found():
@@ -99,11 +99,11 @@ async def test_a_card_can_change_while_it_can_be_found(pair):
         cards = [msgspec.json.decode(one, type=model_card.CardRecord) for one in records.values()]
         return [one.card_json for one in cards]
 
-    await worker.change_card(instance, poetic)
+    await worker.replace_record(*poetic.record_for(instance))
     changed = await found()
     await worker.withdraw()
     with pytest.raises(errors.Conflict, match="nobody is to find us now"):
-        await worker.change_card(instance, CARD)
+        await worker.replace_record(*CARD.record_for(instance))
     meanwhile = await found()
     await worker.restore()
 
@@ -113,17 +113,17 @@ async def test_a_card_can_change_while_it_can_be_found(pair):
 
 async def test_who_leaves_does_not_come_back_by_a_changed_card(pair):
     worker, frontend = pair
-    instance = await worker.register(NAME, echo, CARD)
+    instance = await worker.register(NAME, echo, CARD.record_for)
     await worker.deregister()
 
     with pytest.raises(errors.Conflict, match="nobody is to find us now"):
-        await worker.change_card(instance, CARD)
+        await worker.replace_record(*CARD.record_for(instance))
     assert await frontend.discovery.get_prefix("v1/") == {}
 
 
 async def test_deregister_takes_all_keys_back_and_still_answers(pair):
     worker, frontend = pair
-    await worker.register(NAME, echo, CARD)
+    await worker.register(NAME, echo, CARD.record_for)
     instance = await worker.register(OTHER, echo)
     await worker.deregister()
     receiver = Receiver()
@@ -136,7 +136,7 @@ async def test_deregister_takes_all_keys_back_and_still_answers(pair):
 async def test_drain_vanishes_first_and_then_waits(pair):
     worker, frontend = pair
     calls = []
-    await worker.register(NAME, calls.append, CARD)
+    await worker.register(NAME, calls.append, CARD.record_for)
     client, receiver = frontend.client(NAME), Receiver()
     await client.wait_for_instances(5)
     await client.open(None, receiver)
@@ -155,7 +155,7 @@ async def test_drain_vanishes_first_and_then_waits(pair):
 
 async def test_in_the_grace_period_it_is_found_no_more_but_takes_what_comes(pair):
     worker, frontend = pair
-    instance = await worker.register(NAME, echo, CARD)
+    instance = await worker.register(NAME, echo, CARD.record_for)
     draining = asyncio.ensure_future(worker.drain(5, grace_s=60))
     while await frontend.discovery.get_prefix("v1/"):
         await asyncio.sleep(0)
@@ -168,11 +168,11 @@ async def test_in_the_grace_period_it_is_found_no_more_but_takes_what_comes(pair
 
 async def test_close_leaves_nothing_behind():
     cluster = MemoryCluster()
-    runtime = await DistributedRuntime.in_memory(cluster)
-    await runtime.register(NAME, echo, CARD)
+    runtime = await DistributedRuntime.in_memory(cluster, item_type=generate.Output)
+    await runtime.register(NAME, echo, CARD.record_for)
     runtime.client(NAME)
     await runtime.close()
-    other = await DistributedRuntime.in_memory(cluster)
+    other = await DistributedRuntime.in_memory(cluster, item_type=generate.Output)
 
     assert await other.discovery.get_prefix("") == {}
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -182,8 +182,8 @@ async def test_close_leaves_nothing_behind():
 async def test_by_default_it_is_a_directory_tcp_and_zmq(tmp_path):
     settings = RuntimeConfig(file_kv=str(tmp_path))
     async with (
-        await DistributedRuntime.open(settings) as worker,
-        await DistributedRuntime.open(settings) as frontend,
+        await DistributedRuntime.open(settings, item_type=generate.Output) as worker,
+        await DistributedRuntime.open(settings, item_type=generate.Output) as frontend,
     ):
         instance = await worker.register(NAME, echo)
         client, receiver = frontend.client(NAME), Receiver()
@@ -226,7 +226,9 @@ def test_a_process_inherits_the_flags():
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 async def test_an_address_that_nobody_can_reach_is_refused(host):
     with pytest.raises(errors.ConfigError, match="DYN_TCP_RPC_HOST"):
-        await DistributedRuntime.open(RuntimeConfig(tcp_rpc_host=host, discovery_backend="mem"))
+        await DistributedRuntime.open(
+            RuntimeConfig(tcp_rpc_host=host, discovery_backend="mem"), item_type=generate.Output
+        )
 
 
 async def test_a_sibling_is_an_instance_of_its_own_under_the_same_lease(pair):

@@ -72,12 +72,12 @@ def test_certificates_are_read_from_their_files(tmp_path):
         environ[f"ETCD_AUTH_{name}"] = str(tmp_path / name)
     whereto = access.read(["https://etcd"], environ)
 
-    assert whereto.tls == access.Tls(ca=b"CA", certificate=b"CLIENT_CERT", key=b"CLIENT_KEY")
+    assert whereto.tls == access.EtcdTls(ca=b"CA", certificate=b"CLIENT_CERT", key=b"CLIENT_KEY")
     assert "CLIENT_KEY" not in repr(whereto)
 
 
 def test_https_alone_trusts_whom_the_system_trusts():
-    assert access.read(["https://etcd"], {}).tls == access.Tls()
+    assert access.read(["https://etcd"], {}).tls == access.EtcdTls()
 
 
 def test_a_certificate_that_cannot_be_read_is_refused_by_the_name_of_its_variable(tmp_path):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dynamo.runtime.http import limits, parser
+from dynamo.runtime.http import parser
 
-SMALL = limits.Limits(header_bytes=1000, num_headers=10, body_bytes=100)
+SMALL = parser.HttpLimits(header_bytes=1000, num_headers=10, body_bytes=100)
 
 
 def parse(*pieces, limit=SMALL):
@@ -119,7 +119,7 @@ def test_a_header_line_without_end_is_refused_before_it_is_swallowed():
 
 
 def test_a_long_body_does_not_count_as_head():
-    limit = limits.Limits(header_bytes=100, body_bytes=10_000)
+    limit = parser.HttpLimits(header_bytes=100, body_bytes=10_000)
     (request,) = parse(b"POST / HTTP/1.1\r\nContent-Length: 5000\r\n\r\n", b"x" * 5000, limit=limit)
 
     assert len(request.body) == 5000

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from dynamo.runtime.http import router, server
+from dynamo.runtime.http import exchange, server
 from dynamo.runtime.http.exchange import Exchange, Request
 
 
@@ -29,7 +29,7 @@ def ask(method, path):
     }
     wire = Wire()
     request = Request(method=method, path=path, query="", headers={}, body=b"", peer="")
-    router.Router(table, error_body=server.plain_error)(Exchange(request, wire, lambda: None))
+    exchange.HttpRouter(table, error_body=server.plain_error)(Exchange(request, wire, lambda: None))
     return called, wire.text
 
 

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.runtime.http import limits, server
+from dynamo.runtime.http import parser, server
 
-QUICK = limits.Limits(request_s=0.05, idle_s=0.05, linger_s=0.05, sweep_s=0.01)
+QUICK = parser.HttpLimits(request_s=0.05, idle_s=0.05, linger_s=0.05, sweep_s=0.01)
 
 
 @contextlib.asynccontextmanager
@@ -179,7 +179,7 @@ async def test_what_is_refused_gets_a_status_and_the_connection_closes(data, sta
 
 
 async def test_a_client_that_sends_its_refused_body_anyway_still_reads_the_answer():
-    async with serving(hello, limits.Limits(body_bytes=1000)) as running:
+    async with serving(hello, parser.HttpLimits(body_bytes=1000)) as running:
         data = b"POST / HTTP/1.1\r\ncontent-length: 4000000\r\n\r\n" + b"x" * 4_000_000
         text = await talk(running, data)
 
@@ -262,7 +262,7 @@ async def test_a_client_that_does_not_read_its_stream_is_cut_off():
         exchange.on_disconnect(lambda: gone.append(1))
         kept.append(exchange)
 
-    limit = limits.Limits(write_buffer_bytes=100_000)
+    limit = parser.HttpLimits(write_buffer_bytes=100_000)
     async with serving(handle, limit) as running, connected(running) as (_, writer):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await until(lambda: kept)
@@ -342,7 +342,7 @@ async def test_several_hundred_idle_connections_disturb_nobody():
 
 
 async def test_one_connection_too_many_is_told_so():
-    async with serving(hello, limits.Limits(num_connections=1)) as running, connected(running):
+    async with serving(hello, parser.HttpLimits(num_connections=1)) as running, connected(running):
         await until(lambda: running.connections)
         async with connected(running) as (reader, _):
             text = await reader.read()

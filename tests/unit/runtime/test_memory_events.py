@@ -1,10 +1,10 @@
 import asyncio
 
-from dynamo.runtime.backends import memory_events
+from dynamo.runtime.backends import memory
 
 
 async def test_what_is_published_in_one_turn_comes_as_one_batch():
-    plane = memory_events.MemoryEventPlane(memory_events.MemoryBus(), 1)
+    plane = memory.MemoryEventPlane(memory.MemoryBus(), 1)
     await plane.advertise("t")
     batches = []
     await plane.subscribe("t", batches.append)
@@ -18,15 +18,15 @@ async def test_what_is_published_in_one_turn_comes_as_one_batch():
 
 
 async def test_a_listener_that_is_too_slow_misses_messages_and_can_see_it():
-    plane = memory_events.MemoryEventPlane(memory_events.MemoryBus(), 1)
+    plane = memory.MemoryEventPlane(memory.MemoryBus(), 1)
     await plane.advertise("t")
     heard = []
     await plane.subscribe("t", heard.extend)
-    for _ in range(memory_events.BATCH_LIMIT + 5):
+    for _ in range(memory.BATCH_LIMIT + 5):
         plane.publish("t", b"")
     await asyncio.sleep(0)
     plane.publish("t", b"")
     await asyncio.sleep(0)
 
-    assert len(heard) == memory_events.BATCH_LIMIT + 1
-    assert heard[-1].number == memory_events.BATCH_LIMIT + 5
+    assert len(heard) == memory.BATCH_LIMIT + 1
+    assert heard[-1].number == memory.BATCH_LIMIT + 5

@@ -11,14 +11,14 @@ import zmq as pyzmq
 import members
 from dynamo.base import errors, membership
 from dynamo.protocols import instances
-from dynamo.runtime.backends import memory_discovery, zmq, zmq_receiver
+from dynamo.runtime.backends import memory, zmq, zmq_receiver
 
 TOPIC = "dynamo/backend/kv-events"
 
 
 @pytest.fixture
 def cluster():
-    return memory_discovery.MemoryCluster()
+    return memory.MemoryRegistry()
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ async def join(cluster):
     planes = []
 
     def make(instance_id, **options):
-        discovery = memory_discovery.MemoryDiscovery(cluster)
+        discovery = memory.MemoryDiscovery(cluster)
         planes.append(zmq.ZmqEventPlane(discovery, instance_id, **options))
         return planes[-1]
 
@@ -48,7 +48,7 @@ async def stranger(cluster):
             instance_id=255,
             transport={"zmq": socket.get_string(pyzmq.LAST_ENDPOINT)},
         )
-        discovery = memory_discovery.MemoryDiscovery(cluster)
+        discovery = memory.MemoryDiscovery(cluster)
         await discovery.put(record.key, msgspec.json.encode(record))
         yield socket
 
@@ -145,7 +145,7 @@ async def test_what_is_too_long_cannot_be_published(join):
 async def test_a_channel_that_cannot_be_heard_is_told_and_harms_no_other(
     join, cluster, stranger, caplog, value
 ):
-    discovery = memory_discovery.MemoryDiscovery(cluster)
+    discovery = memory.MemoryDiscovery(cluster)
     await discovery.put(f"v1/event_channels/{TOPIC}/1", value)
     batches = await hear(join(2))
     await asyncio.to_thread(stranger.recv)
@@ -199,7 +199,7 @@ async def until_logged(caplog, text):
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("shown", [OTHER_TOKEN, membership.NOTHING], ids=["other", "none"])
+@pytest.mark.parametrize("shown", [OTHER_TOKEN, membership.NO_CREDENTIALS], ids=["other", "none"])
 async def test_a_publisher_without_our_token_is_not_heard_and_told_of(join, shown, caplog):
     stranger, honest = join(1, credentials=shown), join(2, credentials=WITH_TOKEN)
     for publisher in (stranger, honest):
@@ -252,7 +252,7 @@ async def test_a_stranger_is_shut_out_in_the_handshake(join, cluster, knows_curv
     assert int.from_bytes(event[0][:2], "little") & zmq_receiver.HANDSHAKE_FAILURES
 
 
-@pytest.mark.parametrize("shown", [WITH_TOKEN, membership.NOTHING], ids=["token", "open"])
+@pytest.mark.parametrize("shown", [WITH_TOKEN, membership.NO_CREDENTIALS], ids=["token", "open"])
 async def test_noise_at_the_publishers_socket_harms_nobody(join, cluster, shown):
     publisher = join(1, credentials=shown)
     await publisher.advertise(TOPIC)

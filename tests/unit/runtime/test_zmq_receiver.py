@@ -52,7 +52,7 @@ async def listen() -> int:
 
     with zmq.Context() as context:
         talkers = Talkers(context)
-        receiver = zmq_receiver.Receiver(context, take, None)
+        receiver = zmq_receiver.EventReceiver(context, take, None)
         receiver.subscribe("topic")
         for address in talkers.addresses:
             receiver.connect(address)

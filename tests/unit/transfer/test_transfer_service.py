@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.transfer import descriptors, handshake, routes, service
 from dynamo.transfer.limit import Limit
 from dynamo.transfer.link import Link
@@ -23,7 +23,12 @@ def serve():
         exposed = routes.Exposed(
             name="prefill-0", epoch="e", region=region, shared=None, deliver=lambda *said: None
         )
-        made = service.Service(listening, exposed, key=b"", **options)
+        made = service.Service(
+            listening,
+            exposed,
+            authenticator=handshake.new_authenticator(membership.NO_CREDENTIALS),
+            **options,
+        )
         started.append(made)
         return lambda: socket.create_connection(listening.getsockname(), timeout=10)
 
@@ -49,7 +54,13 @@ def test_a_stranger_who_says_nothing_is_dropped(serve, monkeypatch):
 def enter(dial):
     link = Link(dial())
     try:
-        handshake.enter(link, name="decode-0", epoch="e", key=b"", limit=Limit(10))
+        handshake.enter(
+            link,
+            name="decode-0",
+            epoch="e",
+            authenticator=handshake.new_authenticator(membership.NO_CREDENTIALS),
+            limit=Limit(10),
+        )
     except errors.TransferError:
         link.close()
         raise

@@ -9,7 +9,7 @@ import pytest
 from worker_fakes import FACTS
 
 from dynamo.base import clock, errors
-from dynamo.protocols import instances, model_card
+from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component, requests
 from dynamo.worker import card
 
@@ -143,7 +143,9 @@ def file_path(tmp_path):
 @contextlib.asynccontextmanager
 async def sharing(file_path, store=None):
     """The card as it is published, and a way to ask for parts."""
-    runtime = await component.DistributedRuntime.in_memory(component.MemoryCluster())
+    runtime = await component.DistributedRuntime.in_memory(
+        component.MemoryCluster(), item_type=generate.Output
+    )
     async with runtime:
         runtime.services = Services(store)
         shared = card.FileSharing(runtime, clock.SystemClock())
@@ -151,7 +153,7 @@ async def sharing(file_path, store=None):
         served = await runtime.requests.serve("x", lambda call: None)
 
         async def ask(name, offset):
-            return await requests.ask(
+            return await requests.call(
                 runtime.requests,
                 served,
                 model_card.model_files_path(NAME),

@@ -9,7 +9,7 @@ from dynamo.base import errors
 from dynamo.disagg import job_consumer, policy, remote_prefill, shared_queue
 from dynamo.engine import api
 from dynamo.observability import metrics
-from dynamo.protocols import kv_transfer, model_card
+from dynamo.protocols import generate, kv_transfer, model_card
 from dynamo.runtime import component
 from dynamo.worker import disaggregated, settings
 
@@ -45,7 +45,9 @@ async def prepare(engine, tmp_path, **fields):
 
 async def role(engine, tmp_path, **fields):
     worker = settings.WorkerConfig(**fields)
-    async with await component.DistributedRuntime.in_memory(component.MemoryCluster()) as runtime:
+    async with await component.DistributedRuntime.in_memory(
+        component.MemoryCluster(), item_type=generate.Output
+    ) as runtime:
         registry = metrics.Registry("x")
         return disaggregated.prepare_role(
             engine, worker, runtime, registry, model="m", directory=tmp_path

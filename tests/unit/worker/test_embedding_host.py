@@ -11,7 +11,7 @@ from dynamo.base import clock, errors, tasks
 from dynamo.base import clock as clocks
 from dynamo.engine import api
 from dynamo.engine.mock.embedder import MockEmbedder
-from dynamo.protocols import blocks, embed, instances, model_card, model_errors
+from dynamo.protocols import blocks, embed, generate, instances, model_card, model_errors
 from dynamo.runtime import component, requests
 from dynamo.worker import card, embedding_host, metrics
 
@@ -201,7 +201,9 @@ async def world(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     async with contextlib.AsyncExitStack() as stack:
         worker, asker = [
-            await stack.enter_async_context(await component.DistributedRuntime.in_memory(cluster))
+            await stack.enter_async_context(
+                await component.DistributedRuntime.in_memory(cluster, item_type=generate.Output)
+            )
             for _ in range(2)
         ]
         made = embedding_host.EmbeddingHost(
@@ -223,7 +225,7 @@ async def ask(asker, *texts):
     await client.wait_for_instances(1)
     (worker,) = client.instances.values()
     request = embed.EmbeddingRequest(id="r", model="e", inputs=tuple(map(blocks.pack, texts)))
-    return await requests.ask(
+    return await requests.call(
         asker.requests,
         worker.transport["memory"],
         ENDPOINT.path,

@@ -52,8 +52,12 @@ class World:
         world.engine = FakeEngine()
         if make_capabilities is not None:
             world.engine.capabilities = api.EngineCapabilities(**make_capabilities(world))
-        world.runtime = await component.DistributedRuntime.in_memory(cluster)
-        world.asker = await component.DistributedRuntime.in_memory(cluster)
+        world.runtime = await component.DistributedRuntime.in_memory(
+            cluster, item_type=generate.Output
+        )
+        world.asker = await component.DistributedRuntime.in_memory(
+            cluster, item_type=generate.Output
+        )
         world.host = host.Host(
             world.engine,
             world.runtime,
@@ -152,7 +156,7 @@ async def test_a_cancelled_request_is_aborted_in_the_engine(world):
 
 async def test_blocks_are_cleared_on_demand(world):
     await world.host.start()
-    reply = await requests.ask(
+    reply = await requests.call(
         world.asker.requests,
         (await address(world)),
         CLEAR.path,
@@ -461,8 +465,8 @@ class FleetWorld:
 async def fleet_world():
     cluster = component.MemoryCluster()
     async with (
-        await component.DistributedRuntime.in_memory(cluster) as runtime,
-        await component.DistributedRuntime.in_memory(cluster) as asker,
+        await component.DistributedRuntime.in_memory(cluster, item_type=generate.Output) as runtime,
+        await component.DistributedRuntime.in_memory(cluster, item_type=generate.Output) as asker,
     ):
         built = FleetWorld(runtime, asker)
         await built.fleet.start()

@@ -10,6 +10,7 @@ from dynamo.base import errors
 from dynamo.engine.mock.answers import Cycle
 from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
+from dynamo.protocols import generate
 from dynamo.runtime import component
 from dynamo.worker import main, model_source, settings
 
@@ -74,7 +75,9 @@ def test_a_model_that_no_frontend_could_read_is_not_served(run, capsys, tmp_path
 async def test_a_worker_may_sleep_unless_a_queue_gives_it_work(fields, status):
     """409: not before it is ready."""
     engine = MockEngine(MockConfig(), cycle=Cycle((1, 2)), context_length=64)
-    async with await component.DistributedRuntime.in_memory(component.MemoryCluster()) as runtime:
+    async with await component.DistributedRuntime.in_memory(
+        component.MemoryCluster(), item_type=generate.Output
+    ) as runtime:
         worker = settings.WorkerConfig(**fields)
         made = main.make_host(worker, engine, runtime, model_source.built_in())
         port = await made.open_system_port("127.0.0.1", 0)

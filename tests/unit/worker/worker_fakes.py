@@ -89,7 +89,7 @@ class FakeCall:
     def on_cancel(self, callback) -> None:
         self.cancel = callback
 
-    def on_choice_cancel(self, callback) -> None:
+    def on_signal(self, callback) -> None:
         self.cancel_choice = callback
 
     def send(self, output: generate.Output) -> None:

@@ -17,7 +17,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.frontend.admission import api_keys, metrics, rate_limits
 from dynamo.frontend.answer import delivery
-from dynamo.runtime.http import exchange, router
+from dynamo.runtime.http import exchange
 
 CHECK_INTERVAL_S = 1.0
 OPEN_PATHS = frozenset(("/live", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"))
@@ -80,7 +80,7 @@ class KeyAuthenticator:
 
     def __init__(
         self,
-        handler: router.Handler,
+        handler: exchange.Handler,
         valid_keys: api_keys.ApiKeyRegistry,
         dialect_of: Callable[[str], delivery.Dialect],
         admission_metrics: metrics.AdmissionMetrics,

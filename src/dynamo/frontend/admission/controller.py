@@ -29,7 +29,7 @@ from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import metrics as observed
 from dynamo.protocols import embed, generate
 from dynamo.runtime import events
-from dynamo.runtime.http import exchange, router
+from dynamo.runtime.http import exchange
 
 _logger = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class AdmissionController:
             self._running.start("watch the workers' load", self._load_monitor.watch())
 
     def wrap_handler(
-        self, handler: router.Handler, dialect_of: Callable[[str], delivery.Dialect]
-    ) -> router.Handler:
+        self, handler: exchange.Handler, dialect_of: Callable[[str], delivery.Dialect]
+    ) -> exchange.Handler:
         """Return a handler that authenticates requests first, or `handler` itself if API keys are not used."""
         if self._key_file is None:
             return handler

@@ -100,7 +100,7 @@ class Leg:
         if len(self.choices) == 1:
             self.cancel()
         elif self._stream is not None:
-            self._stream.cancel_choice(choice.index - self.choices[0].index)
+            self._stream.send_signal(choice.index - self.choices[0].index)
 
     def replied(self, body: msgspec.Raw) -> None:
         """As `requests.Receiver`."""

@@ -10,7 +10,7 @@ from typing import Any
 from dynamo.base import errors
 from dynamo.frontend.kserve import captured, transcode
 from dynamo.protocols import kserve_errors
-from dynamo.runtime.http import exchange, router
+from dynamo.runtime.http import exchange
 
 
 class Refused(Exception):
@@ -24,7 +24,7 @@ class Refused(Exception):
 class Inference:
     """Asks the frontend's own HTTP handler."""
 
-    def __init__(self, handler: router.Handler) -> None:
+    def __init__(self, handler: exchange.Handler) -> None:
         self._handler = handler
 
     async def look(self, path: str, headers: Mapping[str, str], peer: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from dynamo.base import distribution, errors
 from dynamo.frontend import config
-from dynamo.runtime.http import router
+from dynamo.runtime.http import exchange
 
 T = TypeVar("T")
 _SERVER = "dynamo.frontend.kserve.server"
@@ -36,7 +36,7 @@ class NoServer:
         """Nothing runs."""
 
 
-def build(settings: config.FrontendConfig, handler: router.Handler) -> Server:
+def build(settings: config.FrontendConfig, handler: exchange.Handler) -> Server:
     """What these settings want. Raises ConfigError if it is not installed, or cannot read a certificate."""
     if not settings.kserve_grpc_server:
         return NoServer()

@@ -18,7 +18,7 @@ from dynamo.frontend.answer import delivery, sse
 from dynamo.frontend.kserve import description, shapes
 from dynamo.frontend.model_registry import registry
 from dynamo.protocols import kserve, kserve_errors
-from dynamo.runtime.http import exchange, router
+from dynamo.runtime.http import exchange
 
 PREFIX = "/v2"
 _MODELS = "/v2/models/"
@@ -85,7 +85,7 @@ class KserveRoutes:
         self._models = known
         self._accepts = accepts
 
-    def table(self) -> dict[tuple[str, str], router.Handler]:
+    def table(self) -> dict[tuple[str, str], exchange.Handler]:
         """For the frontend's router."""
         return {
             ("GET", PREFIX): lambda caller: _tell(caller, description.of_server()),

@@ -15,7 +15,7 @@ import grpc.aio
 
 from dynamo.base import errors
 from dynamo.frontend.kserve import inference, messages, transcode
-from dynamo.runtime.http import router
+from dynamo.runtime.http import exchange
 
 SERVICE = f"{messages.PACKAGE}.GRPCInferenceService"
 MAX_CALLS = 10_000
@@ -51,7 +51,7 @@ class GrpcServer:
 
     def __init__(
         self,
-        handler: router.Handler,
+        handler: exchange.Handler,
         *,
         max_message_bytes: int,
         tls: Tls | None,

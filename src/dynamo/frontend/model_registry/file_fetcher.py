@@ -164,7 +164,7 @@ class FileFetcher:
     ) -> bytes:
         content = bytearray()
         while len(content) < file.size:
-            part = await requests.ask(
+            part = await requests.call(
                 self._plane,
                 provider.address,
                 provider.endpoint,

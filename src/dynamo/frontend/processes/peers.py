@@ -16,13 +16,13 @@ from pathlib import Path
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.runtime.http import exchange, router, server
+from dynamo.runtime.http import exchange, server
 
 TIMEOUT_S = 2.0
 WORKER_LABEL = "http_worker"
 _MAX_RESPONSE_BYTES = 64 << 20
 _logger = logging.getLogger(__name__)
-PeerRoutes = Mapping[tuple[str, str], router.Handler]
+PeerRoutes = Mapping[tuple[str, str], exchange.Handler]
 
 
 class Peers:
@@ -42,7 +42,8 @@ class Peers:
         """Start to answer requests of peers. Does nothing if this process is alone."""
         if self._own_socket is not None:
             self._server = server.HttpServer(
-                router.Router(routes, error_body=server.plain_error), error_body=server.plain_error
+                exchange.HttpRouter(routes, error_body=server.plain_error),
+                error_body=server.plain_error,
             )
             await self._server.start_at(str(self._own_socket))
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 
 from dynamo.frontend.processes import peers, response_store
-from dynamo.runtime.http import exchange, router
+from dynamo.runtime.http import exchange
 
 PATH = "/kept/"
 _encode = msgspec.msgpack.Encoder().encode
@@ -37,7 +37,7 @@ class SharedResponses:
             ("DELETE", PATH + "*"): self._remove,
         }
 
-    def wrap_continuing(self, handler: router.Handler) -> router.Handler:
+    def wrap_continuing(self, handler: exchange.Handler) -> exchange.Handler:
         """Return a handler that first fetches the response from which a request continues."""
         if self._peers.name is None:
             return handler
@@ -53,7 +53,7 @@ class SharedResponses:
 
         return handle
 
-    def wrap_lookup(self, path: str, handler: router.Handler) -> router.Handler:
+    def wrap_lookup(self, path: str, handler: exchange.Handler) -> exchange.Handler:
         """Return a handler for `path` and a response id that fetches it first; DELETE removes it from all processes."""
         if self._peers.name is None:
             return handler

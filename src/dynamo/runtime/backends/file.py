@@ -21,8 +21,8 @@ from pathlib import Path
 
 import watchfiles
 
-from dynamo.base import errors, tasks
-from dynamo.runtime.backends import lease_directory, view
+from dynamo.base import clock, errors, tasks
+from dynamo.runtime.backends import key_view, lease_directory
 from dynamo.runtime.discovery import Change
 
 POLL_S = 0.5
@@ -47,9 +47,10 @@ def default_directory(environ: Mapping[str, str]) -> Path:
 class FileDiscovery:
     """One process's lease, keys and watches in a directory that the processes of a host share."""
 
-    def __init__(self, directory: lease_directory.LeaseDirectory) -> None:
+    def __init__(self, directory: lease_directory.LeaseDirectory, time: clock.Clock) -> None:
+        self._clock = time
         self._directory = directory
-        self._view = view.View()
+        self._view = key_view.KeyView()
         self._tasks = tasks.Tasks()
         self._round = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -58,11 +59,13 @@ class FileDiscovery:
         self._trouble = ""  # what the log was told last
 
     @classmethod
-    async def open(cls, directory: Path, instance_id: int) -> "FileDiscovery":
+    async def open(
+        cls, directory: Path, instance_id: int, *, time: clock.Clock | None = None
+    ) -> "FileDiscovery":
         """Take a lease in `directory`, which is made if need be. Raises ConfigError."""
         leases = lease_directory.LeaseDirectory(directory, f"{instance_id:x}")
         await asyncio.to_thread(leases.acquire)
-        self = cls(leases)
+        self = cls(leases, time or clock.SystemClock())
         self._tasks.start(f"file discovery in {directory}", self._follow())
         return self
 
@@ -99,7 +102,7 @@ class FileDiscovery:
 
     async def _wait_for_change(self) -> bool:
         try:
-            async with asyncio.timeout(POLL_S):
+            async with self._clock.timeout(POLL_S):
                 await self._changed.wait()
         except TimeoutError:
             return False

@@ -1,7 +1,7 @@
-"""The request plane over any network that gives ordered bytes: one kept connection per asking process and address.
+"""The request plane over any network that carries ordered bytes: one kept connection per client process and address.
 
-What a stream is, how it ends and what is refused is settled by the two ends (`asking`, `answering`) on a `link`. A
-network only listens and connects: `tcp.TcpNetwork`, `memory_requests.MemoryNetwork`.
+The life of a stream, and what is refused, is settled by `client_connection` and `server_connection` on a
+`frame_connection`. A network only listens and connects: `tcp.TcpNetwork`, `memory.MemoryNetwork`, `nats.requests`.
 """
 
 import asyncio
@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dynamo.base import errors, tasks
-from dynamo.runtime import requests
-from dynamo.runtime.backends import answering, asking, link
+from dynamo.base import clock, errors, tasks
+from dynamo.protocols import wire
+from dynamo.runtime import authentication, requests
+from dynamo.runtime.backends import client_connection, frame_connection, server_connection
 
-MakeLink = Callable[[], link.Link]
 _NO_HEADERS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
+class NetworkListener:
     """A place where peers connect. `close` takes no new connections; those that are there stay."""
 
     address: str
@@ -27,33 +27,46 @@ class Listener:
 
 
 class Network(Protocol):
-    """Where connections come from."""
+    """The way in which connections are made."""
 
     @property
     def name(self) -> str:
         """The key of its addresses in `Instance.transport`."""
         ...
 
-    async def listen(self, make_link: MakeLink) -> Listener:
-        """Give each peer that connects a link. Raises ConfigError."""
+    async def listen(self, make_protocol: authentication.MakeProtocol) -> NetworkListener:
+        """Give each peer that connects a new protocol. Raises ConfigError."""
         ...
 
-    async def connect(self, address: str, make_link: MakeLink) -> None:
-        """Reach the peer at `address`. Raises WorkerLost."""
+    async def connect(self, address: str, make_protocol: authentication.MakeProtocol) -> None:
+        """Connect a new protocol to the peer at `address`. Raises WorkerLost."""
         ...
 
 
 class MultiplexedPlane:
-    """A `requests.RequestPlane`: both sides, for one process."""
+    """A `requests.RequestPlane`: both sides, for one process. Items that are sent and received have `item_type`."""
 
-    def __init__(self, network: Network, limits: link.Limits = link.Limits()) -> None:  # noqa: B008 (a frozen value)
+    def __init__(
+        self,
+        network: Network,
+        limits: frame_connection.ConnectionLimits = frame_connection.ConnectionLimits(),  # noqa: B008 (a frozen value)
+        *,
+        item_type: Any = Any,
+        time: clock.Clock | None = None,
+    ) -> None:
         self._network = network
-        self._limits = limits
-        self._service = answering.Service()
-        self._listener: Listener | None = None
+        self._settings = frame_connection.ConnectionSettings(
+            limits=limits,
+            time=time or clock.SystemClock(),
+            decode=wire.make_decoder(item_type),
+        )
+        self._state = server_connection.ServerState(self._settings)
+        self._listener: NetworkListener | None = None
         self._listening = asyncio.Lock()
-        self._ends: dict[str, asking.AskingEnd] = {}
-        self._connecting: dict[str, asyncio.Task[asking.AskingEnd | errors.WorkerLost]] = {}
+        self._connections: dict[str, client_connection.ClientConnection] = {}
+        self._connecting: dict[
+            str, asyncio.Task[client_connection.ClientConnection | errors.WorkerLost]
+        ] = {}
         self._tasks = tasks.Tasks()
         self._is_closed = False
 
@@ -63,13 +76,15 @@ class MultiplexedPlane:
 
     async def serve(self, endpoint: str, handler: requests.Handler) -> str:
         async with self._listening:
-            if self._is_closed or endpoint in self._service.handlers:
+            if self._is_closed or endpoint in self._state.handlers:
                 raise errors.LocalProtocolError(
                     f"{endpoint} is served already, or the request plane is closed"
                 )
             if self._listener is None:
-                self._listener = await self._network.listen(self._answering_link)
-            self._service.handlers[endpoint] = handler
+                self._listener = await self._network.listen(
+                    lambda: server_connection.ServerConnection(self._state).frames
+                )
+            self._state.handlers[endpoint] = handler
             return self._listener.address
 
     async def open(
@@ -82,15 +97,15 @@ class MultiplexedPlane:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> requests.Stream:
-        end = self._ends.get(address)
-        if end is None:
-            end = await self._reach(address)
-        return end.open(endpoint, body, receiver, headers or _NO_HEADERS, timeout_s)
+        connection = self._connections.get(address)
+        if connection is None:
+            connection = await self._share_connection(address)
+        return connection.open_stream(endpoint, body, receiver, headers or _NO_HEADERS, timeout_s)
 
     async def drain(self, timeout_s: float) -> bool:
         if self._listener is not None:
             self._listener.close()
-        return await self._service.drain(timeout_s)
+        return await self._state.drain(timeout_s)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -98,12 +113,12 @@ class MultiplexedPlane:
             self._listener.close()
         await self._tasks.close()
         await asyncio.gather(
-            *(end.close() for end in self._service.ends),
-            *(end.link.close() for end in self._ends.values()),
+            *(connection.close() for connection in self._state.connections),
+            *(connection.frames.close() for connection in self._connections.values()),
         )
 
-    async def _reach(self, address: str) -> asking.AskingEnd:
-        """Connect; whoever asks for the same address meanwhile waits for the same connection."""
+    async def _share_connection(self, address: str) -> client_connection.ClientConnection:
+        """Connect to `address`; concurrent callers wait for the same connection."""
         if self._is_closed:
             raise errors.WorkerLost("our request plane is closed")
         task = self._connecting.get(address)
@@ -119,32 +134,31 @@ class MultiplexedPlane:
             raise type(result)(str(result)) from result
         return result
 
-    async def _connect(self, address: str) -> asking.AskingEnd | errors.WorkerLost:
-        """Its failure is a value, because several may wait for it."""
-        end = asking.AskingEnd(
-            self._limits, address=address, name=f"process {os.getpid()}", lost_peer=self._lost
+    async def _connect(
+        self, address: str
+    ) -> client_connection.ClientConnection | errors.WorkerLost:
+        """Return the connection, or why there is none: a value, because several callers may wait for it."""
+        connection = client_connection.ClientConnection(
+            self._settings, address=address, name=f"process {os.getpid()}", on_lost=self._remove
         )
+        limit_s = self._settings.limits.connect_s
         try:
-            async with asyncio.timeout(self._limits.connect_s):
-                await self._network.connect(address, lambda: end.link)
-                await end.welcomed
-            if end.link.is_lost:
+            async with self._settings.time.timeout(limit_s):
+                await self._network.connect(address, lambda: connection.frames)
+                await connection.welcomed
+            if connection.frames.is_lost:
                 return errors.WorkerLost(f"worker at {address} closed the connection at once")
-            self._ends[address] = end
+            self._connections[address] = connection
         except errors.WorkerLost as error:
             return error
         except TimeoutError:
-            limit_s = self._limits.connect_s
             return errors.WorkerLost(f"worker at {address} did not answer within {limit_s:g} s")
         else:
-            return end
+            return connection
         finally:
-            if address not in self._ends:
-                end.link.drop("was not reached")
+            if address not in self._connections:
+                connection.frames.drop("was not reached")
 
-    def _lost(self, end: asking.AskingEnd) -> None:
-        if self._ends.get(end.address) is end:
-            del self._ends[end.address]
-
-    def _answering_link(self) -> link.Link:
-        return answering.AnsweringEnd(self._limits, self._service).link
+    def _remove(self, connection: client_connection.ClientConnection) -> None:
+        if self._connections.get(connection.address) is connection:
+            del self._connections[connection.address]

@@ -1,15 +1,18 @@
 """The request plane over TCP, the default. An address is `host:port`.
 
-With a cluster token or certificates a `door` stands before each connection; without, only loopback is listened on.
+With a cluster token or certificates each connection begins with a handshake (`runtime.authentication`); without, only
+loopback is listened on.
 """
 
 import asyncio
 import functools
 import socket
 from collections.abc import Callable
+from typing import Any
 
-from dynamo.base import errors, membership
-from dynamo.runtime.backends import door, link, multiplex
+from dynamo.base import clock, errors, membership
+from dynamo.runtime import authentication
+from dynamo.runtime.backends import frame_connection, multiplex
 
 _WILDCARDS = ("", "0.0.0.0", "::")
 # Small frames leave at once, and the kernel finds out when the peer of an idle connection is gone.
@@ -32,10 +35,11 @@ class TcpNetwork:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        credentials: membership.Credentials = membership.NOTHING,
-        limits: link.Limits = link.Limits(),  # noqa: B008 (a frozen value)
+        credentials: membership.Credentials = membership.NO_CREDENTIALS,
+        limits: frame_connection.ConnectionLimits = frame_connection.ConnectionLimits(),  # noqa: B008 (a frozen value)
+        time: clock.Clock | None = None,
     ) -> None:
-        """Raises ConfigError for a host that is no address to give to others, or is open to strangers."""
+        """Raises ConfigError for a host that peers cannot connect to, or that is open to the whole network."""
         if host in _WILDCARDS:
             raise errors.ConfigError(
                 f"DYN_TCP_RPC_HOST is {host!r}: expected the address by which other processes reach this one"
@@ -43,48 +47,63 @@ class TcpNetwork:
         membership.check_address(host, "the request plane (DYN_TCP_RPC_HOST)", credentials)
         self._host = host
         self._port = port
-        self._credentials = credentials
+        self._authenticator = authentication.ConnectionAuthenticator(
+            credentials, authentication.REQUEST_PLANE
+        )
         self._limits = limits
-        self._is_open = credentials.token is None and credentials.tls is None
+        self._clock = time or clock.SystemClock()
 
-    async def listen(self, make_link: multiplex.MakeLink) -> multiplex.Listener:
-        loop = asyncio.get_running_loop()
-        porch = door.Porch(self._limits, self._credentials, make_link)
-        make = make_link if self._is_open else functools.partial(door.AnsweringDoor, porch)
+    async def listen(self, make_protocol: authentication.MakeProtocol) -> multiplex.NetworkListener:
+        pending = authentication.PendingConnections(
+            self._authenticator,
+            make_protocol,
+            limit_s=self._limits.hello_s,
+            max_pending=self._limits.max_pending,
+            time=self._clock,
+        )
+        make: authentication.MakeProtocol = functools.partial(
+            authentication.ServerHandshake, pending
+        )
         try:
-            server = await loop.create_server(make, self._host, self._port)
+            server = await asyncio.get_running_loop().create_server(
+                make_protocol if self._authenticator.is_open else make, self._host, self._port
+            )
         except OSError as error:
             raise errors.ConfigError(
                 f"cannot listen on {self._host}:{self._port} (DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT): {error}"
             ) from error
         listening = server.sockets[0]
-        _tune(listening)  # what connects to it inherits these options
-        address = _join(self._host, listening.getsockname()[1])
+        _tune(listening)  # connections to it inherit these options
+        port = listening.getsockname()[1]
 
         def close() -> None:
             server.close()
-            porch.close()
+            pending.close()
 
-        return multiplex.Listener(address=address, close=close)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return multiplex.NetworkListener(address=f"{host}:{port}", close=close)
 
-    async def connect(self, address: str, make_link: multiplex.MakeLink) -> None:
-        if self._is_open:
-            await self._dial(address, make_link)
+    async def connect(self, address: str, make_protocol: authentication.MakeProtocol) -> None:
+        if self._authenticator.is_open:
+            await self._dial(address, make_protocol)
             return
-        entrance = door.AskingDoor(self._credentials, make_link, address)
+        handshake = authentication.ClientHandshake(self._authenticator, make_protocol, address)
         try:
-            await self._dial(address, lambda: entrance)
-            await entrance.opened
+            await self._dial(address, lambda: handshake)
+            await handshake.completed
         finally:
-            if not entrance.opened.done():
-                entrance.abandon()
+            if not handshake.completed.done():
+                handshake.abandon()
 
     async def _dial(self, address: str, make: Callable[[], asyncio.Protocol]) -> None:
-        host, port = _split(address)
-        tls = self._credentials.tls
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise errors.WorkerLost(f"{address!r} is no address: expected host:port")
+        host = host.removeprefix("[").removesuffix("]")
+        tls = self._authenticator.tls
         try:
             transport, _ = await asyncio.get_running_loop().create_connection(
-                make, host, port, ssl=tls.asking if tls is not None else None
+                make, host, int(port), ssl=tls.client if tls is not None else None
             )
         except (OSError, UnicodeError) as error:
             raise errors.WorkerLost(
@@ -100,23 +119,16 @@ class TcpRequestPlane(multiplex.MultiplexedPlane):
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        limits: link.Limits = link.Limits(),  # noqa: B008 (a frozen value)
-        credentials: membership.Credentials = membership.NOTHING,
+        limits: frame_connection.ConnectionLimits = frame_connection.ConnectionLimits(),  # noqa: B008 (a frozen value)
+        credentials: membership.Credentials = membership.NO_CREDENTIALS,
+        *,
+        item_type: Any = Any,
+        time: clock.Clock | None = None,
     ) -> None:
-        super().__init__(TcpNetwork(host, port, credentials=credentials, limits=limits), limits)
+        network = TcpNetwork(host, port, credentials=credentials, limits=limits, time=time)
+        super().__init__(network, limits, item_type=item_type, time=time)
 
 
 def _tune(sock: socket.socket) -> None:
     for level, name, value in _OPTIONS:
         sock.setsockopt(level, name, value)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise errors.WorkerLost(f"{address!r} is no address: expected host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -25,12 +25,13 @@ from zmq.utils import z85
 
 from dynamo.base import errors, membership, tasks
 from dynamo.protocols import instances
+from dynamo.runtime import authentication
 from dynamo.runtime.backends.zmq_receiver import (
     HANDSHAKE_MS,
     HIGH_WATER,
     PAYLOAD_LIMIT,
     U64,
-    Receiver,
+    EventReceiver,
 )
 from dynamo.runtime.discovery import Discovery, Put
 from dynamo.runtime.events import Event, Listener
@@ -59,19 +60,21 @@ class ZmqEventPlane:
         instance_id: int,
         *,
         host: str = "127.0.0.1",
-        credentials: membership.Credentials = membership.NOTHING,
+        credentials: membership.Credentials = membership.NO_CREDENTIALS,
     ) -> None:
         """Raises ConfigError as `check_host` does."""
         check_host(host, credentials)
         self._discovery = discovery
         self._instance_id = instance_id
         self._host = host
-        key = credentials.key("event plane")
+        key = authentication.ConnectionAuthenticator(
+            credentials, authentication.EVENT_PLANE
+        ).curve_secret
         self._secret = None if key is None else z85.encode(key)
         self._context = zmq.Context()
         self._publisher: _Publisher | None = None
         self._channel_keys: set[str] = set()
-        self._receiver: Receiver | None = None
+        self._receiver: EventReceiver | None = None
         self._audience_by_topic: dict[str, _Audience] = {}
         self._tasks = tasks.Tasks()
         self._is_open = True
@@ -97,7 +100,7 @@ class ZmqEventPlane:
 
     async def subscribe(self, topic: str, listener: Listener) -> "ZmqSubscription":
         if self._receiver is None:
-            self._receiver = Receiver(self._context, self._deliver, self._secret)
+            self._receiver = EventReceiver(self._context, self._deliver, self._secret)
         audience = self._audience_by_topic.get(topic)
         if audience is None:
             self._receiver.subscribe(topic)
@@ -133,7 +136,7 @@ class ZmqEventPlane:
             self._publisher.close()
         self._context.term()
 
-    async def _follow(self, topic: str, receiver: "Receiver") -> None:
+    async def _follow(self, topic: str, receiver: "EventReceiver") -> None:
         """Stay connected to all who publish `topic`."""
         addresses: dict[str, str] = {}
         try:

@@ -29,7 +29,7 @@ HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_
 log = logging.getLogger(__name__)
 
 
-class Receiver:
+class EventReceiver:
     """The SUB socket and its thread. The methods without a note are for the loop's thread."""
 
     def __init__(

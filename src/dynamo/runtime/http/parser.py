@@ -9,8 +9,24 @@ from urllib.parse import unquote
 
 import httptools
 
-from dynamo.runtime.http import limits
 from dynamo.runtime.http.exchange import Request
+
+NUM_CONNECTIONS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """The size, time and number that one HTTP server takes from clients; beyond them a client is refused or cut off."""
+
+    header_bytes: int = 64 * 2**10
+    num_headers: int = 100
+    body_bytes: int = 192 * 2**20
+    request_s: float = 60.0  # a request, once begun, must have arrived
+    idle_s: float = 75.0  # between two requests of a connection
+    write_buffer_bytes: int = 8 * 2**20  # what may wait for a client that does not read
+    num_connections: int = NUM_CONNECTIONS
+    linger_s: float = 5.0  # a refused client may go on sending before it is cut off
+    sweep_s: float = 1.0  # how often, and so how exactly, the times above are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +47,7 @@ class _Refused(Exception):
 class RequestParser:
     """The requests of one connection."""
 
-    def __init__(self, limit: limits.Limits, peer: str) -> None:
+    def __init__(self, limit: HttpLimits, peer: str) -> None:
         self._limit = limit
         self._peer = peer
         self._parser = httptools.HttpRequestParser(self)

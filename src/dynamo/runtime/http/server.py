@@ -22,8 +22,7 @@ import msgspec
 
 from dynamo.base import errors, tasks
 from dynamo.runtime.http.exchange import Exchange, Request
-from dynamo.runtime.http.limits import Limits
-from dynamo.runtime.http.parser import Refusal, RequestParser
+from dynamo.runtime.http.parser import HttpLimits, Refusal, RequestParser
 
 Handler = Callable[[Exchange], Awaitable[None] | None]
 ErrorBody = Callable[[int, str, str], bytes]  # of a status, a message and the path, if known
@@ -43,12 +42,12 @@ class HttpServer:
         self,
         handler: Handler,
         *,
-        limits: Limits | None = None,
+        limits: HttpLimits | None = None,
         tls: ssl.SSLContext | None = None,
         error_body: ErrorBody = plain_error,
     ) -> None:
         self.handler = handler
-        self.limits = limits or Limits()
+        self.limits = limits or HttpLimits()
         self.error_body = error_body
         self.answering: set[asyncio.Task[None]] = set()
         self.connections: set[_Connection] = set()

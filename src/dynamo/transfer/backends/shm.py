@@ -26,8 +26,8 @@ class ShmBackend:
         can_read=True, can_write=True, can_notify=True, is_same_host=True
     )
 
-    def __init__(self, *, credentials: membership.Credentials = membership.NOTHING) -> None:
-        self._key = credentials.key(handshake.PURPOSE) or b""
+    def __init__(self, *, credentials: membership.Credentials = membership.NO_CREDENTIALS) -> None:
+        self._authenticator = handshake.new_authenticator(credentials)
         self._service: service.Service | None = None
         self._exposed: routes.Exposed | None = None
         self._window: memory.Window | None = None
@@ -39,7 +39,9 @@ class ShmBackend:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind("\0" + address)
         self._exposed, self._window = exposed, memory.Window(exposed.region.memory)
-        self._service = service.Service(sock, exposed, key=self._key, check=check_user)
+        self._service = service.Service(
+            sock, exposed, authenticator=self._authenticator, check=check_user
+        )
         return address
 
     def connect(self, target: routes.Target, limit: Limit) -> "ShmRoute":
@@ -49,7 +51,13 @@ class ShmBackend:
 
         def greet(link: Link, limit: Limit) -> None:
             check_user(link)
-            handshake.enter(link, name=mine.name, epoch=target.epoch, key=self._key, limit=limit)
+            handshake.enter(
+                link,
+                name=mine.name,
+                epoch=target.epoch,
+                authenticator=self._authenticator,
+                limit=limit,
+            )
 
         peer = links.Links(lambda limit: _connect(target.address, limit), greet)
         with peer.borrow(limit) as link:

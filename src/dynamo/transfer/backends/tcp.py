@@ -35,7 +35,7 @@ class TcpBackend:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        credentials: membership.Credentials = membership.NOTHING,
+        credentials: membership.Credentials = membership.NO_CREDENTIALS,
         is_always_summed: bool = False,
     ) -> None:
         """`is_always_summed`: checksums on loopback, too, as for tunnels that end there.
@@ -48,7 +48,7 @@ class TcpBackend:
             )
         membership.check_address(host, "transfers of KV blocks (--kv-transfer-host)", credentials)
         self._host, self._port, self._credentials = host, port, credentials
-        self._key = credentials.key(handshake.PURPOSE) or b""
+        self._authenticator = handshake.new_authenticator(credentials)
         self._is_always_summed = is_always_summed
         self._service: service.Service | None = None
         self._exposed: routes.Exposed | None = None
@@ -64,7 +64,9 @@ class TcpBackend:
         _tune(sock, self._host)  # what it takes in is like it
         self._exposed = exposed
         make_link = functools.partial(self._link, is_server=True)
-        self._service = service.Service(sock, exposed, key=self._key, make_link=make_link)
+        self._service = service.Service(
+            sock, exposed, authenticator=self._authenticator, make_link=make_link
+        )
         return _join(self._host, sock.getsockname()[1])
 
     def connect(self, target: routes.Target, limit: Limit) -> "TcpRoute":
@@ -77,7 +79,13 @@ class TcpBackend:
         mine = self._exposed
 
         def greet(link: Link, limit: Limit) -> None:
-            handshake.enter(link, name=mine.name, epoch=target.epoch, key=self._key, limit=limit)
+            handshake.enter(
+                link,
+                name=mine.name,
+                epoch=target.epoch,
+                authenticator=self._authenticator,
+                limit=limit,
+            )
 
         make_link = functools.partial(self._link, is_server=False)
         peer = links.Links(lambda limit: _connect(host, port, limit, make_link), greet)
@@ -98,7 +106,7 @@ class TcpBackend:
     def _link(self, sock: socket.socket, *, is_server: bool) -> Link:
         if (tls := self._credentials.tls) is None:
             return Link(sock)
-        context = tls.answering if is_server else tls.asking
+        context = tls.server if is_server else tls.client
         return TlsLink(sock, context, is_server=is_server)
 
 

@@ -1,6 +1,6 @@
-"""Where etcd is, and who we are to it: from the settings and from the variables that etcd's other users know.
+"""The addresses of etcd and the credentials for it, from the settings and from the variables that etcd's tools use.
 
-Secrets come from the environment only: a flag can be read by everybody on the machine.
+Secrets come from the environment only, because every user of a machine can read the flags of a process.
 """
 
 import urllib.parse
@@ -15,8 +15,8 @@ _SCHEMES = ("http", "https")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
-    """PEM bytes: who may be etcd (None: whoever the system trusts), and who we are (both or neither)."""
+class EtcdTls:
+    """TLS as PEM bytes: the authority of etcd's certificate (None: the system's), and a client certificate and key."""
 
     ca: bytes | None = None
     certificate: bytes | None = None
@@ -24,17 +24,17 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """Addresses (`host:port`) in the order to be tried, and credentials."""
+class EtcdAccess:
+    """Addresses (`host:port`) in the order in which they are tried, and credentials."""
 
     addresses: tuple[str, ...]
     username: str | None = None
     password: str | None = field(default=None, repr=False)
-    tls: Tls | None = None
+    tls: EtcdTls | None = None
 
 
-def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> Access:
-    """Endpoints as `http://host:port` or `host:port`; ETCD_AUTH_* from the environment. Raises ConfigError."""
+def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> EtcdAccess:
+    """Read endpoints (`http://host:port` or `host:port`) and ETCD_AUTH_* of the environment. Raises ConfigError."""
     if not endpoints:
         raise errors.ConfigError("ETCD_ENDPOINTS: expected at least one http://host:port, got none")
     parsed = [_endpoint(endpoint) for endpoint in endpoints]
@@ -43,16 +43,16 @@ def read(endpoints: Sequence[str], environ: Mapping[str, str]) -> Access:
     are_tls = {scheme == "https" or tls is not None for scheme, _ in parsed}
     if len(are_tls) > 1:
         raise errors.ConfigError("ETCD_ENDPOINTS: expected all http or all https, got both")
-    return Access(
+    return EtcdAccess(
         addresses=tuple(address for _, address in parsed),
         username=username,
         password=password,
-        tls=(tls or Tls()) if True in are_tls else None,
+        tls=(tls or EtcdTls()) if True in are_tls else None,
     )
 
 
 def _endpoint(text: str) -> tuple[str, str]:
-    """Scheme and address."""
+    """Split an endpoint into scheme and address. Raises ConfigError."""
     url = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
     if "@" in url.netloc:  # and what is there is not repeated
         raise errors.ConfigError(
@@ -70,12 +70,12 @@ def _endpoint(text: str) -> tuple[str, str]:
     return url.scheme, f"{host}:{port}"
 
 
-def _tls(environ: Mapping[str, str]) -> Tls | None:
+def _tls(environ: Mapping[str, str]) -> EtcdTls | None:
     certificate, key = _pair(environ, "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY")
     ca = environ.get("ETCD_AUTH_CA")
     if not ca and not certificate:
         return None
-    return Tls(
+    return EtcdTls(
         ca=_content("ETCD_AUTH_CA", ca),
         certificate=_content("ETCD_AUTH_CLIENT_CERT", certificate),
         key=_content("ETCD_AUTH_CLIENT_KEY", key),

@@ -1,7 +1,7 @@
-"""One connection to one etcd server: the calls that we need, and its errors in our words. The one door to gRPC.
+"""One connection to one etcd server: the calls that discovery needs, and its errors as ours. The one user of gRPC.
 
-The messages and stubs are those that `aetcd` ships. Its client is not used: it knows one server and no TLS, and a watch
-of its ends with its connection; per call both cost the same.
+The messages and stubs are those that `aetcd` ships. Its client is not used: it knows one server and no TLS, and its
+watches end with its connection; per call both cost the same.
 
 A call that gets no answer raises Unavailable, and the connection may be given up; one that etcd refuses (a password, a
 permission, a value that is too large) raises ConfigError. Each call has a deadline.
@@ -24,7 +24,7 @@ CALL_S = 3.0
 PAGE_KEYS = 256  # a read fetches that many at once: a model card may have tens of kilobytes
 VALUE_LIMIT = 1 << 20  # etcd takes 1.5 MiB a request
 _MESSAGE_LIMIT = 64 << 20
-_PROBE = b"v1/"  # under which all our keys are, and the permissions of a careful operator
+_PROBE = b"v1/"  # the prefix of all keys, and of the permissions that a careful operator gives
 _END_OF_KEYS = b"\0"  # as the end of a range, by etcd's rule
 _OPTIONS = (
     ("grpc.max_receive_message_length", _MESSAGE_LIMIT),
@@ -32,24 +32,24 @@ _OPTIONS = (
         "grpc.use_local_subchannel_pool",
         1,
     ),  # a new connection knows nothing of an old one's failures
-    ("grpc.enable_retries", 0),  # what was meant for one etcd must not reach the next in silence
-    ("grpc.enable_http_proxy", 0),  # etcd is ours, whatever proxy leads out of the house
+    ("grpc.enable_retries", 0),  # a call for one server must not reach the next in silence
+    ("grpc.enable_http_proxy", 0),  # etcd is inside the cluster, not behind a proxy
 )
-_LEADER = ("hasleader", "true")  # a server that has lost its cluster ends our watches
+_LEADER = ("hasleader", "true")  # a server that has lost its cluster ends the watches
 _REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.FAILED_PRECONDITION,
 )
-_NEW_RIGHTS = "auth store is old"  # somebody changed users or roles: log in anew
+_NEW_RIGHTS = "auth store is old"  # users or roles have changed: log in anew
 
 
 class HistoryLost(Exception):
-    """etcd cannot tell what changed since that revision: read anew."""
+    """etcd no longer has the changes since that revision: read the prefix anew."""
 
 
-class Connection:
-    """Calls to one server. Made by `connect`."""
+class EtcdConnection:
+    """The calls to one server. Made by `connect`."""
 
     def __init__(self, channel: Any, address: str) -> None:
         self.address = address
@@ -60,18 +60,18 @@ class Connection:
         self._metadata: tuple[tuple[str, str], ...] = ()
 
     async def log_in(self, name: str, password: str) -> None:
-        """From now on all calls are this user's."""
+        """Make all further calls as this user."""
         request = rpc.AuthenticateRequest(name=name, password=password)
         answer = await self._answer(self._auth.Authenticate(request, timeout=CALL_S))
         self._metadata = (("token", answer.token),)
 
     async def grant(self, lease_id: int, ttl_s: int) -> None:
-        """Make a lease of this id."""
+        """Create a lease with this id."""
         request = rpc.LeaseGrantRequest(TTL=ttl_s, ID=lease_id)
         await self._call(self._lease.LeaseGrant, request)
 
     async def refresh(self, lease_id: int) -> bool:
-        """The lease lives on for its whole time from now; False if there is none (any more)."""
+        """Extend the lease to its whole time from now; return False if it does not exist (any more)."""
         with self._translated():
             stream = self._lease.LeaseKeepAlive(
                 iter([rpc.LeaseKeepAliveRequest(ID=lease_id)]),
@@ -89,7 +89,7 @@ class Connection:
         await self._call(self._lease.LeaseRevoke, rpc.LeaseRevokeRequest(ID=lease_id))
 
     async def check(self) -> None:
-        """Does it know its cluster, and may we read?"""
+        """Check that the server knows its cluster and lets this user read."""
         await self._call(self._kv.Range, rpc.RangeRequest(key=_PROBE, count_only=True))
 
     async def put(self, key: str, value: bytes, lease_id: int) -> None:
@@ -109,7 +109,7 @@ class Connection:
         await self._call(self._kv.Txn, rpc.TxnRequest(compare=[is_ours], success=[removal]))
 
     async def read(self, prefix: str) -> tuple[dict[str, bytes], int]:
-        """All keys under a prefix, and the revision of the whole at which they were so."""
+        """Return all keys under a prefix, and the revision of etcd at which they were so."""
         start, end = _range(prefix)
         living: dict[str, bytes] = {}
         revision = 0
@@ -123,7 +123,7 @@ class Connection:
             start = page.kvs[-1].key + b"\0"
 
     async def watch(self, prefix: str, revision: int) -> AsyncIterator[Sequence[Change]]:
-        """What changes under a prefix from this revision on, in batches. Raises HistoryLost."""
+        """Iterate over the changes under a prefix from this revision on, in batches. Raises HistoryLost."""
         start, end = _range(prefix)
         request = rpc.WatchCreateRequest(
             key=start, range_end=end, start_revision=revision, fragment=True
@@ -172,42 +172,44 @@ class Connection:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise self._unavailable("the connection was closed") from error  # by gRPC, not by us
+            raise self._unavailable(
+                "the connection was closed"
+            ) from error  # by gRPC, not by this process
 
     def _unavailable(self, reason: str) -> errors.Unavailable:
         return errors.Unavailable(f"etcd at {self.address}: {reason}")
 
 
 @contextlib.asynccontextmanager
-async def connect(whereto: access.Access, address: str) -> AsyncIterator[Connection]:
-    """A connection to the server at `address`, closed at the end. Raises Unavailable, ConfigError."""
-    async with _channel(whereto, address) as channel:
-        made = Connection(channel, address)
-        if whereto.username is not None and whereto.password is not None:
-            await made.log_in(whereto.username, whereto.password)
-        await made.check()
-        yield made
+async def connect(settings: access.EtcdAccess, address: str) -> AsyncIterator[EtcdConnection]:
+    """Connect to the server at `address`; closed at the end of the context. Raises Unavailable, ConfigError."""
+    async with _channel(settings, address) as channel:
+        etcd = EtcdConnection(channel, address)
+        if settings.username is not None and settings.password is not None:
+            await etcd.log_in(settings.username, settings.password)
+        await etcd.check()
+        yield etcd
 
 
-def _channel(whereto: access.Access, address: str) -> Any:
-    if whereto.tls is None:
+def _channel(settings: access.EtcdAccess, address: str) -> Any:
+    if settings.tls is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     credentials = grpc.ssl_channel_credentials(
-        root_certificates=whereto.tls.ca,
-        private_key=whereto.tls.key,
-        certificate_chain=whereto.tls.certificate,
+        root_certificates=settings.tls.ca,
+        private_key=settings.tls.key,
+        certificate_chain=settings.tls.certificate,
     )
     return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
 
 
 def _range(prefix: str) -> tuple[bytes, bytes]:
-    """First key and end of all keys with this prefix, as etcd wants them; UTF-8 never ends in 0xff."""
+    """Return the first key and the end of all keys with this prefix, as etcd wants them; UTF-8 never ends in 0xff."""
     start = prefix.encode()
     return start or _END_OF_KEYS, start[:-1] + bytes([start[-1] + 1]) if start else _END_OF_KEYS
 
 
 def _text(key: bytes) -> str:
-    return key.decode("utf-8", "backslashreplace")  # somebody else's key may be anything
+    return key.decode("utf-8", "backslashreplace")  # a key of another program may be anything
 
 
 def _change(event: Any) -> Change:

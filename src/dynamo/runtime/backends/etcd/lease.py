@@ -1,104 +1,106 @@
-"""Our lease in etcd and the keys that hang on it: held, lost, taken again.
+"""The lease of one process in etcd and its keys: held, lost, taken again.
 
-etcd lets the asking side choose a lease's id, so it is the instance id. Hence a lease that was lost, because we or etcd
-slept for longer than its time to live, or because etcd was restarted with nothing, is taken again *under the same id*,
-and the keys are put back as they were: to others we are the same instance as before.
+etcd lets the client choose a lease's id, so it is the instance id. Hence a lease that was lost, because this process or
+etcd slept for longer than its time to live, or because etcd was restarted with nothing, is taken again *under the same
+id*, and the keys are put back as they were: to others it is the same instance as before.
 
-What we want to stand in etcd is kept here, and written anew whenever we connect. So nothing has to be known of what
-etcd lost; who watches sees no change in a key that is written as it was.
+The desired state of etcd is kept here, and written anew with each connection. So nothing has to be known of what etcd
+lost; a watcher sees no change in a key that is written as it was.
 """
 
 import asyncio
 import logging
 
+from dynamo.base import clock
 from dynamo.runtime.backends.etcd import connection
 
-_LOOKS_PER_TTL = 3
+_REFRESHES_PER_TTL = 3
 
 log = logging.getLogger(__name__)
 
 
-class Lease:
-    """One process's. Whatever talks to etcd raises Unavailable if it is not there, ConfigError if it refuses."""
+class EtcdLease:
+    """The lease of one process. Methods that call etcd raise Unavailable if it is away, ConfigError if it refuses."""
 
-    def __init__(self, lease_id: int, ttl_s: int) -> None:
+    def __init__(self, lease_id: int, ttl_s: int, time: clock.Clock) -> None:
+        self._clock = time
         self._id = lease_id
         self._ttl_s = ttl_s
-        self._wanted: dict[str, bytes | None] = {}  # None: to be removed
+        self._desired: dict[str, bytes | None] = {}  # None: to be removed
         self._writing = asyncio.Lock()
-        self._hurry = asyncio.Event()
+        self._check_requested = asyncio.Event()
         self._was_held = False
         self._is_over = False
 
-    def want(self, key: str, value: bytes) -> None:
-        """From now on this stands in etcd, as soon as it can be written."""
-        self._wanted[key] = value
+    def set_key(self, key: str, value: bytes) -> None:
+        """Make this key and value part of the desired state."""
+        self._desired[key] = value
 
-    def forget(self, key: str) -> bool:
-        """From now on this key of ours does not stand there; False if it is not ours."""
-        is_ours = self._wanted.get(key) is not None
-        if is_ours:
-            self._wanted[key] = None
-        return is_ours
+    def remove_key(self, key: str) -> bool:
+        """Remove a key from the desired state; return False if it is not a key of this lease."""
+        is_known = self._desired.get(key) is not None
+        if is_known:
+            self._desired[key] = None
+        return is_known
 
-    async def write(self, etcd: connection.Connection, key: str) -> None:
-        """Make this key in etcd what it is wanted to be."""
+    async def write(self, etcd: connection.EtcdConnection, key: str) -> None:
+        """Write the desired state of one key to etcd."""
         async with self._writing:
             await self._write(etcd, key)
 
-    async def attach(self, etcd: connection.Connection) -> None:
-        """Hold the lease, taken again if need be, with all keys that are wanted."""
+    async def attach(self, etcd: connection.EtcdConnection) -> None:
+        """Hold the lease, taken again if it was lost, with all keys of the desired state."""
         async with self._writing:
             if self._is_over:
                 return
             if not await etcd.refresh(self._id):
                 await self._take(etcd)
-            for key in list(self._wanted):
+            for key in list(self._desired):
                 await self._write(etcd, key)
 
-    async def keep(self, etcd: connection.Connection) -> None:
-        """Hold the lease for as long as etcd answers."""
+    async def keep(self, etcd: connection.EtcdConnection) -> None:
+        """Refresh the lease for as long as etcd answers."""
         while True:
-            if await self._is_hurried():
+            if await self._wait_for_check():
                 await etcd.check()
             if not await etcd.refresh(self._id):
                 await self.attach(etcd)
 
-    def look_now(self) -> None:
-        """Somebody got no answer: do not wait to see whether etcd is there."""
-        self._hurry.set()
+    def check_now(self) -> None:
+        """Check at once whether etcd is there, because a call got no answer."""
+        self._check_requested.set()
 
-    async def end(self, etcd: connection.Connection) -> None:
-        """Give it up: the keys vanish."""
+    async def end(self, etcd: connection.EtcdConnection) -> None:
+        """Revoke the lease: its keys vanish."""
         async with self._writing:
             self._is_over = True
             await etcd.revoke(self._id)
 
-    async def _take(self, etcd: connection.Connection) -> None:
+    async def _take(self, etcd: connection.EtcdConnection) -> None:
         await etcd.grant(self._id, self._ttl_s)
         if self._was_held:
             log.warning(
                 "lease %x in etcd was lost: taken again, putting %d keys back",
                 self._id,
-                len(self._wanted),
+                len(self._desired),
             )
         self._was_held = True
 
-    async def _write(self, etcd: connection.Connection, key: str) -> None:
-        value = self._wanted.get(key)
+    async def _write(self, etcd: connection.EtcdConnection, key: str) -> None:
+        value = self._desired.get(key)
         if value is not None:
             await etcd.put(key, value, self._id)
-        elif key in self._wanted:
+        elif key in self._desired:
             await etcd.delete(key, self._id)
-            if self._wanted[key] is None:  # and not wanted again meanwhile
-                del self._wanted[key]
+            if self._desired[key] is None:  # and not set again meanwhile
+                del self._desired[key]
 
-    async def _is_hurried(self) -> bool:
-        """Wait for the next look; True if somebody wants it sooner."""
+    async def _wait_for_check(self) -> bool:
+        """Wait until the next refresh is due; return True if `check_now` asked for it sooner."""
         try:
-            async with asyncio.timeout(self._ttl_s / _LOOKS_PER_TTL):
-                await self._hurry.wait()
+            async with self._clock.timeout(self._ttl_s / _REFRESHES_PER_TTL):
+                await self._check_requested.wait()
         except TimeoutError:
             return False
-        self._hurry.clear()
+        self._check_requested.clear()
         return True

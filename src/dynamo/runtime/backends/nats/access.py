@@ -1,6 +1,6 @@
-"""Where NATS is, and who we are to it: from the setting and from the variables that NATS's other users know.
+"""The addresses of NATS and the credentials for it, from the setting and from the variables that NATS's tools use.
 
-Secrets come from the environment only, or stand in the URL: a flag can be read by everybody on the machine.
+Secrets come from the environment, or stand in the URL of a file, because every user of a machine can read flags.
 """
 
 import os
@@ -16,8 +16,8 @@ _SCHEMES = ("nats", "tls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """Servers of one cluster, and at most one kind of credentials."""
+class NatsAccess:
+    """The servers of one cluster, and at most one kind of credentials."""
 
     urls: tuple[str, ...] = field(repr=False)  # they may hold a password
     addresses: str  # the same for people: `host:port`, without secrets
@@ -29,8 +29,8 @@ class Access:
     tls: ssl.SSLContext | None = None
 
 
-def read(servers: Sequence[str], environ: Mapping[str, str]) -> Access:
-    """Servers as `nats://host:port` or `host:port`; NATS_AUTH_* and NATS_TLS_* from the environment.
+def read(servers: Sequence[str], environ: Mapping[str, str]) -> NatsAccess:
+    """Read servers (`nats://host:port` or `host:port`) and NATS_AUTH_* and NATS_TLS_* of the environment.
 
     Raises ConfigError.
     """
@@ -38,7 +38,7 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> Access:
         raise errors.ConfigError("NATS_SERVER: expected at least one nats://host:port, got none")
     urls = [_url(server) for server in servers]
     username, password = _pair(environ, "NATS_AUTH_USERNAME", "NATS_AUTH_PASSWORD")
-    access = Access(
+    access = NatsAccess(
         urls=tuple(url.geturl() for url in urls),
         addresses=", ".join(f"{url.hostname}:{url.port or DEFAULT_PORT}" for url in urls),
         username=username,
@@ -46,7 +46,7 @@ def read(servers: Sequence[str], environ: Mapping[str, str]) -> Access:
         token=environ.get("NATS_AUTH_TOKEN") or None,
         nkey_seed=environ.get("NATS_AUTH_NKEY") or None,
         credentials_file=environ.get("NATS_AUTH_CREDENTIALS_FILE") or None,
-        tls=_tls(environ, is_wanted=any(url.scheme == "tls" for url in urls)),
+        tls=_tls(environ, is_required=any(url.scheme == "tls" for url in urls)),
     )
     _check_credentials(access)
     return access
@@ -64,7 +64,7 @@ def _url(text: str) -> urllib.parse.SplitResult:
     return url
 
 
-def _check_credentials(access: Access) -> None:
+def _check_credentials(access: NatsAccess) -> None:
     kinds = {
         "NATS_AUTH_USERNAME": access.username,
         "NATS_AUTH_TOKEN": access.token,
@@ -74,23 +74,23 @@ def _check_credentials(access: Access) -> None:
     path = access.credentials_file
     if path is not None and not os.access(path, os.R_OK):
         raise errors.ConfigError(
-            f"NATS_AUTH_CREDENTIALS_FILE={path}: expected a file that we may read"
+            f"NATS_AUTH_CREDENTIALS_FILE={path}: expected a file that this process may read"
         )
-    given = [name for name, value in kinds.items() if value is not None]
-    if len(given) > 1:
-        raise errors.ConfigError(f"expected one kind of credentials, got {' and '.join(given)}")
+    present = [name for name, value in kinds.items() if value is not None]
+    if len(present) > 1:
+        raise errors.ConfigError(f"expected one kind of credentials, got {' and '.join(present)}")
 
 
-def _tls(environ: Mapping[str, str], *, is_wanted: bool) -> ssl.SSLContext | None:
+def _tls(environ: Mapping[str, str], *, is_required: bool) -> ssl.SSLContext | None:
     ca = environ.get("NATS_TLS_CA_CERT_PATH") or None
     certificate, key = _pair(environ, "NATS_TLS_CLIENT_CERT_PATH", "NATS_TLS_CLIENT_KEY_PATH")
-    if not (is_wanted or ca or certificate):
+    if not (is_required or ca or certificate):
         return None
     try:
         context = ssl.create_default_context(cafile=ca)
         if certificate is not None:
             context.load_cert_chain(certificate, key)
-    except OSError as error:  # ssl's errors are some too
+    except OSError as error:  # ssl's errors are of this class
         raise errors.ConfigError(
             f"NATS_TLS_*: expected readable PEM files, got {ca or ''} {certificate or ''}: {error}"
         ) from error

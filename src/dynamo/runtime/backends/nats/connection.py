@@ -23,8 +23,8 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.js import JetStreamContext
 
-from dynamo.base import errors, tasks
-from dynamo.runtime.backends.nats.access import Access
+from dynamo.base import clock, errors, tasks
+from dynamo.runtime.backends.nats.access import NatsAccess
 
 log = logging.getLogger(__name__)
 Hear = Callable[[str, str, bytes], None]
@@ -43,10 +43,11 @@ _SETTLE_S = 2
 _WITHOUT = "to run without it: DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq DYN_PREFILL_QUEUE=direct"
 
 
-class Connection:
+class NatsConnection:
     """Publish and subscribe. Made by `open`."""
 
-    def __init__(self, access: Access, name: str) -> None:
+    def __init__(self, access: NatsAccess, name: str, time: clock.Clock) -> None:
+        self.clock = time
         self._name = name
         self.addresses = access.addresses
         self._access = access
@@ -58,17 +59,24 @@ class Connection:
         self._refusal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_lost: list[Callable[[str], None]] = []
         self._trouble = ""  # what the log was told last
-        self._subscriptions: set[Subscription] = set()
+        self._subscriptions: set[SubjectSubscription] = set()
         self._is_joined = False  # once, at least
-        self._lost_at = asyncio.get_running_loop().time()  # the server, the last time
+        self._lost_at = self.clock.now()  # the server, the last time
         self._back_at: float | None = None  # when it was last found again
         self._is_closing = False
         self._tasks = tasks.Tasks()
 
     @classmethod
-    async def open(cls, access: Access, *, name: str, start_timeout_s: float) -> "Connection":
+    async def open(
+        cls,
+        access: NatsAccess,
+        *,
+        name: str,
+        start_timeout_s: float,
+        time: clock.Clock | None = None,
+    ) -> "NatsConnection":
         """Connect, and try again for a while if nobody is there yet. Raises ConfigError."""
-        self = cls(access, name)
+        self = cls(access, name, time or clock.SystemClock())
         connecting = asyncio.ensure_future(self._connect())
         try:
             await asyncio.wait(
@@ -107,15 +115,12 @@ class Connection:
 
     def is_back_since(self, duration_s: float) -> bool:
         """Was the server away, and found again so little time ago? Others may not have found it yet."""
-        return (
-            self._back_at is not None
-            and asyncio.get_running_loop().time() < self._back_at + duration_s
-        )
+        return self._back_at is not None and self.clock.now() < self._back_at + duration_s
 
     async def wait_connected(self, limit_s: float) -> None:
         """Until there is a server. Raises Unavailable if there is none so long after it was lost."""
         try:
-            async with asyncio.timeout_at(self._lost_at + limit_s):
+            async with self.clock.timeout(self._lost_at + limit_s - self.clock.now()):
                 await self._is_connected.wait()
         except TimeoutError:
             raise errors.Unavailable(
@@ -130,10 +135,10 @@ class Connection:
         self._outbox.append((subject, reply, data))
         self._has_work.set()
 
-    async def subscribe(self, subject: str, hear: Hear) -> "Subscription":
+    async def subscribe(self, subject: str, hear: Hear) -> "SubjectSubscription":
         """Hear what is said to `subject`; after a server's restart, too. Raises Unavailable."""
 
-        subscription = Subscription(subject, hear, self._subscriptions)
+        subscription = SubjectSubscription(subject, hear, self._subscriptions)
         try:
             await subscription.begin(self._client)
         except nats.errors.Error as error:
@@ -147,7 +152,7 @@ class Connection:
         """Say what waits to be said, and leave; bounded in time."""
         self._is_closing = True
         try:
-            async with asyncio.timeout(_CLOSE_S):
+            async with self.clock.timeout(_CLOSE_S):
                 while self._outbox and self._is_connected.is_set():
                     await self._say_all()
                 await self._tasks.close()
@@ -239,7 +244,7 @@ class Connection:
         if not self._is_connected.is_set():
             return
         self._is_connected.clear()
-        self._lost_at = asyncio.get_running_loop().time()
+        self._lost_at = self.clock.now()
         self._outbox.clear()
         self._backlog = 0
         if not self._is_closing:
@@ -253,7 +258,7 @@ class Connection:
             self._tasks.start("join NATS again", self._join_again())
 
     async def _join_again(self) -> None:
-        await asyncio.sleep(_AGAIN_S)
+        await self.clock.sleep(_AGAIN_S)
         self._client = Client()
         await self._connect()
         for subscription in list(self._subscriptions):
@@ -262,7 +267,7 @@ class Connection:
 
     async def _found(self) -> None:
         self._trouble = ""
-        self._back_at = asyncio.get_running_loop().time()
+        self._back_at = self.clock.now()
         self._is_connected.set()
         log.warning("NATS at %s is back", self.addresses)
 
@@ -274,10 +279,10 @@ async def _end(connecting: asyncio.Task[None]) -> None:
         await asyncio.wait((connecting,), timeout=_AGAIN_S)
 
 
-class Subscription:
+class SubjectSubscription:
     """A standing wish to hear a subject; `living` holds all of them."""
 
-    def __init__(self, subject: str, hear: Hear, living: "set[Subscription]") -> None:
+    def __init__(self, subject: str, hear: Hear, living: "set[SubjectSubscription]") -> None:
         self._subject = subject
         self._hear = hear
         self._living = living

@@ -1,11 +1,11 @@
-"""The event plane over NATS: a topic is a subject, and the server knows who listens. Nothing stands in discovery.
+"""The event plane over NATS: a topic is a subject, and the server knows the listeners. Nothing is in discovery.
 
     topic     {namespace}/{component}/{event}
     subject   namespace.{namespace}.component.{component}.{event}
     message   publisher id (u64, big-endian) · number (the same) · payload
 
-What may be missed: what is said while there is no server, what a listener is too slow for, and what the server held
-when it died. Numbers show all three: they go on while nobody can hear.
+Listeners miss events that are published while there is no server, that they are too slow for, and that the server held
+when it died. Numbers show all three: they go on while no listener is connected.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ _TOPIC = re.compile(r"[^\s*>/]+/[^\s*>/]+/[^\s*>/]+")
 class NatsEventPlane:
     """One process's publishing and listening."""
 
-    def __init__(self, to_nats: connection.Connection, instance_id: int) -> None:
+    def __init__(self, to_nats: connection.NatsConnection, instance_id: int) -> None:
         self._nats = to_nats
         self._instance_id = instance_id
         self._channels: dict[str, _Channel] = {}
-        self._subscriptions: list[NatsSubscription] = []
+        self._subscriptions: list[NatsEventSubscription] = []
         self._is_open = True
 
     async def advertise(self, topic: str) -> None:
@@ -50,8 +50,8 @@ class NatsEventPlane:
         channel.next_number += 1
         self._nats.publish(channel.subject, header + payload)
 
-    async def subscribe(self, topic: str, listener: Listener) -> "NatsSubscription":
-        subscription = NatsSubscription(topic, listener)
+    async def subscribe(self, topic: str, listener: Listener) -> "NatsEventSubscription":
+        subscription = NatsEventSubscription(topic, listener)
         self._subscriptions.append(subscription)
         await subscription.begin(self._nats)
         return subscription
@@ -62,27 +62,27 @@ class NatsEventPlane:
             await subscription.close()
 
 
-class NatsSubscription:
-    """One listener's wish to hear one topic; what comes within a turn of the event loop is one batch."""
+class NatsEventSubscription:
+    """One listener's subscription to one topic; events that come within a turn of the event loop are one batch."""
 
     def __init__(self, topic: str, listener: Listener) -> None:
         self._topic = topic
         self._listener = listener
         self._batch: list[Event] = []
-        self._at_nats: connection.Subscription | None = None
+        self._subscription: connection.SubjectSubscription | None = None
         self._is_open = True
 
-    async def begin(self, to_nats: connection.Connection) -> None:
-        """Once."""
-        self._at_nats = await to_nats.subscribe(subject(self._topic), self._hear)
+    async def begin(self, to_nats: connection.NatsConnection) -> None:
+        """Subscribe at the server; called once."""
+        self._subscription = await to_nats.subscribe(subject(self._topic), self._receive)
 
     async def close(self) -> None:
         self._is_open = False
-        if self._at_nats is not None:
-            await self._at_nats.close()
-            self._at_nats = None
+        if self._subscription is not None:
+            await self._subscription.close()
+            self._subscription = None
 
-    def _hear(self, subject: str, reply: str, message: bytes) -> None:
+    def _receive(self, subject: str, reply: str, message: bytes) -> None:
         if len(message) < _HEADER.size:
             log.warning("dropped a malformed event message on %s", subject)
             return
@@ -105,7 +105,7 @@ class NatsSubscription:
 
 
 class _Channel:
-    """A topic that we publish."""
+    """A topic that this process publishes."""
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
@@ -113,7 +113,7 @@ class _Channel:
 
 
 def subject(topic: str) -> str:
-    """Where a topic is heard. Raises LocalProtocolError."""
+    """Return the subject of a topic. Raises LocalProtocolError."""
     if not _TOPIC.fullmatch(topic):
         raise errors.LocalProtocolError(
             f"{topic!r} is no topic: expected {{namespace}}/{{component}}/{{event}}"

@@ -18,9 +18,11 @@ How the loss of a peer is noticed, where NATS itself tells nothing:
 import asyncio
 import re
 import secrets
+from typing import Any
 
-from dynamo.base import errors
-from dynamo.runtime.backends import link, multiplex
+from dynamo.base import clock, errors
+from dynamo.runtime import authentication
+from dynamo.runtime.backends import frame_connection, multiplex
 from dynamo.runtime.backends.nats import connection, envelope
 
 PROBE_S = 0.1
@@ -105,24 +107,24 @@ class NatsNetwork:
 
     name = "nats"
 
-    def __init__(self, to_nats: connection.Connection, *, namespace: str, number: int) -> None:
+    def __init__(self, to_nats: connection.NatsConnection, *, namespace: str, number: int) -> None:
         self.connection = to_nats
         self._inbox = f"dynamo.link.{_UNUSUAL.sub('_', namespace) or '_'}.{number:x}"
-        self._subscription: connection.Subscription | None = None
+        self._subscription: connection.SubjectSubscription | None = None
         self._subscribing = asyncio.Lock()
-        self._make_link: multiplex.MakeLink | None = None
+        self._make_protocol: authentication.MakeProtocol | None = None
         self._links: dict[str, NatsTransport] = {}
         self._asked: set[NatsTransport] = set()  # those of them that we began
-        self._probing: asyncio.TimerHandle | None = None
+        self._probing: clock.Timer | None = None
         self._questions: dict[str, asyncio.Future[bool]] = {}  # is this peer there?
         to_nats.on_lost(self._break_all)
 
-    async def listen(self, make_link: multiplex.MakeLink) -> multiplex.Listener:
+    async def listen(self, make_protocol: authentication.MakeProtocol) -> multiplex.NetworkListener:
         await self._hear_inbox()
-        self._make_link = make_link
-        return multiplex.Listener(address=self._inbox, close=self._refuse)
+        self._make_protocol = make_protocol
+        return multiplex.NetworkListener(address=self._inbox, close=self._refuse)
 
-    async def connect(self, address: str, make_link: multiplex.MakeLink) -> None:
+    async def connect(self, address: str, make_protocol: authentication.MakeProtocol) -> None:
         if not _INBOX.fullmatch(address):
             raise errors.WorkerLost(f"{address!r} is no address: expected the subject of a process")
         try:
@@ -133,9 +135,9 @@ class NatsNetwork:
         while self.connection.is_back_since(RETURN_S):
             if await self._is_heard(address):
                 break
-            await asyncio.sleep(PROBE_S)
+            await self.connection.clock.sleep(PROBE_S)
         token = secrets.token_hex(8)
-        self._establish(token, f"{address}.{token}", make_link, is_asker=True)
+        self._establish(token, f"{address}.{token}", make_protocol, is_asker=True)
 
     async def close(self) -> None:
         """Hear nothing more."""
@@ -196,15 +198,15 @@ class NatsNetwork:
             kind, number = envelope.header(message)
         except errors.RemoteProtocolError:
             return
-        if kind is envelope.Kind.OPEN and number == 0 and self._make_link is not None:
-            self._establish(token, reply, self._make_link, is_asker=False).hear(message)
+        if kind is envelope.Kind.OPEN and number == 0 and self._make_protocol is not None:
+            self._establish(token, reply, self._make_protocol, is_asker=False).hear(message)
         elif kind is not envelope.Kind.CLOSE:
             self.say(token, reply, envelope.Writer().wrap(envelope.Kind.CLOSE))
 
     def _establish(
-        self, token: str, peer: str, make_link: multiplex.MakeLink, *, is_asker: bool
+        self, token: str, peer: str, make_protocol: authentication.MakeProtocol, *, is_asker: bool
     ) -> NatsTransport:
-        protocol = make_link()
+        protocol = make_protocol()
         transport = self._links[token] = NatsTransport(self, token, peer, protocol)
         if is_asker:
             self._asked.add(transport)
@@ -222,10 +224,10 @@ class NatsNetwork:
 
     def _probe_later(self) -> None:
         if self._asked and self._probing is None:
-            self._probing = asyncio.get_running_loop().call_later(PROBE_S, self._probe_all)
+            self._probing = self.connection.clock.call_later(PROBE_S, self._probe_all)
 
     def _refuse(self) -> None:
-        self._make_link = None
+        self._make_protocol = None
 
     def _break_all(self, reason: str) -> None:
         for transport in list(self._links.values()):
@@ -237,8 +239,14 @@ class NatsNetwork:
 class NatsRequestPlane(multiplex.MultiplexedPlane):
     """The request plane of a process that reaches others through NATS."""
 
-    def __init__(self, network: NatsNetwork, limits: link.Limits = link.Limits()) -> None:  # noqa: B008 (a frozen value)
-        super().__init__(network, limits)
+    def __init__(
+        self,
+        network: NatsNetwork,
+        limits: frame_connection.ConnectionLimits = frame_connection.ConnectionLimits(),  # noqa: B008 (a frozen value)
+        *,
+        item_type: Any = Any,
+    ) -> None:
+        super().__init__(network, limits, item_type=item_type, time=network.connection.clock)
         self._inbox = network
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The living keys as seen from here, and those who watch them.
+"""The living keys of discovery as one process knows them, and the watches on them.
 
-Both discoveries of this project feed one of these: memory by `put` and `remove`, file by `replace` with what a scan
-found. A watch never falls behind without bound: what it has yet to be told is kept by key, so a key that changes five
-times while the watcher is busy is told once. A key that came and went unseen is not told at all.
+Each discovery feeds one of these: memory by `put` and `remove`, file by `replace` with the result of a scan. A watch
+never falls behind without bound: its pending changes are kept by key, so a key that changes five times while the
+watcher is busy is reported once. A key that came and went unseen is not reported at all.
 """
 
 import asyncio
@@ -11,41 +11,41 @@ from collections.abc import AsyncIterator, Mapping
 from dynamo.runtime.discovery import Change, Delete, Put
 
 
-class View:
-    """Keys, their values, and who wants to hear of them. For one thread."""
+class KeyView:
+    """Keys, their values and the watches on them. For one thread."""
 
     def __init__(self) -> None:
         self._value_by_key: dict[str, bytes] = {}
         self._watches: set[_Watch] = set()
 
     def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        """All keys that begin with `prefix`."""
+        """Return all keys that begin with `prefix`, with their values."""
         return {k: value for k, value in self._value_by_key.items() if k.startswith(prefix)}
 
     def put(self, key: str, value: bytes) -> None:
-        """A key is new or has a new value; the same value again is no change."""
+        """Set the value of a key; the same value again is no change."""
         if self._value_by_key.get(key) == value:
             return
         self._value_by_key[key] = value
-        self._tell(Put(key=key, value=value))
+        self._report(Put(key=key, value=value))
 
     def remove(self, key: str) -> None:
-        """A key is gone; one that was not there is no change."""
+        """Remove a key; one that is not there is no change."""
         if self._value_by_key.pop(key, None) is not None:
-            self._tell(Delete(key=key))
+            self._report(Delete(key=key))
 
     def replace(self, living: Mapping[str, bytes]) -> None:
-        """These are all the keys there are now."""
+        """Make `living` all the keys there are."""
         for key in self._value_by_key.keys() - living.keys():
             self.remove(key)
         for key, value in living.items():
             self.put(key, value)
 
     async def watch(self, prefix: str) -> AsyncIterator[Change]:
-        """A Put for each key under `prefix`, then every change; ends only by cancellation."""
+        """Iterate over a Put for each key under `prefix`, then over every change; ends only by cancellation."""
         watch = _Watch(prefix)
         for key, value in self._value_by_key.items():
-            watch.tell(Put(key=key, value=value))
+            watch.add_change(Put(key=key, value=value))
         self._watches.add(watch)
         try:
             while True:
@@ -53,25 +53,25 @@ class View:
         finally:
             self._watches.discard(watch)
 
-    def _tell(self, change: Change) -> None:
+    def _report(self, change: Change) -> None:
         for watch in self._watches:
-            watch.tell(change)
+            watch.add_change(change)
 
 
 class _Watch:
-    """What one watcher has heard, and what it has yet to hear."""
+    """The keys that one watcher knows, and its pending changes."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._heard: set[str] = set()
-        self._pending: dict[str, Change] = {}  # in the order to be told
+        self._reported_keys: set[str] = set()
+        self._pending: dict[str, Change] = {}  # in the order to be reported
         self._filled = asyncio.Event()
 
-    def tell(self, change: Change) -> None:
+    def add_change(self, change: Change) -> None:
         if not change.key.startswith(self._prefix):
             return
         self._pending.pop(change.key, None)
-        if isinstance(change, Put) or change.key in self._heard:
+        if isinstance(change, Put) or change.key in self._reported_keys:
             self._pending[change.key] = change
             self._filled.set()
 
@@ -81,7 +81,7 @@ class _Watch:
             await self._filled.wait()
         change = self._pending.pop(next(iter(self._pending)))
         if isinstance(change, Put):
-            self._heard.add(change.key)
+            self._reported_keys.add(change.key)
         else:
-            self._heard.discard(change.key)
+            self._reported_keys.discard(change.key)
         return change

@@ -1,11 +1,12 @@
-"""A link drops a peer that does not take what is sent, and says its end once."""
+"""A connection drops a peer that does not take what is sent, and reports its end once."""
 
 import asyncio
 
 import pytest
 
+from dynamo.base import clock
 from dynamo.protocols import wire
-from dynamo.runtime.backends import link
+from dynamo.runtime.backends import frame_connection
 
 
 class Transport(asyncio.Transport):
@@ -29,32 +30,40 @@ class Transport(asyncio.Transport):
         self.calls.append("close")
 
 
-class End:
-    """Notes what it is told."""
+class Handler:
+    """Records all calls."""
 
     def __init__(self):
         self.num_streams, self.frames, self.losses = 0, [], []
 
-    def connected(self):
+    def handle_connected(self):
         self.frames.append("connected")
 
-    def received(self, frame):
+    def handle_frame(self, frame):
         self.frames.append(frame)
 
-    def tick(self):
+    def handle_tick(self):
         pass
 
-    def quiet(self):
+    def handle_quiet(self):
         self.frames.append("quiet")
 
-    def lost(self, reason):
+    def handle_lost(self, reason):
         self.losses.append(reason)
+
+
+def settings(**limits):
+    return frame_connection.ConnectionSettings(
+        limits=frame_connection.ConnectionLimits(**limits),
+        time=clock.SystemClock(),
+        decode=wire.decode,
+    )
 
 
 @pytest.fixture
 async def made():
-    end, transport = End(), Transport()
-    own = link.Link(link.Limits(max_backlog_bytes=100), end)
+    end, transport = Handler(), Transport()
+    own = frame_connection.FrameConnection(settings(max_backlog_bytes=100), end)
     own.connection_made(transport)
     yield own, end, transport
     own.connection_lost(None)
@@ -108,7 +117,7 @@ async def test_the_end_is_said_once(made):
 
 async def test_nothing_is_received_after_the_link_is_dropped(made):
     own, end, _ = made
-    end.received = lambda frame: (end.frames.append(frame), own.drop("enough"))
+    end.handle_frame = lambda frame: (end.frames.append(frame), own.drop("enough"))
     own.data_received(wire.encode(wire.Ping(1)) + wire.encode(wire.Ping(2)))
 
     assert end.frames == ["connected", wire.Ping(1)]
@@ -116,7 +125,7 @@ async def test_nothing_is_received_after_the_link_is_dropped(made):
 
 async def test_a_peer_that_does_not_take_the_last_words_is_dropped_in_time(made, monkeypatch):
     own, end, transport = made
-    monkeypatch.setattr(link, "CLOSE_S", 0.01)
+    monkeypatch.setattr(frame_connection, "CLOSE_S", 0.01)
     await own.close()
 
     assert transport.calls == ["close", "abort"]
@@ -124,7 +133,7 @@ async def test_a_peer_that_does_not_take_the_last_words_is_dropped_in_time(made,
 
 
 async def test_a_link_that_was_never_connected_can_be_closed():
-    own = link.Link(link.Limits(), End())
+    own = frame_connection.FrameConnection(settings(), Handler())
     await own.close()
     own.write(b"into the void")
 

@@ -3,7 +3,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.runtime.backends import view
+from dynamo.runtime.backends import key_view
 from dynamo.runtime.discovery import Delete, Put
 
 KEYS = st.sampled_from(["a/1", "a/2", "b/1"])
@@ -45,7 +45,7 @@ class Listener:
 
 
 async def follow(steps):
-    seen, truth = view.View(), {}
+    seen, truth = key_view.KeyView(), {}
     listener = Listener(seen.watch("a/"))
     for kind, *what in steps:
         if kind == "put":
@@ -75,7 +75,7 @@ def test_a_watcher_that_listens_now_and_then_ends_with_what_is(steps):
 
 
 async def test_a_key_that_came_and_went_unseen_is_not_told():
-    seen = view.View()
+    seen = key_view.KeyView()
     watch = seen.watch("")
     seen.put("first", b"")
     first = await anext(watch)

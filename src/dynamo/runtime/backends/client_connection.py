@@ -1,0 +1,212 @@
+"""The client's side of a connection: it numbers the streams and hands the answers to their receivers.
+
+Items pass through `_handle_step`: one dictionary look-up and one call each. A receiver that raises is a bug of this
+process and costs its own stream only: this is the place that supervises receivers.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.protocols import wire
+from dynamo.runtime import requests
+from dynamo.runtime.backends import frame_connection
+
+_log = logging.getLogger(__name__)
+_encode_body = msgspec.msgpack.Encoder().encode
+# The server ends a stream at its time limit; if it does not, the client does, this much later, at the connection's next
+# tick: a timer of its own for each stream would cost more than all else that is done to open it.
+BACKSTOP_S = 1.0
+
+
+class ClientStream:
+    """One stream that this process opened; implements `requests.Stream`."""
+
+    __slots__ = ("_connection", "_number")
+
+    def __init__(self, connection: "ClientConnection", number: int) -> None:
+        self._connection = connection
+        self._number = number
+
+    def cancel(self) -> None:
+        self._connection.cancel_stream(self._number)
+
+    def send_signal(self, signal: int) -> None:
+        self._connection.send_signal(self._number, signal)
+
+
+class ClientConnection:
+    """The receivers of one connection by stream. When it is gone, `on_lost` is called first, then the receivers."""
+
+    def __init__(
+        self,
+        settings: frame_connection.ConnectionSettings,
+        *,
+        address: str,
+        name: str,
+        on_lost: Callable[["ClientConnection"], None],
+    ) -> None:
+        self.frames = frame_connection.FrameConnection(settings, self)
+        self.address = address
+        self.welcomed: asyncio.Future[None] = self.frames.loop.create_future()
+        self._name = name
+        self._on_lost = on_lost
+        self._receivers: dict[int, requests.Receiver] = {}
+        self._deadlines: dict[int, tuple[float, float]] = {}  # when to give up, and the limit in s
+        self._last = 0  # number of the newest stream
+        self._pings = 0
+        self._goodbye: str | None = None  # why the peer takes no new streams
+
+    def open_stream(
+        self,
+        endpoint: str,
+        body: Any,
+        receiver: requests.Receiver,
+        headers: Mapping[str, str],
+        timeout_s: float | None,
+    ) -> ClientStream:
+        """Open a stream. Raises WorkerLost, DeadlineExceeded or LocalProtocolError (the body is too long)."""
+        if self.frames.is_lost or self._goodbye is not None:
+            reason = self._goodbye or "the connection is closed"
+            raise errors.WorkerLost(f"worker at {self.address} takes no new requests: {reason}")
+        if timeout_s is not None and timeout_s <= 0:
+            raise errors.DeadlineExceeded("the request's time was over before it was sent")
+        limit_s = None if timeout_s is None else min(timeout_s, wire.MAX_TIMEOUT_S)
+        number = self._last + 1
+        raw = msgspec.Raw(_encode_body(body))
+        frame = wire.encode(wire.Open(number, endpoint, raw, dict(headers), limit_s))
+        self._last = number
+        self._receivers[number] = receiver
+        if limit_s is not None:
+            self._deadlines[number] = (self.frames.clock.now() + limit_s + BACKSTOP_S, limit_s)
+        self.frames.write(frame)
+        return ClientStream(self, number)
+
+    def cancel_stream(self, number: int) -> None:
+        """Forget the stream and tell the server."""
+        if self._forget(number) is not None:
+            self.frames.write(wire.encode(wire.Cancel(number)))
+
+    def send_signal(self, number: int, signal: int) -> None:
+        """Send the handler of a stream a signal; does nothing if the stream is over."""
+        if number in self._receivers:
+            self.frames.write(wire.encode(wire.Cancel(number, signal)))
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._receivers)
+
+    def handle_connected(self) -> None:
+        self.frames.reader.max_frame_bytes = self.frames.limits.max_frame_bytes
+        self.frames.write(wire.encode(wire.Hello(wire.VERSION, self._name)))
+
+    def handle_frame(self, frame: wire.Frame) -> None:
+        match frame:
+            case wire.Welcome():
+                self._handle_welcome(frame)
+            case wire.Goodbye() if not self.welcomed.done():
+                self.frames.drop(f"refused us: {frame.reason}")
+            case _ if not self.welcomed.done():
+                raise errors.RemoteProtocolError(
+                    f"expected Welcome first, got {type(frame).__name__}"
+                )
+            case wire.Step():
+                self._handle_step(frame)
+            case wire.Reply():
+                self._handle_reply(frame)
+            case wire.Fail():
+                self._end_stream(frame.stream, frame.error)
+            case wire.Goodbye():
+                self._goodbye = frame.reason
+            case wire.Pong():
+                pass
+            case _:
+                raise errors.RemoteProtocolError(
+                    f"a {type(frame).__name__} cannot be received by a client"
+                )
+
+    def handle_tick(self) -> None:
+        now = self.frames.clock.now()
+        late = [(number, limit_s) for number, (at, limit_s) in self._deadlines.items() if at <= now]
+        for number, limit_s in late:
+            self.frames.write(wire.encode(wire.Cancel(number)))
+            self._end_stream(
+                number, errors.DeadlineExceeded(f"no complete answer within {limit_s:g} s")
+            )
+
+    def handle_quiet(self) -> None:
+        self._pings += 1
+        self.frames.write(wire.encode(wire.Ping(self._pings)))
+
+    def handle_lost(self, reason: str) -> None:
+        message = f"worker at {self.address} {reason}"
+        if not self.welcomed.done():
+            self.welcomed.set_exception(errors.WorkerLost(message))
+            self.welcomed.exception()  # marked as retrieved, even if the waiting task has left
+        if self.frames.was_dropped:
+            _log.warning("%s", message)
+        self._on_lost(self)
+        for number in list(self._receivers):
+            self._end_stream(number, errors.StreamBroken(message))
+
+    def _handle_welcome(self, frame: wire.Welcome) -> None:
+        if self.welcomed.done():
+            raise errors.RemoteProtocolError("a second Welcome")
+        if frame.version != wire.VERSION:
+            self.frames.drop(
+                f"speaks version {frame.version} of the request plane, we speak {wire.VERSION}:"
+                " run the same release on both sides"
+            )
+            return
+        self.welcomed.set_result(None)
+
+    def _handle_step(self, frame: wire.Step[Any]) -> None:
+        receivers = self._receivers
+        for item in frame.items:
+            receiver = receivers.get(item.stream)
+            if receiver is None:
+                self._check_number(item.stream)
+                continue
+            try:
+                receiver.receive(item.item)
+            except Exception:  # noqa: BLE001 (`call_safely`, without a call per item)
+                _log.exception("%r failed", receiver)
+                self._fail_stream(item.stream)
+        for number in frame.ended:
+            self._end_stream(number, None)
+
+    def _handle_reply(self, frame: wire.Reply) -> None:
+        receiver = self._receivers.get(frame.stream)
+        if receiver is None:
+            self._check_number(frame.stream)
+            return
+        if not frame_connection.call_safely(receiver.replied, frame.body):
+            self._fail_stream(frame.stream)
+
+    def _fail_stream(self, number: int) -> None:
+        """End the stream of a receiver that raised, at both sides."""
+        if number in self._receivers:
+            self._end_stream(
+                number, errors.DynamoError("an internal error lost the answer; see the log")
+            )
+            self.frames.write(wire.encode(wire.Cancel(number)))
+
+    def _end_stream(self, number: int, error: errors.DynamoError | None) -> None:
+        receiver = self._forget(number)
+        if receiver is None:
+            self._check_number(number)
+            return
+        frame_connection.call_safely(receiver.ended, error)
+
+    def _forget(self, number: int) -> requests.Receiver | None:
+        self._deadlines.pop(number, None)
+        return self._receivers.pop(number, None)
+
+    def _check_number(self, number: int) -> None:
+        """Ignore a frame that crossed its stream's cancellation. Raises RemoteProtocolError for unknown numbers."""
+        if not 0 < number <= self._last:
+            raise errors.RemoteProtocolError(f"stream {number} was never opened")

@@ -1,0 +1,191 @@
+"""One connection of the request plane: bytes on one side, frames on the other, and the watch over its peer.
+
+A `FrameConnection` belongs to one handler, which knows what the frames mean: `client_connection.ClientConnection` or
+`server_connection.ServerConnection`.
+
+Silence is counted in ticks of a timer, not on a clock: a process whose own loop stood still for some seconds sees one
+tick and then reads what arrived meanwhile, so it does not take its own pause for the peer's. Only a connection with
+open streams is watched; the client speaks at least every second tick, so that each side hears from a living peer. An
+idle connection costs nothing; that it is dead is found out with the first stream that is opened there.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from dynamo.base import clock, errors
+from dynamo.protocols import wire
+from dynamo.runtime import requests
+
+_log = logging.getLogger(__name__)
+TICKS = 6  # of the timer, until a silent peer counts as broken
+QUIET_TICKS = 2  # until the handler is asked to send something
+CLOSE_S = 1.0  # how long the last bytes may take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """The time and memory that a peer may cost."""
+
+    silence_s: float = requests.SILENCE_LIMIT_S
+    connect_s: float = 3.0  # to reach a peer and be welcomed
+    hello_s: float = 5.0  # for a peer to authenticate itself, and again to say hello
+    max_hello_bytes: int = 4096
+    max_frame_bytes: int = wire.MAX_FRAME_BYTES
+    max_backlog_bytes: int = 64 * 2**20  # sent, but not yet taken by the peer
+    max_streams: int = 65_536  # of one connection
+    max_pending: int = 128  # connections that have not said hello yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSettings:
+    """The limits, the clock and the frame decoder that all connections of one plane share."""
+
+    limits: ConnectionLimits
+    time: clock.Clock
+    decode: wire.Decode
+
+
+class FrameHandler(Protocol):
+    """The meaning of a connection's frames."""
+
+    @property
+    def num_streams(self) -> int:
+        """The number of open streams."""
+        ...
+
+    def handle_connected(self) -> None:
+        """Take the first call: the connection can be written to."""
+        ...
+
+    def handle_frame(self, frame: wire.Frame) -> None:
+        """Take a frame of the peer. Raises RemoteProtocolError, and the connection is dropped."""
+        ...
+
+    def handle_tick(self) -> None:
+        """Take a tick of the timer, while streams are open."""
+        ...
+
+    def handle_quiet(self) -> None:
+        """Take note that for a while nothing was received, or nothing sent."""
+        ...
+
+    def handle_lost(self, reason: str) -> None:
+        """Take the last call: the connection is gone; `reason` continues a sentence that names the peer."""
+        ...
+
+
+class FrameConnection(asyncio.Protocol):
+    """A connection, from `connection_made` to the one `FrameHandler.handle_lost`."""
+
+    def __init__(self, settings: ConnectionSettings, handler: FrameHandler) -> None:
+        self.limits = settings.limits
+        self.clock = settings.time
+        self.loop = asyncio.get_running_loop()
+        self.reader = wire.FrameReader(self.limits.max_hello_bytes, decode=settings.decode)
+        self.was_dropped = False  # by this side, for a reason
+        self._transport: asyncio.Transport | None = None
+        self._timer: clock.Timer | None = None
+        self._silent_ticks = 0  # since the peer was heard
+        self._mute_ticks = 0  # since this side sent something
+        self._closed: asyncio.Future[None] = self.loop.create_future()
+        self._closing_reason = "closed the connection"
+        self._unsent: list[bytes] = []  # to leave at the end of this turn of the event loop
+        self._handler = handler
+
+    @property
+    def is_lost(self) -> bool:
+        return self._closed.done()
+
+    def write(self, data: bytes) -> None:
+        """Send encoded frames, all of one turn of the event loop in one system call, which is what costs.
+
+        A peer that does not take them is dropped before they fill the memory.
+        """
+        if self._transport is None or self.is_lost:
+            return
+        self._unsent.append(data)
+        if len(self._unsent) == 1:
+            self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if not unsent or self._transport is None or self.is_lost:
+            return
+        self._mute_ticks = 0
+        self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
+        if self._transport.get_write_buffer_size() > self.limits.max_backlog_bytes:
+            self.drop(f"is too slow: more than {self.limits.max_backlog_bytes} bytes wait for it")
+
+    def drop(self, reason: str) -> None:
+        """Break the connection now."""
+        if self.is_lost:
+            return
+        if self._transport is not None:
+            self._transport.abort()
+        self.was_dropped = True
+        self._end(reason)
+
+    async def close(self) -> None:
+        """Send what is written, then end the connection; takes `CLOSE_S` at most."""
+        if self._transport is None:
+            return
+        self._flush()
+        self._closing_reason = "was disconnected, because we close"
+        self._transport.close()
+        try:
+            async with self.clock.timeout(CLOSE_S):
+                await asyncio.shield(self._closed)
+        except TimeoutError:
+            self.drop("did not take our last words")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._timer = self.clock.call_later(self.limits.silence_s / TICKS, self._tick)
+        self._handler.handle_connected()
+
+    def data_received(self, data: bytes) -> None:
+        self._silent_ticks = 0
+        try:
+            for frame in self.reader.feed(data):
+                if self.is_lost:
+                    return
+                self._handler.handle_frame(frame)
+        except errors.RemoteProtocolError as error:
+            self.drop(f"broke the protocol: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(self._closing_reason + (f" ({exc})" if exc else ""))
+
+    def _end(self, reason: str) -> None:
+        if self.is_lost:
+            return
+        self._closed.set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._handler.handle_lost(reason)
+
+    def _tick(self) -> None:
+        self._timer = self.clock.call_later(self.limits.silence_s / TICKS, self._tick)
+        if not self._handler.num_streams:
+            self._silent_ticks = self._mute_ticks = 0
+            return
+        self._handler.handle_tick()
+        self._silent_ticks += 1
+        self._mute_ticks += 1
+        if self._silent_ticks >= TICKS:
+            self.drop(f"was silent for {self.limits.silence_s:g} s")
+        elif max(self._silent_ticks, self._mute_ticks) >= QUIET_TICKS:
+            self._handler.handle_quiet()
+
+
+def call_safely(callback: Callable[..., None], *arguments: Any) -> bool:
+    """Call a user's callback and return True, or log its error, which must not harm other streams, and return False."""
+    try:
+        callback(*arguments)
+    except Exception:  # noqa: BLE001 (the supervisor of callbacks)
+        _log.exception("%s failed", getattr(callback, "__qualname__", callback))
+        return False
+    return True

@@ -1,0 +1,175 @@
+"""Namespace, component and endpoint as objects, with the names of NVIDIA Dynamo's Python bindings, for user services.
+
+    endpoint = runtime.namespace("ns").component("backend").endpoint("generate")
+    await endpoint.serve_endpoint(handler)          # handler: an async generator of JSON-like values
+
+    client = await endpoint.client()
+    await client.wait_for_instances()
+    stream = await client.round_robin(request)
+    async for item in stream: print(item.data())
+
+`client.EndpointClient`, beneath it, has typed calls and streams.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from dynamo.base import errors, tasks
+from dynamo.protocols import instances
+from dynamo.runtime import client as clients
+from dynamo.runtime import requests
+
+START_S = 300.0  # how long `wait_for_instances` waits by default
+_log = logging.getLogger(__name__)
+Generate = Callable[..., AsyncIterator[Any]]
+
+
+class Registrar(Protocol):
+    """The part of a distributed runtime that endpoints use."""
+
+    async def register(
+        self, name: instances.EndpointName, handler: requests.Handler
+    ) -> instances.Instance:
+        """Answer an endpoint and publish this instance."""
+        ...
+
+    def client(self, name: instances.EndpointName) -> clients.EndpointClient:
+        """Return a client that follows an endpoint."""
+        ...
+
+
+class Namespace:
+    """A group of components that find each other."""
+
+    def __init__(self, runtime: Registrar, name: str) -> None:
+        self._runtime = runtime
+        self.name = name
+
+    def component(self, name: str) -> "Component":
+        """Return a component of this namespace."""
+        return Component(self._runtime, self.name, name)
+
+
+class Component:
+    """A group of equal processes."""
+
+    def __init__(self, runtime: Registrar, namespace: str, name: str) -> None:
+        self._runtime = runtime
+        self._namespace = namespace
+        self.name = name
+
+    def endpoint(self, name: str) -> "Endpoint":
+        """Return an endpoint of this component. Raises ConfigError for a name with other than a-z, 0-9, - and _."""
+        url = f"dyn://{self._namespace}.{self.name}.{name}"
+        return Endpoint(self._runtime, instances.EndpointName.parse(url))
+
+
+class Endpoint:
+    """A function that the processes of a component serve."""
+
+    def __init__(self, runtime: Registrar, name: instances.EndpointName) -> None:
+        self._runtime = runtime
+        self.name = name
+
+    async def serve_endpoint(self, handler: Generate) -> None:
+        """Answer this endpoint until the task is cancelled. `handler(request)` is an async generator of the answer.
+
+        The request and each item are JSON-like values. A client that goes away cancels its handler. An error of
+        `base.errors` reaches the client as it is; any other is logged here and reaches it as a DynamoError.
+        """
+        async with tasks.Tasks() as running:
+
+            def start_call(call: requests.Call) -> None:
+                task = running.start(f"answer {call.endpoint}", _answer(call, handler))
+                call.on_cancel(lambda: _cancel(task))
+
+            await self._runtime.register(self.name, start_call)
+            await asyncio.Event().wait()
+
+    async def client(self) -> "Client":
+        """Return a client that follows the instances of this endpoint."""
+        return Client(self._runtime.client(self.name))
+
+
+class Annotated:
+    """One item of an answer."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def data(self) -> Any:
+        """Return the value that the handler yielded."""
+        return self._value
+
+
+class Client:
+    """The instances of an endpoint, and the ways to choose one for a request."""
+
+    def __init__(self, endpoint_client: clients.EndpointClient) -> None:
+        self._client = endpoint_client
+
+    def instance_ids(self) -> list[int]:
+        """Return the ids of the present instances, in rising order."""
+        return sorted(self._client.instances)
+
+    async def wait_for_instances(self, timeout_s: float = START_S) -> list[int]:
+        """Wait until there is an instance and return their ids. Raises NoWorkers if none comes in time."""
+        await self._client.wait_for_instances(timeout_s)
+        return self.instance_ids()
+
+    async def generate(self, request: Any, annotated: bool = True) -> AsyncIterator[Any]:
+        """Send a request to any instance and return an iterator over its answer; as `round_robin`."""
+        return await self.round_robin(request, annotated)
+
+    async def round_robin(self, request: Any, annotated: bool = True) -> AsyncIterator[Any]:
+        """Send a request to the next instance. Items are `Annotated`, or plain values if not `annotated`.
+
+        Closing the iterator cancels the handler. Iterating raises NoWorkers, WorkerLost or the handler's error.
+        """
+        return _items(self._client, request, annotated)
+
+    async def random(self, request: Any, annotated: bool = True) -> AsyncIterator[Any]:
+        """Send a request to a random instance; else as `round_robin`."""
+        return _items(self._client, request, annotated, mode="random")
+
+    async def direct(
+        self, request: Any, instance_id: int, annotated: bool = True
+    ) -> AsyncIterator[Any]:
+        """Send a request to this instance; else as `round_robin`."""
+        return _items(self._client, request, annotated, instance_id=instance_id)
+
+
+async def _items(
+    endpoint_client: clients.EndpointClient,
+    request: Any,
+    annotated: bool,
+    *,
+    mode: clients.Mode = "round-robin",
+    instance_id: int | None = None,
+) -> AsyncIterator[Any]:
+    stream = endpoint_client.stream(request, item_type=object, mode=mode, instance_id=instance_id)
+    async with contextlib.aclosing(stream):
+        async for item in stream:
+            yield Annotated(item) if annotated else item
+
+
+async def _answer(call: requests.Call, handler: Generate) -> None:
+    try:
+        async for item in handler(msgspec.msgpack.decode(call.body)):
+            call.reply(item)
+    except errors.DynamoError as error:
+        call.fail(error)
+    except Exception as error:  # noqa: BLE001 (the supervisor of a user's handler)
+        _log.exception("the handler of %s failed", call.endpoint)
+        call.fail(errors.DynamoError(f"internal error in {call.endpoint}: {type(error).__name__}"))
+    else:
+        call.finish()
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
