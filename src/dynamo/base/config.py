@@ -46,10 +46,12 @@ def option(
     aliases: Sequence[str] = (),
     least: float | None = None,
     most: float | None = None,
+    takes_flags: bool = False,
 ) -> Any:
     """Declare an option. `flag` replaces the one made from the field's name; "" makes it a positional argument.
 
-    `aliases` are other flags for it; `least` and `most` bound a number.
+    `aliases` are other flags for it; `least` and `most` bound a number. With `takes_flags` a text may begin with a
+    dash.
     """
     metadata = {
         "help": help,
@@ -57,6 +59,7 @@ def option(
         "flag": flag,
         "aliases": tuple(aliases),
         "range": (least, most),
+        "takes_flags": takes_flags,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -91,8 +94,9 @@ def load_parts(
     rest_of = next((name for name, field in fields.items() if _takes_rest(field)), None)
     parser = _make_parser(parts, prog)
     complete(parser)
+    texts = {_flag_of(f) for f in fields.values() if f.metadata.get("takes_flags")}
     flags, further_arguments = parser.parse(
-        sys.argv[1:] if argv is None else argv, takes_rest=rest_of is not None
+        _join_texts(sys.argv[1:] if argv is None else argv, texts), takes_rest=rest_of is not None
     )
     path = flags.pop("config")
     values = _from_file(path, fields, hints) if path else {}
@@ -113,6 +117,17 @@ def load_parts(
         part(**{f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values})
         for part in parts
     )
+
+
+def _join_texts(argv: Sequence[str], flags: set[str]) -> list[str]:
+    """Write `--flag TEXT` as `--flag=TEXT` for these flags: argparse would take a text with a dash for a flag."""
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] in flags:
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def _takes_rest(field: dataclasses.Field[Any]) -> bool:

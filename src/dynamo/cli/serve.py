@@ -83,7 +83,9 @@ class ServeConfig(HttpConfig):
         least=0,
     )
     worker_flags: str = config.option(
-        "", help='more flags for each worker, as one argument: "--max-num-seqs 64"'
+        "",
+        help='more flags for each worker, as one argument: "--max-num-seqs 64"',
+        takes_flags=True,
     )
     ready_timeout: float = config.option(
         300.0, help="seconds to wait until the model answers; more for a large model", least=0

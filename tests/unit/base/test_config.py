@@ -231,3 +231,34 @@ def test_help_says_whose_flags_are_taken_as_well(capsys):
     said = capsys.readouterr().out
     assert "A guest's own flags are taken as well." in said
     assert "--rest" not in said
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithFlags:
+    """Starts something else."""
+
+    name: str = config.option("", help="name")
+    flags: str = config.option("", help="flags of something else", takes_flags=True)
+
+
+@pytest.mark.parametrize("argv", [["--flags", "--fast"], ["--flags=--fast"]])
+def test_text_that_takes_flags_may_begin_with_a_dash(argv):
+    assert config.load(WithFlags, prog="p", argv=argv, environ={}).flags == "--fast"
+
+
+def test_missing_text_is_not_taken_from_the_next_flag():
+    with pytest.raises(errors.ConfigError, match="--name: expected one argument"):
+        config.load(WithFlags, prog="p", argv=["--name", "--flags", "x"], environ={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithWords:
+    """Takes words."""
+
+    words: tuple[str, ...] = config.option((), flag="", help="words")
+
+
+def test_words_without_a_flag_keep_their_commas_and_order():
+    loaded = config.load(WithWords, prog="p", argv=["a,b", "c"], environ={})
+
+    assert loaded.words == ("a,b", "c")

@@ -26,7 +26,7 @@ def complete(line, argv, skip):
         "COMP_POINT": str(len(line)),
         "IFS": IFS,
     }
-    script = f'exec {sys.executable} {" ".join(argv)} 8>&1 9>&2 >/dev/null 2>&1'
+    script = f"exec {sys.executable} {' '.join(argv)} 8>&1 9>&2 >/dev/null 2>&1"
     result = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True)
     return [word.strip() for word in result.stdout.split(IFS) if word]
 
