@@ -19,7 +19,7 @@ BUDGET = {
     "base": 1210,
     "protocols": 3680,
     "observability": 940,
-    "runtime": 7000,
+    "runtime": 7080,
     "transfer": 2950,
     "kvbm": 2200,
     "engine": 9660,
@@ -47,9 +47,9 @@ LANGUAGE = {
 }
 MOST_LINES, MOST_FILES = 50_500, 455  # of the whole package
 LARGE: dict[str, int] = {}  # file -> lines it may keep; entries only shrink
-FACES: set[str] = (
-    set()
-)  # the __init__ files that may export names: the public face, and nothing else
+FACES: set[str] = {  # the __init__ files that may export names: the public face, and nothing else
+    "runtime/__init__.py",  # `from dynamo.runtime import DistributedRuntime`, as in Dynamo's bindings; lazily
+}
 NAMELESS = re.compile(r"(core_)?utils?|help\w+|common|misc|manager")
 
 

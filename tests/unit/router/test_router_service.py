@@ -28,7 +28,7 @@ class Served(World):
         for _ in range(2):
             runtime = await self.runtime()
             self.workers.append(worker := Worker(runtime, {}))
-            await runtime.register(NAME, worker.take, card())
+            await runtime.register(NAME, worker.take, card().record_for)
         self.asker = await self.runtime()
         await self.until(lambda: self.service._router is not None)
         await self.until(lambda: len(self.service._client.instances) == 2)

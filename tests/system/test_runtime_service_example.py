@@ -1,0 +1,56 @@
+"""The example service of a user: real processes that find each other in a directory."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "runtime_service"
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture
+def environ(tmp_path):
+    own = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+    source = str(pathlib.Path(__file__).parents[2] / "src")
+    return {**own, "DYN_FILE_KV": str(tmp_path / "kv"), "PYTHONPATH": source}
+
+
+def test_client_of_the_example_gets_the_answer_of_its_server(environ):
+    with subprocess.Popen([sys.executable, EXAMPLE / "server.py"], env=environ) as server:
+        try:
+            answer = subprocess.run(
+                [sys.executable, EXAMPLE / "client.py", "Ada", "Grace"],
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=50,
+                check=True,
+            )
+        finally:
+            server.send_signal(signal.SIGTERM)
+            code = server.wait(20)
+
+    assert answer.stdout.split() == ["Hello,", "Ada", "Hello,", "Grace"]
+    assert code == 0
+
+
+def test_public_face_of_the_runtime_imports_nothing_until_a_name_is_used(environ):
+    program = (
+        "import sys, dynamo.runtime; assert 'asyncio' not in sys.modules;"
+        "print(dynamo.runtime.DistributedRuntime.__module__)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+
+    assert answer.stdout.strip() == "dynamo.runtime.component"
