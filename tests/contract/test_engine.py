@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from dynamo.engine.mock.answers import Cycle
-from dynamo.engine.mock.batch import Batch
+from dynamo.engine.mock.answers import TokenCycle
+from dynamo.engine.mock.batch import MockBatch
 from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.native.engine import NativeEngine
@@ -29,7 +29,7 @@ def make_mock(**settings):
         "speedup_ratio": 0,
     }
     settings = MockConfig(**(defaults | settings))
-    return MockEngine(settings, cycle=Cycle(WORDS), context_length=512)
+    return MockEngine(settings, cycle=TokenCycle(WORDS), context_length=512)
 
 
 def random_qwen3(directory):
@@ -113,7 +113,7 @@ def break_down(monkeypatch):
         raise RuntimeError("out of order")
 
     def break_all(engine):
-        monkeypatch.setattr(Batch, "schedule", fail)
+        monkeypatch.setattr(MockBatch, "schedule", fail)
         monkeypatch.setattr(Runner, "run", fail)
         return "out of order"
 

@@ -26,18 +26,18 @@ class BatchWorker:
         self._timing = timing.Timing(speedup_ratio=speedup_ratio)
         self._block_size = block_size
         self._name_by_hash: dict[int, int] = {}
-        self._memory = memory.Memory(
-            cycle := answers.Cycle(_WORDS),
+        self._memory = memory.MockMemory(
+            cycle := answers.TokenCycle(_WORDS),
             num_blocks=capacity.total_blocks,
             block_size=block_size,
             prefix_caching=True,
         )
-        limits = batch.Limits(
+        limits = batch.BatchLimits(
             max_num_seqs=capacity.max_num_seqs,
             max_num_batched_tokens=capacity.max_num_batched_tokens,
             context_length=capacity.total_blocks * block_size,
         )
-        self._batch = batch.Batch(cycle, self._memory, limits)
+        self._batch = batch.MockBatch(cycle, self._memory, limits)
 
     def submit(self, request_id: str, arrival: Arrival, now: float) -> None:
         """It joins the next step. Who is idle begins one at once."""

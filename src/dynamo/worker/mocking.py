@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.engine.mock import answers, embedder, engine, profile
+from dynamo.engine.mock import answers, embedder, engine, timing
 from dynamo.engine.mock import settings as mock_settings
 from dynamo.preprocess import tokenize
 from dynamo.protocols import blocks
@@ -33,10 +33,10 @@ def build_all(
     directory: Path, settings: mock_settings.MockConfig, room: local.Room | None = None
 ) -> Sequence[engine.MockEngine]:
     """Build as many engines as --num-workers says. Raises ConfigError."""
-    settings = mock_settings.with_extra(settings)
+    settings = mock_settings.merge_extra_args(settings)
     tokenizer = tokenize.Tokenizer((directory / "tokenizer.json").read_bytes())
     (packed,) = tokenizer.encode_now([TEXT], add_special_tokens=False)
-    cycle = answers.Cycle(blocks.unpack(packed) or [0])
+    cycle = answers.TokenCycle(blocks.unpack(packed) or [0])
     length, timings = _context_length(directory), _profile(settings.planner_profile_data)
     return [
         engine.MockEngine(settings, cycle=cycle, context_length=length, profile=timings, room=room)
@@ -44,12 +44,12 @@ def build_all(
     ]
 
 
-def _profile(path: str | None) -> profile.Profile | None:
+def _profile(path: str | None) -> timing.Profile | None:
     if path is None:
         return None
     source = f"--planner-profile-data {path}"
     try:
-        return profile.read(Path(path).read_bytes(), source)
+        return timing.read_profile(Path(path).read_bytes(), source)
     except OSError as error:
         raise errors.ConfigError(f"{source}: cannot be read: {error.strerror}") from error
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.engine.mock.answers import Cycle
-from dynamo.engine.mock.batch import Batch, Limits
-from dynamo.engine.mock.memory import Memory
+from dynamo.engine.mock.answers import TokenCycle
+from dynamo.engine.mock.batch import BatchLimits, MockBatch
+from dynamo.engine.mock.memory import MockMemory
 from dynamo.protocols import blocks, generate
 
 WORDS = tuple(range(1000, 1007))
@@ -16,15 +16,15 @@ WORDS = tuple(range(1000, 1007))
 def make_batch(
     num_blocks=64, block_size=4, seqs=8, budget=16, context=10**6, caching=True, **limits
 ):
-    cycle = Cycle(WORDS)
-    memory = Memory(cycle, num_blocks=num_blocks, block_size=block_size, prefix_caching=caching)
-    limits = Limits(
+    cycle = TokenCycle(WORDS)
+    memory = MockMemory(cycle, num_blocks=num_blocks, block_size=block_size, prefix_caching=caching)
+    limits = BatchLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         context_length=min(context, num_blocks * block_size),
         **limits,
     )
-    return Batch(cycle, memory, limits)
+    return MockBatch(cycle, memory, limits)
 
 
 def make_request(request_id, prompt, *, n=1, logprobs=None, eos=(), **conditions):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.mock.answers import Cycle
+from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.protocols import blocks, generate, model_errors
@@ -44,7 +44,7 @@ class Times:
 async def times_of_tokens(num_tokens, **settings):
     clock = FakeClock()
     engine = MockEngine(
-        MockConfig(**settings), cycle=Cycle([1, 2]), context_length=100, clock=clock
+        MockConfig(**settings), cycle=TokenCycle([1, 2]), context_length=100, clock=clock
     )
     sink = Times(clock)
     await engine.start(sink)
@@ -82,7 +82,7 @@ async def test_a_prompt_longer_than_a_step_is_refused_where_prompts_stay_whole()
     settings = MockConfig(
         enable_chunked_prefill=False, max_num_batched_tokens=16, max_num_seqs=4, block_size=4
     )
-    engine = MockEngine(settings, cycle=Cycle([1]), context_length=100, clock=FakeClock())
+    engine = MockEngine(settings, cycle=TokenCycle([1]), context_length=100, clock=FakeClock())
 
     with pytest.raises(model_errors.ContextTooLong, match="20 tokens; at most 15"):
         engine.submit(generate.Request(id="a", model="m", token_ids=blocks.pack(range(20))))
@@ -118,7 +118,7 @@ async def two_ranks():
     settings = MockConfig(
         data_parallel_size=2, block_size=4, speedup_ratio=0, num_gpu_blocks_override=64
     )
-    engine = MockEngine(settings, cycle=Cycle([1, 2]), context_length=100, clock=FakeClock())
+    engine = MockEngine(settings, cycle=TokenCycle([1, 2]), context_length=100, clock=FakeClock())
     sink = Ranks()
     await engine.start(sink)
     yield engine, sink
@@ -175,7 +175,7 @@ async def test_an_id_is_in_use_whichever_rank_has_it(two_ranks):
 
 async def test_without_a_prefix_cache_nothing_is_found_and_nothing_told():
     settings = MockConfig(enable_prefix_caching=False, block_size=4, speedup_ratio=0)
-    engine = MockEngine(settings, cycle=Cycle([1, 2]), context_length=100, clock=FakeClock())
+    engine = MockEngine(settings, cycle=TokenCycle([1, 2]), context_length=100, clock=FakeClock())
     sink = Ranks()
     await engine.start(sink)
     for number in range(2):
@@ -204,7 +204,9 @@ class Answers(Times):
 
 async def answer_of(lora_name):
     settings = MockConfig(lora_names=("poet", "clerk"), block_size=4, speedup_ratio=0)
-    engine = MockEngine(settings, cycle=Cycle(range(1000)), context_length=100, clock=FakeClock())
+    engine = MockEngine(
+        settings, cycle=TokenCycle(range(1000)), context_length=100, clock=FakeClock()
+    )
     sink = Answers()
     facts = await engine.start(sink)
     prompt = blocks.pack(range(9))
@@ -226,7 +228,7 @@ async def test_an_adapter_answers_otherwise_and_its_blocks_have_the_names_that_r
 
 
 async def test_who_asks_for_an_adapter_that_it_has_not_is_sent_on():
-    engine = MockEngine(MockConfig(), cycle=Cycle([1]), context_length=100)
+    engine = MockEngine(MockConfig(), cycle=TokenCycle([1]), context_length=100)
     with pytest.raises(errors.WorkerLost, match="adapters none; 'poet' was asked for"):
         engine.submit(
             generate.Request(id="a", model="m", token_ids=blocks.pack([1]), lora_name="poet")

@@ -3,9 +3,9 @@
 import random
 
 import kv_params
-from dynamo.engine.mock.answers import Cycle
-from dynamo.engine.mock.batch import Batch, Limits
-from dynamo.engine.mock.memory import Memory
+from dynamo.engine.mock.answers import TokenCycle
+from dynamo.engine.mock.batch import BatchLimits, MockBatch
+from dynamo.engine.mock.memory import MockMemory
 from dynamo.protocols import blocks, generate, kv_transfer
 
 SIZE, NUM_BLOCKS = 4, 32
@@ -16,12 +16,12 @@ class Engine:
     """A batch over memory in which blocks hold their names."""
 
     def __init__(self):
-        cycle = Cycle(WORDS)
-        self.memory = Memory(cycle, num_blocks=NUM_BLOCKS, block_size=SIZE, prefix_caching=True)
+        cycle = TokenCycle(WORDS)
+        self.memory = MockMemory(cycle, num_blocks=NUM_BLOCKS, block_size=SIZE, prefix_caching=True)
         self.names = memoryview(bytearray(8 * SIZE * NUM_BLOCKS)).cast("Q")
-        self.memory.lie_in(self.names, is_read=True)
-        limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, context_length=128)
-        self.batch = Batch(cycle, self.memory, limits)
+        self.memory.store_names(self.names, is_exported=True)
+        limits = BatchLimits(max_num_seqs=8, max_num_batched_tokens=64, context_length=128)
+        self.batch = MockBatch(cycle, self.memory, limits)
 
     def submit(self, request_id, prompt, params=None, max_tokens=4):
         self.batch.submit(

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from dynamo.base import config, errors
-from dynamo.engine.mock.settings import MockConfig, with_extra
+from dynamo.engine.mock.settings import MockConfig, merge_extra_args
 
 
 def from_file(tmp_path, content, **settings):
     path = tmp_path / "extra.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return with_extra(MockConfig(extra_engine_args=str(path), **settings))
+    return merge_extra_args(MockConfig(extra_engine_args=str(path), **settings))
 
 
 def test_the_file_has_the_last_word_and_knows_earlier_names(tmp_path):
@@ -24,7 +24,7 @@ def test_the_file_has_the_last_word_and_knows_earlier_names(tmp_path):
 
 
 def test_without_a_file_nothing_changes():
-    assert with_extra(MockConfig()) == MockConfig()
+    assert merge_extra_args(MockConfig()) == MockConfig()
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_wrong_file_is_refused_by_its_name(tmp_path, content, message):
 
 def test_no_file_is_refused(tmp_path):
     with pytest.raises(errors.ConfigError, match="No such file"):
-        with_extra(MockConfig(extra_engine_args=str(tmp_path / "none.json")))
+        merge_extra_args(MockConfig(extra_engine_args=str(tmp_path / "none.json")))
 
 
 @pytest.mark.parametrize(

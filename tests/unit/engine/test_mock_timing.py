@@ -1,5 +1,12 @@
-import pytest
+"""The time of a step of the mock engine: the polynomials, and measured profiles."""
 
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.base import errors
 from dynamo.engine.mock import timing
 
 
@@ -50,3 +57,78 @@ def test_decoding_alone_may_take_no_time():
 
 def test_a_tick_is_always_the_same():
     assert step_s(tick_ms=20, speedup_ratio=0) == 0.02
+
+
+POINTS = {
+    "prefill_isl": [100, 1000, 2000],
+    "prefill_ttft_ms": [10, 28, 68],
+    "decode_active_kv_tokens": [0, 1000],
+    "decode_context_length": [100, 500],
+    "decode_itl": [[4, 4], [20, 12]],
+}
+
+
+def read(**changes):
+    return timing.read_profile(json.dumps(POINTS | changes).encode(), "p.json")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [(0, 0), (50, 10), (100, 10), (550, 19), (1000, 28), (1500, 48), (2000, 68), (3000, 108)],
+)
+def test_prefill_follows_the_lines_and_the_last_goes_on(num_tokens, expected):
+    assert read().prefill_ms(num_tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("active_tokens", "num_decoding", "expected"),
+    [
+        (0, 1, 4),
+        (1000, 10, 20),  # 100 tokens each
+        (1000, 2, 12),  # 500 each
+        (500, 5, 12),  # half way to the row of 1000, context 100
+        (600, 2, 4 + 0.6 * (16 - 4)),  # context 300, half way between the columns
+        (5000, 10, 12),  # beyond both borders
+    ],
+)
+def test_decoding_is_looked_up_by_tokens_and_context(active_tokens, num_decoding, expected):
+    assert read().decode_ms(active_tokens, num_decoding) == pytest.approx(expected)
+
+
+def test_one_point_is_a_profile():
+    one = read(prefill_isl=[10], prefill_ttft_ms=[5])
+
+    assert {one.prefill_ms(n) for n in (1, 10, 10_000)} == {5}
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000))
+def test_more_to_compute_never_takes_less_where_the_points_rise(a, b):
+    short, long = sorted((a, b))
+
+    assert read().prefill_ms(short) <= read().prefill_ms(long)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefill_isl": [100, 100, 200]}, "expected prefill_isl to rise"),
+        ({"decode_context_length": []}, "expected decode_context_length to rise"),
+        ({"prefill_ttft_ms": [1, 2]}, "expected prefill_ttft_ms to have 3 entries"),
+        ({"decode_itl": [[1, 2]]}, "expected decode_itl to have 2 entries"),
+        ({"decode_itl": [[1, 2], [1]]}, "expected each row of decode_itl to have 2 entries"),
+        ({"decode_itl": [[1, 2], [1, -3]]}, "expected times of 0 or more, got -3"),
+        ({"prefill_isl": "many"}, "expected a JSON object of measured times"),
+        ({"itl": []}, "unknown field `itl`"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_refused_by_name(changes, message):
+    with pytest.raises(errors.ConfigError, match=f"p.json: .*{message}"):
+        read(**changes)
+
+
+def test_a_step_takes_its_time_from_the_profile():
+    timed = timing.Timing(profile=read(), num_cache_tokens=2000, speedup_ratio=2.0)
+
+    step_s = timed.step_s(num_prompt_tokens=1000, num_decoding=10, active_share=0.5)
+
+    assert step_s == pytest.approx((28 + 20) / 2 / 1000)

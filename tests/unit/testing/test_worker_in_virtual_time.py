@@ -3,12 +3,11 @@
 import asyncio
 import time
 
-import msgspec
 import pytest
 
 from dynamo.engine.mock import answers, engine
 from dynamo.engine.mock.settings import MockConfig
-from dynamo.protocols import blocks, generate, instances, kv_events, model_card
+from dynamo.protocols import blocks, generate, instances, model_card
 from dynamo.runtime import component
 from dynamo.testing.clock import VirtualClock
 from dynamo.worker import host
@@ -53,10 +52,10 @@ async def client(clock):
     """A client of a worker whose GPU is fifty times slower than the simulated one: 287 ms or more per token."""
     cluster = component.MemoryCluster()
     settings = MockConfig(speedup_ratio=0.02, block_size=BLOCK_SIZE, num_gpu_blocks_override=4096)
-    runtime = await component.DistributedRuntime.in_memory(cluster)
+    runtime = await component.DistributedRuntime.in_memory(cluster, item_type=generate.Output)
     worker = host.Host(
         engine.MockEngine(
-            settings, cycle=answers.Cycle(range(100)), context_length=8192, clock=clock
+            settings, cycle=answers.TokenCycle(range(100)), context_length=8192, clock=clock
         ),
         runtime,
         ENDPOINT,
@@ -65,12 +64,9 @@ async def client(clock):
         clock=clock,
     )
     await worker.start()
-    caller = await component.DistributedRuntime.in_memory(cluster)
+    caller = await component.DistributedRuntime.in_memory(cluster, item_type=generate.Output)
     client = caller.client(ENDPOINT)
     await client.wait_for_instances(1.0)
-    client.events = []
-    topic = f"{ENDPOINT.namespace}/{ENDPOINT.component}/kv_events"
-    await caller.events.subscribe(topic, client.events.extend)
     yield client
     await worker.stop(0.1)
     await caller.close()
@@ -111,13 +107,10 @@ async def test_no_output_comes_while_the_clock_stands_still(clock, client):
     assert receiver.num_tokens > 0
 
 
-async def test_a_worker_in_virtual_time_publishes_its_kv_events(clock, client):
-    await client.open(request(), Receiver())
-    await clock.advance(5.0)
-    published = [kv_events_of(event) for event in client.events]
+async def test_requests_of_one_worker_share_its_simulated_time(clock, client):
+    receivers = [Receiver(), Receiver()]
+    for number, receiver in enumerate(receivers):
+        await client.open(request(f"r{number}"), receiver)
+    await clock.advance(300.0)
 
-    assert any(isinstance(event, kv_events.Stored) for events in published for event in events)
-
-
-def kv_events_of(event):
-    return msgspec.msgpack.decode(event.payload, type=kv_events.EventBatch).events
+    assert [receiver.num_tokens for receiver in receivers] == [NUM_TOKENS, NUM_TOKENS]

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.mock.answers import Cycle
+from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.protocols import generate
@@ -74,7 +74,7 @@ def test_a_model_that_no_frontend_could_read_is_not_served(run, capsys, tmp_path
 )
 async def test_a_worker_may_sleep_unless_a_queue_gives_it_work(fields, status):
     """409: not before it is ready."""
-    engine = MockEngine(MockConfig(), cycle=Cycle((1, 2)), context_length=64)
+    engine = MockEngine(MockConfig(), cycle=TokenCycle((1, 2)), context_length=64)
     async with await component.DistributedRuntime.in_memory(
         component.MemoryCluster(), item_type=generate.Output
     ) as runtime:

@@ -1,1 +1,1 @@
-"""An engine without a model: it answers with words, at the speed it is told."""
+"""The mock engine: it answers with a cycle of tokens, at the speed of a simulated GPU."""

@@ -1,7 +1,7 @@
-"""What the simulated engine says: the tokens it was given, over and over, from where a hash of the prompt points.
+"""The answers of the mock engine: a cycle of tokens, repeated from a position that a hash of the prompt selects.
 
-So the whole answer to a request, its length and why it ends, is known when the request arrives, and a step's outputs
-are prepared: one for each token.
+So the whole answer to a request, its length and its finish reason, is known when the request arrives, and the outputs
+of a step are prepared: one for each token.
 """
 
 import functools
@@ -15,8 +15,8 @@ from dynamo.protocols import blocks, generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """All that a choice will say: `length` tokens of the cycle from `start` on."""
+class MockAnswer:
+    """The answer of one choice: `length` tokens of the cycle from `start` on."""
 
     start: int
     length: int
@@ -24,12 +24,12 @@ class Answer:
     stop_reason: int | None = None
 
 
-class Cycle:
-    """The tokens that answers are made of."""
+class TokenCycle:
+    """The tokens of which answers are made, in their order."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = tuple(token_ids)
-        self._known = frozenset(token_ids)
+        self._token_set = frozenset(token_ids)
         self._packed = blocks.pack(token_ids)
         self.outputs = functools.lru_cache(maxsize=64)(self._prepare)
 
@@ -37,13 +37,13 @@ class Cycle:
         return len(self.token_ids)
 
     def packed(self, start: int, count: int) -> bytes:
-        """`count` tokens from position `start` on."""
+        """Return `count` packed tokens from position `start` on."""
         start %= len(self)
         repeated = self._packed * ((start + count) // len(self) + 1)
         return repeated[start * blocks.TOKEN_BYTES : (start + count) * blocks.TOKEN_BYTES]
 
-    def answer(self, request: generate.Request, index: int, context_length: int) -> Answer:
-        """What choice `index` of the request will be."""
+    def answer(self, request: generate.Request, index: int, context_length: int) -> MockAnswer:
+        """Return the answer of choice `index` of the request."""
         conditions = request.stop_conditions
         num_prompt_bytes = len(request.token_ids) - request.num_resumed * blocks.TOKEN_BYTES
         seed = 0 if request.lora_name is None else blocks.seed_of(request.lora_name)
@@ -52,13 +52,15 @@ class Cycle:
         room = context_length - request.prompt_len
         length = min(room, conditions.max_tokens or room)
         eos = () if conditions.ignore_eos else request.eos_token_ids
-        stops = self._known.intersection((*eos, *conditions.stop_token_ids))
+        stops = self._token_set.intersection((*eos, *conditions.stop_token_ids))
         position = self._find(stops, start, max(1, conditions.min_tokens), length)
         if position is None:
-            return Answer(start=start, length=length, finish_reason=generate.FinishReason.LENGTH)
+            return MockAnswer(
+                start=start, length=length, finish_reason=generate.FinishReason.LENGTH
+            )
         token = self.token_ids[(start + position - 1) % len(self)]
         is_eos = token in eos
-        return Answer(
+        return MockAnswer(
             start=start,
             length=position,
             finish_reason=generate.FinishReason.EOS if is_eos else generate.FinishReason.STOP,
@@ -68,14 +70,14 @@ class Cycle:
     def prompt_logprobs(
         self, request: generate.Request
     ) -> tuple[generate.TokenLogprobs, ...] | None:
-        """Of each token of the prompt but the first, if asked for; as likely as those of an answer."""
+        """Return log probabilities of each prompt token but the first, if the request asks for them; all are equal."""
         num = request.output_options.prompt_logprobs
         if num is None:
             return None
         return (self._logprobs(num),) * (request.prompt_len - 1)
 
     def _find(self, stops: frozenset[int], start: int, first: int, last: int) -> int | None:
-        """The first position in an answer, `first` to `last` (counted from 1), of a token that ends it."""
+        """Return the first position from `first` to `last` (counted from 1) with a token that ends the answer."""
         if not stops:
             return None
         tokens, size = self.token_ids, len(self)
@@ -83,7 +85,7 @@ class Cycle:
         return next((p for p in positions if tokens[(start + p - 1) % size] in stops), None)
 
     def _prepare(self, index: int, num_logprobs: int | None) -> tuple[generate.Output, ...]:
-        """The output for each token. All are equally likely, and the log probabilities say so."""
+        """Make the output for each token. All tokens are equally likely, and their log probabilities say so."""
         logprobs = None if num_logprobs is None else (self._logprobs(num_logprobs),)
         return tuple(
             generate.Output(token_ids=(token,), index=index, logprobs=logprobs)

@@ -1,12 +1,12 @@
-"""The simulated engine without its time: what each step would compute, and what it brings.
+"""The scheduler of the mock engine without its time: what each step computes, and the outputs that it brings.
 
     schedule() → plan (how much work) → time passes → commit() → outputs
 
-First come, first served. If a choice needs a block and there is none, the one that was admitted last (or first, if
-`Limits` say so) is preempted: it waits, with what it has written as a longer prompt.
+First come, first served. If a choice needs a block and none is free, the choice that was admitted last (or first,
+according to `BatchLimits`) is preempted: it waits, with its output so far as part of its prompt.
 
-It stands behind benchmarks of everything else, so a token must cost next to nothing: a choice is looked at closely
-only at its next `event` (its end, or that of its blocks); in between it sends prepared outputs.
+Benchmarks of all other parts use this engine, so a token must cost next to nothing: a choice is examined only at its
+`next_check` (when it ends, or needs a block); in between it sends prepared outputs.
 """
 
 from dataclasses import dataclass, replace
@@ -14,26 +14,26 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from dynamo.engine import api
-from dynamo.engine.mock.answers import Cycle
-from dynamo.engine.mock.memory import Choice, Memory
+from dynamo.engine.mock.answers import TokenCycle
+from dynamo.engine.mock.memory import Choice, MockMemory
 from dynamo.kvbm import sharing
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a step, and a sequence, may not exceed; and who gives way."""
+class BatchLimits:
+    """The limits of a step and of a sequence, and which choice is preempted."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    context_length: int  # at most a step's tokens, where prompts are computed whole
+    context_length: int  # without chunked prefill, at most `max_num_batched_tokens`
     chunked_prefill: bool = True
     preempts_newest: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """How much a step computes."""
+class StepPlan:
+    """The amount of work of one step."""
 
     num_prompt_tokens: int
     num_decoding: int
@@ -41,25 +41,25 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing can be computed before something changes."""
+        """Return True if nothing can be computed until a request, an import or a lease changes."""
         return not self.num_prompt_tokens and not self.num_decoding
 
 
-class Batch:
-    """Mutable; one event loop owns it. Requests may come and go between `schedule` and `commit`."""
+class MockBatch:
+    """The requests of one rank; they may come and go between `schedule` and `commit`. One event loop owns it."""
 
     def __init__(
         self,
-        cycle: Cycle,
-        memory: Memory,
-        limits: Limits,
+        cycle: TokenCycle,
+        memory: MockMemory,
+        limits: BatchLimits,
         shared: sharing.SharedBlocks[Choice] | None = None,
     ) -> None:
         self._cycle = cycle
         self._memory = memory
         self._limits = limits
         self._shared = shared or sharing.SharedBlocks(memory.pool, memory.block_size)
-        self._holding: dict[str, generate.Request] = {}
+        self._newly_leased: dict[str, generate.Request] = {}
         self._waiting: list[Choice] = []
         self._prefilling: list[Choice] = []  # in order of admission, like all below
         self._decoding: list[Choice] = []
@@ -71,7 +71,7 @@ class Batch:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything runs or waits."""
+        """Return True if any request runs or waits."""
         return bool(self._open)
 
     def __contains__(self, request_id: str) -> bool:
@@ -81,7 +81,7 @@ class Batch:
         return len(self._open)
 
     def submit(self, request: generate.Request) -> None:
-        """Take a request that fits (`engine.refusal`), and whose id is not in use."""
+        """Queue a request that `engine.refusal` accepts, and whose id is not in use."""
         leader: Choice | None = None
         remote = kv_transfer.remote_blocks(request.kv_transfer_params)
         seed = blocks.seed_of(request.lora_name)
@@ -104,16 +104,16 @@ class Batch:
     def abort(self, request_id: str) -> None:
         """End a request at once. An unknown id is no error."""
         for choice in self._open.pop(request_id, ()):
-            self._leave(choice)
+            self._withdraw(choice)
 
     def abort_choice(self, request_id: str, index: int) -> None:
         """End one choice at once. An unknown one is no error."""
         choices = self._open.get(request_id, [])
-        for choice in [one for one in choices if one.index == index]:
+        for choice in [choice for choice in choices if choice.index == index]:
             self._end(choice)
-            if not choice.num_output:  # the next one leads
-                for other in choices:
-                    other.leader = choices[0] if other is not choices[0] else None
+            if not choice.num_output:  # the next choice reports the cached tokens
+                for follower in choices:
+                    follower.leader = choices[0] if follower is not choices[0] else None
 
     def take_imports(self) -> list[sharing.KvImport]:
         """Return the imports that began since the last call."""
@@ -128,32 +128,30 @@ class Batch:
             self._memory.release(choice)
             return
         if is_copied:
-            if not self._memory.is_as_named(
-                choice
-            ):  # the blocks were given to others: answer wrongly
+            if not self._memory.is_import_intact(choice):  # of other blocks: answer wrongly
                 choice.answer = replace(choice.answer, start=choice.answer.start + 1)
             choice.num_computed = choice.prompt_len - 1
         self._prefilling.append(choice)
 
-    def take_holding(self) -> dict[str, generate.Request]:
-        """The requests for whose outputs blocks are held, since the last call, by id."""
-        holding, self._holding = self._holding, {}
-        return holding
+    def take_newly_leased(self) -> dict[str, generate.Request]:
+        """Return the requests whose blocks were put under a lease since the last call, by id."""
+        leased, self._newly_leased = self._newly_leased, {}
+        return leased
 
     def release_lease(self, lease_id: int) -> None:
         """Free the blocks under a lease. An unknown id is no error."""
         self._shared.release_lease(lease_id)
 
     def clear(self) -> None:
-        """Forget all reusable prefixes."""
+        """Drop all cached prefixes."""
         self._memory.pool.clear()
 
     def take_events(self) -> list[kv_events.KvEvent]:
-        """What became findable, and what no longer is, since the last call."""
+        """Return the KV events since the last call."""
         return self._memory.pool.take_events()
 
     def load(self, dp_rank: int = 0) -> load.ForwardPassMetrics:
-        """How busy it is. Slots are choices."""
+        """Return the load of the rank; its slots are choices."""
         return load.ForwardPassMetrics(
             worker_stats=load.WorkerStats(
                 request_active_slots=self._num_running,
@@ -172,66 +170,64 @@ class Batch:
             ),
         )
 
-    def schedule(self) -> Plan:
-        """The next step. It is empty only if nothing runs, and what waits does so for a copy or for blocks on loan."""
+    def schedule(self) -> StepPlan:
+        """Plan the next step; it is empty only if all choices wait for an import or for leased blocks."""
         self._planned = []
-        is_short = self._grow()
+        has_preempted = self._add_blocks()
         num_left = self._limits.max_num_batched_tokens - len(self._decoding)
         for choice in self._prefilling:
-            num_left -= self._plan(choice, num_left)
-        if not is_short:
+            num_left -= self._plan_prefill(choice, num_left)
+        if not has_preempted:
             self._admit(num_left)
-        return Plan(
+        return StepPlan(
             num_prompt_tokens=sum(num_tokens for _, num_tokens in self._planned),
             num_decoding=len(self._decoding),
             active_share=self._memory.pool.num_active / self._memory.pool.num_blocks,
         )
 
     def commit(self) -> list[api.EngineOutput]:
-        """The step is done: a token for each choice that decodes, and for each whose prompt is complete."""
+        """Return the outputs of the planned step: a token for each choice that decodes or completes its prompt."""
         size = len(self._cycle)
         batch: list[api.EngineOutput] = []
         ended: list[Choice] = []
         for choice in self._decoding:
             num_output = choice.num_output = choice.num_output + 1
-            if num_output == choice.event:
-                self._look_closely(choice, batch, ended)
+            if num_output == choice.next_check:
+                self._check(choice, batch, ended)
             else:
                 output = choice.outputs[(choice.answer.start + num_output - 1) % size]
                 batch.append(api.EngineOutput(choice.request.id, output))
         for choice, num_tokens in self._planned:
-            if choice.block_ids:  # not aborted since
-                self._prefill(choice, num_tokens, batch, ended)
+            if choice.block_ids:  # else it was aborted since
+                self._commit_prefill(choice, num_tokens, batch, ended)
         for choice in ended:
             self._end(choice)
         return batch
 
-    def _grow(self) -> bool:
-        """Another block for each choice that filled its last. Returns whether somebody was preempted for it."""
-        is_short = False
+    def _add_blocks(self) -> bool:
+        """Allocate a block for each choice that filled its last; return True if a choice was preempted for it."""
+        has_preempted = False
         full, self._full = self._full, []
         for choice in full:
-            while choice.block_ids and not self._memory.grow(choice):
-                self._preempt(self._victim())
-                is_short = True
+            while choice.block_ids and not self._memory.add_block(choice):
+                victim = self._select_victim()
+                self._withdraw(victim)
+                self._waiting.insert(0, victim)
+                has_preempted = True
             if choice.block_ids:  # it was not preempted itself
-                self._set_event(choice)
-        return is_short
+                self._set_next_check(choice)
+        return has_preempted
 
-    def _victim(self) -> Choice:
+    def _select_victim(self) -> Choice:
         if self._limits.preempts_newest:
             return (self._prefilling or self._decoding)[-1]
         return (self._decoding or self._prefilling)[0]
 
-    def _preempt(self, choice: Choice) -> None:
-        self._leave(choice)
-        self._waiting.insert(0, choice)
-
     def _admit(self, num_left: int) -> None:
-        while self._waiting and num_left > 0 and self._has_slot():
+        while self._waiting and num_left > 0 and self._num_running < self._limits.max_num_seqs:
             choice = self._waiting[0]
             if choice.leader is not None and choice.leader.is_importing:
-                break  # they will share its prompt
+                break  # it will share the imported blocks
             if not self._memory.admit(
                 choice,
                 is_alone=not self._prefilling and not self._decoding,
@@ -239,34 +235,28 @@ class Batch:
             ):
                 break
             del self._waiting[0]
-            self._count_cached(choice)
+            if choice.num_cached is None:
+                choice.num_cached = choice.num_computed
+                self._num_cached_tokens += choice.num_cached
+                self._num_prompt_tokens += choice.prompt_len
             if choice.remote is not None and self._shared.begin_import(choice):
                 continue
             self._prefilling.append(choice)
-            num_left -= self._plan(choice, num_left)
-
-    def _has_slot(self) -> bool:
-        return self._num_running < self._limits.max_num_seqs
+            num_left -= self._plan_prefill(choice, num_left)
 
     @property
     def _num_running(self) -> int:
         return len(self._prefilling) + len(self._decoding) + self._shared.num_importing
 
-    def _count_cached(self, choice: Choice) -> None:
-        if choice.num_cached is None:
-            choice.num_cached = choice.num_computed
-            self._num_cached_tokens += choice.num_cached
-            self._num_prompt_tokens += choice.prompt_len
-
-    def _plan(self, choice: Choice, num_left: int) -> int:
-        """What the step computes of it. Its blocks can be found from now on: who is planned later shares them."""
+    def _plan_prefill(self, choice: Choice, num_left: int) -> int:
+        """Plan the next part of a prompt; return its tokens. Choices that are planned later share its blocks."""
         num_tokens = min(num_left, choice.num_tokens - choice.num_computed)
         if num_tokens > 0:
             self._planned.append((choice, num_tokens))
             self._memory.commit(choice, choice.num_computed + num_tokens)
         return num_tokens
 
-    def _prefill(
+    def _commit_prefill(
         self, choice: Choice, num_tokens: int, batch: list[api.EngineOutput], ended: list[Choice]
     ) -> None:
         choice.num_computed += num_tokens
@@ -275,18 +265,16 @@ class Batch:
         self._prefilling.remove(choice)
         self._decoding.append(choice)
         choice.num_output += 1
-        self._set_event(choice)
-        self._look_closely(choice, batch, ended)
+        self._set_next_check(choice)
+        self._check(choice, batch, ended)
 
-    def _set_event(self, choice: Choice) -> None:
-        """Look again at the last token, or at the first whose computation will need another block."""
+    def _set_next_check(self, choice: Choice) -> None:
+        """Check it again at its last token, or at the first whose computation needs another block."""
         num_fitting = self._memory.num_slots(choice) - choice.prompt_len
-        choice.event = min(choice.answer.length, num_fitting + 1)
+        choice.next_check = min(choice.answer.length, num_fitting + 1)
 
-    def _look_closely(
-        self, choice: Choice, batch: list[api.EngineOutput], ended: list[Choice]
-    ) -> None:
-        """The output of a choice that begins, ends or has filled its blocks."""
+    def _check(self, choice: Choice, batch: list[api.EngineOutput], ended: list[Choice]) -> None:
+        """Append the output of a choice that begins, ends or has filled its blocks."""
         answer = choice.answer
         output = choice.outputs[(answer.start + choice.num_output - 1) % len(choice.outputs)]
         if choice.num_output == 1 and choice.leader is None:
@@ -300,30 +288,30 @@ class Batch:
                 output,
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
-                kv_transfer_params=self._hold(choice),
+                kv_transfer_params=self._lease_blocks(choice),
             )
             ended.append(choice)
-        elif choice.num_output == choice.event:
+        elif choice.num_output == choice.next_check:
             self._full.append(choice)
         self._memory.commit(choice, choice.num_tokens - 1)  # the last is not computed yet
         batch.append(api.EngineOutput(choice.request.id, output))
 
-    def _hold(self, choice: Choice) -> kv_transfer.KvTransferParams | None:
-        """Keep its blocks, if it was computed for another engine."""
+    def _lease_blocks(self, choice: Choice) -> kv_transfer.KvTransferParams | None:
+        """Put its blocks under a lease, if it was computed for another engine."""
         if not kv_transfer.is_prefill_only(choice.request.kv_transfer_params):
             return None
-        self._holding[choice.request.id] = choice.request
+        self._newly_leased[choice.request.id] = choice.request
         return self._shared.lease_blocks(choice.block_ids)
 
     def _end(self, choice: Choice) -> None:
-        self._leave(choice)
+        self._withdraw(choice)
         choices = self._open[choice.request.id]
         choices.remove(choice)
         if not choices:
             del self._open[choice.request.id]
 
-    def _leave(self, choice: Choice) -> None:
-        """Take it out of whatever it is in. Blocks that others write to are free when they have ended."""
+    def _withdraw(self, choice: Choice) -> None:
+        """Remove a choice from all queues and free its blocks; during an import, when the copy has ended."""
         if choice.is_importing:
             choice.is_aborted = True
             return

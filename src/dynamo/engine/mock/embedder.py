@@ -1,7 +1,7 @@
-"""An embedder without a model: vectors that mean nothing, but are always the same ones for the same tokens.
+"""The mock embedder: vectors without a meaning, but always the same ones for the same tokens.
 
 A vector is drawn by a generator that is seeded with a hash of the token ids, so two different texts are nearly at right
-angles and equal texts agree, across processes too. Any beginning of it may be asked for.
+angles and equal texts agree, across processes too. A request may ask for fewer dimensions.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ class MockEmbedder:
         )
 
     async def start(self) -> api.EmbedderFacts:
-        """Nothing to load."""
+        """Return the facts of the embedder; there is nothing to load."""
         return self._facts
 
     async def embed(self, batch: Sequence[api.EmbedInput]) -> list[bytes]:
-        """At once, but for one turn of the event loop, so that others go on."""
+        """Return a vector for each input, after one turn of the event loop, so that other tasks run in between."""
         await asyncio.sleep(0)
         full = self._facts.vectors.dimensions
-        return [_vector(one.token_ids, one.dimensions or full) for one in batch]
+        return [_vector(text.token_ids, text.dimensions or full) for text in batch]
 
     async def stop(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to stop."""
 
 
 def _vector(token_ids: bytes, dimensions: int) -> bytes:

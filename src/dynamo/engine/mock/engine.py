@@ -1,9 +1,11 @@
-"""An engine without a model: the seam, the memory, the timing and the events of a real one, for tests and benchmarks.
+"""The mock engine: an engine without a model, with the interface, KV blocks, timing and events of a real one.
 
-It lives on the caller's event loop, as one task for each data-parallel rank. Ranks share nothing but the loop: each has
-its scheduler, its cache, its events and its load, as if it were a GPU of its own.
+It runs on the caller's event loop, as one task for each data-parallel rank. Ranks share nothing but the loop: each has
+its own scheduler, cache, events and load, as if it were a GPU of its own. All its time comes from the clock that it is
+given, so it runs in virtual time too.
 """
 
+import asyncio
 import dataclasses
 import functools
 import itertools
@@ -14,20 +16,97 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api, refusal
 from dynamo.engine.mock import kv_link
-from dynamo.engine.mock.answers import Cycle
-from dynamo.engine.mock.batch import Batch, Limits
-from dynamo.engine.mock.memory import Choice, Memory
-from dynamo.engine.mock.profile import Profile
-from dynamo.engine.mock.rank import Rank
+from dynamo.engine.mock.answers import TokenCycle
+from dynamo.engine.mock.batch import BatchLimits, MockBatch, StepPlan
+from dynamo.engine.mock.memory import Choice, MockMemory
 from dynamo.engine.mock.settings import MockConfig
-from dynamo.engine.mock.timing import Timing
+from dynamo.engine.mock.timing import Profile, Timing
 from dynamo.kvbm import exchange, local_agent, sharing
 from dynamo.protocols import generate, load
 from dynamo.transfer import descriptors
 from dynamo.transfer import memory as transfer_memory
 from dynamo.transfer.backends import local
 
-_GIVEN_BACK = frozenset(("weights", "kv_cache"))
+_SLEEP_TAGS = frozenset(("weights", "kv_cache"))
+
+
+class MockRank:
+    """One data-parallel rank: its scheduler and cache, and the task that schedules, waits and commits steps."""
+
+    def __init__(
+        self,
+        number: int,
+        batch: MockBatch,
+        timing: Timing,
+        clock: clocks.Clock,
+        kv_exchange: exchange.KvExchange,
+    ) -> None:
+        self.number = number
+        self.batch = batch
+        self._timing = timing
+        self._clock = clock
+        self._exchange = kv_exchange
+        self._has_changed = asyncio.Event()
+        self._due = 0.0  # when the last step ended
+
+    def submit(self, request: generate.Request) -> None:
+        """Queue a request for the next step."""
+        self.batch.submit(request)
+        self._has_changed.set()
+
+    def end_import(self, import_id: int, *, is_copied: bool) -> None:
+        """Let the choice of an import go on."""
+        self.batch.end_import(import_id, is_copied=is_copied)
+        self._has_changed.set()
+
+    def release_lease(self, lease_id: int) -> None:
+        """Free the blocks under a lease."""
+        self.batch.release_lease(lease_id)
+        self._has_changed.set()
+
+    async def run(self, sink: api.EngineSink) -> None:
+        """Make steps while there is work, until the task is cancelled."""
+        self._due = self._clock.now()
+        while True:
+            plan = self.batch.schedule()
+            if imports := self.batch.take_imports():
+                self._exchange.begin_imports(imports)
+            if plan.is_empty:
+                self._has_changed.clear()
+                await self._has_changed.wait()
+                self._due = self._clock.now()
+            else:
+                await self._step(plan, sink)
+
+    def publish_events(self, sink: api.EngineSink) -> None:
+        """Give the sink the KV events since the last call."""
+        if events := self.batch.take_events():
+            sink.kv_events(events, self.number)
+
+    async def _step(self, plan: StepPlan, sink: api.EngineSink) -> None:
+        duration_s = self._timing.step_s(
+            num_prompt_tokens=plan.num_prompt_tokens,
+            num_decoding=plan.num_decoding,
+            active_share=plan.active_share,
+        )
+        now = self._clock.now()  # a delay of less than a step is caught up
+        self._due = max(self._due, now - duration_s) + duration_s
+        await self._clock.sleep(max(0.0, self._due - now))
+        outputs = self.batch.commit()
+        if leased := self.batch.take_newly_leased():
+            outputs = [self._publish_lease(leased, output) for output in outputs]
+        if outputs:
+            sink.outputs(outputs)
+        self.publish_events(sink)
+
+    def _publish_lease(
+        self, leased: dict[str, generate.Request], output: api.EngineOutput
+    ) -> api.EngineOutput:
+        """Complete the transfer parameters of an output whose blocks are under a lease."""
+        if output.output.kv_transfer_params is None:
+            return output
+        published = self._exchange.publish_lease(leased[output.request_id], output.output)
+        return api.EngineOutput(output.request_id, published)
 
 
 class MockEngine(exchange.ExchangesKv):
@@ -37,7 +116,7 @@ class MockEngine(exchange.ExchangesKv):
         self,
         settings: MockConfig,
         *,
-        cycle: Cycle,
+        cycle: TokenCycle,
         context_length: int,
         profile: Profile | None = None,
         clock: clocks.Clock | None = None,
@@ -57,7 +136,7 @@ class MockEngine(exchange.ExchangesKv):
         share_ids = itertools.count(1)  # of leases and imports
         self._memories = [_memory(settings, cycle) for _ in range(settings.data_parallel_size)]
         self._ranks = [
-            Rank(
+            MockRank(
                 number,
                 _batch(settings, self._facts, cycle, memory, number, share_ids),
                 timing,
@@ -68,27 +147,27 @@ class MockEngine(exchange.ExchangesKv):
         ]
         self._tasks = tasks.Tasks()
         self._death: errors.EngineFailed | None = None
-        self._asleep: frozenset[str] = frozenset()  # what has been given back
+        self._asleep: frozenset[str] = frozenset()  # the parts that are released by `sleep`
 
     @property
     def capabilities(self) -> api.EngineCapabilities:
-        """Return itself for each of them."""
+        """Return the engine itself for each capability."""
         return api.EngineCapabilities(
             kv_transfer=self, kv_exports=self, sleep=self, lora_adapters=self
         )
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
-        """Nothing to load, but it may be told to take its time."""
+        """Start the tasks of all ranks, after the simulated time of loading."""
         self._sink = sink
         if self._startup_s:
             await self._clock.sleep(self._startup_s)
         await self._exchange.start(self._region(), self)
         for rank in self._ranks:
-            self._tasks.start(f"mock engine, rank {rank.number}", self._live(rank))
+            self._tasks.start(f"mock engine, rank {rank.number}", self._run_rank(rank))
         return self._facts
 
     def submit(self, request: generate.Request) -> None:
-        """Begin it with the next step of the rank it names, or of the one with the fewest requests."""
+        """Queue a request at the rank that it names, or at the rank with the fewest requests."""
         if self._death is not None:
             raise self._death
         if self._asleep:
@@ -98,60 +177,64 @@ class MockEngine(exchange.ExchangesKv):
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
         if request.kv_transfer_params is not None:
             self._exchange.accept_request(request)
-        self._rank_for(request).submit(request)
+        if request.data_parallel_rank is not None:
+            rank = self._ranks[request.data_parallel_rank]
+        else:
+            rank = min(self._ranks, key=lambda rank: len(rank.batch))
+        rank.submit(request)
 
     def abort(self, request_id: str) -> None:
-        """Free its blocks now, or when a copy to them has ended."""
+        """Abort a request: free its blocks now, or when a copy to them has ended."""
         self._exchange.abort_import(request_id)
         for rank in self._ranks:
             rank.batch.abort(request_id)
 
     def abort_choice(self, request_id: str, index: int) -> None:
-        """Free its blocks now."""
+        """Abort one choice of a request, and free its blocks."""
         for rank in self._ranks:
             rank.batch.abort_choice(request_id, index)
         if not any(request_id in rank.batch for rank in self._ranks):
             self._exchange.abort_import(request_id)
 
     def load(self) -> Sequence[load.ForwardPassMetrics]:
-        """As of now, of each rank."""
+        """Return the current load of each rank."""
         return [rank.batch.load(rank.number) for rank in self._ranks]
 
     async def clear_kv_blocks(self) -> None:
-        """Forget all reusable prefixes now."""
+        """Drop all cached prefixes of all ranks."""
         for rank in self._ranks:
             rank.batch.clear()
-            rank.tell_events(self._sink)
+            rank.publish_events(self._sink)
 
     async def sleep(self, level: int) -> None:
-        """See `api.SleepController`. There is nothing to give back, but it takes no requests."""
+        """Refuse requests until `wake_up`; there is no memory to release."""
         del level
-        self._asleep = _GIVEN_BACK
+        self._asleep = _SLEEP_TAGS
 
     async def wake_up(self, tags: Sequence[str]) -> bool:
-        """See `api.SleepController`."""
-        self._asleep -= frozenset(tags) or _GIVEN_BACK
+        """Wake the parts that the tags name, or all; return True if none sleeps any more."""
+        self._asleep -= frozenset(tags) or _SLEEP_TAGS
         return not self._asleep
 
     @property
     def lora_names(self) -> tuple[str, ...]:
-        """See `api.LoraAdapterStore`."""
+        """Return the names of the loaded adapters."""
         return self._facts.lora_names
 
     async def load_lora(self, name: str, directory: Path) -> None:
-        """See `api.LoraAdapterStore`. Nothing is read, but it takes none while it sleeps."""
+        """Add an adapter, without reading its files. Raises Conflict while the engine sleeps."""
         del directory
         if self._asleep:
             raise errors.Conflict("the engine sleeps")
         self._facts = dataclasses.replace(self._facts, lora_names=(*self.lora_names, name))
 
     async def unload_lora(self, name: str) -> None:
-        """See `api.LoraAdapterStore`."""
-        names = tuple(one for one in self.lora_names if one != name)
+        """Remove an adapter; an unknown one is no error."""
+        names = tuple(loaded for loaded in self.lora_names if loaded != name)
         self._facts = dataclasses.replace(self._facts, lora_names=names)
 
     async def stop(self) -> None:
-        """End the tasks."""
+        """Stop all imports, leases and ranks."""
         await self._exchange.close()
         await self._tasks.close()
 
@@ -166,34 +249,27 @@ class MockEngine(exchange.ExchangesKv):
             rank.release_lease(lease_id)
 
     def _region(self) -> descriptors.Region:
-        """Memory for the names of all ranks' blocks; they are written only if somebody may read them."""
+        """Allocate memory for the hashes of all ranks' blocks; they are written only if other engines may copy them."""
         size, num_blocks = self._facts.kv_block_size, self._facts.total_kv_blocks
         shape = kv_link.layout(num_blocks * len(self._ranks), size)
         allocate = self._exchange.allocate
         memory = (allocate or transfer_memory.private)(shape.num_bytes)
         names = memory.cast("Q")
         for number, rank_memory in enumerate(self._memories):
-            mine = names[number * num_blocks * size :]
-            rank_memory.lie_in(mine, is_read=allocate is not None)
+            rank_names = names[number * num_blocks * size :]
+            rank_memory.store_names(rank_names, is_exported=allocate is not None)
         return descriptors.Region(memory=memory, layout=shape)
 
-    def _rank_for(self, request: generate.Request) -> Rank:
-        if request.data_parallel_rank is not None:
-            return self._ranks[request.data_parallel_rank]
-        return min(self._ranks, key=lambda rank: len(rank.batch))
-
-    async def _live(self, rank: Rank) -> None:
+    async def _run_rank(self, rank: MockRank) -> None:
         try:
-            await rank.live(self._sink)
-        except Exception as error:  # noqa: BLE001 - supervises the engine's task: the sink is told
-            self._die(error)
+            await rank.run(self._sink)
+        except Exception as error:  # noqa: BLE001 - supervises the engine's task: reports to the sink
+            self._report_death(error)
 
-    def _die(self, error: Exception) -> None:
+    def _report_death(self, error: Exception) -> None:
         if self._death is not None:
-            return  # of another rank, a moment ago
-        self._death = errors.EngineFailed(
-            f"the simulated engine died: {type(error).__name__}: {error}"
-        )
+            return  # another rank has failed before
+        self._death = errors.EngineFailed(f"the mock engine died: {type(error).__name__}: {error}")
         self._death.__cause__ = error
         self._sink.died(self._death)
 
@@ -233,8 +309,8 @@ def _link(settings: MockConfig, clock: clocks.Clock) -> kv_link.KvLink:
     )
 
 
-def _memory(settings: MockConfig, cycle: Cycle) -> Memory:
-    return Memory(
+def _memory(settings: MockConfig, cycle: TokenCycle) -> MockMemory:
+    return MockMemory(
         cycle,
         num_blocks=settings.num_gpu_blocks_override,
         block_size=settings.block_size,
@@ -246,12 +322,12 @@ def _memory(settings: MockConfig, cycle: Cycle) -> Memory:
 def _batch(
     settings: MockConfig,
     facts: api.EngineFacts,
-    cycle: Cycle,
-    memory: Memory,
+    cycle: TokenCycle,
+    memory: MockMemory,
     rank: int,
     share_ids: Iterator[int],
-) -> Batch:
-    limits = Limits(
+) -> MockBatch:
+    limits = BatchLimits(
         max_num_seqs=facts.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
         context_length=facts.context_length,
@@ -261,4 +337,4 @@ def _batch(
     shared: sharing.SharedBlocks[Choice] = sharing.SharedBlocks(
         memory.pool, memory.block_size, first_block=rank * facts.total_kv_blocks, ids=share_ids
     )
-    return Batch(cycle, memory, limits, shared)
+    return MockBatch(cycle, memory, limits, shared)

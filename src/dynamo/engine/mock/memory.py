@@ -1,32 +1,32 @@
-"""The simulated engine's memory: real blocks of a real pool, named by their content; only the bytes are missing.
+"""The KV memory of the mock engine: real blocks of a real pool, named by their content; only the bytes are missing.
 
-The rules are those of the native engine: all blocks of a prompt at admission, one more whenever an answer has filled
-its last, and at least the last token is computed even if its block is known.
+The rules are those of the native engine: a choice gets all blocks of its prompt at admission and one more whenever its
+answer has filled the last; and at least the last token is computed, even if its block is cached.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dynamo.engine.mock.answers import Answer, Cycle
+from dynamo.engine.mock.answers import MockAnswer, TokenCycle
 from dynamo.kvbm import pool
 from dynamo.protocols import blocks, generate, kv_transfer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
-    """One choice of one request."""
+    """One choice of one request, with its blocks."""
 
     request: generate.Request
     index: int
-    answer: Answer
+    answer: MockAnswer
     outputs: Sequence[generate.Output]  # one for each token of the cycle
-    leader: "Choice | None"  # the choice that tells what was cached; None: this one
+    leader: "Choice | None"  # the choice that reports the cached tokens; None: this one
     prompt_len: int
-    seed: int = blocks.SEED  # of the names of its blocks
+    seed: int = blocks.SEED  # of its block hashes
     num_output: int = 0
     num_computed: int = 0
     num_cached: int | None = None
-    event: int = 0  # the number of output tokens at which to look closely
+    next_check: int = 0  # the number of output tokens at which the batch has to look at it
     block_ids: list[int] = field(default_factory=list)
     num_committed: int = 0
     remote: kv_transfer.RemoteBlocks | None = (
@@ -39,98 +39,98 @@ class Choice:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, and answer so far."""
+        """Return the number of tokens of the prompt and of the answer so far."""
         return self.prompt_len + self.num_output
 
 
-class Memory:
-    """Who holds which blocks."""
+class MockMemory:
+    """The blocks of one rank."""
 
     def __init__(
         self,
-        cycle: Cycle,
+        cycle: TokenCycle,
         *,
         num_blocks: int,
         block_size: int,
         prefix_caching: bool,
         watermark: float = 0.01,
     ) -> None:
-        """`watermark`: the share of the blocks that admission leaves free while others run."""
+        """`watermark`: the share of the blocks that admission leaves free while other choices run."""
         self.pool = pool.BlockPool(num_blocks)
         self.prefix_caching = prefix_caching
         self.block_size = block_size
         self._cycle = cycle
         self._names: memoryview | None = None
-        self._is_read = False
+        self._is_exported = False
         self._watermark = max(1, round(num_blocks * watermark))
 
-    def lie_in(self, names: memoryview, *, is_read: bool) -> None:
-        """Blocks have room for their names: 8 bytes a token, the first is used. They are written if somebody reads."""
-        self._names, self._is_read = names, is_read
+    def store_names(self, names: memoryview, *, is_exported: bool) -> None:
+        """Keep each block's hash in the first 8 bytes of its memory; written only if other engines may copy it."""
+        self._names, self._is_exported = names, is_exported
 
-    def is_as_named(self, choice: Choice) -> bool:
-        """Do its full blocks that were not known before hold what their names say, as far as they hold anything?"""
+    def is_import_intact(self, choice: Choice) -> bool:
+        """Return True if no block that was copied for the choice has the hash of another block."""
         if self._names is None:
             return True
         new = range(choice.num_committed, min(len(choice.sequence_hashes), len(choice.block_ids)))
-        held = {i: self._names[choice.block_ids[i] * self.block_size] for i in new}
-        return all(name in (0, choice.sequence_hashes[i]) for i, name in held.items())
+        copied = {i: self._names[choice.block_ids[i] * self.block_size] for i in new}
+        return all(name in (0, choice.sequence_hashes[i]) for i, name in copied.items())
 
     def admit(self, choice: Choice, *, is_alone: bool, max_new: int | None = None) -> bool:
-        """Blocks for all its tokens; False if there are too few, or more than `max_new` tokens to compute."""
-        self._hash(choice)
+        """Allocate blocks for all its tokens; return False if too few are free or over `max_new` tokens are new."""
+        self._hash_blocks(choice)
         num_usable = (choice.num_tokens - 1) // self.block_size
-        found = self.pool.match_prefix(choice.sequence_hashes[:num_usable])
-        num_fresh = -(-choice.num_tokens // self.block_size) - len(found)
+        cached = self.pool.match_prefix(choice.sequence_hashes[:num_usable])
+        num_fresh = -(-choice.num_tokens // self.block_size) - len(cached)
         room = self.pool.num_free - (0 if is_alone else self._watermark)
-        num_new = choice.num_tokens - len(found) * self.block_size
+        num_new = choice.num_tokens - len(cached) * self.block_size
         fits = num_fresh <= room and (max_new is None or num_new <= max_new)
         fresh = self.pool.allocate(num_fresh) if fits else None
         if fresh is None:
-            self.pool.release(found)
+            self.pool.release(cached)
             return False
-        choice.block_ids = found + fresh
-        choice.num_committed = len(found)
-        choice.num_computed = len(found) * self.block_size
+        choice.block_ids = cached + fresh
+        choice.num_committed = len(cached)
+        choice.num_computed = len(cached) * self.block_size
         return True
 
-    def grow(self, choice: Choice) -> bool:
-        """One more block; False if none is left."""
+    def add_block(self, choice: Choice) -> bool:
+        """Allocate one more block; return False if none is free."""
         fresh = self.pool.allocate(1)
         choice.block_ids += fresh or ()
         return fresh is not None
 
     def num_slots(self, choice: Choice) -> int:
-        """Tokens that its blocks can hold."""
+        """Return the number of tokens for which the choice has blocks."""
         return len(choice.block_ids) * self.block_size
 
     def commit(self, choice: Choice, num_computed: int) -> None:
-        """Let the blocks be found that these tokens fill."""
+        """Register the blocks that these tokens fill, so that other prompts find them."""
         num_full = num_computed // self.block_size
         if not self.prefix_caching or num_full == choice.num_committed:
             return
-        self._hash(choice)
+        self._hash_blocks(choice)
         new = range(choice.num_committed, num_full)
         self.pool.commit_chain(choice.block_ids, choice.sequence_hashes, choice.local_hashes, new)
-        if self._names is not None and self._is_read:
+        if self._names is not None and self._is_exported:
             for i in new:
                 self._names[choice.block_ids[i] * self.block_size] = choice.sequence_hashes[i]
         choice.num_committed = num_full
 
     def release(self, choice: Choice) -> None:
-        """Take all its blocks."""
+        """Return all its blocks to the pool."""
         self.pool.release(choice.block_ids)
         choice.block_ids = []
 
-    def _hash(self, choice: Choice) -> None:
-        """Name the full blocks that were added to it."""
+    def _hash_blocks(self, choice: Choice) -> None:
+        """Compute the hashes of the full blocks that were added since the last call."""
         if not self.prefix_caching:
             return
         names = choice.sequence_hashes
         start = len(names) * self.block_size
-        num_said = max(0, start - choice.prompt_len)  # these are named already
+        num_hashed = max(0, start - choice.prompt_len)  # output tokens in hashed blocks
         added = choice.request.token_ids[start * blocks.TOKEN_BYTES :] + self._cycle.packed(
-            choice.answer.start + num_said, choice.num_output - num_said
+            choice.answer.start + num_hashed, choice.num_output - num_hashed
         )
         local = blocks.local_hashes(added, self.block_size, choice.seed)
         choice.local_hashes += local

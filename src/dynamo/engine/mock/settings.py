@@ -1,4 +1,4 @@
-"""What the simulated engine can be told; names and defaults are those of the original's simulator."""
+"""The settings of the mock engine; names and defaults are those of Dynamo's mocker."""
 
 import dataclasses
 import json
@@ -17,72 +17,79 @@ _EARLIER_NAMES = {"num_gpu_blocks": "num_gpu_blocks_override", "dp_size": "data_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockConfig(local_agent.TransferConfig):
-    """The simulated engine."""
+    """The mock engine."""
 
-    block_size: int = config.option(64, help="tokens in a block of the KV cache")
-    num_gpu_blocks_override: int = config.option(16384, help="blocks of the KV cache, of each rank")
+    block_size: int = config.option(64, help="tokens per KV block")
+    num_gpu_blocks_override: int = config.option(16384, help="KV blocks of each data-parallel rank")
     max_num_seqs: int = config.option(256, help="sequences that may run at once")
-    max_num_batched_tokens: int = config.option(8192, help="tokens that a step may compute")
+    max_num_batched_tokens: int = config.option(8192, help="tokens that one step may compute")
     max_model_len: int | None = config.option(
-        None, help="context in tokens; by default the model's, as far as the KV cache holds it"
+        None,
+        help="context length in tokens (default: that of the model, at most what the KV cache holds)",
     )
-    enable_prefix_caching: bool = config.option(True, help="compute a known prefix only once")
+    enable_prefix_caching: bool = config.option(True, help="reuse the KV blocks of cached prefixes")
     enable_chunked_prefill: bool = config.option(
         True,
-        help="cut a prompt that does not fit into a step; without, it waits for one that holds it",
+        help="split a prompt that does not fit into a step; if off, it waits for a step that has room for all of it",
     )
     watermark: float = config.option(
         0.01,
-        help="share of the blocks that stay free when a prompt is admitted beside others",
+        help="share of the KV blocks that admission leaves free while other requests run",
         least=0,
         most=0.5,
     )
     preemption_mode: Literal["lifo", "fifo"] = config.option(
-        "lifo", help="who gives way when blocks run out: who was admitted last, or first"
+        "lifo",
+        help="request that is preempted when blocks run out: the one admitted last (lifo) or first (fifo)",
     )
     data_parallel_size: int = config.option(
-        1, help="ranks, each with a scheduler and a cache of its own", least=1, most=1024
+        1,
+        help="data-parallel ranks, each with a scheduler and a KV cache of its own",
+        least=1,
+        most=1024,
     )
     num_workers: int = config.option(
         1,
-        help="workers in this process, each an instance with a cache of its own",
+        help="workers in this process, each an instance with a KV cache of its own",
         least=1,
         most=4096,
     )
     speedup_ratio: float = config.option(
-        1.0, help="how much faster than the simulated GPU; 0 or a million: at once"
+        1.0,
+        help="speed relative to the simulated GPU; 0, or a million and more: steps take no time",
     )
-    decode_speedup_ratio: float = config.option(1.0, help="multiplies it for decoding only")
+    decode_speedup_ratio: float = config.option(1.0, help="factor on the speed of decode only")
     planner_profile_data: str | None = config.option(
-        None, help="JSON file of measured step times, instead of the built-in polynomials"
+        None, help="JSON file with measured step times, in place of the built-in polynomials"
     )
     tick_ms: float | None = config.option(
-        None, help="every step takes this long, whatever it holds: an even pace for benchmarks"
+        None, help="milliseconds of every step, whatever it computes: an even speed for benchmarks"
     )
     embedding_dimensions: int = config.option(
-        384, help="numbers in a vector, where the task is to embed", least=1
+        384, help="dimensions of a vector, for embedding workers", least=1
     )
     lora_names: tuple[str, ...] = config.option(
-        (), help="LoRA adapters that it pretends to have; their answers and their blocks differ"
+        (), help="names of simulated LoRA adapters; each has answers and KV blocks of its own"
     )
     startup_time: float = config.option(
         0.0, help="seconds that the engine takes to load before it serves", least=0
     )
     kv_transfer_bandwidth: float = config.option(
-        64.0, help="GB/s by which a prompt's blocks come from a prefill worker; 0: at once", least=0
+        64.0, help="GB/s at which KV blocks are copied from a prefill worker; 0: at once", least=0
     )
     kv_bytes_per_token: int = config.option(
-        131_072, help="of keys and values, for the time that it takes to move them", least=1
+        131_072, help="KV bytes per token, for the time of a copy between workers", least=1
     )
     kv_transfer_fail_every: int = config.option(
-        0, help="let every Nth copy fail, to see what becomes of its request; 0: none", least=0
+        0, help="let every Nth copy of KV blocks fail, to test the fallback; 0: none", least=0
     )
     extra_engine_args: str | None = config.option(
-        None, help="JSON file of these settings, by field name; it has the last word"
+        None,
+        help="JSON file with these settings, by field name; it overrides flags and environment",
     )
 
     def check(self) -> None:
-        """Raises ConfigError for settings that cannot be."""
+        """Raise ConfigError for settings that contradict one another."""
         for name in ("block_size", "num_gpu_blocks_override", "max_num_seqs", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -96,31 +103,27 @@ class MockConfig(local_agent.TransferConfig):
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than"
                 f" --max-num-seqs {self.max_num_seqs}: every running sequence gets a token in each step"
             )
-        self._check_whole_prompts()
-
-    def _check_whole_prompts(self) -> None:
-        length = self.max_model_len
-        if self.enable_chunked_prefill or length is None or length <= self.max_num_batched_tokens:
-            return
-        raise errors.ConfigError(
-            f"--no-enable-chunked-prefill: a prompt must fit into one step, but --max-model-len"
-            f" {length} is more than --max-num-batched-tokens {self.max_num_batched_tokens}"
-        )
+        length = self.max_model_len or 0
+        if not self.enable_chunked_prefill and length > self.max_num_batched_tokens:
+            raise errors.ConfigError(
+                f"--no-enable-chunked-prefill: a prompt must fit into one step, but --max-model-len"
+                f" {length} is more than --max-num-batched-tokens {self.max_num_batched_tokens}"
+            )
 
 
-def with_extra(settings: MockConfig) -> MockConfig:
-    """The settings, as the file of --extra-engine-args corrects them. Raises ConfigError, naming the file."""
+def merge_extra_args(settings: MockConfig) -> MockConfig:
+    """Return the settings overridden by the file of --extra-engine-args. Raises ConfigError, which names the file."""
     path = settings.extra_engine_args
     if path is None:
         return settings
     where = f"--extra-engine-args {path}"
     values = _read_object(where, path)
-    known = {field.name for field in dataclasses.fields(MockConfig)} - {"extra_engine_args"}
+    field_names = {field.name for field in dataclasses.fields(MockConfig)} - {"extra_engine_args"}
     values = {_EARLIER_NAMES.get(name, name): value for name, value in values.items()}
-    unknown = sorted(values.keys() - known)
+    unknown = sorted(values.keys() - field_names)
     if unknown:
         raise errors.ConfigError(
-            f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}"
+            f"{where}: unknown key {unknown[0]!r}; expected one of {', '.join(sorted(field_names))}"
         )
     try:
         return msgspec.convert(dataclasses.asdict(settings) | values, MockConfig)
