@@ -1,4 +1,4 @@
-"""`python -m dynamo.frontend`: one HTTP door to all models that workers serve."""
+"""`python -m dynamo.frontend`: an HTTP server for all models that workers serve."""
 
 import asyncio
 import signal
@@ -16,7 +16,7 @@ from dynamo.runtime import component
 
 
 def main() -> int:
-    """The process's exit status."""
+    """Run the frontend and return the exit status of the process."""
     if "--version" in sys.argv[1:]:
         sys.stdout.write(f"Dynamo Frontend {distribution.version()}\n")
         return 0
@@ -28,10 +28,10 @@ def main() -> int:
             router_config.RoutingConfig,
             disagg_config.PrefillRoutingConfig,
         )
-        door, routing, prefill = configuration.load_parts(parts, prog=prog)
-        if door.http_workers > 1:
-            return http_workers.serve(door, sys.argv[1:])
-        asyncio.run(serve(door, routing, prefill))
+        settings, routing, prefill = configuration.load_parts(parts, prog=prog)
+        if settings.http_workers > 1:
+            return http_workers.serve(settings, sys.argv[1:])
+        asyncio.run(serve(settings, routing, prefill))
     except errors.ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
@@ -41,17 +41,18 @@ def main() -> int:
 
 
 async def serve(
-    door: config.FrontendConfig,
+    settings: config.FrontendConfig,
     routing: router_config.RoutingConfig,
     prefill: disagg_config.PrefillRoutingConfig,
 ) -> None:
-    """Until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
+    """Serve until SIGTERM or SIGINT; a second one ends the process at once. Raises ConfigError."""
     process_setup.collect_garbage_rarely()
-    async with await component.DistributedRuntime.open(door, item_type=generate.Output) as runtime:
-        stop = (
-            process_setup.stop_on_signals()
-        )  # until here a signal ends the process: nothing runs yet
-        async with service.Frontend(door, runtime, routing, prefill) as frontend:
+    async with await component.DistributedRuntime.open(
+        settings, item_type=generate.Output
+    ) as runtime:
+        # until here a signal ends the process, because nothing runs yet
+        stop = process_setup.stop_on_signals()
+        async with service.Frontend(settings, runtime, routing, prefill) as frontend:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, frontend.reload_keys)
             await frontend.run(stop)
 

@@ -1,7 +1,7 @@
-"""The audit log: what was asked and what was answered, word by word, for those requests that allow it.
+"""The audit log: requests and responses word by word, of the requests that allow it.
 
-That is those with `store: true`, or all where the operator forces it. Headers are not written, so no key is. An answer
-is caught on its way to the client: as it is if it is whole; the data of its events, in order, if it is a stream.
+These are the requests with `store: true`, or all if the operator forces it. Headers are not written, so no key is. A
+response is copied on its way to the client: as it is, or if it is a stream, the data of its events in order.
 """
 
 from collections.abc import Callable
@@ -19,79 +19,82 @@ _DATA = b"data: "
 _DONE = b"[DONE]"
 
 
-class _Asked(msgspec.Struct, frozen=True):
-    """What we must know of any request."""
+class _RequestFields(msgspec.Struct, frozen=True):
+    """The fields of any request that the audit log reads."""
 
     model: Any = None
     store: Any = None
     stream: Any = None
 
 
-_read = msgspec.json.Decoder(_Asked).decode
+_decode_fields = msgspec.json.Decoder(_RequestFields).decode
 
 
 class AuditRow(msgspec.Struct, frozen=True):
-    """One request and its answer, as bytes; the writer's thread makes a line of them."""
+    """One request and its response, as bytes, of which the writer's thread makes a line."""
 
-    asked: _Asked
+    fields: _RequestFields
     request: exchange.Request
     request_id: str | None
     status: int | None
-    answer: bytes
+    response: bytes
     is_stream: bool
     is_complete: bool
 
 
 class AuditLog:
-    """Watches exchanges."""
+    """Records the exchanges of requests that allow it."""
 
     def __init__(self, writer: row_writer.RowWriter[AuditRow], *, is_forced: bool) -> None:
         self._writer = writer
         self._is_forced = is_forced
 
     def watch(self, caller: exchange.Exchange) -> exchange.Exchange:
-        """The exchange to answer instead of this one."""
+        """Return the exchange to answer instead of this one: one that records it, or the same."""
         try:
-            asked = _read(caller.request.body)
+            fields = _decode_fields(caller.request.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return caller  # no request at all: it is refused, and nobody allowed us to keep it
-        if asked.store is not True and not self._is_forced:
+            return caller  # it is refused, and does not say that it may be recorded
+        if fields.store is not True and not self._is_forced:
             return caller
-        return AuditedExchange(caller, asked, self._keep)
+        return AuditedExchange(caller, fields, self._put)
 
     def close(self) -> None:
-        """Write what waits. Blocks."""
+        """Write the rows that wait. Blocks."""
         self._writer.close()
 
-    def _keep(self, row: AuditRow) -> None:
-        self._writer.put(row, len(row.request.body) + len(row.answer))
+    def _put(self, row: AuditRow) -> None:
+        self._writer.put(row, len(row.request.body) + len(row.response))
 
 
 class AuditedExchange(exchange.Exchange):
-    """Passes everything on to another exchange, and tells at the end what passed."""
+    """Passes everything on to another exchange, and calls `on_end` with a row of it once it has ended."""
 
     __slots__ = (
-        "_answer",
-        "_asked",
+        "_chunks",
+        "_fields",
+        "_has_ended",
         "_inner",
         "_is_cut",
-        "_is_told",
         "_num_bytes",
+        "_on_end",
         "_request_id",
         "_status",
-        "_tell",
     )
 
     def __init__(
-        self, inner: exchange.Exchange, asked: _Asked, tell: Callable[[AuditRow], None]
+        self,
+        inner: exchange.Exchange,
+        fields: _RequestFields,
+        on_end: Callable[[AuditRow], None],
     ) -> None:
         self.request = inner.request
         self._inner = inner
-        self._asked = asked
-        self._tell = tell
-        self._answer: list[bytes] = []
+        self._fields = fields
+        self._on_end = on_end
+        self._chunks: list[bytes] = []
         self._num_bytes = 0
-        self._is_cut = self._is_told = False
+        self._is_cut = self._has_ended = False
         self._status: int | None = None
         self._request_id: str | None = None
         inner.on_disconnect(lambda: self._end(is_complete=False))
@@ -120,8 +123,8 @@ class AuditedExchange(exchange.Exchange):
         headers: exchange.Headers = (),
     ) -> None:
         headers = tuple(headers)
-        self._note_head(status, headers)
-        self._note(body)
+        self._record_head(status, headers)
+        self._record(body)
         self._inner.respond(status, body, content_type=content_type, headers=headers)
         self._end(is_complete=True)
 
@@ -129,40 +132,40 @@ class AuditedExchange(exchange.Exchange):
         self, status: int, *, content_type: str, headers: exchange.Headers = ()
     ) -> None:
         headers = tuple(headers)
-        self._note_head(status, headers)
+        self._record_head(status, headers)
         self._inner.start_stream(status, content_type=content_type, headers=headers)
 
     def write(self, chunk: bytes) -> None:
-        self._note(chunk)
+        self._record(chunk)
         self._inner.write(chunk)
 
     def end(self, chunk: bytes = b"") -> None:
-        self._note(chunk)
+        self._record(chunk)
         self._inner.end(chunk)
         self._end(is_complete=True)
 
-    def _note_head(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
+    def _record_head(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
         self._status = status
         self._request_id = dict(headers).get("x-request-id")
 
-    def _note(self, chunk: bytes) -> None:
+    def _record(self, chunk: bytes) -> None:
         self._num_bytes += len(chunk)
         if self._num_bytes > MAX_RESPONSE_BYTES:
             self._is_cut = True
         else:
-            self._answer.append(chunk)
+            self._chunks.append(chunk)
 
     def _end(self, *, is_complete: bool) -> None:
-        if self._is_told:
+        if self._has_ended:
             return
-        self._is_told = True
-        self._tell(
+        self._has_ended = True
+        self._on_end(
             AuditRow(
-                self._asked,
+                self._fields,
                 self.request,
                 self._request_id,
                 self._status,
-                b"".join(self._answer),
+                b"".join(self._chunks),
                 self._inner.is_streaming,
                 is_complete and not self._is_cut,
             )
@@ -170,32 +173,32 @@ class AuditedExchange(exchange.Exchange):
 
 
 def encode_row(row: AuditRow) -> bytes:
-    """One line."""
+    """Encode a row as one line of JSON."""
     return msgspec.json.encode(
         {
             "schema_version": 1,
             "request_id": row.request_id,
-            "requested_streaming": row.asked.stream is True,
-            "model": row.asked.model,
+            "requested_streaming": row.fields.stream is True,
+            "model": row.fields.model,
             "path": row.request.path,
             "status": row.status,
             "is_complete": row.is_complete,
             "request": _compact(row.request.body),
-            "response": _events(row.answer) if row.is_stream else _whole(row),
+            "response": _format_events(row.response) if row.is_stream else _format_response(row),
         }
     )
 
 
-def _whole(row: AuditRow) -> msgspec.Raw | None:
-    return _compact(row.answer) if row.is_complete and row.answer else None
+def _format_response(row: AuditRow) -> msgspec.Raw | None:
+    return _compact(row.response) if row.is_complete and row.response else None
 
 
-def _events(stream: bytes) -> list[msgspec.Raw]:
+def _format_events(stream: bytes) -> list[msgspec.Raw]:
     lines = (line for event in stream.split(_EVENT_END) for line in event.split(b"\n"))
-    found = (line.removeprefix(_DATA) for line in lines if line.startswith(_DATA))
-    return [_compact(data) for data in found if data != _DONE]
+    events = (line.removeprefix(_DATA) for line in lines if line.startswith(_DATA))
+    return [_compact(data) for data in events if data != _DONE]
 
 
 def _compact(text: bytes) -> msgspec.Raw:
-    """On one line."""
+    """Return the same JSON on one line."""
     return msgspec.Raw(msgspec.json.format(text, indent=-1))

@@ -1,7 +1,6 @@
-"""`POST /clear_kv_blocks`: every worker, prefill workers too, forgets the keys and values that it keeps for prompts to
-come.
+"""`POST /clear_kv_blocks`: clears the prefix cache of every worker, prefill workers too.
 
-Beside the endpoint that generates, a worker serves one of this name in the same component.
+A worker serves an endpoint of this name in the component of the endpoint that generates.
 """
 
 import asyncio
@@ -15,12 +14,12 @@ from dynamo.protocols import instances, model_card
 from dynamo.runtime import client, requests
 from dynamo.runtime.http import exchange
 
-LIMIT_S = 10.0
-SETTLE_S = 1.0  # how long the first look for an endpoint may take
+TIMEOUT_S = 10.0
+SETTLE_S = 1.0  # how long discovery may take to show an endpoint
 
 
 class _Worker(NamedTuple):
-    """Who is asked to forget."""
+    """A worker, with the endpoint that clears its cache."""
 
     model: str
     endpoint: instances.EndpointName
@@ -28,66 +27,66 @@ class _Worker(NamedTuple):
 
 
 class CacheClearer:
-    """Asks all workers of all models at once."""
+    """Clears the caches of all workers of all models at once."""
 
     def __init__(
         self,
-        known: registry.ModelRegistry,
+        models: registry.ModelRegistry,
         plane: requests.RequestPlane,
         connect: Callable[[instances.EndpointName], client.EndpointClient],
     ) -> None:
-        self._models = known
+        self._models = models
         self._plane = plane
         self._connect = connect
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
 
-    async def answer(self, caller: exchange.Exchange) -> None:
-        """The handler of the route."""
-        caller.respond(200, sse.encode(await self.clear()))
+    async def answer(self, client: exchange.Exchange) -> None:
+        """Answer a request of the route."""
+        client.respond(200, sse.encode(await self.clear()))
 
     async def clear(self) -> dict[str, Any]:
-        """What came of it, as the original tells it."""
+        """Clear all caches; return the outcome for each worker, in the original's form."""
         workers = self._workers()
         if not workers:
             return {"message": "No active worker groups found"}
-        told = await asyncio.gather(*map(self._clear_one, workers))
+        results = await asyncio.gather(*map(self._clear_one, workers))
         return {
-            "cleared_workers": [one for one in told if one["response"] is not None],
-            "failed_workers": [one for one in told if one["response"] is None],
+            "cleared_workers": [result for result in results if result["response"] is not None],
+            "failed_workers": [result for result in results if result["response"] is None],
         }
 
     def _workers(self) -> list[_Worker]:
-        """All that keep something."""
-        answering = [model for model in self._models.ready_bases if model.can_generate]
-        names = {model.name for model in answering}
+        """Return all workers that keep a prefix cache."""
+        generating = [model for model in self._models.ready_bases if model.can_generate]
+        names = {model.name for model in generating}
         return [
             *(
-                _Worker(model.name, _endpoint(one), one.instance_id)
-                for model in answering
-                for one in model.instances
+                _Worker(model.name, _endpoint(instance), instance.instance_id)
+                for model in generating
+                for instance in model.instances
             ),
             *(
-                _Worker(one.card_json.display_name, _endpoint(one), one.instance_id)
-                for one in self._models.prefill_workers
-                if one.card_json.display_name in names
+                _Worker(record.card_json.display_name, _endpoint(record), record.instance_id)
+                for record in self._models.prefill_workers
+                if record.card_json.display_name in names
             ),
         ]
 
     async def _clear_one(self, worker: _Worker) -> dict[str, Any]:
         name = f"{worker.model}-instance-{worker.instance_id:x}"
-        told = {"name": name, "endpoint": str(worker.endpoint)}
+        result = {"name": name, "endpoint": str(worker.endpoint)}
         try:
             response = await self._ask(worker.endpoint, worker.instance_id)
         except errors.DynamoError as error:
-            return {**told, "status": f"failed: {error}", "response": None}
-        return {**told, "status": "cleared", "response": response}
+            return {**result, "status": f"failed: {error}", "response": None}
+        return {**result, "status": "cleared", "response": response}
 
     async def _ask(self, name: instances.EndpointName, instance_id: int) -> dict[str, Any]:
         if name not in self._clients:
             self._clients[name] = self._connect(name)
-        found = self._clients[name]
-        await found.wait_for_instances(SETTLE_S)
-        worker = found.instances.get(instance_id)
+        endpoint = self._clients[name]
+        await endpoint.wait_for_instances(SETTLE_S)
+        worker = endpoint.instances.get(instance_id)
         if worker is None:
             raise errors.NoWorkers(f"instance {instance_id:x} does not serve {name}")
         return await requests.call(
@@ -96,7 +95,7 @@ class CacheClearer:
             name.path,
             None,
             reply_type=dict[str, Any],
-            timeout_s=LIMIT_S,
+            timeout_s=TIMEOUT_S,
         )
 
 

@@ -1,6 +1,6 @@
-"""What an operator may have written down of requests: an audit log (what was said) and a request trace (what it cost).
+"""The settings of a frontend: of its records (audit log, request trace), of admission, and of the server itself.
 
-Both are off by default. The variables are the original's.
+The names of the environment variables are the original's. Records and admission are off by default.
 """
 
 import tempfile
@@ -18,77 +18,94 @@ _TRACE_STEM = "dynamo-request-trace"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordConfig(component.RuntimeConfig):
-    """Audit log and request trace."""
+    """The settings of the audit log and the request trace."""
 
     audit_sinks: tuple[str, ...] = config.option(
         (),
         env="DYN_AUDIT_SINKS",
-        help="write what was asked and answered to these: stderr, jsonl, jsonl_gz",
+        help="write requests and responses to these audit logs: stderr, jsonl, jsonl_gz",
     )
     audit_output_path: str | None = config.option(
-        None, env="DYN_AUDIT_OUTPUT_PATH", help="the audit log's file, without its suffix"
+        None, env="DYN_AUDIT_OUTPUT_PATH", help="path of the audit log's file, without its suffix"
     )
     audit_force_logging: bool = config.option(
         False,
         env="DYN_AUDIT_FORCE_LOGGING",
-        help="write every request; by default only those with `store: true`",
+        help="audit every request; by default only those with `store: true`",
     )
     audit_capacity: int = config.option(
-        1024, env="DYN_AUDIT_CAPACITY", help="rows that may wait; more are dropped", least=1
+        1024,
+        env="DYN_AUDIT_CAPACITY",
+        help="audit rows that may wait to be written; further rows are dropped",
+        least=1,
     )
     audit_jsonl_buffer_bytes: int = config.option(
         2**20,
         env="DYN_AUDIT_JSONL_BUFFER_BYTES",
-        help="bytes after which rows are written",
+        help="bytes that are collected before they are written",
         least=1,
     )
     audit_jsonl_flush_interval_ms: int = config.option(
-        1000, env="DYN_AUDIT_JSONL_FLUSH_INTERVAL_MS", help="how long rows may wait", least=1
+        1000,
+        env="DYN_AUDIT_JSONL_FLUSH_INTERVAL_MS",
+        help="milliseconds after which audit rows are written, however few",
+        least=1,
     )
     audit_jsonl_gz_roll_bytes: int = config.option(
-        2**28, env="DYN_AUDIT_JSONL_GZ_ROLL_BYTES", help="begin a new file after these", least=0
+        2**28,
+        env="DYN_AUDIT_JSONL_GZ_ROLL_BYTES",
+        help="bytes after which the audit log begins a new file; 0: no limit",
+        least=0,
     )
     audit_jsonl_gz_roll_lines: int = config.option(
-        0, env="DYN_AUDIT_JSONL_GZ_ROLL_LINES", help="likewise; 0: no limit", least=0
+        0,
+        env="DYN_AUDIT_JSONL_GZ_ROLL_LINES",
+        help="lines after which the audit log begins a new file; 0: no limit",
+        least=0,
     )
     request_trace: bool = config.option(
         False,
         env="DYN_REQUEST_TRACE",
-        help="write when requests came, how long they were and what their blocks are called",
+        help="write a trace of requests for replays: arrival, lengths and block hashes, no text",
     )
     request_trace_sinks: tuple[str, ...] = config.option(
-        ("jsonl_gz",), env="DYN_REQUEST_TRACE_SINKS", help="to these: stderr, jsonl, jsonl_gz"
+        ("jsonl_gz",),
+        env="DYN_REQUEST_TRACE_SINKS",
+        help="where the request trace is written: stderr, jsonl, jsonl_gz",
     )
     request_trace_output_path: str | None = config.option(
         None,
         env="DYN_REQUEST_TRACE_OUTPUT_PATH",
-        help=f"its file, without its suffix (default: {_TRACE_STEM} in the directory for temporary files)",
+        help=f"path of the trace's file, without its suffix (default: {_TRACE_STEM} in the temporary directory)",
     )
     request_trace_capacity: int = config.option(
-        1024, env="DYN_REQUEST_TRACE_CAPACITY", help="rows that may wait; more are dropped", least=1
+        1024,
+        env="DYN_REQUEST_TRACE_CAPACITY",
+        help="trace rows that may wait to be written; further rows are dropped",
+        least=1,
     )
     request_trace_jsonl_buffer_bytes: int = config.option(
         2**20,
         env="DYN_REQUEST_TRACE_JSONL_BUFFER_BYTES",
-        help="bytes after which rows are written",
+        help="bytes that are collected before they are written",
         least=1,
     )
     request_trace_jsonl_flush_interval_ms: int = config.option(
         1000,
         env="DYN_REQUEST_TRACE_JSONL_FLUSH_INTERVAL_MS",
-        help="how long rows may wait",
+        help="milliseconds after which trace rows are written, however few",
         least=1,
     )
     request_trace_jsonl_gz_roll_bytes: int = config.option(
         2**28,
         env="DYN_REQUEST_TRACE_JSONL_GZ_ROLL_BYTES",
-        help="begin a new file after these",
+        help="bytes after which the request trace begins a new file; 0: no limit",
         least=0,
     )
 
     @property
     def audit_options(self) -> row_writer.RowOptions:
-        """Of the audit log; without sinks there is none."""
+        """Return the options of the audit log; without sinks there is none."""
         path = self.audit_output_path
         return row_writer.RowOptions(
             variable="DYN_AUDIT_SINKS",
@@ -103,7 +120,7 @@ class RecordConfig(component.RuntimeConfig):
 
     @property
     def request_trace_options(self) -> row_writer.RowOptions:
-        """Of the request trace; without sinks there is none."""
+        """Return the options of the request trace; without sinks there is none."""
         path = self.request_trace_output_path or Path(tempfile.gettempdir(), _TRACE_STEM)
         return row_writer.RowOptions(
             variable="DYN_REQUEST_TRACE_SINKS",
@@ -118,54 +135,59 @@ class RecordConfig(component.RuntimeConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig(RecordConfig):
-    """Who may come in, and when."""
+    """The settings of admission."""
 
     api_keys_file: str | None = config.option(
-        None, env="DYN_API_KEYS_FILE", help="TOML file of API keys and their limits: ask for a key"
+        None,
+        env="DYN_API_KEYS_FILE",
+        help="TOML file of API keys and their rate limits; with it every request needs a key",
     )
     active_decode_blocks_threshold: float | None = config.option(
         None,
         env="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
         aliases=("--busy-threshold",),
-        help="a worker is busy while more than this share of its KV blocks is active",
+        help="share of a worker's KV blocks, 0 to 1, above which it is busy and gets no requests",
         least=0,
         most=1,
     )
     active_prefill_tokens_threshold: int | None = config.option(
         None,
         env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
-        help="a worker is busy while it has more prompt tokens to compute",
+        help="prompt tokens still to be computed above which a worker is busy",
         least=0,
     )
     active_prefill_tokens_threshold_frac: float | None = config.option(
         None,
         env="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
-        help="the same, as a multiple of its max_num_batched_tokens",
+        help="the same as a multiple of the worker's max_num_batched_tokens",
         least=0,
     )
     rejection_frontend_request_concurrency_limit: int | None = config.option(
         None,
         env="DYN_REJECTION_FRONTEND_REQUEST_CONCURRENCY_LIMIT",
-        help="requests for one model that may run at the same time",
+        help="requests of one model that may run at the same time; by default no limit",
         least=1,
     )
     queue_limit: int = config.option(
         0,
         env="DYN_QUEUE_LIMIT",
-        help="requests for one model that wait for room, instead of being refused at once",
+        help="requests of one model that may wait for a permit instead of being refused at once; 0: none",
         least=0,
     )
     queue_timeout_secs: float = config.option(
-        10.0, env="DYN_QUEUE_TIMEOUT_SECS", help="how long a request waits for room", least=0
+        10.0,
+        env="DYN_QUEUE_TIMEOUT_SECS",
+        help="seconds that a request waits for a permit before it is refused",
+        least=0,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig(AdmissionConfig):
-    """The OpenAI-compatible HTTP door: finds workers, and passes requests to them."""
+    """An HTTP server with the OpenAI API and others, which finds workers and sends requests to them."""
 
     http_host: str = config.option(
-        "127.0.0.1", env="DYN_HTTP_HOST", help="address to listen on; 0.0.0.0 for all networks"
+        "127.0.0.1", env="DYN_HTTP_HOST", help="address to listen on; 0.0.0.0: all networks"
     )
     http_port: int = config.option(
         8000, env="DYN_HTTP_PORT", help="port to listen on; 0: any", least=0, most=65535
@@ -173,18 +195,21 @@ class FrontendConfig(AdmissionConfig):
     http_workers: int = config.option(
         1,
         env="DYN_HTTP_WORKERS",
-        help="processes that answer at the port; each uses one core",
+        help="processes that share the port, each on one core; raise it when one core is not enough",
         least=1,
         most=256,
     )
     http_worker_socket: str | None = config.option(
-        None, help="where the other processes of --http-workers ask this one; their parent sets it"
+        None,
+        help="Unix socket at which other processes of --http-workers ask this one; set by their parent",
     )
     namespace: str = config.option(
         "", env="DYN_NAMESPACE", help="serve only the models of this namespace; by default all"
     )
     tls_cert_path: str | None = config.option(
-        None, env="DYN_TLS_CERT_PATH", help="certificate chain (PEM): serve https"
+        None,
+        env="DYN_TLS_CERT_PATH",
+        help="certificate chain (PEM); with it the server speaks HTTPS",
     )
     tls_key_path: str | None = config.option(
         None, env="DYN_TLS_KEY_PATH", help="private key (PEM) of the certificate"
@@ -192,7 +217,7 @@ class FrontendConfig(AdmissionConfig):
     kserve_grpc_server: bool = config.option(
         False,
         env="DYN_KSERVE_GRPC_SERVER",
-        help="serve KServe's v2 protocol over gRPC too; its HTTP form is always there",
+        help="serve KServe's v2 protocol over gRPC as well; over HTTP it is always served",
     )
     kserve_grpc_port: int = config.option(
         8001,
@@ -205,75 +230,75 @@ class FrontendConfig(AdmissionConfig):
         None,
         env="DYN_TLS_CLIENT_CA_CERT_PATH",
         aliases=("--tls-client-ca-path",),
-        help="authority (PEM) whose certificates clients must show",
+        help="certificate authority (PEM) by which clients must be certified",
     )
     metrics_prefix: str = config.option(
-        "dynamo_frontend", env="DYN_METRICS_PREFIX", help="first part of every metric's name"
+        "dynamo_frontend", env="DYN_METRICS_PREFIX", help="first part of the name of every metric"
     )
     http_body_limit_mb: int = config.option(
         64,
         env="DYN_HTTP_BODY_LIMIT_MB",
-        help="largest request body; the original allows 192",
+        help="largest request body, in MiB; raise it for large batches or images",
         least=1,
     )
     http_read_timeout_secs: float = config.option(
         60.0,
         env="DYN_HTTP_READ_TIMEOUT_SECS",
-        help="within what time a request must have arrived, once begun",
+        help="seconds within which a request must arrive completely",
         least=0.1,
     )
     tokenizer_cache_mb: int = config.option(
         tokenize.CACHE_BYTES // 2**20,
         env="DYN_TOKENIZER_CACHE_MB",
-        help="memory per model for the tokens of prompts' turns, so that only new ones are tokenized; 0: none",
+        help="MiB per model for the tokens of earlier prompts, so that only new turns are tokenized; 0: none",
         least=0,
     )
     model_cache: str | None = config.option(
         None,
         env="DYN_MODEL_CACHE",
-        help="directory for tokenizers and templates of models that lie on other hosts (default: in the user's cache)",
+        help="directory for tokenizer files fetched from other hosts (default: in the user's cache)",
     )
     response_store_items: int = config.option(
         10_000,
         env="DYN_RESPONSE_STORE_ITEMS",
-        help="answers of /v1/responses that are kept to go on from; 0: none",
+        help="responses of /v1/responses that are stored, to be continued from; 0: none",
     )
     response_store_mb: int = config.option(
-        64, env="DYN_RESPONSE_STORE_MB", help="memory for the answers that are kept"
+        64, env="DYN_RESPONSE_STORE_MB", help="MiB of memory for stored responses"
     )
     request_timeout_secs: float = config.option(
         3600.0,
         env="DYN_REQUEST_TIMEOUT_SECS",
-        help="an answer that is not complete by then ends with an error; 0: no limit",
+        help="seconds after which an incomplete response ends with an error; 0: no limit",
         least=0,
     )
     migration_limit: int = config.option(
         3,
         env="DYN_MIGRATION_LIMIT",
-        help="how often a request goes on at another worker when its own is lost; 0: never",
+        help="times that a request migrates to another worker when its worker is lost; 0: never",
         least=0,
     )
     migration_max_seq_len: int | None = config.option(
         None,
         env="DYN_MIGRATION_MAX_SEQ_LEN",
-        help="not if prompt and answer have more tokens than this, which would be computed again",
+        help="tokens of prompt and output above which a request does not migrate, as they are computed again",
         least=1,
     )
     migration_wait_secs: float = config.option(
         5.0,
         env="DYN_MIGRATION_WAIT_SECS",
-        help="how long it then waits for a worker, if there is none",
+        help="seconds that a migrating request waits for a worker, if there is none",
         least=0,
     )
     http_graceful_shutdown_timeout_secs: float = config.option(
         5.0,
         env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
-        help="after SIGTERM, how long running answers may take to finish",
+        help="seconds that running responses may take to finish after SIGTERM",
         least=0,
     )
 
     def check(self) -> None:
-        """What the types cannot say. Raises ConfigError."""
+        """Check settings that depend on one another. Raises ConfigError."""
         if (self.tls_cert_path is None) != (self.tls_key_path is None):
             raise errors.ConfigError(
                 "--tls-cert-path and --tls-key-path: expected both or neither, got one of them"

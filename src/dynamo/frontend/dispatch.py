@@ -115,12 +115,12 @@ class RequestDispatch:
         rules, card = self._shared.rules, self._model.card
         origin, num_choices = self._reply.origin(leg), self._reply.num_choices
         answered = leg.answered(num_choices)
-        verdict = rules.verdict(
-            num_moves=leg.num_moves,
+        verdict = rules.judge(
+            num_migrations=leg.num_moves,
             limit=rules.limit_of(card.migration_limit),
             seq_len=origin.prompt_len + max(map(blocks.count, answered.values())),
         )
-        if verdict is not migration.MigrationVerdict.MOVE:
+        if verdict is not migration.MigrationVerdict.MIGRATE:
             self._refuse(verdict, error)
             return False
         legs = self._reply.split(leg, migration.remaining_requests(origin, answered))

@@ -1,10 +1,10 @@
-"""What is asked of another worker when the one that gave an answer is lost: the rest of it.
+"""Migration of a request: what another worker is asked for when the worker that answered is lost.
 
-The tokens that have come become the end of the prompt, marked as answer (`Request.num_resumed`), so that seeds,
-penalties, grammars and limits of thinking go on as if nothing had happened. What counts for the client is kept by the
-delivery, which sees one answer all along: its text, its parsers, its usage.
+The tokens that have come become the end of the prompt, marked as output (`Request.num_resumed`), so that seeds,
+penalties, grammars and limits of thinking continue as if nothing had happened. The state of the answer to the client
+is kept by the delivery, which sees one answer all along: its text, its parsers, its usage.
 
-Only the loss of a worker is a reason (`WorkerLost`): what one engine cannot do, another would not do either.
+Only the loss of a worker is a reason (`WorkerLost`): what one engine cannot serve, another cannot serve either.
 """
 
 import enum
@@ -17,9 +17,9 @@ from dynamo.protocols import blocks, generate
 
 
 class MigrationVerdict(enum.Enum):
-    """What becomes of a request whose worker is lost."""
+    """The decision about a request that has lost its worker."""
 
-    MOVE = enum.auto()
+    MIGRATE = enum.auto()
     NOT_ALLOWED = enum.auto()  # migration is off
     EXHAUSTED = enum.auto()
     TOO_LONG = enum.auto()
@@ -27,61 +27,64 @@ class MigrationVerdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationPolicy:
-    """How far a request is carried on."""
+    """The limits of migration."""
 
-    limit: int = 3  # times; 0: never
-    max_seq_len: int | None = None  # tokens, prompt and answer together
-    wait_s: float = 5.0  # for a worker, if there is none
+    limit: int = 3  # migrations of one request; 0: none
+    max_seq_len: int | None = None  # tokens of prompt and output together; None: no limit
+    wait_s: float = 5.0  # how long a request waits for a worker, if there is none
 
-    def limit_of(self, of_card: int | None) -> int:
-        """The card of a model may lower it."""
-        return self.limit if of_card is None else min(self.limit, of_card)
+    def limit_of(self, card_limit: int | None) -> int:
+        """Return the limit for a model, whose card may lower it."""
+        return self.limit if card_limit is None else min(self.limit, card_limit)
 
-    def verdict(self, *, num_moves: int, limit: int, seq_len: int) -> MigrationVerdict:
-        """May a request of so many tokens be moved that has been moved so often?"""
+    def judge(self, *, num_migrations: int, limit: int, seq_len: int) -> MigrationVerdict:
+        """Return whether a request of `seq_len` tokens may migrate that has migrated `num_migrations` times."""
         if not limit:
             return MigrationVerdict.NOT_ALLOWED
-        if num_moves >= limit:
+        if num_migrations >= limit:
             return MigrationVerdict.EXHAUSTED
         if self.max_seq_len is not None and seq_len > self.max_seq_len:
             return MigrationVerdict.TOO_LONG
-        return MigrationVerdict.MOVE
+        return MigrationVerdict.MIGRATE
 
 
 def remaining_requests(
     request: generate.Request, answered: Mapping[int, bytes]
 ) -> Mapping[int, generate.Request]:
-    """What to ask for, by the first choice that is asked for; `answered` has the tokens of each choice that is open.
+    """Return the requests for the rest of an answer, by their first choice.
 
-    A request of which nothing has come is asked for as it is. Else each choice goes its own way.
+    `answered` has the packed tokens of each choice that is open. A request without any tokens is sent again as it is;
+    otherwise each choice becomes a request of its own.
     """
-    is_whole = len(answered) == request.sampling_options.n
-    if is_whole and not any(answered.values()):
+    is_unchanged = len(answered) == request.sampling_options.n
+    if is_unchanged and not any(answered.values()):
         return {0: request}
-    return {choice: _rest_of(request, choice, tokens) for choice, tokens in answered.items()}
+    return {
+        choice: _remaining_choice(request, choice, tokens) for choice, tokens in answered.items()
+    }
 
 
 def has_no_tokens_left(request: generate.Request) -> bool:
-    """Is nothing left to generate? Its worker was lost between the last token and the end."""
+    """Return whether nothing is left to generate, because the worker was lost after the last token."""
     return request.stop_conditions.max_tokens == 0
 
 
-def _rest_of(request: generate.Request, choice: int, answered: bytes) -> generate.Request:
+def _remaining_choice(request: generate.Request, choice: int, answered: bytes) -> generate.Request:
     num_tokens = blocks.count(answered)
-    conditions, change = request.stop_conditions, msgspec.structs.replace
+    conditions, replace = request.stop_conditions, msgspec.structs.replace
     limit = conditions.max_tokens
-    return change(
+    return replace(
         request,
         token_ids=request.token_ids + answered,
         num_resumed=num_tokens,
         first_choice=choice,
-        stop_conditions=change(
+        stop_conditions=replace(
             conditions,
             max_tokens=None if limit is None else max(0, limit - num_tokens),
             min_tokens=max(0, conditions.min_tokens - num_tokens),
         ),
-        sampling_options=change(request.sampling_options, n=1),
-        kv_transfer_params=None,  # blocks that were held for the worker that is lost
-        # the worker that is lost has told them, if it told anything
-        output_options=change(request.output_options, prompt_logprobs=None),
+        sampling_options=replace(request.sampling_options, n=1),
+        kv_transfer_params=None,  # they were exported for the lost worker
+        # the lost worker has sent them, if it sent anything
+        output_options=replace(request.output_options, prompt_logprobs=None),
     )

@@ -1,8 +1,8 @@
-"""What `nvext.extra_fields` asks to be told beside an answer: who gave it, and how long that took.
+"""The `nvext` object of a response, as `nvext.extra_fields` requests it: which workers answered, and how long it took.
 
-Times are the caller's: from the arrival of the request here, in milliseconds, by the original's names. What only a
-worker could know (how long a prompt waited there) is not among them, but for a prompt that another worker computed:
-who answers is asked to report how its blocks came (`kv_transfer.TransferReport`).
+Times are measured here, from the arrival of the request, in milliseconds, under the original's names. Times that only a
+worker could measure (how long a prompt waited there) are left out, except those of a prompt that another worker
+computed: the worker that answers is asked to report how its blocks came (`kv_transfer.TransferReport`).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,28 +19,28 @@ CountTokens = Callable[[Any, int], None]
 
 
 class NvextResponse:
-    """Of one request. `clock` is read once per token, which is why nobody has this unasked."""
+    """The `nvext` object of one request. `clock` is read once per token, so it is made only where it is requested."""
 
-    def __init__(self, wanted: Collection[str], clock: clocks.Clock) -> None:
-        self._wanted = frozenset(wanted)
+    def __init__(self, requested_fields: Collection[str], clock: clocks.Clock) -> None:
+        self._requested_fields = frozenset(requested_fields)
         self._clock = clock
         self._received_ms = round(clock.wall() * 1000)
         self._started_at = clock.now()
         self._first_at: float | None = None
         self._last_at = self._started_at
         self._num_tokens = 0
-        self._num_first = 0  # tokens of the first output
+        self._num_first = 0  # tokens in the first output
         self._instance_id: int | None = None
-        self._prefilled: route.PrefillResult | None = None
+        self._prefill: route.PrefillResult | None = None
         self._report: kv_transfer.TransferReport | None = None
 
     def apply(self, prompts: Sequence[preprocessor.Prepared]) -> Sequence[preprocessor.Prepared]:
-        """The requests, asking for a report."""
-        return [one._replace(request=_reporting(one.request)) for one in prompts]
+        """Return the requests with an annotation that asks for a transfer report."""
+        return [prompt._replace(request=_ask_for_report(prompt.request)) for prompt in prompts]
 
-    def prefilled(self, prefilled: route.PrefillResult) -> None:
-        """Another worker has computed the prompt, or the latest."""
-        self._prefilled = prefilled
+    def prefilled(self, result: route.PrefillResult) -> None:
+        """Record that another worker has computed the prompt, or the latest one."""
+        self._prefill = result
 
     def reported(self, params: kv_transfer.KvTransferParams) -> None:
         """Keep the answering worker's report of how the prompt's blocks came, if there is one."""
@@ -48,38 +48,38 @@ class NvextResponse:
             self._report = params.report
 
     def asked(self, instance_id: int) -> None:
-        """This worker has the request, or its latest prompt."""
+        """Record the worker that has the request, or its latest prompt."""
         self._instance_id = instance_id
 
     def counting(self, count: CountTokens) -> CountTokens:
-        """The same, with a look at the clock."""
+        """Return a function that counts tokens and records their time."""
 
         def count_and_time(choice: Any, num_tokens: int) -> None:
-            self._tokens(num_tokens)
+            self._record_tokens(num_tokens)
             count(choice, num_tokens)
 
         return count_and_time
 
     def fields(self, *, is_last: bool, cached_share: float = 0.0) -> dict[str, Any]:
-        """`nvext` of a chunk or of a whole answer; only the last of a stream has times."""
-        found: dict[str, Any] = {}
-        if "worker_id" in self._wanted and self._instance_id is not None:
-            found["worker_id"] = {
+        """Return `nvext` for a chunk or a whole response; only the last chunk of a stream has times."""
+        fields: dict[str, Any] = {}
+        if "worker_id" in self._requested_fields and self._instance_id is not None:
+            fields["worker_id"] = {
                 "prefill_worker_id": self._prefill_worker_id or self._instance_id,
                 "decode_worker_id": self._instance_id,
             }
-        if "timing" in self._wanted and is_last:
-            found["timing"] = self._timing(cached_share)
-        return {"nvext": found} if found else {}
+        if "timing" in self._requested_fields and is_last:
+            fields["timing"] = self._timing(cached_share)
+        return {"nvext": fields} if fields else {}
 
     @property
     def _prefill_worker_id(self) -> int | None:
-        """None: one worker has done both halves of the work."""
-        if self._prefilled is not None:
-            return self._prefilled.instance_id
+        """Return the worker that computed the prompt; None: the one that answers."""
+        if self._prefill is not None:
+            return self._prefill.instance_id
         return self._report.prefill_worker_id if self._report is not None else None
 
-    def _tokens(self, num_tokens: int) -> None:
+    def _record_tokens(self, num_tokens: int) -> None:
         self._last_at = self._clock.now()
         self._num_tokens += num_tokens
         if self._first_at is None:
@@ -98,18 +98,18 @@ class NvextResponse:
         }
 
     def _prefill_timing(self) -> dict[str, Any]:
-        """Of a prompt that another worker has computed."""
-        report, found = self._report, {}
-        if self._prefilled is not None:
-            found["prefill_time_ms"] = self._prefilled.duration_s * 1000
+        """Return the times of a prompt that another worker has computed."""
+        report, times = self._report, {}
+        if self._prefill is not None:
+            times["prefill_time_ms"] = self._prefill.duration_s * 1000
         elif report is not None and report.prefill_ms is not None:
-            found["prefill_time_ms"] = report.prefill_ms
+            times["prefill_time_ms"] = report.prefill_ms
         if report is not None:
-            found["kv_transfer_time_ms"] = report.transfer_ms
-            found["kv_transfer_blocks"] = report.num_blocks
-        return found
+            times["kv_transfer_time_ms"] = report.transfer_ms
+            times["kv_transfer_blocks"] = report.num_blocks
+        return times
 
 
-def _reporting(request: generate.Request) -> generate.Request:
+def _ask_for_report(request: generate.Request) -> generate.Request:
     annotations = (*request.annotations, kv_transfer.REPORT_ANNOTATION)
     return msgspec.structs.replace(request, annotations=annotations)

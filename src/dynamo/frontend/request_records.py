@@ -1,6 +1,20 @@
-"""Everything that tells of single requests, as the operator wants it: spans, request trace, audit log, lines of log.
+"""The records of single requests: spans, the request trace, the audit log and lines of the log.
 
-What is not wanted does not exist: no observer, no thread, and the exchange is answered itself.
+Records that the settings do not ask for do not exist: no observer, no thread, and no exchange around the client's.
+
+The spans of a request in the frontend are `http-request`, and one for each stage that it reached:
+
+preprocess            from its arrival until its tokens are known
+prefill_routing       until the workers have its prompts
+transport_roundtrip   until the first token came back
+stream                until the end
+
+The request trace has a row for each request that has ended, with all that is needed to replay the same load. A row
+(schema `dynamo.request.trace.v1`) has no text: the prompt is described by the hashes of its blocks
+(`protocols.blocks`), which show shared prefixes and from which Mooncake's format can be made. Requests with several
+prompts or choices are left out, because a replay could not send them.
+
+A line of the log for each request is written at `debug`: DYN_LOG=info,dynamo.frontend.records.request_log=debug.
 """
 
 import asyncio
@@ -11,83 +25,76 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dynamo.base import clock
+from dynamo.base import clock as clocks
 from dynamo.frontend import audit, config, metrics
 from dynamo.observability import logs, row_writer, tracing
 from dynamo.observability import metrics as observed
 from dynamo.protocols import blocks, trace_context
 
+SCHEMA = "dynamo.request.trace.v1"
+_MILLISECONDS = 1000.0
+# users set the level of this documented name
+_logger = logging.getLogger("dynamo.frontend.records.request_log")
 
-class _Closing(Protocol):
+
+class _Closable(Protocol):
     def close(self) -> None: ...
 
 
 class RequestRecords:
-    """Made once for a frontend; closed with it. Raises ConfigError."""
+    """All records of one frontend. Raises ConfigError for a sink that cannot be opened."""
 
     def __init__(
-        self, settings: config.FrontendConfig, registry: observed.Registry, time: clock.Clock
+        self, settings: config.FrontendConfig, registry: observed.Registry, clock: clocks.Clock
     ) -> None:
         self._dropped = registry.counter(
             "records_dropped_total", "Rows that were not written", ("records",)
         )
-        self._open: list[_Closing] = []
+        self._open_records: list[_Closable] = []
         self._observers: list[metrics.RequestObserver] = []
         self.enter_trace: tracing.StartSpan = tracing.forward_trace
         self.watch: audit.WatchExchange | None = None
         if is_log_enabled():
             self._observers.append(RequestLog())
-        self._open_spans(settings, time)
-        self._open_request_trace(settings.request_trace_options, time)
-        self._open_audit(settings.audit_options, is_forced=settings.audit_force_logging)
+        exporter = tracing.make_exporter(settings)
+        if exporter is not None:
+            request_spans = RequestSpans(exporter, settings.otel_traces_sampler_arg, clock)
+            self._observers.append(request_spans)
+            self._open_records.append(request_spans)
+            self.enter_trace = request_spans.enter
+        if settings.request_trace_options.sinks:
+            self._open_request_trace(settings.request_trace_options, clock)
+        if settings.audit_options.sinks:
+            self._open_audit_log(settings.audit_options, is_forced=settings.audit_force_logging)
 
     @property
     def observers(self) -> Sequence[metrics.RequestObserver]:
-        """Who wants to know of each request that has ended."""
+        """Return the observers of requests that have ended."""
         return self._observers
 
     async def close(self) -> None:
-        """Write and send what waits."""
-        for one in self._open:
-            await asyncio.to_thread(one.close)
+        """Write and send all rows and spans that wait."""
+        for records in self._open_records:
+            await asyncio.to_thread(records.close)
 
-    def _open_spans(self, settings: config.FrontendConfig, time: clock.Clock) -> None:
-        exporter = tracing.make_exporter(settings)
-        if exporter is None:
-            return
-        told = RequestSpans(exporter, settings.otel_traces_sampler_arg, time)
-        self._observers.append(told)
-        self._open.append(told)
-        self.enter_trace = told.enter
-
-    def _open_request_trace(self, options: row_writer.RowOptions, time: clock.Clock) -> None:
-        if not options.sinks:
-            return
+    def _open_request_trace(self, options: row_writer.RowOptions, clock: clocks.Clock) -> None:
         dropped = self._dropped.labels("request_trace")
-        writer = row_writer.RowWriter(options, encode_trace_row, dropped)
-        trace = RequestTrace(writer, time)
+        trace = RequestTrace(row_writer.RowWriter(options, encode_trace_row, dropped), clock)
         self._observers.append(trace)
-        self._open.append(trace)
+        self._open_records.append(trace)
 
-    def _open_audit(self, options: row_writer.RowOptions, *, is_forced: bool) -> None:
-        if not options.sinks:
-            return
+    def _open_audit_log(self, options: row_writer.RowOptions, *, is_forced: bool) -> None:
         writer = row_writer.RowWriter(options, audit.encode_row, self._dropped.labels("audit"))
-        kept = audit.AuditLog(writer, is_forced=is_forced)
-        self._open.append(kept)
-        self.watch = kept.watch
-
-
-_logger = logging.getLogger(
-    "dynamo.frontend.records.request_log"
-)  # documented: users set its level
+        log = audit.AuditLog(writer, is_forced=is_forced)
+        self._open_records.append(log)
+        self.watch = log.watch
 
 
 class RequestLog:
-    """Observes requests."""
+    """Writes a line of the log for each request that has ended."""
 
     def ended(self, request: metrics.RequestMeter) -> None:
-        """It is over."""
+        """Log the request."""
         arrival = request.arrival
         token = logs.log_context.set(
             logs.LogContext("http-request", arrival.told_id, arrival.trace)
@@ -104,31 +111,31 @@ class RequestLog:
 
 
 def is_log_enabled() -> bool:
-    """Asked once, at start."""
+    """Return whether requests are logged; read once, at the start."""
     return _logger.isEnabledFor(logging.DEBUG)
 
 
 class RequestSpans:
-    """Observes requests, and exports the spans of those that are sampled."""
+    """Exports the spans of the sampled requests."""
 
-    def __init__(self, exporter: tracing.SpanExporter, ratio: float, time: clock.Clock) -> None:
+    def __init__(self, exporter: tracing.SpanExporter, ratio: float, clock: clocks.Clock) -> None:
         self._exporter = exporter
-        self._clock = time
+        self._clock = clock
         self.enter: tracing.StartSpan = functools.partial(tracing.start_span, ratio=ratio)
 
     def ended(self, request: metrics.RequestMeter) -> None:
-        """It is over."""
+        """Export the spans of the request, if it is sampled."""
         trace = request.arrival.trace
         if trace is not None and trace.is_sampled:
             wall = tracing.wall_clock(self._clock.now(), self._clock.wall())
-            self._exporter.export(_spans(request, trace, wall))
+            self._exporter.export(_make_spans(request, trace, wall))
 
     def close(self) -> None:
-        """Send what waits. Blocks."""
+        """Send the spans that wait. Blocks."""
         self._exporter.close()
 
 
-def _spans(
+def _make_spans(
     request: metrics.RequestMeter, trace: trace_context.TraceContext, wall: tracing.WallClock
 ) -> list[tracing.Span]:
     root = tracing.Span(
@@ -138,7 +145,15 @@ def _spans(
         started_at=wall(request.arrived_at),
         ended_at=wall(request.ended_at or request.arrived_at),
         kind="server",
-        attributes=_attributes(request),
+        attributes={
+            "x_request_id": request.arrival.told_id,
+            "endpoint": request.endpoint,
+            "model": request.model.label,
+            "request_type": request.request_type,
+            "input_tokens": request.request.prompt_len if request.request is not None else 0,
+            "cached_tokens": request.num_cached,
+            "output_tokens": request.num_tokens,
+        },
         error=request.error_type or None,
     )
     prepared_at, first_at = request.prepared_at, request.first_token_at
@@ -151,87 +166,71 @@ def _spans(
     return [root, *tracing.stage_spans(trace, stages, wall)]
 
 
-def _attributes(request: metrics.RequestMeter) -> dict[str, tracing.AttributeValue]:
-    return {
-        "x_request_id": request.arrival.told_id,
-        "endpoint": request.endpoint,
-        "model": request.model.label,
-        "request_type": request.request_type,
-        "input_tokens": request.request.prompt_len if request.request is not None else 0,
-        "cached_tokens": request.num_cached,
-        "output_tokens": request.num_tokens,
-    }
-
-
-SCHEMA = "dynamo.request.trace.v1"
-_MILLISECONDS = 1000.0
-
-
 class TraceRow(msgspec.Struct, frozen=True):
-    """What the writer's thread makes a row of."""
+    """A request that has ended, of which the writer's thread makes a row."""
 
     request: metrics.RequestMeter
     ended_ms: int  # since 1970
 
 
 class RequestTrace:
-    """Observes requests."""
+    """Writes a row for each request that has ended."""
 
-    def __init__(self, writer: row_writer.RowWriter[TraceRow], time: clock.Clock) -> None:
+    def __init__(self, writer: row_writer.RowWriter[TraceRow], clock: clocks.Clock) -> None:
         self._writer = writer
-        self._clock = time
+        self._clock = clock
 
     def ended(self, request: metrics.RequestMeter) -> None:
-        """It is over."""
-        asked = request.request
-        if asked is None or request.num_prompts > 1 or asked.sampling_options.n > 1:
+        """Pass the request to the writer's thread, unless a replay could not send it."""
+        first_prompt = request.request
+        if first_prompt is None or request.num_prompts > 1 or first_prompt.sampling_options.n > 1:
             return
         row = TraceRow(request, int(self._clock.wall() * _MILLISECONDS))
-        self._writer.put(row, len(asked.token_ids))
+        self._writer.put(row, len(first_prompt.token_ids))
 
     def close(self) -> None:
-        """Write what waits. Blocks."""
+        """Write the rows that wait. Blocks."""
         self._writer.close()
 
 
 def encode_trace_row(row: TraceRow) -> bytes:
-    """One line."""
+    """Encode a row as one line of JSON."""
     request = row.request
-    total_ms = _since(request.arrived_at, request.ended_at) or 0.0
-    told = {
+    total_ms = _elapsed_ms(request.arrived_at, request.ended_at) or 0.0
+    fields = {
         "request_id": request.arrival.told_id,
         "model": request.model.label,
         "request_received_ms": row.ended_ms - round(total_ms),
         "input_tokens": request.request.prompt_len if request.request else 0,
         "cached_tokens": request.num_cached,
         "output_tokens": request.num_tokens,
-        "ttft_ms": _since(request.arrived_at, request.first_token_at),
+        "ttft_ms": _elapsed_ms(request.arrived_at, request.first_token_at),
         "total_time_ms": total_ms,
         "error_type": request.error_type or None,
-        "replay": _replay(request),
+        "replay": _replay_fields(request),
     }
     return msgspec.json.encode(
         {
             "schema": SCHEMA,
             "event_type": "request_end",
             "event_time_unix_ms": row.ended_ms,
-            "request": told,
+            "request": fields,
         }
     )
 
 
-def _replay(request: metrics.RequestMeter) -> dict[str, Any] | None:
-    size = request.model.block_size
-    if request.request is None or not size:
+def _replay_fields(request: metrics.RequestMeter) -> dict[str, Any] | None:
+    block_size = request.model.block_size
+    if request.request is None or not block_size:
         return None
     seed = blocks.seed_of(request.request.lora_name)
-    local = blocks.local_hashes(request.request.token_ids, size, seed)
+    local = blocks.local_hashes(request.request.token_ids, block_size, seed)
     return {
-        "trace_block_size": size,
+        "trace_block_size": block_size,
         "input_length": request.request.prompt_len,
         "input_sequence_hashes": blocks.sequence_hashes(local),
     }
 
 
-def _since(begin: float, end: float | None) -> float | None:
+def _elapsed_ms(begin: float, end: float | None) -> float | None:
     return None if end is None else round((end - begin) * _MILLISECONDS, 3)

@@ -93,7 +93,7 @@ async def busy_rig(rig, **settings):
     return rig
 
 
-async def test_without_a_key_only_probes_are_answered(keyed):
+async def test_only_probes_are_answered_without_a_key(keyed):
     answers = {
         path: (await keyed.client.get(path)).status_code
         for path in ("/", "/v1/models", "/live", "/health", "/metrics", "/busy_threshold")
@@ -106,7 +106,7 @@ async def test_without_a_key_only_probes_are_answered(keyed):
     assert (await keyed.metrics())[row] == 3
 
 
-async def test_the_openai_client_is_told_in_its_own_words(keyed):
+async def test_openai_client_raises_its_authentication_error(keyed):
     url = keyed.frontend.url + "/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="sk-nobody-1") as client:
         with pytest.raises(openai.AuthenticationError) as caught:
@@ -118,7 +118,7 @@ async def test_the_openai_client_is_told_in_its_own_words(keyed):
     assert answer.choices[0].message.content == "hello"
 
 
-async def test_the_anthropic_client_is_told_in_its_own_words(keyed):
+async def test_anthropic_client_raises_its_authentication_error(keyed):
     ask = {"model": "m", "max_tokens": 5, "messages": CHAT["messages"]}
     url = keyed.frontend.url
     async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-nobody-1") as client:
@@ -131,7 +131,7 @@ async def test_the_anthropic_client_is_told_in_its_own_words(keyed):
     assert answer.content[0].text == "hello"
 
 
-async def test_a_key_sees_and_asks_its_own_models_only(keyed):
+async def test_key_sees_and_uses_only_its_models(keyed):
     await keyed.worker("other")
     models = (await keyed.client.get("/v1/models", headers=BOB)).json()["data"]
     one = await keyed.client.get("/v1/models/other", headers=BOB)
@@ -143,7 +143,7 @@ async def test_a_key_sees_and_asks_its_own_models_only(keyed):
     assert "may not ask the model 'other'" in answer.json()["error"]["message"]
 
 
-async def test_requests_per_minute_are_limited_and_told_in_headers(keyed):
+async def test_requests_per_minute_are_limited_and_shown_in_headers(keyed):
     answers = [await keyed.ask(BOB) for _ in range(3)]
 
     assert [answer.status_code for answer in answers] == [200, 200, 429]
@@ -154,14 +154,14 @@ async def test_requests_per_minute_are_limited_and_told_in_headers(keyed):
     assert (await keyed.ask(ALICE)).status_code == 200
 
 
-async def test_a_stream_carries_the_headers_too(keyed):
+async def test_stream_has_the_rate_limit_headers(keyed):
     answer = await keyed.ask(BOB, stream=True)
 
     assert answer.headers["x-ratelimit-remaining-requests"] == "1"
     assert answer.text.endswith("data: [DONE]\n\n")
 
 
-async def test_tokens_of_prompt_and_answer_are_charged(keyed):
+async def test_tokens_of_prompt_and_output_are_charged(keyed):
     first, second = await keyed.ask(TOK), await keyed.ask(TOK)
 
     assert first.headers["x-ratelimit-remaining-tokens"] == str(20 - len("user: hi\n"))
@@ -169,7 +169,7 @@ async def test_tokens_of_prompt_and_answer_are_charged(keyed):
     assert "20 tokens per minute" in second.json()["error"]["message"]
 
 
-async def test_a_tenant_has_so_many_answers_at_the_same_time_and_another_is_served(keyed):
+async def test_concurrent_streams_are_limited_per_tenant(keyed):
     keyed.one.script = never
     running = keyed.start_task(keyed.ask(ALICE))
     await keyed.until(lambda: keyed.one.calls)
@@ -184,7 +184,7 @@ async def test_a_tenant_has_so_many_answers_at_the_same_time_and_another_is_serv
     assert (await keyed.ask(ALICE)).status_code == 200
 
 
-async def test_a_client_that_goes_away_gives_its_stream_back(keyed):
+async def test_disconnected_client_releases_its_stream(keyed):
     keyed.one.script = never
     async with keyed.client.stream(
         "POST", "/v1/chat/completions", json=CHAT | {"stream": True}, headers=ALICE
@@ -196,7 +196,7 @@ async def test_a_client_that_goes_away_gives_its_stream_back(keyed):
     assert (await keyed.ask(ALICE)).status_code == 200
 
 
-async def test_what_concerns_everybody_takes_an_administrators_key(keyed):
+async def test_admin_routes_need_an_admin_key(keyed):
     body = {"model": "m", "active_decode_blocks_threshold": 0.9}
     answers = [
         (await keyed.client.post("/busy_threshold", json=body, headers=who)).status_code
@@ -207,9 +207,7 @@ async def test_what_concerns_everybody_takes_an_administrators_key(keyed):
     assert (await keyed.client.post("/clear_kv_blocks", headers=ALICE)).status_code == 403
 
 
-async def test_keys_are_read_again_when_their_file_changes_and_a_broken_one_changes_nothing(
-    keyed, caplog
-):
+async def test_changed_key_file_is_read_on_reload_and_a_broken_one_is_ignored(keyed, caplog):
     caplog.set_level(logging.INFO, "dynamo")
     keyed.keys.write_text(KEYS + '[[keys]]\nname = "new"\nkey = "sk-newer-1"\n')
     keyed.frontend.reload_keys()
@@ -224,7 +222,7 @@ async def test_keys_are_read_again_when_their_file_changes_and_a_broken_one_chan
     assert "sk-" not in caplog.text
 
 
-async def test_a_change_of_the_file_is_noticed_without_a_signal(keyed, caplog):
+async def test_changed_key_file_is_read_without_a_signal(keyed, caplog):
     caplog.set_level(logging.INFO, "dynamo")
     keyed.keys.write_text(KEYS.replace("sk-alice-1", "sk-alice-2"))
     async with asyncio.timeout(5 * authentication.CHECK_INTERVAL_S):
@@ -235,19 +233,19 @@ async def test_a_change_of_the_file_is_noticed_without_a_signal(keyed, caplog):
     assert (await keyed.ask(as_("sk-alice-2"))).status_code == 200
 
 
-async def test_it_does_not_start_without_the_keys_that_it_is_to_ask_for(bare, tmp_path):
+async def test_frontend_does_not_start_without_its_key_file(bare, tmp_path):
     with pytest.raises(errors.ConfigError, match=r"--api-keys-file .*keys\.toml"):
         await bare.start(api_keys_file=str(tmp_path / "keys.toml"))
 
 
 @pytest.mark.parametrize(("host", "is_warned"), [("0.0.0.0", True), ("127.0.0.1", False)])
-async def test_an_open_door_to_the_network_is_said_aloud(bare, caplog, host, is_warned):
+async def test_listening_on_a_network_without_keys_is_logged(bare, caplog, host, is_warned):
     await bare.start(http_host=host)
 
     assert ("without API keys" in caplog.text) == is_warned
 
 
-async def test_a_busy_worker_refuses_as_the_original_does_until_it_is_free(bare):
+async def test_requests_are_refused_while_the_worker_is_busy(bare):
     rig = await busy_rig(bare)
     refused = await rig.chat()
     await tell_load(rig, rig.one, active=10)
@@ -260,7 +258,7 @@ async def test_a_busy_worker_refuses_as_the_original_does_until_it_is_free(bare)
     assert (await rig.chat()).status_code == 200
 
 
-async def test_the_anthropic_api_says_529(bare):
+async def test_anthropic_api_answers_529_when_overloaded(bare):
     rig = await busy_rig(bare)
     body = {"model": "m", "max_tokens": 5, "messages": CHAT["messages"]}
     answer = await rig.client.post("/v1/messages", json=body)
@@ -269,7 +267,7 @@ async def test_the_anthropic_api_says_529(bare):
     assert answer.json()["error"]["type"] == "overloaded_error"
 
 
-async def test_busy_workers_are_avoided_while_another_is_free(bare):
+async def test_busy_worker_is_avoided_while_another_is_free(bare):
     rig = await busy_rig(bare)
     free = await rig.worker()
     for _ in range(4):
@@ -278,14 +276,14 @@ async def test_busy_workers_are_avoided_while_another_is_free(bare):
     assert (len(rig.one.calls), len(free.calls)) == (0, 4)
 
 
-async def test_who_names_its_worker_gets_it_though_it_is_busy(bare):
+async def test_named_worker_is_used_although_it_is_busy(bare):
     rig = await busy_rig(bare)
     answer = await rig.chat(nvext={"backend_instance_id": rig.one.instance.instance_id})
 
     assert answer.status_code == 200
 
 
-async def test_a_request_waits_in_line_until_a_worker_is_free(bare):
+async def test_queued_request_starts_when_a_worker_is_free(bare):
     rig = await busy_rig(bare, queue_limit=2)
     asking = rig.start_task(rig.chat())
     row = (
@@ -301,7 +299,7 @@ async def test_a_request_waits_in_line_until_a_worker_is_free(bare):
     assert (await rig.metrics())[row] == 0
 
 
-async def test_the_deadline_of_the_line_is_a_503(bare):
+async def test_queue_timeout_answers_503(bare):
     rig = await busy_rig(bare, queue_limit=2, queue_timeout_secs=0.01)
     answer = await rig.chat()
 
@@ -309,7 +307,7 @@ async def test_the_deadline_of_the_line_is_a_503(bare):
     assert "retry-after" in answer.headers
 
 
-async def test_a_client_that_leaves_the_line_is_a_disconnected_one(bare):
+async def test_client_that_leaves_the_queue_counts_as_disconnected(bare):
     rig = await busy_rig(bare, queue_limit=1)
     with pytest.raises(httpx.ReadTimeout):
         await rig.client.post("/v1/chat/completions", json=CHAT, timeout=0.05)
@@ -321,7 +319,7 @@ async def test_a_client_that_leaves_the_line_is_a_disconnected_one(bare):
     assert rig.one.calls == []
 
 
-async def test_the_concurrency_gate_tells_its_limit(bare):
+async def test_concurrency_limit_is_shown_in_metrics(bare):
     await bare.start(rejection_frontend_request_concurrency_limit=1)
     bare.one = await bare.worker()
     bare.one.script = never
@@ -334,7 +332,7 @@ async def test_the_concurrency_gate_tells_its_limit(bare):
     assert counts['dynamo_frontend_admission_gate_limit{gate="request_concurrency"}'] == 1
 
 
-async def test_thresholds_can_be_read_and_changed_at_run_time(rig):
+async def test_thresholds_are_read_and_changed_at_run_time(rig):
     names = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold",
              "active_prefill_tokens_threshold_frac")  # fmt: skip
     before = (await rig.client.get("/busy_threshold")).json()
@@ -352,7 +350,7 @@ async def test_thresholds_can_be_read_and_changed_at_run_time(rig):
     assert (await rig.client.get("/busy_threshold")).json() == {"thresholds": [third]}
 
 
-async def test_a_threshold_set_at_run_time_applies(rig):
+async def test_threshold_set_at_run_time_applies(rig):
     body = {"model": "m", "active_decode_blocks_threshold": 0.5}
     await rig.client.post("/busy_threshold", json=body)
     await rig.until(lambda: rig.frontend._admission._load_monitor._topics)
@@ -382,7 +380,7 @@ async def test_a_threshold_set_at_run_time_applies(rig):
         ({"model": "x"}, 404, "model", "does not exist"),
     ],
 )
-async def test_a_wrong_threshold_is_told(rig, body, status, param, words):
+async def test_invalid_threshold_is_refused(rig, body, status, param, words):
     answer = await rig.client.post("/busy_threshold", content=json.dumps(body))
 
     assert answer.status_code == status

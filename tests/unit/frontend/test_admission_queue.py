@@ -16,7 +16,7 @@ ACTIONS = st.lists(
 
 
 @given(actions=ACTIONS, limit=st.integers(0, 6))
-def test_it_is_a_list_sorted_by_priority_and_then_by_arrival(actions, limit):
+def test_queue_is_sorted_by_priority_then_arrival(actions, limit):
     line, joined, waiting = queue.WaitingQueue(limit), [], []
     for number, (action, value, num_tokens) in enumerate(actions):
         if action == "join" and not line.is_full:
@@ -38,7 +38,7 @@ def test_it_is_a_list_sorted_by_priority_and_then_by_arrival(actions, limit):
 @given(
     inside=st.integers(0, 9), limit=st.none() | st.integers(1, 9), free=st.none() | st.integers(0, 9)
 )  # fmt: skip
-def test_room_is_the_tightest_of_what_limits_it(inside, limit, free):
+def test_admissible_requests_are_bounded_by_the_tightest_limit(inside, limit, free):
     room = queue.count_admissible(inside, limit, free)
 
     assert (room is None) == (limit is None and free is None)
@@ -47,7 +47,7 @@ def test_room_is_the_tightest_of_what_limits_it(inside, limit, free):
     assert free is None or room <= free
 
 
-def test_the_pace_is_that_of_the_requests_that_ended_lately():
+def test_wait_is_estimated_from_recent_completions():
     pace = queue.CompletionRate()
     unknown = pace.estimate_wait_s(100, 0.0)
     for second in range(100):
@@ -59,7 +59,7 @@ def test_the_pace_is_that_of_the_requests_that_ended_lately():
     assert pace.estimate_wait_s(0, 198.0) >= 1
 
 
-def test_when_nothing_ends_the_wait_is_told_longer():
+def test_estimated_wait_grows_while_nothing_ends():
     pace = queue.CompletionRate()
     for second in range(3):
         pace.record_completion(float(second))

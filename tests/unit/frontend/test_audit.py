@@ -25,7 +25,7 @@ async def rows(rig):
     return [json.loads(line) for line in rig.path.read_text().splitlines()]
 
 
-async def test_a_whole_answer_stands_beside_its_request(audited):
+async def test_row_has_request_and_whole_response(audited):
     text = json.dumps(body(store=True), indent=2)  # on several lines
     answer = await audited.client.post(
         CHAT,
@@ -41,7 +41,7 @@ async def test_a_whole_answer_stands_beside_its_request(audited):
     assert "secret-key" not in audited.path.read_text()
 
 
-async def test_a_stream_is_told_by_its_events(audited):
+async def test_row_of_a_stream_has_its_events(audited):
     audited.one.script = outputs("hey")
     await audited.client.post(CHAT, json=body(store=True, stream=True))
     (row,) = await rows(audited)
@@ -51,7 +51,7 @@ async def test_a_stream_is_told_by_its_events(audited):
     assert "".join(said) == "hey"
 
 
-async def test_a_refusal_is_told_too(audited):
+async def test_refused_request_is_recorded(audited):
     await audited.client.post(CHAT, json=body(store=True, temperature=9))
     (row,) = await rows(audited)
 
@@ -60,14 +60,14 @@ async def test_a_refusal_is_told_too(audited):
 
 
 @pytest.mark.parametrize("fields", [{}, {"store": False}, {"store": None}])
-async def test_who_does_not_allow_it_is_not_written(audited, fields):
+async def test_request_without_store_is_not_recorded(audited, fields):
     await audited.client.post(CHAT, json=body(**fields))
     await audited.client.post(CHAT, content=b"no json")
 
     assert await rows(audited) == []
 
 
-async def test_an_operator_may_force_it(bare, tmp_path):
+async def test_forced_audit_records_every_request(bare, tmp_path):
     bare.path = tmp_path / "audit.jsonl"
     await bare.start(
         audit_sinks=("jsonl",), audit_output_path=str(bare.path), audit_force_logging=True
@@ -79,7 +79,7 @@ async def test_an_operator_may_force_it(bare, tmp_path):
     assert row["response"]["choices"][0]["message"]["content"] == "hello"
 
 
-async def test_a_client_that_leaves_is_told_with_what_it_got(audited):
+async def test_disconnected_client_is_recorded_with_what_it_received(audited):
     audited.one.script = outputs("hey", reason=None)  # and never ends
     async with audited.client.stream("POST", CHAT, json=body(store=True, stream=True)) as answer:
         async for line in answer.aiter_lines():
@@ -92,7 +92,7 @@ async def test_a_client_that_leaves_is_told_with_what_it_got(audited):
     assert len(row["response"]) == 3
 
 
-async def test_without_an_audit_log_store_is_refused(rig):
+async def test_store_is_refused_without_an_audit_log(rig):
     answer = await rig.chat(store=True)
 
     assert answer.status_code == 400

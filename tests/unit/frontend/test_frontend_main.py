@@ -19,7 +19,7 @@ def run(*flags, **environ):
     )  # fmt: skip
 
 
-def test_help_needs_nothing_and_names_flags_with_their_variables():
+def test_help_shows_flags_with_their_variables():
     done = run("--help", DYN_DISCOVERY_BACKEND="nonsense")
 
     assert done.returncode == 0
@@ -39,7 +39,7 @@ def test_version():
         (["--router-mode", "psychic"], "round-robin"),
     ],
 )
-def test_a_wrong_flag_is_one_sentence_and_exit_2(flags, words):
+def test_unknown_flag_is_one_sentence_and_exit_code_2(flags, words):
     done = run(*flags)
 
     assert done.returncode == 2
@@ -48,7 +48,7 @@ def test_a_wrong_flag_is_one_sentence_and_exit_2(flags, words):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_listens_answers_and_stops_when_told(tmp_path, number):
+def test_frontend_process_listens_answers_and_stops(tmp_path, number):
     environ = os.environ | {"DYN_FILE_KV": str(tmp_path)}
     process = subprocess.Popen(
         [*COMMAND, "--http-port", "0"], stderr=subprocess.PIPE, text=True, env=environ

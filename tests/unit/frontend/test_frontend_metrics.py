@@ -11,7 +11,7 @@ from dynamo.protocols import generate, model_errors
 P = "dynamo_frontend_"
 
 
-async def test_a_streamed_request_is_counted(rig):
+async def test_streamed_request_is_counted(rig):
     rig.one.script = [generate.Output((104,), cached_tokens=4), *outputs("ello")]
     await rig.chat(stream=True)
     counted = await rig.metrics()
@@ -39,7 +39,7 @@ async def test_gauges_return_to_zero(rig, gauge):
     assert counted[P + gauge + '{model="m"}'] == 0
 
 
-async def test_a_name_that_nobody_serves_makes_no_label(rig):
+async def test_unknown_model_name_makes_no_label(rig):
     await rig.chat(model="made-up")
     text = (await rig.client.get("/metrics")).text
 
@@ -64,7 +64,7 @@ async def test_the_prefix_can_be_chosen(bare):
         (errors.Cancelled("x"), "cancelled"),
     ],
 )
-def test_each_failure_has_a_label(error, label):
+def test_each_error_has_its_label(error, label):
     registry = observed.Registry("t")
     families = metrics.FrontendMetrics(registry, lambda: 1.0)
     meter = metrics.RequestMeter(families.of_model("M"), "completions", is_stream=False)
@@ -81,7 +81,7 @@ class Choice:
     last_at = None
 
 
-def test_a_step_of_several_tokens_counts_each_of_them():
+def test_output_of_several_tokens_counts_each_of_them():
     registry = observed.Registry("t")
     now = iter([0.0, 1.0, 3.0])
     families = metrics.FrontendMetrics(registry, lambda: next(now))
@@ -95,7 +95,7 @@ def test_a_step_of_several_tokens_counts_each_of_them():
     assert families.of_model("m").ttft.sum == 1.0
 
 
-async def test_it_is_told_how_much_of_the_prompts_was_known(bare):
+async def test_tokenizer_cache_use_is_counted(bare):
     await bare.start()
     await bare.worker(context_length=4096)
     long = "a story about a cat " * 40
@@ -119,7 +119,7 @@ async def test_it_is_told_how_much_of_the_prompts_was_known(bare):
     assert again[hits] == again[misses] == counted[misses]
 
 
-async def test_stages_are_counted_once_for_a_request(rig):
+async def test_stages_are_observed_once_per_request(rig):
     await rig.chat(stream=True)
     counted = await rig.metrics()
 
@@ -144,7 +144,7 @@ class Observer:
         self.seen.append(request)
 
 
-def test_an_observer_is_told_once_and_finds_the_times():
+def test_observer_is_called_once_with_all_times():
     now = iter([1.0, 2.0, 3.0, 5.0, 8.0])
     observer = Observer()
     families = metrics.FrontendMetrics(observed.Registry("t"), lambda: next(now), [observer])

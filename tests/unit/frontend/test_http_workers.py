@@ -23,7 +23,7 @@ def listen(port, *, shares):
     return made
 
 
-def test_children_share_the_port_and_it_takes_no_connection_itself():
+def test_children_share_the_port_and_the_parent_accepts_none():
     with (
         http_workers._bind_port("127.0.0.1", 0) as port,
         listen(port, shares=True) as one,
@@ -35,7 +35,7 @@ def test_children_share_the_port_and_it_takes_no_connection_itself():
             one.accept()[0].close()  # waits for ever, if the connection went elsewhere
 
 
-def test_nobody_else_gets_a_port_at_which_children_listen():
+def test_port_of_listening_children_cannot_be_bound():
     with http_workers._bind_port("127.0.0.1", 0) as port, listen(port, shares=True):
         with pytest.raises(OSError, match="in use"):
             listen(port, shares=False)
@@ -43,7 +43,7 @@ def test_nobody_else_gets_a_port_at_which_children_listen():
             http_workers._bind_port("127.0.0.1", port).__enter__()
 
 
-def test_a_port_is_not_taken_over_from_others_that_would_share_it():
+def test_shared_port_of_another_process_is_not_taken_over():
     with listen(0, shares=True) as other:
         port = other.getsockname()[1]
         with pytest.raises(errors.ConfigError, match=f"port {port} is in use"):
@@ -53,7 +53,7 @@ def test_a_port_is_not_taken_over_from_others_that_would_share_it():
 @pytest.mark.parametrize(
     ("host", "words"), [("192.0.2.1", "cannot listen"), ("no such", "no address")]
 )
-def test_an_address_of_another_machine_is_told(host, words):
+def test_address_of_another_machine_is_a_config_error(host, words):
     with pytest.raises(errors.ConfigError, match=words):
         http_workers._bind_port(host, 0).__enter__()
 

@@ -30,7 +30,7 @@ async def poetic(rig):
     return rig
 
 
-async def test_an_adapter_is_listed_with_the_model_that_it_belongs_to(poetic):
+async def test_adapter_is_listed_with_its_base_model(poetic):
     shown = (await poetic.client.get("/v1/models/poet")).json()
 
     assert await parents(poetic) == {"clerk": "m", "m": None, "poet": "m"}
@@ -38,7 +38,7 @@ async def test_an_adapter_is_listed_with_the_model_that_it_belongs_to(poetic):
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "random", "kv"])
-async def test_who_asks_for_an_adapter_is_answered_by_a_worker_that_has_it(bare, mode):
+async def test_adapter_request_goes_to_a_worker_with_the_adapter(bare, mode):
     await bare.start(routing=config.RoutingConfig(router_mode=mode))
     plain, poet = await bare.worker(), await bare.worker(lora_names=("poet",))
     answers = [await bare.chat(model="poet") for _ in range(4)]
@@ -49,7 +49,7 @@ async def test_who_asks_for_an_adapter_is_answered_by_a_worker_that_has_it(bare,
     assert "poet" not in [one.lora_name for one in plain.requests]
 
 
-async def test_a_worker_that_has_an_adapter_serves_its_model_as_well(bare):
+async def test_worker_with_an_adapter_serves_its_base_model_too(bare):
     await bare.start()
     poet = await bare.worker(lora_names=("poet",))
     for model in ("m", "poet", "m"):
@@ -58,7 +58,7 @@ async def test_a_worker_that_has_an_adapter_serves_its_model_as_well(bare):
     assert [one.lora_name for one in poet.requests] == [None, "poet", None]
 
 
-async def test_every_api_takes_an_adapter(poetic):
+async def test_every_api_serves_adapters(poetic):
     say = [{"role": "user", "content": "hi"}]
     bodies = {
         "/v1/completions": {"model": "poet", "prompt": "hi"},
@@ -76,21 +76,21 @@ async def test_every_api_takes_an_adapter(poetic):
     assert not poetic.one.requests
 
 
-async def test_adapters_share_what_their_model_has_read(poetic):
+async def test_adapters_share_the_tokenizer_of_the_base_model(poetic):
     find = poetic.frontend.models.find
 
     assert find("poet").preparer._tokenizer is find("m").preparer._tokenizer
     assert find("poet").fingerprint != find("m").fingerprint
 
 
-async def test_a_name_that_is_neither_model_nor_adapter_is_not_found(poetic):
+async def test_unknown_adapter_name_is_not_found(poetic):
     answer = await poetic.chat(model="singer")
 
     assert answer.status_code == 404
     assert "'clerk', 'm', 'poet'" in answer.json()["error"]["message"]
 
 
-async def test_an_adapter_vanishes_with_its_last_worker_and_comes_back_with_another(poetic):
+async def test_adapter_vanishes_with_its_last_worker_and_returns_with_another(poetic):
     await poetic.poet.runtime.close()
     await poetic.until(lambda: served(poetic) == {"m"})
     answers = [await poetic.chat(model="poet"), await poetic.chat()]
@@ -110,7 +110,7 @@ async def change(worker, *lora_names):
     await worker.runtime.replace_record(*card.record_for(worker.instance))
 
 
-async def test_an_adapter_that_was_unloaded_everywhere_is_not_found_and_one_that_was_lost_is_awaited(
+async def test_unloaded_adapter_is_not_found_and_lost_adapter_is_awaited(
     poetic,
 ):
     other = await poetic.worker(lora_names=("poet",))
@@ -128,7 +128,7 @@ async def test_an_adapter_that_was_unloaded_everywhere_is_not_found_and_one_that
     assert [one.status_code for one in answers] == [200, 503, 404]
 
 
-async def test_a_worker_that_writes_its_card_anew_has_other_adapters(poetic):
+async def test_updated_card_changes_the_adapters(poetic):
     before = poetic.frontend.models.find("clerk")
     await change(poetic.poet, "clerk", "singer")
     await poetic.until(lambda: served(poetic) == {"clerk", "m", "singer"})
@@ -136,7 +136,7 @@ async def test_a_worker_that_writes_its_card_anew_has_other_adapters(poetic):
     assert poetic.frontend.models.find("clerk") is before  # whoever waits for it is not forgotten
 
 
-async def test_workers_are_told_and_cleared_once_whatever_adapters_they_have(poetic):
+async def test_workers_are_listed_and_cleared_once_with_adapters(poetic):
     health = (await poetic.client.get("/health")).json()
     cleared = (await poetic.client.post("/clear_kv_blocks")).json()
 
@@ -144,7 +144,7 @@ async def test_workers_are_told_and_cleared_once_whatever_adapters_they_have(poe
     assert len(cleared["failed_workers"]) == 2  # ours take no such calls
 
 
-async def test_a_model_has_its_name_before_an_adapter(poetic, caplog):
+async def test_base_model_takes_precedence_over_an_adapter_name(poetic, caplog):
     poet = await poetic.register(Worker, "poet", OTHER)
     await poetic.until(lambda: "refused the adapter 'poet' of 'm'" in caplog.text)
     as_model = await parents(poetic)
@@ -157,7 +157,7 @@ async def test_a_model_has_its_name_before_an_adapter(poetic, caplog):
     assert await parents(poetic) == {"clerk": "m", "m": None, "poet": "m"}
 
 
-async def test_of_two_models_adapters_of_one_name_the_older_model_s_is_served(poetic, caplog):
+async def test_adapter_of_the_older_model_takes_precedence(poetic, caplog):
     other = await poetic.register(Worker, "n", OTHER, lora_names=("poet", "singer"))
     await poetic.until(lambda: "singer" in served(poetic))
 
@@ -171,7 +171,7 @@ async def test_of_two_models_adapters_of_one_name_the_older_model_s_is_served(po
     assert [one.lora_name for one in other.requests] == ["poet"]
 
 
-async def test_a_worker_that_is_refused_lends_no_adapters(rig, caplog):
+async def test_refused_worker_adds_no_adapters(rig, caplog):
     stranger = await rig.register(Worker, "m", OTHER, files={}, lora_names=("poet",))
     await rig.until(lambda: "refused instance" in caplog.text)
 
@@ -179,7 +179,7 @@ async def test_a_worker_that_is_refused_lends_no_adapters(rig, caplog):
     assert not stranger.requests
 
 
-async def test_what_runs_for_an_adapter_is_load_to_its_model(bare):
+async def test_adapter_requests_count_as_load_of_the_base_model(bare):
     await bare.start(routing=config.RoutingConfig(router_mode="kv"))
     workers = [await bare.worker(lora_names=("poet",)), await bare.worker()]
     for worker in workers:
@@ -196,9 +196,7 @@ async def test_what_runs_for_an_adapter_is_load_to_its_model(bare):
 
 
 @pytest.mark.parametrize("has_adapter", [True, False])
-async def test_a_prompt_for_an_adapter_goes_to_a_prefill_worker_that_has_it_or_stays(
-    bare, has_adapter
-):
+async def test_adapter_prompt_goes_to_a_prefill_worker_with_the_adapter_or_stays(bare, has_adapter):
     await bare.start(
         routing=config.RoutingConfig(router_mode="kv"),
         prefill=disagg_config.PrefillRoutingConfig(max_local_prefill_length=0),

@@ -129,7 +129,7 @@ def fields(way, is_stream):
     deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(cuts=st.lists(st.integers(0, 30), min_size=1, max_size=3))
-async def test_a_moved_answer_is_the_undisturbed_one(workers, way, is_stream, cuts):
+async def test_migrated_answer_equals_the_undisturbed_one(workers, way, is_stream, cuts):
     asked = fields(way, is_stream)
     fail_after(workers)
     undisturbed = told(await workers.chat(**asked))
@@ -138,7 +138,7 @@ async def test_a_moved_answer_is_the_undisturbed_one(workers, way, is_stream, cu
     assert told(await workers.chat(**asked)) == undisturbed
 
 
-async def test_usage_counts_the_prompt_as_prompt_and_the_cache_of_the_first_worker(workers):
+async def test_usage_counts_the_original_prompt_and_the_first_workers_cache(workers):
     fail_after(workers, 5, 5)
     usage = (await workers.chat("hi")).json()["usage"]
 
@@ -147,7 +147,7 @@ async def test_usage_counts_the_prompt_as_prompt_and_the_cache_of_the_first_work
     assert usage["prompt_tokens_details"]["cached_tokens"] == 3
 
 
-async def test_it_goes_to_another_worker_with_what_was_said(workers):
+async def test_other_worker_receives_prompt_and_generated_tokens(workers):
     fail_after(workers, 4)
     await workers.chat("hi", max_tokens=10, min_tokens=6, seed=3)
     (first,), (second,) = workers.one.requests, workers.two.requests
@@ -162,7 +162,7 @@ async def test_it_goes_to_another_worker_with_what_was_said(workers):
     assert second.sampling_options.seed == 3
 
 
-async def test_what_had_not_begun_is_asked_again_as_it_was(workers):
+async def test_unstarted_request_is_sent_again_unchanged(workers):
     fail_after(workers, 0)
     await workers.chat(n=2)
     (first,), (second,) = workers.one.requests, workers.two.requests
@@ -170,7 +170,7 @@ async def test_what_had_not_begun_is_asked_again_as_it_was(workers):
     assert first == second
 
 
-async def test_of_several_choices_only_the_open_ones_move(workers):
+async def test_only_open_choices_migrate(workers):
     class OneEnds(Speaker):
         def outputs(self, request, index):
             if request.first_choice + index == 1:
@@ -186,7 +186,7 @@ async def test_of_several_choices_only_the_open_ones_move(workers):
     assert sorted(one.first_choice for one in moved) == [0, 2]
 
 
-async def test_several_prompts_move_each_for_itself(workers):
+async def test_prompts_migrate_independently(workers):
     fail_after(workers, 3, 5)
     answer = await workers.complete(["a", "b"], max_tokens=20)
 
@@ -194,14 +194,14 @@ async def test_several_prompts_move_each_for_itself(workers):
     assert answer.json()["usage"]["prompt_tokens"] == 2
 
 
-async def test_an_echo_and_its_scores_are_told_once(workers):
+async def test_echo_and_prompt_logprobs_are_sent_once(workers):
     fail_after(workers, 3)
     answer = await workers.complete("ab", max_tokens=10, echo=True)
 
     assert answer.json()["choices"][0]["text"] == "ab" + SAYS[:10]
 
 
-async def test_a_worker_that_was_lost_before_it_could_say_that_it_ended(workers):
+async def test_worker_lost_after_the_last_token_ends_the_answer(workers):
     class SilentEnd(Speaker):
         def outputs(self, request, index):
             for output in super().outputs(request, index):
@@ -214,7 +214,7 @@ async def test_a_worker_that_was_lost_before_it_could_say_that_it_ended(workers)
     assert len(workers.one.requests + workers.two.requests) == 1
 
 
-async def test_the_limit_ends_it(workers, caplog):
+async def test_exhausted_migration_limit_ends_the_answer(workers, caplog):
     fail_after(workers, 2, 2, 2, 2)
     found = events((await workers.chat(stream=True)).text)
 
@@ -224,7 +224,7 @@ async def test_the_limit_ends_it(workers, caplog):
     assert "Migration limit exhausted" in caplog.text
 
 
-async def test_with_a_limit_of_zero_nothing_moves(bare):
+async def test_no_request_migrates_with_a_limit_of_zero(bare):
     await bare.start(migration_limit=0)
     for _ in range(2):
         (await bare.worker()).script = Speaker(cuts=[0])
@@ -234,7 +234,7 @@ async def test_with_a_limit_of_zero_nothing_moves(bare):
     assert refused.json()["error"]["code"] == "stream_broken"
 
 
-async def test_a_card_may_lower_the_limit(bare):
+async def test_card_lowers_the_migration_limit(bare):
     await bare.start()
     for _ in range(2):
         (await bare.worker(migration_limit=0)).script = Speaker(cuts=[0])
@@ -243,7 +243,7 @@ async def test_a_card_may_lower_the_limit(bare):
     assert (await bare.metrics())['dynamo_frontend_model_migration_limit{model="m"}'] == 0
 
 
-async def test_what_is_too_long_ends(bare):
+async def test_too_long_answer_ends_with_its_worker(bare):
     await bare.start(migration_max_seq_len=len("user: hi\n") + 4)
     one, two = await bare.worker(), await bare.worker()
     one.script = two.script = Speaker(cuts=[4])
@@ -256,7 +256,7 @@ async def test_what_is_too_long_ends(bare):
     assert counted['dynamo_frontend_model_migration_max_seq_len_exceeded_total{model="m"}'] == 1
 
 
-async def test_moves_are_counted_by_what_had_come(workers):
+async def test_migrations_are_counted_by_type(workers):
     fail_after(workers, 0, 3)
     await workers.chat()
     counted = await workers.metrics()
@@ -269,7 +269,7 @@ async def test_moves_are_counted_by_what_had_come(workers):
 @pytest.mark.parametrize(
     "error", [errors.EngineFailed("out of memory"), errors.InvalidRequest("no"), errors.Overloaded("full")]
 )  # fmt: skip
-async def test_what_is_no_loss_of_a_worker_is_told(workers, error):
+async def test_other_errors_are_reported_without_migration(workers, error):
     fail_after(workers, 3, error=error)
     answer = await workers.chat()
 
@@ -277,7 +277,7 @@ async def test_what_is_no_loss_of_a_worker_is_told(workers, error):
     assert len(workers.one.requests + workers.two.requests) == 1
 
 
-async def test_a_moved_request_is_not_lost_because_the_next_worker_is_full(workers):
+async def test_migrated_request_survives_a_full_worker(workers):
     speaker = Speaker(cuts=[3, 0])
 
     def script(call, request):
@@ -289,7 +289,7 @@ async def test_a_moved_request_is_not_lost_because_the_next_worker_is_full(worke
     assert (await workers.chat()).json()["choices"][0]["message"]["content"] == SAYS
 
 
-async def test_who_named_an_instance_wants_that_one(workers):
+async def test_request_for_one_instance_does_not_migrate(workers):
     workers.one.script = Speaker(cuts=[3])
     header = {"x-worker-instance-id": str(workers.one.instance.instance_id)}
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -315,7 +315,7 @@ def leave_after(rig, worker, num_tokens):
     worker.script = script
 
 
-async def test_alone_it_waits_for_a_worker(rig, caplog):
+async def test_migrating_request_waits_for_a_worker(rig, caplog):
     leave_after(rig, rig.one, 6)
     answer = rig.start_task(rig.chat())
     await rig.until(lambda: "recreating stream" in caplog.text)
@@ -325,7 +325,7 @@ async def test_alone_it_waits_for_a_worker(rig, caplog):
     assert (await answer).json()["choices"][0]["message"]["content"] == SAYS
 
 
-async def test_and_not_for_ever(bare):
+async def test_migrating_request_fails_after_the_wait_limit(bare):
     await bare.start(migration_wait_secs=0.3)
     leave_after(bare, await bare.worker(), 1)
     found = events((await bare.chat(stream=True)).text)
@@ -334,7 +334,7 @@ async def test_and_not_for_ever(bare):
     assert found[-1]["error"]["code"] == "no_workers"
 
 
-async def test_another_model_of_the_same_name_does_not_go_on(bare, tmp_path, caplog):
+async def test_migration_fails_if_the_model_has_changed(bare, tmp_path, caplog):
     await bare.start(migration_wait_secs=0.5)
     leave_after(bare, await bare.worker(), 3)
     answer = bare.start_task(bare.chat())
@@ -347,7 +347,7 @@ async def test_another_model_of_the_same_name_does_not_go_on(bare, tmp_path, cap
     assert not other.requests
 
 
-async def test_a_client_that_goes_while_its_request_moves_leaves_nothing_behind(rig, caplog):
+async def test_client_that_disconnects_during_migration_leaves_nothing_running(rig, caplog):
     leave_after(rig, rig.one, 6)
     async with httpx.AsyncClient(base_url=rig.frontend.url) as client:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}

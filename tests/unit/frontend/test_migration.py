@@ -21,35 +21,35 @@ def request(n=1, **stop):
 
 
 def verdict(rules=RULES, limit=2, num_moves=0, seq_len=10):
-    return rules.verdict(limit=limit, num_moves=num_moves, seq_len=seq_len)
+    return rules.judge(limit=limit, num_migrations=num_moves, seq_len=seq_len)
 
 
-def test_a_request_is_moved_as_often_as_the_limit_says():
+def test_request_migrates_as_often_as_the_limit_allows():
     verdicts = [verdict(num_moves=num) for num in range(4)]
 
-    assert verdicts == [Verdict.MOVE, Verdict.MOVE, Verdict.EXHAUSTED, Verdict.EXHAUSTED]
+    assert verdicts == [Verdict.MIGRATE, Verdict.MIGRATE, Verdict.EXHAUSTED, Verdict.EXHAUSTED]
 
 
-def test_zero_is_never():
+def test_limit_of_zero_forbids_migration():
     assert verdict(limit=0) is Verdict.NOT_ALLOWED
 
 
-def test_what_is_too_long_stays():
+def test_too_long_request_does_not_migrate():
     assert verdict(seq_len=11) is Verdict.TOO_LONG
-    assert verdict(migration.MigrationPolicy(), seq_len=10**6) is Verdict.MOVE
+    assert verdict(migration.MigrationPolicy(), seq_len=10**6) is Verdict.MIGRATE
 
 
-def test_a_card_lowers_the_limit_and_cannot_raise_it():
+def test_card_can_lower_the_limit_and_not_raise_it():
     assert [RULES.limit_of(one) for one in (None, 0, 1, 9)] == [2, 0, 1, 2]
 
 
-def test_of_what_has_not_begun_the_same_is_asked():
+def test_request_without_tokens_is_sent_again_unchanged():
     asked = request(n=2)
 
     assert migration.remaining_requests(asked, {0: b"", 1: b""}) == {0: asked}
 
 
-def test_choices_that_are_open_go_their_own_ways():
+def test_open_choices_become_requests_of_their_own():
     found = migration.remaining_requests(request(n=3), {0: blocks.pack((7,)), 2: b""})
 
     assert {choice: one.num_resumed for choice, one in found.items()} == {0: 1, 2: 0}
@@ -59,7 +59,7 @@ def test_choices_that_are_open_go_their_own_ways():
 
 
 @given(st.integers(1, 8), st.integers(0, 9), st.one_of(st.none(), st.integers(8, 20)))
-def test_limits_count_over_both_workers(num_answered, min_tokens, max_tokens):
+def test_token_limits_count_over_both_workers(num_answered, min_tokens, max_tokens):
     asked = request(min_tokens=min_tokens, max_tokens=max_tokens)
     tokens = tuple(range(100, 100 + num_answered))
 

@@ -67,7 +67,7 @@ def kept():
 
 
 @pytest.mark.parametrize("name", ASKED)
-async def test_a_request_that_is_over_leaves_no_cycles(thinker, kept, name):
+async def test_ended_request_leaves_no_reference_cycles(thinker, kept, name):
     path, fields = ASKED[name]
     body = {"model": "t", **fields}
     await thinker.client.post(path, json=body)

@@ -40,7 +40,7 @@ def is_split(rig):
     return replicas.route.open_stream != replicas.route._decode.open_stream
 
 
-async def test_it_asks_a_prefill_worker_from_its_first_moment_to_its_last(pools):
+async def test_prefill_worker_is_used_while_it_is_registered(pools):
     worker = await prefill_worker(pools)
     await pools.until(lambda: is_split(pools))
     answers = [await pools.chat()]
@@ -53,7 +53,7 @@ async def test_it_asks_a_prefill_worker_from_its_first_moment_to_its_last(pools)
     assert [one.kv_transfer_params for one in pools.decode.requests] == [PARAMS, None]
 
 
-async def test_a_prefill_worker_that_was_there_first_counts_as_well(bare):
+async def test_prefill_worker_that_registered_first_is_used(bare):
     await bare.start(routing=config.RoutingConfig(router_mode="kv"))
     await prefill_worker(bare)
     await bare.worker(worker_type=model_card.WorkerType.DECODE)
@@ -61,7 +61,7 @@ async def test_a_prefill_worker_that_was_there_first_counts_as_well(bare):
     await bare.until(lambda: is_split(bare))
 
 
-async def test_in_other_modes_the_workers_decide(rig, caplog):
+async def test_prefill_workers_are_not_used_in_other_router_modes(rig, caplog):
     worker = await prefill_worker(rig)
     await rig.worker("other")  # by now it is known
     await rig.chat()
@@ -70,7 +70,7 @@ async def test_in_other_modes_the_workers_decide(rig, caplog):
     assert rig.one.requests[0].kv_transfer_params is None
 
 
-async def test_one_that_serves_other_files_or_elsewhere_is_not_asked(pools, caplog):
+async def test_prefill_worker_with_other_files_or_namespace_is_not_used(pools, caplog):
     there = instances.EndpointName("elsewhere", "prefill", "generate")
     await prefill_worker(pools, there)
     stranger = await prefill_worker(pools, files={})
@@ -82,7 +82,7 @@ async def test_one_that_serves_other_files_or_elsewhere_is_not_asked(pools, capl
     assert not stranger.requests
 
 
-async def test_a_caller_who_asks_is_told_who_computed_its_prompt_and_what_that_took(pools):
+async def test_nvext_names_the_prefill_worker_and_its_times(pools):
     worker = await prefill_worker(pools)
     await pools.until(lambda: is_split(pools))
     first, *rest = outputs("hello")
@@ -104,7 +104,7 @@ async def test_a_caller_who_asks_is_told_who_computed_its_prompt_and_what_that_t
     assert '"kv_transfer_blocks":3' in stream.text
 
 
-async def test_a_worker_that_asked_a_prefill_worker_itself_tells_who_that_was(rig):
+async def test_decode_worker_reports_its_prefill_worker(rig):
     first, *rest = outputs("hello")
     report = kv_transfer.TransferReport(
         transfer_ms=1, num_blocks=2, prefill_worker_id=77, prefill_ms=5
@@ -120,7 +120,7 @@ async def test_a_worker_that_asked_a_prefill_worker_itself_tells_who_that_was(ri
     assert answer["timing"]["prefill_time_ms"] == 5
 
 
-async def test_what_is_no_report_is_no_harm(rig):
+async def test_missing_transfer_report_is_ignored(rig):
     first, *rest = outputs("hello")
     rig.one.script = [
         generate.Output(
@@ -133,7 +133,7 @@ async def test_what_is_no_report_is_no_harm(rig):
     assert "kv_transfer_time_ms" not in timing
 
 
-async def test_an_answer_that_moves_is_routed_by_a_prefill_worker_anew(pools):
+async def test_migrated_request_is_prefilled_again(pools):
     other = await pools.worker(worker_type=model_card.WorkerType.DECODE)
     worker = await prefill_worker(pools)
     await pools.until(lambda: is_split(pools))
@@ -158,7 +158,7 @@ async def test_an_answer_that_moves_is_routed_by_a_prefill_worker_anew(pools):
     assert resumed.kv_transfer_params == PARAMS
 
 
-async def test_several_prompts_and_choices_are_answered(pools):
+async def test_several_prompts_and_choices_are_prefilled(pools):
     worker = await prefill_worker(pools)
     await pools.until(lambda: is_split(pools))
     pools.decode.script = [*outputs("ab"), *outputs("cd", index=1)]
@@ -168,7 +168,7 @@ async def test_several_prompts_and_choices_are_answered(pools):
     assert [one.sampling_options.n for one in worker.requests] == [1, 1]
 
 
-async def test_without_a_prefill_worker_it_refuses_if_told_to(bare):
+async def test_request_is_refused_without_a_prefill_worker_if_enforced(bare):
     await bare.start(
         routing=config.RoutingConfig(router_mode="kv"),
         prefill=disagg_config.PrefillRoutingConfig(enforce_disagg=True),

@@ -10,7 +10,7 @@ def kept(size):
     return response_store.StoredResponse(b"x" * (size // 2), b"y" * (size - size // 2))
 
 
-def test_what_was_longest_not_asked_for_goes_first():
+def test_least_recently_used_response_is_dropped_first():
     store = response_store.ResponseStore(max_items=2, max_bytes=100)
     store.put("a", kept(1))
     store.put("b", kept(1))
@@ -20,7 +20,7 @@ def test_what_was_longest_not_asked_for_goes_first():
     assert [store.find(name) is not None for name in "abc"] == [True, False, True]
 
 
-def test_a_large_one_drives_out_as_many_as_it_must():
+def test_large_response_displaces_as_many_as_needed():
     store = response_store.ResponseStore(max_items=9, max_bytes=10)
     for name in "abc":
         store.put(name, kept(3))
@@ -29,7 +29,7 @@ def test_a_large_one_drives_out_as_many_as_it_must():
     assert [store.find(name) is not None for name in "abcd"] == [False, False, True, True]
 
 
-def test_one_that_is_too_large_drives_out_nobody():
+def test_too_large_response_displaces_none():
     store = response_store.ResponseStore(max_items=9, max_bytes=10)
     store.put("a", kept(10))
     store.put("b", kept(11))
@@ -38,7 +38,7 @@ def test_one_that_is_too_large_drives_out_nobody():
     assert store.find("b") is None
 
 
-def test_forgetting_tells_whether_it_was_there():
+def test_remove_returns_whether_the_response_was_stored():
     store = response_store.ResponseStore(max_items=9, max_bytes=10)
     store.put("a", kept(10))
 
@@ -51,7 +51,7 @@ def test_forgetting_tells_whether_it_was_there():
     st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12), st.booleans())),
     st.integers(0, 4),
 )
-def test_it_never_holds_more_than_it_may(steps, max_items):
+def test_store_never_exceeds_its_limits(steps, max_items):
     store = response_store.ResponseStore(max_items=max_items, max_bytes=10)
     for name, size, is_kept in steps:
         if is_kept:

@@ -15,7 +15,7 @@ async def ask(rig, headers, **fields):
 
 
 @pytest.mark.parametrize("name", routing_headers.INSTANCE)
-async def test_a_gateway_names_the_worker_over_the_body(rig, name):
+async def test_header_overrides_the_worker_in_the_body(rig, name):
     other = await rig.worker()
     nvext = {"backend_instance_id": rig.one.instance.instance_id}
     for _ in range(3):
@@ -24,7 +24,7 @@ async def test_a_gateway_names_the_worker_over_the_body(rig, name):
     assert (len(other.requests), len(rig.one.requests)) == (3, 0)
 
 
-async def test_a_decode_worker_is_the_worker(rig):
+async def test_decode_worker_id_names_the_worker(rig):
     other = await rig.worker()
     for _ in range(3):
         await ask(rig, {}, nvext={"decode_worker_id": other.instance.instance_id})
@@ -32,7 +32,7 @@ async def test_a_decode_worker_is_the_worker(rig):
     assert (len(other.requests), len(rig.one.requests)) == (3, 0)
 
 
-async def test_what_is_told_reaches_the_worker(rig):
+async def test_rank_and_session_reach_the_worker(rig):
     nvext = {
         "agent_hints": {"priority": 3, "osl": 77},
         "session_control": {"session_id": "body", "action": "bind", "timeout": 9},
@@ -56,26 +56,26 @@ async def test_what_is_told_reaches_the_worker(rig):
         ("x-dynamo-session-id", "s" * 201),
     ],
 )
-async def test_a_header_that_makes_no_sense_is_named(rig, name, value):
+async def test_invalid_header_is_named(rig, name, value):
     answer = await ask(rig, {name: value})
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == name
 
 
-def test_no_such_headers_change_nothing():
+def test_request_without_routing_headers_is_unchanged():
     request = generate.Request(id="r", model="m", token_ids=b"1234", session_id="s")
     prompts = [preprocessor.Prepared(request, None)]
 
     assert routing_headers.parse_headers({"host": "x"}).apply(prompts) is prompts
 
 
-def test_a_number_beyond_64_bits_is_refused():
+def test_instance_id_beyond_64_bits_is_refused():
     with pytest.raises(errors.InvalidRequest, match="from 0 to 9223372036854775807"):
         routing_headers.parse_headers({"x-worker-instance-id": str(2**63)})
 
 
-async def test_a_session_stays_with_its_worker_if_the_router_keeps_sessions(bare):
+async def test_session_stays_with_its_worker(bare):
     keeps = config.RoutingConfig(router_mode="kv", router_session_affinity_ttl_secs=60.0)
     await bare.start(keeps)
     workers = [await bare.worker() for _ in range(3)]

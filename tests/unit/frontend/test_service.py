@@ -14,7 +14,7 @@ from dynamo.protocols import generate
 from dynamo.runtime import component
 
 
-async def test_while_draining_it_is_alive_unhealthy_and_takes_nothing_new(rig):
+async def test_draining_frontend_is_live_unhealthy_and_refuses_requests(rig):
     await rig.frontend.drain()
     health, live = await rig.client.get("/health"), await rig.client.get("/live")
     answer = await rig.chat()
@@ -24,7 +24,7 @@ async def test_while_draining_it_is_alive_unhealthy_and_takes_nothing_new(rig):
     assert answer.headers["connection"] == "close"
 
 
-async def test_a_running_stream_finishes_while_it_drains(rig):
+async def test_running_stream_finishes_while_draining(rig):
     rig.one.script = lambda call, _: call.send(generate.Output((104,)))
     asking = rig.start_task(rig.chat(stream=True))
     await rig.until(lambda: rig.one.calls)
@@ -40,7 +40,7 @@ async def test_a_running_stream_finishes_while_it_drains(rig):
     assert (await asking).text.endswith("data: [DONE]\n\n")
 
 
-async def test_a_stream_that_does_not_finish_is_cut_off_in_time(bare, caplog):
+async def test_unfinished_stream_is_cut_off_after_the_drain_timeout(bare, caplog):
     await bare.start(http_graceful_shutdown_timeout_secs=0.01)
     worker = await bare.worker()
     worker.script = lambda call, _: call.send(generate.Output((104,)))
@@ -51,7 +51,7 @@ async def test_a_stream_that_does_not_finish_is_cut_off_in_time(bare, caplog):
     assert "answers still running" in caplog.text
 
 
-async def test_it_runs_until_told_to_stop_and_drains(rig):
+async def test_frontend_runs_until_stopped_then_drains(rig):
     stop = asyncio.Event()
     running = rig.start_task(rig.frontend.run(stop))
     answer = await rig.chat()
@@ -62,7 +62,7 @@ async def test_it_runs_until_told_to_stop_and_drains(rig):
     assert (await rig.client.get("/health")).status_code == 503
 
 
-async def test_a_port_in_use_is_a_config_error(rig):
+async def test_port_in_use_is_a_config_error(rig):
     taken = config.FrontendConfig(
         http_port=rig.frontend.port, discovery_backend="mem", request_plane="memory", event_plane="memory"
     )  # fmt: skip
@@ -81,7 +81,7 @@ async def test_a_port_in_use_is_a_config_error(rig):
         ({"tls_client_ca_cert_path": "/none"}, "add --tls-cert-path"),
     ],
 )
-async def test_settings_that_cannot_be_are_refused(bare, settings, words):
+async def test_contradictory_settings_are_refused(bare, settings, words):
     with pytest.raises(errors.ConfigError, match=words):
         await bare.start(**settings)
 
@@ -124,7 +124,7 @@ def with_certificates(folder, authority="authority.pem"):
     }
 
 
-async def test_only_clients_whose_certificate_the_authority_has_signed_come_in(bare, certificates):
+async def test_only_clients_with_a_signed_certificate_may_connect(bare, certificates):
     await bare.start(**with_certificates(certificates))
     answer = await live(bare, certificates, "client")
 
@@ -134,6 +134,6 @@ async def test_only_clients_whose_certificate_the_authority_has_signed_come_in(b
             await live(bare, certificates, name)
 
 
-async def test_an_authority_that_cannot_be_read_is_told(bare, certificates):
+async def test_unreadable_certificate_authority_is_a_config_error(bare, certificates):
     with pytest.raises(errors.ConfigError, match="--tls-client-ca-cert-path"):
         await bare.start(**with_certificates(certificates, "missing.pem"))

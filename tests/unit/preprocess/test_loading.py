@@ -1,5 +1,6 @@
 """Which file of a model says what."""
 
+import hashlib
 import json
 
 import chat_templates
@@ -138,3 +139,75 @@ def test_a_way_to_write_calls_that_is_not_known_is_refused(model):
         errors.ConfigError, match=r"--dyn-tool-call-parser: expected one of .*hermes"
     ):
         load(model, tool_call_parser="telepathy")
+
+
+def card(path, names=()):
+    files = {
+        name: model_card.ModelFile(
+            path=str(path / name),
+            checksum="sha256:" + hashlib.sha256((path / name).read_bytes()).hexdigest(),
+            size=(path / name).stat().st_size,
+        )
+        for name in names
+    }
+    return model_card.ModelCard(
+        display_name="tiny",
+        source_path=str(path),
+        context_length=64,
+        kv_cache_block_size=16,
+        files=files,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    (tmp_path / "other.json").write_text("[]")
+    return tmp_path
+
+
+def test_a_card_without_files_means_those_of_the_directory(folder):
+    files = loading.ModelFiles(card(folder))
+
+    assert files.read_json("config.json") == {"vocab_size": 5}
+    assert files.read("tokenizer.json") is None
+    assert files.read_json("tokenizer.json") == {}
+    assert files.read_text("tokenizer.json") is None
+
+
+def test_a_file_that_the_card_does_not_name_is_not_read(folder):
+    files = loading.ModelFiles(card(folder, ["config.json"]))
+
+    assert files.read("config.json") == b'{"vocab_size": 5}'
+    assert files.read("other.json") is None
+
+
+def test_another_file_under_the_same_path_is_noticed(folder):
+    files = loading.ModelFiles(card(folder, ["config.json"]))
+    (folder / "config.json").write_text('{"vocab_size": 6}')
+
+    with pytest.raises(errors.ConfigError, match=r"config\.json is not the file that its worker"):
+        files.read("config.json")
+
+
+def test_a_named_file_that_is_missing_is_an_error(folder):
+    files = loading.ModelFiles(card(folder, ["config.json"]))
+    (folder / "config.json").unlink()
+
+    with pytest.raises(errors.ConfigError, match=r"cannot read .*config\.json"):
+        files.read("config.json")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_a_file_that_is_no_object_names_itself(folder, content):
+    (folder / "config.json").write_bytes(content)
+
+    with pytest.raises(errors.ConfigError, match=r"config\.json: expected a JSON object"):
+        loading.ModelFiles(card(folder)).read_json("config.json")
+
+
+def test_a_file_that_is_no_text_names_itself(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+
+    with pytest.raises(errors.ConfigError, match=r"chat_template\.jinja: expected UTF-8"):
+        loading.ModelFiles(card(folder)).read_text("chat_template.jinja")

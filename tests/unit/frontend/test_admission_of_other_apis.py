@@ -61,13 +61,13 @@ async def embed(rig, headers, text="hi"):
     return await rig.client.post("/v1/embeddings", json=body, headers=headers)
 
 
-async def test_vectors_want_a_key_and_count_requests_and_tokens(keyed):
+async def test_embeddings_need_a_key_and_are_charged(keyed):
     assert (await embed(keyed, {})).status_code == 401
     assert [(await embed(keyed, FEW)).status_code for _ in range(2)] == [200, 429]
     assert [(await embed(keyed, TOK, "x" * 15)).status_code for _ in range(2)] == [200, 429]
 
 
-async def test_vectors_wait_for_room_as_texts_do(bare):
+async def test_embeddings_obey_the_concurrency_limit(bare):
     await bare.start(rejection_frontend_request_concurrency_limit=1)
     worker = await bare.embedder()
     worker.script = lambda call, request: None
@@ -83,7 +83,7 @@ async def test_vectors_wait_for_room_as_texts_do(bare):
     assert (await bare.embed("c")).status_code == 200
 
 
-async def test_tensors_want_a_key_and_its_models(keyed):
+async def test_kserve_http_needs_a_key_that_allows_the_model(keyed):
     post = keyed.client.post
     assert (await post("/v2/models/m/infer", json=INFER)).status_code == 401
     assert (await post("/v2/models/m/infer", json=INFER, headers=FEW)).status_code == 403
@@ -94,7 +94,7 @@ async def test_tensors_want_a_key_and_its_models(keyed):
 
 
 @pytest.mark.parametrize(("headers", "code"), [({}, "UNAUTHENTICATED"), (FEW, "PERMISSION_DENIED")])
-async def test_grpc_wants_the_same_key(keyed, client, headers, code):
+async def test_kserve_grpc_needs_the_same_key(keyed, client, headers, code):
     for ask in (
         lambda: client.infer("m", [text_input()], headers=headers),
         lambda: client.get_model_config("m", headers=headers),
@@ -106,7 +106,7 @@ async def test_grpc_wants_the_same_key(keyed, client, headers, code):
     assert not keyed.one.calls
 
 
-async def test_grpc_with_a_key_is_answered_and_limited(client):
+async def test_kserve_grpc_with_a_key_is_answered_and_limited(client):
     answer = await client.infer("m", [text_input()], headers=ALL)
     await client.infer("m", [text_input()], headers=TOK, parameters={"max_tokens": 5})
     tired = None

@@ -14,7 +14,7 @@ def chunks(answer):
     return [event for event in events(answer.text) if event != "[DONE]"]
 
 
-async def test_times_are_the_callers_in_milliseconds():
+async def test_times_are_in_milliseconds_from_arrival():
     clock = clocks.VirtualClock()
     one = nvext_response.NvextResponse(["timing"], clock)
     counted = []
@@ -33,14 +33,14 @@ async def test_times_are_the_callers_in_milliseconds():
     assert one.fields(is_last=False) == {}
 
 
-def test_an_answer_of_one_token_has_no_time_between_tokens():
+def test_answer_of_one_token_has_no_inter_token_time():
     one = nvext_response.NvextResponse(["timing"], clocks.VirtualClock())
     one.counting(lambda *_: None)("c", 1)
 
     assert one.fields(is_last=True)["nvext"]["timing"]["itl_ms"] is None
 
 
-async def test_a_whole_answer_names_its_worker_and_its_times(rig):
+async def test_whole_answer_has_its_worker_and_times(rig):
     answer = await rig.chat(nvext={"extra_fields": ["worker_id", "timing"]})
     told = answer.json()["nvext"]
     worker = rig.one.instance.instance_id
@@ -52,12 +52,12 @@ async def test_a_whole_answer_names_its_worker_and_its_times(rig):
     assert told["timing"]["total_time_ms"] >= told["timing"]["ttft_ms"] > 0
 
 
-async def test_nobody_is_told_unasked(rig):
+async def test_nvext_is_absent_unless_requested(rig):
     assert "nvext" not in (await rig.chat()).json()
     assert "nvext" not in (await rig.chat(stream=True)).text
 
 
-async def test_each_chunk_names_the_worker_and_the_last_the_times(rig):
+async def test_each_chunk_has_the_worker_and_the_last_has_the_times(rig):
     answer = await rig.chat(stream=True, nvext={"extra_fields": ["worker_id", "timing"]})
     found = [chunk["nvext"] for chunk in chunks(answer)]
 
@@ -66,7 +66,7 @@ async def test_each_chunk_names_the_worker_and_the_last_the_times(rig):
     assert ["timing" in one for one in found] == [False] * 5 + [True]
 
 
-async def test_usage_so_far_comes_with_every_chunk(rig):
+async def test_continuous_usage_comes_with_every_chunk(rig):
     options = {"include_usage": True, "continuous_usage_stats": True}
     answer = await rig.complete("hi", stream=True, stream_options=options)
     found = chunks(answer)
@@ -76,7 +76,7 @@ async def test_usage_so_far_comes_with_every_chunk(rig):
     assert "".join(chunk["choices"][0]["text"] for chunk in found[:-1]) == "hello"
 
 
-async def test_metrics_come_before_each_chunk(rig):
+async def test_metrics_annotation_comes_before_each_chunk(rig):
     rig.one.script = [
         generate.Output((97,)),
         generate.Output((98, 99), generate.FinishReason.LENGTH),
@@ -96,7 +96,7 @@ async def test_metrics_come_before_each_chunk(rig):
     assert [part.partition(":")[0] for part in parts[:4]] == ["event", "data", "event", "data"]
 
 
-async def test_tokens_may_be_called_by_their_number(rig):
+async def test_tokens_can_be_returned_as_ids(rig):
     rig.one.script = [
         generate.Output(
             (104,),
@@ -116,7 +116,7 @@ async def test_tokens_may_be_called_by_their_number(rig):
     assert logprobs["top_logprobs"] == [{"token_id:105": -0.25}]
 
 
-async def test_the_fingerprint_is_of_the_model_and_not_of_the_request(rig):
+async def test_fingerprint_depends_on_the_model_and_not_on_the_request(rig):
     other = await rig.worker("other", context_length=100)
     first, second = (await rig.chat()).json(), (await rig.complete()).json()
     third = (await rig.chat(model="other")).json()
@@ -127,7 +127,7 @@ async def test_the_fingerprint_is_of_the_model_and_not_of_the_request(rig):
     assert other.requests
 
 
-async def test_who_chooses_a_tier_is_told_which_served_it(rig):
+async def test_requested_service_tier_is_reported(rig):
     assert (await rig.chat(service_tier="auto")).json()["service_tier"] == "default"
     assert all(
         c["service_tier"] == "default"
@@ -136,7 +136,7 @@ async def test_who_chooses_a_tier_is_told_which_served_it(rig):
     assert "service_tier" not in (await rig.chat()).json()
 
 
-async def test_an_error_of_the_worker_names_the_field_and_when_to_try_again(rig):
+async def test_error_of_the_worker_keeps_its_field_and_retry_time(rig):
     def busy(call, _):
         call.fail(errors.Overloaded("full", retry_after_s=7))
 

@@ -41,7 +41,7 @@ def book_of(content=FILE):
         {"authorization": "Basic abc", "x-api-key": SECRET},
     ],
 )
-def test_a_key_is_found_in_either_header(headers):
+def test_key_is_read_from_either_header(headers):
     guest = book_of().authenticate(headers)
 
     assert guest.entry.name == "alice"
@@ -50,7 +50,7 @@ def test_a_key_is_found_in_either_header(headers):
     assert not guest.allows_model("other")
 
 
-def test_a_plain_key_of_an_administrator_without_models_may_ask_all():
+def test_admin_key_without_models_allows_all_models():
     guest = book_of().authenticate({"x-api-key": "sk-bob-0123456789"})
 
     assert guest.entry.admin
@@ -67,7 +67,7 @@ def test_a_plain_key_of_an_administrator_without_models_may_ask_all():
         ({"x-api-key": hashlib.sha256(SECRET.encode()).hexdigest()}, "not valid"),
     ],
 )
-def test_whoever_has_no_valid_key_is_nobody(headers, words):
+def test_request_without_a_valid_key_is_unauthenticated(headers, words):
     with pytest.raises(errors.Unauthenticated, match=words) as caught:
         book_of().authenticate(headers)
 
@@ -89,14 +89,14 @@ def test_whoever_has_no_valid_key_is_nobody(headers, words):
         ('[[keys]]\nname = "a"\nkey = "sk-secret-1"\n[[keys]]\nname = "b"\nkey = "sk-secret-1"', "the same key"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_told_what_is_wrong_without_its_keys(content, words):
+def test_error_of_a_key_file_names_the_fault_without_keys(content, words):
     with pytest.raises(errors.ConfigError, match=words) as caught:
         api_keys.parse_key_file(content)
 
     assert "sk-secret" not in str(caught.value)
 
 
-def test_another_file_keeps_what_was_used_and_drops_who_is_not_in_it():
+def test_new_key_file_keeps_usage_and_drops_missing_keys():
     book = book_of()
     guest = book.authenticate({"x-api-key": SECRET})
     guest.accounts[0].num_streams = 3

@@ -15,7 +15,7 @@ def account(name="key 'alice'", **fields):
 
 
 @given(per_minute=st.integers(1, 100), steps=STEPS)
-def test_what_passes_a_bucket_in_any_time_is_its_size_and_what_flows_in(per_minute, steps):
+def test_bucket_passes_at_most_its_size_and_its_refill(per_minute, steps):
     bucket, now, passed = rate_limits.TokenBucket(per_minute, 0.0), 0.0, []
     for pause_s, amount in steps:
         now += pause_s
@@ -30,7 +30,7 @@ def test_what_passes_a_bucket_in_any_time_is_its_size_and_what_flows_in(per_minu
 
 
 @given(per_minute=st.integers(1, 100), steps=STEPS)
-def test_whoever_waits_as_long_as_told_gets_it_and_not_sooner(per_minute, steps):
+def test_amount_is_available_after_the_reported_wait_and_not_before(per_minute, steps):
     bucket, now = rate_limits.TokenBucket(per_minute, 0.0), 0.0
     for pause_s, amount in steps:
         now += pause_s
@@ -40,7 +40,7 @@ def test_whoever_waits_as_long_as_told_gets_it_and_not_sooner(per_minute, steps)
         bucket.take(amount, now)  # on credit, where it was not there
 
 
-def test_a_prompt_larger_than_a_minutes_share_passes_when_the_bucket_is_full_and_is_paid_off():
+def test_prompt_larger_than_the_bucket_passes_when_full_and_leaves_a_debt():
     bucket = rate_limits.TokenBucket(60, 0.0)
     wait_s = bucket.wait_s(180, 0.0)
     bucket.take(180, 0.0)
@@ -50,7 +50,7 @@ def test_a_prompt_larger_than_a_minutes_share_passes_when_the_bucket_is_full_and
     assert bucket.wait_s(1, 0.0) == 121
 
 
-def test_a_bucket_of_another_size_has_the_same_used():
+def test_resized_bucket_keeps_its_usage():
     bucket = rate_limits.TokenBucket(60, 0.0)
     bucket.take(20, 0.0)
 
@@ -58,14 +58,14 @@ def test_a_bucket_of_another_size_has_the_same_used():
     assert bucket.resize(10, 0.0).level(0.0) == -10
 
 
-def test_a_clock_that_stands_still_or_goes_back_fills_nothing():
+def test_bucket_does_not_fill_while_the_clock_stands_or_goes_back():
     bucket = rate_limits.TokenBucket(60, 100.0)
     bucket.take(60, 100.0)
 
     assert bucket.level(50.0) == 0
 
 
-def test_a_request_is_taken_from_key_and_tenant_or_from_neither():
+def test_request_is_charged_to_key_and_tenant_or_to_neither():
     key, tenant = account(requests_per_minute=10), account("tenant 'acme'", requests_per_minute=1)
     rate_limits.charge_request((key, tenant), 0.0)
     with pytest.raises(errors.RateLimited) as caught:
@@ -78,7 +78,7 @@ def test_a_request_is_taken_from_key_and_tenant_or_from_neither():
     )
 
 
-def test_the_answer_is_charged_when_it_ends():
+def test_output_is_charged_when_the_response_ends():
     key = account(tokens_per_minute=100)
     rate_limits.start_response((key,), 60, 0.0)
     rate_limits.finish_response((key,), 90, 0.0)
@@ -88,7 +88,7 @@ def test_the_answer_is_charged_when_it_ends():
         rate_limits.start_response((key,), 1, 0.0)
 
 
-def test_answers_at_the_same_time_are_counted_until_they_end():
+def test_concurrent_responses_are_counted_until_they_end():
     key = account(concurrent_streams=1)
     rate_limits.start_response((key,), 5, 0.0)
     with pytest.raises(errors.RateLimited, match="at the same time"):
@@ -99,7 +99,7 @@ def test_answers_at_the_same_time_are_counted_until_they_end():
     assert key.num_streams == 1
 
 
-def test_who_is_refused_for_its_tenant_holds_nothing_of_its_own():
+def test_refusal_by_the_tenant_limit_charges_nothing_to_the_key():
     key, tenant = account(tokens_per_minute=100), account("t", tokens_per_minute=10)
     rate_limits.start_response((key, tenant), 10, 0.0)
     with pytest.raises(errors.RateLimited):
@@ -109,7 +109,7 @@ def test_who_is_refused_for_its_tenant_holds_nothing_of_its_own():
     assert key.tokens.level(0.0) == 90
 
 
-def test_other_limits_keep_what_was_used_and_what_runs():
+def test_new_limits_keep_usage_and_running_responses():
     key = account(requests_per_minute=10, concurrent_streams=3)
     rate_limits.charge_request((key,), 0.0)
     rate_limits.start_response((key,), 1, 0.0)
@@ -119,7 +119,7 @@ def test_other_limits_keep_what_was_used_and_what_runs():
     rate_limits.start_response((key,), 1, 0.0)
 
 
-def test_headers_tell_of_the_account_that_has_least_left():
+def test_headers_show_the_account_with_the_least_left():
     key, tenant = account(requests_per_minute=60), account("t", requests_per_minute=600)
     rate_limits.charge_request((key, tenant), 0.0)
 
@@ -134,5 +134,5 @@ def test_headers_tell_of_the_account_that_has_least_left():
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0ms"), (0.0171, "17ms"), (1.54, "1.5s"), (59.9, "59.9s"), (360, "6m0s"), (61, "1m1s")]
 )  # fmt: skip
-def test_a_span_is_written_as_openai_does(seconds, text):
+def test_duration_is_formatted_as_openai_does(seconds, text):
     assert rate_limits.format_duration(seconds) == text

@@ -69,7 +69,7 @@ async def rig(tmp_path):
         yield Rig(runtime, tmp_path / "cache" / "models")
 
 
-async def test_a_file_that_is_here_is_read_where_it_is(rig, tmp_path):
+async def test_local_file_is_read_in_place(rig, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(BODY)
     card = card_of(path)
@@ -79,14 +79,14 @@ async def test_a_file_that_is_here_is_read_where_it_is(rig, tmp_path):
     assert not rig.directory.exists()
 
 
-async def test_another_file_under_the_same_path_is_not_used(rig, tmp_path):
+async def test_file_with_another_checksum_is_not_used(rig, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(BODY[::-1])
 
     assert await rig.content(card_of(path), await rig.giver(BODY)) == BODY
 
 
-async def test_a_file_of_another_host_comes_from_a_worker_once(rig):
+async def test_remote_file_is_fetched_from_a_worker_once(rig):
     giver = await rig.giver(BODY)
 
     assert await rig.content(card_of(), giver) == BODY
@@ -94,18 +94,18 @@ async def test_a_file_of_another_host_comes_from_a_worker_once(rig):
     assert await rig.content(card_of()) == BODY  # nobody is asked again
 
 
-async def test_a_file_comes_from_the_store_if_it_is_there(rig):
+async def test_file_is_fetched_from_the_object_store_if_it_is_there(rig):
     url = await rig.runtime.services.object_store().put("k", BODY)
 
     assert await rig.content(card_of(url=url), await rig.giver(BODY)) == BODY
     assert not rig.asked
 
 
-async def test_a_store_that_lost_it_is_no_hindrance(rig):
+async def test_file_missing_in_the_object_store_is_fetched_from_a_worker(rig):
     assert await rig.content(card_of(url="memory://gone"), await rig.giver(BODY)) == BODY
 
 
-async def test_a_worker_that_gives_other_bytes_or_too_few_is_passed_over(rig):
+async def test_worker_with_wrong_or_too_few_bytes_is_passed_over(rig):
     liar = await rig.giver(BODY[::-1], instances.EndpointName("a", "liar", "x"))
     short = await rig.giver(BODY[:10], instances.EndpointName("a", "short", "x"))
     gone = file_fetcher.FileProvider("memory:999", "x")
@@ -115,7 +115,7 @@ async def test_a_worker_that_gives_other_bytes_or_too_few_is_passed_over(rig):
     assert await rig.content(card_of(), liar, short, await rig.giver(BODY)) == BODY
 
 
-async def test_nobody_to_ask_is_one_sentence(rig):
+async def test_error_without_a_provider_is_one_sentence(rig):
     with pytest.raises(errors.ConfigError, match=r"cannot read /nonexistent.*no worker gives"):
         await rig.fetch.fetch_files(card_of(), [])
 
@@ -123,21 +123,21 @@ async def test_nobody_to_ask_is_one_sentence(rig):
 @pytest.mark.parametrize(
     "fields", [{"checksum": "sha256:../../etc"}, {"size": file_fetcher.MAX_FILE_BYTES + 1}]
 )
-async def test_a_card_that_makes_no_sense_asks_for_nothing(rig, fields):
+async def test_card_with_an_invalid_checksum_fetches_nothing(rig, fields):
     card = card_of(**fields)
 
     assert await rig.fetch.fetch_files(card, [await rig.giver(BODY)]) == card
     assert not rig.asked
 
 
-async def test_a_cache_that_cannot_be_written_is_named(rig):
+async def test_error_names_a_cache_that_cannot_be_written(rig):
     rig.directory.parent.write_text("a file")
 
     with pytest.raises(errors.ConfigError, match="--model-cache"):
         await rig.fetch.fetch_files(card_of(), [await rig.giver(BODY)])
 
 
-async def test_who_does_not_answer_is_not_waited_for_for_ever(rig, monkeypatch):
+async def test_silent_worker_ends_the_fetch_after_the_timeout(rig, monkeypatch):
     monkeypatch.setattr(file_fetcher, "FETCH_TIMEOUT_S", 0.05)
     address = await rig.runtime.requests.serve("silent", lambda call: None)
 
@@ -145,7 +145,7 @@ async def test_who_does_not_answer_is_not_waited_for_for_ever(rig, monkeypatch):
         await rig.fetch.fetch_files(card_of(), [file_fetcher.FileProvider(address, "silent")])
 
 
-async def test_the_cache_is_bounded(rig, monkeypatch):
+async def test_cache_is_bounded(rig, monkeypatch):
     monkeypatch.setattr(file_fetcher, "MAX_CACHED_FILES", 3)
     for number in range(5):
         body = b"%d" % number
@@ -158,7 +158,7 @@ async def test_the_cache_is_bounded(rig, monkeypatch):
     assert len(os.listdir(rig.directory)) == 3
 
 
-def test_the_cache_is_where_it_is_told_or_the_user_s(monkeypatch, tmp_path):
+def test_cache_directory_is_the_configured_one_or_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     assert file_fetcher.cache_directory(None) == tmp_path / "pydynamo" / "models"

@@ -13,7 +13,7 @@ async def names(rig):
     return [model["id"] for model in (await rig.client.get("/v1/models")).json()["data"]]
 
 
-async def test_a_model_appears_with_its_first_worker_and_vanishes_with_its_last(bare):
+async def test_model_appears_with_its_first_worker_and_vanishes_with_its_last(bare):
     await bare.start()
     seen = [await names(bare)]
     one = await bare.worker()
@@ -29,7 +29,7 @@ async def test_a_model_appears_with_its_first_worker_and_vanishes_with_its_last(
     assert seen == [[], ["m"], ["m"], []]
 
 
-async def test_a_worker_that_was_there_first_is_found(bare):
+async def test_worker_that_started_before_the_frontend_is_found(bare):
     await bare.start()
     await bare.worker()
 
@@ -54,7 +54,7 @@ async def clashing(rig, folder):
     return await runtime.register(name, lambda call: call.finish(), card_of(folder).record_for)
 
 
-async def test_a_later_worker_of_the_same_name_and_other_files_is_refused(rig, other_dir, caplog):
+async def test_later_worker_with_other_files_is_refused(rig, other_dir, caplog):
     await clashing(rig, other_dir)
     await rig.until(lambda: "refused instance" in caplog.text)
 
@@ -62,7 +62,7 @@ async def test_a_later_worker_of_the_same_name_and_other_files_is_refused(rig, o
     assert (await rig.chat()).status_code == 200
 
 
-async def test_the_refused_one_is_served_once_the_others_are_gone(rig, other_dir, caplog):
+async def test_refused_worker_is_served_once_the_others_are_gone(rig, other_dir, caplog):
     second = await clashing(rig, other_dir)
     await rig.until(lambda: "refused instance" in caplog.text)
     await rig.one.runtime.close()
@@ -71,7 +71,7 @@ async def test_the_refused_one_is_served_once_the_others_are_gone(rig, other_dir
     assert await names(rig) == ["m"]
 
 
-async def test_a_model_whose_files_cannot_be_read_is_not_listed_and_its_requests_say_why(
+async def test_model_with_unreadable_files_is_not_listed_and_requests_say_why(
     rig, tmp_path, model_dir, caplog
 ):
     folder = tmp_path / "gone"
@@ -95,14 +95,14 @@ async def test_a_model_whose_files_cannot_be_read_is_not_listed_and_its_requests
 
 
 @pytest.mark.parametrize("value", [b"", b"{}", b"\xff", b"null"])
-async def test_a_card_that_is_none_is_ignored(rig, value, caplog):
+async def test_malformed_card_is_ignored(rig, value, caplog):
     await rig.one.runtime.discovery.put(instances.CARDS + "a/b/c/1", value)
     await rig.until(lambda: "ignored the model card" in caplog.text)
 
     assert await names(rig) == ["m"]
 
 
-async def test_only_the_namespace_that_was_asked_for_is_served(bare):
+async def test_only_the_configured_namespace_is_served(bare):
     await bare.start(namespace="mine")
     runtime = await bare._stack.enter_async_context(
         await component.DistributedRuntime.in_memory(bare.cluster, item_type=generate.Output)
@@ -117,7 +117,7 @@ async def test_only_the_namespace_that_was_asked_for_is_served(bare):
     assert await names(bare) == ["b"]
 
 
-async def test_the_card_is_told_in_metrics(rig):
+async def test_facts_of_the_card_are_shown_in_metrics(rig):
     await rig.worker("Big", runtime_config=model_card.ModelRuntimeConfig(total_kv_blocks=77))
     counted = await rig.metrics()
 
@@ -127,7 +127,7 @@ async def test_the_card_is_told_in_metrics(rig):
     assert counted['dynamo_frontend_model_ready{model="m"}'] == 1
 
 
-async def test_a_model_without_workers_is_not_ready_in_metrics(rig):
+async def test_model_without_workers_is_not_ready_in_metrics(rig):
     await rig.one.runtime.close()
     await rig.until(lambda: not rig.instances)
     counted = await rig.metrics()
@@ -136,7 +136,7 @@ async def test_a_model_without_workers_is_not_ready_in_metrics(rig):
     assert counted['dynamo_frontend_model_ready{model="m"}'] == 0
 
 
-async def test_a_name_without_end_is_not_echoed_in_full(rig):
+async def test_very_long_model_name_is_not_echoed_in_full(rig):
     answer = await rig.chat(model="x" * 10_000)
 
     assert answer.status_code == 404

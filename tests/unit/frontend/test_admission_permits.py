@@ -48,7 +48,7 @@ async def turns():
         await asyncio.sleep(0)
 
 
-async def test_without_rules_everybody_comes_in():
+async def test_requests_are_admitted_without_limits():
     rig = Rig()
     for _ in range(100):
         await rig.enter()
@@ -56,7 +56,7 @@ async def test_without_rules_everybody_comes_in():
     assert len(rig.entered) == 100
 
 
-async def test_above_the_limit_it_refuses_until_somebody_leaves():
+async def test_request_above_the_limit_is_refused_until_a_permit_is_released():
     rig = Rig(limit=1)
     await rig.enter("first")
     with pytest.raises(errors.Overloaded, match="the limit") as caught:
@@ -69,7 +69,7 @@ async def test_above_the_limit_it_refuses_until_somebody_leaves():
     assert rig.row('f_admission_rejection_total{gate="request_concurrency",model="m"}') == [1]
 
 
-async def test_when_all_workers_are_busy_it_refuses_in_the_originals_words():
+async def test_request_is_refused_in_the_originals_words_when_all_workers_are_busy():
     rig = Rig()
     rig.num_free = 0
     with pytest.raises(errors.Overloaded) as caught:
@@ -79,7 +79,7 @@ async def test_when_all_workers_are_busy_it_refuses_in_the_originals_words():
     assert rig.row('f_admission_rejection_total{gate="workers_busy",model="m"}') == [1]
 
 
-async def test_who_has_chosen_its_worker_does_not_ask_whether_others_are_busy():
+async def test_request_for_one_instance_ignores_busy_workers():
     rig = Rig(limit=1)
     rig.num_free = 0
     await rig.enter(pinned=True)
@@ -89,7 +89,7 @@ async def test_who_has_chosen_its_worker_does_not_ask_whether_others_are_busy():
     assert len(rig.entered) == 1
 
 
-async def test_the_line_goes_by_priority_and_then_by_arrival_and_nobody_overtakes_it():
+async def test_queue_admits_by_priority_then_arrival_and_is_not_overtaken():
     rig = Rig(limit=1, queue=4)
     await rig.enter("inside")
     waiting = [asyncio.ensure_future(rig.enter(*who)) for who in (("a",), ("b",))]
@@ -109,7 +109,7 @@ async def test_the_line_goes_by_priority_and_then_by_arrival_and_nobody_overtake
     assert rig.row("f_admission_queue_pending_requests{") == [0]
 
 
-async def test_each_look_lets_one_in_for_each_free_worker():
+async def test_one_waiting_request_is_admitted_for_each_free_worker():
     rig = Rig(queue=9)
     rig.num_free = 0
     waiting = [asyncio.ensure_future(rig.enter(number)) for number in range(5)]
@@ -126,7 +126,7 @@ async def test_each_look_lets_one_in_for_each_free_worker():
     assert rig.entered == [0, 1, 2, 3, 4]
 
 
-async def test_a_full_line_refuses_at_once():
+async def test_full_queue_refuses_at_once():
     rig = Rig(limit=1, queue=1)
     await rig.enter()
     waiting = asyncio.ensure_future(rig.enter())
@@ -161,7 +161,7 @@ async def test_request_is_refused_and_leaves_the_queue_after_the_queue_timeout()
     assert rig.row("f_admission_queue_pending_requests{") == [0]
 
 
-async def test_a_client_that_goes_away_leaves_the_line_at_once():
+async def test_disconnected_client_leaves_the_queue_at_once():
     rig, caller = Rig(limit=1, queue=1), Caller()
     await rig.enter()
     waiting = asyncio.ensure_future(rig.enter(caller=caller))
@@ -177,7 +177,7 @@ async def test_a_client_that_goes_away_leaves_the_line_at_once():
     assert rig.entered == ["", "successor"]
 
 
-async def test_a_client_that_goes_in_the_turn_in_which_it_is_let_in_holds_its_slot_until_its_end_is_told():
+async def test_client_that_disconnects_while_admitted_holds_its_permit_until_its_request_ends():
     rig, caller = Rig(limit=1, queue=1), Caller()
     await rig.enter()
     waiting = asyncio.ensure_future(rig.enter("both", caller=caller))

@@ -53,7 +53,7 @@ async def settle():
         await asyncio.sleep(0)
 
 
-async def test_what_a_worker_tells_is_known_and_the_gates_look(rig):
+async def test_reported_load_is_recorded_and_waiting_requests_are_checked(rig):
     before = rig.num_changes
     rig.speaker.publish(TOPIC, msgspec.msgpack.encode(EVENT))
     await settle()
@@ -62,7 +62,7 @@ async def test_what_a_worker_tells_is_known_and_the_gates_look(rig):
     assert rig.num_changes == before + 1
 
 
-async def test_nonsense_is_told_and_disturbs_nobody(rig, caplog):
+async def test_malformed_report_is_logged_and_ignored(rig, caplog):
     rig.speaker.publish(TOPIC, b"nonsense")
     rig.speaker.publish(TOPIC, msgspec.msgpack.encode(EVENT))
     await settle()
@@ -71,7 +71,7 @@ async def test_nonsense_is_told_and_disturbs_nobody(rig, caplog):
     assert len(rig.loads) == 1
 
 
-async def test_a_worker_that_falls_silent_is_forgotten_and_the_gates_look(rig):
+async def test_load_of_a_silent_worker_is_dropped_and_waiting_requests_are_checked(rig):
     rig.speaker.publish(TOPIC, msgspec.msgpack.encode(EVENT))
     await settle()
     before = rig.num_changes

@@ -35,14 +35,14 @@ def state(*, active=0, total=100, waiting=0, rank=0):
         ({"active_decode_blocks_threshold": 0.9, "active_prefill_tokens_threshold": 1}, {"waiting": 2}, True),
     ],
 )  # fmt: skip
-def test_above_any_threshold_is_busy(thresholds, told, expected):
+def test_worker_above_any_threshold_is_busy(thresholds, told, expected):
     assert (
         busy_workers.is_busy(state(**told), busy_workers.BusyThresholds(**thresholds), 512)
         == expected
     )
 
 
-def test_without_a_known_batch_nothing_is_measured_by_it():
+def test_threshold_in_batches_is_ignored_without_a_known_batch():
     thresholds = busy_workers.BusyThresholds(active_prefill_tokens_threshold_frac=0.1)
 
     assert not busy_workers.is_busy(state(waiting=10**6), thresholds, 0)
@@ -52,7 +52,7 @@ def test_without_a_known_batch_nothing_is_measured_by_it():
     heard=st.dictionaries(st.integers(0, 5), st.tuples(st.integers(0, 100), st.floats(0, 20))),
     asked=st.sets(st.integers(0, 8)),
 )
-def test_busy_are_those_that_told_lately_that_they_are(heard, asked):
+def test_busy_workers_are_those_with_a_recent_high_load(heard, asked):
     loads, thresholds = (
         busy_workers.WorkerLoads(),
         busy_workers.BusyThresholds(active_decode_blocks_threshold=0.5),
@@ -73,7 +73,7 @@ def test_busy_are_those_that_told_lately_that_they_are(heard, asked):
 @pytest.mark.parametrize(
     ("ranks", "expected"), [([90, 90], True), ([90, 10], False), ([10, 90], False)]
 )
-def test_a_worker_is_busy_when_all_its_ranks_are(ranks, expected):
+def test_worker_is_busy_when_all_its_ranks_are(ranks, expected):
     loads, thresholds = (
         busy_workers.WorkerLoads(),
         busy_workers.BusyThresholds(active_decode_blocks_threshold=0.5),
@@ -85,6 +85,6 @@ def test_a_worker_is_busy_when_all_its_ranks_are(ranks, expected):
     assert 7 not in loads.select_busy([7], thresholds, 0, 99.0)
 
 
-def test_thresholds_are_set_when_one_is():
+def test_thresholds_are_set_when_one_of_them_is():
     assert not busy_workers.BusyThresholds().are_set
     assert busy_workers.BusyThresholds(active_prefill_tokens_threshold=0).are_set

@@ -14,7 +14,7 @@ def clears(call):
     call.finish()
 
 
-async def test_each_worker_tells_what_came_of_it(rig):
+async def test_outcome_of_each_worker_is_reported(rig):
     other = await rig.worker("other")
     await rig.one.runtime.register(NAME, clears)
     await other.runtime.register(NAME, lambda call: call.fail(errors.EngineFailed("it is dead")))
@@ -42,7 +42,7 @@ async def test_each_worker_tells_what_came_of_it(rig):
     }
 
 
-async def test_a_worker_that_cannot_is_named(rig):
+async def test_worker_that_fails_is_named(rig):
     other = await rig.worker("other")
     await other.runtime.register(NAME, clears)
     told = (await rig.client.post("/clear_kv_blocks")).json()
@@ -51,7 +51,7 @@ async def test_a_worker_that_cannot_is_named(rig):
     assert "does not serve" in told["failed_workers"][0]["status"]
 
 
-async def test_with_nobody_there_it_says_so(bare):
+async def test_response_without_workers_says_so(bare):
     await bare.start()
 
     assert (await bare.client.post("/clear_kv_blocks")).json() == {
@@ -59,7 +59,7 @@ async def test_with_nobody_there_it_says_so(bare):
     }
 
 
-async def test_prefill_workers_forget_too(rig):
+async def test_prefill_workers_are_cleared_too(rig):
     endpoint = instances.EndpointName("dynamo", "prefill", "generate")
     prefill = await rig.register(Worker, "m", endpoint, worker_type=model_card.WorkerType.PREFILL)
     at = instances.EndpointName("dynamo", "prefill", "clear_kv_blocks")

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 
 import pytest
+from prometheus_client import parser
 
 from dynamo.base import clock
 from dynamo.frontend.processes import peers, response_store, shared_responses
+from dynamo.observability import metrics
 from dynamo.runtime.http import exchange
 
 
@@ -31,19 +33,19 @@ async def three(tmp_path):
         yield made
 
 
-async def test_it_hears_from_the_others_that_have_something_to_say(three):
+async def test_peers_that_answer_are_collected(three):
     assert await three["1"].ask_all("POST", "/x", b"body") == {"2": b"POST body"}
     assert await three["2"].ask_all("GET", "/x") == {"1": b"GET "}
 
 
-async def test_one_that_is_gone_is_left_out(three):
+async def test_closed_peer_is_left_out(three):
     await three["2"].close()
 
     assert await three["1"].ask_all("POST", "/x") == {}
     assert await three["3"].ask_all("POST", "/x") == {"1": b"POST "}
 
 
-async def test_one_that_says_nothing_is_not_waited_for(three, tmp_path, monkeypatch):
+async def test_silent_peer_is_left_out_after_the_timeout(three, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "TIMEOUT_S", 0.05)
     writers = []
     path = str(tmp_path / "0.sock")
@@ -57,7 +59,7 @@ async def test_one_that_says_nothing_is_not_waited_for(three, tmp_path, monkeypa
     assert len(writers) == 1
 
 
-async def test_one_that_talks_nonsense_is_left_out(three, tmp_path):
+async def test_peer_that_does_not_speak_http_is_left_out(three, tmp_path):
     def talk(_, writer):
         writer.write(b"nonsense")
         writer.close()
@@ -66,7 +68,7 @@ async def test_one_that_talks_nonsense_is_left_out(three, tmp_path):
         assert await three["1"].ask_all("POST", "/x") == {"2": b"POST "}
 
 
-async def test_an_answer_without_end_is_given_up(three, tmp_path, monkeypatch):
+async def test_endless_response_of_a_peer_is_given_up(three, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "_MAX_RESPONSE_BYTES", 1000)
 
     def talk(_, writer):
@@ -77,7 +79,7 @@ async def test_an_answer_without_end_is_given_up(three, tmp_path, monkeypatch):
         assert await three["1"].ask_all("POST", "/x") == {"2": b"POST "}
 
 
-async def test_a_new_process_takes_the_place_of_a_dead_one(three, tmp_path):
+async def test_restarted_process_takes_the_socket_of_the_dead_one(three, tmp_path):
     await three["2"].close()
     reborn = peers.Peers(str(tmp_path / "2.sock"), clock.SystemClock())
     await reborn.start({("POST", "/x"): echo})
@@ -86,7 +88,7 @@ async def test_a_new_process_takes_the_place_of_a_dead_one(three, tmp_path):
     await reborn.close()
 
 
-async def test_alone_there_is_nobody_to_ask():
+async def test_process_without_peers_gets_no_responses():
     alone = peers.Peers(None, clock.SystemClock())
     await alone.start({})
 
@@ -129,7 +131,7 @@ async def stores(tmp_path):
 KEPT = response_store.StoredResponse(b'{"id": "resp_1"}', b"[]")
 
 
-async def test_an_answer_to_go_on_from_is_here_when_it_is_needed(stores):
+async def test_response_to_continue_from_is_fetched_before_the_handler_runs(stores):
     (first, _), (second, shared) = stores
     first.put("resp_1", KEPT)
     seen = []
@@ -142,14 +144,14 @@ async def test_an_answer_to_go_on_from_is_here_when_it_is_needed(stores):
 @pytest.mark.parametrize(
     "body", [b"", b"\xff", b"[]", b"{}", b'{"previous_response_id": 3}', b'{"previous_response_id": "../x?y z"}']
 )  # fmt: skip
-async def test_whatever_else_the_request_says_it_reaches_its_handler(stores, body):
+async def test_any_other_body_reaches_its_handler(stores, body):
     seen = []
     await stores[0][1].wrap_continuing(lambda one: seen.append(one.request.body))(caller(body=body))
 
     assert seen == [body]
 
 
-async def test_a_deleted_answer_is_deleted_everywhere(stores):
+async def test_deleted_response_is_deleted_in_all_processes(stores):
     (first, _), (second, shared) = stores
     for store in (first, second):
         store.put("resp_1", KEPT)
@@ -161,9 +163,53 @@ async def test_a_deleted_answer_is_deleted_everywhere(stores):
     assert len(second) == 1  # which its own handler deletes
 
 
-async def test_who_is_alone_gets_its_handlers_as_they_are():
+async def test_single_process_gets_its_handlers_unchanged():
     store = response_store.ResponseStore(max_items=9, max_bytes=9999)
     shared = shared_responses.SharedResponses(store, peers.Peers(None, clock.SystemClock()))
 
     assert shared.wrap_continuing(echo) is echo
     assert shared.wrap_lookup("/", echo) is echo
+
+
+def page(value):
+    """Of one process: every kind of family, with and without labels, and a value that looks like labels."""
+    registry = metrics.Registry("f")
+    registry.counter("requests_total", "Requests", ("model",)).labels('a{b="c"} d').inc(value)
+    registry.gauge("clients", "Clients").set(value)
+    registry.fast_histogram("wait_seconds", "Wait", ("model",), buckets=(1,)).labels("m").observe(
+        value
+    )
+    registry.gauge("unused", "Nothing yet", ("model",))
+    return registry.render().decode()
+
+
+def rows(text):
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = tuple(sorted(sample.labels.items()))
+            assert (sample.name, labels) not in found, "a sample came twice"
+            found[sample.name, labels] = (family.type, family.documentation, sample.value)
+    return found
+
+
+def test_merged_metrics_have_each_sample_once_with_its_process():
+    merged = rows(peers.merge_metrics({"1": page(1), "2": page(5)}))
+    expected = {
+        (name, tuple(sorted((*labels, ("http_worker", worker))))): row
+        for worker, value in (("1", 1), ("2", 5))
+        for (name, labels), row in rows(page(value)).items()
+    }
+
+    assert merged == expected
+
+
+def test_merged_metrics_describe_each_family_once():
+    text = peers.merge_metrics({"1": page(1), "2": page(5)})
+    introductions = [line for line in text.splitlines() if line.startswith("#")]
+
+    assert len(introductions) == len(set(introductions)) == 8
+
+
+def test_merged_metrics_of_no_process_are_empty():
+    assert peers.merge_metrics({}) == ""
