@@ -158,7 +158,7 @@ async def take(watch, count):
         return [await anext(watch) for _ in range(count)]
 
 
-async def test_a_member_sees_its_own_keys_and_those_of_others(host):
+async def test_member_sees_its_own_keys_and_those_of_others(host):
     a, b = await host.join(), await host.join()
     await a.put("v1/instances/x/1", b"one")
     await b.put("v1/instances/x/2", b"\x00\xff\n")
@@ -172,7 +172,7 @@ async def test_a_member_sees_its_own_keys_and_those_of_others(host):
     assert await a.get_prefix("v2/") == {}
 
 
-async def test_a_second_put_replaces_the_value(host):
+async def test_second_put_replaces_the_value(host):
     a = await host.join()
     await a.put("k", b"old")
     await a.put("k", b"new")
@@ -180,7 +180,7 @@ async def test_a_second_put_replaces_the_value(host):
     assert await a.get_prefix("k") == {"k": b"new"}
 
 
-async def test_a_deleted_key_is_gone_and_one_that_is_not_there_is_no_error(host):
+async def test_delete_removes_a_key_and_ignores_an_absent_one(host):
     a = await host.join()
     await a.put("k", b"value")
     await a.delete("k")
@@ -189,7 +189,7 @@ async def test_a_deleted_key_is_gone_and_one_that_is_not_there_is_no_error(host)
     assert await a.get_prefix("") == {}
 
 
-async def test_nobody_deletes_the_keys_of_another(host):
+async def test_member_cannot_delete_keys_of_another(host):
     a, b = await host.join(), await host.join()
     await a.put("k", b"value")
     await b.delete("k")
@@ -197,7 +197,7 @@ async def test_nobody_deletes_the_keys_of_another(host):
     assert await b.get_prefix("") == {"k": b"value"}
 
 
-async def test_a_watch_tells_what_is_and_then_what_changes_in_order(host):
+async def test_watch_yields_a_snapshot_and_then_changes_in_order(host):
     a, b = await host.join(), await host.join()
     await a.put("v1/1", b"one")
     await a.put("v1/2", b"two")
@@ -225,7 +225,7 @@ async def test_a_watch_tells_what_is_and_then_what_changes_in_order(host):
     ]
 
 
-async def test_a_watch_hears_of_its_prefix_only(host):
+async def test_watch_yields_its_prefix_only(host):
     a = await host.join()
     await a.put("v1/instances/1", b"")
     watch = a.watch("v1/mdc/")
@@ -235,7 +235,7 @@ async def test_a_watch_hears_of_its_prefix_only(host):
     assert await take(watch, 1) == [Put(key="v1/mdc/1", value=b"card")]
 
 
-async def test_a_watch_that_is_slow_ends_with_what_is(host):
+async def test_slow_watch_ends_with_the_current_state(host):
     a, b = await host.join(), await host.join()
     watch = b.watch("k")
     await a.put("k1", b"0")
@@ -253,7 +253,7 @@ async def test_a_watch_that_is_slow_ends_with_what_is(host):
     assert await b.get_prefix("k") == {"k2": b"9", "k3": b"end"}
 
 
-async def test_a_watch_that_ends_leaves_the_others_alone(host):
+async def test_closed_watch_does_not_affect_others(host):
     a = await host.join()
     ended, lasting = a.watch("k"), a.watch("k")
     await a.put("k1", b"")
@@ -269,7 +269,7 @@ async def test_a_watch_that_ends_leaves_the_others_alone(host):
     assert await take(lasting, 1) == [Put(key="k2", value=b"")]
 
 
-async def test_who_leaves_takes_its_keys_along(host):
+async def test_leaving_member_removes_its_keys(host):
     a, b = await host.join(), await host.join()
     await a.put("a", b"")
     await b.put("b", b"")
@@ -281,7 +281,7 @@ async def test_who_leaves_takes_its_keys_along(host):
     assert await take(watch, 1) == [Delete(key="a")]
 
 
-async def test_who_has_left_can_put_nothing_and_may_leave_twice(host):
+async def test_closed_member_refuses_puts_and_closes_twice(host):
     a = await host.join()
     await a.close()
     await a.close()
@@ -290,7 +290,7 @@ async def test_who_has_left_can_put_nothing_and_may_leave_twice(host):
         await a.put("k", b"")
 
 
-async def test_the_keys_of_an_owner_that_is_killed_vanish_in_time(host):
+async def test_keys_of_a_killed_member_expire(host):
     kill = await host.start_mortal("v1/x/dead", "v1/y/dead")
     a, b = await host.join(), await host.join()
     await b.put("v1/x/alive", b"{}")
@@ -305,7 +305,7 @@ async def test_the_keys_of_an_owner_that_is_killed_vanish_in_time(host):
         assert set(changes) == {Delete(key="v1/x/dead"), Delete(key="v1/y/dead")}
 
 
-async def test_no_snapshot_shows_the_keys_of_the_dead(host):
+async def test_snapshot_omits_keys_of_dead_members(host):
     kill = await host.start_mortal("v1/x/dead")
     a = await host.join()
     assert await a.get_prefix("") == {"v1/x/dead": b"{}"}

@@ -41,7 +41,7 @@ def cosine(one, other):
     return sum(map(operator.mul, embed.unpack(one), embed.unpack(other)))
 
 
-async def test_it_gives_a_unit_vector_for_each_input(embedder):
+async def test_each_input_gets_a_unit_vector(embedder):
     facts = await embedder.start()
 
     found = await embedder.embed(inputs([1, 2, 3], [4]))
@@ -51,7 +51,7 @@ async def test_it_gives_a_unit_vector_for_each_input(embedder):
     assert [cosine(one, one) for one in found] == pytest.approx([1, 1], abs=1e-5)
 
 
-async def test_the_same_text_has_the_same_vector_and_another_text_another(embedder):
+async def test_equal_texts_have_equal_vectors_and_others_differ(embedder):
     await embedder.start()
 
     (alone,) = await embedder.embed(inputs([1, 2, 3]))
@@ -61,7 +61,7 @@ async def test_the_same_text_has_the_same_vector_and_another_text_another(embedd
     assert cosine(alone, other) < 0.999
 
 
-async def test_a_vector_can_be_shortened_where_the_facts_say_so(embedder):
+async def test_vector_can_be_shortened_where_supported(embedder):
     facts = await embedder.start()
 
     long, short = await embedder.embed(inputs([1, 2]) + inputs([1, 2], dimensions=16))
@@ -71,7 +71,7 @@ async def test_a_vector_can_be_shortened_where_the_facts_say_so(embedder):
     assert cosine(short, short) == pytest.approx(1, abs=1e-5)
 
 
-async def test_an_input_as_long_as_the_context_is_embedded(embedder):
+async def test_input_as_long_as_the_context_is_embedded(embedder):
     facts = await embedder.start()
 
     (found,) = await embedder.embed(inputs([5] * facts.context_length))
@@ -79,6 +79,6 @@ async def test_an_input_as_long_as_the_context_is_embedded(embedder):
     assert cosine(found, found) == pytest.approx(1, abs=1e-5)
 
 
-async def test_it_can_be_stopped_twice_and_before_its_start(embedder):
+async def test_stop_may_come_twice_and_before_start(embedder):
     await embedder.stop()
     await embedder.stop()

@@ -113,7 +113,7 @@ def expected(model):
     return asyncio.run(ask_one())
 
 
-def test_the_answers_differ_from_one_another(expected):
+def test_different_prompts_have_different_answers(expected):
     assert len({tuple(answer) for answer in expected}) > len(LENGTHS) - 3
 
 
@@ -130,7 +130,7 @@ def test_the_answers_differ_from_one_another(expected):
         ("local", ("decode",)),
     ],
 )
-async def test_divided_work_gives_the_same_answers(model, expected, way, knowing):
+async def test_split_prefill_gives_the_same_answers(model, expected, way, knowing):
     prompts = [prompt(n) for n in LENGTHS]
     room = local.Room() if way == "local" else None
     backends = () if way == "local" else (way,)

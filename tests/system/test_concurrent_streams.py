@@ -36,7 +36,7 @@ async def tell_all(url):
     return alone, together
 
 
-def test_64_streams_equal_the_single_runs(deployment):
+def test_64_concurrent_streams_equal_their_single_runs(deployment):
     deployment.native()
     frontend = deployment.frontend()
     frontend.await_models([MODEL])

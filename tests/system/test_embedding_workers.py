@@ -32,7 +32,7 @@ def dot(one, other):
     return sum(a * b for a, b in zip(one, other, strict=True))
 
 
-def test_an_encoder_embeds_beside_a_model_that_chats(deployment, encoder):
+def test_encoder_serves_embeddings_beside_a_chat_model(deployment, encoder):
     worker = deployment.native("--model", str(encoder))
     deployment.mocker()
     frontend = deployment.frontend()
@@ -57,7 +57,7 @@ def test_an_encoder_embeds_beside_a_model_that_chats(deployment, encoder):
     assert frontend.chat().status_code == 200
 
 
-def test_any_model_can_be_told_to_embed_and_ends_politely(deployment):
+def test_any_model_embeds_with_the_task_flag_and_ends_on_sigterm(deployment):
     worker = deployment.native("--task", "embed", "--model-name", "vectors")
     frontend = deployment.frontend()
     frontend.others.append(worker)
@@ -73,7 +73,7 @@ def test_any_model_can_be_told_to_embed_and_ends_politely(deployment):
     assert "Traceback" not in worker.log.read_text()
 
 
-def test_two_mockers_share_what_is_large(deployment):
+def test_large_request_is_divided_among_two_workers(deployment):
     flags = ("--task", "embed", "--model-name", "e", "--embedding-dimensions", "16")
     workers = [deployment.mocker(*flags) for _ in range(2)]
     frontend = deployment.frontend()

@@ -53,7 +53,7 @@ def client(url):
         yield made
 
 
-def test_the_client_parses_what_it_asked_for(client):
+def test_openai_client_parses_a_structured_answer(client):
     asked = {"model": MODEL, "messages": ASK, "max_tokens": 200, "temperature": 0}
     whole = client.chat.completions.parse(**asked, response_format=Pet)
     with client.chat.completions.stream(**asked, response_format=Pet) as stream:
@@ -68,7 +68,7 @@ def test_the_client_parses_what_it_asked_for(client):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_calls_that_must_come_do_and_fit(client, seed):
+def test_forced_calls_are_made_and_fit_their_schema(client, seed):
     asked = {"model": MODEL, "messages": ASK, "tools": TOOLS, "max_tokens": 300, "seed": seed}
     asked["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
     required = client.chat.completions.create(
@@ -89,7 +89,7 @@ def test_calls_that_must_come_do_and_fit(client, seed):
     assert numbers.keys() == {"a", "b"}
 
 
-def test_claude_parses_what_it_asked_for(url):
+def test_anthropic_client_parses_a_structured_answer(url):
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude:
         message = claude.messages.parse(
             model=MODEL, max_tokens=200, messages=ASK, output_format=Answer
@@ -98,7 +98,7 @@ def test_claude_parses_what_it_asked_for(url):
     assert isinstance(message.parsed_output, Answer)
 
 
-def test_claude_must_use_a_tool(url):
+def test_anthropic_client_forces_a_tool(url):
     tools = [{"name": "get_time", "input_schema": CITY}, {"name": "add", "input_schema": ADD}]
     asked = {"model": MODEL, "max_tokens": 200, "messages": ASK, "tools": tools}
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude:
@@ -113,7 +113,7 @@ def test_claude_must_use_a_tool(url):
     assert named.content[-1].input.keys() == {"a", "b"}
 
 
-def test_a_refused_grammar_says_why_and_the_worker_goes_on(url):
+def test_refused_grammar_has_a_reason_and_the_worker_continues(url):
     refused = {
         "guided_regex": "(ab",
         "guided_json": {"not": {}},

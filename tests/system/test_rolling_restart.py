@@ -119,7 +119,7 @@ def end(process):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mix", ["file+tcp+zmq", "etcd+nats+nats"])
-def test_a_restart_of_everything_in_turn_loses_no_request(deployment, tmp_path, mix):
+def test_restart_of_every_process_in_turn_loses_no_request(deployment, tmp_path, mix):
     with mixes.running(mix, deployment, tmp_path) as servers:
         workers = [deployment.mocker(*WORKER) for _ in range(NUM_WORKERS)]
         frontends = [deployment.frontend() for _ in range(2)]

@@ -74,7 +74,7 @@ def cluster(request, deployment, tmp_path):
             server.stop()
 
 
-def test_hosts_serve_together(cluster):
+def test_frontend_serves_workers_of_other_hosts(cluster):
     cluster.start()
     texts = [f"{number} once upon a time " * 60 for number in range(4)]
     for text in texts:
@@ -91,7 +91,7 @@ def test_hosts_serve_together(cluster):
         assert listening(worker.pid) == {host.address}
 
 
-def test_a_host_that_is_cut_off_is_gone_at_once_and_comes_back(cluster):
+def test_unreachable_host_is_unlisted_at_once_and_returns(cluster):
     cluster.start("--speedup-ratio", "1")
     with cluster.frontend.stream(max_tokens=400, ignore_eos=True) as first:
         next(first)
@@ -113,7 +113,7 @@ def test_a_host_that_is_cut_off_is_gone_at_once_and_comes_back(cluster):
 
 
 @pytest.mark.parametrize("cluster", ["etcd+nats+nats"], indirect=True)
-def test_blocks_cross_from_host_to_host(cluster):
+def test_blocks_are_transferred_between_hosts(cluster):
     deployment = cluster.deployment
     frontend = deployment.frontend(host=cluster.door)
     prefill = deployment.native("--is-prefill-worker", host=cluster.one)

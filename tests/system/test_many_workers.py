@@ -11,7 +11,7 @@ NUM_WORKERS = 200
 
 
 @pytest.mark.parametrize("mix", ["file+tcp+zmq", "etcd+tcp+zmq"])
-def test_two_hundred_workers_join_at_once_and_each_is_asked(deployment, tmp_path, mix):
+def test_two_hundred_workers_register_at_once_and_each_gets_a_request(deployment, tmp_path, mix):
     with mixes.running(mix, deployment, tmp_path):
         frontend = deployment.frontend()
         fleet = deployment.mocker("--num-workers", str(NUM_WORKERS), "--speedup-ratio", "1000")

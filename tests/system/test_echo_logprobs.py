@@ -6,7 +6,7 @@ from deployment import MODEL
 TEXTS = ["Once upon a time there was a brave cat.", "Once upon a time there was a zzx qk ##."]
 
 
-def test_a_likely_text_scores_better_and_as_when_it_was_written(deployment):
+def test_likely_text_scores_better_than_an_unlikely_one(deployment):
     deployment.native()
     frontend = deployment.frontend()
     frontend.await_models([MODEL])

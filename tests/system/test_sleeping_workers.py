@@ -21,7 +21,7 @@ def num_workers(frontend):
     return frontend.metric(f'dynamo_frontend_model_workers{{model="{MODEL}"}}')
 
 
-def test_others_answer_while_one_sleeps_and_it_comes_back(deployment):
+def test_other_workers_answer_while_one_sleeps(deployment):
     workers = [deployment.mocker(*FAST) for _ in range(2)]
     frontend = deployment.frontend("--router-mode", "kv")
     frontend.await_models([MODEL])
@@ -54,7 +54,7 @@ def test_others_answer_while_one_sleeps_and_it_comes_back(deployment):
     assert frontend.chat(max_tokens=4).status_code == 200
 
 
-def test_the_only_worker_finishes_its_answer_and_nobody_is_there_until_it_wakes(deployment):
+def test_only_worker_finishes_its_answer_before_it_sleeps(deployment):
     worker, frontend = deployment.mocker(*SLOW), deployment.frontend()
     frontend.await_models([MODEL])
     with frontend.stream(max_tokens=300, ignore_eos=True) as lines:
@@ -72,7 +72,7 @@ def test_the_only_worker_finishes_its_answer_and_nobody_is_there_until_it_wakes(
     assert frontend.chat(max_tokens=4).status_code == 200
 
 
-def test_a_router_expects_nothing_of_a_worker_that_has_slept(deployment):
+def test_router_forgets_the_blocks_of_a_worker_that_slept(deployment):
     worker, frontend = deployment.mocker(*FAST), deployment.frontend("--router-mode", "kv")
     frontend.await_models([MODEL])
     known = [num_cached(frontend) for _ in range(2)]
@@ -91,7 +91,7 @@ def num_cached(frontend):
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_what_does_not_end_in_time_goes_on_elsewhere(deployment):
+def test_unfinished_answer_migrates_when_its_worker_sleeps(deployment):
     flags = (*SLOW, "--graceful-shutdown-timeout", "0")
     workers = [deployment.mocker(*flags) for _ in range(2)]
     frontend = deployment.frontend()
@@ -108,7 +108,7 @@ def test_what_does_not_end_in_time_goes_on_elsewhere(deployment):
     assert health(busy).status_code == 503
 
 
-def test_a_worker_that_sleeps_ends_cleanly(deployment):
+def test_sleeping_worker_ends_on_sigterm(deployment):
     worker = deployment.mocker(*FAST)
     eventually(lambda: is_healthy(worker), within_s=30, what="a worker")
     tell(worker, "sleep")
@@ -125,7 +125,7 @@ def is_healthy(worker):
         return False
 
 
-def test_an_engine_that_cannot_sleep_has_no_such_route(deployment):
+def test_engine_without_sleep_has_no_sleep_route(deployment):
     worker = deployment.native()
     eventually(lambda: is_healthy(worker), within_s=60, what="a worker")
 

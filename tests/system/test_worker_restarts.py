@@ -8,7 +8,7 @@ from deployment import MODEL, eventually
 FAST = ("--speedup-ratio", "1000")
 
 
-def test_the_worker_may_start_first(deployment):
+def test_worker_may_start_before_the_frontend(deployment):
     deployment.mocker(*FAST)
     frontend = deployment.frontend()
     frontend.await_models([MODEL])
@@ -16,7 +16,7 @@ def test_the_worker_may_start_first(deployment):
     assert frontend.chat(max_tokens=4).status_code == 200
 
 
-def test_the_frontend_may_start_first(deployment):
+def test_frontend_may_start_before_the_worker(deployment):
     frontend = deployment.frontend()
     eventually(frontend.is_live, within_s=30, what="a frontend")
     refused = frontend.chat(max_tokens=4)
@@ -30,7 +30,7 @@ def test_the_frontend_may_start_first(deployment):
     assert frontend.chat(max_tokens=4).status_code == 200
 
 
-def test_a_killed_worker_is_noticed_and_replaced(deployment):
+def test_killed_worker_is_unlisted_and_replaced(deployment):
     worker, frontend = deployment.mocker(*FAST), deployment.frontend()
     frontend.await_models([MODEL])
     worker.kill()
@@ -46,7 +46,7 @@ def test_a_killed_worker_is_noticed_and_replaced(deployment):
     assert frontend.chat(max_tokens=4).status_code == 200
 
 
-def test_a_worker_outlives_its_frontend(deployment):
+def test_worker_outlives_its_frontend(deployment):
     worker, first = deployment.mocker(*FAST), deployment.frontend()
     first.await_models([MODEL])
     first.kill()
@@ -57,7 +57,7 @@ def test_a_worker_outlives_its_frontend(deployment):
     assert second.chat(max_tokens=4).status_code == 200
 
 
-def test_a_terminated_worker_finishes_what_it_began(deployment):
+def test_terminated_worker_finishes_its_answers(deployment):
     worker, frontend = deployment.mocker("--speedup-ratio", "2"), deployment.frontend()
     frontend.await_models([MODEL])
     with frontend.stream(max_tokens=300, ignore_eos=True) as lines:
@@ -71,7 +71,7 @@ def test_a_terminated_worker_finishes_what_it_began(deployment):
     assert worker.exit_code() == 0
 
 
-def test_a_worker_that_is_killed_in_mid_answer_ends_the_stream_with_an_error(deployment):
+def test_stream_of_the_only_worker_ends_with_an_error_when_it_is_killed(deployment):
     worker, frontend = deployment.mocker("--speedup-ratio", "1"), deployment.frontend()
     frontend.await_models([MODEL])
     with frontend.stream(max_tokens=2000, ignore_eos=True) as lines:

@@ -26,7 +26,7 @@ def is_logged(process, text):
 
 
 @pytest.mark.parametrize("how", ["token", "tls", "both"])
-def test_a_frontend_and_a_worker_of_one_cluster_talk(deployment, tmp_path, how):
+def test_frontend_and_worker_with_one_token_connect(deployment, tmp_path, how):
     flags = []
     if how in ("token", "both"):
         flags += token_file(tmp_path, "token", members.TOKEN)
@@ -41,7 +41,7 @@ def test_a_frontend_and_a_worker_of_one_cluster_talk(deployment, tmp_path, how):
     assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [5, 5, 5]
 
 
-def test_a_worker_with_another_token_is_not_used_and_both_say_why(deployment, tmp_path):
+def test_worker_with_another_token_is_refused_and_both_log_why(deployment, tmp_path):
     deployment.environ["DYN_CLUSTER_TOKEN"] = members.TOKEN
     frontend = deployment.frontend("--migration-limit", "0")
     del deployment.environ["DYN_CLUSTER_TOKEN"]
@@ -59,7 +59,7 @@ def test_a_worker_with_another_token_is_not_used_and_both_say_why(deployment, tm
     assert "Traceback" not in logs
 
 
-def test_beside_a_stranger_the_members_serve(deployment, tmp_path):
+def test_members_serve_while_a_worker_with_another_token_tries(deployment, tmp_path):
     ours = token_file(tmp_path, "token", members.TOKEN)
     frontend = deployment.frontend(*ours)
     deployment.mocker(*token_file(tmp_path, "other", STRANGE))
@@ -77,7 +77,7 @@ def test_beside_a_stranger_the_members_serve(deployment, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["mocker", "frontend"])
-def test_an_address_that_others_reach_is_refused_in_one_sentence(deployment, engine):
+def test_address_off_loopback_without_a_token_is_refused(deployment, engine):
     process = deployment.run(f"dynamo.{engine}", "--tcp-rpc-host", "10.20.30.40")
     process.may_end = True
 

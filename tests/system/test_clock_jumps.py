@@ -49,7 +49,7 @@ def num_workers(frontend):
 
 
 @pytest.mark.parametrize("mix", ["file+tcp+zmq", "etcd+nats+nats"])
-def test_a_jump_of_the_wall_clock_changes_nothing(deployment, tmp_path, set_clock, mix):
+def test_jump_of_the_wall_clock_changes_no_answer(deployment, tmp_path, set_clock, mix):
     with mixes.running(mix, deployment, tmp_path):
         workers = [deployment.mocker("--tick-ms", "10") for _ in range(2)]
         frontend = deployment.frontend()

@@ -38,7 +38,7 @@ def said(answer):
     return body["model"], body["choices"][0]["message"]["content"]
 
 
-def test_they_are_listed_asked_and_gone_with_their_worker_while_the_model_goes_on(story):
+def test_adapter_is_listed_until_its_last_worker_leaves(story):
     frontend, plain, poet = story
     listed = httpx.get(f"{frontend.url}/v1/models", timeout=5).json()["data"]
     answers = {
@@ -70,7 +70,7 @@ def test_they_are_listed_asked_and_gone_with_their_worker_while_the_model_goes_o
     assert after in answers[MODEL]
 
 
-def test_each_api_s_own_client_is_answered_by_an_adapter(story):
+def test_adapter_answers_the_client_of_each_api(story):
     frontend, _, _ = story
     open_ai = openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="none")
     claude = anthropic.Anthropic(base_url=frontend.url, api_key="none")
@@ -90,7 +90,7 @@ def test_each_api_s_own_client_is_answered_by_an_adapter(story):
     assert tensors["model_name"] == "poet"
 
 
-def test_an_adapter_is_routed_by_its_own_prefixes(deployment):
+def test_adapter_is_routed_by_its_own_prefixes(deployment):
     deployment.mocker(*AT_ONCE, "--lora-names", "poet,clerk")
     deployment.mocker(*AT_ONCE, "--lora-names", "poet")
     frontend = deployment.frontend("--router-mode", "kv")
@@ -120,7 +120,7 @@ def test_an_adapter_is_routed_by_its_own_prefixes(deployment):
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "kv"], ids=["by the worker", "by the frontend"])
-def test_an_adapter_s_prompt_is_computed_by_a_prefill_worker_that_has_it(deployment, mode):
+def test_prefill_worker_with_the_adapter_computes_its_prompt(deployment, mode):
     flags = (*AT_ONCE, "--lora-names", "poet")
     frontend = deployment.frontend("--router-mode", mode, *(ALWAYS if mode == "kv" else ()))
     prefill = deployment.mocker(*flags, "--is-prefill-worker")
@@ -154,7 +154,7 @@ def load(worker, name, directory):
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "kv"])
-def test_they_are_loaded_and_unloaded_while_clients_ask(deployment, tmp_path, mode):
+def test_adapters_are_loaded_and_unloaded_under_load(deployment, tmp_path, mode):
     one, other = (deployment.mocker(*AT_ONCE) for _ in range(2))
     frontend = deployment.frontend("--router-mode", mode)
     frontend.others = [one, other]
@@ -186,9 +186,7 @@ def test_they_are_loaded_and_unloaded_while_clients_ask(deployment, tmp_path, mo
     assert load(other, MODEL, tmp_path / "model").status_code == 409
 
 
-def test_one_that_is_loaded_at_both_workers_is_computed_here_and_answered_there(
-    deployment, tmp_path
-):
+def test_adapter_on_both_workers_is_prefilled_by_one_and_decoded_by_the_other(deployment, tmp_path):
     frontend = deployment.frontend()
     prefill = deployment.mocker(*AT_ONCE, "--is-prefill-worker")
     decode = deployment.mocker(*AT_ONCE, "--disaggregation-mode", "decode", *ALWAYS)
@@ -213,7 +211,7 @@ def test_one_that_is_loaded_at_both_workers_is_computed_here_and_answered_there(
     assert len(connected()) == 1  # nobody had to connect again
 
 
-def test_a_worker_that_sleeps_takes_no_adapter_and_is_not_found_by_one(deployment, tmp_path):
+def test_sleeping_worker_loads_no_adapter(deployment, tmp_path):
     worker, frontend = deployment.mocker(*AT_ONCE), deployment.frontend()
     frontend.others = [worker]
     frontend.await_models([MODEL])
@@ -231,9 +229,7 @@ def test_a_worker_that_sleeps_takes_no_adapter_and_is_not_found_by_one(deploymen
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "kv"])
-def test_no_request_fails_because_one_of_two_workers_unloads_its_adapter(
-    deployment, tmp_path, mode
-):
+def test_unloading_an_adapter_at_one_of_two_workers_fails_no_request(deployment, tmp_path, mode):
     one, other = (deployment.mocker(*AT_ONCE, "--lora-names", "poet") for _ in range(2))
     frontend = deployment.frontend("--router-mode", mode)
     frontend.others = [one, other]

@@ -57,7 +57,7 @@ def guarded(deployment, tmp_path):
     return frontend
 
 
-def test_a_tenant_over_its_limit_waits_while_another_is_served(guarded):
+def test_tenant_over_its_limit_waits_while_another_is_served(guarded):
     greedy = [guarded.ask("sk-greedy-1") for _ in range(5)]
     modest = [guarded.ask("sk-modest-1") for _ in range(5)]
 
@@ -67,7 +67,7 @@ def test_a_tenant_over_its_limit_waits_while_another_is_served(guarded):
     assert "sk-" not in guarded.log.read_text()
 
 
-def test_a_key_that_is_added_is_valid_and_one_that_is_taken_away_is_not(guarded):
+def test_added_key_is_valid_and_removed_key_is_not(guarded):
     before = guarded.ask("sk-modest-2").status_code
     guarded.keys.write_text(KEYS.replace("sk-modest-1", "sk-modest-2"))
     eventually(
@@ -85,7 +85,7 @@ def test_a_key_that_is_added_is_valid_and_one_that_is_taken_away_is_not(guarded)
     assert guarded.ask("sk-modest-2").status_code == 200
 
 
-def test_requests_wait_in_line_and_all_are_answered(deployment):
+def test_queued_requests_are_all_answered(deployment):
     frontend = deployment.frontend(*ONE_AT_A_TIME)
     frontend.others.append(deployment.mocker("--speedup-ratio", "10"))
     frontend.await_models([MODEL])
@@ -96,7 +96,7 @@ def test_requests_wait_in_line_and_all_are_answered(deployment):
     assert pending(frontend) == 0
 
 
-def test_who_waits_too_long_is_told_when_to_come_back(deployment):
+def test_request_that_waits_too_long_gets_retry_after(deployment):
     frontend = deployment.frontend(*ONE_AT_A_TIME, "--queue-timeout-secs", "0.1")
     frontend.others.append(deployment.mocker("--speedup-ratio", "1"))
     frontend.await_models([MODEL])
@@ -108,7 +108,7 @@ def test_who_waits_too_long_is_told_when_to_come_back(deployment):
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_client_that_leaves_the_line_makes_room_in_it(deployment):
+def test_client_that_disconnects_frees_its_place_in_the_queue(deployment):
     frontend = deployment.frontend(*ONE_AT_A_TIME)
     worker = deployment.mocker("--speedup-ratio", "1")
     frontend.others.append(worker)
@@ -123,7 +123,7 @@ def test_a_client_that_leaves_the_line_makes_room_in_it(deployment):
     assert worker.metric("cancellation_total") == 1  # of the stream: the other never came so far
 
 
-def test_a_worker_whose_blocks_are_full_is_busy_until_they_are_free(deployment):
+def test_worker_with_full_blocks_is_busy_until_they_are_free(deployment):
     frontend = deployment.frontend("--busy-threshold", "0.0")
     frontend.others.append(deployment.mocker("--speedup-ratio", "1"))
     frontend.await_models([MODEL])

@@ -31,7 +31,7 @@ def cached_tokens(frontend, text):
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_requests_go_where_their_prefix_is(mixed):
+def test_request_goes_to_the_worker_with_its_prefix(mixed):
     frontend = mixed.frontend("--router-mode", "kv")
     workers = [mixed.mocker(*WORKER) for _ in range(3)]
     frontend.others += workers
@@ -48,7 +48,7 @@ def test_requests_go_where_their_prefix_is(mixed):
     assert max(first) < 100
 
 
-def test_workers_come_and_go(mixed):
+def test_worker_restarts(mixed):
     frontend, worker = mixed.frontend(), mixed.mocker("--speedup-ratio", "1000")
     frontend.await_models([MODEL])
 
@@ -72,7 +72,7 @@ def test_workers_come_and_go(mixed):
     assert "Traceback" not in frontend.log.read_text() + leaving.log.read_text()
 
 
-def test_a_frontend_that_leaves_goes_quietly(mixed):
+def test_frontend_ends_without_warnings(mixed):
     frontend = mixed.frontend()
     mixed.mocker("--speedup-ratio", "1000")
     frontend.await_models([MODEL])

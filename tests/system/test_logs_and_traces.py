@@ -17,7 +17,7 @@ def rows_of(log):
     return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
 
 
-def test_a_trace_goes_through_frontend_and_worker(deployment):
+def test_trace_covers_frontend_and_worker(deployment):
     with collector.running() as found:
         deployment.environ |= {
             "OTEL_EXPORT_ENABLED": "true",
@@ -42,7 +42,7 @@ def test_a_trace_goes_through_frontend_and_worker(deployment):
     assert found.services == {"here"}
 
 
-def test_the_logs_of_both_name_the_request(deployment):
+def test_logs_of_frontend_and_worker_name_the_request(deployment):
     deployment.environ |= {
         "DYN_LOG": "warn,dynamo.frontend.records.request_log=debug,dynamo.worker.inflight=debug",
         "DYN_LOGGING_JSONL": "1",
@@ -64,7 +64,7 @@ def test_the_logs_of_both_name_the_request(deployment):
     assert at_worker["message"].startswith("took ")
 
 
-def test_what_waits_is_written_when_a_frontend_stops(deployment, tmp_path):
+def test_queued_rows_are_written_when_a_frontend_stops(deployment, tmp_path):
     frontend = deployment.frontend(
         *("--audit-sinks", "jsonl", "--audit-output-path", str(tmp_path / "audit")),
         *("--audit-jsonl-flush-interval-ms", "600000"),
@@ -93,7 +93,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("module", "variable", "value", "named"), BROKEN)
-def test_a_broken_setting_is_one_sentence(deployment, module, variable, value, named):
+def test_wrong_setting_is_one_sentence(deployment, module, variable, value, named):
     deployment.environ |= {variable: value}
     process = deployment.run(module)
     process.may_end = True

@@ -6,7 +6,7 @@ from deployment import MODEL
 SAY = [{"role": "user", "content": "Tell me a story about a brave cat"}]
 
 
-def test_a_thought_is_cut_and_the_answer_follows(deployment):
+def test_reasoning_ends_at_its_limit_and_the_answer_follows(deployment):
     deployment.native()
     frontend = deployment.frontend()
     frontend.await_models([MODEL])

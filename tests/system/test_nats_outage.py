@@ -40,7 +40,7 @@ def answers(frontend):
 
 
 @pytest.mark.parametrize("harm", ["kill", "stop"])
-def test_streams_end_in_time_and_all_goes_on_when_it_is_back(deployment, server, harm):
+def test_streams_end_in_time_and_service_resumes_after_an_outage(deployment, server, harm):
     frontend = deployment.frontend("--router-mode", "kv")
     worker = deployment.mocker("--speedup-ratio", "1")
     frontend.await_models([MODEL])
@@ -67,7 +67,7 @@ def test_streams_end_in_time_and_all_goes_on_when_it_is_back(deployment, server,
     assert "Traceback" not in frontend.log.read_text() + worker.log.read_text()
 
 
-def test_a_worker_that_stops_is_noticed(deployment, server):
+def test_stopped_worker_is_noticed(deployment, server):
     frontend = deployment.frontend()
     worker = deployment.mocker("--speedup-ratio", "1")
     frontend.await_models([MODEL])
@@ -84,7 +84,7 @@ def test_a_worker_that_stops_is_noticed(deployment, server):
     eventually(lambda: answers(frontend), within_s=20, what="an answer of the worker that goes on")
 
 
-def test_a_server_that_is_absent_is_named_and_may_come_late(deployment, absent):
+def test_absent_server_is_named_and_may_start_later(deployment, absent):
     deployment.environ["DYN_NATS_START_TIMEOUT_SECS"] = "0.5"
     impatient = deployment.mocker()
     code = impatient.exit_code(30)
@@ -102,7 +102,7 @@ def test_a_server_that_is_absent_is_named_and_may_come_late(deployment, absent):
     assert frontend.chat(max_tokens=4).status_code == 200
 
 
-def test_help_asks_nobody(deployment):
+def test_help_connects_to_no_server(deployment):
     environ = deployment.environ | {
         "DYN_REQUEST_PLANE": "nats",
         "NATS_SERVER": f"nats://127.0.0.1:{ports.reserve()}",

@@ -36,7 +36,7 @@ def statuses(frontend, count):
     return {frontend.chat(max_tokens=2).status_code for _ in range(count)}
 
 
-def test_a_killed_worker_costs_no_request_and_its_keys_leave_etcd(etcd, deployment):
+def test_killed_worker_loses_no_request_and_its_keys_expire(etcd, deployment):
     first, _, frontend = deployment.mocker(*FAST), deployment.mocker(*FAST), deployment.frontend()
     frontend.await_models([MODEL])
     eventually(lambda: num_workers(etcd) == 2, within_s=30, what="two workers in etcd")
@@ -47,7 +47,7 @@ def test_a_killed_worker_costs_no_request_and_its_keys_leave_etcd(etcd, deployme
     assert statuses(frontend, 2) == {200}
 
 
-def test_a_terminated_worker_leaves_etcd_at_once(etcd, deployment):
+def test_terminated_worker_deletes_its_keys_at_once(etcd, deployment):
     worker, frontend = deployment.mocker(*FAST), deployment.frontend()
     frontend.await_models([MODEL])
     worker.signal(signal.SIGTERM)
@@ -59,7 +59,7 @@ def test_a_terminated_worker_leaves_etcd_at_once(etcd, deployment):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_empty", [False, True], ids=["with its data", "empty"])
-def test_while_etcd_is_away_and_after_it_came_back_all_are_served(etcd, deployment, is_empty):
+def test_all_requests_are_served_during_and_after_an_outage_of_etcd(etcd, deployment, is_empty):
     deployment.mocker(*FAST)
     frontend = deployment.frontend()
     frontend.await_models([MODEL])
@@ -84,7 +84,7 @@ def test_while_etcd_is_away_and_after_it_came_back_all_are_served(etcd, deployme
     assert statuses(frontend, 4) == {200}
 
 
-def test_a_worker_that_was_stopped_for_longer_than_its_lease_is_served_again(etcd, deployment):
+def test_worker_stopped_for_longer_than_its_lease_serves_again(etcd, deployment):
     worker, frontend = deployment.mocker(*FAST), deployment.frontend()
     frontend.await_models([MODEL])
     worker.signal(signal.SIGSTOP)
@@ -96,7 +96,7 @@ def test_a_worker_that_was_stopped_for_longer_than_its_lease_is_served_again(etc
     assert worker.is_running
 
 
-def test_a_command_that_waits_for_an_absent_etcd_says_so_and_ends_at_once_when_told(deployment):
+def test_command_that_waits_for_etcd_says_so_and_ends_at_once_on_sigint(deployment):
     deployment.environ |= {
         "DYN_DISCOVERY_BACKEND": "etcd",
         "ETCD_ENDPOINTS": f"http://127.0.0.1:{ports.reserve()}",

@@ -41,7 +41,7 @@ def await_workers(frontend, number):
     )
 
 
-def test_a_full_disk_stops_nobody_who_serves_and_is_named_to_who_comes(deployment, disk):
+def test_full_disk_stops_no_running_process_and_is_named_to_new_ones(deployment, disk):
     dying, _ = deployment.mocker(*FAST), deployment.mocker(*FAST)
     frontend = deployment.frontend()
     await_workers(frontend, 2)
