@@ -1,14 +1,14 @@
-"""The engine seam: what the worker asks of any engine.
+"""The engine seam: the interface between the worker and any engine.
 
-It must fit three kinds: an engine of ours whose loop is a thread that makes one batch per step; a foreign
-engine with one asynchronous stream per request, whose adapter gathers what one turn of the event loop brought;
-and a simulated one. So outputs go to one sink, in batches.
+It fits three kinds: our own engine, with a thread that computes one batch per step; an engine of another project with
+one asynchronous stream per request, which its adapter batches per turn of the event loop; and a simulated engine. So
+outputs go to one sink, in batches.
 
-Every method is called on the worker's event loop, and the sink is called there too.
-`tests/engine_suite.py` holds every engine to this.
+Every method is called on the worker's event loop, and the engine calls the sink there too. `tests/engine_suite.py`
+holds every engine to this.
 
-An `Embedder` is the smaller sibling: it has no state between batches, so it is asked and answers; who waits for what
-is the worker's matter. `tests/contract/test_embedder.py` holds every embedder to it.
+An `Embedder` is the smaller interface: it has no state between batches, so one call takes a batch and returns the
+vectors; queueing is the worker's task. `tests/contract/test_embedder.py` holds every embedder to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from dynamo.protocols import generate, kv_events, load, model_card
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What is known once an engine has started; it goes onto the model card. Blocks and limits are those of a rank."""
+    """The facts of a started engine, for the model card. Blocks and limits are those of one data-parallel rank."""
 
     context_length: int  # tokens, prompt and answer together
     kv_block_size: int  # tokens
@@ -34,34 +34,37 @@ class EngineFacts:
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
-    supports_guided: bool = False  # can it hold an answer to a grammar?
-    lora_names: tuple[str, ...] = ()  # adapters that can be asked for
+    supports_guided: bool = False  # guided decoding
+    lora_names: tuple[str, ...] = ()  # LoRA adapters that requests may name
 
 
 class EngineOutput(NamedTuple):
-    """What a step brought for one request."""
+    """The output of one step for one choice of a request."""
 
     request_id: str
     output: generate.Output
 
 
 class EngineSink(Protocol):
-    """Where an engine's results go."""
+    """The receiver of an engine's results."""
 
     def outputs(self, batch: Sequence[EngineOutput]) -> None:
-        """All outputs of one step. A choice ends with its finish_reason; a request when all its n choices ended."""
+        """Receive all outputs of one step.
+
+        A choice ends with the output that has a finish_reason, a request with its last choice.
+        """
         ...
 
     def failed(self, request_id: str, error: errors.DynamoError) -> None:
-        """This request is over, by an error; nothing more comes for it."""
+        """Receive the error that ended a request; no further outputs follow."""
         ...
 
     def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
-        """What one step of one data-parallel rank stored and removed, in order."""
+        """Receive the blocks that one step of one data-parallel rank stored and removed, in order."""
         ...
 
     def died(self, error: errors.EngineFailed) -> None:
-        """The engine is beyond use; all its requests are lost."""
+        """Receive the error that ended the engine; all its requests are lost."""
         ...
 
 
@@ -166,7 +169,7 @@ class EngineCapabilities:
 
 
 class Engine(Protocol):
-    """An engine. Life: start once, then submit and abort at will, then stop once."""
+    """An engine: started once, then given requests and aborts, then stopped once."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -174,65 +177,71 @@ class Engine(Protocol):
         ...
 
     async def start(self, sink: EngineSink) -> EngineFacts:
-        """Load and be ready. Raises ConfigError (the model or a setting is not supported) or EngineFailed."""
+        """Load the model, and return when requests can be served.
+
+        Raises ConfigError (the model or a setting is not supported) or EngineFailed.
+        """
         ...
 
     def submit(self, request: generate.Request) -> None:
-        """Take a request. Raises RequestError (it can never be served), Overloaded, or WorkerLost (ask another)."""
+        """Accept a request.
+
+        Raises RequestError (no engine like this can serve it), Overloaded, or WorkerLost (another worker may serve it).
+        """
         ...
 
     def abort(self, request_id: str) -> None:
-        """Stop it and free its blocks; nothing more is said about it. An unknown id is no error."""
+        """Abort a request and free its blocks; the sink receives nothing more for it. An unknown id is no error."""
         ...
 
     def abort_choice(self, request_id: str, index: int) -> None:
-        """Stop one of its n choices; nothing more is said about it, and the others go on. Of the last it is `abort`."""
+        """Abort one choice of a request; the others go on. With the last choice the request ends, as by `abort`."""
         ...
 
     def load(self) -> Sequence[load.ForwardPassMetrics]:
-        """How busy each data-parallel rank is now; cheap."""
+        """Return the current load of each data-parallel rank; cheap."""
         ...
 
     async def clear_kv_blocks(self) -> None:
-        """Forget all reusable prefixes; running requests are not disturbed."""
+        """Clear the prefix cache; running requests go on."""
         ...
 
     async def stop(self) -> None:
-        """End; requests in flight are dropped in silence. Idempotent."""
+        """Stop the engine; open requests are dropped without an error. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedderFacts:
-    """What is known once an embedder has started."""
+    """The facts of a started embedder."""
 
     context_length: int  # tokens of one input
     max_num_batched_tokens: int  # of all inputs of a batch; a single input may exceed it
     vectors: model_card.EmbeddingFacts
-    vocab_size: int | None = None  # None: any token will do
+    vocab_size: int | None = None  # None: any token id is accepted
 
 
 class EmbedInput(NamedTuple):
-    """One text, as packed token ids, and how long its vector is to be (None: as long as it is)."""
+    """One text as packed token ids, and the length to which its vector is shortened (None: full length)."""
 
     token_ids: bytes
     dimensions: int | None = None
 
 
 class Embedder(Protocol):
-    """What embeds instead of generating. Life: start once, then one batch at a time, then stop once."""
+    """A model for embeddings: started once, then called with one batch at a time, then stopped once."""
 
     async def start(self) -> EmbedderFacts:
-        """Load and be ready. Raises ConfigError (the model is not supported) or EngineFailed."""
+        """Load the model. Raises ConfigError (the model is not supported) or EngineFailed."""
         ...
 
     async def embed(self, batch: Sequence[EmbedInput]) -> list[bytes]:
-        """The unit vector of each, packed (`embed.pack`). Raises RequestError or EngineFailed.
+        """Return the unit vector of each text, packed (`embed.pack`). Raises RequestError or EngineFailed.
 
-        A vector does not depend on what else is in the batch, beyond rounding.
+        A vector does not depend on the other texts of the batch, beyond rounding.
         """
         ...
 
     async def stop(self) -> None:
-        """End. Idempotent."""
+        """Stop the embedder. Idempotent."""
         ...

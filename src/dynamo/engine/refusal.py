@@ -1,6 +1,6 @@
-"""What no engine of ours can ever serve: a request is checked before it is taken, so that it cannot harm others later.
+"""Checks of a request before an engine accepts it, so that an invalid one cannot fail a step and harm other requests.
 
-The frontend has refused most of this already, in its own words; an engine cannot know who calls it.
+The frontend has refused most of these already, with its own messages; but an engine may have other callers.
 """
 
 import math
@@ -13,9 +13,8 @@ from dynamo.protocols import blocks, generate, model_errors
 
 _CHOICES = range(2**32)
 _SEEDS = range(-(2**63), 2**64)
-_SHAPE: dict[
-    str, tuple[str, Callable[[Any], bool]]
-] = {  # what a sampling option may be: a sentence, and the test
+# Allowed values of sampling options, in words and as a test.
+_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("at least 0", lambda x: 0 <= x < math.inf),
     "top_p": ("from 0 (the likeliest token) to 1", lambda x: 0 <= x <= 1),
     "top_k": ("at least 0", lambda x: x >= 0),
@@ -28,9 +27,9 @@ _SHAPE: dict[
 
 
 def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int | None) -> None:
-    """Raises RequestError if an engine with these facts can never serve it, WorkerLost if only another one can.
+    """Raise RequestError if no engine with these facts can serve the request, WorkerLost if another worker may.
 
-    `vocab_size` None: any token will do.
+    With `vocab_size` None any token id is accepted.
     """
     _check_prompt(request, facts.context_length)
     _check_resumed(request)
@@ -46,9 +45,9 @@ def check(request: generate.Request, facts: api.EngineFacts, *, vocab_size: int 
             raise _invalid(name, f"from 0 to {facts.max_top_logprobs}", num_logprobs)
     _check_guided(request, facts)
     if request.lora_name not in (None, *facts.lora_names):
-        known = ", ".join(facts.lora_names) or "none"
-        raise errors.WorkerLost(  # who asks for it had read that it is here, a moment ago
-            f"this engine serves the LoRA adapters {known}; {request.lora_name!r} was asked for"
+        names = ", ".join(facts.lora_names) or "none"
+        raise errors.WorkerLost(  # the caller has read a model card that is no longer current
+            f"this engine serves the LoRA adapters {names}; {request.lora_name!r} was asked for"
         )
     if request.data_parallel_rank not in (None, *range(facts.data_parallel_size)):
         raise _invalid(
@@ -62,7 +61,7 @@ def _check_guided(request: generate.Request, facts: api.EngineFacts) -> None:
         return
     if not facts.supports_guided:
         raise errors.InvalidRequest(
-            f"{guided.param}: this engine cannot hold an answer to a grammar", param=guided.param
+            f"{guided.param}: this engine has no guided decoding", param=guided.param
         )
     if not request.eos_token_ids:
         raise _invalid("eos_token_ids", "at least one, with which a guided answer can end", ())
@@ -93,7 +92,7 @@ def _check_resumed(request: generate.Request) -> None:
 def _check_sampling(options: generate.SamplingOptions, max_num_seqs: int) -> None:
     if not 1 <= options.n <= max_num_seqs:
         raise _invalid("n", f"from 1 to {max_num_seqs}", options.n)
-    for name, (expected, is_allowed) in _SHAPE.items():
+    for name, (expected, is_allowed) in _ALLOWED.items():
         value = getattr(options, name)
         if not is_allowed(value):
             raise _invalid(name, expected, value)
@@ -111,9 +110,9 @@ def _check_tokens(request: generate.Request, vocab_size: int) -> None:
     }
     for param, token_ids in named.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            got = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
-            raise _invalid(param, f"token ids from 0 to {vocab_size - 1}", got)
+            worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
+            raise _invalid(param, f"token ids from 0 to {vocab_size - 1}", worst)
 
 
-def _invalid(param: str, expected: str, got: object) -> errors.InvalidRequest:
-    return errors.InvalidRequest(f"{param}: expected {expected}, got {got!r}", param=param)
+def _invalid(param: str, expected: str, value: object) -> errors.InvalidRequest:
+    return errors.InvalidRequest(f"{param}: expected {expected}, got {value!r}", param=param)

@@ -74,7 +74,7 @@ def attend(cache, parts):
         Chunk(sequence=story.sequence, start=start, num_tokens=count, samples=False)
         for story, start, count in parts
     ]
-    batch = attention.Batch(cache, chunks)
+    batch = attention.PagedBatch(cache, chunks)
     rows = len(batch.positions)
     q, kv = torch.zeros(rows, HEADS, DIM), torch.zeros(rows, 2 * KV_HEADS, DIM)
     ends = [row + 1 for row in batch.last_rows]

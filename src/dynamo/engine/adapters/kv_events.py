@@ -114,7 +114,7 @@ class EventTranslator:
     """Translates the events of one rank; the results are to be published in order."""
 
     def __init__(self, block_size: int, *, max_blocks: int = MAX_BLOCKS) -> None:
-        self.num_dropped = 0  # stored blocks whose hash could not be computed
+        self.num_dropped = 0  # stored blocks without a computable hash
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._cached: dict[kv_events.Tier, dict[EngineHash, _CachedBlock]] = {
@@ -212,7 +212,7 @@ class RankBatches:
 
     @property
     def num_dropped(self) -> int:
-        """Return the number of stored blocks whose hash could not be computed."""
+        """Return the number of stored blocks without a computable hash."""
         return self._translator.num_dropped
 
     def receive(self, number: int, payload: bytes) -> list[kv_events.KvEvent]:

@@ -6,7 +6,7 @@ its latest batches for replay, at an endpoint of its own. If the user has config
 connects to where it binds.
 
 One thread receives and translates batches, hands them to the event loop, and receives more only when the loop has taken
-them. So further batches wait in ZeroMQ, whose queue is bounded, and batches that do not fit there are replayed.
+them. So further batches wait in ZeroMQ with its bounded queue, and batches that do not fit there are replayed.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class ZmqKvSubscriber:
 
     @property
     def num_dropped(self) -> int:
-        """Return the number of stored blocks whose hash could not be computed, over all ranks."""
+        """Return the number of stored blocks without a computable hash, over all ranks."""
         return sum(rank.num_dropped for rank in self._ranks.values())
 
     @property

@@ -109,7 +109,7 @@ class StreamingEngine:
         self._sleep = sleep
         self._lora_adapters = lora_adapters
         self._clock = clock or clocks.SystemClock()
-        self._unloaded: set[str] = set()  # LoRA adapters whose KV blocks may still be cached
+        self._unloaded: set[str] = set()  # LoRA adapters that may still have cached KV blocks
         self._tasks = tasks.Tasks()
         self._open: dict[str, _OpenRequest] = {}  # by request id
         self._pending: list[_PendingOutput] = []

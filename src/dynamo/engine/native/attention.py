@@ -13,7 +13,7 @@ beyond. So here
 - a query attends to a number of keys that follows from its position alone (`key_span`; the surplus is masked):
   chunks are cut into tiles at the edges of spans, and single tokens are grouped by span;
 - no matrix has a remainder of fewer than `MIN_ROWS` rows: it is filled up with zeros, or with rows of another part,
-  whose results are dropped.
+  and the results of these rows are dropped.
 """
 
 import itertools
@@ -107,7 +107,7 @@ class PrefillChunk:
             out[first : first + count] = attended[:, :, :count].permute(2, 1, 0, 3)
 
 
-class Batch:
+class PagedBatch:
     """A step's tokens in one flat batch, and which keys each attends to. Made once per step, used by every layer.
 
     Prefill chunks come first, so that the rows which fill up their last tile mostly belong to other chunks; then single

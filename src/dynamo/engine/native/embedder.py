@@ -30,7 +30,7 @@ MAX_BATCHED_TOKENS = 8192
 
 
 class NativeEmbedder:
-    """An `api.Embedder` whose model computes in a thread of its own."""
+    """An `api.Embedder` that computes in a thread of its own."""
 
     def __init__(self, model_path: Path, settings: NativeConfig) -> None:
         self._model_path = model_path

@@ -36,7 +36,7 @@ class _OpenRequest:
 
 
 class LoadedEngine:
-    """An engine whose model has been loaded: its loop and its open requests. Used on the event loop only."""
+    """A loaded engine: its loop and its open requests. Used on the event loop only."""
 
     def __init__(
         self, assembly: Assembly, exchange: exchanges.KvExchange, sink: api.EngineSink, post: Post
@@ -152,7 +152,7 @@ class LoadedEngine:
         request: generate.Request,
         grammar: guided_decoding.CompiledGrammar | errors.DynamoError,
     ) -> None:
-        """Pass on a request whose grammar was compiled, or fail it if that is an error."""
+        """Pass on a request with its compiled grammar, or fail it if compilation failed."""
         if self._is_stopped or self._death is not None or self._find_open(request) is None:
             return
         if isinstance(grammar, errors.DynamoError):

@@ -35,7 +35,7 @@ MAX_RULES = 1000
 MAX_REFERENCES = 500
 STACK_BYTES = 2**26
 MAX_CACHED = 32  # grammars; the least recently used goes first
-MAX_WAITING = 64  # requests whose grammar is to be compiled
+MAX_WAITING = 64  # requests that wait for their grammar
 BACKENDS = (None, "auto", "guidance", "llguidance")
 MAX_STEP_S = 0.25  # CPU time to compute a mask; an ordinary grammar takes a hundredth of it
 
@@ -188,10 +188,10 @@ class GrammarCompiler:
 
 def check(guided: generate.GuidedDecoding) -> None:
     """Check number, size and backend of constraints. Raises InvalidRequest."""
-    given = [name for name in _CONSTRAINTS if getattr(guided, name)]
-    if len(given) != 1 and not (guided.calls is not None and not given):
+    constraints = [name for name in _CONSTRAINTS if getattr(guided, name)]
+    if len(constraints) != 1 and not (guided.calls is not None and not constraints):
         raise errors.InvalidRequest(
-            f"{guided.param}: expected one of {', '.join(_CONSTRAINTS)}, got {len(given)}",
+            f"{guided.param}: expected one of {', '.join(_CONSTRAINTS)}, got {len(constraints)}",
             param=guided.param,
         )
     for unit, size, limit in _sizes(guided):

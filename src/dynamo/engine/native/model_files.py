@@ -1,7 +1,7 @@
 """JSON files of a model directory that are read without torch: an encoder's config.json, and how texts are embedded.
 
-An encoder is a BERT, RoBERTa or XLM-RoBERTa. RoBERTa is BERT whose positions are counted from the padding token's id
-on, so two numbers make the difference. How hidden states become one vector for a text is in the files of
+An encoder is a BERT, RoBERTa or XLM-RoBERTa. RoBERTa is BERT with positions that are counted from the padding token's
+id on, so two numbers make the difference. How hidden states become one vector for a text is in the files of
 sentence-transformers:
 
     modules.json                 the steps: Transformer, Pooling, Normalize

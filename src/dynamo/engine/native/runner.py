@@ -1,6 +1,6 @@
 """The model runner: a step's chunks in, its tokens out.
 
-    chunks ── Batch (tokens, and slots of keys and values) ── Decoder ── logits of the chunks' ends ── Sampler
+    chunks ── PagedBatch (tokens, and slots of keys and values) ── Decoder ── logits of the chunks' ends ── Sampler
 
 Weights, cache and arithmetic share one type: on a CPU 32 bits, elsewhere the checkpoint's, unless `--dtype` names one.
 """
@@ -84,7 +84,7 @@ class PromptLogprobs:
         self._logprobs: dict[Sequence, list[generate.TokenLogprobs]] = {}
 
     def add_chunk(self, chunk: Chunk, first_row: int, logits_of: LogitsOf) -> None:
-        """Compute the logprobs of a chunk that was run, whose first token is this row of the batch."""
+        """Compute the logprobs of a chunk that was run as the rows of the batch from `first_row` on."""
         sequence = chunk.sequence
         logprobs = self._logprobs.setdefault(sequence, [])
         end = min(chunk.start + chunk.num_tokens, sequence.prompt_len - 1)
@@ -155,7 +155,7 @@ class Runner:
     def logits(self, chunks: abc.Sequence[Chunk]) -> torch.Tensor:
         """Compute these chunks; return logits [chunks that sample, vocabulary] in 32 bits."""
         with torch.inference_mode():
-            batch = attention.Batch(self._cache, chunks)
+            batch = attention.PagedBatch(self._cache, chunks)
             cos, sin = (x.index_select(0, batch.positions) for x in (self._cos, self._sin))
             hidden = self._decoder.hidden(batch.token_ids, cos, sin, batch)
             for last, chunk in zip(batch.last_rows, chunks, strict=True):

@@ -134,7 +134,7 @@ def _draw_grouped(
     """Draw each row by its function; rows with the same function are drawn together."""
     token_ids = [0] * len(states)
     for function in dict.fromkeys(functions):
-        rows = [i for i, other in enumerate(functions) if other is function]
+        rows = [i for i, chosen in enumerate(functions) if chosen is function]
         drawn = function(_rows(logits, rows), [states[i] for i in rows])
         for i, token_id in zip(rows, drawn, strict=True):
             token_ids[i] = token_id
@@ -190,7 +190,7 @@ def _probabilities(logits: torch.Tensor, states: list[SamplingState]) -> torch.T
 def _draw_from_best(
     probabilities: torch.Tensor, states: list[SamplingState], width: int
 ) -> list[int]:
-    """Draw among the `width` likeliest; a row whose top-k or top-p needs more is drawn again among 8 times as many."""
+    """Draw among the `width` likeliest; a row that needs more for its top-k or top-p is drawn among 8 times as many."""
     size = probabilities.shape[1]
     best, token_ids = probabilities.topk(min(width, size))
     chosen = _draw_among(best, token_ids, states, size=size)
@@ -223,7 +223,7 @@ def _draw_among(
 
 
 def _rows_that_need_more(best: torch.Tensor, states: list[SamplingState], size: int) -> list[int]:
-    """Return the rows whose top-k or top-p reaches beyond these candidates."""
+    """Return the rows that need more than these candidates for their top-k or top-p."""
     width = best.shape[1]
     sums = best.cumsum(-1, dtype=torch.float64)[:, -1].tolist()
     rows = []
@@ -263,7 +263,7 @@ def _ban_and_bias(logits: torch.Tensor, state: SamplingState) -> None:
 def _logprobs(
     logits: torch.Tensor, token_ids: list[int], states: list[SamplingState]
 ) -> dict[int, generate.TokenLogprobs]:
-    """Return the logprobs of the drawn tokens, for those rows whose request asked for them."""
+    """Return the logprobs of the drawn tokens, by row, for the requests that asked for them."""
     num_by_row = {i: d.num_logprobs for i, d in enumerate(states) if d.num_logprobs is not None}
     if not num_by_row:
         return {}

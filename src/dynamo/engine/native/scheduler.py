@@ -102,7 +102,7 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def submit(self, request: generate.Request, grammar: Grammar | None = None) -> None:
-        """Add a request that has passed `engine.refusal` and whose id is not in use; its answers follow `grammar`."""
+        """Add a request that has passed `engine.refusal`, with an id that is not in use; answers follow `grammar`."""
         prompt = blocks.unpack(request.token_ids)
         remote = kv_transfer.remote_blocks(request.kv_transfer_params)
         first_token = sharing.usable_first_token(request, remote)
@@ -145,8 +145,8 @@ class Scheduler:
         for sequence in aborted:
             self._end(sequence, group)
             if not sequence.num_output:  # the next one leads
-                for other in group.open:
-                    other.leader = group.open[0] if other is not group.open[0] else None
+                for follower in group.open:
+                    follower.leader = group.open[0] if follower is not group.open[0] else None
         return aborted
 
     def clear(self) -> StepResult:

@@ -24,7 +24,7 @@ _DERIVED = re.compile(
 
 
 class Checkpoint:
-    """Open files with the tensors that were not taken yet. A context manager, whose exit closes the files."""
+    """Open files with the tensors that were not taken yet; a context manager that closes the files."""
 
     def __init__(self, model_path: Path, *, dtype: torch.dtype, device: str) -> None:
         self._path, self._dtype, self._device = model_path, dtype, device
@@ -66,14 +66,14 @@ class Checkpoint:
 
     def refuse_rest(self, *ignored: str) -> None:
         """Raise ConfigError if a tensor was not taken, except derived ones and those with a prefix in `ignored`."""
-        rest = [
+        unknown = [
             name
             for name in self._file_by_tensor
             if not name.startswith(ignored) and not _DERIVED.fullmatch(name)
         ]
-        if rest:
+        if unknown:
             raise errors.ConfigError(
-                f"{self._path}: {len(rest)} tensors are of no known use, as {sorted(rest)[0]}; "
+                f"{self._path}: {len(unknown)} tensors are of no known use, as {sorted(unknown)[0]}; "
                 "config.json does not describe these weights"
             )
 

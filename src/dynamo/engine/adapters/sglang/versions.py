@@ -94,7 +94,7 @@ async def generate(
 
 
 def abort(engine: Engine, name: str) -> None:
-    """Abort all requests whose names begin with `name`."""
+    """Abort all requests with names that begin with `name`."""
     engine.tokenizer_manager.abort_request(rid=name)
 
 

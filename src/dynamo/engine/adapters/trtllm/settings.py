@@ -62,9 +62,9 @@ def llm_arguments(directory: Path, settings: TrtllmConfig, extra: Arguments) -> 
         raise errors.ConfigError(
             f"--override-engine-args: expected a map, got {settings.override_engine_args!r}"
         )
-    for given, flag in ((extra, "--extra-engine-args"), (override, "--override-engine-args")):
+    for arguments, flag in ((extra, "--extra-engine-args"), (override, "--override-engine-args")):
         for name, reason in _RESERVED_ARGUMENTS.items():
-            if name in given:
+            if name in arguments:
                 raise errors.ConfigError(f"{flag}: {name} is set by this worker: {reason}")
     merged = merge_arguments(merge_arguments(_flag_arguments(directory, settings), extra), override)
     # Only guided decoding needs a tokenizer.

@@ -1,1 +1,1 @@
-"""The adapter for vLLM's `AsyncLLM`, whose scheduler and model run in processes of their own: tokens in, tokens out."""
+"""The adapter for vLLM's `AsyncLLM`: tokens in, tokens out. Its scheduler and model run in processes of their own."""

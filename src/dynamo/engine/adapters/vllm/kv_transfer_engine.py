@@ -7,7 +7,7 @@ vLLM's parameters travel unchanged, as `KvTransferParams.connector`. The two eng
 first request needs it, so `connect_peer` only checks that the other engine uses the same connector. Blocks that no
 engine fetches are freed by vLLM (after 30 seconds, unless a reader that waits its turn announces itself).
 
-A prompt whose blocks do not come, because vLLM reports a failure or because nothing arrives for too long, is submitted
+A prompt for which no blocks come, because vLLM reports a failure or because nothing arrives for too long, is submitted
 to vLLM again, to be computed here. That is possible as long as nothing has been answered.
 """
 
@@ -41,7 +41,7 @@ class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class _Import:
-    """A request without outputs yet, whose blocks another engine has."""
+    """A request without outputs yet, with its blocks at another engine."""
 
     request: generate.Request
     began_at: float
@@ -67,7 +67,9 @@ class KvTransferEngine:
         self._connector = connector
         self._is_export_enabled = False
         self._imports: dict[str, _Import] = {}  # by request id
-        self._exports: set[str] = set()  # ids of requests whose blocks another engine will fetch
+        self._exports: set[str] = (
+            set()
+        )  # ids of requests with blocks that another engine will fetch
         self._listeners: list[Callable[[sharing.ImportReport], None]] = []
         self._sink: api.EngineSink | None = None
 

@@ -21,7 +21,7 @@ from dynamo.engine.native.models.linear import Linear
 
 
 class AttentionBatch(Protocol):
-    """The interface to attention over a flat batch: `attention.Batch`, `attention.PackedTexts`."""
+    """The interface to attention over a flat batch: `attention.PagedBatch`, `attention.PackedTexts`."""
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Let q [tokens, heads, head_dim] attend to kv [tokens, 2 * KV heads, head_dim] and earlier tokens.
