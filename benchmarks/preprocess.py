@@ -16,8 +16,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dynamo.base import clock
+from dynamo.frontend.apis.chat import request as openai_chat
 from dynamo.preprocess import loading, preprocessor
-from dynamo.protocols import generate, model_card, openai_chat
+from dynamo.protocols import generate, model_card
 
 REPEATS = 5
 ROUNDS = 4000
@@ -77,12 +78,12 @@ def report(name: str, per_round: Callable[[], object], *, rounds: int = ROUNDS) 
 def measure_request(model: preprocessor.Preprocessor, name: str, text: str, rounds: int) -> None:
     """From a body to the bytes of the internal request."""
     body = body_of(text)
-    prepared = asyncio.run(model.chat(openai_chat.decode(body), "r"))
+    prepared = asyncio.run(model.prepare_conversation(openai_chat.decode(body), "r"))
     name = f"{name} ({prepared.request.prompt_len} tokens)"
 
     async def all_rounds() -> None:
         for _ in range(rounds):
-            encode((await model.chat(openai_chat.decode(body), "r")).request)
+            encode((await model.prepare_conversation(openai_chat.decode(body), "r")).request)
 
     report(f"{name}: read and check JSON", lambda: openai_chat.decode(body), rounds=rounds)
     best = float("inf")
@@ -95,14 +96,16 @@ def measure_request(model: preprocessor.Preprocessor, name: str, text: str, roun
 
 def measure_answer(model: preprocessor.Preprocessor) -> None:
     """From an engine's outputs to text, a token at a time."""
-    request = asyncio.run(model.chat(openai_chat.decode(body_of(QUESTION * 50)), "r")).request
+    request = asyncio.run(
+        model.prepare_conversation(openai_chat.decode(body_of(QUESTION * 50)), "r")
+    ).request
     ids = memoryview(request.token_ids).cast("I").tolist()
     outputs = [generate.Output(token_ids=(one,)) for one in ids]
     watched = msgspec.structs.replace(
         request, stop_conditions=generate.StopConditions(stop=("\n\nUser:", "THE END"))
     )
     for name, one in (("plain", request), ("two stop strings", watched)):
-        text = model.answer(one)
+        text = model.make_answer_text(one)
         report(
             f"answer, {name}: {len(outputs)} tokens",
             lambda text=text: [text.push(output) for output in outputs],

@@ -3,6 +3,8 @@
 Whatever it asks: no 5xx, a status and a body that are described, and what is forbidden is refused.
 """
 
+from unittest import mock
+
 import pytest
 import requests
 import schemathesis
@@ -12,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
-from dynamo.frontend import operations
-from dynamo.frontend.description import openapi
+from dynamo.frontend import app
+from dynamo.frontend.apis import openapi
 
 NUM_EXAMPLES = 8  # of each kind for each operation
 # It makes bodies that the schema allows and that mean nothing (unknown tools, parameters that contradict each other): a
@@ -21,8 +23,8 @@ NUM_EXAMPLES = 8  # of each kind for each operation
 load_all_checks()
 LEFT_OUT = CHECKS.get_by_names(["positive_data_acceptance"])
 CASES = [
-    (method, openapi.path_of(pattern), mode)
-    for (method, pattern), operation in operations.OPERATIONS.items()
+    (operation.method, openapi.openapi_path(operation.path), mode)
+    for operation in app.App(mock.MagicMock()).operations
     for mode in GenerationMode
     if mode is GenerationMode.POSITIVE or operation.request is not None
 ]

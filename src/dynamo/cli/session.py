@@ -8,9 +8,10 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
+from dynamo.frontend.apis.chat import request as openai_chat
 from dynamo.frontend.model_registry import file_fetcher
 from dynamo.preprocess import choice_text, loading, preprocessor
-from dynamo.protocols import generate, instances, model_card, openai_chat
+from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import client, component, requests
 
 FIND_S = 5.0  # for the instances of an endpoint to be seen
@@ -51,11 +52,13 @@ class Session:
         """Answer a conversation; other fields are those of OpenAI's request. Cancelling it stops the worker."""
         began_at = self._clock.now()
         body = msgspec.json.encode({"model": self.model, "messages": messages, **fields})
-        prepared = await self._processor.chat(openai_chat.decode(body), ids.new_request_id())
+        prepared = await self._processor.prepare_conversation(
+            openai_chat.decode(body), ids.new_request_id()
+        )
         request = prepared.request
         if request.sampling_options.n != 1:
             raise errors.InvalidRequest("n: expected 1, because one answer is told here", param="n")
-        teller = _Teller(self._processor.answer(request), on_text)
+        teller = _Teller(self._processor.make_answer_text(request), on_text)
         stream = await self._endpoint.open(request, teller)
         try:
             await teller.ended_well

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dynamo.base import errors
-from dynamo.frontend.answer import sse
+from dynamo.frontend.delivery import sse
 from dynamo.frontend.model_registry import registry
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import client, requests

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.frontend import metrics, migration, nvext_response
-from dynamo.frontend.answer import delivery
-from dynamo.frontend.answer.leg import Leg
+from dynamo.frontend.delivery import delivery
+from dynamo.frontend.delivery.attempt import Attempt
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate
@@ -52,9 +52,9 @@ class Dispatcher:
     ) -> None:
         """Each prompt to a worker."""
         trip = RequestDispatch(self, model, reply, meter, instance_id)
-        reply.go_on = trip.go_on
+        reply.retry = trip.go_on
         avoid = self.busy_workers(model)
-        for leg in reply.prompt_legs():
+        for leg in reply.make_attempts():
             if reply.is_over:  # the client has gone, or an earlier prompt has failed
                 return
             meter.prompt(leg.request)
@@ -91,7 +91,7 @@ class RequestDispatch:
         limit_s = shared.timeout_s
         self._until = None if limit_s is None else shared.clock.now() + limit_s
 
-    async def send(self, leg: Leg, model: RegisteredModel, avoid: Collection[int]) -> None:
+    async def send(self, leg: Attempt, model: RegisteredModel, avoid: Collection[int]) -> None:
         """To an instance, if possible none of `avoid`. Raises what `ServedModel.open` does."""
         stream = await model.open_stream(
             leg.request,
@@ -100,7 +100,7 @@ class RequestDispatch:
                 instance_id=self._instance_id,
                 headers=self._headers(),
                 timeout_s=None if self._until is None else self._until - self._shared.clock.now(),
-                add_disconnect_callback=self._reply.on_gone,
+                add_disconnect_callback=self._reply.on_disconnect,
                 on_dispatched=self._on_asked(leg),
                 on_prefilled=None if self._extra is None else self._extra.prefilled,
             ),
@@ -108,13 +108,13 @@ class RequestDispatch:
         )
         self._opened(leg, stream)
 
-    def go_on(self, leg: Leg, error: errors.DynamoError) -> bool:
+    def go_on(self, leg: Attempt, error: errors.DynamoError) -> bool:
         """This leg broke off: another is begun for what is left of it; False: it cannot be."""
         if self._instance_id is not None or not self._is_lost(leg, error):
             return False
         rules, card = self._shared.rules, self._model.card
-        origin, num_choices = self._reply.origin(leg), self._reply.num_choices
-        answered = leg.answered(num_choices)
+        origin, num_choices = self._reply.original_request(leg), self._reply.num_choices
+        answered = leg.collect_answered(num_choices)
         verdict = rules.judge(
             num_migrations=leg.num_moves,
             limit=rules.limit_of(card.migration_limit),
@@ -127,7 +127,7 @@ class RequestDispatch:
         self._shared.tasks.start("migrate a request", self._move(legs, error))
         return True
 
-    def _is_lost(self, leg: Leg, error: errors.DynamoError) -> bool:
+    def _is_lost(self, leg: Attempt, error: errors.DynamoError) -> bool:
         """Is that a reason to try elsewhere? A moved request need not fail because the next worker is full."""
         is_full = leg.num_moves > 0 and isinstance(error, errors.Unavailable)
         return is_full or isinstance(error, errors.WorkerLost)
@@ -141,7 +141,7 @@ class RequestDispatch:
             _logger.warning("the request is longer than --migration-max-seq-len (%s)", error)
         logs.log_context.reset(token)
 
-    async def _move(self, legs: Collection[Leg], error: errors.DynamoError) -> None:
+    async def _move(self, legs: Collection[Attempt], error: errors.DynamoError) -> None:
         logs.log_context.set(self._subject)
         _logger.warning("Stream disconnected... recreating stream... (%s)", error)
         began_at = self._shared.clock.now()
@@ -153,13 +153,15 @@ class RequestDispatch:
             elif not self._reply.is_over:
                 await self._place(leg, began_at)
 
-    async def _place(self, leg: Leg, began_at: float) -> None:
+    async def _place(self, leg: Attempt, began_at: float) -> None:
         """Find it a worker, or fail."""
         now, limit_s = self._shared.clock.now, self._shared.rules.wait_s
         while leg.is_open and not self._reply.is_over:
             try:
                 model = self._current_model()
-                await self.send(leg, model, {*self._shared.busy_workers(model), *leg.lost})
+                await self.send(
+                    leg, model, {*self._shared.busy_workers(model), *leg.lost_instances}
+                )
             except (errors.Unavailable, errors.WorkerLost) as error:
                 if now() - began_at >= limit_s:
                     self._reply.fail(error)
@@ -171,7 +173,7 @@ class RequestDispatch:
                 self._moved(leg, now() - began_at)
                 return
 
-    def _moved(self, leg: Leg, duration_s: float) -> None:
+    def _moved(self, leg: Attempt, duration_s: float) -> None:
         self._meter.moved(duration_s, is_new=not leg.has_begun)
         num_tokens = leg.request.num_resumed
         _logger.info("the stream goes on after %d tokens and %.1f ms", num_tokens, duration_s * 1e3)
@@ -185,28 +187,28 @@ class RequestDispatch:
             )
         return model
 
-    def _opened(self, leg: Leg, stream: requests.Stream) -> None:
-        leg.opened(stream)
+    def _opened(self, leg: Attempt, stream: requests.Stream) -> None:
+        leg.set_stream(stream)
         if self._reply.is_over or not leg.is_open:
             leg.cancel()
 
     @property
     def _extra(self) -> nvext_response.NvextResponse | None:
-        return self._reply.order.extra
+        return self._reply.prepared.extra
 
-    def _on_asked(self, leg: Leg) -> Callable[[int], None]:
+    def _on_asked(self, leg: Attempt) -> Callable[[int], None]:
         extra = self._extra
         if extra is None:
-            return leg.asked
+            return leg.set_instance
 
         def asked(instance_id: int) -> None:
-            leg.asked(instance_id)
+            leg.set_instance(instance_id)
             extra.asked(instance_id)
 
         return asked
 
     def _headers(self) -> Mapping[str, str]:
-        headers = dict(self._reply.order.headers)
+        headers = dict(self._reply.prepared.headers)
         trace = self._meter.arrival.trace
         return headers if trace is None else headers | trace.headers()
 

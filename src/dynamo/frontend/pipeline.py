@@ -1,66 +1,85 @@
-"""The life of a request in the frontend: find its model, prepare it, give it to a worker, deliver what comes.
+"""The path of a request for generated text: find its model, prepare it, admit it, give it to workers.
 
-`Pipeline.answer` is that path. It returns when the workers have the request; from then on the answer goes from the
-request plane's callbacks through a `Delivery` to the client, without any task.
+`Pipeline.answer` is that path. It returns when the workers have the request; from then on outputs go from the request
+plane's callbacks through a `Delivery` to the client, without any task.
 """
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from dynamo.base import clock, errors, ids
-from dynamo.frontend import (
-    apis,
-    audit,
-    dispatch,
-    identity,
-    metrics,
-    nvext_response,
-    routing_headers,
-)
+from dynamo.base import clock as clocks
+from dynamo.base import errors, ids
+from dynamo.frontend import audit, dispatch, metrics, nvext_response, routing_headers
 from dynamo.frontend.admission import controller
-from dynamo.frontend.answer import delivery, instance_query, sse, whole_delivery
+from dynamo.frontend.delivery import delivery, identity, sse, whole
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import logs, tracing
-from dynamo.protocols import generate, openai_fields
+from dynamo.preprocess import inputs, preprocessor
 from dynamo.runtime.http import exchange
 
-_CALLERS_ID = re.compile(r"[!-~]{1,200}")
+REQUEST_ID_HEADERS = ("x-request-id", "x-dynamo-request-id")
+QUERY_INSTANCE_ID = "query_instance_id"  # the annotation that asks which worker would answer
+_CLIENT_REQUEST_ID = re.compile(r"[!-~]{1,200}")
 _logger = logging.getLogger(__name__)
+R = TypeVar("R", bound=inputs.GenerationInput)
+F = TypeVar("F", bound=sse.AnswerFormatter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationApi(Generic[R, F]):
+    """An API that generates text: how to decode a request, prepare it and format its answer."""
+
+    endpoint: str  # the label in metrics
+    decode: Callable[[bytes], R]
+    prepare: Callable[
+        [preprocessor.Preprocessor, R, str], Awaitable[Sequence[preprocessor.Prepared]]
+    ]
+    make_formatter: Callable[[R, identity.Identity], F]
+    stream: Callable[
+        [exchange.Exchange, delivery.PreparedRequest[F], metrics.RequestMeter], delivery.Delivery
+    ]
+    dialect: delivery.ErrorDialect
+    id_headers: Sequence[str] = REQUEST_ID_HEADERS
 
 
 class Pipeline:
-    """Answers requests that generate text."""
+    """Answers the requests of all APIs that generate text."""
 
     def __init__(
         self,
-        known: registry.ModelRegistry,
-        counted: metrics.FrontendMetrics,
-        time: clock.Clock,
-        to_workers: dispatch.Dispatcher,
+        registry: registry.ModelRegistry,
+        frontend_metrics: metrics.FrontendMetrics,
+        clock: clocks.Clock,
+        dispatcher: dispatch.Dispatcher,
         admission: controller.AdmissionController,
-        enter_trace: tracing.StartSpan = tracing.forward_trace,
+        start_trace: tracing.StartSpan = tracing.forward_trace,
         watch: audit.WatchExchange | None = None,
     ) -> None:
-        self._models = known
-        self._metrics = counted
-        self._clock = time
-        self._dispatcher = to_workers
-        self._enter_trace = enter_trace
-        self._watch = watch
+        self._models = registry
+        self._metrics = frontend_metrics
+        self._clock = clock
+        self._dispatcher = dispatcher
         self._admission = admission
+        self._start_trace = start_trace
+        self._watch = watch
 
-    async def answer(self, api: apis.Api[apis.R, apis.S], caller: exchange.Exchange) -> None:
-        """One request, from its body to the workers that answer it."""
-        arrival = arrive(caller, self._metrics, self._enter_trace)
+    async def answer(self, api: GenerationApi[R, F], client: exchange.Exchange) -> None:
+        """Take one request from its body to the workers that answer it."""
+        arrival = record_arrival(client, self._metrics, self._start_trace)
         if self._watch is not None:
-            caller = self._watch(caller)
+            client = self._watch(client)
         try:
-            request = api.decode(caller.request.body)
+            request = api.decode(client.request.body)
             model = self._models.find(request.model)
-        except errors.DynamoError as error:
-            self._refuse(api, caller, arrival, error)
+        except errors.DynamoError as error:  # for no known model
+            unknown = self._metrics.of_model(metrics.UNKNOWN_MODEL)
+            meter = metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival)
+            meter.failed(error)
+            delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
             return
         meter = metrics.RequestMeter(
             self._metrics.of_model(model.name),
@@ -69,33 +88,33 @@ class Pipeline:
             arrival=arrival,
         )
         try:
-            routing = routing_headers.parse_headers(caller.request.headers)
-            order = await self._prepare(api, model, request, arrival, routing)
+            routing = routing_headers.parse_headers(client.request.headers)
+            prepared = await self._prepare(api, model, request, arrival, routing)
             instance_id = routing.instance_of(request)
             if self._admission.is_active:
-                prompts = [one.request for one in order.prompts]
-                await self._admission.admit(model, prompts, caller, meter, instance_id)
-            if instance_query.NAME in order.annotations:
-                self._tell_instance(model, order, caller, instance_id)
+                prompts = [prompt.request for prompt in prepared.prompts]
+                await self._admission.admit(model, prompts, client, meter, instance_id)
+            if QUERY_INSTANCE_ID in prepared.annotations:
+                self._respond_instance_id(model, prepared, client, instance_id)
                 meter.succeeded()
                 return
         except errors.DynamoError as error:
             meter.failed(error)
-            delivery.respond_error(caller, error, api.dialect, _told(api, arrival))
+            delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
             return
-        deliver = api.stream if request.stream else whole_delivery.WholeDelivery
-        reply = deliver(caller, order, meter)
+        deliver = api.stream if request.stream else whole.WholeDelivery
+        reply = deliver(client, prepared, meter)
         await self._dispatcher.begin(model, reply, meter, instance_id)
 
     async def _prepare(
         self,
-        api: apis.Api[apis.R, apis.S],
+        api: GenerationApi[R, F],
         model: RegisteredModel,
-        request: apis.R,
+        request: R,
         arrival: metrics.Arrival,
         routing: routing_headers.RoutingHeaders,
-    ) -> delivery.Order[apis.S]:
-        """Text to tokens, and all that the answer will need."""
+    ) -> delivery.PreparedRequest[F]:
+        """Tokenize the request and gather what its answer needs. Raises RequestError."""
         model.check_can_generate()
         if request.store and self._watch is None:
             raise errors.InvalidRequest(
@@ -104,105 +123,92 @@ class Pipeline:
             )
         _check_logprobs(model, request)
         preparer = model.preparer
-        wanted = request.extensions.extra_fields
-        timed = (
-            nvext_response.NvextResponse(wanted, self._clock) if wanted else None
-        )  # from here on
+        extra_fields = request.extensions.extra_fields
+        extra = nvext_response.NvextResponse(extra_fields, self._clock) if extra_fields else None
         prompts = await api.prepare(preparer, request, arrival.id)
-        _check_guided(model, prompts[0].request.sampling_options.guided_decoding)
-        who = identity.Identity(
+        guided = prompts[0].request.sampling_options.guided_decoding
+        if guided is not None and not model.card.runtime_config.supports_guided:
+            raise errors.InvalidRequest(
+                f"{guided.param}: the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
+                param=guided.param,
+            )
+        answer_identity = identity.Identity(
             request_id=arrival.id,
             created=int(self._clock.wall()),
             model=model.name,
             fingerprint=model.fingerprint,
             text=preparer.text,
         )
-        return delivery.Order(
-            shape=api.shape(request, who),
+        return delivery.PreparedRequest(
+            formatter=api.make_formatter(request, answer_identity),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=routing.apply(prompts if timed is None else timed.apply(prompts)),
+            prompts=routing.apply(prompts if extra is None else extra.apply(prompts)),
             request=request,
-            headers=_told(api, arrival),
-            extra=timed,
+            headers=_id_headers(api, arrival),
+            extra=extra,
         )
 
-    def _tell_instance(
+    def _respond_instance_id(
         self,
         model: RegisteredModel,
-        order: delivery.Order[sse.Shape],
-        caller: exchange.Exchange,
+        prepared: delivery.PreparedRequest[F],
+        client: exchange.Exchange,
         instance_id: int | None,
     ) -> None:
-        """Who would be asked. Raises NoWorkers."""
-        chosen = model.choose_instance(
-            order.prompts[0].request,
+        """Answer which worker would be chosen, without asking it. Raises NoWorkers.
+
+        A gateway in front of this frontend asks so, and later sends the request itself, with the worker's id and the
+        tokens. Both are annotations of a stream that holds nothing else.
+        """
+        chosen_id = model.choose_instance(
+            prepared.prompts[0].request,
             instance_id=instance_id,
-            avoid=self._dispatcher.busy_workers(model),
+            avoid=self._admission.busy_workers(model),
         )
-        instance_query.respond(caller, order, chosen)
-
-    def _refuse(
-        self,
-        api: apis.Api[apis.R, apis.S],
-        caller: exchange.Exchange,
-        arrival: metrics.Arrival,
-        error: errors.DynamoError,
-    ) -> None:
-        """Before it is known which model was meant."""
-        unknown = self._metrics.of_model(metrics.UNKNOWN_MODEL)
-        metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival).failed(error)
-        delivery.respond_error(caller, error, api.dialect, _told(api, arrival))
+        headers = (("cache-control", "no-cache"), *prepared.headers)
+        client.start_stream(200, content_type=sse.CONTENT_TYPE, headers=headers)
+        events = sse.annotation("worker_instance_id", str(chosen_id))
+        events += sse.annotation("token_data", prepared.annotation_value("token_ids"))
+        client.end(events + sse.DONE)
 
 
-def arrive(
-    caller: exchange.Exchange, counted: metrics.FrontendMetrics, enter_trace: tracing.StartSpan
+def record_arrival(
+    client: exchange.Exchange,
+    frontend_metrics: metrics.FrontendMetrics,
+    start_trace: tracing.StartSpan,
 ) -> metrics.Arrival:
-    """Note when it came and what it is called; all that is logged from here on says so."""
-    at = counted.now()
-    made = ids.new_request_id()
-    told = callers_id(caller) or made
-    trace, parent_id = enter_trace(caller.request.headers)
-    logs.log_context.set(logs.LogContext("http-request", told, trace))
-    return metrics.Arrival(at, made, told, trace, parent_id)
+    """Return the time of arrival and the ids of a request; log records from here on carry them."""
+    at = frontend_metrics.now()
+    request_id = ids.new_request_id()
+    reported_id = client_request_id(client) or request_id
+    trace, parent_id = start_trace(client.request.headers)
+    logs.log_context.set(logs.LogContext("http-request", reported_id, trace))
+    return metrics.Arrival(at, request_id, reported_id, trace, parent_id)
 
 
-def callers_id(caller: exchange.Exchange) -> str | None:
-    """The caller's own id for its request, if it has a sane one."""
-    for name in apis.REQUEST_ID_HEADERS:
-        given = caller.request.headers.get(name)
-        if given is not None and _CALLERS_ID.fullmatch(given):
-            return given
+def client_request_id(client: exchange.Exchange) -> str | None:
+    """Return the id that the client gave its request, if it is a printable one."""
+    for name in REQUEST_ID_HEADERS:
+        request_id = client.request.headers.get(name)
+        if request_id is not None and _CLIENT_REQUEST_ID.fullmatch(request_id):
+            return request_id
     return None
 
 
-def id_headers(caller: exchange.Exchange, names: Sequence[str]) -> exchange.Headers:
-    """What tells the caller its request's id; if it has none, we make one."""
-    told = callers_id(caller) or ids.new_request_id()
-    return tuple((name, told) for name in names)
-
-
-def _told(api: apis.Api[apis.R, apis.S], arrival: metrics.Arrival) -> exchange.Headers:
+def _id_headers(api: GenerationApi[R, F], arrival: metrics.Arrival) -> exchange.Headers:
     return [(name, arrival.told_id) for name in api.id_headers]
 
 
-def _check_guided(model: RegisteredModel, asked: generate.GuidedDecoding | None) -> None:
-    if asked is not None and not model.card.runtime_config.supports_guided:
-        raise errors.InvalidRequest(
-            f"{asked.param}: the engine of {model.name!r} cannot hold an answer to a grammar; leave it out",
-            param=asked.param,
-        )
-
-
-def _check_logprobs(model: RegisteredModel, request: openai_fields.GenerationFields) -> None:
-    """What its engine must be able to report. Raises InvalidRequest."""
-    asked, facts = request.num_logprobs, model.card.runtime_config
-    if request.is_chosen and not facts.supports_logprobs:
+def _check_logprobs(model: RegisteredModel, request: inputs.GenerationInput) -> None:
+    """Raise InvalidRequest for log probabilities that the model's engine cannot report."""
+    num_logprobs, facts = request.num_logprobs, model.card.runtime_config
+    if request.is_best_of and not facts.supports_logprobs:
         raise errors.InvalidRequest(
             f"best_of: the engine of {model.name!r} does not report log probabilities to choose by; leave it out",
             param="best_of",
         )
-    if asked is None:
+    if num_logprobs is None:
         return
     if request.is_echoed and not facts.supports_prompt_logprobs:
         raise errors.InvalidRequest(
@@ -214,8 +220,8 @@ def _check_logprobs(model: RegisteredModel, request: openai_fields.GenerationFie
             f"logprobs: the engine of {model.name!r} does not report them; leave it out",
             param="logprobs",
         )
-    if asked > facts.max_top_logprobs:
+    if num_logprobs > facts.max_top_logprobs:
         raise errors.InvalidRequest(
-            f"top_logprobs: expected at most {facts.max_top_logprobs}, got {asked}",
+            f"top_logprobs: expected at most {facts.max_top_logprobs}, got {num_logprobs}",
             param="top_logprobs",
         )

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo.base import errors
-from dynamo.preprocess import preprocessor
-from dynamo.protocols import openai_fields
+from dynamo.preprocess import inputs, preprocessor
 
 INSTANCE = ("x-worker-instance-id", "x-dynamo-worker-instance-id")
 RANK = ("x-dp-rank", "x-dynamo-dp-rank")
@@ -35,7 +34,7 @@ class RoutingHeaders:
             for prompt in prompts
         ]
 
-    def instance_of(self, request: openai_fields.GenerationFields) -> int | None:
+    def instance_of(self, request: inputs.GenerationInput) -> int | None:
         """Return the worker that the request is for; None: any."""
         return request.instance_id if self.instance_id is None else self.instance_id
 

@@ -14,16 +14,14 @@ from dynamo.frontend import (
     cache_clearing,
     config,
     dispatch,
-    embeddings,
     metrics,
     migration,
     pipeline,
     request_records,
-    responses,
-    roads,
 )
 from dynamo.frontend.admission import controller
-from dynamo.frontend.kserve import loading
+from dynamo.frontend.apis import operation
+from dynamo.frontend.apis.kserve import grpc_loading
 from dynamo.frontend.model_registry import file_fetcher, registry
 from dynamo.frontend.processes import peers, response_store, shared_responses
 from dynamo.observability import loop_delay
@@ -112,8 +110,9 @@ class Frontend:
         )
         self._peers = peers.Peers(settings.http_worker_socket, self._clock)
         self._app = app.App(
-            roads.Roads(
-                pipeline.Pipeline(
+            operation.ApiContext(
+                models=self.models,
+                pipeline=pipeline.Pipeline(
                     self.models,
                     frontend_metrics,
                     self._clock,
@@ -122,24 +121,21 @@ class Frontend:
                     self._records.enter_trace,
                     self._records.watch,
                 ),
-                embeddings.Embeddings(
-                    self.models,
-                    frontend_metrics,
-                    timeout_s,
-                    self._admission,
-                    self._records.enter_trace,
+                metrics=frontend_metrics,
+                admission=self._admission,
+                cache_clearer=cache_clearing.CacheClearer(
+                    self.models, runtime.requests, runtime.client
                 ),
-            ),
-            self.models,
-            responses.Responses(store),
-            cache_clearing.CacheClearer(self.models, runtime.requests, runtime.client),
-            metrics_registry,
-            self._admission,
-            self._peers,
-            shared_responses.SharedResponses(store, self._peers),
+                response_store=store,
+                shared_responses=shared_responses.SharedResponses(store, self._peers),
+                peers=self._peers,
+                metrics_registry=metrics_registry,
+                start_trace=self._records.enter_trace,
+                request_timeout_s=timeout_s,
+            )
         )
 
-        handler = self._admission.wrap_handler(self._app.routes, app.dialect_of)
+        handler = self._admission.wrap_handler(self._app.routes, self._app.dialect_of)
         self._server = server.HttpServer(
             handler,
             limits=parser.HttpLimits(
@@ -148,9 +144,9 @@ class Frontend:
                 num_connections=process_setup.reserve_open_files(parser.NUM_CONNECTIONS),
             ),
             tls=_make_tls_context(settings),
-            error_body=app.error_body,
+            error_body=self._app.error_body,
         )
-        self._grpc = loading.build(settings, handler)
+        self._grpc = grpc_loading.build(settings, handler)
         self.port = 0  # the real ones once it listens
         self.grpc_port = 0
 
@@ -224,7 +220,7 @@ class Frontend:
 
     async def drain(self) -> None:
         """Refuse new requests and let running responses finish, within the time that the settings allow."""
-        self._app.is_draining = True
+        self._app.start_draining()
         limit_s = self._settings.http_graceful_shutdown_timeout_secs
         _logger.info("stopping: running answers may take %g s to finish", limit_s)
         has_finished, _ = await asyncio.gather(

@@ -1,35 +1,143 @@
-"""From the messages of the API to what chat templates expect.
+"""The messages and tools of a conversation: what is allowed in them, and how chat templates expect them.
 
-Templates are written for Hugging Face's form, which differs in little: content is one text, the arguments of a tool
-call are an object, and what is not there is absent rather than null. Few templates know the role `developer`.
+Messages are dictionaries, because chat templates walk through them; unknown keys are passed on to the template.
+Templates are written for Hugging Face's form, which differs from OpenAI's in little: content is one text, the arguments
+of a tool call are an object, and an absent value is a missing key rather than null. Few templates know the role
+`developer`.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from dynamo.base import errors
+from dynamo.runtime.http import json_body
+
+ROLES = ("developer", "system", "user", "assistant", "tool")
+MAX_TOOL_NAME = 64
+MAX_MESSAGES = 100_000  # Anthropic's limit; OpenAI publishes none
+Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_MESSAGES)]
+_ROLES = frozenset(ROLES)
+_MEDIA = frozenset(("image_url", "input_audio", "audio_url", "video_url", "file", "image", "audio"))
 
 
-def for_template(
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Raise InvalidRequest, which names the message and its key, for a message of the wrong form."""
+    if not messages:
+        raise errors.InvalidRequest(
+            "The 'messages' field cannot be empty. At least one message is required.",
+            param="messages",
+        )
+    for number, message in enumerate(messages):
+        role = message.get("role")
+        if type(role) is not str or role not in _ROLES:
+            raise _wrong(f"messages[{number}].role", "one of " + ", ".join(ROLES), message, "role")
+        if type(message.get("content")) is not str or len(message) > 2:
+            _check_rest(message, role, f"messages[{number}]")
+
+
+def check_tools(tools: list[dict[str, Any]]) -> None:
+    """Raise InvalidRequest, which names the tool and its key, for a tool of the wrong form."""
+    for number, tool in enumerate(tools):
+        place = f"tools[{number}]"
+        if tool.get("type") != "function":
+            raise _wrong(f"{place}.type", "'function'", tool, "type")
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            raise _wrong(f"{place}.function", "an object", tool, "function")
+        name = function.get("name")
+        if type(name) is not str or not 0 < len(name) <= MAX_TOOL_NAME:
+            expected = f"a string of 1 to {MAX_TOOL_NAME} characters"
+            raise _wrong(f"{place}.function.name", expected, function, "name")
+
+
+def adapt_for_template(
     messages: list[dict[str, Any]], *, knows_developer: bool = False
 ) -> list[dict[str, Any]]:
-    """The messages, in the template's form; none is changed in place. Raises InvalidRequest."""
+    """Return the messages in the form of chat templates, without changing any in place. Raises InvalidRequest."""
     return [
         message if _is_plain(message) else _adapt(message, f"messages[{number}]", knows_developer)
         for number, message in enumerate(messages)
     ]
 
 
-def raw_prompt(messages: list[dict[str, Any]]) -> str:
-    """The text of the one message, for a caller who has applied a template already. Raises InvalidRequest."""
-    content = for_template(messages)[0].get("content")
+def extract_raw_prompt(messages: list[dict[str, Any]]) -> str:
+    """Return the text of the only message, to which the caller has applied a template. Raises InvalidRequest."""
+    content = adapt_for_template(messages)[0].get("content")
     if len(messages) != 1 or not isinstance(content, str):
         raise errors.InvalidRequest(
             f"nvext.use_raw_prompt: expected one message with a text, which is the prompt, got {len(messages)}",
             param="nvext.use_raw_prompt",
         )
     return content
+
+
+def parse_arguments(text: str, param: str) -> dict[str, Any]:
+    """Return the arguments of a tool call, an object written as JSON. Raises InvalidRequest that names `param`."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise errors.InvalidRequest(
+            f"{param}: expected an object written as JSON: {error}", param=param
+        ) from error
+
+
+def _check_rest(message: dict[str, Any], role: str, place: str) -> None:
+    content = message.get("content")
+    if isinstance(content, list):
+        _check_parts(content, f"{place}.content")
+    elif type(content) is not str and not (content is None and role == "assistant"):
+        raise _wrong(f"{place}.content", "a string or a list of parts", message, "content")
+    if message.get("tool_calls") is not None:
+        _check_tool_calls(message, place)
+    for key in ("audio", "function_call"):
+        if message.get(key) is not None:
+            raise errors.InvalidRequest(
+                f"{place}.{key}: not supported; leave it out", param=f"{place}.{key}"
+            )
+
+
+def _check_parts(parts: list[Any], place: str) -> None:
+    for number, part in enumerate(parts):
+        part_place = f"{place}[{number}]"
+        if not isinstance(part, dict):
+            raise errors.InvalidRequest(
+                f"{part_place}: expected an object, got {json_body.describe(part)}",
+                param=part_place,
+            )
+        kind = part.get("type")
+        if type(kind) is str and kind in _MEDIA:
+            raise errors.InvalidRequest(
+                f"{part_place}.type: this model reads text only; expected 'text', got {kind!r}",
+                param=f"{part_place}.type",
+            )
+        if kind not in ("text", "refusal"):
+            raise _wrong(f"{part_place}.type", "'text'", part, "type")
+        if type(part.get(kind)) is not str:
+            raise _wrong(f"{part_place}.{kind}", "a string", part, kind)
+
+
+def _check_tool_calls(message: dict[str, Any], place: str) -> None:
+    calls = message["tool_calls"]
+    if not isinstance(calls, list):
+        raise _wrong(f"{place}.tool_calls", "a list", message, "tool_calls")
+    for number, call in enumerate(calls):
+        call_place = f"{place}.tool_calls[{number}]"
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+            raise errors.InvalidRequest(
+                f"{call_place}: expected an object with `function`", param=f"{call_place}.function"
+            )
+        function = call["function"]
+        if type(function.get("name")) is not str:
+            raise _wrong(f"{call_place}.function.name", "a string", function, "name")
+        if not isinstance(function.get("arguments", ""), str | dict):
+            param = f"{call_place}.function.arguments"
+            raise _wrong(param, "a string of JSON", function, "arguments")
+
+
+def _wrong(param: str, expected: str, owner: dict[str, Any], key: str) -> errors.InvalidRequest:
+    got = f"got {json_body.describe(owner[key])}" if key in owner else "but it is missing"
+    return errors.InvalidRequest(f"{param}: expected {expected}, {got}", param=param)
 
 
 def _is_plain(message: dict[str, Any]) -> bool:
@@ -58,18 +166,9 @@ def _adapt(message: dict[str, Any], place: str, knows_developer: bool) -> dict[s
     return adapted
 
 
-def _adapt_call(call: dict[str, Any], place: str) -> dict[str, Any]:
+def _adapt_call(call: dict[str, Any], param: str) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = _read_arguments(arguments, place)
+        arguments = parse_arguments(arguments, param)
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _read_arguments(text: str, place: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise errors.InvalidRequest(
-            f"{place}: expected an object written as JSON: {error}", param=place
-        ) from error

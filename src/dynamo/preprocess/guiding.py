@@ -1,8 +1,8 @@
-"""From what a caller asks of an answer's shape to what the engine is told: one grammar, and what may stand before it.
+"""Guided decoding of a request: the one grammar that the engine enforces, and what may precede the guided part.
 
-Four ways of asking come together here: a response format, vLLM's guided fields, the same in `nvext`, and calls that
-are forced. Forced calls are told tool by tool rather than as one schema, so that each tool's parameters stay a schema
-of their own, whose `$ref`s mean what they meant.
+Four fields of a request are joined here: a response format, vLLM's guided fields, the same fields in `nvext`, and tool
+calls that are forced. Forced calls are given to the engine tool by tool rather than as one schema, so that each tool's
+parameters stay a schema of their own, whose `$ref`s keep their meaning.
 """
 
 import operator
@@ -11,120 +11,118 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
+from dynamo.preprocess import inputs
 from dynamo.preprocess.parsers import formats, tool_calls
-from dynamo.protocols import generate, openai_chat, openai_fields
+from dynamo.protocols import generate
 
 MAX_CALLS = 32  # of one answer that must call
-_SHAPES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_NO_SHAPES = (None,) * len(_SHAPES)
-_shapes = operator.attrgetter(*_SHAPES)
+_GUIDES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_NO_GUIDES = (None,) * len(_GUIDES)
+_get_guides = operator.attrgetter(*_GUIDES)
 _ANY_OBJECT = '{"type":"object"}'
 
 
-def of_fields(request: openai_fields.GenerationFields) -> generate.GuidedDecoding | None:
-    """What the guided fields ask for. Raises InvalidRequest if there are several."""
-    if request.nvext is None and _shapes(request) == _NO_SHAPES:  # nearly always so
+def from_fields(request: inputs.GenerationInput) -> generate.GuidedDecoding | None:
+    """Return what the guided fields ask for. Raises InvalidRequest if several are set."""
+    if request.nvext is None and _get_guides(request) == _NO_GUIDES:  # nearly always so
         return None
-    given = [name for name in _SHAPES if _field(request, name) is not None]
-    if not given:
+    names = [name for name in _GUIDES if _read_field(request, name) is not None]
+    if not names:
         return None
-    if len(given) > 1:
+    if len(names) > 1:
         raise errors.InvalidRequest(
-            f"{given[1]}: expected at most one of {', '.join(_SHAPES)}, got {given[0]}, too",
-            param=given[1],
+            f"{names[1]}: expected at most one of {', '.join(_GUIDES)}, got {names[0]}, too",
+            param=names[1],
         )
-    (name,) = given
-    value = _field(request, name)
+    (name,) = names
+    value = _read_field(request, name)
     if not value and name != "guided_json":
         raise errors.InvalidRequest(f"{name}: expected at least one choice, got none", param=name)
     kind = name.removeprefix("guided_")
-    return generate.GuidedDecoding(
-        **{kind: _read(kind, value)}, backend=_backend(request), param=name
-    )
+    if kind == "choice":
+        value = tuple(value)
+    elif kind == "json" and not isinstance(value, str):
+        value = msgspec.json.encode(value).decode()
+    return generate.GuidedDecoding(**{kind: value}, backend=_backend(request), param=name)
 
 
-def of_chat(
-    request: openai_chat.ChatRequest, form: formats.AnswerFormat
+def from_conversation(
+    request: inputs.Conversation, answer_format: formats.AnswerFormat
 ) -> generate.GuidedDecoding | None:
-    """What a chat asks for, of a model that answers in this form. Raises InvalidRequest for what cannot be together."""
-    fields, shape, must_call = of_fields(request), _of_format(request), request.must_call
-    if fields is None and shape is None and not must_call:
+    """Return what a conversation asks for, of a model that answers in this format.
+
+    Raises InvalidRequest for fields that exclude each other.
+    """
+    from_guide, from_format = from_fields(request), _from_response_format(request)
+    must_call = request.must_call
+    if from_guide is None and from_format is None and not must_call:
         return None
-    if fields is not None and shape is not None:
+    if from_guide is not None and from_format is not None:
         raise errors.InvalidRequest(
-            f"{fields.param}: not together with {shape.param}", param=fields.param
+            f"{from_guide.param}: not together with {from_format.param}", param=from_guide.param
         )
-    if must_call and fields is not None:
+    if must_call and from_guide is not None:
         raise errors.InvalidRequest(
-            f"{fields.param}: not together with a tool_choice that forces a call",
-            param=fields.param,
+            f"{from_guide.param}: not together with a tool_choice that forces a call",
+            param=from_guide.param,
         )
-    asked = fields or shape
+    guided = from_guide or from_format
     if must_call:  # a response format is for text, and there will be none
-        calls = _calls(request, form.frame)
+        calls = _guide_calls(request, answer_format.frame)
         return generate.GuidedDecoding(calls=calls, backend=_backend(request), param="tool_choice")
-    if asked is None or not request.allows_calls:
-        return asked
-    if not form.can_choose_to_call:
+    if guided is None or not request.allows_calls:
+        return guided
+    if not answer_format.can_choose_to_call:
         raise errors.InvalidRequest(
-            f"{asked.param}: with this model not together with tools that may be called or not; "
+            f"{guided.param}: with this model not together with tools that may be called or not; "
             "set tool_choice to 'none', 'required' or a function",
-            param=asked.param,
+            param=guided.param,
         )
-    return msgspec.structs.replace(asked, calls=_calls(request, form.frame))
+    return msgspec.structs.replace(guided, calls=_guide_calls(request, answer_format.frame))
 
 
-def _field(request: openai_fields.GenerationFields, name: str) -> Any:
-    """At the root, else in `nvext`."""
+def _read_field(request: inputs.GenerationInput, name: str) -> Any:
+    """Return the field at the root, else the one in `nvext`."""
     value = getattr(request, name)
     return getattr(request.extensions, name) if value is None else value
 
 
-def _backend(request: openai_fields.GenerationFields) -> str | None:
-    found: str | None = _field(request, "guided_decoding_backend")
-    return found
+def _backend(request: inputs.GenerationInput) -> str | None:
+    backend: str | None = _read_field(request, "guided_decoding_backend")
+    return backend
 
 
-def _read(kind: str, value: Any) -> Any:
-    match kind:
-        case "json":
-            return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        case "choice":
-            return tuple(value)
-        case _:
-            return value
-
-
-def _of_format(request: openai_chat.ChatRequest) -> generate.GuidedDecoding | None:
-    form = request.response_format
-    if form is None or form.type == "text":
+def _from_response_format(request: inputs.Conversation) -> generate.GuidedDecoding | None:
+    response_format = request.response_format
+    if response_format is None or response_format.type == "text":
         return None
-    described = form.json_schema
+    json_schema = response_format.json_schema
     schema = _ANY_OBJECT
-    if described is not None and described.schema is not None:
-        schema = msgspec.json.encode(described.schema).decode()
+    if json_schema is not None and json_schema.schema is not None:
+        schema = msgspec.json.encode(json_schema.schema).decode()
     return generate.GuidedDecoding(
         json=schema, backend=_backend(request), param=request.format_param
     )
 
 
-def _calls(
-    request: openai_chat.ChatRequest, frame: tool_calls.CallFrame
+def _guide_calls(
+    request: inputs.Conversation, frame: tool_calls.CallFrame
 ) -> generate.GuidedToolCalls:
     functions = [tool["function"] for tool in request.tools or ()]
     name = request.forced_tool
-    meant = [one for one in functions if name in (None, one["name"])]
-    if not meant:
-        known = ", ".join(repr(one["name"]) for one in functions) or "none"
+    callable_functions = [function for function in functions if name in (None, function["name"])]
+    if not callable_functions:
+        names = ", ".join(repr(function["name"]) for function in functions) or "none"
         raise errors.InvalidRequest(
-            f"tool_choice: expected a tool of this request ({known}), got "
+            f"tool_choice: expected a tool of this request ({names}), got "
             + ("'required'" if name is None else f"{name!r:.80}"),
             param="tool_choice",
         )
     is_single = name is not None or request.parallel_tool_calls is False
     return generate.GuidedToolCalls(
         tools=tuple(
-            generate.ToolSchema(name=one["name"], parameters=_parameters(one)) for one in meant
+            generate.ToolSchema(name=function["name"], parameters=_encode_parameters(function))
+            for function in callable_functions
         ),
         begin=frame.begin,
         between=frame.between,
@@ -133,8 +131,8 @@ def _calls(
     )
 
 
-def _parameters(function: dict[str, Any]) -> str:
-    """The schema of its arguments: an object. Raises InvalidRequest."""
+def _encode_parameters(function: dict[str, Any]) -> str:
+    """Return the JSON schema of the arguments, which are an object. Raises InvalidRequest."""
     schema = function.get("parameters")
     if schema is None:
         schema = {"properties": {}, "additionalProperties": False}

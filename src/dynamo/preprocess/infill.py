@@ -1,12 +1,13 @@
-"""Text between a prompt and a suffix: how the families that were trained for it are asked to fill it in.
+"""Fill-in-the-middle prompts: how a model family is asked for the text between a prompt and a suffix.
 
-That a tokenizer has the marks does not say that its model knows what they mean, so who starts a worker says so.
+The marks in a tokenizer do not prove that its model was trained on them, so the operator names the format at the
+worker (`--dyn-infill-format`).
 """
 
 from collections.abc import Mapping, Sequence
 
 from dynamo.base import errors
-from dynamo.protocols import openai_completions
+from dynamo.preprocess import inputs
 
 NONE = "none"
 FORMATS: Mapping[str, str] = {
@@ -19,32 +20,31 @@ FORMATS: Mapping[str, str] = {
 
 
 def check(name: str | None) -> None:
-    """Raises ConfigError for a name that is not known."""
+    """Raise ConfigError for an unknown format."""
     if name is not None and name != NONE and name not in FORMATS:
         raise errors.ConfigError(
             f"--dyn-infill-format: expected one of {', '.join(sorted(FORMATS))}, or {NONE}, got {name!r}"
         )
 
 
-def prompts(
-    request: openai_completions.CompletionRequest, name: str | None
-) -> Sequence[openai_completions.Prompt]:
-    """What the model is to read: the prompts, around them the suffix if there is one. Raises InvalidRequest."""
-    if not request.suffix:
-        return request.prompts
-    form = FORMATS.get(name or NONE)
-    if form is None:
+def join_prompts(
+    prompts: Sequence[inputs.Prompt], suffix: str | None, format_name: str | None, model: str
+) -> Sequence[inputs.Prompt]:
+    """Return the prompts that the model reads, each with the suffix if there is one. Raises InvalidRequest."""
+    if not suffix:
+        return prompts
+    template = FORMATS.get(format_name or NONE)
+    if template is None:
         raise errors.InvalidRequest(
-            f"suffix: the model {request.model!r} is not known to fill in the middle; leave it out, "
+            f"suffix: the model {model!r} is not known to fill in the middle; leave it out, "
             "or start its worker with --dyn-infill-format",
             param="suffix",
         )
-    return [_join(form, prompt, request.suffix) for prompt in request.prompts]
-
-
-def _join(form: str, prompt: openai_completions.Prompt, suffix: str) -> str:
-    if not isinstance(prompt, str):
-        raise errors.InvalidRequest(
-            "suffix: only allowed where the prompt is a text, got token ids", param="suffix"
-        )
-    return form.format(prefix=prompt, suffix=suffix)
+    joined = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise errors.InvalidRequest(
+                "suffix: only allowed where the prompt is a text, got token ids", param="suffix"
+            )
+        joined.append(template.format(prefix=prompt, suffix=suffix))
+    return joined

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import clock, errors
-from dynamo.preprocess import generation_defaults, preprocessor, template, tokenize
+from dynamo.preprocess import options, preprocessor, template, tokenize
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import model_card
 
@@ -95,10 +95,10 @@ def load_preprocessor(
         chat_template=_chat_template(source, special_tokens, clock),
         context_length=card.context_length,
         vocab_size=vocab_size if type(vocab_size) is int else tokenizer.num_ids,
-        eos_token_ids=generation_defaults.eos_token_ids(
+        eos_token_ids=options.collect_eos_token_ids(
             (generation_config, config), tokenizer.id_of(special_tokens.get("eos_token", ""))
         ),
-        defaults=generation_defaults.read(generation_config),
+        defaults=options.read_defaults(generation_config),
         answer_format=formats.select_format(
             card.runtime_config.tool_call_parser,
             card.runtime_config.reasoning_parser,

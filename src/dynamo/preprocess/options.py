@@ -1,28 +1,62 @@
-"""From the parameters of a request, a model's defaults and its limits to how to sample and when to stop.
+"""Sampling options, stop conditions and limits of a request.
 
-Of several places that say something, the first counts: the request's root, its `nvext`, the model's files, OpenAI's
-default.
+They come from the request's fields, the model's defaults (generation_config.json) and its context length. Where several
+set the same value, the first of these wins: the root of the request, its `nvext`, the model's files, OpenAI's default.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from dynamo.base import errors
-from dynamo.preprocess import generation_defaults
-from dynamo.protocols import generate, model_errors, openai_embeddings, openai_fields
+from dynamo.preprocess import inputs
+from dynamo.protocols import generate, model_errors
 
 T = TypeVar("T")
-MIN_TEXT = 2**18  # characters that any text may have, whatever the context
+MIN_TEXT_CHARS = 2**18  # that any text may have, however short the context
 CHARS_PER_TOKEN = 16  # more than any language has on average; three to five are usual
+MAX_EMBEDDING_TOKENS = 300_000  # of all inputs of a request together, OpenAI's limit
 
 
-def sampling(
-    request: openai_fields.GenerationFields,
-    defaults: generation_defaults.GenerationDefaults,
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling defaults in generation_config.json; None where the file sets no value."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+def read_defaults(generation_config: dict[str, Any]) -> GenerationDefaults:
+    """Return the defaults in this decoded generation_config.json. Raises ConfigError."""
+    try:
+        return msgspec.convert(generation_config, GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise errors.ConfigError(f"generation_config.json: {error}") from error
+
+
+def collect_eos_token_ids(
+    configs: Iterable[dict[str, Any]], tokenizer_eos_id: int | None
+) -> tuple[int, ...]:
+    """Return every token id that ends an answer: `eos_token_id` of each configuration, and the tokenizer's own."""
+    candidates: list[Any] = []
+    for config in configs:
+        value = config.get("eos_token_id")
+        candidates += value if isinstance(value, list) else [value]
+    candidates.append(tokenizer_eos_id)
+    return tuple(dict.fromkeys(token_id for token_id in candidates if type(token_id) is int))
+
+
+def make_sampling(
+    request: inputs.GenerationInput,
+    defaults: GenerationDefaults,
     vocab_size: int,
     guided: generate.GuidedDecoding | None = None,
 ) -> generate.SamplingOptions:
-    """How to draw tokens. Raises InvalidRequest."""
+    """Return how the engine samples tokens. Raises InvalidRequest."""
     extensions = request.extensions
     top_k = _first(request.top_k, extensions.top_k, defaults.top_k, default=0)
     if request.logit_bias:
@@ -49,19 +83,19 @@ def sampling(
     )
 
 
-def output(request: openai_fields.GenerationFields) -> generate.OutputOptions:
-    """What the engine shall report. To choose the best of several answers takes their log probabilities."""
-    asked = request.num_logprobs
+def make_output(request: inputs.GenerationInput) -> generate.OutputOptions:
+    """Return what the engine reports. The best of several answers is chosen by their log probabilities."""
+    num_logprobs = request.num_logprobs
     return generate.OutputOptions(
-        logprobs=0 if asked is None and request.is_chosen else asked,
-        prompt_logprobs=asked if request.is_echoed else None,
+        logprobs=0 if num_logprobs is None and request.is_best_of else num_logprobs,
+        prompt_logprobs=num_logprobs if request.is_echoed else None,
     )
 
 
-def stop_conditions(
-    request: openai_fields.GenerationFields, max_tokens: int, vocab_size: int
+def make_stop_conditions(
+    request: inputs.GenerationInput, max_tokens: int, vocab_size: int
 ) -> generate.StopConditions:
-    """When to end. Raises InvalidRequest."""
+    """Return when an answer ends. Raises InvalidRequest."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise errors.InvalidRequest(
@@ -73,54 +107,58 @@ def stop_conditions(
     return generate.StopConditions(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        stop=request.stops,
+        stop=request.stop_strings,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=_first(request.ignore_eos, request.extensions.ignore_eos, default=False),
     )
 
 
-def answer_len(
-    *, asked: int | None, default: int | None, prompt_len: int, context_length: int, param: str
+def limit_answer_len(
+    *, requested: int | None, default: int | None, prompt_len: int, context_length: int, param: str
 ) -> int:
-    """How many tokens may come: what was asked, else the default, and never more than fits. Raises RequestError."""
+    """Return the most tokens that the answer may have: the requested number, else the default, within the context.
+
+    Raises RequestError, which names `param`, for an empty prompt and for what cannot fit the context.
+    """
     if not prompt_len:
         raise errors.InvalidRequest(f"{param}: expected at least one token, got none", param=param)
-    left = context_length - prompt_len
-    if asked is not None and asked > left:
+    num_left = context_length - prompt_len
+    if requested is not None and requested > num_left:
         raise model_errors.ContextTooLong(
             f"This model's maximum context length is {context_length} tokens. However, you requested "
-            f"{prompt_len + asked} tokens ({prompt_len} in the {param}, {asked} in the completion). "
+            f"{prompt_len + requested} tokens ({prompt_len} in the {param}, {requested} in the completion). "
             f"Please reduce the length of the {param} or completion.",
             param=param,
         )
-    if left < 1:
+    if num_left < 1:
         raise model_errors.ContextTooLong(
             f"This model's maximum context length is {context_length} tokens, prompt and completion "
             f"together. However, your {param} resulted in {prompt_len} tokens. "
             f"Please reduce the length of the {param}.",
             param=param,
         )
-    return min(_first(asked, default, default=left), left)
+    return min(_first(requested, default, default=num_left), num_left)
 
 
 def check_text(length: int, context_length: int, param: str) -> None:
-    """Refuse so many characters (or token ids) before they are worked on, where they cannot fit the context.
+    """Raise ContextTooLong for a text (or list of token ids) that cannot fit the context, before it is tokenized.
 
-    A tokenizer takes 100 bytes and a microsecond for each.
-    How many characters a token has at most cannot be known (some tokenizers make one of a whole run of blanks), so the
-    bound is generous: texts to which it applies are at least three times too long. Raises ContextTooLong.
+    A tokenizer takes 100 bytes and a microsecond for each character. The most characters of a token are unknown (some
+    tokenizers have one token for a whole run of blanks), so the bound is generous: a text beyond it is at least three
+    times too long.
     """
-    most = max(MIN_TEXT, context_length * CHARS_PER_TOKEN)
-    if length > most:
+    max_length = max(MIN_TEXT_CHARS, context_length * CHARS_PER_TOKEN)
+    if length > max_length:
         raise model_errors.ContextTooLong(
             f"This model's maximum context length is {context_length} tokens. However, your {param} has the "
-            f"length {length}; expected at most {most} characters or ids. Please reduce the length of the {param}.",
+            f"length {length}; expected at most {max_length} characters or ids. "
+            f"Please reduce the length of the {param}.",
             param=param,
         )
 
 
-def check_messages(num_messages: int, context_length: int, param: str) -> None:
-    """Refuse more messages than there is room for tokens before they are rendered. Raises ContextTooLong."""
+def check_num_messages(num_messages: int, context_length: int, param: str) -> None:
+    """Raise ContextTooLong for more messages than the context has tokens, before they are rendered."""
     if num_messages > context_length:
         raise model_errors.ContextTooLong(
             f"This model's maximum context length is {context_length} tokens. However, your {param} "
@@ -129,8 +167,8 @@ def check_messages(num_messages: int, context_length: int, param: str) -> None:
         )
 
 
-def check_inputs(lengths: Sequence[int], context_length: int) -> None:
-    """Whether inputs of so many tokens can be embedded. Raises RequestError."""
+def check_embedding_inputs(lengths: Sequence[int], context_length: int) -> None:
+    """Raise RequestError unless inputs of these lengths in tokens can be embedded."""
     for number, length in enumerate(lengths):
         if not length:
             raise errors.InvalidRequest(
@@ -143,16 +181,16 @@ def check_inputs(lengths: Sequence[int], context_length: int) -> None:
                 f"{number} has {length} tokens. Please reduce its length.",
                 param="input",
             )
-    if sum(lengths) > openai_embeddings.MAX_TOKENS:
+    if sum(lengths) > MAX_EMBEDDING_TOKENS:
         raise errors.InvalidRequest(
-            f"input: expected at most {openai_embeddings.MAX_TOKENS} tokens in all inputs together, "
+            f"input: expected at most {MAX_EMBEDDING_TOKENS} tokens in all inputs together, "
             f"got {sum(lengths)}",
             param="input",
         )
 
 
 def check_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
-    """Raises InvalidRequest if one is no token of the model."""
+    """Raise InvalidRequest if one of the ids is no token of the model."""
     highest, lowest = max(token_ids, default=0), min(token_ids, default=0)
     if highest >= vocab_size or lowest < 0:
         wrong = highest if highest >= vocab_size else lowest
@@ -162,7 +200,7 @@ def check_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
 
 
 def _first(*values: T | None, default: T) -> T:
-    """The first that is not None."""
+    """Return the first value that is not None, else the default."""
     for value in values:
         if value is not None:
             return value

@@ -26,8 +26,8 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
-from dynamo.protocols import model_errors, openai_decode
-from dynamo.runtime.http import exchange
+from dynamo.protocols import model_errors
+from dynamo.runtime.http import exchange, json_body
 from dynamo.worker import system_port
 
 LOAD_S = 300.0
@@ -53,7 +53,7 @@ class LoadAdapterRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     source: AdapterSource
 
 
-_decode_load = openai_decode.RequestDecoder(LoadAdapterRequest).decode
+_decode_load = json_body.RequestDecoder(LoadAdapterRequest).decode
 
 
 class LoraAdapters:

@@ -24,8 +24,7 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
-from dynamo.protocols import openai_decode
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, json_body
 from dynamo.worker import system_port
 
 CHANGE_S = 300.0  # a large model moves to host memory within seconds, from the disk within minutes
@@ -45,8 +44,8 @@ class WakeUpRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tags: list[Literal["weights", "kv_cache"]] = []
 
 
-_decode_sleep = openai_decode.RequestDecoder(SleepRequest).decode
-_decode_wake_up = openai_decode.RequestDecoder(WakeUpRequest).decode
+_decode_sleep = json_body.RequestDecoder(SleepRequest).decode
+_decode_wake_up = json_body.RequestDecoder(WakeUpRequest).decode
 
 
 class SleepingWorker(Protocol):

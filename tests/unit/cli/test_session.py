@@ -27,7 +27,7 @@ class Text:
 class Processor:
     """Takes the place of a model's preprocessor."""
 
-    async def chat(self, request, request_id):
+    async def prepare_conversation(self, request, request_id):
         packed = generate.Request(
             id=request_id,
             model=request.model,
@@ -36,7 +36,7 @@ class Processor:
         )
         return type("Prepared", (), {"request": packed})()
 
-    def answer(self, request):
+    def make_answer_text(self, request):
         return Text()
 
 

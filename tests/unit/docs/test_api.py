@@ -11,31 +11,29 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
-from dynamo.protocols import (
-    anthropic,
-    kserve,
-    openai_chat,
-    openai_completions,
-    openai_embeddings,
-    openai_fields,
-    openai_responses,
-    tokenization,
-)
+from dynamo.frontend.apis.chat import request as chat_request
+from dynamo.frontend.apis.completions import request as completion_request
+from dynamo.frontend.apis.embeddings import api as embeddings
+from dynamo.frontend.apis.kserve import request as kserve
+from dynamo.frontend.apis.messages import request as message_request
+from dynamo.frontend.apis.responses import request as responses_request
+from dynamo.frontend.apis.tokenize import api as tokenize
+from dynamo.preprocess import inputs
 
 PAGE = (pathlib.Path(__file__).parents[3] / "docs" / "api.md").read_text()
 ROW = re.compile(r"^\| `([\w.]+)` \| (\w[\w ]*) \| ", re.MULTILINE)
 SHARED = "Shared by chat and completions"
 REQUEST_BY_TITLE = {
-    SHARED: openai_fields.GenerationFields,
-    "POST /v1/chat/completions": openai_chat.ChatRequest,
-    "POST /v1/completions": openai_completions.CompletionRequest,
-    "POST /v1/responses": openai_responses.ResponsesRequest,
-    "POST /v1/messages": anthropic.MessageRequest,
-    "POST /v1/embeddings": openai_embeddings.EmbeddingRequest,
+    SHARED: inputs.GenerationInput,
+    "POST /v1/chat/completions": chat_request.ChatRequest,
+    "POST /v1/completions": completion_request.CompletionRequest,
+    "POST /v1/responses": responses_request.ResponsesRequest,
+    "POST /v1/messages": message_request.MessageRequest,
+    "POST /v1/embeddings": embeddings.TextEmbeddingRequest,
     "POST /v2/models/{name}/infer": kserve.InferBody,
     "POST /v2/models/{name}/generate": kserve.GenerateBody,
-    "POST /tokenize": tokenization.TokenizeRequest,
-    "POST /detokenize": tokenization.DetokenizeRequest,
+    "POST /tokenize": tokenize.TokenizeRequest,
+    "POST /detokenize": tokenize.DetokenizeRequest,
 }
 
 
@@ -64,7 +62,7 @@ def test_each_parameter_is_listed_and_null_only_ones_are_refused(title):
     request = REQUEST_BY_TITLE[title]
     expected = fields(msgspec.inspect.type_info(request))
     listed = told(title)
-    if title != SHARED and issubclass(request, openai_fields.GenerationFields):
+    if title != SHARED and issubclass(request, inputs.GenerationInput):
         listed |= told(SHARED)
 
     assert listed.keys() == expected.keys()
@@ -86,9 +84,7 @@ CLIENT_PARAMS = {
 @pytest.mark.parametrize("title", CLIENT_PARAMS)
 def test_each_parameter_of_the_official_client_has_a_row(title):
     sent = set(typing.get_type_hints(CLIENT_PARAMS[title]))
-    shared = (
-        told(SHARED) if issubclass(REQUEST_BY_TITLE[title], openai_fields.GenerationFields) else {}
-    )
+    shared = told(SHARED) if issubclass(REQUEST_BY_TITLE[title], inputs.GenerationInput) else {}
 
     assert len(sent) > 10
     assert sent <= told(title).keys() | shared.keys()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend.answer import choices
+from dynamo.frontend.delivery import choices
 from dynamo.preprocess import choice_text
 from dynamo.protocols import generate
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.frontend import embedding_shares
+from dynamo.frontend.apis.embeddings import api as embeddings
 from dynamo.protocols import model_card
 
 PLAIN = model_card.EmbeddingFacts(dimensions=8)
@@ -14,16 +14,16 @@ SOME = model_card.EmbeddingFacts(dimensions=8, can_shorten=True, lengths=(2, 4))
 
 
 def test_a_small_request_goes_to_one_worker():
-    assert embedding_shares.deal([5, 6, 7], num_workers=4) == [[0, 1, 2]]
+    assert embeddings.split_inputs([5, 6, 7], num_workers=4) == [[0, 1, 2]]
 
 
 def test_a_large_one_is_dealt_out_by_length():
-    assert embedding_shares.deal([100, 900, 800, 90], num_workers=2) == [[0, 1], [2, 3]]
+    assert embeddings.split_inputs([100, 900, 800, 90], num_workers=2) == [[0, 1], [2, 3]]
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=50), st.integers(0, 8))
 def test_every_input_is_in_one_share_and_no_worker_has_two(lengths, num_workers):
-    shares = embedding_shares.deal(lengths, num_workers)
+    shares = embeddings.split_inputs(lengths, num_workers)
 
     assert sorted(n for share in shares for n in share) == list(range(len(lengths)))
     assert 1 <= len(shares) <= max(1, num_workers)
@@ -35,7 +35,7 @@ def test_every_input_is_in_one_share_and_no_worker_has_two(lengths, num_workers)
     [(PLAIN, None), (PLAIN, 8), (ANY, 1), (ANY, 7), (ANY, 8), (SOME, 2), (SOME, 8)],
 )
 def test_what_the_model_can_do_is_allowed(facts, asked):
-    embedding_shares.check_dimensions(asked, facts)
+    embeddings.check_dimensions(asked, facts)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,6 @@ def test_what_the_model_can_do_is_allowed(facts, asked):
 )
 def test_anything_else_is_refused_by_name(facts, asked, message):
     with pytest.raises(errors.InvalidRequest, match=message) as caught:
-        embedding_shares.check_dimensions(asked, facts)
+        embeddings.check_dimensions(asked, facts)
 
     assert caught.value.param == "dimensions"

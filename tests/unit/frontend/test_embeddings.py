@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from dynamo.base import errors
-from dynamo.protocols import embed, generate, model_card, openai_embeddings
+from dynamo.frontend.apis.embeddings import api as embeddings
+from dynamo.protocols import embed, generate, model_card
 
 
 @pytest.fixture
@@ -217,9 +218,9 @@ async def test_what_ended_is_counted_under_its_endpoint(rig):
 
 
 async def test_the_limits_are_those_of_openai():
-    body = json.dumps({"model": "e", "input": ["a"] * openai_embeddings.MAX_INPUTS}).encode()
+    body = json.dumps({"model": "e", "input": ["a"] * embeddings.MAX_INPUTS}).encode()
 
-    assert len(openai_embeddings.decode(body).inputs) == 2048
+    assert len(embeddings.decode(body).prompts) == 2048
 
 
 async def test_concurrent_requests_get_their_own_vectors(rig):

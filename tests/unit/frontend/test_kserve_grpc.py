@@ -13,7 +13,7 @@ from tritonclient.grpc import InferInput, service_pb2, service_pb2_grpc
 from tritonclient.grpc import aio as triton
 
 from dynamo.base import errors
-from dynamo.frontend.kserve import captured
+from dynamo.frontend.apis.kserve import captured
 from dynamo.runtime.http import exchange
 
 
@@ -350,7 +350,7 @@ async def test_a_port_that_is_taken_is_a_sentence(rig, bare):
 
 
 async def test_without_the_library_the_flag_says_what_to_install(bare, monkeypatch):
-    monkeypatch.delitem(sys.modules, "dynamo.frontend.kserve.server", raising=False)
+    monkeypatch.delitem(sys.modules, "dynamo.frontend.apis.kserve.grpc_server", raising=False)
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(errors.ConfigError, match=r"make setup EXTRAS=kserve"):
         await bare.start(kserve_grpc_server=True)

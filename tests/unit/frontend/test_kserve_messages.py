@@ -3,7 +3,7 @@
 import pytest
 from tritonclient.grpc import service_pb2
 
-from dynamo.frontend.kserve import messages
+from dynamo.frontend.apis.kserve import messages
 
 POOL = service_pb2.DESCRIPTOR.pool
 PARTIAL = {"ModelConfig", "ModelInput", "ModelOutput"}  # what we do not fill is left out

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tritonclient import utils
 
 from dynamo.base import errors
-from dynamo.frontend.kserve import messages, transcode
+from dynamo.frontend.apis.kserve import messages, transcode
 
 Request = messages.CLASS_BY_NAME["ModelInferRequest"]
 

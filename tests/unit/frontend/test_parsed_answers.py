@@ -6,7 +6,7 @@ import openai
 import pytest
 from frontend_rig import EOS, events, outputs
 
-from dynamo.frontend.answer import parsed_choice, stream_delivery
+from dynamo.frontend.delivery import choices, streaming
 from dynamo.protocols import generate, model_card
 
 TOOLS = [
@@ -154,13 +154,13 @@ async def test_streamed_and_whole_are_the_same_however_tokens_come(parsed, text,
 
 
 async def test_after_reasoning_a_stream_without_tools_is_as_quick_as_any(parsed, monkeypatch):
-    slow, deliver = [], stream_delivery.StreamDelivery._deliver_more
+    slow, deliver = [], streaming.StreamDelivery._deliver_rare
 
     def counted(self, choice, output):
         slow.append(output.token_ids)
         deliver(self, choice, output)
 
-    monkeypatch.setattr(stream_delivery.StreamDelivery, "_deliver_more", counted)
+    monkeypatch.setattr(streaming.StreamDelivery, "_deliver_rare", counted)
     parsed.two.script = outputs("<think>a</think>bcd", "length")
     answer = await parsed.chat(model="p", stream=True)
 
@@ -235,7 +235,7 @@ async def test_a_conversation_goes_on_with_the_result_of_a_call(parsed):
 
 
 def test_tool_call_ids_are_different_and_have_nine_letters_and_digits():
-    call_ids = {parsed_choice.new_tool_call_id() for _ in range(100)}
+    call_ids = {choices.new_tool_call_id() for _ in range(100)}
 
     assert len(call_ids) == 100
     assert all(len(call_id) == 9 and call_id.isalnum() for call_id in call_ids)

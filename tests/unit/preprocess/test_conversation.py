@@ -17,7 +17,7 @@ def calling(arguments):
 
 def adapt(message, **rest):
     before = copy.deepcopy(message)
-    (adapted,) = conversation.for_template([message], **rest)
+    (adapted,) = conversation.adapt_for_template([message], **rest)
 
     assert message == before  # the request is left as it came
     return adapted
@@ -65,6 +65,6 @@ def test_arguments_of_a_tool_call_become_an_object(arguments, expected):
 )
 def test_arguments_that_are_no_object_are_refused_by_place(arguments):
     with pytest.raises(errors.InvalidRequest) as caught:
-        conversation.for_template([USER, calling(arguments)])
+        conversation.adapt_for_template([USER, calling(arguments)])
 
     assert caught.value.param == "messages[1].tool_calls[0].function.arguments"

@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.preprocess import effort
+from dynamo.preprocess import thinking
 
 QWEN = frozenset({"messages", "enable_thinking"})
 DEEPSEEK = frozenset({"messages", "thinking"})
@@ -24,7 +24,7 @@ PLAIN = frozenset({"messages"})
     ],
 )
 def test_a_template_is_told_what_it_reads(asked, variables, told):
-    found = effort.template_args(asked, variables, can_think=True, param="reasoning_effort")
+    found = thinking.make_template_args(asked, variables, can_think=True, param="reasoning_effort")
 
     assert found == told
 
@@ -40,10 +40,10 @@ def test_a_template_is_told_what_it_reads(asked, variables, told):
 )
 def test_a_template_that_cannot_be_told_is_an_error(asked, variables, can_think, words):
     with pytest.raises(errors.InvalidRequest, match=words) as caught:
-        effort.template_args(asked, variables, can_think=can_think, param="reasoning.effort")
+        thinking.make_template_args(asked, variables, can_think=can_think, param="reasoning.effort")
 
     assert caught.value.param == "reasoning.effort"
 
 
 def test_who_never_thinks_may_be_asked_not_to():
-    assert effort.template_args("none", PLAIN, can_think=False, param="x") == {}
+    assert thinking.make_template_args("none", PLAIN, can_think=False, param="x") == {}

@@ -3,20 +3,18 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.preprocess import generation_defaults
+from dynamo.preprocess import options
 
 
 def test_what_the_file_says_is_read_and_the_rest_left_open():
     config = {"temperature": 0.6, "top_k": 20, "do_sample": True, "transformers_version": "4.51.0"}
 
-    assert generation_defaults.read(config) == generation_defaults.GenerationDefaults(
-        temperature=0.6, top_k=20
-    )
+    assert options.read_defaults(config) == options.GenerationDefaults(temperature=0.6, top_k=20)
 
 
 def test_a_wrong_value_names_its_file():
     with pytest.raises(errors.ConfigError, match=r"generation_config\.json.*temperature"):
-        generation_defaults.read({"temperature": "hot"})
+        options.read_defaults({"temperature": "hot"})
 
 
 @pytest.mark.parametrize(
@@ -28,4 +26,4 @@ def test_a_wrong_value_names_its_file():
     ],
 )
 def test_every_file_may_name_ends(configs, own, expected):
-    assert generation_defaults.eos_token_ids(configs, own) == expected
+    assert options.collect_eos_token_ids(configs, own) == expected

@@ -5,9 +5,11 @@ import json
 import pytest
 
 from dynamo.base import errors
+from dynamo.frontend.apis.chat import request as openai_chat
+from dynamo.frontend.apis.completions import request as openai_completions
 from dynamo.preprocess import guiding
 from dynamo.preprocess.parsers import formats, tool_calls
-from dynamo.protocols import generate, openai_chat, openai_completions
+from dynamo.protocols import generate
 
 ARRAYS = formats.AnswerFormat()  # of a model whose calls nobody knows
 HERMES = formats.select_format("hermes", "none", "")
@@ -24,7 +26,7 @@ def chat(**fields):
 
 
 def guide(**fields):
-    return guiding.of_chat(chat(**fields), ARRAYS)
+    return guiding.from_conversation(chat(**fields), ARRAYS)
 
 
 def refused(**fields):
@@ -54,7 +56,7 @@ def test_a_guided_field_at_the_root_or_in_nvext(fields, expected):
     )
     told = generate.GuidedDecoding(**expected, param=name)
 
-    assert guide(**fields) == guide(nvext=fields) == guiding.of_fields(completion) == told
+    assert guide(**fields) == guide(nvext=fields) == guiding.from_fields(completion) == told
 
 
 def test_the_root_counts_more_than_nvext():
@@ -130,7 +132,7 @@ def test_a_response_format_means_nothing_where_a_call_must_come():
 
 def test_a_model_whose_calls_have_marks_may_choose_between_a_call_and_a_text_of_the_shape():
     asked = chat(tools=[tool("f")], response_format={"type": "json_object"})
-    told = guiding.of_chat(asked, HERMES)
+    told = guiding.from_conversation(asked, HERMES)
 
     assert told.json == '{"type":"object"}'
     assert told.calls.begin == "<tool_call>\n"

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from dynamo.base import errors
+from dynamo.frontend.apis.completions import request as openai_completions
 from dynamo.preprocess import infill
-from dynamo.protocols import openai_completions
 
 
 def completion(prompt="a {b}", **fields):
@@ -14,15 +14,19 @@ def completion(prompt="a {b}", **fields):
     )
 
 
+def join(request, name):
+    return infill.join_prompts(request.prompts, request.suffix, name, request.model)
+
+
 @pytest.mark.parametrize("name", infill.FORMATS)
 def test_both_stand_in_the_text_as_they_came(name):
-    (text,) = infill.prompts(completion(suffix="{c} d"), name)
+    (text,) = join(completion(suffix="{c} d"), name)
 
     assert text.count("a {b}") == text.count("{c} d") == 1
 
 
 def test_each_prompt_has_the_suffix():
-    found = infill.prompts(completion(["a", "b"], suffix="z"), "starcoder")
+    found = join(completion(["a", "b"], suffix="z"), "starcoder")
 
     assert found == [
         "<fim_prefix>a<fim_suffix>z<fim_middle>",
@@ -33,7 +37,7 @@ def test_each_prompt_has_the_suffix():
 @pytest.mark.parametrize("suffix", [None, ""])
 @pytest.mark.parametrize("name", [None, "none", "qwen"])
 def test_without_a_suffix_nothing_is_changed(name, suffix):
-    assert infill.prompts(completion(suffix=suffix), name) == ["a {b}"]
+    assert join(completion(suffix=suffix), name) == ["a {b}"]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,7 @@ def test_without_a_suffix_nothing_is_changed(name, suffix):
 )
 def test_what_cannot_be_filled_in_is_named(prompt, name, words):
     with pytest.raises(errors.InvalidRequest, match=words) as caught:
-        infill.prompts(completion(prompt, suffix="z"), name)
+        join(completion(prompt, suffix="z"), name)
 
     assert caught.value.param == "suffix"
 

@@ -7,9 +7,10 @@ import chat_templates
 import pytest
 
 from dynamo.base import errors
+from dynamo.frontend.apis.chat import request as openai_chat
 from dynamo.preprocess import loading
 from dynamo.preprocess.parsers import formats
-from dynamo.protocols import generate, model_card, openai_chat
+from dynamo.protocols import generate, model_card
 from dynamo.testing import clock
 
 HELLO = openai_chat.ChatRequest(model="m", messages=[{"role": "user", "content": "Hi"}])
@@ -37,7 +38,7 @@ def load(model, **told):
 
 
 async def prompt_of(model, request=HELLO):
-    return (await load(model).chat(request, "r")).prompt
+    return (await load(model).prepare_conversation(request, "r")).prompt
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path):
@@ -47,7 +48,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path):
 
 async def test_a_model_without_a_template_has_no_chat(model):
     with pytest.raises(errors.InvalidRequest, match="no chat template; use /v1/completions"):
-        await load(model).chat(HELLO, "r")
+        await load(model).prepare_conversation(HELLO, "r")
 
 
 async def test_the_template_of_the_tokenizers_configuration_is_used(model):
@@ -106,7 +107,7 @@ async def test_ends_and_defaults_come_from_all_files(model, byte_level):
     write(model, "tokenizer_config.json", chat_template="Hi", eos_token="<|im_end|>")
     write(model, "config.json", eos_token_id=3, vocab_size=1000)
     write(model, "generation_config.json", eos_token_id=[4], top_k=20, max_new_tokens=9)
-    request = (await load(model).chat(HELLO, "r")).request
+    request = (await load(model).prepare_conversation(HELLO, "r")).request
 
     assert request.eos_token_ids == (4, 3, byte_level.id_of("<|im_end|>"))
     assert request.sampling_options == generate.SamplingOptions(top_k=20)

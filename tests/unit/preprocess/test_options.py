@@ -3,12 +3,13 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.preprocess import generation_defaults, options
-from dynamo.protocols import generate, model_errors, openai_completions
+from dynamo.frontend.apis.completions import request as openai_completions
+from dynamo.preprocess import inputs, options
+from dynamo.protocols import generate, model_errors
 
 VOCAB = 100
-NOTHING = generation_defaults.GenerationDefaults()
-MODEL = generation_defaults.GenerationDefaults(
+NOTHING = options.GenerationDefaults()
+MODEL = options.GenerationDefaults(
     temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1
 )
 
@@ -18,12 +19,12 @@ def asked(**fields):
 
 
 def nvext(**fields):
-    return openai_completions.openai_fields.NvExt(**fields)
+    return inputs.NvExt(**fields)
 
 
 def test_nothing_said_is_openais_defaults():
-    assert options.sampling(asked(), NOTHING, VOCAB) == generate.SamplingOptions()
-    assert options.stop_conditions(asked(), 7, VOCAB) == generate.StopConditions(max_tokens=7)
+    assert options.make_sampling(asked(), NOTHING, VOCAB) == generate.SamplingOptions()
+    assert options.make_stop_conditions(asked(), 7, VOCAB) == generate.StopConditions(max_tokens=7)
 
 
 def test_the_models_files_say_what_a_request_does_not():
@@ -31,25 +32,25 @@ def test_the_models_files_say_what_a_request_does_not():
         temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1
     )
 
-    assert options.sampling(asked(), MODEL, VOCAB) == expected
+    assert options.make_sampling(asked(), MODEL, VOCAB) == expected
 
 
 def test_the_request_counts_more_than_its_nvext_and_that_more_than_the_model():
     request = asked(top_k=3, nvext=nvext(top_k=5, repetition_penalty=1.5), temperature=0, min_p=0)
-    sampling = options.sampling(request, MODEL, VOCAB)
+    sampling = options.make_sampling(request, MODEL, VOCAB)
 
     assert (sampling.top_k, sampling.repetition_penalty) == (3, 1.5)
     assert (sampling.temperature, sampling.min_p) == (0, 0)
 
 
 def test_all_tokens_are_asked_for_by_minus_one():
-    assert options.sampling(asked(top_k=-1), MODEL, VOCAB).top_k == 0
+    assert options.make_sampling(asked(top_k=-1), MODEL, VOCAB).top_k == 0
 
 
 def test_greedy_sampling_is_temperature_zero():
     request = asked(temperature=1.5, nvext=nvext(greed_sampling=True))
 
-    assert options.sampling(request, MODEL, VOCAB).temperature == 0
+    assert options.make_sampling(request, MODEL, VOCAB).temperature == 0
 
 
 def test_the_rest_is_passed_on():
@@ -58,14 +59,14 @@ def test_the_rest_is_passed_on():
         n=3, presence_penalty=1, frequency_penalty=-1, seed=5, logit_bias={7: -100.0}
     )
 
-    assert options.sampling(request, NOTHING, VOCAB) == expected
+    assert options.make_sampling(request, NOTHING, VOCAB) == expected
 
 
 @pytest.mark.parametrize(("stop", "expected"), [("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
 def test_stop_conditions(stop, expected):
     request = asked(stop=stop, min_tokens=2, stop_token_ids=[9], nvext=nvext(ignore_eos=True))
 
-    assert options.stop_conditions(request, 7, VOCAB) == generate.StopConditions(
+    assert options.make_stop_conditions(request, 7, VOCAB) == generate.StopConditions(
         max_tokens=7, min_tokens=2, stop=expected, stop_token_ids=(9,), ignore_eos=True
     )
 
@@ -73,7 +74,7 @@ def test_stop_conditions(stop, expected):
 def test_the_root_can_switch_off_what_nvext_switches_on():
     request = asked(ignore_eos=False, nvext=nvext(ignore_eos=True))
 
-    assert not options.stop_conditions(request, 7, VOCAB).ignore_eos
+    assert not options.make_stop_conditions(request, 7, VOCAB).ignore_eos
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_the_root_can_switch_off_what_nvext_switches_on():
     ],
 )
 def test_what_the_model_does_not_have_is_refused_by_name(fields, param):
-    read = options.sampling if param == "logit_bias" else options.stop_conditions
+    read = options.make_sampling if param == "logit_bias" else options.make_stop_conditions
     limit = NOTHING if param == "logit_bias" else 7
     with pytest.raises(errors.InvalidRequest, match=param) as caught:
         read(asked(**fields), limit, VOCAB)
@@ -100,8 +101,8 @@ def test_what_the_model_does_not_have_is_refused_by_name(fields, param):
 )
 def test_length_of_the_answer(wanted, default, expected):
     assert (
-        options.answer_len(
-            asked=wanted, default=default, prompt_len=10, context_length=100, param="prompt"
+        options.limit_answer_len(
+            requested=wanted, default=default, prompt_len=10, context_length=100, param="prompt"
         )
         == expected
     )
@@ -121,8 +122,12 @@ def test_length_of_the_answer(wanted, default, expected):
 )
 def test_too_long_a_context_names_limit_and_lengths(wanted, prompt_len, sentence):
     with pytest.raises(model_errors.ContextTooLong, match=sentence) as caught:
-        options.answer_len(
-            asked=wanted, default=None, prompt_len=prompt_len, context_length=100, param="prompt"
+        options.limit_answer_len(
+            requested=wanted,
+            default=None,
+            prompt_len=prompt_len,
+            context_length=100,
+            param="prompt",
         )
 
     assert caught.value.param == "prompt"
@@ -130,4 +135,6 @@ def test_too_long_a_context_names_limit_and_lengths(wanted, prompt_len, sentence
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(errors.InvalidRequest, match="at least one token"):
-        options.answer_len(asked=1, default=None, prompt_len=0, context_length=9, param="prompt")
+        options.limit_answer_len(
+            requested=1, default=None, prompt_len=0, context_length=9, param="prompt"
+        )

@@ -9,9 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.preprocess import generation_defaults, options, preprocessor, tokenize
+from dynamo.frontend.apis.chat import api as chats
+from dynamo.frontend.apis.chat import request as openai_chat
+from dynamo.frontend.apis.completions import api as completions
+from dynamo.frontend.apis.completions import request as openai_completions
+from dynamo.preprocess import options, preprocessor, tokenize
 from dynamo.preprocess.parsers import formats
-from dynamo.protocols import blocks, generate, model_errors, openai_chat, openai_completions
+from dynamo.protocols import blocks, generate, model_errors
 
 CONTEXT = 400
 
@@ -23,7 +27,7 @@ def made_of(tokenizer, source=chat_templates.CHATML):
         context_length=CONTEXT,
         vocab_size=tokenizer.num_ids,
         eos_token_ids=(2,),
-        defaults=generation_defaults.GenerationDefaults(),
+        defaults=options.GenerationDefaults(),
         answer_format=formats.AnswerFormat(),
     )
 
@@ -48,7 +52,7 @@ def completion(prompt, **fields):
 
 
 async def test_a_chat_becomes_token_ids(byte_level_model, byte_level):
-    prepared = await byte_level_model.chat(
+    prepared = await byte_level_model.prepare_conversation(
         chat(max_tokens=5, temperature=0.5, logprobs=True, top_logprobs=2, stop="x"), "r1"
     )
     prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -68,14 +72,16 @@ async def test_a_chat_becomes_token_ids(byte_level_model, byte_level):
 
 
 async def test_an_answer_may_fill_the_context(byte_level_model):
-    request = (await byte_level_model.chat(chat(), "r")).request
+    request = (await byte_level_model.prepare_conversation(chat(), "r")).request
 
     assert request.stop_conditions.max_tokens == CONTEXT - request.prompt_len
 
 
 async def test_max_completion_tokens_counts_more_than_its_old_name(byte_level_model):
     request = (
-        await byte_level_model.chat(chat(max_tokens=9, max_completion_tokens=3), "r")
+        await byte_level_model.prepare_conversation(
+            chat(max_tokens=9, max_completion_tokens=3), "r"
+        )
     ).request
 
     assert request.stop_conditions.max_tokens == 3
@@ -87,7 +93,7 @@ async def test_a_chat_that_is_too_long_names_limit_and_length(byte_level_model):
     with pytest.raises(
         model_errors.ContextTooLong, match=rf"length is {CONTEXT} tokens.*messages"
     ) as caught:
-        await byte_level_model.chat(chat(messages=messages), "r")
+        await byte_level_model.prepare_conversation(chat(messages=messages), "r")
 
     assert caught.value.param == "messages"
 
@@ -98,7 +104,7 @@ async def test_template_arguments_and_annotations_are_passed_on(byte_level_model
         chat_template_kwargs={"enable_thinking": True},
         nvext={"annotations": ["formatted_prompt"]},
     )
-    prepared = await byte_level_model.chat(request, "r")
+    prepared = await byte_level_model.prepare_conversation(request, "r")
 
     assert prepared.prompt.endswith("</think>\n\n")
     assert prepared.request.annotations == ("formatted_prompt",)
@@ -107,11 +113,11 @@ async def test_template_arguments_and_annotations_are_passed_on(byte_level_model
 async def test_no_tools_are_none_to_a_template(byte_level):
     model = made_of(byte_level, "{{ tools is none }}")
 
-    assert (await model.chat(chat(tools=[]), "r")).prompt == "True"
+    assert (await model.prepare_conversation(chat(tools=[]), "r")).prompt == "True"
 
 
 async def test_a_completion_begins_as_the_tokenizer_wants(sentencepiece_like):
-    (prepared,) = await made_of(sentencepiece_like).completion(completion("The cat"), "r")
+    (prepared,) = await completions.prepare(made_of(sentencepiece_like), completion("The cat"), "r")
     first = blocks.unpack(prepared.request.token_ids)[0]
 
     assert first == sentencepiece_like.id_of("<s>")
@@ -120,7 +126,7 @@ async def test_a_completion_begins_as_the_tokenizer_wants(sentencepiece_like):
 
 
 async def test_token_ids_are_taken_as_they_are(byte_level_model):
-    (prepared,) = await byte_level_model.completion(completion([5, 6], logprobs=3), "r")
+    (prepared,) = await completions.prepare(byte_level_model, completion([5, 6], logprobs=3), "r")
 
     assert blocks.unpack(prepared.request.token_ids) == [5, 6]
     assert prepared.request.output_options.logprobs == 3
@@ -129,7 +135,7 @@ async def test_token_ids_are_taken_as_they_are(byte_level_model):
 
 @pytest.mark.parametrize("prompts", [["a", "b", "c"], [[1], [2], [3]]])
 async def test_several_prompts_are_several_requests(byte_level_model, prompts):
-    prepared = await byte_level_model.completion(completion(prompts), "r")
+    prepared = await completions.prepare(byte_level_model, completion(prompts), "r")
 
     assert [one.request.id for one in prepared] == ["r-0", "r-1", "r-2"]
 
@@ -140,16 +146,16 @@ async def test_several_prompts_are_several_requests(byte_level_model, prompts):
 )
 async def test_prompts_that_are_none_are_refused(byte_level_model, prompt, sentence):
     with pytest.raises(errors.InvalidRequest, match=sentence) as caught:
-        await byte_level_model.completion(completion(prompt), "r")
+        await completions.prepare(byte_level_model, completion(prompt), "r")
 
     assert caught.value.param == "prompt"
 
 
 async def test_an_answer_continues_its_prompt(sentencepiece_like):
     model = made_of(sentencepiece_like)
-    (prepared,) = await model.completion(completion("The brave"), "r")
+    (prepared,) = await completions.prepare(model, completion("The brave"), "r")
     token_ids = blocks.unpack(sentencepiece_like.encode_now(["cat"], add_special_tokens=False)[0])
-    text = model.answer(prepared.request).push(
+    text = model.make_answer_text(prepared.request).push(
         generate.Output(token_ids=tuple(token_ids), finish_reason=generate.FinishReason.LENGTH)
     )
 
@@ -160,7 +166,7 @@ async def test_a_long_prompt_is_the_same_from_its_thread(byte_level):
     model = made_of(byte_level)
     model.context_length = 10**6
     text = "The quick brown fox. " * (tokenize.LONG_TEXT // 10)
-    (prepared,) = await model.completion(completion(text), "r")
+    (prepared,) = await completions.prepare(model, completion(text), "r")
 
     assert model.text.decode(prepared.request.token_ids) == text
 
@@ -203,7 +209,7 @@ def any_model(request, byte_level):
 async def test_any_chat_is_prepared_or_refused(any_model, messages, fields):
     body = msgspec.json.encode({"model": "m", "messages": messages, **fields})
     try:
-        prepared = await any_model.chat(openai_chat.decode(body), "r")
+        prepared = await any_model.prepare_conversation(openai_chat.decode(body), "r")
     except errors.RequestError as error:
         assert str(error)  # noqa: PT017  # either is right, but not silence
         return
@@ -213,7 +219,9 @@ async def test_any_chat_is_prepared_or_refused(any_model, messages, fields):
 
 
 async def test_a_raw_prompt_passes_by_the_template(byte_level_model, byte_level):
-    prepared = await byte_level_model.chat(chat(nvext={"use_raw_prompt": True}), "r")
+    prepared = await byte_level_model.prepare_conversation(
+        chat(nvext={"use_raw_prompt": True}), "r"
+    )
 
     assert prepared.prompt == "Hi"
     assert prepared.request.token_ids == byte_level.encode_now(["Hi"], add_special_tokens=True)[0]
@@ -228,34 +236,39 @@ async def test_a_raw_prompt_passes_by_the_template(byte_level_model, byte_level)
 )
 async def test_a_raw_prompt_is_one_message_with_a_text(byte_level_model, messages):
     with pytest.raises(errors.InvalidRequest, match="one message with a text") as caught:
-        await byte_level_model.chat(chat(messages=messages, nvext={"use_raw_prompt": True}), "r")
+        await byte_level_model.prepare_conversation(
+            chat(messages=messages, nvext={"use_raw_prompt": True}), "r"
+        )
 
     assert caught.value.param == "nvext.use_raw_prompt"
 
 
 async def test_tokens_that_were_made_elsewhere_are_the_prompt(byte_level_model):
     given = {"nvext": {"token_data": [5, 6, 7]}}
-    one = await byte_level_model.chat(chat(**given), "r")
-    (other,) = await byte_level_model.completion(completion("x", **given), "r")
+    one = await byte_level_model.prepare_conversation(chat(**given), "r")
+    (other,) = await completions.prepare(byte_level_model, completion("x", **given), "r")
 
     assert one.request.token_ids == other.request.token_ids == blocks.pack([5, 6, 7])
-    assert one.prompt == byte_level_model.write_text([5, 6, 7])
+    assert one.prompt == byte_level_model.detokenize([5, 6, 7])
     assert other.prompt is None
 
 
 @pytest.mark.parametrize("make", ["chat", "completion"])
 async def test_a_token_that_does_not_exist_is_named(byte_level_model, make):
-    request = {"chat": chat, "completion": lambda **f: completion("x", **f)}[make]
+    prepare, request = {
+        "chat": (chats.prepare, chat),
+        "completion": (completions.prepare, lambda **f: completion("x", **f)),
+    }[make]
     with pytest.raises(errors.InvalidRequest, match="token ids from 0 to") as caught:
-        await getattr(byte_level_model, make)(request(nvext={"token_data": [10**6]}), "r")
+        await prepare(byte_level_model, request(nvext={"token_data": [10**6]}), "r")
 
     assert caught.value.param == "nvext.token_data"
 
 
 async def test_an_effort_is_told_to_the_template_and_its_own_words_count_more(byte_level):
     model = made_of(byte_level, "{{ reasoning_effort }} {{ enable_thinking }}")
-    told = await model.chat(chat(reasoning_effort="low"), "r")
-    over = await model.chat(
+    told = await model.prepare_conversation(chat(reasoning_effort="low"), "r")
+    over = await model.prepare_conversation(
         chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}), "r"
     )
 
@@ -265,15 +278,15 @@ async def test_an_effort_is_told_to_the_template_and_its_own_words_count_more(by
 
 async def test_hints_go_to_the_engine(byte_level_model):
     hints = {"agent_hints": {"priority": 2, "osl": 9}, "session_control": {"session_id": "s"}}
-    request = (await byte_level_model.chat(chat(nvext=hints), "r")).request
+    request = (await byte_level_model.prepare_conversation(chat(nvext=hints), "r")).request
 
     assert (request.priority, request.expected_output_tokens, request.session_id) == (2, 9, "s")
 
 
 async def test_to_choose_the_best_takes_log_probabilities(byte_level_model):
-    (best,) = await byte_level_model.completion(completion("x", best_of=3, n=2), "r")
-    (scored,) = await byte_level_model.completion(
-        completion("x", echo=True, logprobs=2, max_tokens=0), "r"
+    (best,) = await completions.prepare(byte_level_model, completion("x", best_of=3, n=2), "r")
+    (scored,) = await completions.prepare(
+        byte_level_model, completion("x", echo=True, logprobs=2, max_tokens=0), "r"
     )
 
     assert best.request.sampling_options.n == 3
@@ -283,15 +296,15 @@ async def test_to_choose_the_best_takes_log_probabilities(byte_level_model):
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(byte_level_model):
-    most = max(options.MIN_TEXT, CONTEXT * options.CHARS_PER_TOKEN)
+    most = max(options.MIN_TEXT_CHARS, CONTEXT * options.CHARS_PER_TOKEN)
     text = "x" * (most + 1)
     asked = chat(messages=[{"role": "user", "content": text}])
 
     for made, param in (
-        (byte_level_model.chat(asked, "r1"), "messages"),
-        (byte_level_model.completion(completion(["ok", text]), "r1"), "prompt"),
-        (byte_level_model.completion(completion([7] * (most + 1)), "r1"), "prompt"),
-        (byte_level_model.read_text(text, add_special_tokens=True), "prompt"),
+        (byte_level_model.prepare_conversation(asked, "r1"), "messages"),
+        (completions.prepare(byte_level_model, completion(["ok", text]), "r1"), "prompt"),
+        (completions.prepare(byte_level_model, completion([7] * (most + 1)), "r1"), "prompt"),
+        (byte_level_model.tokenize_text(text, add_special_tokens=True), "prompt"),
     ):
         with pytest.raises(
             model_errors.ContextTooLong, match=f"expected at most {most} characters"
@@ -301,15 +314,15 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(byte_lev
 
 
 async def test_a_long_text_is_tokenized_as_long_as_it_might_fit(byte_level_model):
-    packed = await byte_level_model.read_text("cat " * 20_000, add_special_tokens=True)
+    packed = await byte_level_model.tokenize_text("cat " * 20_000, add_special_tokens=True)
 
     assert blocks.count(packed) > CONTEXT
     with pytest.raises(model_errors.ContextTooLong, match=r"your tokens has the length"):
-        byte_level_model.write_text([7] * (options.MIN_TEXT + 1))
+        byte_level_model.detokenize([7] * (options.MIN_TEXT_CHARS + 1))
 
 
 async def test_more_messages_than_tokens_are_refused_before_they_are_rendered(byte_level_model):
     asked = chat(messages=[{"role": "user", "content": ""}] * (CONTEXT + 1))
 
     with pytest.raises(model_errors.ContextTooLong, match=f"has {CONTEXT + 1} parts"):
-        await byte_level_model.chat(asked, "r1")
+        await byte_level_model.prepare_conversation(asked, "r1")

@@ -5,9 +5,11 @@ import json
 import pytest
 
 from dynamo.base import errors
-from dynamo.preprocess import thinking_limit
+from dynamo.frontend.apis.chat import request as openai_chat
+from dynamo.frontend.apis.messages import conversation
+from dynamo.preprocess import thinking
 from dynamo.preprocess.parsers import formats
-from dynamo.protocols import anthropic, anthropic_blocks, generate, openai_chat
+from dynamo.protocols import generate
 
 THINK = formats.AnswerFormat(reasoning=formats.REASONING_FORMATS["qwen3"])
 IDS = {"<think>": 5, "</think>": 6}.get
@@ -25,16 +27,16 @@ def message():
         "messages": [{"role": "user", "content": "x"}],
         "thinking": {"type": "enabled", "budget_tokens": 2000},
     }
-    return anthropic_blocks.chat_of(anthropic.decode(json.dumps(body).encode()))
+    return conversation.decode(json.dumps(body).encode())
 
 
 def test_nobody_is_limited_unasked():
-    assert thinking_limit.of(chat(), "p", THINK, IDS) is None
+    assert thinking.make_limit(chat(), "p", THINK, IDS) is None
 
 
 @pytest.mark.parametrize(("prompt", "is_open"), [("p", False), ("p<think>\n", True)])
 def test_the_marks_are_told_as_tokens(prompt, is_open):
-    found = thinking_limit.of(chat(max_thinking_tokens=7), prompt, THINK, IDS)
+    found = thinking.make_limit(chat(max_thinking_tokens=7), prompt, THINK, IDS)
 
     assert found == generate.ThinkingLimit(
         max_tokens=7, close_ids=(6,), open_ids=(5,), is_open=is_open
@@ -51,11 +53,11 @@ def test_the_marks_are_told_as_tokens(prompt, is_open):
 )
 def test_what_cannot_be_held_is_refused_unless_it_is_a_wish(form, ids):
     with pytest.raises(errors.InvalidRequest, match="no token of this model") as caught:
-        thinking_limit.of(chat(max_thinking_tokens=7), "p", form, ids)
+        thinking.make_limit(chat(max_thinking_tokens=7), "p", form, ids)
 
     assert caught.value.param == "nvext.max_thinking_tokens"
-    assert thinking_limit.of(message(), "p", form, ids) is None
+    assert thinking.make_limit(message(), "p", form, ids) is None
 
 
 def test_the_budget_of_a_message_is_the_limit():
-    assert thinking_limit.of(message(), "p", THINK, IDS).max_tokens == 2000
+    assert thinking.make_limit(message(), "p", THINK, IDS).max_tokens == 2000

@@ -16,7 +16,7 @@ from pathlib import Path
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.frontend.admission import api_keys, metrics, rate_limits
-from dynamo.frontend.answer import delivery
+from dynamo.frontend.delivery import delivery
 from dynamo.runtime.http import exchange
 
 CHECK_INTERVAL_S = 1.0
@@ -82,7 +82,7 @@ class KeyAuthenticator:
         self,
         handler: exchange.Handler,
         valid_keys: api_keys.ApiKeyRegistry,
-        dialect_of: Callable[[str], delivery.Dialect],
+        dialect_of: Callable[[str], delivery.ErrorDialect],
         admission_metrics: metrics.AdmissionMetrics,
         clock: clocks.Clock,
     ) -> None:

@@ -23,7 +23,7 @@ from dynamo.frontend.admission import (
     permits,
     rate_limits,
 )
-from dynamo.frontend.answer import delivery
+from dynamo.frontend.delivery import delivery
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import metrics as observed
@@ -108,7 +108,7 @@ class AdmissionController:
             self._running.start("watch the workers' load", self._load_monitor.watch())
 
     def wrap_handler(
-        self, handler: exchange.Handler, dialect_of: Callable[[str], delivery.Dialect]
+        self, handler: exchange.Handler, dialect_of: Callable[[str], delivery.ErrorDialect]
     ) -> exchange.Handler:
         """Return a handler that authenticates requests first, or `handler` itself if API keys are not used."""
         if self._key_file is None:

@@ -11,11 +11,11 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.frontend.admission import busy_workers
-from dynamo.frontend.answer import sse
+from dynamo.frontend.delivery import sse
 from dynamo.frontend.model_registry import registry
-from dynamo.protocols import load, openai_decode
+from dynamo.protocols import load
 from dynamo.runtime import events
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, json_body
 
 REFRESH_INTERVAL_S = 0.25
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)] | msgspec.UnsetType | None
@@ -33,7 +33,7 @@ class ThresholdChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     active_prefill_tokens_threshold_frac: _Batches = msgspec.UNSET
 
 
-_decode_change = openai_decode.RequestDecoder(ThresholdChange).decode
+_decode_change = json_body.RequestDecoder(ThresholdChange).decode
 _decode_event = msgspec.msgpack.Decoder(load.LoadEvent).decode
 
 

@@ -15,7 +15,7 @@ from typing import cast
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import identity
+from dynamo.frontend.delivery import identity
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import embed, generate, instances, model_card
 from dynamo.router import route as routing

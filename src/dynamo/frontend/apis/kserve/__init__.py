@@ -1,0 +1,1 @@
+"""KServe's v2 inference protocol over HTTP and gRPC."""

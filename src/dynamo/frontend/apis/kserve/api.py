@@ -1,0 +1,232 @@
+"""KServe's v2 inference protocol over HTTP, with Triton's generate and configuration extensions.
+
+GET   /v2                                        name and version of this server
+GET   /v2/health/live, /v2/health/ready
+GET   /v2/models/{name}[/versions/1]             the model's tensors; .../ready, .../config
+POST  /v2/models/{name}[/versions/1]/infer       tensors as JSON; .../generate, .../generate_stream without tensors
+
+The gRPC service (`grpc_server`) answers through the same handlers.
+"""
+
+import functools
+import re
+from collections.abc import Awaitable, Sequence
+from typing import Any, NamedTuple
+
+from dynamo.base import distribution, errors
+from dynamo.frontend import pipeline
+from dynamo.frontend.apis.completions import api as completions
+from dynamo.frontend.apis.kserve import answer, request
+from dynamo.frontend.apis.kserve import errors as kserve_errors
+from dynamo.frontend.apis.operation import (
+    ACCESS_ERRORS,
+    ANY_ID,
+    GENERATION_ERRORS,
+    ApiContext,
+    Operation,
+)
+from dynamo.frontend.delivery import delivery, sse
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
+from dynamo.runtime.http import exchange
+
+PREFIX = "/v2"
+EXTENSIONS = ["generate", "model_configuration"]
+_MODELS = "/v2/models/"
+_TARGET = re.compile(
+    r"(?P<model>.+?)(/versions/(?P<version>[^/]+))?"
+    r"(/(?P<action>ready|config|infer|infer_stream|generate|generate_stream))?"
+)
+_POST_ACTIONS = ("infer", "infer_stream", "generate", "generate_stream")
+_BINARY = "inference-header-content-length"
+InferApi = pipeline.GenerationApi[request.InferRequest, answer.GenerateFormatter]
+
+
+class Target(NamedTuple):
+    """The model, version and action in a path below /v2/models/."""
+
+    model: str
+    version: str
+    action: str  # "" for the model itself
+
+
+def parse_target(path: str) -> Target:
+    """Return what a path names. The name of a model may have slashes in it."""
+    match = _TARGET.fullmatch(path.removeprefix(_MODELS))
+    if match is None:
+        return Target("", "", "")
+    return Target(match["model"], match["version"] or "", match["action"] or "")
+
+
+class KserveHandlers:
+    """The handlers of all routes."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    def show_readiness(self, client: exchange.Exchange) -> None:
+        context = self._context
+        is_ready = bool(context.models.ready) and not context.drain_state.is_draining
+        _respond(client, {"ready": is_ready}, 200 if is_ready else 503)
+
+    def show_model(self, client: exchange.Exchange) -> None:
+        target = parse_target(client.request.path)
+        try:
+            model = self._context.models.find(target.model)
+            request.check_version(target.model, target.version)
+            model.check_can_generate()
+            self._context.admission.check_may_see(client, model.name)
+        except errors.DynamoError as error:
+            delivery.respond_error(client, error, kserve_errors)
+            return
+        match target.action:
+            case "":
+                _respond(client, describe_model(model))
+            case "config":
+                _respond(client, describe_config(model))
+            case "ready":
+                body = {"name": model.name, "ready": model.is_ready}
+                _respond(client, body, 200 if model.is_ready else 503)
+            case _:
+                _refuse(client, 405, f"{client.request.path} takes POST, not GET")
+
+    def infer(self, client: exchange.Exchange) -> Awaitable[None] | None:
+        target = parse_target(client.request.path)
+        if target.action not in _POST_ACTIONS:
+            _refuse(client, 405, f"{client.request.path} takes GET, not POST")
+            return None
+        if not self._context.accept(client, kserve_errors):
+            return None
+        if _BINARY in client.request.headers:
+            _refuse(client, 400, "the binary tensor extension is not supported: send JSON tensors")
+            return None
+        return self._context.pipeline.answer(_make_api(target), client)
+
+
+def _make_api(target: Target) -> InferApi:
+    has_tensors = target.action.startswith("infer")
+    decode = functools.partial(
+        request.decode_infer if has_tensors else request.decode_generate,
+        model=target.model,
+        version=target.version,
+        can_stream=target.action.endswith("_stream"),
+    )
+    return pipeline.GenerationApi(
+        endpoint=completions.API.endpoint,
+        decode=decode,
+        prepare=completions.prepare,
+        make_formatter=answer.InferFormatter if has_tensors else answer.GenerateFormatter,
+        stream=answer.KserveStreamDelivery,
+        dialect=kserve_errors,
+    )
+
+
+def describe_server() -> dict[str, Any]:
+    """Return the metadata of the server."""
+    return {
+        "name": request.PLATFORM,
+        "version": distribution.version(),
+        "extensions": EXTENSIONS,
+    }
+
+
+def describe_model(model: RegisteredModel) -> dict[str, Any]:
+    """Return the metadata of a model: its tensors."""
+    return {
+        "name": model.name,
+        "versions": [request.VERSION],
+        "platform": request.PLATFORM,
+        "inputs": [_tensor(request.TEXT_INPUT, "BYTES", 1), _tensor(request.STREAMING, "BOOL", 1)],
+        "outputs": [
+            _tensor(request.TEXT_OUTPUT, "BYTES", -1),
+            _tensor(request.FINISH_REASON, "BYTES", -1),
+        ],
+    }
+
+
+def describe_config(model: RegisteredModel) -> dict[str, Any]:
+    """Return Triton's configuration of a model."""
+    return {
+        "name": model.name,
+        "platform": request.PLATFORM,
+        "backend": request.PLATFORM,
+        "max_batch_size": 0,
+        "input": [
+            {"name": request.TEXT_INPUT, "data_type": "TYPE_STRING", "dims": [1]},
+            {"name": request.STREAMING, "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
+        ],
+        "output": [
+            {"name": request.TEXT_OUTPUT, "data_type": "TYPE_STRING", "dims": [-1]},
+            {"name": request.FINISH_REASON, "data_type": "TYPE_STRING", "dims": [-1]},
+        ],
+        "model_transaction_policy": {"decoupled": True},
+    }
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of this API."""
+    handlers = KserveHandlers(context)
+    return (
+        Operation(
+            method="POST",
+            path=_MODELS + ANY_ID,
+            handler=handlers.infer,
+            summary="Answer, where /infer or /infer_stream follows the model's name; "
+            "/generate and /generate_stream take a text_input instead of tensors",
+            tag="KServe",
+            request=request.InferBody,
+            answer=dict[str, Any],
+            errors=(*GENERATION_ERRORS, 405),
+            dialect=kserve_errors,
+        ),
+        Operation(
+            method="GET",
+            path=_MODELS + ANY_ID,
+            handler=handlers.show_model,
+            summary="A model's tensors; /config or /ready may follow its name",
+            tag="KServe",
+            answer=dict[str, Any],
+            errors=(400, *ACCESS_ERRORS, 404, 405, 503),
+            dialect=kserve_errors,
+        ),
+        Operation(
+            method="GET",
+            path=PREFIX,
+            handler=lambda client: _respond(client, describe_server()),
+            summary="Name and version of this server",
+            tag="KServe",
+            answer=dict[str, Any],
+            errors=ACCESS_ERRORS,
+            dialect=kserve_errors,
+        ),
+        Operation(
+            method="GET",
+            path="/v2/health/live",
+            handler=lambda client: _respond(client, {"live": True}),
+            summary="200 as long as the process runs",
+            tag="KServe",
+            answer=dict[str, Any],
+            dialect=kserve_errors,
+        ),
+        Operation(
+            method="GET",
+            path="/v2/health/ready",
+            handler=handlers.show_readiness,
+            summary="200 if a model is ready, else 503",
+            tag="KServe",
+            answer=dict[str, Any],
+            other_answers={503: dict[str, Any]},
+            dialect=kserve_errors,
+        ),
+    )
+
+
+def _tensor(name: str, datatype: str, length: int) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": [length]}
+
+
+def _respond(client: exchange.Exchange, body: Any, status: int = 200) -> None:
+    client.respond(status, sse.encode(body))
+
+
+def _refuse(client: exchange.Exchange, status: int, message: str) -> None:
+    client.respond(status, kserve_errors.refusal(status, message))

@@ -1,0 +1,173 @@
+"""KServe's v2 protocol, as far as it is text in and text out: a request becomes the completion that asks the same.
+
+    text_input      BYTES [1]    the prompt
+    streaming       BOOL [1]     optional
+    parameters      what /v1/completions takes: max_tokens, temperature, seed, stop …
+    text_output     BYTES [-1]   one element for each choice
+    finish_reason   BYTES [-1]   likewise
+
+Tensors come as JSON here; over gRPC they are brought into this form first (`frontend.kserve.transcode`). Triton's
+generate extension is the same without tensors.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.frontend.apis.completions import request as completion_request
+from dynamo.protocols import model_errors
+from dynamo.runtime.http import json_body
+
+VERSION = "1"  # every model has this one
+PLATFORM = "dynamo"
+TEXT_INPUT, STREAMING = "text_input", "streaming"
+TEXT_OUTPUT, FINISH_REASON = "text_output", "finish_reason"
+_OUTPUTS = (TEXT_OUTPUT, FINISH_REASON)
+# what a completion request has, and comes in another way or not at all
+_NO_PARAMETERS = (
+    *("model", "prompt", "stream", "stream_options", "infer_id", "nvext"),
+    *("logprobs", "return_tokens_as_token_ids"),
+)
+_NO_EFFECT = (
+    "triton_enable_empty_final_response"  # the last response of ours always says that it is
+)
+
+
+class InferRequest(
+    completion_request.CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """A completion that is answered with the caller's own id."""
+
+    infer_id: str | None = None
+
+
+class Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An input."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: Any = None
+    parameters: dict[str, Any] | None = None
+
+
+class AskedOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An output that the caller wants; all are told anyhow."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class InferBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v2/models/{name}/infer`."""
+
+    inputs: list[Tensor]
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+    outputs: list[AskedOutput] | None = None
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v2/models/{name}/generate` and `generate_stream`."""
+
+    text_input: str
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+_infer_decoder = json_body.RequestDecoder(InferBody)
+_generate_decoder = json_body.RequestDecoder(GenerateBody)
+_completion_decoder = json_body.RequestDecoder(InferRequest)
+
+
+def check_version(model: str, version: str) -> None:
+    """Raises ModelNotFound for any but the one there is; "" is that one."""
+    if version not in ("", VERSION):
+        raise model_errors.ModelNotFound(
+            f"The model {model[:100]!r} has one version, {VERSION}, and no {version[:20]!r}",
+            param="model_version",
+        )
+
+
+def decode_infer(body: bytes, *, model: str, version: str, can_stream: bool) -> InferRequest:
+    """The completion that these tensors ask for. Raises RequestError, which names the field."""
+    check_version(model, version)
+    found = _infer_decoder.decode(body)
+    tensors = _by_name(found.inputs)
+    for output in found.outputs or ():
+        if output.name not in _OUTPUTS:
+            raise _wrong("outputs", f"expected {' or '.join(_OUTPUTS)}, got {output.name!r}")
+    is_stream = STREAMING in tensors and _element(tensors[STREAMING], "BOOL", bool)
+    if is_stream and not can_stream:
+        raise _wrong(
+            STREAMING,
+            "expected false; ModelStreamInfer (gRPC), infer_stream and generate_stream (HTTP) stream",
+        )
+    if TEXT_INPUT not in tensors:
+        raise _wrong(
+            "inputs", f"expected a tensor {TEXT_INPUT}, got {', '.join(tensors) or 'none'}"
+        )
+    text = _element(tensors[TEXT_INPUT], "BYTES", str)
+    return _build(model, text, found.parameters or {}, is_stream, found.id)
+
+
+def decode_generate(body: bytes, *, model: str, version: str, can_stream: bool) -> InferRequest:
+    """The same of a body without tensors; where it can, the answer is a stream. Raises RequestError."""
+    check_version(model, version)
+    found = _generate_decoder.decode(body)
+    parameters = dict(found.parameters or {})
+    for place, asked in (
+        ("stream", found.stream),
+        ("parameters.stream", parameters.pop("stream", None)),
+    ):
+        if asked not in (None, can_stream):
+            raise _wrong(place, f"expected {str(can_stream).lower()} or nothing at this route")
+    return _build(model, found.text_input, parameters, can_stream, found.id)
+
+
+def _by_name(inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    tensors = {tensor.name: tensor for tensor in inputs}
+    unknown = sorted(tensors.keys() - {TEXT_INPUT, STREAMING})
+    if unknown or len(tensors) < len(inputs):
+        got = f"got {unknown[0]!r}" if unknown else "got one twice"
+        raise _wrong(
+            "inputs", f"expected the tensors {TEXT_INPUT} and, if wanted, {STREAMING}, {got}"
+        )
+    return tensors
+
+
+def _element(tensor: Tensor, datatype: str, kind: type) -> Any:
+    """Its one element, however deep the data is nested."""
+    if tensor.datatype != datatype or any(length != 1 for length in tensor.shape):
+        raise _wrong(
+            tensor.name,
+            f"expected {datatype} of shape [1], got {tensor.datatype[:20]} of shape {tensor.shape[:8]}",
+        )
+    data = tensor.data
+    while isinstance(data, list) and len(data) == 1:
+        data = data[0]
+    if type(data) is not kind:
+        raise _wrong(tensor.name, f"expected one {kind.__name__}, got {json_body.describe(data)}")
+    return data
+
+
+def _build(
+    model: str, text: str, parameters: Mapping[str, Any], is_stream: bool, infer_id: str | None
+) -> InferRequest:
+    taken = {name: value for name, value in parameters.items() if name != _NO_EFFECT}
+    for name in _NO_PARAMETERS:
+        if name in taken:
+            raise _wrong(f"parameters.{name}", "not supported; leave it out")
+    asked = {**taken, "model": model, "prompt": text, "stream": is_stream, "infer_id": infer_id}
+    request = _completion_decoder.convert(asked, "parameters")
+    request.check()
+    if is_stream and request.num_choices > 1:
+        raise _wrong("parameters.n", f"expected 1 in a stream, got {request.num_choices}")
+    return request
+
+
+def _wrong(param: str, message: str) -> errors.InvalidRequest:
+    return errors.InvalidRequest(f"{param}: {message}", param=param)

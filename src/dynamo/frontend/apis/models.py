@@ -1,0 +1,89 @@
+"""`GET /v1/models`: the models that are served, in OpenAI's form."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.frontend.apis import openai_errors
+from dynamo.frontend.apis.operation import (
+    ACCESS_ERRORS,
+    ANY_ID,
+    ApiContext,
+    Operation,
+    add_request_id,
+)
+from dynamo.frontend.delivery import delivery, sse
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
+from dynamo.runtime.http import exchange
+
+PATH = "/v1/models"
+
+
+class Model(msgspec.Struct, kw_only=True):
+    """A model that takes requests."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_window: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """All models that the client's API key allows."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of this API."""
+
+    def list_models(client: exchange.Exchange) -> None:
+        visible = [
+            model for model in context.models.ready if context.admission.may_see(client, model.name)
+        ]
+        rows = [_model_object(model) for model in visible]
+        client.respond(200, sse.encode({"object": "list", "data": rows}))
+
+    def show_model(client: exchange.Exchange) -> None:
+        try:
+            model = context.models.find(client.request.path.removeprefix(PATH + "/"))
+            context.admission.check_may_see(client, model.name)
+            client.respond(200, sse.encode(_model_object(model)))
+        except errors.DynamoError as error:
+            delivery.respond_error(client, error, openai_errors)
+
+    return (
+        Operation(
+            method="GET",
+            path=PATH,
+            handler=add_request_id(list_models),
+            summary="The models that are served",
+            tag="OpenAI",
+            answer=ModelList,
+            errors=ACCESS_ERRORS,
+        ),
+        Operation(
+            method="GET",
+            path=f"{PATH}/{ANY_ID}",
+            handler=add_request_id(show_model),
+            summary="One of them",
+            tag="OpenAI",
+            answer=Model,
+            errors=(*ACCESS_ERRORS, 404),
+        ),
+    )
+
+
+def _model_object(model: RegisteredModel) -> dict[str, Any]:
+    row = {
+        "id": model.name,
+        "object": "model",
+        "created": model.card.created,
+        "owned_by": "dynamo",
+        "context_window": model.card.context_length,
+    }
+    return row if model.base is None else {**row, "parent": model.base.name}

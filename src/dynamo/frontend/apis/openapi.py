@@ -1,0 +1,156 @@
+"""The description of the HTTP API as OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0), made from its operations.
+
+The schemas are msgspec's, of the very types by which the server decodes, so they cannot differ from what it accepts.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.frontend.apis.operation import ANY_ID, Operation
+from dynamo.frontend.delivery import sse
+
+_SCHEMAS = "#/components/schemas/"
+_OWN_MODULES = re.compile(
+    rb"dynamo\.(frontend\.apis|preprocess)\."
+)  # in names of types that share a name
+_JSON = "application/json"
+EVENT = "a server-sent event"
+_DONE = "[DONE]"
+_REQUEST_ID = {"type": "string", "pattern": "^[!-~]{1,200}$"}
+_HEADERS = (  # a malformed value counts as absent, so it is never an error
+    (
+        "x-request-id",
+        "the client's id of this request; without a printable one the frontend makes one",
+    ),
+    ("traceparent", "the trace it belongs to (W3C Trace Context)"),
+    ("tracestate", "data of tracing vendors for that trace"),
+)
+_REASONS = {
+    400: "A parameter is wrong or not supported; the message names it",
+    401: "No API key, or an unknown one",
+    403: "This API key does not allow it",
+    404: "There is no such thing, or no such model",
+    405: "There is another method at this path",
+    408: "The request did not arrive in time",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    429: "Too much in too short a time; Retry-After says when to try again",
+    500: "The engine failed",
+    503: "No worker can answer now; Retry-After says when to try again",
+    504: "The time limit has passed",
+    529: "Every worker is at its limit; Retry-After says when to try again",
+}
+Refs = Mapping[type, dict[str, Any]]
+
+
+def make_document(operations: Sequence[Operation], version: str) -> dict[str, Any]:
+    """Return the OpenAPI document of these operations."""
+    refs, schemas = _make_schemas(operations)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        described = _describe(operation, refs)
+        paths.setdefault(openapi_path(operation.path), {})[operation.method.lower()] = described
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "Dynamo", "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+    # types of one name are distinguished by their modules, which a reader need not see in full
+    shortened = _OWN_MODULES.sub(b"", msgspec.json.encode(document))
+    decoded: dict[str, Any] = msgspec.json.decode(shortened)
+    return decoded
+
+
+def openapi_path(path: str) -> str:
+    """Return an operation's path as OpenAPI writes it."""
+    return path.removesuffix(ANY_ID) + ("{id}" if path.endswith(ANY_ID) else "")
+
+
+def _make_schemas(operations: Iterable[Operation]) -> tuple[Refs, dict[str, Any]]:
+    """Return references to the schemas of all types, and the schemas by name."""
+    types = list(dict.fromkeys(kind for operation in operations for kind in _types(operation)))
+    found, schemas = msgspec.json.schema_components(types, ref_template=_SCHEMAS + "{name}")
+    refs = dict(zip(types, found, strict=True))
+    for operation in operations:
+        if operation.request is None:
+            continue
+        schema = schemas[refs[operation.request]["$ref"].removeprefix(_SCHEMAS)]
+        schema["properties"].update(operation.request_details)
+    return refs, schemas
+
+
+def _types(operation: Operation) -> Iterable[type]:
+    named = (operation.request, operation.answer, operation.events)
+    for kind in (*named, *operation.other_answers.values()):
+        if kind is not None and not isinstance(kind, str):
+            yield kind
+    if operation.errors:
+        yield operation.dialect.BODY_TYPE
+
+
+def _describe(operation: Operation, refs: Refs) -> dict[str, Any]:
+    words = "_".join(operation.path.replace(ANY_ID, "id").replace(".", "_").split("/")[1:])
+    described: dict[str, Any] = {
+        "operationId": f"{operation.method.lower()}_{words}".rstrip("_"),
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "responses": _describe_responses(operation, refs),
+    }
+    if parameters := [*_parameters(operation)]:
+        described["parameters"] = parameters
+    if operation.request is not None:
+        content: dict[str, Any] = {"schema": refs[operation.request]}
+        if operation.example:
+            content["example"] = {"model": "MODEL", **operation.example}
+        described["requestBody"] = {"required": True, "content": {_JSON: content}}
+    return described
+
+
+def _parameters(operation: Operation) -> Iterable[dict[str, Any]]:
+    if operation.path.endswith(ANY_ID):
+        schema = {"type": "string", "minLength": 1}
+        yield {"name": "id", "in": "path", "required": True, "schema": schema}
+    if operation.request is not None:
+        for name, text in _HEADERS:
+            string = {"type": "string"}
+            yield {"name": name, "in": "header", "description": text, "schema": string}
+
+
+def _describe_responses(operation: Operation, refs: Refs) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if isinstance(operation.answer, str):
+        content[operation.answer] = {"schema": {"type": "string"}}
+    else:
+        content[_JSON] = {"schema": refs[operation.answer]}
+    responses: dict[str, Any] = {"200": {"description": operation.summary, "content": content}}
+    if operation.events is not None:
+        responses["200"]["description"] += "; a stream of events if `stream` is true"
+        content[sse.CONTENT_TYPE] = {"schema": _describe_event(operation, refs)}
+    if operation.request is not None:
+        responses["200"]["headers"] = {"x-request-id": {"schema": _REQUEST_ID}}
+    for status, kind in operation.other_answers.items():
+        responses[str(status)] = _describe_answer(operation.summary, refs[kind])
+    for status in sorted(operation.errors):
+        responses[str(status)] = _describe_answer(
+            _REASONS[status], refs[operation.dialect.BODY_TYPE]
+        )
+    return responses
+
+
+def _describe_event(operation: Operation, refs: Refs) -> dict[str, Any]:
+    """Return the schema of one server-sent event, which before OpenAPI 3.2 stands for that of the stream."""
+    assert operation.events is not None
+    data = {"anyOf": [refs[operation.events], refs[operation.dialect.BODY_TYPE]]}
+    texts: list[dict[str, Any]] = [{"contentMediaType": _JSON, "contentSchema": data}]
+    if operation.ends_with_done:
+        texts.append({"const": _DONE})
+    fields = {"event": {"type": "string"}, "data": {"type": "string", "anyOf": texts}}
+    return {"type": "object", "description": EVENT, "properties": fields}
+
+
+def _describe_answer(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": text, "content": {_JSON: {"schema": schema}}}

@@ -1,0 +1,131 @@
+"""An operation of the HTTP API: one method of one path, with its handler and its description.
+
+Each API folder has a function `operations(context)` that returns its operations; `app` lists these functions. Routes,
+`/openapi.json` and `/docs` are all made from that one list, so there is no route without a description.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo.base import errors, ids
+from dynamo.frontend import cache_clearing, metrics
+from dynamo.frontend.admission import controller
+from dynamo.frontend.apis import openai_errors
+from dynamo.frontend.delivery import delivery, sse
+from dynamo.frontend.model_registry import registry
+from dynamo.frontend.pipeline import REQUEST_ID_HEADERS, GenerationApi, Pipeline, client_request_id
+from dynamo.frontend.processes import peers, response_store, shared_responses
+from dynamo.observability import metrics as observed
+from dynamo.observability import tracing
+from dynamo.runtime.http import exchange
+
+ANY_ID = "*"  # ends a path whose last part is an id
+ACCESS_ERRORS = (401, 403, 429)  # where API keys are required
+READ_ERRORS = (400, *ACCESS_ERRORS, 404, 408, 413, 415, 503)  # of a request with a body
+GENERATION_ERRORS = (*READ_ERRORS, 500, 504)  # of a request that goes to a worker
+HTML = "text/html; charset=utf-8"
+HELLO = ({"role": "user", "content": "What is the capital of France?"},)  # messages of examples
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One method of one path. `path` may end with `ANY_ID`."""
+
+    method: str
+    path: str
+    handler: exchange.Handler
+    summary: str
+    tag: str
+    answer: type | str  # the type of its JSON, or the media type of its text
+    request: type | None = None
+    request_details: Mapping[str, Any] = field(default_factory=dict)  # JSON schemas by field name
+    events: type | None = None  # of the data of a streamed answer
+    ends_with_done: bool = False  # the last event of a stream is [DONE]
+    other_answers: Mapping[int, type] = field(default_factory=dict)  # by status
+    errors: Sequence[int] = ()  # statuses
+    dialect: delivery.ErrorDialect = openai_errors
+    example: Mapping[str, Any] = field(default_factory=dict)  # a body without `model`
+
+
+class DrainState:
+    """Whether the frontend is shutting down, when it refuses new requests."""
+
+    __slots__ = ("is_draining",)
+
+    def __init__(self) -> None:
+        self.is_draining = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiContext:
+    """The services of a frontend that its APIs use, and the handlers that they share."""
+
+    models: registry.ModelRegistry
+    pipeline: Pipeline
+    metrics: metrics.FrontendMetrics
+    admission: controller.AdmissionController
+    cache_clearer: cache_clearing.CacheClearer
+    response_store: response_store.ResponseStore
+    shared_responses: shared_responses.SharedResponses
+    peers: peers.Peers
+    metrics_registry: observed.Registry
+    start_trace: tracing.StartSpan
+    request_timeout_s: float | None
+    drain_state: DrainState = field(default_factory=DrainState)
+
+    def generate(self, api: GenerationApi[Any, Any]) -> exchange.Handler:
+        """Return a handler that answers by generated text."""
+
+        def handle(client: exchange.Exchange) -> Awaitable[None] | None:
+            if not self.accept(client, api.dialect):
+                return None
+            return self.pipeline.answer(api, client)
+
+        return handle
+
+    def compute(
+        self,
+        answer: Callable[[bytes], Awaitable[Any]],
+        dialect: delivery.ErrorDialect = openai_errors,
+    ) -> exchange.Handler:
+        """Return a handler that answers the request's body by what `answer` returns, without a worker."""
+
+        async def handle(client: exchange.Exchange) -> None:
+            if not self.accept(client, dialect):
+                return
+            try:
+                body = sse.encode(await answer(client.request.body))
+            except errors.DynamoError as error:
+                delivery.respond_error(client, error, dialect)
+            else:
+                client.respond(200, body)
+
+        return add_request_id(handle)
+
+    def accept(self, client: exchange.Exchange, dialect: delivery.ErrorDialect) -> bool:
+        """Return whether the frontend takes this request with a JSON body; if not, it has been answered."""
+        if self.drain_state.is_draining:
+            error = errors.Unavailable("this frontend is shutting down: try again")
+            delivery.respond_error(client, error, dialect)
+            return False
+        content_type = client.request.headers.get("content-type", _JSON)
+        if content_type != _JSON and content_type.partition(";")[0].strip().lower() != _JSON:
+            message = (
+                f"expected the header Content-Type: application/json, got {content_type[:100]!r}"
+            )
+            client.respond(415, dialect.refusal(415, message))
+            return False
+        return True
+
+
+def add_request_id(handler: exchange.Handler) -> exchange.Handler:
+    """Return the handler with the request's id in the headers of its answers, as generated answers have it."""
+
+    def handle(client: exchange.Exchange) -> Awaitable[None] | None:
+        request_id = client_request_id(client) or ids.new_request_id()
+        client.headers = tuple((name, request_id) for name in REQUEST_ID_HEADERS)
+        return handler(client)
+
+    return handle

@@ -1,0 +1,230 @@
+"""OpenAI's Responses API: a conversation whose earlier turns the server may have stored."""
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.frontend import pipeline
+from dynamo.frontend.apis import openai_errors
+from dynamo.frontend.apis.operation import (
+    ACCESS_ERRORS,
+    ANY_ID,
+    GENERATION_ERRORS,
+    READ_ERRORS,
+    ApiContext,
+    Operation,
+    add_request_id,
+)
+from dynamo.frontend.apis.responses import answer, input_items, request
+from dynamo.frontend.delivery import delivery, identity, sse, streaming
+from dynamo.frontend.processes import response_store
+from dynamo.preprocess import inputs, preprocessor
+from dynamo.protocols import blocks, model_errors
+from dynamo.runtime.http import exchange
+
+PATH = "/v1/responses"
+_ID_PATH = PATH + "/"
+_decode_messages = msgspec.json.Decoder(list[dict[str, Any]]).decode
+
+
+class ResponseTokens(msgspec.Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
+    """The length of a prompt."""
+
+    input_tokens: int
+
+
+class ResponseConversation(inputs.Conversation, frozen=True, kw_only=True):
+    """The conversation of a request."""
+
+    request: request.ResponsesRequest
+    stored_messages: list[dict[str, Any]]  # without the instructions, which are for this turn only
+
+    @property
+    def format_param(self) -> str:
+        return "text.format"
+
+    @property
+    def effort_param(self) -> str:
+        return "reasoning.effort"
+
+
+async def prepare(
+    preparer: preprocessor.Preprocessor, chat: ResponseConversation, request_id: str
+) -> Sequence[preprocessor.Prepared]:
+    """Prepare the one prompt of a conversation. Raises RequestError."""
+    return (await preparer.prepare_conversation(chat, request_id, param="input"),)
+
+
+class Responses:
+    """Decodes requests, which may continue a stored answer, and stores the answers."""
+
+    def __init__(self, store: response_store.ResponseStore) -> None:
+        self._store = store
+        self.api = pipeline.GenerationApi(
+            endpoint="responses",
+            decode=self.decode,
+            prepare=prepare,
+            make_formatter=self._make_formatter,
+            stream=streaming.EventDelivery,
+            dialect=openai_errors,
+        )
+
+    def decode(self, body: bytes) -> ResponseConversation:
+        """Return the conversation of the request in this JSON body. Raises RequestError."""
+        decoded = request.decode(body)
+        messages = self._collect_messages(decoded)
+        return ResponseConversation(
+            request=decoded,
+            stored_messages=messages,
+            model=decoded.model,
+            messages=[*_instructions(decoded), *messages],
+            max_completion_tokens=decoded.max_output_tokens,
+            temperature=decoded.temperature,
+            top_p=decoded.top_p,
+            stream=decoded.stream,
+            tools=input_items.convert_tools(decoded.tools or []),
+            tool_choice=decoded.chat_tool_choice,
+            response_format=decoded.response_format,
+            reasoning_effort=decoded.effort,
+            parallel_tool_calls=decoded.parallel_tool_calls,
+        )
+
+    def decode_count(self, body: bytes) -> inputs.Conversation:
+        """Return the conversation of a request to count tokens. Raises RequestError."""
+        decoded = request.decode_count(body)
+        messages = [*_instructions(decoded), *self._collect_messages(decoded)]
+        return inputs.Conversation(
+            model=decoded.model,
+            messages=messages,
+            tools=input_items.convert_tools(decoded.tools or []),
+            tool_choice=decoded.chat_tool_choice,
+            reasoning_effort=decoded.effort,
+        )
+
+    def show(self, client: exchange.Exchange) -> None:
+        """Answer with a stored response (`GET /v1/responses/{id}`)."""
+        options = [name for name, value in parse_qsl(client.request.query) if value != "false"]
+        if options:
+            error = errors.InvalidRequest(
+                f"{options[0]}: not supported; leave it out", param=options[0]
+            )
+            delivery.respond_error(client, error, openai_errors)
+            return
+        stored = self._store.find(_response_id(client))
+        if stored is None:
+            _respond_unknown(client)
+        else:
+            client.respond(200, stored.response)
+
+    def delete(self, client: exchange.Exchange) -> None:
+        """Delete a stored response (`DELETE /v1/responses/{id}`)."""
+        response_id = _response_id(client)
+        if self._store.remove(response_id):
+            body = {"id": response_id, "object": "response", "deleted": True}
+            client.respond(200, sse.encode(body))
+        else:
+            _respond_unknown(client)
+
+    def _make_formatter(
+        self, chat: ResponseConversation, answer_identity: identity.Identity
+    ) -> answer.ResponseFormatter:
+        return answer.ResponseFormatter(
+            chat.request, answer_identity, lambda response: self._store_turn(chat, response)
+        )
+
+    def _collect_messages(self, decoded: request.ResponseCountRequest) -> list[dict[str, Any]]:
+        """Return the messages of the stored response that this request continues, and its own."""
+        messages = input_items.convert_items(decoded.input)
+        if decoded.previous_response_id is None:
+            return messages
+        stored = self._store.find(decoded.previous_response_id)
+        if stored is None:
+            raise model_errors.ResponseNotFound(
+                f"Previous response with id {decoded.previous_response_id[:100]!r} not found: answers are kept "
+                "for a limited time, unless store is false",
+                param="previous_response_id",
+            )
+        return [*_decode_messages(stored.conversation), *messages]
+
+    def _store_turn(self, chat: ResponseConversation, response: dict[str, Any]) -> None:
+        if not chat.request.is_stored:
+            return
+        messages = [*chat.stored_messages, *input_items.convert_items(response["output"])]
+        self._store.put(
+            response["id"],
+            response_store.StoredResponse(sse.encode(response), sse.encode(messages)),
+        )
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of this API."""
+    responses = Responses(context.response_store)
+    shared = context.shared_responses
+
+    async def count_tokens(body: bytes) -> ResponseTokens:
+        chat = responses.decode_count(body)
+        preparer = context.models.find(chat.model).preparer
+        token_ids, _ = await preparer.tokenize_conversation(chat)
+        return ResponseTokens(blocks.count(token_ids))
+
+    return (
+        Operation(
+            method="POST",
+            path=PATH,
+            handler=shared.wrap_continuing(context.generate(responses.api)),
+            summary="Answer, and store the answer so that a request can continue it",
+            tag="OpenAI",
+            request=request.ResponsesRequest,
+            answer=answer.Response,
+            events=answer.ResponseEvent,
+            errors=GENERATION_ERRORS,
+            example={"input": "Who are you?", "max_output_tokens": 60},
+        ),
+        Operation(
+            method="GET",
+            path=_ID_PATH + ANY_ID,
+            handler=add_request_id(shared.wrap_lookup(_ID_PATH, responses.show)),
+            summary="A stored answer",
+            tag="OpenAI",
+            answer=answer.Response,
+            errors=(400, *ACCESS_ERRORS, 404),
+        ),
+        Operation(
+            method="DELETE",
+            path=_ID_PATH + ANY_ID,
+            handler=add_request_id(shared.wrap_lookup(_ID_PATH, responses.delete)),
+            summary="Delete a stored answer",
+            tag="OpenAI",
+            answer=answer.DeletedResponse,
+            errors=(*ACCESS_ERRORS, 404),
+        ),
+        Operation(
+            method="POST",
+            path=f"{PATH}/input_tokens",
+            handler=shared.wrap_continuing(context.compute(count_tokens)),
+            summary="Count the tokens of such a request",
+            tag="OpenAI",
+            request=request.ResponseCountRequest,
+            answer=ResponseTokens,
+            errors=READ_ERRORS,
+            example={"input": "Who are you?"},
+        ),
+    )
+
+
+def _instructions(decoded: request.ResponseCountRequest) -> list[dict[str, Any]]:
+    if decoded.instructions is None:
+        return []
+    return [{"role": "system", "content": decoded.instructions}]
+
+
+def _response_id(client: exchange.Exchange) -> str:
+    return client.request.path.removeprefix(_ID_PATH)
+
+
+def _respond_unknown(client: exchange.Exchange) -> None:
+    message = f"Response with id {_response_id(client)[:100]!r} not found."
+    client.respond(404, openai_errors.encode(message, type="invalid_request_error"))

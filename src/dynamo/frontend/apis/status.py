@@ -1,0 +1,128 @@
+"""The state of the frontend: `/health`, `/live`, `/metrics` and the page at `/`."""
+
+import html
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from dynamo.frontend.apis.operation import HTML, ApiContext, Operation
+from dynamo.frontend.delivery import sse
+from dynamo.frontend.processes import peers
+from dynamo.observability import metrics
+from dynamo.runtime.http import exchange
+
+_LINKS = (
+    ("/docs", "every route, to read and to try"),
+    ("/openapi.json", "the same for programs"),
+    ("/v1/models", "the models that are served"),
+    ("/health", "whether a worker is ready"),
+    ("/metrics", "for Prometheus"),
+)
+
+
+class Live(msgspec.Struct, kw_only=True):
+    """The process runs."""
+
+    status: Literal["live"]
+    message: str
+
+
+class Healthy(msgspec.Struct, kw_only=True):
+    """At least one worker is ready."""
+
+    status: Literal["healthy"]
+    endpoints: list[str]
+    instances: list[dict[str, Any]]
+
+
+class Unhealthy(msgspec.Struct, kw_only=True):
+    """No worker is ready, or the frontend is shutting down."""
+
+    status: Literal["unhealthy"]
+    message: str
+    instances: list[dict[str, Any]]
+
+
+def metrics_handler(context: ApiContext) -> exchange.Handler:
+    """Return the handler that reports the metrics of this process alone."""
+    return lambda client: client.respond(
+        200, context.metrics_registry.render(), content_type=metrics.CONTENT_TYPE
+    )
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of this API."""
+
+    def show_health(client: exchange.Exchange) -> None:
+        instances = [
+            instance for model in context.models.ready_bases for instance in model.instances
+        ]
+        is_draining = context.drain_state.is_draining
+        if is_draining or not instances:
+            message = "draining" if is_draining else "No endpoints available"
+            body = {"status": "unhealthy", "message": message, "instances": instances}
+            client.respond(503, sse.encode(body))
+            return
+        endpoints = sorted({str(instance.name) for instance in instances})
+        body = {"status": "healthy", "endpoints": endpoints, "instances": instances}
+        client.respond(200, sse.encode(body))
+
+    async def show_metrics_of_all(client: exchange.Exchange) -> None:
+        """Merge the metrics of all processes at this port."""
+        pages = await context.peers.ask_all("GET", "/metrics")
+        pages[context.peers.name or ""] = context.metrics_registry.render()
+        merged = peers.merge_metrics({name: pages[name].decode() for name in sorted(pages)})
+        client.respond(200, merged.encode(), content_type=metrics.CONTENT_TYPE)
+
+    def show_page(client: exchange.Exchange) -> None:
+        rows = "".join(
+            f"<li>{html.escape(model.name)}: {len(model.instances)} worker(s)</li>"
+            for model in context.models.ready
+        )
+        links = "".join(f'<li><a href="{path}">{path}</a>: {text}</li>' for path, text in _LINKS)
+        page = (
+            "<!doctype html><meta charset=utf-8><title>Dynamo</title><h1>Dynamo frontend</h1>"
+            f"<h2>Models</h2><ul>{rows or '<li>none: start a worker</li>'}</ul>"
+            f"<h2>See also</h2><ul>{links}</ul>"
+        )
+        client.respond(200, page.encode(), content_type=HTML)
+
+    has_siblings = bool(context.peers.name)
+    return (
+        Operation(
+            method="GET",
+            path="/health",
+            handler=show_health,
+            summary="200 if a worker is ready, else 503",
+            tag="Operation",
+            answer=Healthy,
+            other_answers={503: Unhealthy},
+        ),
+        Operation(
+            method="GET",
+            path="/live",
+            handler=lambda client: client.respond(
+                200, b'{"status":"live","message":"Service is live"}'
+            ),
+            summary="200 as long as the process runs",
+            tag="Operation",
+            answer=Live,
+        ),
+        Operation(
+            method="GET",
+            path="/metrics",
+            handler=show_metrics_of_all if has_siblings else metrics_handler(context),
+            summary="Metrics in Prometheus's format",
+            tag="Operation",
+            answer=metrics.CONTENT_TYPE,
+        ),
+        Operation(
+            method="GET",
+            path="/",
+            handler=show_page,
+            summary="Models and links, as a page",
+            tag="Operation",
+            answer=HTML,
+        ),
+    )

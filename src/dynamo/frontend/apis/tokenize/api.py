@@ -1,0 +1,164 @@
+"""vLLM's `POST /tokenize` and `/detokenize`: the tokens of a text or conversation, and the text of tokens.
+
+Token counts equal those in the usage of an answer, because both come from the one preprocessor.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.frontend.apis.operation import READ_ERRORS, ApiContext, Operation
+from dynamo.frontend.model_registry import registry
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
+from dynamo.preprocess import conversation, inputs
+from dynamo.protocols import blocks
+from dynamo.runtime.http import json_body
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A text, or a conversation. `model` may be left out where only one is served."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: conversation.Messages | None = None
+    add_special_tokens: bool | None = None  # default: true for a text, whose template adds none
+    return_token_strs: bool | None = None
+    # of a conversation
+    add_generation_prompt: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # refused, unless they ask for nothing
+    continue_final_message: None = None
+    chat_template: None = None
+    mm_processor_kwargs: None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest for fields that exclude each other, and for messages of the wrong form."""
+        if (self.prompt is None) == (self.messages is None):
+            got = "neither" if self.prompt is None else "both"
+            raise errors.InvalidRequest(
+                f"prompt: expected either prompt or messages, got {got}", param="prompt"
+            )
+        if self.messages is None:
+            return
+        conversation.check_messages(self.messages)
+        conversation.check_tools(self.tools or [])
+        if self.add_special_tokens:
+            raise errors.InvalidRequest(
+                "add_special_tokens: a conversation gets them from the model's template; "
+                "expected false or nothing, got true",
+                param="add_special_tokens",
+            )
+
+    def to_conversation(self, model: str) -> inputs.Conversation:
+        """Return the conversation that has this prompt."""
+        return inputs.Conversation(
+            model=model,
+            messages=self.messages or [],
+            tools=self.tools,
+            add_generation_prompt=self.add_generation_prompt,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token ids. `model` may be left out where only one is served."""
+
+    model: str | None = None
+    tokens: list[inputs.UInt32]
+
+
+class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The text."""
+
+    prompt: str
+
+
+_decode_tokenize = json_body.RequestDecoder(TokenizeRequest).decode
+_decode_detokenize = json_body.RequestDecoder(DetokenizeRequest).decode
+
+
+class Tokenization:
+    """Answers both routes. Each method returns the answer to a request body and raises RequestError."""
+
+    def __init__(self, registry: registry.ModelRegistry) -> None:
+        self._models = registry
+
+    async def tokenize(self, body: bytes) -> TokenizeAnswer:
+        """Return the tokens of a text or a conversation."""
+        request = _decode_tokenize(body)
+        request.check()
+        model = self._find(request.model)
+        preparer = model.preparer
+        if request.prompt is None:
+            packed, _ = await preparer.tokenize_conversation(request.to_conversation(model.name))
+        else:
+            packed = await preparer.tokenize_text(
+                request.prompt, add_special_tokens=request.add_special_tokens is not False
+            )
+        token_ids: Sequence[int] = blocks.unpack(packed)
+        return TokenizeAnswer(
+            count=len(token_ids),
+            max_model_len=preparer.context_length,
+            tokens=list(token_ids),
+            token_strs=preparer.list_vocabulary(token_ids) if request.return_token_strs else None,
+        )
+
+    async def detokenize(self, body: bytes) -> DetokenizeAnswer:
+        """Return the text of tokens."""
+        request = _decode_detokenize(body)
+        preparer = self._find(request.model).preparer
+        return DetokenizeAnswer(prompt=preparer.detokenize(request.tokens))
+
+    def _find(self, name: str | None) -> RegisteredModel:
+        """Return the model of this name; without a name, the only model."""
+        if name is not None:
+            return self._models.find(name)
+        ready = self._models.ready_bases
+        if len(ready) == 1:
+            return ready[0]
+        names = ", ".join(repr(model.name) for model in ready)
+        raise errors.InvalidRequest(
+            f"model: required where not exactly one is served. Served here: {names or 'none'}.",
+            param="model",
+        )
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of this API."""
+    tokenization = Tokenization(context.models)
+    return (
+        Operation(
+            method="POST",
+            path="/tokenize",
+            handler=context.compute(tokenization.tokenize),
+            summary="From text, or a conversation, to token ids",
+            tag="Tokens",
+            request=TokenizeRequest,
+            answer=TokenizeAnswer,
+            errors=READ_ERRORS,
+            example={"prompt": "Once upon a time"},
+        ),
+        Operation(
+            method="POST",
+            path="/detokenize",
+            handler=context.compute(tokenization.detokenize),
+            summary="From token ids to text",
+            tag="Tokens",
+            request=DetokenizeRequest,
+            answer=DetokenizeAnswer,
+            errors=READ_ERRORS,
+            example={"tokens": [1, 2, 3]},
+        ),
+    )

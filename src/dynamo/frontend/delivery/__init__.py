@@ -1,0 +1,1 @@
+"""Delivery of answers: from the outputs of workers to the bytes that a client reads."""

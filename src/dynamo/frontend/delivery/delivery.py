@@ -1,0 +1,315 @@
+"""The delivery of an answer from workers to a client: what streamed and whole answers share.
+
+A request has one or more prompts; each is one stream at a worker and brings n choices. An `Attempt` takes the outputs
+of one worker and passes them to the `Delivery` of the whole request, which ends exactly once: complete, failed, or
+abandoned by the client. Whatever still runs at a worker then is cancelled at once. An attempt that breaks off may be
+followed by others (`retry`), of which the client sees nothing.
+"""
+
+import abc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.frontend import metrics, nvext_response
+from dynamo.frontend.delivery import choices, sse
+from dynamo.frontend.delivery.attempt import Attempt
+from dynamo.preprocess import inputs, preprocessor
+from dynamo.protocols import blocks, generate
+from dynamo.runtime.http import exchange
+
+F_co = TypeVar("F_co", bound=sse.AnswerFormatter, covariant=True)
+
+
+class ErrorDialect(Protocol):
+    """The form of an API's errors: a module such as `apis.openai_errors`."""
+
+    @property
+    def BODY_TYPE(self) -> type:
+        """The type of an error's JSON."""
+        ...
+
+    def status_of(self, error: errors.DynamoError) -> int:
+        """Return the HTTP status."""
+        ...
+
+    def body_of(self, error: errors.DynamoError) -> bytes:
+        """Return the error as JSON."""
+        ...
+
+    def refusal(self, status: int, message: str) -> bytes:
+        """Return the JSON of an error that is none of our classes."""
+        ...
+
+
+class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
+    """A request that is ready to be sent to workers, and what its answer needs."""
+
+    formatter: F_co
+    dialect: ErrorDialect
+    preparer: preprocessor.Preprocessor
+    prompts: Sequence[preprocessor.Prepared]
+    request: inputs.GenerationInput
+    headers: exchange.Headers = ()
+    extra: nvext_response.NvextResponse | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt that the engine generates."""
+        return self.prompts[0].request.sampling_options.n
+
+    @property
+    def annotations(self) -> Sequence[str]:
+        """Names of the annotations that the client requested (`nvext.annotations`)."""
+        return self.prompts[0].request.annotations
+
+    def annotation_value(self, name: str) -> str:
+        """Return the value of an annotation that is known before the answer."""
+        prompt = self.prompts[0]
+        match name:
+            case "formatted_prompt":
+                return prompt.prompt or ""
+            case "token_ids":
+                return sse.encode(blocks.unpack(prompt.request.token_ids)).decode()
+            case _:  # the client's own id, if it has one: the same as in our headers
+                return dict(self.headers).get("x-request-id", prompt.request.id)
+
+    def make_choices(self) -> list[choices.Choice]:
+        """Return new choices for all prompts, numbered over all."""
+        makers = [
+            maker
+            for maker in map(self._choice_maker, self.prompts)
+            for _ in range(self.num_choices)
+        ]
+        return [make(number) for number, make in enumerate(makers)]
+
+    def _choice_maker(self, prompt: preprocessor.Prepared) -> Callable[[int], choices.Choice]:
+        """Return a function from the number of a choice of this prompt to the choice."""
+        has_logprobs = prompt.request.output_options.logprobs is not None
+        if self.request.is_echoed:
+            echoed = choices.EchoedPrompt(prompt, self.preparer)
+            return lambda number: choices.EchoedChoice(
+                number,
+                self.preparer.make_answer_text(prompt.request),
+                echoed,
+                has_logprobs=has_logprobs,
+                is_scored=self.request.is_scored,
+            )
+        parsers = prompt.parsers
+        if parsers is None:
+            return lambda number: choices.Choice(
+                number, self.preparer.make_answer_text(prompt.request), has_logprobs=has_logprobs
+            )
+        return lambda number: choices.ParsedChoice(
+            number,
+            self.preparer.make_answer_text(prompt.request, shows_marks=True),
+            parsers,
+            has_logprobs=has_logprobs,
+            is_single_call=prompt.is_single_call,
+        )
+
+
+class Delivery(abc.ABC):
+    """The delivery of one answer; subclasses define how outputs reach the client."""
+
+    def __init__(
+        self,
+        client: exchange.Exchange,
+        prepared: PreparedRequest[sse.AnswerFormatter],
+        meter: metrics.RequestMeter,
+    ) -> None:
+        self.client = client
+        self.prepared = prepared
+        extra = prepared.extra
+        self.count_tokens = extra.counting(meter.tokens) if extra else meter.tokens
+        self.num_choices = prepared.num_choices  # of each prompt
+        self.choices = prepared.make_choices()
+        self._meter = meter
+        self._attempts: list[Attempt] = []  # by choice
+        self.retry: Callable[[Attempt, errors.DynamoError], bool] = _never_retry
+        self._num_open = len(prepared.prompts)
+        self._cached_by_prompt: dict[int, int] = {}
+        self._is_over = False
+        self._disconnect_callbacks: list[Callable[[], None]] = []
+        client.on_disconnect(self._abandon)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the answer is complete, failed or abandoned, so workers need no further requests."""
+        return self._is_over
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Call this if the client disconnects while a prompt waits for a worker."""
+        self._disconnect_callbacks.append(callback)
+
+    def make_attempts(self) -> Sequence[Attempt]:
+        """Return the first attempt for each prompt."""
+        attempts = [
+            Attempt(self, prompt.request, self.choices_of(number))
+            for number, prompt in enumerate(self.prepared.prompts)
+        ]
+        self._attempts = [attempt for attempt in attempts for _ in range(self.num_choices)]
+        return attempts
+
+    def original_request(self, attempt: Attempt) -> generate.Request:
+        """Return the request of the attempt's prompt before any worker was lost."""
+        return self.prepared.prompts[attempt.choices[0].index // self.num_choices].request
+
+    def split(self, attempt: Attempt, rest: Mapping[int, generate.Request]) -> Sequence[Attempt]:
+        """Replace an attempt that broke off by one for each request in `rest`.
+
+        The keys are the places, among the prompt's choices, of the first choice of each request.
+        """
+        lost = attempt.lost_instances
+        if attempt.instance_id is not None:
+            lost |= {attempt.instance_id}
+        prompt_first = attempt.choices[0].index // self.num_choices * self.num_choices
+        attempts = []
+        for place, request in rest.items():
+            first = prompt_first + place
+            last = first + request.sampling_options.n
+            taken = self.choices[first:last]
+            num_moves = attempt.num_moves + 1
+            new = Attempt(self, request, taken, num_moves=num_moves, lost_instances=lost)
+            self._attempts[first:last] = [new] * len(taken)
+            attempts.append(new)
+        return attempts
+
+    def handle_broken(self, attempt: Attempt, error: errors.DynamoError) -> None:
+        """Retry an attempt that its worker cannot complete, or fail the request."""
+        if self._is_over or not attempt.is_open:
+            return
+        if not self.retry(attempt, error):
+            self.fail(error)
+
+    def is_open(self, prompt_number: int) -> bool:
+        """Return whether any choice of this prompt is incomplete."""
+        return None in [choice.finish_reason for choice in self.choices_of(prompt_number)]
+
+    def choices_of(self, prompt_number: int) -> Sequence[choices.Choice]:
+        """Return the n choices of one prompt."""
+        num = self.num_choices
+        return self.choices[prompt_number * num : (prompt_number + 1) * num]
+
+    @abc.abstractmethod
+    def deliver(self, output: generate.Output, first: int = 0) -> None:
+        """Take an output for a choice of the prompt whose choices begin with number `first`."""
+
+    def fail(self, error: errors.DynamoError) -> None:
+        """End the request by an error. A stream that has begun reports it as its last event."""
+        if self._is_over:
+            return
+        self._close()
+        self._meter.failed(error)
+        if self.client.is_streaming:
+            self.client.end(self.error_event(error))
+        else:
+            respond_error(self.client, error, self.prepared.dialect, self.prepared.headers)
+
+    def error_event(self, error: errors.DynamoError) -> bytes:
+        """Return the last event of a stream that fails."""
+        return b"data: " + self.prepared.dialect.body_of(error) + b"\n\n"
+
+    def record_cached(self, choice: choices.Choice, output: generate.Output) -> None:
+        """Record the cached prompt tokens and the KV transfer that this output reports, if any.
+
+        Of several workers for one prompt, the first report counts.
+        """
+        if output.kv_transfer_params is not None and self.prepared.extra is not None:
+            self.prepared.extra.reported(output.kv_transfer_params)
+        if output.cached_tokens is None:
+            return
+        prompt_number = choice.index // self.num_choices
+        if prompt_number not in self._cached_by_prompt:
+            self._cached_by_prompt[prompt_number] = output.cached_tokens
+            self._meter.cached(output.cached_tokens)
+
+    def settle(self, choice: choices.Choice) -> bool:
+        """Account for a choice that has ended, and return whether the whole answer is complete."""
+        prompt_number = choice.index // self.num_choices
+        if self.is_open(prompt_number):
+            if choice.is_cut:
+                self._attempts[choice.index].cancel_choice(choice)
+            return False
+        siblings = self.choices_of(prompt_number)
+        if True in [sibling.is_cut for sibling in siblings]:
+            self._cancel(siblings)  # the engine knows neither stop strings nor tool calls
+        self._num_open -= 1
+        if not self._num_open:
+            self._release()
+            self._meter.succeeded()
+        return self._is_over
+
+    def usage(self) -> sse.Usage:
+        """Return the tokens so far."""
+        prompt = self._num_prompt_tokens
+        completion = reasoning = 0
+        for choice in self.choices:
+            completion += choice.text.num_tokens
+            reasoning += choice.num_reasoning_tokens
+        return sse.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=sse.PromptTokensDetails(cached_tokens=self._num_cached),
+            completion_tokens_details=sse.CompletionTokensDetails(reasoning_tokens=reasoning),
+        )
+
+    def extra_fields(self, *, is_last: bool) -> dict[str, Any]:
+        """Return the fields that `nvext.extra_fields` requested."""
+        if self.prepared.extra is None:
+            return {}
+        share = self._num_cached / self._num_prompt_tokens
+        return self.prepared.extra.fields(is_last=is_last, cached_share=share)
+
+    @property
+    def _num_prompt_tokens(self) -> int:
+        return sum([prompt.request.prompt_len for prompt in self.prepared.prompts])
+
+    @property
+    def _num_cached(self) -> int:
+        return sum(self._cached_by_prompt.values())
+
+    def _abandon(self) -> None:
+        """End the request because the client has disconnected."""
+        if not self._is_over:
+            self._close()
+            self._meter.disconnected()
+            for callback in self._disconnect_callbacks:
+                callback()
+
+    def _close(self) -> None:
+        self._is_over = True
+        self._cancel(self.choices)
+        self._release()
+
+    def _release(self) -> None:
+        """Drop the references to attempts, which refer to this object: a cycle would wait for the garbage collector."""
+        self._is_over = True
+        self.retry = _never_retry
+        self._attempts = []
+
+    def _cancel(self, cancelled: Sequence[choices.Choice]) -> None:
+        if self._attempts:
+            for attempt in {self._attempts[choice.index] for choice in cancelled}:
+                attempt.cancel()
+
+
+def _never_retry(attempt: Attempt, error: errors.DynamoError) -> bool:
+    del attempt, error
+    return False
+
+
+def respond_error(
+    client: exchange.Exchange,
+    error: errors.DynamoError,
+    dialect: ErrorDialect,
+    headers: exchange.Headers = (),
+) -> None:
+    """Answer by an error; a temporary one carries Retry-After, in whole seconds."""
+    if isinstance(error, errors.Unavailable | errors.RateLimited):
+        headers = (*headers, ("retry-after", str(max(1, math.ceil(error.retry_after_s)))))
+    client.respond(dialect.status_of(error), dialect.body_of(error), headers=headers)

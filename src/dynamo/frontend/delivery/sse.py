@@ -1,0 +1,147 @@
+"""Server-sent events, and the interface of the formatters that give an answer the form of its API.
+
+The bytes of a chunk that carries only text are `head + JSON of the text + tail`: `make_template` finds head and tail by
+encoding a chunk with a mark in the place of the text.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.frontend.delivery import choices
+from dynamo.protocols import generate
+
+CONTENT_TYPE = "text/event-stream"
+DONE = b"data: [DONE]\n\n"
+encode = msgspec.json.Encoder().encode
+_TEXT_MARK = "\u0000"
+_MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+_FINISH_REASONS = {
+    generate.FinishReason.EOS: "stop",
+    generate.FinishReason.STOP: "stop",
+    generate.FinishReason.LENGTH: "length",
+    generate.FinishReason.CONTENT_FILTER: "content_filter",
+}
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of the prompt's tokens were found in a cache."""
+
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of the answer's tokens were reasoning."""
+
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a request and its answer, in OpenAI's form."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+
+
+class Template(NamedTuple):
+    """The bytes around the text in each event of one choice."""
+
+    head: bytes
+    tail: bytes
+
+
+class WholeChoice(msgspec.Struct, frozen=True):
+    """A complete choice of an answer that is not streamed."""
+
+    index: int
+    pieces: Sequence[choices.Piece]
+    finish_reason: str
+    reports: Sequence[choices.TokenReport] | None
+    stop_string: str | None  # that ended it
+
+
+class AnswerFormatter(Protocol):
+    """Formats the answers of one API."""
+
+    def whole(self, answers: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+        """Return the complete answer."""
+        ...
+
+
+class ChunkFormatter(AnswerFormatter, Protocol):
+    """Formats the streams of an API as chunks of choices."""
+
+    def chunk(
+        self,
+        index: int,
+        piece: choices.Piece | None,
+        *,
+        reports: Sequence[choices.TokenReport] | None = None,
+        finish_reason: str | None = None,
+        is_first: bool = False,
+    ) -> dict[str, Any]:
+        """Return the chunk for a piece of one choice; None for a chunk without any."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        """Return the last chunk of a stream that reports usage."""
+        ...
+
+
+class EventFormatter(AnswerFormatter, Protocol):
+    """Formats the streams of an API as typed events in an order; each method returns the events to send."""
+
+    def begin(self, usage: Usage) -> bytes:
+        """Return the events before any piece."""
+        ...
+
+    def piece(self, piece: choices.Piece) -> bytes:
+        """Return the events for a piece of the answer."""
+        ...
+
+    def end(self, finish_reason: str, stop_string: str | None, usage: Usage) -> bytes:
+        """Return the events after all pieces; `stop_string` is the one that ended the answer."""
+        ...
+
+    def error(self, error: errors.DynamoError) -> bytes:
+        """Return the last event of a failed stream."""
+        ...
+
+
+def event(data: Any) -> bytes:
+    """Return an event with this data."""
+    return b"data: " + encode(data) + b"\n\n"
+
+
+def typed_event(data: dict[str, Any]) -> bytes:
+    """Return an event whose name is the `type` in its data."""
+    return f"event: {data['type']}\ndata: ".encode() + encode(data) + b"\n\n"
+
+
+def annotation(name: str, value: str) -> bytes:
+    """Return an event with an annotation of the request: a comment, which clients of the API skip."""
+    return b"event: " + name.encode() + b"\n: " + encode(value) + b"\n\n"
+
+
+def make_template(formatter: ChunkFormatter, index: int, extra: dict[str, Any]) -> Template:
+    """Return head and tail of the events of one choice; `extra` are further fields of each chunk."""
+    marked = event({**formatter.chunk(index, _TEXT_MARK), **extra})
+    head, _, tail = marked.rpartition(encode(_TEXT_MARK))
+    return Template(head, tail)
+
+
+def finish_reason(choice: choices.Choice) -> str:
+    """Return why a choice ended, in OpenAI's words."""
+    assert choice.finish_reason is not None
+    reason = _FINISH_REASONS.get(choice.finish_reason, "stop")
+    return "tool_calls" if choice.num_calls and reason == "stop" else reason
+
+
+def finite(logprob: float) -> float:
+    """Return the log probability as a number that JSON can hold."""
+    return max(logprob, _MIN_LOGPROB)

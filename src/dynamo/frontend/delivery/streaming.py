@@ -1,0 +1,180 @@
+"""Streamed answers: one server-sent event for each output of the engine. `deliver` is the hot path of the frontend.
+
+Nothing is sent before the first output, so a request that fails early still gets the status of its error.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dynamo.base import errors
+from dynamo.frontend import metrics
+from dynamo.frontend.delivery import choices, delivery, sse
+from dynamo.protocols import generate, kv_transfer
+from dynamo.runtime.http import exchange
+
+METRICS = "llm_metrics"  # the annotation before each chunk
+_NOT_AT_START = (METRICS, kv_transfer.REPORT_ANNOTATION)  # the latter is for the worker
+
+
+class StreamDelivery(delivery.Delivery):
+    """A stream of chunks, as chats and completions have it."""
+
+    last_event = sse.DONE
+
+    def __init__(
+        self,
+        client: exchange.Exchange,
+        prepared: delivery.PreparedRequest[sse.ChunkFormatter],
+        meter: metrics.RequestMeter,
+    ) -> None:
+        super().__init__(client, prepared, meter)
+        self._formatter = prepared.formatter
+        self._has_usage = prepared.request.include_usage
+        self._has_continuous_usage = prepared.request.has_continuous_usage
+        self._has_metrics = METRICS in prepared.annotations
+        # None until a choice has begun, and always if its chunks carry more than text
+        self._templates: list[sse.Template | None] = [None] * len(self.choices)
+        self._begun: set[int] = set()  # choices with a first chunk
+
+    def deliver(self, output: generate.Output, first: int = 0) -> None:
+        number = first + output.index
+        choice = self.choices[number]
+        if choice.finish_reason is not None:
+            return  # ended by a stop string, which the engine does not know yet
+        self.count_tokens(choice, len(output.token_ids))
+        template = self._templates[number]
+        if template is None or output.finish_reason is not None:
+            self._deliver_rare(choice, output)
+            return
+        text = choice.push(output)
+        if choice.text.stop_reason is not None:
+            choice.finish_reason = generate.FinishReason.STOP
+            head, tail = template
+            event = head + sse.encode(text) + tail if text else b""
+            self._end_choice(choice, event)
+        elif text:
+            head, tail = template
+            self.client.write(head + sse.encode(text) + tail)
+
+    def _deliver_rare(self, choice: choices.Choice, output: generate.Output) -> None:
+        """Deliver a first output, a last one, or one that carries more than text."""
+        self.record_cached(choice, output)
+        text, reports = choice.read(output)
+        pieces = choice.take_pieces(text)
+        is_over = choice.is_over
+        is_first = choice.index not in self._begun
+        event = b""
+        if pieces or reports or (is_first and is_over):
+            event = self._piece_events(choice, pieces, reports)
+        if event and self._has_metrics:
+            event = self._metrics_event(len(output.token_ids)) + event
+        if is_over:
+            self._end_choice(choice, event)
+        elif event:
+            self.client.write(event)
+
+    def _piece_events(
+        self,
+        choice: choices.Choice,
+        pieces: Sequence[choices.Piece],
+        reports: list[choices.TokenReport] | None,
+    ) -> bytes:
+        """Return an event for each piece; the first of them has the reports."""
+        is_first = choice.index not in self._begun
+        if is_first:
+            self._begin(choice)
+        formatter, extra, events = self._formatter, self._extra(), b""
+        for piece in pieces or ("",):
+            chunk = formatter.chunk(choice.index, piece, reports=reports, is_first=is_first)
+            events += sse.event({**chunk, **extra})
+            is_first, reports = False, None
+        if (
+            choice.is_plain
+            and not choice.is_over
+            and not self._has_continuous_usage
+            and not self._has_metrics
+        ):  # from now on its chunks differ only in their text
+            self._templates[choice.index] = sse.make_template(formatter, choice.index, extra)
+        return events
+
+    def _extra(self, *, is_last: bool = False) -> dict[str, Any]:
+        """Return the fields of a chunk beside its choices. With include_usage, `usage` is null until the end."""
+        extra = self.extra_fields(is_last=is_last)
+        if self._has_usage:
+            extra["usage"] = self.usage() if self._has_continuous_usage else None
+        return extra
+
+    def _metrics_event(self, num_tokens: int) -> bytes:
+        usage = self.usage()
+        counts = {
+            "input_tokens": usage.prompt_tokens,
+            "output_tokens": usage.completion_tokens,
+            "chunk_tokens": num_tokens,
+        }
+        return sse.annotation(METRICS, sse.encode(counts).decode())
+
+    def _begin(self, choice: choices.Choice) -> None:
+        """Start the stream, unless another choice has, and note that this choice has begun."""
+        if not self._begun:
+            self.client.start_stream(
+                200,
+                content_type=sse.CONTENT_TYPE,
+                headers=(("cache-control", "no-cache"), *self.prepared.headers),
+            )
+            for name in self.prepared.annotations:
+                if name not in _NOT_AT_START:
+                    value = self.prepared.annotation_value(name)
+                    self.client.write(sse.annotation(name, value))
+        self._begun.add(choice.index)
+
+    def _end_choice(self, choice: choices.Choice, event: bytes) -> None:
+        reason = sse.finish_reason(choice)
+        chunk = self._formatter.chunk(choice.index, None, finish_reason=reason)
+        event += sse.event({**chunk, **self._extra(is_last=True)})
+        if not self.settle(choice):
+            self.client.write(event)
+            return
+        if self._has_usage:
+            event += sse.event(self._formatter.usage_chunk(self.usage()))
+        self.client.end(event + self.last_event)
+
+
+class EventDelivery(delivery.Delivery):
+    """A stream of typed events in an order, as messages and responses have it: one prompt, one choice."""
+
+    def __init__(
+        self,
+        client: exchange.Exchange,
+        prepared: delivery.PreparedRequest[sse.EventFormatter],
+        meter: metrics.RequestMeter,
+    ) -> None:
+        super().__init__(client, prepared, meter)
+        self._formatter = prepared.formatter
+        (self._choice,) = self.choices
+        self._has_begun = False
+
+    def deliver(self, output: generate.Output, first: int = 0) -> None:
+        choice = self._choice
+        if choice.finish_reason is not None:
+            return  # ended by a stop string, which the engine does not know yet
+        self.count_tokens(choice, len(output.token_ids))
+        events = b"" if self._has_begun else self._begin(output)
+        text, _ = choice.read(output)
+        for piece in choice.take_pieces(text):
+            events += self._formatter.piece(piece)
+        if choice.is_over:
+            self.settle(choice)
+            reason, stop_string = sse.finish_reason(choice), choice.text.stop_reason
+            self.client.end(events + self._formatter.end(reason, stop_string, self.usage()))
+        else:
+            self.client.write(events)
+
+    def error_event(self, error: errors.DynamoError) -> bytes:
+        return self._formatter.error(error)
+
+    def _begin(self, output: generate.Output) -> bytes:
+        self._has_begun = True
+        self.record_cached(self._choice, output)
+        headers = (("cache-control", "no-cache"), *self.prepared.headers)
+        self.client.start_stream(200, content_type=sse.CONTENT_TYPE, headers=headers)
+        return self._formatter.begin(self.usage())

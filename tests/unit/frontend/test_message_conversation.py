@@ -1,0 +1,256 @@
+"""Anthropic's requests: what is taken, what is refused, in which words, and which chat they are."""
+
+import json
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.frontend.apis.messages import conversation
+from dynamo.frontend.apis.messages import request as message_request
+
+SAY = {"role": "user", "content": "hi"}
+LEAST = {"model": "m", "max_tokens": 5, "messages": [SAY]}
+USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Paris"}}
+
+
+def decode(**fields):
+    return conversation.decode(json.dumps(LEAST | fields).encode())
+
+
+def chat(*messages, **fields):
+    request = decode(messages=[*messages, SAY], **fields)
+    return request.messages[:-1]
+
+
+def result(**fields):
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", **fields}]}
+
+
+def test_a_request_becomes_the_chat_that_asks_the_same():
+    request = (
+        decode(
+            system="be kind", stop_sequences=["END", "STOP"], temperature=0.5, top_p=0.9, top_k=3,
+            stream=True, thinking={"type": "disabled"}, metadata={"user_id": "u"},
+        )
+    )  # fmt: skip
+
+    assert request.messages == [{"role": "system", "content": "be kind"}, SAY]
+    assert (request.model, request.max_tokens, request.stream) == ("m", 5, True)
+    assert (request.temperature, request.top_p, request.top_k) == (0.5, 0.9, 3)
+    assert request.stop_strings == ("END", "STOP")
+    assert request.template_args == {"enable_thinking": False}
+    assert not request.allows_calls
+
+
+def test_system_and_turns_may_be_blocks():
+    text = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "citations": None}
+
+    assert chat(system=[text, {"type": "text", "text": "b"}]) == [
+        {"role": "system", "content": "a\nb"}
+    ]
+    assert chat({"role": "user", "content": [text]}, {"role": "assistant", "content": [text]}) == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "a"},
+    ]
+
+
+def test_turns_of_one_role_are_one():
+    messages = decode(messages=[SAY, SAY, SAY]).messages
+
+    assert messages == [{"role": "user", "content": "hi\nhi\nhi"}]
+
+
+def test_a_system_turn_may_stand_in_the_middle():
+    assert chat(SAY, {"role": "system", "content": "x"})[1:] == [{"role": "system", "content": "x"}]
+
+
+def test_tools_that_were_used_come_before_what_the_user_says():
+    called = {"role": "assistant", "content": [{"type": "text", "text": "let me see"}, USE]}
+    told = result(content=[{"type": "text", "text": "sunny"}], is_error=False)
+
+    assert chat(called, told) == [
+        {
+            "role": "assistant",
+            "content": "let me see",
+            "tool_calls": [
+                {
+                    "id": "t1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": {"city": "Paris"}},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "t1", "name": "weather", "content": "sunny"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "text"), [({"content": "no"}, "no"), ({}, ""), ({"content": []}, "")]
+)
+def test_a_tool_may_fail_or_say_nothing(said, text):
+    called = {"role": "assistant", "content": [USE]}
+    message = chat(called, result(is_error=True, **said))[1]
+
+    assert (message["content"], message["is_error"]) == (text, True)
+
+
+def test_thoughts_are_told_apart_from_what_was_said():
+    content = [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "redacted_thinking", "data": "xyz"},
+        {"type": "text", "text": "yes"},
+    ]
+
+    assert chat({"role": "assistant", "content": content}) == [
+        {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens", "a whole number from 1"),
+        ({"max_tokens": 0}, "max_tokens", "from 1"),
+        ({"temperature": 1.5}, "temperature", "from 0 to 1, got 1.5"),
+        ({"top_p": 2}, "top_p", "from 0 to 1"),
+        ({"top_k": -1}, "top_k", "from 0"),
+        ({"stop_sequences": "x"}, "stop_sequences", "a list"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'user'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "required, but missing"),
+        ({"messages": [SAY, {"role": "assistant", "content": "The"}]}, "messages", "prefill"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens", "less than max_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens", "from 1024"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "required"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type", "'enabled'"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type", "'none' or 'tool', got a string ('some')"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "with type tool"),
+        ({"tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name", "with type tool"),
+        ({"service_tier": "priority"}, "service_tier", "'auto' or 'standard_only'"),
+        ({"container": "c"}, "container", "not supported"),
+        ({"n": 2}, "n", "Unsupported parameter(s): `n`"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_or_unsupported_is_named(fields, param, words):
+    with pytest.raises(errors.InvalidRequest) as caught:
+        decode(**fields)
+
+    assert caught.value.param == param
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("choice", "in_chat"), [("auto", "auto"), ("none", "none"), ("any", "required")]
+)
+def test_the_choice_of_a_tool_is_that_of_a_chat(choice, in_chat):
+    named = decode(tool_choice={"type": "tool", "name": "f"})
+
+    assert decode(tool_choice={"type": choice}).tool_choice == in_chat
+    assert named.forced_tool == "f"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "thinks"),
+    [
+        (None, False),
+        ({"type": "disabled"}, False),
+        ({"type": "adaptive"}, True),
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+    ],
+)
+def test_the_model_thinks_only_if_asked_to(thinking, thinks):
+    request = decode(thinking=thinking, max_tokens=2000)
+
+    assert request.template_args == {"enable_thinking": thinks}
+
+
+def test_tools_become_those_of_a_chat():
+    schema = {"type": "object", "properties": {}}
+    request = (
+        decode(
+            tools=[
+                {"name": "f", "input_schema": schema, "description": "does"},
+                {"type": "custom", "name": "g", "input_schema": {}, "cache_control": {"type": "ephemeral"}},
+            ],
+            tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        )
+    )  # fmt: skip
+
+    assert request.tools == [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": schema, "description": "does"},
+        },
+        {"type": "function", "function": {"name": "g", "parameters": {}}},
+    ]
+    assert (request.tool_choice, request.parallel_tool_calls) == ("auto", False)
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "web_search_20250305", "name": "web_search"}, "tools[0].type"),
+        ({"name": "f"}, "tools[0].input_schema"),
+        ({"name": "", "input_schema": {}}, "tools[0].name"),
+        ({"name": "f", "input_schema": {}, "strict": True}, "tools[0].strict"),
+        ({"name": "f", "input_schema": {}, "defer_loading": True}, "tools[0].defer_loading"),
+    ],
+)
+def test_a_wrong_tool_is_named(tool, param):
+    with pytest.raises(errors.InvalidRequest) as caught:
+        decode(tools=[tool])
+
+    assert caught.value.param == param
+
+
+def test_there_are_not_too_many_tools():
+    with pytest.raises(errors.InvalidRequest, match="at most 128, got 129"):
+        decode(tools=[{"name": "f", "input_schema": {}}] * 129)
+
+
+@pytest.mark.parametrize(
+    ("block", "param", "words"),
+    [
+        ({"type": "image", "source": {}}, ".type", "'text', 'tool_result' (models read text only), got 'image'"),
+        ({"type": "document"}, ".type", "got 'document'"),
+        ({"type": {}}, ".type", "expected one of"),
+        ({"text": "x"}, ".type", "missing"),
+        ({"type": "text"}, ".text", "required, but missing"),
+        ({"type": "text", "text": 5}, ".text", "a string, got 5"),
+        ({"type": "text", "text": "x", "y": 1}, ".y", "Unsupported parameter(s): `messages[0].content[1].y`"),
+        ({"type": "text", "text": "x", "cache_control": {"type": "z"}}, ".cache_control.type", "'ephemeral'"),
+        ({"type": "tool_result", "tool_use_id": "t9"}, ".tool_use_id", "before it, got a string ('t9')"),
+        (USE, ".type", "got 'tool_use'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_block_is_named(block, param, words):
+    content = [{"type": "text", "text": "x"}, block]
+    with pytest.raises(errors.InvalidRequest) as caught:
+        decode(messages=[{"role": "user", "content": content}])
+
+    assert caught.value.param == "messages[0].content[1]" + param
+    assert words in str(caught.value)
+
+
+def test_an_image_in_a_tools_result_is_named():
+    called = {"role": "assistant", "content": [USE]}
+    with pytest.raises(errors.InvalidRequest) as caught:
+        chat(called, result(content=[{"type": "image"}]))
+
+    assert caught.value.param == "messages[1].content[0].content[0].type"
+
+
+def test_counting_needs_no_length_and_refuses_what_does_not_count():
+    body = {"model": "m", "messages": [SAY]}
+
+    assert message_request.decode_count(json.dumps(body).encode()).model == "m"
+    with pytest.raises(errors.InvalidRequest, match="max_tokens"):
+        message_request.decode_count(json.dumps(LEAST).encode())
+
+
+def test_an_effort_is_the_chats_and_keeps_its_name():
+    request = decode(output_config={"effort": "low"})
+
+    assert request.reasoning_effort == "low"
+    assert request.effort_param == "output_config.effort"
+    assert decode().reasoning_effort is None
