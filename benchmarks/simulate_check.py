@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import frontend, routing, systems
 from dynamo.router import config as router_config
-from dynamo.simulate import config, results, workload
+from dynamo.simulate import config, simulation, workload
 from dynamo.simulate import routing as simulated
 
 BLOCKS, BLOCK = 1536, 16
@@ -50,7 +50,7 @@ def write_prompts(path: Path, shape: config.SimulateConfig) -> None:
         seed=shape.seed,
     )
     with path.open("w") as file:
-        while (arrival := made.next(0.0)) is not None:
+        while (arrival := made.next_arrival(0.0)) is not None:
             blocks = (random.Random(name).choices(WORDS, k=BLOCK) for name in arrival.names)
             ids = [token for block in blocks for token in block]
             file.write(json.dumps(ids[: arrival.num_tokens]) + "\n")
@@ -76,7 +76,7 @@ def measure(policy: str, model: Path, path: Path, conc: int, requests: int) -> t
     ]
 
 
-def predict(policy: str, shape: config.SimulateConfig) -> results.Summary:
+def predict(policy: str, shape: config.SimulateConfig) -> simulation.Summary:
     """The same, in virtual time."""
     router = router_config.RouterConfig()
     return simulated.run(shape, router, None, policy, lambda _: None, time.perf_counter)

@@ -1,1 +1,1 @@
-"""What the router's decisions would bring: the same deciders, made-up workers, and no waiting for the clock."""
+"""The simulator: the router's own decisions over simulated workers, in virtual time."""

@@ -1,6 +1,4 @@
-"""`python -m dynamo.simulate routing --trace FILE --workers 8 --policy dynamo,estimated-ttft --load 0.8`, and
-`python -m dynamo.simulate disagg`.
-"""
+"""The commands `python -m dynamo.simulate routing --trace FILE --policy dynamo,estimated-ttft` and `… disagg`."""
 
 import importlib
 import importlib.util
@@ -12,52 +10,52 @@ from types import ModuleType
 
 from dynamo.base import config, distribution, errors
 from dynamo.router import config as router_config
-from dynamo.simulate import disagg_claim, routing, screen
+from dynamo.simulate import disagg_report, routing, screen
 from dynamo.simulate.config import SimulateConfig
 
 _PROG = "python -m dynamo.simulate"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code. A mistake of the user's is one sentence and 2."""
+    """Run the command; return its exit status: 2 for invalid settings."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == ["disagg"]:
-            _disagg(config.load(disagg_claim.DisaggConfig, prog=_PROG, argv=argv))
+            _simulate_disagg(config.load(disagg_report.DisaggConfig, prog=_PROG, argv=argv))
         else:
             parts = (SimulateConfig, router_config.RouterConfig)
-            _simulate(*config.load_parts(parts, prog=_PROG, argv=argv))
+            _simulate_routing(*config.load_parts(parts, prog=_PROG, argv=argv))
     except errors.DynamoError as error:
         sys.stderr.write(f"dynamo.simulate: {error}\n")
         return 2 if isinstance(error, errors.ConfigError) else 1
     return 0
 
 
-def _simulate(told: SimulateConfig, router: router_config.RouterConfig) -> None:
-    told.check()
-    routing.check_policies(told.policy)
-    plots = _plots(told.output)
-    trace = routing.read_workload(told)
+def _simulate_routing(settings: SimulateConfig, router: router_config.RouterConfig) -> None:
+    settings.check()
+    routing.check_policies(settings.policy)
+    plots = _load_plots(settings.output)
+    trace = routing.read_workload(settings)
     summaries = []
-    for policy in told.policy:
-        with screen.bar(policy, routing.num_requests(told, trace)) as on_progress:
+    for policy in settings.policy:
+        with screen.progress_bar(policy, routing.num_requests(settings, trace)) as on_progress:
             summaries.append(
-                routing.run(told, router, trace, policy, on_progress, time.perf_counter)
+                routing.run(settings, router, trace, policy, on_progress, time.perf_counter)
             )
-    caption = _caption(told)
-    screen.show(summaries, caption)
-    if plots is not None and told.output is not None:
-        page = plots.write(summaries, caption, Path(told.output))
+    caption = _caption(settings)
+    screen.print_summaries(summaries, caption)
+    if plots is not None and settings.output is not None:
+        page = plots.write_report(summaries, caption, Path(settings.output))
         sys.stdout.write(f"wrote {page}\n")
 
 
-def _disagg(told: disagg_claim.DisaggConfig) -> None:
-    plots = _plots(told.output)
-    disagg_claim.run(told, None if plots is None else plots.write_disagg)
+def _simulate_disagg(settings: disagg_report.DisaggConfig) -> None:
+    plots = _load_plots(settings.output)
+    disagg_report.run(settings, None if plots is None else plots.write_disagg)
 
 
-def _plots(output: str | None) -> ModuleType | None:
-    """The module that draws, if something is to be drawn: an extra, and half a second. Raises ConfigError."""
+def _load_plots(output: str | None) -> ModuleType | None:
+    """Import the module that draws, if there is an output: it takes half a second. Raises ConfigError."""
     if output is None:
         return None
     if importlib.util.find_spec("matplotlib") is None:
@@ -66,15 +64,18 @@ def _plots(output: str | None) -> ModuleType | None:
     return importlib.import_module("dynamo.simulate.plots")
 
 
-def _caption(told: SimulateConfig) -> str:
+def _caption(settings: SimulateConfig) -> str:
     cache = (
-        f"{told.cache_tokens:,} tokens of cache each" if told.cache_tokens else "caches without end"
+        f"{settings.cache_tokens:,} tokens of cache each"
+        if settings.cache_tokens
+        else "unlimited caches"
     )
-    workers = f"{told.workers} workers ({told.engine}), {cache}"
-    if told.trace is None:
-        return f"{told.prefixes} prefixes of {told.prefix_tokens} tokens, {told.concurrency} clients; {workers}"
-    at = f", load {told.load:g}" if told.engine == "fcfs" else ""
-    return f"{Path(told.trace).name}{', spread' if told.spread else ''}; {workers}{at}"
+    workers = f"{settings.workers} workers ({settings.engine}), {cache}"
+    if settings.trace is None:
+        prompts = f"{settings.prefixes} prefixes of {settings.prefix_tokens} tokens"
+        return f"{prompts}, {settings.concurrency} clients; {workers}"
+    at = f", load {settings.load:g}" if settings.engine == "fcfs" else ""
+    return f"{Path(settings.trace).name}{', spread' if settings.spread else ''}; {workers}{at}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Does it pay to compute prompts on GPUs of their own? Two pools of as many GPUs, the same clients, virtual time.
+"""The comparison of aggregated and disaggregated pools of as many GPUs, with the same clients, in virtual time.
 
-`--concurrency` clients ask one after the other, each for a new prompt. A point of the result is what a user gets
-(tokens a second, after the first) against what a GPU gives (tokens a second); a pool's curve goes over the number of
-clients. Curves are compared at equal speed for the user, as the published figures are. Whether a prompt goes to a
-prefill worker is decided by `disagg.policy`, as in a worker.
+Each client sends its next request when the last has ended. A point of a pool's curve is the speed for a user (tokens a
+second after the first) and the output of a GPU (tokens a second), with one number of clients. Curves are compared at
+equal speed for the user, as the published figures are. `disagg.policy` decides which prompts go to a prefill worker, as
+in a worker.
 """
 
 import heapq
@@ -16,48 +16,47 @@ from typing import NamedTuple
 
 from dynamo.base import errors
 from dynamo.disagg import policy
-from dynamo.simulate.hardware import Group
-from dynamo.simulate.phase_worker import Job, PhaseWorker
+from dynamo.simulate.gpu_worker import GpuGroup, GpuWorker, Job
 
-ALWAYS_AWAY = policy.LocalPrefillLimits(max_local_prefill_length=0, max_prefill_queue_size=2**31)
+ALWAYS_REMOTE = policy.LocalPrefillLimits(max_local_prefill_length=0, max_prefill_queue_size=2**31)
 _NUM_ROUNDS = 6  # requests of each client; the first and the last are not counted
-_NUM_STEPS = 200  # at which the curves are compared
+_NUM_SPEEDS = 200  # at which the curves are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Workers, and how prompts are shared among them. Without prefill workers it is aggregated."""
+    """A pool of workers. Without prefill workers it is aggregated."""
 
     name: str
-    num_workers: int  # that decode
-    group: Group
+    num_workers: int  # decode or aggregated workers
+    group: GpuGroup
     num_prefill: int = 0
-    prefill_group: Group | None = None
-    limits: policy.LocalPrefillLimits = ALWAYS_AWAY
-    transfer_s: float = 0.0  # to move the keys and values of a prompt
+    prefill_group: GpuGroup | None = None
+    limits: policy.LocalPrefillLimits = ALWAYS_REMOTE
+    transfer_s: float = 0.0  # to copy the KV blocks of a prompt
     max_num_seqs: int = 256
     max_num_tokens: int = 2048
 
     @property
     def num_gpus(self) -> int:
-        """In all."""
+        """Return the number of GPUs of all workers."""
         prefill = self.prefill_group.size if self.prefill_group else 0
         return self.num_workers * self.group.size + self.num_prefill * prefill
 
 
 class Point(NamedTuple):
-    """One number of clients. Rates are tokens a second of the answers, times seconds."""
+    """The result for one number of clients. Rates are output tokens a second, times are seconds."""
 
     concurrency: int
     per_user: float
     per_gpu: float
     mean_ttft: float
-    share_away: float
+    share_remote: float
 
 
 def measure(pool: Pool, concurrency: int, *, num_prompt: int, num_output: int) -> Point:
-    """Run so many clients over the pool. Raises ConfigError if a request does not fit into a worker."""
-    run = _Run(pool, num_prompt=num_prompt, num_output=num_output)
+    """Simulate `concurrency` clients of a pool. Raises ConfigError if a request does not fit into a worker."""
+    run = _PoolRun(pool, num_prompt=num_prompt, num_output=num_output)
     jobs = run.serve(concurrency, num_jobs=concurrency * _NUM_ROUNDS)
     jobs.sort(key=lambda job: job.ended_at)
     counted = jobs[concurrency : len(jobs) - concurrency]
@@ -68,11 +67,11 @@ def measure(pool: Pool, concurrency: int, *, num_prompt: int, num_output: int) -
         per_user=1 / itl,
         per_gpu=len(counted) * num_output / span / pool.num_gpus,
         mean_ttft=fmean(job.first_token_at - job.begun_at for job in counted),
-        share_away=run.num_away / len(jobs),
+        share_remote=run.num_remote / len(jobs),
     )
 
 
-class _Run:
+class _PoolRun:
     def __init__(self, pool: Pool, *, num_prompt: int, num_output: int) -> None:
         self._pool, self._num_prompt, self._num_output = pool, num_prompt, num_output
         for group in filter(None, (pool.group, pool.prefill_group)):
@@ -81,66 +80,66 @@ class _Run:
                     f"{pool.name}: a group of {group.size} GPUs has room for {max(0, group.num_kv_tokens)} tokens"
                     f" beside the model, expected {num_prompt + num_output}"
                 )
-        self._decoders = [self._worker(pool.group) for _ in range(pool.num_workers)]
+        self._decoders = [self._make_worker(pool.group) for _ in range(pool.num_workers)]
         self._prefillers = [
-            self._worker(pool.prefill_group, is_prefill_only=True)
+            self._make_worker(pool.prefill_group, is_prefill_only=True)
             for _ in range(pool.num_prefill)
             if pool.prefill_group is not None
         ]
         self._turns = itertools.cycle(self._decoders)
         self._order = itertools.count()
-        self._due: list[tuple[float, int, PhaseWorker | Job]] = []
-        self.num_away = 0
+        self._due: list[tuple[float, int, GpuWorker | Job]] = []
+        self.num_remote = 0
 
     def serve(self, concurrency: int, *, num_jobs: int) -> list[Job]:
-        """All of them, so many at once."""
-        done: list[Job] = []
+        """Run `num_jobs` jobs, `concurrency` at a time; return them."""
+        ended_jobs: list[Job] = []
         for _ in range(concurrency):
-            self._ask(0.0)
-        num_asked = concurrency
+            self._start_job(0.0)
+        num_started = concurrency
         while self._due:
-            now, _, what = heapq.heappop(self._due)
-            ended = self._step(what, now)
-            for _ in ended[: max(0, num_jobs - num_asked)]:
-                self._ask(now)
-            num_asked += len(ended)
-            done += ended
-        return done
+            now, _, due = heapq.heappop(self._due)
+            ended = self._handle(due, now)
+            for _ in ended[: max(0, num_jobs - num_started)]:
+                self._start_job(now)
+            num_started += len(ended)
+            ended_jobs += ended
+        return ended_jobs
 
-    def _ask(self, now: float) -> None:
+    def _start_job(self, now: float) -> None:
         job = Job(num_prompt=self._num_prompt, num_output=self._num_output, begun_at=now)
         chosen = min(self._prefillers, key=lambda worker: worker.num_open, default=None)
         queue_size = None if chosen is None else chosen.num_waiting
         if chosen is not None and self._pool.limits.allow_remote(job.num_prompt, queue_size):
-            self.num_away += 1
+            self.num_remote += 1
             self._submit(chosen, job, now)
         else:
             self._submit(next(self._turns), job, now)
 
-    def _step(self, what: PhaseWorker | Job, now: float) -> list[Job]:
-        if isinstance(what, Job):  # its keys and values have arrived
-            self._submit(min(self._decoders, key=lambda worker: worker.num_open), what, now)
+    def _handle(self, due: GpuWorker | Job, now: float) -> list[Job]:
+        if isinstance(due, Job):  # its KV blocks have been copied
+            self._submit(min(self._decoders, key=lambda worker: worker.num_open), due, now)
             return []
-        done = what.advance(now)
-        self._expect(what)
-        if what in self._prefillers:
-            for job in done.prefilled:
-                arrives = now + self._pool.transfer_s
-                heapq.heappush(self._due, (arrives, next(self._order), job))
-        return done.ended
+        result = due.advance(now)
+        self._schedule_step(due)
+        if due in self._prefillers:
+            for job in result.prefilled:
+                arrives_at = now + self._pool.transfer_s
+                heapq.heappush(self._due, (arrives_at, next(self._order), job))
+        return result.ended
 
-    def _submit(self, worker: PhaseWorker, job: Job, now: float) -> None:
+    def _submit(self, worker: GpuWorker, job: Job, now: float) -> None:
         was_idle = worker.next_time == math.inf
         worker.submit(job, now)
         if was_idle:
-            self._expect(worker)
+            self._schedule_step(worker)
 
-    def _expect(self, worker: PhaseWorker) -> None:
+    def _schedule_step(self, worker: GpuWorker) -> None:
         if worker.next_time < math.inf:
             heapq.heappush(self._due, (worker.next_time, next(self._order), worker))
 
-    def _worker(self, group: Group, *, is_prefill_only: bool = False) -> PhaseWorker:
-        return PhaseWorker(
+    def _make_worker(self, group: GpuGroup, *, is_prefill_only: bool = False) -> GpuWorker:
+        return GpuWorker(
             group,
             max_num_seqs=self._pool.max_num_seqs,
             max_num_tokens=self._pool.max_num_tokens,
@@ -149,14 +148,14 @@ class _Run:
 
 
 class Ratio(NamedTuple):
-    """At one speed for the user: tokens per GPU of one pool over those of another."""
+    """The tokens per GPU of one pool over those of another, at one speed for the user."""
 
     per_user: float
     ratio: float
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats in both; slowest for the user first."""
+    """Return the points that no other point beats in both rates; the slowest for the user first."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (p.per_user, p.per_gpu), reverse=True):
         if not best or point.per_gpu > best[-1].per_gpu:
@@ -165,25 +164,27 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def compare(points: Sequence[Point], base: Sequence[Point]) -> list[Ratio]:
-    """Of both frontiers, up to the highest speed that both reach; between points, lines.
+    """Return the ratios of two frontiers, up to the highest speed that both reach, interpolated between points.
 
-    Who can serve users faster than asked for can serve them so: below its slowest point a curve stays where it is.
+    Below its slowest point a curve is constant: a pool that can serve users faster can also serve them more slowly.
     """
-    ours, theirs = frontier(points), frontier(base)
-    low = min(ours[0].per_user, theirs[0].per_user)
-    high = min(ours[-1].per_user, theirs[-1].per_user)
-    speeds = [low + (high - low) * i / _NUM_STEPS for i in range(_NUM_STEPS + 1)]
-    return [Ratio(speed, _at(ours, speed) / _at(theirs, speed)) for speed in speeds]
+    curve, base_curve = frontier(points), frontier(base)
+    low = min(curve[0].per_user, base_curve[0].per_user)
+    high = min(curve[-1].per_user, base_curve[-1].per_user)
+    speeds = [low + (high - low) * i / _NUM_SPEEDS for i in range(_NUM_SPEEDS + 1)]
+    return [
+        Ratio(speed, _output_at(curve, speed) / _output_at(base_curve, speed)) for speed in speeds
+    ]
 
 
-def winning(ratios: Sequence[Ratio]) -> list[tuple[float, float]]:
-    """Ranges of speed in which the first pool gives more."""
+def winning_ranges(ratios: Sequence[Ratio]) -> list[tuple[float, float]]:
+    """Return the ranges of speed in which the first pool is better."""
     groups = itertools.groupby(ratios, key=lambda each: each.ratio > 1)
     ranges = [[each.per_user for each in group] for wins, group in groups if wins]
     return [(speeds[0], speeds[-1]) for speeds in ranges]
 
 
-def _at(curve: Sequence[Point], speed: float) -> float:
+def _output_at(curve: Sequence[Point], speed: float) -> float:
     if speed <= curve[0].per_user:
         return curve[0].per_gpu
     for low, high in itertools.pairwise(curve):

@@ -1,4 +1,4 @@
-"""The plots of a simulation, as PNG, and one HTML page that holds them all. The only door to matplotlib.
+"""The plots of a simulation, as PNG files and one HTML page with all of them. The only module that imports matplotlib.
 
 Figures are built as objects, without pyplot's global state and without a display.
 """
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from matplotlib import axes, figure
 
-from dynamo.simulate.disagg_claim import Case
-from dynamo.simulate.results import Summary
+from dynamo.simulate.disagg_report import Case
 from dynamo.simulate.screen import COLUMNS, cells
+from dynamo.simulate.simulation import Summary
 
 Plot = Callable[[axes.Axes, Sequence[Summary]], None]
 _STYLE = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:right}img{max-width:100%}"
 
 
-def write(summaries: Sequence[Summary], caption: str, directory: Path) -> Path:
-    """ttft.png, hit_rate.png, balance.png and report.html, which contains them. Returns the page's path."""
+def write_report(summaries: Sequence[Summary], caption: str, directory: Path) -> Path:
+    """Write ttft.png, hit_rate.png, balance.png and report.html, which contains them; return the path of the page."""
     directory.mkdir(parents=True, exist_ok=True)
     pictures = {
         "ttft": _draw(summaries, _ttft),
@@ -35,7 +35,7 @@ def write(summaries: Sequence[Summary], caption: str, directory: Path) -> Path:
 
 
 def write_disagg(cases: Sequence[Case], caption: str, directory: Path) -> Path:
-    """disagg.png: a pair of plots for each number of nodes, the curves and the gain. Returns its path."""
+    """Write disagg.png: for each number of nodes a plot of the curves and one of the gain; return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     canvas = figure.Figure(figsize=(11, 4 * len(cases)), dpi=110, layout="constrained")
     grid = canvas.subplots(len(cases), 2, squeeze=False)
@@ -73,7 +73,7 @@ def _draw(summaries: Sequence[Summary], plot: Plot) -> bytes:
 
 
 def _ttft(ax: axes.Axes, summaries: Sequence[Summary]) -> None:
-    """Below which time so many requests had their first token."""
+    """Draw the share of requests that had their first token within a time."""
     for summary in summaries:
         ttfts = [max(ttft, 1e-4) for ttft in summary.curves.ttfts]
         shares = [(i + 1) / len(ttfts) for i in range(len(ttfts))]

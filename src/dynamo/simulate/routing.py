@@ -1,4 +1,4 @@
-"""One run for each policy, over the same workload and equal workers."""
+"""The runs of `simulate routing`: one per policy, over the same workload and equal workers."""
 
 import random
 import typing
@@ -9,36 +9,33 @@ from pathlib import Path
 from dynamo.base import errors
 from dynamo.router import api, prefix_index, worker_load
 from dynamo.router import config as router_config
-from dynamo.simulate import results
-from dynamo.simulate.batch_worker import BatchWorker
 from dynamo.simulate.config import SimulateConfig
-from dynamo.simulate.fcfs_worker import FcfsWorker
-from dynamo.simulate.simulation import Simulation
-from dynamo.simulate.worker import SimulatedWorker
-from dynamo.simulate.workload import SharedPrefixes, Trace, Workload, read_trace, spread
+from dynamo.simulate.simulation import Simulation, Summary, summarise
+from dynamo.simulate.workers import BatchWorker, FcfsWorker, SimulatedWorker
+from dynamo.simulate.workload import SharedPrefixes, Trace, Workload, read_trace, spread_arrivals
 
 OnProgress = Callable[[int], None]
 POLICIES = typing.get_args(typing.get_type_hints(router_config.RouterConfig)["router_policy"])
 
 
 def check_policies(names: tuple[str, ...]) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError for an unknown policy, or one that selects no worker."""
     unknown = [name for name in names if name not in POLICIES or name == "direct"]
     if unknown:
-        known = ", ".join(name for name in POLICIES if name != "direct")
-        raise errors.ConfigError(f"--policy: expected some of {known}, got {unknown[0]!r}")
+        choices = ", ".join(name for name in POLICIES if name != "direct")
+        raise errors.ConfigError(f"--policy: expected some of {choices}, got {unknown[0]!r}")
 
 
 def read_workload(config: SimulateConfig) -> Trace | None:
-    """The trace, if there is one. Raises ConfigError."""
+    """Read the trace; None if the workload is synthetic. Raises ConfigError."""
     if config.trace is None:
         return None
     trace = read_trace(Path(config.trace), limit=config.limit)
-    return spread(trace) if config.spread else trace
+    return spread_arrivals(trace) if config.spread else trace
 
 
 def num_requests(config: SimulateConfig, trace: Trace | None) -> int:
-    """Of one run."""
+    """Return the number of requests of one run."""
     return config.requests if trace is None else len(trace.arrivals)
 
 
@@ -49,9 +46,9 @@ def run(
     policy: str,
     on_progress: OnProgress,
     now: Callable[[], float],
-) -> results.Summary:
-    """One policy. `now` says how long the simulation itself takes."""
-    workload = trace if trace is not None else _made_up(config)
+) -> Summary:
+    """Simulate one policy. `now` is a clock that measures the real time of the simulation."""
+    workload = trace if trace is not None else _synthetic_workload(config)
     index = prefix_index.PrefixIndex()
     selector = router_config.make_selector(
         replace(router, router_policy=typing.cast(typing.Any, policy)),
@@ -59,14 +56,14 @@ def run(
         block_size=workload.block_size,
         draw=random.Random(config.seed).random,
     )
-    workers = _workers(config, workload)
-    selector.set_workers(dict.fromkeys(workers, _told(config, workload.block_size)))
-    started = now()
+    workers = _make_workers(config, workload)
+    selector.set_workers(dict.fromkeys(workers, _routed_capacity(config, workload.block_size)))
+    began_at = now()
     record = Simulation(workload, workers, selector, index, on_progress).run()
-    return results.summarise(policy, record, list(workers), now() - started)
+    return summarise(policy, record, list(workers), now() - began_at)
 
 
-def _made_up(config: SimulateConfig) -> SharedPrefixes:
+def _synthetic_workload(config: SimulateConfig) -> SharedPrefixes:
     return SharedPrefixes(
         num_prefixes=config.prefixes,
         prefix_tokens=config.prefix_tokens,
@@ -79,7 +76,9 @@ def _made_up(config: SimulateConfig) -> SharedPrefixes:
     )
 
 
-def _workers(config: SimulateConfig, workload: Workload) -> Mapping[api.Worker, SimulatedWorker]:
+def _make_workers(
+    config: SimulateConfig, workload: Workload
+) -> Mapping[api.Worker, SimulatedWorker]:
     ids = map(api.Worker, range(config.workers))
     if config.engine == "batch":
         capacity = _capacity(config, workload.block_size)
@@ -96,8 +95,8 @@ def _workers(config: SimulateConfig, workload: Workload) -> Mapping[api.Worker, 
     }
 
 
-def _told(config: SimulateConfig, block_size: int) -> worker_load.Capacity:
-    """What the router is told of each. A worker without decoding never runs out of blocks in use."""
+def _routed_capacity(config: SimulateConfig, block_size: int) -> worker_load.Capacity:
+    """Return the capacity that the router knows. A worker without decode never runs out of blocks in use."""
     if config.engine == "batch":
         return _capacity(config, block_size)
     return worker_load.Capacity(max_num_batched_tokens=config.max_num_batched_tokens)

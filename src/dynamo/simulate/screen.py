@@ -1,4 +1,4 @@
-"""What a person sees of a simulation: a bar while it runs, and a table. The only door to rich."""
+"""The output of a simulation on a terminal: a progress bar and a table. The only module that imports rich."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 from rich import box, console, progress, table
 
-from dynamo.simulate.results import Summary
 from dynamo.simulate.routing import OnProgress
+from dynamo.simulate.simulation import Summary
 
-# TTFT: mean; cached: share of prompt tokens; balance: work of the busiest worker over the mean; queue: most that
-# waited in the router; speed: simulated over real time
+# TTFT: mean; cached: share of prompt tokens; balance: work of the busiest worker over the mean; queue: longest queue in
+# the router; speed: simulated over real time
 COLUMNS = (
     "policy", "requests", "TTFT s", "p50", "p99", "max", "cached", "balance", "queue", "speed",
 )  # fmt: skip
@@ -19,7 +19,7 @@ _WIDTH = 100  # where there is no terminal
 
 
 def cells(summary: Summary) -> tuple[str, ...]:
-    """A line of the table, under `COLUMNS`."""
+    """Return a row of the table with `COLUMNS`."""
     return (
         summary.policy,
         f"{summary.num_requests:,}",
@@ -35,25 +35,25 @@ def cells(summary: Summary) -> tuple[str, ...]:
 
 
 @contextmanager
-def bar(policy: str, num_requests: int) -> Iterator[OnProgress]:
-    """How far the run of a policy is; on a terminal only."""
-    with progress.Progress(console=console.Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(policy, total=num_requests)
-        yield lambda num_done: shown.update(task, completed=num_done)
+def progress_bar(policy: str, num_requests: int) -> Iterator[OnProgress]:
+    """Show the progress of a policy's run, on a terminal only."""
+    with progress.Progress(console=console.Console(stderr=True), transient=True) as display:
+        task = display.add_task(policy, total=num_requests)
+        yield lambda num_done: display.update(task, completed=num_done)
 
 
-def show(summaries: Sequence[Summary], caption: str) -> None:
-    """The table, to standard output."""
-    grid(COLUMNS, [cells(summary) for summary in summaries], caption)
+def print_summaries(summaries: Sequence[Summary], caption: str) -> None:
+    """Print a table with a row for each policy."""
+    print_table(COLUMNS, [cells(summary) for summary in summaries], caption)
 
 
-def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> None:
-    """A table, to standard output; all but the first column are numbers."""
-    shown = table.Table(
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> None:
+    """Print a table to standard output; all columns but the first are numbers."""
+    grid = table.Table(
         caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for i, column in enumerate(columns):
-        shown.add_column(column, justify="right" if i else "left", no_wrap=True)
+        grid.add_column(column, justify="right" if i else "left", no_wrap=True)
     for row in rows:
-        shown.add_row(*row)
-    console.Console(width=None if sys.stdout.isatty() else _WIDTH).print(shown)
+        grid.add_row(*row)
+    console.Console(width=None if sys.stdout.isatty() else _WIDTH).print(grid)

@@ -1,15 +1,19 @@
-"""The event loop of a simulation: arrivals and workers' steps in order of time, the router's decisions in between."""
+"""The event loop of a simulation, and its results: arrivals and steps of workers in order of time, with the router's
+own decisions in between.
+"""
 
 import heapq
 import itertools
 import math
 import operator
+import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynamo.protocols import kv_events
 from dynamo.router import api, prefix_index, selection
-from dynamo.simulate.worker import Change, SimulatedWorker
+from dynamo.simulate.workers import CacheChange, SimulatedWorker
 from dynamo.simulate.workload import Arrival, Workload
 
 _ARRIVAL = operator.attrgetter("at")
@@ -18,7 +22,7 @@ _REPORT_EVERY = 100
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What became of one request."""
+    """The course of one request."""
 
     arrival: Arrival
     worker: api.Worker | None = None
@@ -28,13 +32,13 @@ class Outcome:
 
     @property
     def ttft(self) -> float:
-        """Seconds from arrival to the first token."""
+        """Return the seconds from arrival to the first token."""
         return self.first_output_at - self.arrival.at
 
 
 @dataclass(slots=True)
-class Record:
-    """All of a run."""
+class RunRecord:
+    """The outcomes of all requests of a run."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     max_waiting: int = 0  # in the router's queue
@@ -56,14 +60,16 @@ class Simulation:
         self._selector = selector
         self._index = index
         self._on_progress = on_progress
-        self._record = Record()
+        self._record = RunRecord()
         self._open: dict[str, Outcome] = {}
         self._ids = map(str, itertools.count())
         self._due: list[tuple[float, api.Worker]] = []  # a heap; may hold times that have moved
 
-    def run(self) -> Record:
-        """To the end of the last request."""
-        turns = [list(turn) for _, turn in itertools.groupby(self._workload.first(), _ARRIVAL)]
+    def run(self) -> RunRecord:
+        """Run until the last request has ended."""
+        turns = [
+            list(turn) for _, turn in itertools.groupby(self._workload.initial_arrivals(), _ARRIVAL)
+        ]
         turns.reverse()
         while turns or self._due:
             if turns and (not self._due or turns[-1][0].at < self._due[0][0]):
@@ -74,7 +80,7 @@ class Simulation:
         return self._record
 
     def _arrive(self, turn: Sequence[Arrival]) -> None:
-        """Requests of one moment. A queue sees them all before the first is sent, as in one turn of an event loop."""
+        """Route requests that arrive at one time: all are queued before the first is sent, as in one turn of a loop."""
         now = turn[0].at
         for arrival in turn:
             request_id, prompt = self._open_request(arrival), self._prompt(arrival)
@@ -110,36 +116,115 @@ class Simulation:
         simulated = self._workers[worker]
         was_due = simulated.next_time
         simulated.submit(request_id, outcome.arrival, now)
-        self._expect(worker, was_due)
+        self._schedule_step(worker, was_due)
 
-    def _expect(self, worker: api.Worker, was_due: float) -> None:
+    def _schedule_step(self, worker: api.Worker, was_due: float) -> None:
         due = self._workers[worker].next_time
         if due != was_due and due < math.inf:
             heapq.heappush(self._due, (due, worker))
 
     def _step(self, now: float, worker: api.Worker) -> None:
-        progress = self._workers[worker].advance(now)
-        self._tell(worker, progress.changes)
-        for request_id, num_cached in progress.first_outputs:
+        result = self._workers[worker].advance(now)
+        self._update_index(worker, result.changes)
+        for request_id, num_cached in result.first_outputs:
             outcome = self._open[request_id]
             outcome.first_output_at, outcome.num_cached = now, num_cached
             self._selector.mark_prefill_completed(request_id, now)
-        self._expect(worker, math.inf)
-        self._end(progress.ended, now)
+        self._schedule_step(worker, math.inf)
+        self._end_requests(result.ended, now)
 
-    def _tell(self, worker: api.Worker, changes: Sequence[Change]) -> None:
-        """The index hears at once what a cache took in, and what it forgot."""
+    def _update_index(self, worker: api.Worker, changes: Sequence[CacheChange]) -> None:
+        """Apply changes of a cache to the router's index, without delay."""
         for is_stored, names in changes:
             if is_stored:
                 self._index.add_blocks(worker, kv_events.DEVICE, names)
             else:
                 self._index.remove_blocks(worker, kv_events.DEVICE, names)
 
-    def _end(self, request_ids: Sequence[str], now: float) -> None:
+    def _end_requests(self, request_ids: Sequence[str], now: float) -> None:
         for request_id in request_ids:
             self._selector.free(request_id, now)
             del self._open[request_id]
         self._admit(now)
-        turn = [arrival for _ in request_ids if (arrival := self._workload.next(now)) is not None]
+        turn = [
+            arrival
+            for _ in request_ids
+            if (arrival := self._workload.next_arrival(now)) is not None
+        ]
         if turn:
             self._arrive(turn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """The curves of the plots."""
+
+    ttfts: Sequence[float]  # seconds, rising
+    hit_rates: Sequence[
+        tuple[float, float]
+    ]  # (seconds since the beginning, share of cached prompt tokens)
+    shares: Sequence[float]  # computed prompt tokens of each worker over their mean, falling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The figures of one policy. Times are seconds, shares are from 0 to 1."""
+
+    policy: str
+    num_requests: int
+    mean_ttft: float
+    p50_ttft: float
+    p99_ttft: float
+    max_ttft: float
+    hit_rate: float  # cached prompt tokens over prompt tokens
+    imbalance: float  # computed prompt tokens: those of the busiest worker over the mean
+    max_waiting: int  # in the router's queue
+    simulated_s: float
+    elapsed_s: float  # real time of the simulation
+    curves: Curves
+
+
+def summarise(
+    policy: str, record: RunRecord, workers: Sequence[api.Worker], elapsed_s: float
+) -> Summary:
+    """Compute the figures of a run with at least one request."""
+    ttfts = sorted(outcome.ttft for outcome in record.outcomes)
+    shares = _shares(record, workers)
+    return Summary(
+        policy=policy,
+        num_requests=len(ttfts),
+        mean_ttft=statistics.fmean(ttfts),
+        p50_ttft=_quantile(ttfts, 0.5),
+        p99_ttft=_quantile(ttfts, 0.99),
+        max_ttft=ttfts[-1],
+        hit_rate=sum(o.num_cached for o in record.outcomes)
+        / sum(o.arrival.num_tokens for o in record.outcomes),
+        imbalance=shares[0],
+        max_waiting=record.max_waiting,
+        simulated_s=max(o.first_output_at for o in record.outcomes),
+        elapsed_s=elapsed_s,
+        curves=Curves(ttfts=ttfts, hit_rates=_hit_rates(record), shares=shares),
+    )
+
+
+def _quantile(rising: Sequence[float], share: float) -> float:
+    return rising[min(len(rising) - 1, int(share * len(rising)))]
+
+
+def _shares(record: RunRecord, workers: Sequence[api.Worker]) -> list[float]:
+    computed: Counter[api.Worker | None] = Counter()
+    for outcome in record.outcomes:
+        computed[outcome.worker] += outcome.arrival.num_tokens - outcome.num_cached
+    mean = computed.total() / len(workers)
+    return sorted((computed[worker] / mean if mean else 1.0 for worker in workers), reverse=True)
+
+
+def _hit_rates(record: RunRecord, num_parts: int = 60) -> list[tuple[float, float]]:
+    """Return the hit rate of each of `num_parts` equal parts of the requests, in order of arrival."""
+    size = -(-len(record.outcomes) // num_parts)
+    rates = []
+    for i in range(0, len(record.outcomes), size):
+        part = record.outcomes[i : i + size]
+        num_tokens = sum(outcome.arrival.num_tokens for outcome in part)
+        rates.append((part[-1].arrival.at, sum(o.num_cached for o in part) / num_tokens))
+    return rates

@@ -1,9 +1,9 @@
-"""What is asked of the simulated workers: a recorded trace, or a made-up crowd that shares prompts.
+"""The workload of a simulation: a recorded trace, or synthetic clients whose prompts share prefixes.
 
     {"timestamp": 3052, "input_length": 6758, "output_length": 500, "hash_ids": [0, 14, 15]}
 
 is a line of a trace in Mooncake's format: milliseconds, tokens, and an id for each block of 512 tokens, where equal ids
-mean that everything up to there is equal.
+mean that the prompts are equal up to there.
 """
 
 import random
@@ -31,45 +31,45 @@ class Arrival:
 
 
 class Workload(Protocol):
-    """Where requests come from."""
+    """The source of requests."""
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Return the tokens of a block."""
         ...
 
-    def first(self) -> Sequence[Arrival]:
-        """Those that come whatever happens, in order of time."""
+    def initial_arrivals(self) -> Sequence[Arrival]:
+        """Return the requests whose arrival depends on no other request, in order of time."""
         ...
 
-    def next(self, now: float) -> Arrival | None:
-        """What comes because a request has ended; None: nothing."""
+    def next_arrival(self, now: float) -> Arrival | None:
+        """Return the request that arrives because another one has ended; None if none does."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests that come when they came."""
+    """Requests at their recorded times."""
 
     arrivals: Sequence[Arrival]
     block_size: int = TRACE_BLOCK_SIZE
 
-    def first(self) -> Sequence[Arrival]:
-        """All."""
+    def initial_arrivals(self) -> Sequence[Arrival]:
+        """Return all requests of the trace."""
         return self.arrivals
 
-    def next(self, now: float) -> Arrival | None:
-        """Nobody waits for an answer to ask again."""
+    def next_arrival(self, now: float) -> Arrival | None:
+        """Return None: no request of a trace waits for the end of another."""
         return None
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of all."""
+        """Return the prompt tokens of all requests."""
         return sum(arrival.num_tokens for arrival in self.arrivals)
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last."""
+        """Return the seconds from the first arrival to the last."""
         return self.arrivals[-1].at - self.arrivals[0].at
 
 
@@ -81,7 +81,7 @@ class _Line(msgspec.Struct):
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> Trace:
-    """A trace from its file, at most `limit` lines of it. Raises ConfigError, naming file and line."""
+    """Read a trace file, at most `limit` lines of it. Raises ConfigError, which names file and line."""
     arrivals: list[Arrival] = []
     try:
         with path.open("rb") as file:
@@ -101,7 +101,9 @@ def _read_line(line: bytes, where: str, earlier: Sequence[Arrival]) -> Arrival:
     try:
         row = msgspec.json.decode(line, type=_Line)
     except msgspec.MsgspecError as error:
-        raise errors.ConfigError(f"{where}: no line of a Mooncake trace: {error}") from error
+        raise errors.ConfigError(
+            f"{where}: expected a line of a Mooncake trace: {error}"
+        ) from error
     num_blocks = -(-row.input_length // TRACE_BLOCK_SIZE)
     if row.input_length < 1 or len(row.hash_ids) != num_blocks:
         raise errors.ConfigError(
@@ -120,8 +122,8 @@ def _read_line(line: bytes, where: str, earlier: Sequence[Arrival]) -> Arrival:
     )
 
 
-def spread(trace: Trace) -> Trace:
-    """Requests with the same time stamp, evenly over the time until the next one.
+def spread_arrivals(trace: Trace) -> Trace:
+    """Spread requests with the same time stamp evenly over the time until the next one.
 
     Some traces are recorded in steps of seconds; such bursts make the order of a queue matter more than it would.
     """
@@ -136,7 +138,7 @@ def spread(trace: Trace) -> Trace:
 
 
 class SharedPrefixes:
-    """Clients who ask again at once, each time with one of a few long prefixes, drawn, and a short end of its own."""
+    """Clients that send their next request at once, with one of a few long prefixes, drawn, and a short own suffix."""
 
     def __init__(
         self,
@@ -158,13 +160,13 @@ class SharedPrefixes:
         self._random = random.Random(seed)
         self._fresh = self._fresh_names(num_prefixes)
 
-    def first(self) -> Sequence[Arrival]:
-        """One of each client."""
-        arrivals = (self.next(0.0) for _ in range(self._concurrency))
+    def initial_arrivals(self) -> Sequence[Arrival]:
+        """Return the first request of each client."""
+        arrivals = (self.next_arrival(0.0) for _ in range(self._concurrency))
         return [arrival for arrival in arrivals if arrival is not None]
 
-    def next(self, now: float) -> Arrival | None:
-        """The same client's next, until all are asked."""
+    def next_arrival(self, now: float) -> Arrival | None:
+        """Return the next request of the client whose request has ended; None if all requests were sent."""
         if not self._num_left:
             return None
         self._num_left -= 1

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.disagg import policy
-from dynamo.simulate import disagg, disagg_claim
+from dynamo.simulate import disagg, disagg_report
 from dynamo.simulate.disagg import Point, Pool
-from dynamo.simulate.hardware import Gpu, Group, Model
+from dynamo.simulate.gpu_worker import Gpu, GpuGroup, ModelShape
 
-BIG, SMALL = (Group(gpu=Gpu(), model=Model(), size=size) for size in (4, 1))
+BIG, SMALL = (GpuGroup(gpu=Gpu(), model=ModelShape(), size=size) for size in (4, 1))
 AGGREGATED = Pool(name="aggregated", num_workers=2, group=BIG, max_num_tokens=4096)
 SPLIT = replace(AGGREGATED, name="split", num_workers=1, num_prefill=4, prefill_group=SMALL)
 ASKED = {"num_prompt": 3000, "num_output": 11}
@@ -62,7 +62,7 @@ def test_with_many_clients_prefill_workers_are_the_bound():
 @pytest.mark.parametrize(
     ("num_prompt", "limits", "share"),
     [
-        (3000, disagg.ALWAYS_AWAY, 1.0),
+        (3000, disagg.ALWAYS_REMOTE, 1.0),
         (900, policy.LocalPrefillLimits(), 0.0),
         (3000, policy.LocalPrefillLimits(max_prefill_queue_size=0), 0.0),
     ],
@@ -70,7 +70,7 @@ def test_with_many_clients_prefill_workers_are_the_bound():
 def test_the_policy_of_workers_says_where_a_prompt_is_computed(num_prompt, limits, share):
     pool = replace(SPLIT, limits=limits)
 
-    assert disagg.measure(pool, 8, num_prompt=num_prompt, num_output=5).share_away == share
+    assert disagg.measure(pool, 8, num_prompt=num_prompt, num_output=5).share_remote == share
 
 
 def test_what_does_not_fit_beside_the_model_is_refused():
@@ -112,16 +112,16 @@ def test_below_its_slowest_point_a_curve_stays_and_ranges_are_found():
 
     assert ratios[0].ratio == pytest.approx(0.5)
     assert (ratios[-1].per_user, ratios[-1].ratio) == (50.0, pytest.approx(10 / 10.05))
-    assert disagg.winning(ratios) == []
-    assert disagg.winning(
+    assert disagg.winning_ranges(ratios) == []
+    assert disagg.winning_ranges(
         [disagg.Ratio(s, r) for s, r in ((1, 0.9), (2, 1.2), (3, 1.1), (4, 0.5))]
     ) == [(2, 3)]
 
 
 @pytest.fixture(scope="module")
 def claim():
-    told = disagg_claim.DisaggConfig()
-    return [disagg_claim.measure(told, num_nodes).ratios["disaggregated"] for num_nodes in (1, 2)]
+    told = disagg_report.DisaggConfig()
+    return [disagg_report.measure(told, num_nodes).ratios["disaggregated"] for num_nodes in (1, 2)]
 
 
 def gain(ratios, speed):
@@ -144,17 +144,17 @@ def test_on_two_nodes_it_gains_more_than_twice(claim):
 
 
 def test_short_prompts_with_long_answers_do_not_pay():
-    told = disagg_claim.DisaggConfig(prompt_tokens=300, output_tokens=600)
+    told = disagg_report.DisaggConfig(prompt_tokens=300, output_tokens=600)
 
-    ratios = disagg_claim.measure(told, 1).ratios["disaggregated"]
+    ratios = disagg_report.measure(told, 1).ratios["disaggregated"]
 
     assert gain(ratios, 40) < 1
 
 
 def test_points_that_let_users_wait_can_be_left_out():
-    told = disagg_claim.DisaggConfig(max_ttft_s=0.1, concurrency=2)
+    told = disagg_report.DisaggConfig(max_ttft_s=0.1, concurrency=2)
 
-    case = disagg_claim.measure(told, 1)
+    case = disagg_report.measure(told, 1)
 
     assert case.points["disaggregated"] == []
-    assert disagg_claim.rows(case)[0][2:] == ("-",) * (len(disagg_claim.COLUMNS) - 2)
+    assert disagg_report.rows(case)[0][2:] == ("-",) * (len(disagg_report.COLUMNS) - 2)

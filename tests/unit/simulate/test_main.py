@@ -50,7 +50,7 @@ def test_it_writes_plots_and_a_page_that_needs_nothing_else(trace, tmp_path, cap
     [
         (["routing", "--policy", "best"], "expected --trace FILE, or --engine batch"),
         (["routing", "--engine", "batch", "--policy", "best"], "expected some of estimated-ttft"),
-        (["routing", "--engine", "batch", "--cache-tokens", "0"], "expected a cache with an end"),
+        (["routing", "--engine", "batch", "--cache-tokens", "0"], "expected a limited cache"),
         (["routing", "--trace", "/none"], "--trace /none: cannot be read"),
         (["planning"], "expected one of routing"),
     ],

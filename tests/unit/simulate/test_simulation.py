@@ -9,7 +9,7 @@ from dynamo.router.api import Decision, Worker
 from dynamo.router.worker_load import Capacity
 from dynamo.simulate import routing, simulation, workload
 from dynamo.simulate.config import SimulateConfig
-from dynamo.simulate.fcfs_worker import FcfsWorker
+from dynamo.simulate.workers import FcfsWorker
 
 
 def run(policy, trace, **told):

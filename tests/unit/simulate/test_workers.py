@@ -7,8 +7,7 @@ import pytest
 
 from dynamo.engine.mock import timing
 from dynamo.router.worker_load import Capacity
-from dynamo.simulate.batch_worker import BatchWorker
-from dynamo.simulate.fcfs_worker import FcfsWorker
+from dynamo.simulate.workers import BatchWorker, FcfsWorker
 from dynamo.simulate.workload import Arrival
 
 

@@ -31,7 +31,7 @@ def test_no_more_is_read_than_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("nonsense", "no line of a Mooncake trace"),
+        ("nonsense", "expected a line of a Mooncake trace"),
         ('{"timestamp": 5}', "missing required field `input_length`"),
         (LINE.replace("600", "1100") % (5, 1), "expected 3 hash_ids for input_length 1100"),
         (LINE.replace("600", "0") % (5, 1), "expected 1 hash_ids"),
@@ -62,7 +62,7 @@ def test_a_trace_of_one_moment_has_no_rate(tmp_path):
 def test_spreading_keeps_the_order_and_fills_the_gaps(tmp_path):
     lines = [LINE % (t, i) for i, t in enumerate((0, 0, 3000, 3000, 3000), 1)]
 
-    spread = workload.spread(workload.read_trace(written(tmp_path, *lines)))
+    spread = workload.spread_arrivals(workload.read_trace(written(tmp_path, *lines)))
 
     assert [a.at for a in spread.arrivals] == [0.0, 1.5, 3.0, 4.0, 5.0]
 
@@ -79,9 +79,9 @@ def test_made_up_prompts_share_prefixes_and_nothing_else():
         seed=1,
     )
 
-    arrivals = [*crowd.first(), crowd.next(1.0), crowd.next(2.0)]
+    arrivals = [*crowd.initial_arrivals(), crowd.next_arrival(1.0), crowd.next_arrival(2.0)]
 
-    assert crowd.next(3.0) is None
+    assert crowd.next_arrival(3.0) is None
     assert [a.at for a in arrivals] == [0, 0, 0, 1.0, 2.0]
     assert {tuple(a.names[:2]) for a in arrivals} == {(0, 1), (2, 3)}
     ends = [name for a in arrivals for name in a.names[2:]]
