@@ -1,4 +1,4 @@
-"""Keys, limits and the line as tenants of a real deployment meet them."""
+"""API keys, rate limits and the waiting queue of a real deployment."""
 
 import concurrent.futures
 
@@ -24,7 +24,7 @@ def as_(key):
 
 
 def pending(frontend):
-    """Requests that wait in line."""
+    """Return the number of requests that wait in the queue."""
     rows = httpx.get(f"{frontend.url}/metrics").text.splitlines()
     return sum(
         float(row.rpartition(" ")[2])
@@ -35,7 +35,7 @@ def pending(frontend):
 
 @pytest.fixture
 def guarded(deployment, tmp_path):
-    """A frontend that asks for keys, and a worker."""
+    """A frontend that needs API keys, and a worker."""
     path = tmp_path / "keys.toml"
     path.write_text(KEYS)
     frontend = deployment.frontend("--api-keys-file", str(path))
@@ -57,7 +57,7 @@ def guarded(deployment, tmp_path):
     return frontend
 
 
-def test_tenant_over_its_limit_waits_while_another_is_served(guarded):
+def test_tenant_over_its_limit_is_refused_while_another_is_served(guarded):
     greedy = [guarded.ask("sk-greedy-1") for _ in range(5)]
     modest = [guarded.ask("sk-modest-1") for _ in range(5)]
 
@@ -96,7 +96,7 @@ def test_queued_requests_are_all_answered(deployment):
     assert pending(frontend) == 0
 
 
-def test_request_that_waits_too_long_gets_retry_after(deployment):
+def test_queue_timeout_has_a_retry_after_header(deployment):
     frontend = deployment.frontend(*ONE_AT_A_TIME, "--queue-timeout-secs", "0.1")
     frontend.others.append(deployment.mocker("--speedup-ratio", "1"))
     frontend.await_models([MODEL])
@@ -108,7 +108,7 @@ def test_request_that_waits_too_long_gets_retry_after(deployment):
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_client_that_disconnects_frees_its_place_in_the_queue(deployment):
+def test_disconnected_client_frees_its_queue_position(deployment):
     frontend = deployment.frontend(*ONE_AT_A_TIME)
     worker = deployment.mocker("--speedup-ratio", "1")
     frontend.others.append(worker)

@@ -1,4 +1,4 @@
-"""A frontend that cannot read the worker's model directory, as on another host, in every mix."""
+"""A frontend that cannot read the worker's model directory, as on another host, with every combination of planes."""
 
 import shutil
 
@@ -39,7 +39,7 @@ def answers(frontend):
     return frontend.chat(**body).status_code == 200
 
 
-def test_its_files_are_in_the_object_store_though_the_directory_is_gone(over_nats, model, tmp_path):
+def test_model_files_come_from_the_object_store(over_nats, model, tmp_path):
     worker = over_nats.mocker("--model", str(model), "--speedup-ratio", "100")
     eventually(lambda: "serving tiny" in worker.log.read_text(), within_s=START_S, what="it serves")
     model.rename(tmp_path / "gone")
@@ -52,7 +52,7 @@ def test_its_files_are_in_the_object_store_though_the_directory_is_gone(over_nat
 
 
 @pytest.mark.parametrize("mix", ["file+tcp+zmq", "etcd+tcp+zmq"])
-def test_without_nats_the_worker_gives_them(deployment, model, tmp_path, mix):
+def test_model_files_come_from_the_worker_without_nats(deployment, model, tmp_path, mix):
     etcd = EtcdServer(tmp_path / "etcd") if mix.startswith("etcd") else None
     if etcd is not None:
         etcd.start()

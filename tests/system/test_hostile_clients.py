@@ -1,4 +1,4 @@
-"""Clients that mean ill, or are broken, at a real frontend: what they cost is bounded, and the others are served."""
+"""Hostile or broken clients at a real frontend: their cost is bounded, and other clients are served."""
 
 import contextlib
 import json
@@ -20,19 +20,19 @@ BIG = 200 * MB
 
 
 def forget_peak(pid):
-    """From now on count anew."""
+    """Restart the count of the largest resident size."""
     pathlib.Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def peak_bytes(pid):
-    """The largest resident size since then."""
+    """Return the largest resident size since the restart of the count."""
     status = pathlib.Path(f"/proc/{pid}/status").read_text()
     (row,) = [row for row in status.splitlines() if row.startswith("VmHWM:")]
     return int(row.split()[1]) * 1024
 
 
 class Others:
-    """Well-behaved clients, who ask one question after another while something else goes on."""
+    """Well-behaved clients that send one request after another during an attack."""
 
     def __init__(self, frontend):
         self._frontend = frontend
@@ -61,7 +61,7 @@ class Others:
         self._thread.join()
 
     def check(self, grown_mb):
-        """All were answered in time, and the frontend has not grown by more than this."""
+        """Assert that all were answered in time and that the frontend has not grown by more than this."""
         assert set(self.statuses) == {200}
         assert self.longest_s < PATIENCE_S
         grown = peak_bytes(self._frontend.pid) - self.before
@@ -81,7 +81,7 @@ def frontend(tmp_path_factory):
 
 
 def connect(frontend, *, takes_bytes=None):
-    """A connection, which may take little before it must be read."""
+    """Open a connection with a small receive buffer."""
     made = socket.socket()
     if takes_bytes is not None:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, takes_bytes)
@@ -91,7 +91,7 @@ def connect(frontend, *, takes_bytes=None):
 
 
 def post(body, *heads, path="/v1/chat/completions"):
-    """A request in bytes; its length is told unless `heads` say otherwise."""
+    """Return a request in bytes, with its length unless `heads` say otherwise."""
     lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", *heads]
     if not heads:
         lines.append(f"content-length: {len(body)}")
@@ -99,12 +99,12 @@ def post(body, *heads, path="/v1/chat/completions"):
 
 
 def endless():
-    """A request whose stream is far larger than all buffers."""
+    """Return a request for a stream that is far larger than all buffers."""
     return json.dumps(chat("hi", n=64, max_tokens=1900, ignore_eos=True, stream=True)).encode()
 
 
 def read_all(connection):
-    """What comes until the server closes, or cuts off."""
+    """Read until the server closes or resets the connection."""
     received = bytearray()
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(65536):
@@ -113,13 +113,13 @@ def read_all(connection):
 
 
 def pour(connection, pieces):
-    """Send until the server does not want more."""
+    """Send until the server takes no more."""
     with contextlib.suppress(ConnectionError):
         for piece in pieces:
             connection.sendall(piece)
 
 
-def test_who_never_reads_is_cut_off(frontend):
+def test_client_that_never_reads_is_cut_off(frontend):
     with Others(frontend) as others, contextlib.ExitStack() as stack:
         for _ in range(3):
             connection = stack.enter_context(connect(frontend, takes_bytes=4096))
@@ -133,7 +133,7 @@ def test_who_never_reads_is_cut_off(frontend):
     others.check(grown_mb=64)
 
 
-def test_a_slow_reader_of_a_stream_that_is_not_too_long_gets_it_whole(frontend):
+def test_slow_reader_gets_a_short_stream_whole(frontend):
     body = json.dumps(chat("hi", n=4, max_tokens=200, ignore_eos=True, stream=True)).encode()
     received = bytearray()
     with connect(frontend, takes_bytes=4096) as connection:
@@ -167,7 +167,7 @@ def test_half_sent_requests_are_refused_in_time(frontend, half):
 
 @pytest.fixture
 def many_files():
-    """This process may have as many connections as the test wants."""
+    """Raise the limit of open files to the connections of the test."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < NUM_IDLE + 500:
         pytest.skip(f"needs {NUM_IDLE} connections, and the system allows {hard} open files")
@@ -177,7 +177,7 @@ def many_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_thousands_of_idle_connections_disturb_nobody(frontend, many_files):
+def test_thousands_of_idle_connections_do_not_delay_other_clients(frontend, many_files):
     ask = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
     with contextlib.ExitStack() as stack:
         with Others(frontend) as others:
@@ -195,7 +195,7 @@ def test_thousands_of_idle_connections_disturb_nobody(frontend, many_files):
         others.check(grown_mb=64)
 
 
-def test_a_body_that_says_it_is_too_large_is_refused_unread(frontend):
+def test_body_with_a_too_large_length_is_refused_unread(frontend):
     with Others(frontend) as others, connect(frontend) as connection:
         connection.sendall(post(b"", f"content-length: {BIG}"))
         pour(connection, (b"x" * MB for _ in range(BIG // MB)))
@@ -205,7 +205,7 @@ def test_a_body_that_says_it_is_too_large_is_refused_unread(frontend):
     others.check(grown_mb=16)
 
 
-def test_a_body_that_does_not_say_how_large_it_is_is_cut_off_at_the_limit(frontend):
+def test_body_without_a_length_is_cut_off_at_the_limit(frontend):
     with Others(frontend) as others, connect(frontend) as connection:
         connection.sendall(post(b"", "transfer-encoding: chunked"))
         pour(connection, (b"100000\r\n" + b"x" * MB + b"\r\n" for _ in range(BIG // MB)))
@@ -228,7 +228,7 @@ def test_a_body_that_does_not_say_how_large_it_is_is_cut_off_at_the_limit(fronte
     ],
     ids=["text", "messages", "prompt", "ids", "embeddings", "tokenize", "detokenize"],
 )
-def test_a_prompt_that_cannot_fit_is_refused_before_it_costs_much(frontend, path, fields):
+def test_too_long_prompt_is_refused_before_it_costs_much(frontend, path, fields):
     body = {"model": MODEL, **fields}
     with Others(frontend) as others:
         answer = httpx.post(f"{frontend.url}{path}", json=body, timeout=60)
@@ -237,7 +237,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_costs_much(frontend, path
     others.check(grown_mb=480)  # bodies of 30 MB and what they decode to, but no tokens
 
 
-def test_a_connection_that_idles_keeps_nothing_of_what_it_said(frontend):
+def test_idle_connection_keeps_no_memory_of_its_requests(frontend):
     body = json.dumps(chat("x" * 50 * MB)).encode()
     before = rss_bytes(frontend.pid)
     with contextlib.ExitStack() as stack:
@@ -262,7 +262,7 @@ def test_a_connection_that_idles_keeps_nothing_of_what_it_said(frontend):
     ],
     ids=["long", "endless", "many"],
 )
-def test_a_header_bomb_is_refused(frontend, head):
+def test_oversized_headers_are_refused(frontend, head):
     with Others(frontend) as others, connect(frontend) as connection:
         pour(connection, [b"GET /live HTTP/1.1\r\n", head])
         answer = read_all(connection)

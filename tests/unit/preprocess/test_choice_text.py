@@ -42,7 +42,7 @@ def test_text_comes_token_by_token(decoder, ids_of):
 
 
 @pytest.mark.parametrize("reason", [EOS, STOP])
-def test_the_token_that_ended_it_is_hidden(decoder, ids_of, reason):
+def test_token_that_ended_the_choice_is_hidden(decoder, ids_of, reason):
     (last,) = ids_of("!") if len(ids_of("!")) == 1 else ids_of("a")
     text = new(decoder)
     pieces = [text.push(output) for output in outputs((*ids_of("cat"), last), reason)]
@@ -50,13 +50,13 @@ def test_the_token_that_ended_it_is_hidden(decoder, ids_of, reason):
     assert "".join(pieces) == "cat"
 
 
-def test_the_last_token_before_the_limit_is_shown(decoder, ids_of):
+def test_last_token_before_the_limit_is_shown(decoder, ids_of):
     assert (
         new(decoder).push(generate.Output(token_ids=ids_of("cat"), finish_reason=LENGTH)) == "cat"
     )
 
 
-def test_half_a_character_is_told_at_the_end(decoder, ids_of):
+def test_incomplete_character_is_replaced_at_the_end(decoder, ids_of):
     half = ids_of("💩")[:1]
     text = new(decoder)
 
@@ -64,7 +64,7 @@ def test_half_a_character_is_told_at_the_end(decoder, ids_of):
     assert text.push(generate.Output(token_ids=(), finish_reason=LENGTH)) == "\ufffd"
 
 
-def test_a_stop_string_ends_the_text_before_it(decoder, ids_of):
+def test_stop_string_ends_the_text_before_it(decoder, ids_of):
     text, told = new(decoder, stop=("END",)), ""
     for output in outputs(ids_of("the ENEND of it"), LENGTH):
         told += text.push(output)
@@ -74,7 +74,7 @@ def test_a_stop_string_ends_the_text_before_it(decoder, ids_of):
     assert (told, text.stop_reason) == ("the EN", "END")
 
 
-def test_what_is_held_back_is_counted(decoder, ids_of):
+def test_held_back_characters_are_counted(decoder, ids_of):
     text = new(decoder, stop=("END",))
     text.push(generate.Output(token_ids=ids_of("the EN")))
 
@@ -82,14 +82,14 @@ def test_what_is_held_back_is_counted(decoder, ids_of):
     assert new(decoder).num_held == 0
 
 
-def test_what_was_held_back_comes_with_the_end(decoder, ids_of):
+def test_held_back_text_comes_with_the_end(decoder, ids_of):
     text = new(decoder, stop=("END",))
     pieces = [text.push(output) for output in outputs(ids_of("the EN"), LENGTH)]
 
     assert ("".join(pieces), text.stop_reason) == ("the EN", None)
 
 
-def test_stop_strings_are_not_looked_for_before_the_least_length(decoder, ids_of):
+def test_stop_strings_are_ignored_before_min_tokens(decoder, ids_of):
     text = new(decoder, stop=("e",), min_tokens=len(ids_of("the E")))
     pieces = [text.push(output) for output in outputs((*ids_of("the E"), *ids_of("He")), LENGTH)]
 

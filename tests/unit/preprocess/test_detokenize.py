@@ -55,7 +55,7 @@ def ids_of(tokenizer, text):
 
 
 @given(text=TEXT, cuts=CUTS)
-def test_pieces_join_to_what_the_tokenizer_decodes(tokenizer, decoder, text, cuts):
+def test_pieces_join_to_the_decoded_text(tokenizer, decoder, text, cuts):
     token_ids = ids_of(tokenizer, text)
     pieces = push_all(decoder.new(), token_ids, cuts)
 
@@ -64,7 +64,7 @@ def test_pieces_join_to_what_the_tokenizer_decodes(tokenizer, decoder, text, cut
 
 
 @given(text=TEXT.filter(lambda text: "\ufffd" not in text))
-def test_no_character_is_ever_split(tokenizer, decoder, text):
+def test_no_character_is_split(tokenizer, decoder, text):
     token_ids = ids_of(tokenizer, text)
     pieces = push_all(decoder.new(), token_ids, [1] * len(token_ids))
 
@@ -72,9 +72,7 @@ def test_no_character_is_ever_split(tokenizer, decoder, text):
 
 
 @given(data=st.data(), cuts=CUTS)
-def test_any_ids_of_a_byte_level_tokenizer_join_to_what_it_decodes(
-    byte_level, byte_decoder, data, cuts
-):
+def test_any_byte_level_ids_join_to_the_decoded_text(byte_level, byte_decoder, data, cuts):
     token_ids = data.draw(st.lists(st.integers(0, byte_level.num_ids + 5), max_size=20))
     for skip in (True, False):
         detokenizer = byte_decoder.new(skip_special_tokens=skip)
@@ -84,14 +82,14 @@ def test_any_ids_of_a_byte_level_tokenizer_join_to_what_it_decodes(
 
 
 @given(text=TEXT, cuts=CUTS)
-def test_a_window_gives_the_same_text_as_a_table(byte_level, text, cuts):
+def test_window_gives_the_same_text_as_a_table(byte_level, text, cuts):
     token_ids = ids_of(byte_level, text)
     window = detokenize.WindowDetokenizer(byte_level, (), byte_level.special_ids)
 
     assert "".join(push_all(window, token_ids, cuts)) == text
 
 
-def test_a_tokenizer_that_is_no_table_is_decoded_by_a_window(no_table):
+def test_tokenizer_without_a_table_is_decoded_by_a_window(no_table):
     decoder = detokenize.TextDecoder(no_table)
     token_ids = ids_of(no_table, "The brave cat sleeps")
 
@@ -101,7 +99,7 @@ def test_a_tokenizer_that_is_no_table_is_decoded_by_a_window(no_table):
     )
 
 
-def test_a_window_stays_short_however_long_nothing_is_certain(byte_level):
+def test_window_stays_short_while_nothing_is_certain(byte_level):
     half = byte_level.id_of("ð")  # the first byte of an emoji
     window = detokenize.WindowDetokenizer(byte_level, (), byte_level.special_ids)
     pieces = [window.push((half,)) for _ in range(300)]
@@ -110,16 +108,14 @@ def test_a_window_stays_short_however_long_nothing_is_certain(byte_level):
     assert len(window._window) < 150
 
 
-def test_the_first_bytes_of_a_character_wait_for_the_others(byte_level, byte_decoder):
+def test_first_bytes_of_a_character_wait_for_the_rest(byte_level, byte_decoder):
     detokenizer = byte_decoder.new()
     emoji = [byte_level.id_of(char) for char in "ðŁĴ©"]  # F0 9F 92 A9, one byte each
 
     assert [detokenizer.push((one,)) for one in emoji] == ["", "", "", "💩"]
 
 
-def test_bytes_that_never_become_a_character_are_replaced_once_that_is_certain(
-    byte_level, byte_decoder
-):
+def test_invalid_bytes_are_replaced_once_that_is_certain(byte_level, byte_decoder):
     detokenizer = byte_decoder.new()
     first, letter = byte_level.id_of("ð"), byte_level.id_of("a")
 
@@ -129,20 +125,20 @@ def test_bytes_that_never_become_a_character_are_replaced_once_that_is_certain(
     assert detokenizer.finish() == "\ufffd"
 
 
-def test_special_tokens_are_skipped_unless_wanted(byte_level, byte_decoder):
+def test_special_tokens_are_skipped_unless_requested(byte_level, byte_decoder):
     end = byte_level.id_of("<|im_end|>")
 
     assert byte_decoder.new().push((end,)) == ""
     assert byte_decoder.new(skip_special_tokens=False).push((end,)) == "<|im_end|>"
 
 
-def test_an_added_token_that_is_not_special_is_text(byte_level, byte_decoder):
+def test_added_token_that_is_not_special_is_text(byte_level, byte_decoder):
 
     assert byte_decoder.new().push((byte_level.id_of("<think>"),)) == "<think>"
     assert byte_decoder.new().push((byte_level.id_of("大丈夫"),)) == "大丈夫"
 
 
-def test_the_space_before_the_first_word_is_kept_after_a_prompt_and_dropped_at_a_beginning(
+def test_leading_space_is_kept_after_a_prompt_and_dropped_at_a_beginning(
     sentencepiece_like,
 ):
     decoder = detokenize.TextDecoder(sentencepiece_like)
@@ -155,7 +151,7 @@ def test_the_space_before_the_first_word_is_kept_after_a_prompt_and_dropped_at_a
     assert "".join(push_all(decoder.new(), answer, [1, 1, 1])) == "cat sleeps"
 
 
-def test_a_token_has_text_and_bytes_of_its_own(byte_level, byte_decoder):
+def test_token_has_its_own_text_and_bytes(byte_level, byte_decoder):
     half, end = byte_level.id_of("ð"), byte_level.id_of("<|im_end|>")
 
     assert (byte_decoder.token_text(half), byte_decoder.token_bytes(half)) == ("\ufffd", b"\xf0")
@@ -166,21 +162,21 @@ def test_a_token_has_text_and_bytes_of_its_own(byte_level, byte_decoder):
     assert byte_decoder.token_text(byte_level.num_ids + 1) == ""
 
 
-def test_a_token_keeps_its_space(sentencepiece_like):
+def test_token_keeps_its_space(sentencepiece_like):
     decoder = detokenize.TextDecoder(sentencepiece_like)
     token_ids = ids_of(sentencepiece_like, "brave cat")
 
     assert "".join(map(decoder.token_text, token_ids)) == " brave cat"
 
 
-def test_a_whole_prompt_is_decoded_with_its_special_tokens(byte_level, byte_decoder):
+def test_whole_prompt_is_decoded_with_its_special_tokens(byte_level, byte_decoder):
     text = "<|im_start|>user\nHi 你好<|im_end|>"
 
     assert byte_decoder.decode(byte_level.encode_now([text], add_special_tokens=False)[0]) == text
 
 
 @pytest.mark.parametrize("text", ["The cat", "😀"])
-def test_tokens_that_do_not_exist_count_for_nothing(byte_level, byte_decoder, text):
+def test_unknown_tokens_are_skipped(byte_level, byte_decoder, text):
     detokenizer = byte_decoder.new()
     missing = byte_level.num_ids + 100
     token_ids = [token for one in ids_of(byte_level, text) for token in (missing, one)]
@@ -189,7 +185,7 @@ def test_tokens_that_do_not_exist_count_for_nothing(byte_level, byte_decoder, te
 
 
 @pytest.mark.parametrize("name", ["byte_level", "no_table"])
-def test_marks_are_text_where_they_are_asked_for_and_other_special_tokens_are_not(request, name):
+def test_shown_marks_are_text_and_other_special_tokens_are_not(request, name):
     tokenizer = request.getfixturevalue(name)
     token_ids = ids_of(tokenizer, "<|im_start|>cat<|im_end|>")
     decoder = detokenize.TextDecoder(tokenizer)

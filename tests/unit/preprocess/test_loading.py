@@ -41,23 +41,23 @@ async def prompt_of(model, request=HELLO):
     return (await load(model).prepare_conversation(request, "r")).prompt
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+def test_model_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"expected a tokenizer\.json"):
         load(tmp_path)
 
 
-async def test_a_model_without_a_template_has_no_chat(model):
+async def test_model_without_a_template_refuses_chat(model):
     with pytest.raises(errors.InvalidRequest, match="no chat template; use /v1/completions"):
         await load(model).prepare_conversation(HELLO, "r")
 
 
-async def test_the_template_of_the_tokenizers_configuration_is_used(model):
+async def test_template_in_the_tokenizer_config_is_used(model):
     write(model, "tokenizer_config.json", chat_template=chat_templates.CHATML)
 
     assert (await prompt_of(model)).startswith("<|im_start|>user\nHi")
 
 
-async def test_a_template_in_a_file_of_its_own_counts_more(model):
+async def test_template_file_overrides_the_tokenizer_config(model):
     write(model, "tokenizer_config.json", chat_template="a")
     write(model, "chat_template.json", chat_template="b")
 
@@ -68,7 +68,7 @@ async def test_a_template_in_a_file_of_its_own_counts_more(model):
     assert await prompt_of(model) == "c"
 
 
-async def test_of_named_templates_the_one_for_tools_is_used_with_tools(model):
+async def test_named_template_for_tools_is_used_with_tools(model):
     named = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "<tool_call>"},
@@ -90,7 +90,7 @@ def test_templates_without_a_default_are_refused(model, wrong):
         load(model)
 
 
-async def test_special_tokens_may_be_texts_or_objects(model):
+async def test_special_tokens_are_texts_or_objects(model):
     write(
         model,
         "tokenizer_config.json",
@@ -103,7 +103,7 @@ async def test_special_tokens_may_be_texts_or_objects(model):
     assert await prompt_of(model) == "<s><|im_end|>False"
 
 
-async def test_ends_and_defaults_come_from_all_files(model, byte_level):
+async def test_end_tokens_and_defaults_come_from_all_files(model, byte_level):
     write(model, "tokenizer_config.json", chat_template="Hi", eos_token="<|im_end|>")
     write(model, "config.json", eos_token_id=3, vocab_size=1000)
     write(model, "generation_config.json", eos_token_id=[4], top_k=20, max_new_tokens=9)
@@ -125,9 +125,7 @@ MARKED = "{{ messages }} <tool_call> </think>"
         ({"tool_call_parser": "none", "reasoning_parser": "none"}, None, None),
     ],
 )
-def test_how_answers_are_read_is_told_by_the_worker_or_seen_in_the_template(
-    model, told, calls, thinks
-):
+def test_answer_format_comes_from_the_card_or_the_template(model, told, calls, thinks):
     write(model, "tokenizer_config.json", chat_template=MARKED)
     found = load(model, **told)._answer_format
 
@@ -135,7 +133,7 @@ def test_how_answers_are_read_is_told_by_the_worker_or_seen_in_the_template(
     assert found.reasoning is formats.REASONING_FORMATS.get(thinks)
 
 
-def test_a_way_to_write_calls_that_is_not_known_is_refused(model):
+def test_unknown_tool_call_parser_is_refused(model):
     with pytest.raises(
         errors.ConfigError, match=r"--dyn-tool-call-parser: expected one of .*hermes"
     ):
@@ -167,7 +165,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_card_without_files_means_those_of_the_directory(folder):
+def test_card_without_files_means_the_files_of_the_directory(folder):
     files = loading.ModelFiles(card(folder))
 
     assert files.read_json("config.json") == {"vocab_size": 5}
@@ -176,14 +174,14 @@ def test_a_card_without_files_means_those_of_the_directory(folder):
     assert files.read_text("tokenizer.json") is None
 
 
-def test_a_file_that_the_card_does_not_name_is_not_read(folder):
+def test_file_that_the_card_does_not_name_is_not_read(folder):
     files = loading.ModelFiles(card(folder, ["config.json"]))
 
     assert files.read("config.json") == b'{"vocab_size": 5}'
     assert files.read("other.json") is None
 
 
-def test_another_file_under_the_same_path_is_noticed(folder):
+def test_file_with_another_checksum_is_a_config_error(folder):
     files = loading.ModelFiles(card(folder, ["config.json"]))
     (folder / "config.json").write_text('{"vocab_size": 6}')
 
@@ -191,7 +189,7 @@ def test_another_file_under_the_same_path_is_noticed(folder):
         files.read("config.json")
 
 
-def test_a_named_file_that_is_missing_is_an_error(folder):
+def test_missing_named_file_is_a_config_error(folder):
     files = loading.ModelFiles(card(folder, ["config.json"]))
     (folder / "config.json").unlink()
 
@@ -200,14 +198,14 @@ def test_a_named_file_that_is_missing_is_an_error(folder):
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
-def test_a_file_that_is_no_object_names_itself(folder, content):
+def test_error_names_a_file_that_is_no_json_object(folder, content):
     (folder / "config.json").write_bytes(content)
 
     with pytest.raises(errors.ConfigError, match=r"config\.json: expected a JSON object"):
         loading.ModelFiles(card(folder)).read_json("config.json")
 
 
-def test_a_file_that_is_no_text_names_itself(folder):
+def test_error_names_a_file_that_is_no_text(folder):
     (folder / "chat_template.jinja").write_bytes(b"\xff")
 
     with pytest.raises(errors.ConfigError, match=r"chat_template\.jinja: expected UTF-8"):

@@ -30,7 +30,7 @@ def run(work):
 
 
 @given(parts=PARTS)
-def test_a_cut_prompt_has_the_ids_of_the_whole(byte_level, parts):
+def test_cut_prompt_has_the_ids_of_the_whole(byte_level, parts):
     text = filled(parts)
     (whole,) = byte_level.encode_now([text], add_special_tokens=False)
 
@@ -39,7 +39,7 @@ def test_a_cut_prompt_has_the_ids_of_the_whole(byte_level, parts):
 
 
 @given(parts=st.lists(st.sampled_from(["<s>", "</s>", "cat", " "]) | st.text(max_size=20)))
-def test_a_tokenizer_that_treats_beginnings_specially_is_not_cut(sentencepiece_like, parts):
+def test_tokenizer_that_treats_beginnings_specially_is_not_cut(sentencepiece_like, parts):
     text = filled(parts)
     (whole,) = sentencepiece_like.encode_now([text], add_special_tokens=False)
 
@@ -57,12 +57,12 @@ def test_segments_joined_are_the_text(tokens, text):
     assert "" not in cut
 
 
-def test_of_tokens_that_begin_alike_the_longest_is_cut_out():
+def test_longest_of_tokens_with_equal_beginnings_is_cut_out():
     assert segments.PromptCutter(["<a>", "<a><b>"]).cut("x<a><b><a>") == ["x", "<a><b>", "<a>"]
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
-def test_tokens_that_eat_their_neighbours_forbid_cutting(byte_level_json, flag):
+def test_tokens_that_absorb_neighbours_forbid_cutting(byte_level_json, flag):
     made = tokenizers.Tokenizer.from_str(byte_level_json)
     made.add_special_tokens([tokenizers.AddedToken("<|eater|>", normalized=False, **{flag: True})])
     counted = Count()
@@ -122,7 +122,7 @@ remember = functools.cache(lambda make, *arguments: make(*arguments))
         r"(?:'\na)|\p{L}+|\s+|[^\s\p{L}]+",  # only after an apostrophe
     ],
 )
-async def test_words_that_reach_over_line_ends_are_not_cut_there(byte_level_json, pattern):
+async def test_tokenizer_with_words_over_line_ends_is_not_cut_at_lines(byte_level_json, pattern):
     ours = with_words(byte_level_json, pattern)
     text = "a cat\nand '\na fox\n" * segments.PART_CHARS
 
@@ -136,7 +136,7 @@ async def test_words_that_reach_over_line_ends_are_not_cut_there(byte_level_json
     "step",
     [normalizers.Replace("\n", " "), normalizers.Prepend("_"), normalizers.Strip()],
 )
-async def test_a_normalizer_that_looks_at_line_ends_or_places_forbids_lines(byte_level_json, step):
+async def test_normalizer_that_depends_on_line_ends_forbids_cutting_at_lines(byte_level_json, step):
     made = tokenizers.Tokenizer.from_str(byte_level_json)
     made.normalizer = normalizers.Sequence([normalizers.NFC(), step])
     ours = tokenize.Tokenizer(made.to_str().encode())
@@ -146,7 +146,7 @@ async def test_a_normalizer_that_looks_at_line_ends_or_places_forbids_lines(byte
     assert packed == ours.encode_now([text], add_special_tokens=False)[0]
 
 
-def test_texts_that_begin_alike_share_their_parts():
+def test_texts_with_equal_beginnings_share_their_parts():
     text = "".join(f"line number {number}\n" for number in range(1000))
     longer = [*segments.split_segment(text + "more")]
 
@@ -155,7 +155,7 @@ def test_texts_that_begin_alike_share_their_parts():
     assert min(map(len, longer[:-1])) >= segments.PART_CHARS
 
 
-def test_what_was_used_longest_ago_is_forgotten():
+def test_least_recently_used_segment_is_dropped():
     size = segments.SegmentCache({}, max_bytes=1 << 20)
     size.put("a", b"1")
     cache = segments.SegmentCache({"<s>": b"0"}, max_bytes=4 * size.num_bytes)
@@ -170,7 +170,7 @@ def test_what_was_used_longest_ago_is_forgotten():
     assert cache.num_bytes == 4 * size.num_bytes
 
 
-def test_a_segment_that_would_push_out_the_others_is_not_kept():
+def test_segment_that_would_displace_most_others_is_not_cached():
     cache = segments.SegmentCache({}, max_bytes=4096)
     cache.put("a", b"1")
     cache.put("b" * 2000, b"2")
@@ -207,7 +207,7 @@ def test_segments_and_tokens_are_counted(byte_level_json):
     }
 
 
-async def test_long_new_segments_give_the_same_ids_from_their_thread(byte_level):
+async def test_long_new_segments_have_the_same_ids_in_a_thread(byte_level):
     text = filled(["<|im_start|>", "long " * tokenize.LONG_TEXT, "<|im_end|>", "x" * 5000])
 
     packed = await byte_level.encode_prompt(text)

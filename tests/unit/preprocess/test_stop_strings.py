@@ -30,12 +30,12 @@ def streamed(pieces, stops):
 
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS)
-def test_any_split_ends_where_the_naive_search_ends(pieces, stops):
+def test_any_split_ends_where_a_naive_search_ends(pieces, stops):
     assert streamed(pieces, stops) == naive("".join(pieces), stops)
 
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS)
-def test_what_is_held_back_is_the_longest_end_that_may_become_a_stop_string(pieces, stops):
+def test_held_back_text_is_the_longest_beginning_of_a_stop_string(pieces, stops):
     watcher, told, so_far = stop_strings.StopStrings(stops), "", ""
     for piece in pieces:
         text, matched = watcher.push(piece)
@@ -48,13 +48,13 @@ def test_what_is_held_back_is_the_longest_end_that_may_become_a_stop_string(piec
         assert held == next(end for end in ends if any(one.startswith(end) for one in stops))
 
 
-def test_text_that_cannot_become_a_stop_string_goes_out_at_once():
+def test_text_that_cannot_become_a_stop_string_is_returned_at_once():
     watcher = stop_strings.StopStrings(["END"])
 
     assert watcher.push("hello") == ("hello", None)
 
 
-def test_a_beginning_is_held_back_and_given_when_it_came_to_nothing():
+def test_held_back_beginning_is_returned_when_no_stop_string_follows():
     watcher = stop_strings.StopStrings(["END"])
 
     assert watcher.push("the EN") == ("the ", None)
@@ -70,6 +70,6 @@ def test_a_beginning_is_held_back_and_given_when_it_came_to_nothing():
         (["x"], ("abcd", None)),
     ],
 )
-def test_of_several_stop_strings_the_one_complete_first_counts(stops, expected):
+def test_stop_string_that_is_complete_first_counts(stops, expected):
     assert streamed(["abcd"], stops) == expected
     assert streamed("abcd", stops) == expected

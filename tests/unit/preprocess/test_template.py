@@ -18,59 +18,59 @@ def render(source, messages=(), **rest):
 USER = {"role": "user", "content": "Hi <b>&</b> 你好"}
 
 
-def test_a_conversation_is_rendered_with_its_generation_prompt():
+def test_conversation_is_rendered_with_its_generation_prompt():
     assert render(chat_templates.CHATML, [USER]) == (
         "<|im_start|>user\nHi <b>&</b> 你好<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-def test_the_generation_prompt_can_be_left_out():
+def test_generation_prompt_can_be_left_out():
     assert render(chat_templates.CHATML, [USER], add_generation_prompt=False).endswith(
         "<|im_end|>\n"
     )
 
 
-def test_arguments_of_the_caller_reach_the_template():
+def test_template_arguments_of_the_request_reach_the_template():
     prompt = render(chat_templates.CHATML, [USER], args={"enable_thinking": False})
 
     assert prompt.endswith("<think>\n\n</think>\n\n")
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
-def test_arguments_cannot_replace_what_the_request_says(name):
+def test_template_arguments_cannot_replace_messages(name):
     assert render(
         "{{ messages|length }}{{ tools }}{{ add_generation_prompt }}", args={name: 7}
     ) == ("0NoneTrue")
 
 
-def test_special_tokens_are_known_by_name():
+def test_special_tokens_are_variables_of_the_template():
     assert render("{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}") == "<s>|</s>|False"
 
 
-def test_json_is_written_without_escapes():
+def test_tojson_escapes_nothing():
     source = "{{ x|tojson }} {{ x|tojson(indent=2) }}"
 
     assert render(source, args={"x": {"a": "<é>"}}) == '{"a": "<é>"} {\n  "a": "<é>"\n}'
 
 
-def test_today_is_what_the_clock_says():
+def test_strftime_now_uses_the_clock():
     expected = datetime.fromtimestamp(clock.VirtualClock().wall()).strftime("%d %b %Y")  # noqa: DTZ006  # local, as everywhere
 
     assert render('{{ strftime_now("%d %b %Y") }}') == expected
 
 
-def test_requests_with_tools_can_have_a_template_of_their_own():
+def test_requests_with_tools_use_their_own_template():
     both = chat_templates.compiled("plain", source_with_tools="with {{ tools|length }}")
 
     assert both.render([USER]) == "plain"
     assert both.render([USER], tools=[{"type": "function"}]) == "with 1"
 
 
-def test_the_generation_tag_changes_nothing():
+def test_generation_tag_changes_nothing():
     assert render("a{% generation %}b{% endgeneration %}c") == "abc"
 
 
-def test_a_refusal_of_the_template_is_the_callers_fault():
+def test_exception_raised_by_the_template_is_an_invalid_request():
     with pytest.raises(errors.InvalidRequest, match="must alternate") as caught:
         render(chat_templates.MISTRAL, [USER, USER])
 
@@ -92,12 +92,12 @@ def test_a_refusal_of_the_template_is_the_callers_fault():
         "{{ [1]|tojson(indent={}) }}",
     ],
 )
-def test_whatever_a_template_dies_of_is_a_bad_request(source):
+def test_any_error_of_a_template_is_an_invalid_request(source):
     with pytest.raises(errors.InvalidRequest, match="chat template cannot take"):
         render(source, [])
 
 
-def test_a_template_may_write_only_so_much(monkeypatch):
+def test_too_long_prompt_of_a_template_is_refused(monkeypatch):
     monkeypatch.setattr(template, "MAX_PROMPT_CHARS", 1000)
     begun = time.process_time()
     with pytest.raises(errors.InvalidRequest, match="exceeds 1000 characters"):
@@ -106,12 +106,12 @@ def test_a_template_may_write_only_so_much(monkeypatch):
     assert time.process_time() - begun < 5
 
 
-def test_a_template_that_is_none_is_a_wrong_model():
+def test_malformed_template_is_a_config_error():
     with pytest.raises(errors.ConfigError, match="chat template"):
         chat_templates.compiled("{% if %}")
 
 
-def test_a_template_is_asked_whether_it_knows_developers():
+def test_template_says_whether_it_knows_the_developer_role():
     assert chat_templates.compiled("{% if role == 'developer' %}{% endif %}").knows_developer
     assert not chat_templates.compiled(chat_templates.CHATML).knows_developer
 
@@ -127,7 +127,7 @@ def test_a_template_is_asked_whether_it_knows_developers():
         ("messages[0].update({})", None),  # nothing can be changed
     ],
 )
-def test_keys_and_attributes_of_messages_are_told_apart(expression, text):
+def test_keys_and_attributes_of_messages_are_distinct(expression, text):
     source = "{{ " + expression + " }}"
     messages = [{"role": "user", "content": "Hi"}]
 

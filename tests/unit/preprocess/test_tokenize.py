@@ -12,7 +12,7 @@ from dynamo.protocols import blocks
 
 
 @given(text=st.text(max_size=60))
-def test_ids_are_those_of_the_library(byte_level, byte_level_json, text):
+def test_ids_equal_those_of_the_library(byte_level, byte_level_json, text):
     judge = tokenizers.Tokenizer.from_str(byte_level_json)
     packed = byte_level.encode_now([text], add_special_tokens=False)[0]
 
@@ -20,27 +20,27 @@ def test_ids_are_those_of_the_library(byte_level, byte_level_json, text):
 
 
 @pytest.mark.parametrize("text", ["The brave cat", "a  cat ", "你好 😀 née", "line\nbreak", ""])
-def test_ids_are_those_of_sentencepiece(sentencepiece_like, sentencepiece_proto, text):
+def test_ids_equal_those_of_sentencepiece(sentencepiece_like, sentencepiece_proto, text):
     judge = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_proto)
     packed = sentencepiece_like.encode_now([text], add_special_tokens=False)[0]
 
     assert blocks.unpack(packed) == judge.encode(text)
 
 
-def test_special_tokens_are_added_only_when_asked_for(sentencepiece_like):
+def test_special_tokens_are_added_only_on_request(sentencepiece_like):
     bare = blocks.unpack(sentencepiece_like.encode_now(["cat"], add_special_tokens=False)[0])
     full = blocks.unpack(sentencepiece_like.encode_now(["cat"], add_special_tokens=True)[0])
 
     assert full == [sentencepiece_like.id_of("<s>"), *bare]
 
 
-def test_a_special_token_in_the_text_is_that_token(byte_level):
+def test_special_token_in_the_text_is_encoded_as_itself(byte_level):
     packed = byte_level.encode_now(["<|im_start|>"], add_special_tokens=False)[0]
 
     assert blocks.unpack(packed) == [byte_level.id_of("<|im_start|>")]
 
 
-async def test_long_texts_give_the_same_ids_from_their_thread(byte_level):
+async def test_long_texts_have_the_same_ids_in_a_thread(byte_level):
     texts = ["The quick brown fox. " * (tokenize.LONG_TEXT // 10), "cat"]
     packed = await byte_level.encode(texts, add_special_tokens=False)
 
@@ -59,7 +59,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(byte_level_json):
 
 
 @pytest.mark.parametrize("definition", [b"", b"{}", b"\xff", b'{"model": {"type": "nope"}}'])
-def test_a_file_that_is_no_tokenizer_is_refused(definition):
+def test_malformed_tokenizer_file_is_refused(definition):
     with pytest.raises(errors.ConfigError, match=r"tokenizer\.json"):
         tokenize.Tokenizer(definition)
 
@@ -70,7 +70,7 @@ def test_ids_reach_from_zero_to_the_highest_added_token(byte_level):
 
 
 @given(texts=st.lists(st.text(max_size=9), max_size=8))
-def test_batches_change_nothing(byte_level, texts):
+def test_batches_do_not_change_ids(byte_level, texts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenize, "MAX_BATCH", 12)
         some_at_once = byte_level.encode_now(texts, add_special_tokens=False)

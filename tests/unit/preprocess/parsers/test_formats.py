@@ -28,7 +28,7 @@ from dynamo.preprocess.parsers import formats
         ("", None, None),
     ],
 )  # fmt: skip
-def test_a_template_tells(template, tools, reasoning):
+def test_format_is_guessed_from_the_template(template, tools, reasoning):
     chosen = formats.select_format(None, None, template)
     wanted = formats.REASONING_FORMATS.get(reasoning)
 
@@ -36,19 +36,19 @@ def test_a_template_tells(template, tools, reasoning):
     assert (chosen.reasoning and chosen.reasoning.marks) == (wanted and wanted.marks)
 
 
-def test_what_only_the_template_says_forces_no_reasoning():
+def test_guessed_format_does_not_force_reasoning():
     assert formats.REASONING_FORMATS["mistral"].is_forced
     assert not formats.select_format(None, None, "[THINK]").reasoning.is_forced
     assert formats.select_format(None, "mistral", "").reasoning.is_forced
 
 
-def test_a_model_without_marks_needs_no_parser():
+def test_model_without_marks_needs_no_parser():
     assert formats.select_format(None, None, "").parsers("hi", {}) is None
     assert formats.select_format("hermes", None, "").parsers("hi", None) is None
     assert formats.select_format(None, None, "").marks == ()
 
 
-def test_names_are_checked():
+def test_unknown_parser_names_are_refused():
     formats.check_names("none", "none")
     formats.check_names(None, None)
 

@@ -15,7 +15,7 @@ def thought(text):
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_reasoning_and_answer(name):
+def test_reasoning_is_separated_from_the_answer(name):
     form = formats.REASONING_FORMATS[name]
     text = f"{form.opens[0]}\nLet me see.\n\n{form.closes[0]}\n\nIt is 4.\n"
 
@@ -26,7 +26,7 @@ def test_reasoning_and_answer(name):
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_a_prompt_that_opens_it_counts(name):
+def test_reasoning_opened_by_the_prompt_is_reasoning(name):
     form = formats.REASONING_FORMATS[name]
     made = make_parser(reasoning=name, prompt=f"assistant\n{form.opens[0]}\n")
 
@@ -34,7 +34,7 @@ def test_a_prompt_that_opens_it_counts(name):
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_a_prompt_that_closes_it_counts(name):
+def test_reasoning_closed_by_the_prompt_is_over(name):
     form = formats.REASONING_FORMATS[name]
     prompt = f"assistant\n{form.opens[0]}\n\n{form.closes[0]}\n\n"
 
@@ -42,16 +42,16 @@ def test_a_prompt_that_closes_it_counts(name):
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "step3", "mistral", "nemotron_nano"])
-def test_a_forced_format_thinks_without_a_mark_and_to_the_end(name):
+def test_forced_format_reasons_without_an_opening_mark(name):
     assert read(make_parser(reasoning=name), "  I wonder ") == [thought("I wonder ")]
 
 
 @pytest.mark.parametrize("name", ["basic", "qwen3", "granite", "kimi"])
-def test_the_others_do_not(name):
+def test_other_formats_do_not_reason_without_an_opening_mark(name):
     assert read(make_parser(reasoning=name), "  I wonder ") == [content("  I wonder ")]
 
 
-def test_an_answer_may_speak_of_marks():
+def test_marks_later_in_an_answer_are_content():
     text = "Use <think> and </think>."
 
     assert read(make_parser(reasoning="basic"), text) == [content(text)]
@@ -67,18 +67,18 @@ def test_reasoning_that_never_ends_is_reasoning():
     ]
 
 
-def test_empty_reasoning_is_none():
+def test_empty_reasoning_has_no_event():
     assert read(make_parser(reasoning="qwen3"), "<think>\n\n</think>\n\nHi") == [content("Hi")]
 
 
-def test_reasoning_is_told_as_it_comes():
+def test_reasoning_is_returned_as_it_comes():
     made = make_parser(reasoning="basic")
     told = [list(made.push(piece)) for piece in ("<think>", "one ", "two", " </", "think>", "\n!")]
 
     assert told == [[], [thought("one")], [thought(" two")], [], [], [content("!")]]
 
 
-def test_a_parser_knows_when_nothing_more_can_come():
+def test_parser_is_plain_after_reasoning():
     made = make_parser(reasoning="basic")
     seen = []
     for piece in ("<think>", "hm", "</think>", "\n", "4"):
@@ -88,7 +88,7 @@ def test_a_parser_knows_when_nothing_more_can_come():
     assert seen == [(True, False), (True, False), (False, False), (False, False), (False, True)]
 
 
-def test_reasoning_comes_before_calls_and_a_call_within_it_is_a_thought():
+def test_call_within_reasoning_is_reasoning():
     text = f"<think>maybe {ONE_CALL['hermes']}?</think>\n{ONE_CALL['hermes']}"
     told = read(make_parser("hermes", "basic"), text)
 
@@ -108,11 +108,11 @@ TOLD = [thought("Look it up."), content("I look. "), PARIS, content("Sunny.")]
 @pytest.mark.parametrize(
     ("tools", "reasoning"), [("harmony", None), ("harmony", "gpt_oss"), ("harmony", "basic")]
 )
-def test_harmony_is_one_format_for_both(tools, reasoning):
+def test_harmony_has_reasoning_and_calls(tools, reasoning):
     assert read(make_parser(tools, reasoning), HARMONY) == TOLD
 
 
-def test_without_tools_a_call_in_harmony_is_content():
+def test_harmony_call_without_tools_is_content():
     told = read(make_parser(reasoning="gpt_oss"), HARMONY)
 
     assert told[0] == TOLD[0]
@@ -122,17 +122,17 @@ def test_without_tools_a_call_in_harmony_is_content():
 @pytest.mark.parametrize(
     "text", ["no channel", "<|channel|>final but no message", "<|channel|>" + "x" * 300, "<|chan"]
 )
-def test_what_is_no_harmony_is_content(text):
+def test_text_without_harmony_marks_is_content(text):
     assert read(make_parser("harmony"), text) == [content(text)]
 
 
-def test_a_call_in_harmony_whose_arguments_are_broken_is_content():
+def test_harmony_call_with_broken_arguments_is_content():
     text = ONE_CALL["harmony"].removesuffix("}")
 
     assert read(make_parser("harmony"), text) == [content(text)]
 
 
-def test_harmony_in_the_middle_of_a_thought_is_a_thought():
+def test_unfinished_harmony_analysis_is_reasoning():
     assert read(make_parser(reasoning="gpt_oss"), "<|channel|>analysis<|message|>hm") == [
         thought("hm")
     ]
@@ -151,7 +151,7 @@ def test_harmony_in_the_middle_of_a_thought_is_a_thought():
     ),
     st.integers(0, 1000),
 )  # fmt: skip
-def test_however_it_is_cut_reasoning_is_the_same(name, is_open, parts, place):
+def test_cuts_do_not_change_reasoning(name, is_open, parts, place):
     text = "".join(parts)
     prompt = "<think>" if is_open else ""
     whole = read(make_parser(reasoning=name, prompt=prompt), text)
@@ -164,7 +164,7 @@ def test_however_it_is_cut_reasoning_is_the_same(name, is_open, parts, place):
 
 @pytest.mark.parametrize("name", ["basic", "granite", "kimi"])
 @given(pieces=st.lists(st.text("<think>/ \nH◁,", min_size=1, max_size=8), min_size=1, max_size=4))
-def test_an_answer_that_may_pass_is_all_content(name, pieces):
+def test_answer_that_can_pass_is_all_content(name, pieces):
     parsers = formats.AnswerFormat(reasoning=formats.REASONING_FORMATS[name]).parsers("hi", None)
 
     if parsers.can_pass(pieces[0]):
@@ -181,7 +181,7 @@ def test_an_answer_that_may_pass_is_all_content(name, pieces):
         ("<think>", "Yes", False),
     ],
 )
-def test_an_answer_may_pass_as_soon_as_no_mark_can_stand_before_it(prompt, text, expected):
+def test_answer_can_pass_once_no_opening_mark_can_come(prompt, text, expected):
     parsers = formats.AnswerFormat(reasoning=formats.REASONING_FORMATS["basic"]).parsers(
         prompt, None
     )

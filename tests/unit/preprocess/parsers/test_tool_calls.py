@@ -11,12 +11,12 @@ from dynamo.preprocess.parsers import call_syntax, formats, parser
 
 
 @pytest.mark.parametrize("name", ONE_CALL)
-def test_a_call(name):
+def test_call_is_parsed(name):
     assert read(make_parser(name), ONE_CALL[name]) == [PARIS]
 
 
 @pytest.mark.parametrize("name", TWO_CALLS)
-def test_two_calls(name):
+def test_two_calls_are_parsed(name):
     assert read(make_parser(name), TWO_CALLS[name]) == [PARIS, ROME]
 
 
@@ -25,11 +25,11 @@ def test_every_format_has_a_sample():
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek_v3_1", "qwen3_coder", "phi4"])
-def test_text_may_stand_before_a_call(name):
+def test_text_before_a_call_is_content(name):
     assert read(make_parser(name), "I look.\n\n" + ONE_CALL[name]) == [content("I look."), PARIS]
 
 
-def test_text_may_stand_around_calls():
+def test_text_around_calls_is_content():
     text = f" Well,\n {ONE_CALL['hermes']}\n\n and {ONE_CALL['hermes']} done.\n"
 
     assert read(make_parser("hermes"), text) == [
@@ -61,11 +61,11 @@ def test_text_may_stand_around_calls():
         "",
     ],
 )
-def test_what_is_no_call_is_content_to_the_letter(name, text):
+def test_text_that_is_no_call_is_unchanged_content(name, text):
     assert "".join(event.text for event in read(make_parser(name), text)) == text
 
 
-def test_marks_within_strings_are_part_of_the_call():
+def test_marks_within_strings_belong_to_the_call():
     text = '<tool_call>{"name": "say", "arguments": {"text": "</tool_call> \\" }"}}</tool_call>!'
 
     assert read(make_parser("hermes"), text) == [
@@ -73,32 +73,32 @@ def test_marks_within_strings_are_part_of_the_call():
     ]  # fmt: skip
 
 
-def test_a_call_without_arguments_has_empty_ones():
+def test_call_without_arguments_has_empty_arguments():
     text = '<tool_call>{"name": "now"}</tool_call><tool_call>{"name": "now", "arguments": null}</tool_call>'
 
     assert read(make_parser("hermes"), text) == [parser.ToolCall("now", "{}")] * 2
 
 
-def test_arguments_written_into_a_string_are_taken_out():
+def test_arguments_inside_a_string_are_unwrapped():
     text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
 
     assert read(make_parser("hermes"), text) == [parser.ToolCall("f", '{"a": 1}')]
 
 
-def test_a_line_break_in_a_string_is_mended():
+def test_line_break_in_a_string_is_escaped():
     text = '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>'
 
     assert read(make_parser("hermes"), text) == [parser.ToolCall("f", '{"a": "x\\ny"}')]
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "5", '"no object"', "true"])
-def test_arguments_that_are_no_object_make_no_call(arguments):
+def test_call_needs_an_object_as_arguments(arguments):
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
 
     assert read(make_parser("hermes"), text) == [content(text)]
 
 
-def test_the_numbers_of_arguments_stay_as_they_were_written():
+def test_numbers_in_arguments_stay_as_written():
     text = '<tool_call>{"name": "f", "arguments": {"a": 1.10, "b": 12345678901234567890123}}</tool_call>'
 
     assert (
@@ -107,7 +107,7 @@ def test_the_numbers_of_arguments_stay_as_they_were_written():
     )
 
 
-def test_without_a_mark_only_known_tools_are_called():
+def test_only_known_tools_are_called_without_a_mark():
     text = '{"name": "unheard", "parameters": {}}'
 
     assert read(make_parser("llama3_json"), text) == [content(text)]
@@ -116,7 +116,7 @@ def test_without_a_mark_only_known_tools_are_called():
     ]
 
 
-def test_an_answer_that_begins_with_text_calls_nothing_without_a_mark():
+def test_call_without_a_mark_after_text_is_content():
     text = "Like this: " + ONE_CALL["pythonic"]
 
     assert read(make_parser("pythonic"), text) == [content(text)]
@@ -140,11 +140,11 @@ def test_pythonic_arguments_are_literals():
      "[get_time(a={1})]", "[get_time(]", "[get_time(a=b)]", "[a for a in get_time()]", "[(1)]",
      "<|python_start|>[f()(a=1)]", "[get_time(a='\ud800')"],
 )  # fmt: skip
-def test_pythonic_code_that_is_no_plain_call_is_content(text):
+def test_pythonic_code_other_than_plain_calls_is_content(text):
     assert read(make_parser("pythonic"), text) == [content(text)]
 
 
-def test_tagged_values_are_read_by_the_schema():
+def test_tagged_values_are_converted_by_the_schema():
     text = (
         "<tool_call>\n<function=get_weather>\n<parameter=city>\n42\n</parameter>\n<parameter=days>\n3\n"
         "</parameter>\n<parameter=metric>\nTrue\n</parameter>\n<parameter=tags>\n[1, \"a\"]\n</parameter>\n"
@@ -160,7 +160,7 @@ def test_tagged_values_are_read_by_the_schema():
 
 
 @pytest.mark.parametrize("value", ["soon", "1e999"])
-def test_a_tagged_value_that_does_not_fit_its_schema_is_a_text(value):
+def test_tagged_value_that_does_not_fit_its_schema_is_a_text(value):
     text = f"<function=get_weather><parameter=days>{value}</parameter></function>"
     call = parser.ToolCall("get_weather", f'{{"days": "{value}"}}')
 
@@ -170,11 +170,11 @@ def test_a_tagged_value_that_does_not_fit_its_schema_is_a_text(value):
 @pytest.mark.parametrize(
     "text", ["<function=></function>", "<function=a<b></function>", "<function=f>{}</function>"]
 )
-def test_a_tag_without_a_name_or_with_more_than_parameters_is_content(text):
+def test_malformed_tag_is_content(text):
     assert read(make_parser("qwen3_coder"), text) == [content(text)]
 
 
-def test_a_call_that_is_too_long_is_content(monkeypatch):
+def test_too_long_call_is_content(monkeypatch):
     monkeypatch.setattr(call_syntax, "MAX_CALL_CHARS", 12)
 
     for name in ("hermes", "qwen3_coder", "harmony"):
@@ -184,13 +184,13 @@ def test_a_call_that_is_too_long_is_content(monkeypatch):
         assert read(make_parser(name), ended) == read(make_parser(name), *ended)
 
 
-def test_brackets_that_nest_too_deep_are_content():
+def test_too_deeply_nested_brackets_are_content():
     text = "<tool_call>" + "[" * 300 + "]" * 300
 
     assert read(make_parser("hermes"), text) == [content(text)]
 
 
-def test_no_mark_of_a_format_begins_another():
+def test_no_mark_of_a_format_is_the_beginning_of_another():
     for form in formats.TOOL_CALL_FORMATS.values():
         marks = form.opens + form.sections + form.closes
         assert not any(a != b and b.startswith(a) for a in marks for b in marks)
@@ -218,7 +218,7 @@ def cut(text, places):
     st.lists(PIECES, max_size=6),
     st.lists(st.integers(0, 5000), max_size=8),
 )
-def test_however_a_text_is_cut_the_events_are_the_same(name, reasoning, parts, places):
+def test_cuts_do_not_change_events(name, reasoning, parts, places):
     text = "".join(parts)
     whole = read(make_parser(name, reasoning), text)
 
@@ -230,7 +230,7 @@ def test_however_a_text_is_cut_the_events_are_the_same(name, reasoning, parts, p
     st.sampled_from(sorted(formats.TOOL_CALL_FORMATS.keys() - {"harmony"})),
     st.lists(PIECES, max_size=6),
 )
-def test_without_calls_nothing_is_lost(name, parts):
+def test_text_without_calls_is_unchanged(name, parts):
     text = "".join(parts)
     told = read(make_parser(name), text)
 

@@ -1,4 +1,4 @@
-"""A frontend that reads nothing (SIGSTOP) costs its workers little, and the other frontend's clients nothing."""
+"""A stopped frontend (SIGSTOP) costs its workers little, and the clients of another frontend nothing."""
 
 import concurrent.futures
 import signal
@@ -16,9 +16,7 @@ ROOM_BYTES = 32 * 2**20
 
 
 @pytest.mark.parametrize("mix", ["file+tcp+zmq", "file+nats+nats"])
-def test_a_frontend_that_is_stopped_is_left_and_its_answers_go_on_when_it_wakes(
-    deployment, tmp_path, mix
-):
+def test_answers_of_a_stopped_frontend_continue_when_it_wakes(deployment, tmp_path, mix):
     with mixes.running(mix, deployment, tmp_path):
         worker = deployment.mocker("--tick-ms", "10")
         still, other = deployment.frontend(), deployment.frontend()

@@ -1,4 +1,4 @@
-"""A client that goes away takes its request with it."""
+"""The request of a client that disconnects is cancelled at the worker."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ ENDLESS = {"max_tokens": 1900, "ignore_eos": True}  # some eight seconds
 NUM_CLIENTS = 1000
 
 
-def test_blocks_are_free_half_a_second_after_the_client_left(deployment):
+def test_blocks_are_freed_half_a_second_after_the_client_disconnects(deployment):
     worker, frontend = deployment.mocker("--speedup-ratio", "1"), deployment.frontend()
     frontend.await_models([MODEL])
     with frontend.stream(**ENDLESS) as lines:
@@ -42,7 +42,7 @@ async def leave_many(url, num_clients):
         await asyncio.gather(*(one(client) for _ in range(num_clients)))
 
 
-def test_a_thousand_clients_that_leave_leave_nothing_behind(deployment):
+def test_thousand_disconnected_clients_leave_nothing_behind(deployment):
     worker, frontend = deployment.mocker("--speedup-ratio", "1"), deployment.frontend()
     frontend.await_models([MODEL])
     asyncio.run(leave_many(frontend.url, 100))  # caches and pools have their size now

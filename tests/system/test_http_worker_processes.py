@@ -1,4 +1,4 @@
-"""Several processes at one port: all answer, the dead come back, nothing that one knows is lost on the others."""
+"""Several processes at one port: all answer, dead ones are restarted, and what one of them knows the others find."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ def two(deployment):
 
 
 def children(frontend):
-    """The process ids of those that answer, without their parent's guard."""
+    """The ids of the processes that answer requests, without the guard of their parent."""
     text = pathlib.Path(f"/proc/{frontend.pid}/task/{frontend.pid}/children").read_text()
     return [
         int(word)
@@ -37,18 +37,18 @@ def metrics(frontend):
 
 
 def serving(frontend):
-    """Those that can answer."""
+    """Return the processes that can answer."""
     rows = re.findall(r'model_ready{http_worker="(\d+)".*} 1.0', metrics(frontend))
     return set(rows)
 
 
 def num_started(frontend):
-    """Chat requests that each took."""
+    """Return the number of chat requests that each process took."""
     rows = re.findall(r'requests_started_total{http_worker="(\d+)".*} (\S+)', metrics(frontend))
     return {worker: float(value) for worker, value in rows}
 
 
-def test_both_answer_and_one_page_has_the_metrics_of_both(two):
+def test_both_processes_answer_and_metrics_show_both(two):
     for _ in range(24):  # each on a connection of its own; all to one of two: 1 in 8 million
         assert two.chat(max_tokens=2).status_code == 200
     counted = num_started(two)
@@ -58,7 +58,7 @@ def test_both_answer_and_one_page_has_the_metrics_of_both(two):
     assert metrics(two).count("# TYPE dynamo_frontend_requests_total counter") == 1
 
 
-def test_one_that_is_killed_comes_back_while_the_other_answers(two):
+def test_killed_process_restarts_while_the_other_answers(two):
     before = children(two)
     os.kill(before[0], signal.SIGKILL)
     eventually(lambda: before[0] not in children(two), within_s=10, what="it is gone")
@@ -70,7 +70,7 @@ def test_one_that_is_killed_comes_back_while_the_other_answers(two):
     assert before[1] in children(two)
 
 
-def test_sigterm_lets_running_answers_finish_and_ends_all(two):
+def test_sigterm_lets_running_answers_finish_and_ends_all_processes(two):
     pids = children(two)
     with two.stream(max_tokens=60) as lines:
         next(lines)
@@ -83,7 +83,7 @@ def test_sigterm_lets_running_answers_finish_and_ends_all(two):
     assert not [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]
 
 
-def test_a_second_start_at_the_same_port_fails_with_a_sentence(two, deployment):
+def test_second_start_at_the_same_port_fails_with_one_sentence(two, deployment):
     port = two.url.rpartition(":")[2]
     for flags in ((), ("--http-workers", "2")):
         other = deployment.run("dynamo.frontend", "--http-port", port, *flags)
@@ -93,7 +93,7 @@ def test_a_second_start_at_the_same_port_fails_with_a_sentence(two, deployment):
         assert f"port {port} is in use" in other.log.read_text()
 
 
-def test_a_setting_that_a_child_finds_wrong_ends_all(deployment):
+def test_wrong_setting_in_a_child_ends_all_processes(deployment):
     flags = ("--http-port", "0", "--http-workers", "2", "--api-keys-file", "/nowhere")
     command = deployment.run("dynamo.frontend", *flags)
     command.may_end = True
@@ -102,7 +102,7 @@ def test_a_setting_that_a_child_finds_wrong_ends_all(deployment):
     assert "--api-keys-file /nowhere" in command.log.read_text()
 
 
-def test_a_conversation_goes_on_at_whichever_process_it_reaches(two):
+def test_conversation_continues_at_any_process(two):
     def ask(**fields):
         body = {"model": MODEL, "input": "hi", "max_output_tokens": 2, **fields}
         return httpx.post(f"{two.url}/v1/responses", json=body, timeout=30)
@@ -118,7 +118,7 @@ def test_a_conversation_goes_on_at_whichever_process_it_reaches(two):
     assert {answer.status_code for answer in gone} == {404}
 
 
-def test_a_threshold_is_set_at_all_of_them(two):
+def test_threshold_is_set_in_all_processes(two):
     body = {"model": MODEL, "active_decode_blocks_threshold": 0.7}
     httpx.post(f"{two.url}/busy_threshold", json=body)
     told = [httpx.get(f"{two.url}/busy_threshold").json()["thresholds"][0] for _ in range(12)]

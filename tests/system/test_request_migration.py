@@ -14,7 +14,7 @@ REAL_LEN = 1200  # tokens; three seconds, in which its worker must be found and 
 
 
 def text_of(lines):
-    """What a stream says, and its usage; it must be complete."""
+    """Return the text of a complete stream, and its usage."""
     found = list(lines)
     assert found[-1] == "[DONE]", found[-1]
     chunks = [json.loads(line) for line in found[:-1]]
@@ -29,7 +29,7 @@ def asked(**fields):
 
 
 def holder(workers):
-    """The one that has a request now."""
+    """Return the worker that has a request now."""
     found = []
     eventually(
         lambda: found or found.extend(filter(is_busy, workers)), within_s=10, what="a busy worker"
@@ -60,7 +60,7 @@ def await_workers(frontend, number, within_s=40):
     [{}, {"temperature": 1.0, "seed": 11}, {"frequency_penalty": 1.0}],
     ids=["greedy", "sampled with a seed", "penalties"],
 )
-def test_a_real_answer_whose_worker_is_killed_is_the_undisturbed_one(deployment, way):
+def test_answer_of_a_killed_worker_equals_the_undisturbed_one(deployment, way):
     frontend, workers = start(deployment, 2, "native", ())
     fields = asked(**way, max_tokens=REAL_LEN)
     with frontend.stream(QUESTION, **fields) as lines:
@@ -76,7 +76,7 @@ def test_a_real_answer_whose_worker_is_killed_is_the_undisturbed_one(deployment,
     assert "Stream disconnected... recreating stream..." in frontend.log.read_text()
 
 
-def test_a_worker_that_is_stopped_is_left_within_seconds_and_does_no_harm_when_it_wakes(deployment):
+def test_stopped_worker_is_abandoned_within_seconds_and_harmless_when_it_wakes(deployment):
     frontend, workers = start(deployment, 2)
     fields = asked(max_tokens=400)
     with frontend.stream(QUESTION, **fields) as lines:
@@ -97,7 +97,7 @@ def test_a_worker_that_is_stopped_is_left_within_seconds_and_does_no_harm_when_i
     assert frontend.chat(max_tokens=4).status_code == 200
 
 
-def test_what_does_not_finish_in_the_grace_goes_on_elsewhere(deployment):
+def test_answer_unfinished_after_the_grace_period_migrates(deployment):
     frontend, workers = start(deployment, 2, flags=(*PACED, "--graceful-shutdown-timeout", "0.2"))
     with frontend.stream(QUESTION, **asked(max_tokens=300)) as lines:
         begun = [next(lines) for _ in range(20)]
