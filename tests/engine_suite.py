@@ -120,7 +120,7 @@ class Host:
 PROMPT = list(range(3, 43))
 
 
-async def test_an_answer_has_as_many_tokens_as_asked_for(host):
+async def test_an_answer_has_max_tokens_tokens(host):
     tokens = await host.answer("a", PROMPT, max_tokens=20)
     outputs = host.sink.of("a")
 
@@ -139,7 +139,7 @@ async def test_equal_requests_get_equal_answers_alone_and_together(host):
     assert [host.sink.tokens(f"{i}") for i in range(6)] == [alone] * 6
 
 
-async def test_cached_tokens_are_told_once_with_the_first_output(host):
+async def test_cached_tokens_are_reported_once_with_the_first_output(host):
     prompt = range(3, 3 + host.facts.kv_block_size * 5 // 2)
     await host.answer("a", prompt, max_tokens=3)
     await host.answer("b", prompt, max_tokens=3)
@@ -159,14 +159,14 @@ async def test_the_models_end_token_ends_an_answer(host):
     assert host.sink.of("a")[-1].stop_reason is None
 
 
-async def test_the_end_token_may_be_ignored(host):
+async def test_ignore_eos_ignores_the_end_token(host):
     tokens = await host.answer("free", PROMPT, max_tokens=9)
     ended = await host.answer("a", PROMPT, max_tokens=9, eos=(tokens[4],), ignore_eos=True)
 
     assert ended == tokens
 
 
-async def test_a_stop_token_ends_an_answer_and_is_named(host):
+async def test_a_stop_token_ends_an_answer_and_is_the_stop_reason(host):
     tokens = await host.answer("free", PROMPT, max_tokens=9)
     ended = await host.answer("a", PROMPT, max_tokens=9, stop_token_ids=(tokens[4],))
     last = host.sink.of("a")[-1]
@@ -175,7 +175,7 @@ async def test_a_stop_token_ends_an_answer_and_is_named(host):
     assert (last.finish_reason, last.stop_reason) == (generate.FinishReason.STOP, tokens[4])
 
 
-async def test_nothing_ends_an_answer_before_min_tokens(host):
+async def test_no_answer_ends_before_min_tokens(host):
     tokens = await host.answer("free", PROMPT, max_tokens=9)
     ended = await host.answer(
         "a", PROMPT, max_tokens=9, min_tokens=6, stop_token_ids=tuple(set(tokens))
@@ -184,7 +184,7 @@ async def test_nothing_ends_an_answer_before_min_tokens(host):
     assert 6 <= len(ended) <= 9
 
 
-async def test_an_answer_ends_where_the_context_does(host):
+async def test_an_answer_ends_at_the_context_length(host):
     prompt = [5 + i % 40 for i in range(500)]
     tokens = await host.answer("a", prompt)
 
@@ -192,7 +192,7 @@ async def test_an_answer_ends_where_the_context_does(host):
     assert host.sink.of("a")[-1].finish_reason == generate.FinishReason.LENGTH
 
 
-async def test_what_another_worker_began_is_gone_on_with(host):
+async def test_an_answer_of_another_worker_is_resumed(host):
     whole = await host.answer("a", [1, 2, 3], max_tokens=12)
     request = generate.Request(
         id="b",
@@ -208,7 +208,7 @@ async def test_what_another_worker_began_is_gone_on_with(host):
     assert host.sink.tokens("b") == whole[5:]
 
 
-async def test_every_choice_is_answered(host):
+async def test_every_choice_gets_an_answer(host):
     host.submit("a", PROMPT, n=3, max_tokens=5)
     await host.sink.until_ended("a", n=3)
     told = [output.cached_tokens for i in range(3) for output in host.sink.of("a", i)]
@@ -238,13 +238,13 @@ async def test_logprobs_come_with_each_token(host):
         assert entry.logprob <= entry.top[0].logprob
 
 
-async def test_nobody_gets_logprobs_unasked(host):
+async def test_outputs_have_no_logprobs_unless_requested(host):
     await host.answer("a", PROMPT, max_tokens=3)
 
     assert {output.logprobs for output in host.sink.of("a")} == {None}
 
 
-async def test_a_prompts_logprobs_are_told_once_even_if_its_prefix_is_known(host):
+async def test_prompt_logprobs_are_reported_once_even_for_a_cached_prefix(host):
     prompt = WORDS + WORDS[:40]  # more than a step computes
     await host.answer("warm", prompt, max_tokens=1)
     host.submit("a", prompt, n=2, scores=3, max_tokens=2)
@@ -256,13 +256,13 @@ async def test_a_prompts_logprobs_are_told_once_even_if_its_prefix_is_known(host
     assert not any(output.prompt_logprobs for output in rest)
 
 
-async def test_a_prompt_of_one_token_has_no_logprobs_to_tell(host):
+async def test_a_prompt_of_one_token_has_no_logprobs(host):
     await host.answer("a", (100,), scores=0, max_tokens=1)
 
     assert host.sink.of("a")[0].prompt_logprobs == ()
 
 
-async def test_an_aborted_request_is_silent_and_its_blocks_are_free(host):
+async def test_an_aborted_request_sends_no_outputs_and_frees_its_blocks(host):
     host.submit("a", PROMPT, n=2)
     await host.sink.until(lambda: len(host.sink.of("a")) > 2)
     host.engine.abort("a")
@@ -275,7 +275,7 @@ async def test_an_aborted_request_is_silent_and_its_blocks_are_free(host):
     assert host.num_running == 0
 
 
-async def test_an_aborted_choice_is_silent_and_its_siblings_go_on(host):
+async def test_an_aborted_choice_sends_no_outputs_and_the_others_go_on(host):
     host.submit("a", WORDS[:20], n=3, max_tokens=30)
     await host.sink.until(lambda: host.sink.of("a", 1))
     host.engine.abort_choice("a", 1)
@@ -287,7 +287,7 @@ async def test_an_aborted_choice_is_silent_and_its_siblings_go_on(host):
     assert len(host.sink.tokens("a")) == len(host.sink.tokens("a", 2)) == 30
 
 
-async def test_the_choice_that_leads_may_be_aborted_before_it_said_anything(host):
+async def test_the_first_choice_may_be_aborted_before_its_first_output(host):
     host.submit("a", WORDS[:20], n=3, max_tokens=3)
     host.engine.abort_choice("a", 0)
     await host.sink.until(lambda: host.sink.has_ended("a", 1) and host.sink.has_ended("a", 2))
@@ -295,7 +295,7 @@ async def test_the_choice_that_leads_may_be_aborted_before_it_said_anything(host
     assert host.sink.of("a") == []
 
 
-async def test_a_request_whose_choices_are_all_aborted_is_over(host):
+async def test_a_request_ends_when_all_its_choices_are_aborted(host):
     host.submit("a", WORDS[:20], n=2, max_tokens=1000)
     for index in (0, 1, 1, 7):
         host.engine.abort_choice("a", index)
@@ -306,7 +306,7 @@ async def test_a_request_whose_choices_are_all_aborted_is_over(host):
     assert len(host.sink.tokens("a")) == 2
 
 
-async def test_aborting_what_is_unknown_or_over_is_no_error(host):
+async def test_aborting_an_unknown_or_ended_request_is_no_error(host):
     host.engine.abort("never seen")
     await host.answer("a", PROMPT, max_tokens=1)
     host.engine.abort("a")
@@ -314,7 +314,7 @@ async def test_aborting_what_is_unknown_or_over_is_no_error(host):
     assert len(await host.answer("b", PROMPT, max_tokens=2)) == 2
 
 
-async def test_callers_that_come_and_go_leave_nothing_behind(host):
+async def test_many_aborted_requests_leave_no_blocks(host):
     for i in range(100):
         host.submit(f"{i}", [i, *PROMPT], n=1 + i % 3)
         if i % 4 == 0:
@@ -325,7 +325,7 @@ async def test_callers_that_come_and_go_leave_nothing_behind(host):
     assert len(await host.answer("last", PROMPT, max_tokens=3)) == 3
 
 
-async def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(host):
+async def test_a_prompt_as_long_as_the_context_is_refused_with_the_numbers(host):
     with pytest.raises(
         model_errors.ContextTooLong, match=r"512 tokens; at most 511.*context of 512"
     ):
@@ -343,7 +343,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers(host):
         ([5], {"seed": 2**64}, "seed"),
     ],
 )
-async def test_what_can_never_be_served_is_refused_by_the_fields_name(host, prompt, options, param):
+async def test_an_invalid_request_is_refused_with_the_fields_name(host, prompt, options, param):
     with pytest.raises(errors.InvalidRequest) as refusal:
         host.submit("a", prompt, **options)
 
@@ -351,7 +351,7 @@ async def test_what_can_never_be_served_is_refused_by_the_fields_name(host, prom
     assert len(await host.answer("a", PROMPT, max_tokens=2)) == 2
 
 
-async def test_an_id_that_is_in_use_is_refused(host):
+async def test_a_request_id_in_use_is_refused(host):
     host.submit("a", PROMPT, max_tokens=50)
     with pytest.raises(errors.InvalidRequest, match="'a' runs already"):
         host.submit("a", PROMPT)
@@ -378,7 +378,7 @@ def replay(events):
     return known
 
 
-async def test_events_name_the_blocks_of_prompt_and_answer(host):
+async def test_kv_events_store_the_blocks_of_prompt_and_answer(host):
     tokens = PROMPT + await host.answer("a", PROMPT, max_tokens=30)
     local = blocks.local_hashes(blocks.pack(tokens[:-1]), host.facts.kv_block_size)
     names = blocks.sequence_hashes(local)
@@ -387,7 +387,7 @@ async def test_events_name_the_blocks_of_prompt_and_answer(host):
     assert replay(host.sink.events) == dict(zip(names, local, strict=True))
 
 
-async def test_events_never_tell_of_more_blocks_than_there_are(host):
+async def test_kv_events_never_store_more_blocks_than_the_pool_has(host):
     for i in range(30):
         await host.answer(f"{i}", [i + 3] * 60, max_tokens=20)
     removed = [event for event in host.sink.events if isinstance(event, kv_events.Removed)]
@@ -396,7 +396,7 @@ async def test_events_never_tell_of_more_blocks_than_there_are(host):
     assert len(replay(host.sink.events)) <= host.facts.total_kv_blocks
 
 
-async def test_clearing_forgets_prefixes_and_disturbs_nobody(host):
+async def test_clearing_drops_prefixes_and_running_requests_go_on(host):
     expected = await host.answer("a", PROMPT, max_tokens=30)
     host.submit("b", PROMPT, max_tokens=30)
     await host.engine.clear_kv_blocks()
@@ -408,7 +408,7 @@ async def test_clearing_forgets_prefixes_and_disturbs_nobody(host):
     assert host.sink.of("c")[0].cached_tokens == 0
 
 
-async def test_events_tell_that_all_was_forgotten(host):
+async def test_clearing_sends_a_cleared_event(host):
     await host.answer("a", PROMPT, max_tokens=1)
     await host.sink.until(lambda: replay(host.sink.events))
     await host.engine.clear_kv_blocks()
@@ -417,7 +417,7 @@ async def test_events_tell_that_all_was_forgotten(host):
     assert host.sink.events[-1] == kv_events.Cleared()
 
 
-async def test_an_idle_engine_is_not_busy(host):
+async def test_an_idle_engine_has_no_load(host):
     await host.answer("a", PROMPT, max_tokens=4)
     await host.until_idle()
     loads = host.engine.load()
@@ -431,7 +431,7 @@ async def test_an_idle_engine_is_not_busy(host):
         assert load.kv_stats.kv_total_blocks == host.facts.total_kv_blocks
 
 
-async def test_stopping_drops_what_runs_in_silence(make_engine):
+async def test_stopping_drops_requests_without_an_error(make_engine):
     engine, sink = make_engine(), Sink()
     host = Host(engine, sink, await engine.start(sink))
     host.submit("a", PROMPT)
@@ -447,7 +447,7 @@ async def test_stopping_drops_what_runs_in_silence(make_engine):
     assert not sink.deaths
 
 
-async def test_an_engine_that_dies_says_so_once(make_engine, break_down):
+async def test_the_death_of_an_engine_is_reported_once(make_engine, break_down):
     engine, sink = make_engine(), Sink()
     host = Host(engine, sink, await engine.start(sink))
     reason = break_down(engine)

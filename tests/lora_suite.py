@@ -31,7 +31,7 @@ async def answer(host, request_id, lora_name):
     return host.sink.tokens(request_id)
 
 
-async def test_it_answers_who_asks_for_it_until_it_is_unloaded(host, loras, directory):
+async def test_a_loaded_adapter_answers_until_it_is_unloaded(host, loras, directory):
     others = loras.lora_names
     plain = await answer(host, "before", None)
     with pytest.raises(errors.WorkerLost, match="'poet' was asked for"):
@@ -50,7 +50,7 @@ async def test_it_answers_who_asks_for_it_until_it_is_unloaded(host, loras, dire
         ask(host, "too late", "poet")
 
 
-async def test_what_runs_goes_on_when_its_adapter_is_unloaded(host, loras, directory):
+async def test_running_requests_go_on_when_their_adapter_is_unloaded(host, loras, directory):
     await loras.load_lora("poet", directory)
     expected = await answer(host, "in peace", "poet")
 
@@ -61,7 +61,7 @@ async def test_what_runs_goes_on_when_its_adapter_is_unloaded(host, loras, direc
     assert host.sink.tokens("running") == expected
 
 
-async def test_a_name_can_be_loaded_again(host, loras, directory):
+async def test_an_unloaded_name_can_be_loaded_again(host, loras, directory):
     await loras.load_lora("poet", directory)
     first = await answer(host, "first", "poet")
     await loras.unload_lora("poet")

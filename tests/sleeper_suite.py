@@ -9,7 +9,7 @@ BY_PARTS = [("weights",), ("kv_cache",)]
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("parts", [ALL, BY_PARTS])
-async def test_it_answers_after_its_sleep_as_before(host, sleeper, level, parts):
+async def test_answers_are_the_same_after_sleep(host, sleeper, level, parts):
     name = f"{level} {len(parts)}"
     before = await host.answer(f"{name} before", PROMPT, max_tokens=8)
     await host.engine.clear_kv_blocks()
@@ -24,7 +24,7 @@ async def test_it_answers_after_its_sleep_as_before(host, sleeper, level, parts)
     assert host.sink.of(f"{name} after")[0].cached_tokens == 0
 
 
-async def test_it_is_not_awake_before_all_is_back(sleeper):
+async def test_the_engine_is_awake_once_all_memory_is_back(sleeper):
     await sleeper.sleep(1)
 
     assert not await sleeper.wake_up(["weights"])

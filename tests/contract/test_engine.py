@@ -120,7 +120,7 @@ def break_down(monkeypatch):
     return break_all
 
 
-async def test_start_gives_the_facts(host, request):
+async def test_start_returns_the_facts(host, request):
     facts = host.facts
     num_batched = 512 if "whole-prompts" in request.node.name else 64
 

@@ -14,7 +14,7 @@ from dynamo.engine.adapters.sglang.settings import SglangConfig
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from engine_suite import Host, Sink
 
-del test_events_never_tell_of_more_blocks_than_there_are  # noqa: F821 (the fake's memory has no end)
+del test_kv_events_never_store_more_blocks_than_the_pool_has  # noqa: F821 (the fake's memory has no end)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def break_down():
     return fail_a_process
 
 
-async def test_start_gives_the_facts_of_sglangs_configuration(host):
+async def test_start_returns_the_facts_of_sglangs_configuration(host):
     facts = host.facts
 
     assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 16, 24)
@@ -51,7 +51,7 @@ async def test_start_gives_the_facts_of_sglangs_configuration(host):
     assert facts.supports_guided
 
 
-async def test_what_only_sglang_refuses_is_told_through_the_sink(host):
+async def test_requests_that_sglang_refuses_fail_through_the_sink(host):
     request = generate.Request(  # noqa: F405
         id="a",
         model="m",
@@ -65,7 +65,7 @@ async def test_what_only_sglang_refuses_is_told_through_the_sink(host):
     assert "frequency_penalty" in str(host.sink.errors["a"])
 
 
-async def test_load_is_what_the_scheduler_said_last(host):
+async def test_load_is_of_the_schedulers_last_snapshot(host):
     host.submit("a", PROMPT, max_tokens=50)  # noqa: F405
     await host.sink.until(lambda: host.sink.of("a"))
     (told,) = host.engine.load()

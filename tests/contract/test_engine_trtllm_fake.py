@@ -15,13 +15,13 @@ from engine_suite import Host, Sink
 
 # The adapter tells no KV events; TensorRT-LLM has no way to forget, gives no logprobs of the tokens that a prompt has,
 # and holds back its one end token, not stop tokens.
-del test_events_name_the_blocks_of_prompt_and_answer  # noqa: F821
-del test_events_never_tell_of_more_blocks_than_there_are  # noqa: F821
-del test_events_tell_that_all_was_forgotten  # noqa: F821
-del test_clearing_forgets_prefixes_and_disturbs_nobody  # noqa: F821
-del test_a_prompts_logprobs_are_told_once_even_if_its_prefix_is_known  # noqa: F821
-del test_a_prompt_of_one_token_has_no_logprobs_to_tell  # noqa: F821
-del test_nothing_ends_an_answer_before_min_tokens  # noqa: F821
+del test_kv_events_store_the_blocks_of_prompt_and_answer  # noqa: F821
+del test_kv_events_never_store_more_blocks_than_the_pool_has  # noqa: F821
+del test_clearing_sends_a_cleared_event  # noqa: F821
+del test_clearing_drops_prefixes_and_running_requests_go_on  # noqa: F821
+del test_prompt_logprobs_are_reported_once_even_for_a_cached_prefix  # noqa: F821
+del test_a_prompt_of_one_token_has_no_logprobs  # noqa: F821
+del test_no_answer_ends_before_min_tokens  # noqa: F821
 
 
 @pytest.fixture
@@ -52,13 +52,13 @@ def break_down():
     return shut_down
 
 
-async def test_blocks_are_counted_before_it_is_ready(host):
+async def test_start_returns_the_number_of_blocks(host):
     facts = host.facts
 
     assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 16, 24)
     assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
 
 
-async def test_that_it_cannot_forget_is_said(host):
+async def test_clearing_raises_engine_failed(host):
     with pytest.raises(errors.EngineFailed, match="no way to"):  # noqa: F405
         await host.engine.clear_kv_blocks()

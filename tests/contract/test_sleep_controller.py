@@ -14,7 +14,7 @@ def sleeper(host):
     return host.engine.capabilities.sleep
 
 
-async def test_the_mock_engine_takes_nothing_while_it_sleeps(host, sleeper):
+async def test_a_sleeping_mock_engine_refuses_requests(host, sleeper):
     """So that a worker which asks it then is found out."""
     await sleeper.sleep(1)
     await sleeper.wake_up(["weights"])

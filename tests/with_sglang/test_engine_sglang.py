@@ -27,8 +27,8 @@ FLAGS = (
 
 # SGLang ends all children of this process with one engine, so that a second beside the
 # shared one cannot be tested here.
-del test_stopping_drops_what_runs_in_silence  # noqa: F821
-del test_an_engine_that_dies_says_so_once  # noqa: F821
+del test_stopping_drops_requests_without_an_error  # noqa: F821
+del test_the_death_of_an_engine_is_reported_once  # noqa: F821
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -53,14 +53,14 @@ async def host(shared):  # noqa: F811 (the fixture)
     assert not sink.to.deaths
 
 
-async def test_start_gives_the_facts_of_sglangs_configuration(host):
+async def test_start_returns_the_facts_of_sglangs_configuration(host):
     facts = host.facts
 
     assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 16, 64)
     assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, 64)
 
 
-async def test_the_signal_of_a_process_that_fails_is_its_death(shared):  # noqa: F811 (the fixture)
+async def test_sigquit_of_a_failed_process_is_the_engines_death(shared):  # noqa: F811 (the fixture)
     """The last one: the engine is beyond use afterwards."""
     _, sink, _ = shared
     sink.to = Sink()

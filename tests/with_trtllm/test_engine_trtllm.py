@@ -21,16 +21,16 @@ MODEL = model_directory()
 # The adapter tells no KV events. TensorRT-LLM cannot forget: what is cached when a test begins, nobody knows. It gives
 # no logprobs of the tokens that a prompt has, and holds back its one end token, not stop tokens. How it dies depends on
 # how many GPUs it has.
-del test_events_name_the_blocks_of_prompt_and_answer  # noqa: F821
-del test_events_never_tell_of_more_blocks_than_there_are  # noqa: F821
-del test_events_tell_that_all_was_forgotten  # noqa: F821
-del test_clearing_forgets_prefixes_and_disturbs_nobody  # noqa: F821
-del test_cached_tokens_are_told_once_with_the_first_output  # noqa: F821
-del test_every_choice_is_answered  # noqa: F821
-del test_a_prompts_logprobs_are_told_once_even_if_its_prefix_is_known  # noqa: F821
-del test_a_prompt_of_one_token_has_no_logprobs_to_tell  # noqa: F821
-del test_nothing_ends_an_answer_before_min_tokens  # noqa: F821
-del test_an_engine_that_dies_says_so_once  # noqa: F821
+del test_kv_events_store_the_blocks_of_prompt_and_answer  # noqa: F821
+del test_kv_events_never_store_more_blocks_than_the_pool_has  # noqa: F821
+del test_clearing_sends_a_cleared_event  # noqa: F821
+del test_clearing_drops_prefixes_and_running_requests_go_on  # noqa: F821
+del test_cached_tokens_are_reported_once_with_the_first_output  # noqa: F821
+del test_every_choice_gets_an_answer  # noqa: F821
+del test_prompt_logprobs_are_reported_once_even_for_a_cached_prefix  # noqa: F821
+del test_a_prompt_of_one_token_has_no_logprobs  # noqa: F821
+del test_no_answer_ends_before_min_tokens  # noqa: F821
+del test_the_death_of_an_engine_is_reported_once  # noqa: F821
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -51,7 +51,7 @@ def make_engine():
     return lambda: adapter.build(MODEL, settings)
 
 
-async def test_start_gives_the_facts_of_its_configuration(host):
+async def test_start_returns_the_facts_of_trtllms_configuration(host):
     facts = host.facts
 
     assert (facts.context_length, facts.kv_block_size) == (512, 32)

@@ -45,7 +45,7 @@ def sleeper(shared):
     return engine._library
 
 
-async def test_only_weights_that_were_dropped_are_read_anew(sleeper, monkeypatch):
+async def test_only_dropped_weights_are_reloaded(sleeper, monkeypatch):
     asked, llm = [], sleeper._llm
     pass_on = llm.collective_rpc
 
@@ -66,7 +66,7 @@ async def test_only_weights_that_were_dropped_are_read_anew(sleeper, monkeypatch
     assert asked == ["reload_weights"]
 
 
-async def test_start_gives_the_facts_of_vllms_configuration(host):
+async def test_start_returns_the_facts_of_vllms_configuration(host):
     facts = host.facts
 
     assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 32, 24)

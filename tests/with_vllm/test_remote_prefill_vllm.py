@@ -134,9 +134,7 @@ def decode(sides):
     return sides[1]
 
 
-async def test_a_prompt_computed_elsewhere_is_answered_as_if_it_had_been_computed_here(
-    prefill, decode
-):
+async def test_an_imported_prompt_gives_the_same_answer(prefill, decode):
     prompt = a_prompt(1)
     expected = await decode.tokens(prompt)
     await decode.engine.clear_kv_blocks()
@@ -151,7 +149,7 @@ async def test_a_prompt_computed_elsewhere_is_answered_as_if_it_had_been_compute
     assert (report.engine_id, report.num_blocks, report.error) == (engine_id, 4, None)
 
 
-async def test_cached_are_those_tokens_that_nobody_had_to_compute(prefill, decode):
+async def test_cached_tokens_are_those_no_engine_computed(prefill, decode):
     prompt = a_prompt(2)
 
     first = await decode.answer(prompt, params=await prefill.prefill(prompt))
@@ -162,7 +160,7 @@ async def test_cached_are_those_tokens_that_nobody_had_to_compute(prefill, decod
     assert decode.cached(second) == 96
 
 
-async def test_fetched_blocks_are_told_as_those_that_were_computed(prefill, decode):
+async def test_imported_blocks_are_published_as_stored(prefill, decode):
     prompt = a_prompt(3)
 
     await decode.answer(prompt, params=await prefill.prefill(prompt))
@@ -171,7 +169,7 @@ async def test_fetched_blocks_are_told_as_those_that_were_computed(prefill, deco
     assert decode.predicted(prompt) == 96
 
 
-async def test_what_a_router_predicts_is_what_vllm_finds(decode):
+async def test_the_routers_predicted_overlap_is_vllms_cached_tokens(decode):
     rng = random.Random(5)
     stems = [a_prompt(seed, 128) for seed in range(10, 14)]
     await decode.engine.clear_kv_blocks()
@@ -190,7 +188,7 @@ async def test_what_a_router_predicts_is_what_vllm_finds(decode):
     assert any(isinstance(event, kv_events.Removed) for event in decode.sink.events)
 
 
-async def test_several_choices_of_a_prompt_are_computed_here(prefill, decode):
+async def test_a_prompt_with_several_choices_is_computed_locally(prefill, decode):
     prompt = a_prompt(6)
 
     answered = await decode.answer(prompt, params=await prefill.prefill(prompt), n=2)
@@ -199,7 +197,7 @@ async def test_several_choices_of_a_prompt_are_computed_here(prefill, decode):
     assert decode.reports == []
 
 
-async def test_a_prompt_whose_blocks_are_nowhere_is_computed_here(prefill, decode):
+async def test_a_prompt_with_missing_remote_blocks_is_computed_locally(prefill, decode):
     prompt = a_prompt(7)
     expected = await decode.tokens(prompt)
     await decode.engine.clear_kv_blocks()
@@ -214,7 +212,7 @@ async def test_a_prompt_whose_blocks_are_nowhere_is_computed_here(prefill, decod
     ]
 
 
-async def test_an_aborted_fetch_is_silent_and_leaves_nothing(prefill, decode):
+async def test_an_aborted_import_sends_no_outputs_and_leaves_no_blocks(prefill, decode):
     prompt = a_prompt(8)
     params = await prefill.prefill(prompt)
 
@@ -227,12 +225,12 @@ async def test_an_aborted_fetch_is_silent_and_leaves_nothing(prefill, decode):
     assert decode.reports == []
 
 
-async def test_parameters_of_another_kind_are_refused(decode):
+async def test_parameters_of_another_connector_are_refused(decode):
     with pytest.raises(errors.RemoteProtocolError, match="expected vLLM's, with remote_engine_id"):
         decode.submit(a_prompt(1), params=kv_params.at_remote())
 
 
-async def test_a_prefill_engine_that_dies_costs_time_and_no_answer(prefill, decode):
+async def test_answers_survive_the_death_of_a_prefill_engine(prefill, decode):
     """They have shaken hands; then its processes are gone, with the blocks that they held."""
     prompts = [a_prompt(seed) for seed in (20, 21)]
     expected = [await decode.tokens(prompt) for prompt in prompts]

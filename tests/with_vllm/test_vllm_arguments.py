@@ -27,7 +27,7 @@ def made(*flags, directory=MODEL, **settings):
     return arguments.engine_args(directory, VllmConfig(engine_args=flags, **settings), "some")
 
 
-def test_vllms_own_flags_are_taken_in_every_way_that_it_takes_them():
+def test_vllms_own_flags_are_accepted_in_every_spelling():
     args = made(
         "--max-model-len", "1k", "--max_num_seqs=7", "-tp", "2", "--no-enable-prefix-caching"
     )
@@ -36,14 +36,14 @@ def test_vllms_own_flags_are_taken_in_every_way_that_it_takes_them():
     assert args.enable_prefix_caching is False
 
 
-def test_model_and_name_are_what_we_say():
+def test_model_and_served_name_are_set():
     args = made()
 
     assert (args.model, args.served_model_name) == (str(MODEL), ["some"])
 
 
 @pytest.mark.parametrize("flag", ["--served_model_name", "--model=x", "--config"])
-def test_what_we_tell_vllm_cannot_be_said_in_its_way(flag):
+def test_reserved_flags_of_vllm_are_refused(flag):
     with pytest.raises(errors.ConfigError, match=flag.partition("=")[0].replace("_", "-")):
         made(flag, "x")
 
@@ -53,14 +53,14 @@ def test_a_flag_that_nobody_knows_is_named():
         made("--max-model-length", "5")
 
 
-def test_an_engine_that_may_sleep_lends_no_memory():
+def test_sleep_mode_excludes_kv_export():
     assert made("--enable-sleep-mode").kv_transfer_config is None
     both = VllmConfig(engine_args=("--enable-sleep-mode", "--kv-transfer-config", NIXL))
     with pytest.raises(errors.ConfigError, match="--enable-sleep-mode: expected --connector none"):
         adapter.build(MODEL, both, "some")
 
 
-def test_adapters_are_read_by_name_and_directory():
+def test_lora_modules_are_read_by_name_and_directory():
     read = arguments.lora_requests(VllmConfig(lora_modules=("poet=/a", "cook=/b")), is_enabled=True)
 
     assert [(one.lora_name, one.lora_path) for one in read.values()] == [
@@ -79,12 +79,12 @@ def test_adapters_are_read_by_name_and_directory():
     ],
     ids=["without a directory", "twice", "without vLLM's flag"],
 )
-def test_adapters_that_could_not_be_asked_for_are_refused(modules, is_enabled, expected):
+def test_invalid_lora_modules_are_refused(modules, is_enabled, expected):
     with pytest.raises(errors.ConfigError, match=expected):
         arguments.lora_requests(VllmConfig(lora_modules=modules), is_enabled=is_enabled)
 
 
-def test_a_setting_that_does_not_fit_the_model_is_refused_before_anything_loads(tmp_path):
+def test_a_setting_that_does_not_fit_the_model_is_refused_before_loading(tmp_path):
     directory = vllm_models.make(tmp_path, context_length=512)
     with pytest.raises(errors.ConfigError, match="max_model_len"):
         versions.make_config(made("--max-model-len", "4096", directory=directory))

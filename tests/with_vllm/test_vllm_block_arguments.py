@@ -24,16 +24,16 @@ def made(*flags, **settings):
     return arguments.engine_args(MODEL, VllmConfig(engine_args=flags, **settings), "m")
 
 
-def test_nixl_moves_blocks_where_it_is_installed():
+def test_nixl_is_the_default_connector_if_installed():
     assert made().kv_transfer_config.kv_connector == "NixlConnector"
     assert made(connector=("none",)).kv_transfer_config is None
 
 
-def test_every_engine_has_an_id_of_its_own():
+def test_every_engine_has_a_unique_id():
     assert made().kv_transfer_config.engine_id != made().kv_transfer_config.engine_id
 
 
-def test_a_transfer_configuration_is_taken_as_given():
+def test_a_users_kv_transfer_config_is_kept():
     given = '{"kv_connector": "ExampleConnector", "kv_role": "kv_producer", "engine_id": "mine"}'
 
     config = made("--kv-transfer-config", given).kv_transfer_config
@@ -43,21 +43,21 @@ def test_a_transfer_configuration_is_taken_as_given():
     )  # fmt: skip
 
 
-def test_both_at_once_are_refused_by_name():
+def test_connector_and_kv_transfer_config_together_are_refused():
     with pytest.raises(
         errors.ConfigError, match="--connector and --kv-transfer-config say the same"
     ):
         made("--kv-transfer-config", "{}", connector=("nixl",))
 
 
-def test_only_an_engine_with_a_connector_lends():
+def test_only_an_engine_with_nixl_transfers_blocks():
     assert engine.build(MODEL, VllmConfig(), "m").capabilities.kv_transfer is not None
     for names in (("none",), ("ExampleConnector",)):
         alone = engine.build(MODEL, VllmConfig(connector=names), "m")
         assert alone.capabilities.kv_transfer is None
 
 
-def test_events_are_told_to_a_port_of_ours_that_vllm_connects_to():
+def test_vllm_connects_to_our_kv_event_port():
     args = made()
 
     endpoints = arguments.kv_event_endpoints(args)
@@ -68,7 +68,7 @@ def test_events_are_told_to_a_port_of_ours_that_vllm_connects_to():
     assert told.endpoint.startswith("tcp://127.0.0.1:")
 
 
-def test_a_users_events_are_heard_where_he_says():
+def test_a_users_kv_events_config_is_kept():
     given = '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv", "endpoint": "tcp://*:20080"}'
 
     endpoints = arguments.kv_event_endpoints(made("--kv-events-config", given))
@@ -80,5 +80,5 @@ def test_a_users_events_are_heard_where_he_says():
     "flags",
     [("--no-enable-prefix-caching",), ("--kv-events-config", '{"enable_kv_cache_events": false}')],
 )
-def test_no_events_are_told_where_there_are_none(flags):
+def test_without_prefix_caching_or_events_there_is_no_endpoint(flags):
     assert arguments.kv_event_endpoints(made(*flags)) is None

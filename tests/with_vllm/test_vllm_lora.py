@@ -86,7 +86,7 @@ def directory(tmp_path, place):
     return make_adapter(tmp_path / "poet", place / "model")
 
 
-async def test_one_of_the_start_answers_who_asks_for_it_and_nobody_else(host):
+async def test_an_adapter_of_the_start_answers_only_its_own_requests(host):
     plain, said, again, after = [
         await written(host, f"{number}", name)
         for number, name in enumerate((None, "clerk", "clerk", None))
@@ -97,7 +97,7 @@ async def test_one_of_the_start_answers_who_asks_for_it_and_nobody_else(host):
     assert said == again != plain
 
 
-async def test_another_adapter_of_the_same_name_finds_no_blocks_of_the_former(
+async def test_a_reloaded_name_reuses_no_blocks_of_the_former_adapter(
     host, loras, directory, place, tmp_path
 ):
     other = make_adapter(tmp_path / "other", place / "model", seed=1)
@@ -112,7 +112,7 @@ async def test_another_adapter_of_the_same_name_finds_no_blocks_of_the_former(
     assert await written(host, "latter", "poet") == expected != former
 
 
-async def test_what_vllm_cannot_load_is_refused_and_it_goes_on(host, loras, place, tmp_path):
+async def test_an_invalid_adapter_is_refused_and_the_engine_goes_on(host, loras, place, tmp_path):
     broken = make_adapter(tmp_path / "broken", place / "model")
     (broken / "adapter_config.json").write_text(json.dumps(FIELDS | {"r": 64}))
 
@@ -156,7 +156,7 @@ def foretold(frontend):
 
 
 @pytest.mark.system
-def test_clients_ask_for_it_as_a_model_and_the_router_knows_its_prefixes(story):
+def test_an_adapter_is_a_model_for_clients_and_its_prefixes_are_routed(story):
     cold = {model: asked(story, model) for model in ("m", "poet")}
     before = foretold(story)
     warm = asked(story, "poet")

@@ -66,7 +66,7 @@ async def guided(host, max_tokens=150, **shape):
     return tokenizer.decode(tokens[:-1], skip_special_tokens=False)
 
 
-async def test_a_seed_makes_an_answer_repeatable_and_each_choice_another(host):
+async def test_a_seed_repeats_an_answer_and_choices_differ(host):
     await ask(host, "a", seed=7, n=2)
     await ask(host, "b", seed=7, n=2)
     await ask(host, "c", seed=8)
@@ -76,18 +76,18 @@ async def test_a_seed_makes_an_answer_repeatable_and_each_choice_another(host):
     assert host.sink.tokens("c") != host.sink.tokens("a")
 
 
-async def test_a_bias_forces_a_token(host):
+async def test_logit_bias_forces_a_token(host):
     assert await ask(host, "a", logit_bias={1234: 100.0}, temperature=0.0) == [1234] * 8
 
 
-async def test_top_k_and_top_p_may_leave_only_the_likeliest(host):
+async def test_small_top_k_and_top_p_are_greedy(host):
     greedy = await ask(host, "greedy", temperature=0.0)
 
     assert await ask(host, "k", top_k=1, seed=1) == greedy
     assert await ask(host, "p", top_p=0.0, seed=1) == greedy
 
 
-async def test_a_penalty_keeps_a_token_from_being_repeated(host):
+async def test_a_penalty_prevents_repetition(host):
     forced = {"logit_bias": {1234: 100.0}, "temperature": 0.0}
     tokens = await ask(host, "a", repetition_penalty=1000.0, **forced)
 
@@ -95,25 +95,25 @@ async def test_a_penalty_keeps_a_token_from_being_repeated(host):
     assert tokens.count(1234) == 1
 
 
-async def test_what_vllm_refuses_names_the_field(host):
+async def test_vllms_refusals_name_the_field(host):
     with pytest.raises(errors.InvalidRequest, match="temperature must be in") as refusal:
         await ask(host, "a", temperature=3.0)
 
     assert refusal.value.param == "temperature"
 
 
-async def test_a_grammar_that_vllm_cannot_read_is_refused(host):
+async def test_an_invalid_grammar_is_refused(host):
     with pytest.raises(errors.InvalidRequest):
         await guided(host, grammar="this is none")
 
 
-async def test_a_limit_of_thoughts_needs_vllms_parser_for_them(host):
+async def test_a_thinking_limit_needs_vllms_reasoning_parser(host):
     limit = generate.ThinkingLimit(max_tokens=5, close_ids=(4,))
     with pytest.raises(errors.InvalidRequest, match="reasoning"):
         await ask(host, "a", extra={"thinking": limit})
 
 
-async def test_who_asks_for_an_adapter_that_is_not_there_is_sent_on(host):
+async def test_an_unknown_adapter_raises_worker_lost(host):
     with pytest.raises(errors.WorkerLost, match="'poet' was asked for"):
         await ask(host, "a", extra={"lora_name": "poet"})
 
@@ -130,7 +130,7 @@ async def test_an_answer_follows_a_regular_expression_a_choice_and_a_grammar(hos
     assert await guided(host, grammar='root ::= "yes" | "no"') in ("yes", "no")
 
 
-async def test_calls_can_be_forced(host):
+async def test_tool_calls_can_be_forced(host):
     text = await guided(host, calls=CALLS)
     said = text.removeprefix(CALLS.begin).removesuffix(CALLS.end)
 
@@ -138,14 +138,14 @@ async def test_calls_can_be_forced(host):
     assert json.loads(said)["name"] in ("now", "here")
 
 
-async def test_thoughts_that_have_begun_may_stand_before_a_choice(host):
+async def test_begun_thoughts_may_precede_a_choice(host):
     thoughts = generate.GuidedReasoning(closes=("t",))
     text = await guided(host, choice=("red", "blue"), thoughts=thoughts, max_tokens=400)
 
     assert re.search("t(red|blue)$", text)
 
 
-async def test_a_guided_answer_cannot_be_gone_on_with(host):
+async def test_a_guided_answer_cannot_be_resumed(host):
     with pytest.raises(errors.InvalidRequest, match="another worker began"):
         await ask(
             host,

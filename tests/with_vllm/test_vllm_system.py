@@ -188,7 +188,7 @@ def served(tmp_path_factory):
         served.deployment.end()
 
 
-def test_an_answer_is_the_same_whole_and_in_pieces(served):
+def test_streamed_and_whole_answers_are_equal(served):
     asked = prompt(1, 90)
 
     whole, _ = served.ask(asked, max_tokens=40)
@@ -209,7 +209,7 @@ def test_a_chat_is_answered(served):
     assert answer.json()["choices"][0]["message"]["content"]
 
 
-def test_a_prompt_goes_where_its_prefix_is_known(served):
+def test_a_prompt_is_routed_to_its_cached_prefix(served):
     prefixes = [prompt(100 + seed, 128) for seed in range(8)]
     for prefix in prefixes:
         assert served.ask(prefix + prompt(1, 20), max_tokens=2)[1] == 0
@@ -220,7 +220,7 @@ def test_a_prompt_goes_where_its_prefix_is_known(served):
     assert all(worker.metric("requests_total") > 0 for worker in served.workers)
 
 
-def test_a_long_prompt_is_computed_elsewhere_and_its_prefix_is_known_there(served):
+def test_a_long_prompt_is_prefilled_remotely_and_cached_there(served):
     before, routed = served.prefills("remote"), served.routed("remote")
     asked = prompt(3, 400)
 
@@ -233,7 +233,7 @@ def test_a_long_prompt_is_computed_elsewhere_and_its_prefix_is_known_there(serve
     assert first != second
 
 
-def test_the_log_tells_the_story(served):
+def test_the_log_names_remote_prefills(served):
     """In the words of Dynamo's users, most of them vLLM's own."""
     served.ask(prompt(7, 350), frontend=served.plain)
 
@@ -251,7 +251,7 @@ def tells(log, story):
     return True
 
 
-def test_a_frontend_that_knows_prefixes_sends_long_prompts_ahead_itself(served):
+def test_a_kv_aware_frontend_sends_long_prompts_to_prefill_workers(served):
     before, routed, known = served.prefills("remote"), served.routed("remote"), prompt(8, 300)
     fields = {"nvext": {"ignore_eos": True, "extra_fields": ["worker_id", "timing"]}}
 
@@ -276,7 +276,7 @@ def test_a_frontend_that_knows_prefixes_sends_long_prompts_ahead_itself(served):
 @pytest.mark.parametrize(
     ("seed", "fields"), [(11, {}), (12, {"temperature": 1.0, "seed": 5}), (13, {"logprobs": 2})]
 )
-def test_choices_whose_prompt_was_sent_ahead_are_those_whose_was_not(served, seed, fields):
+def test_choices_of_a_remote_prefill_equal_local_ones(served, seed, fields):
     """vLLM computes a prompt of several choices where it answers them."""
     asked, routed = prompt(seed, 300), served.routed("remote")
 
@@ -297,7 +297,7 @@ def test_many_streams_at_once_are_all_answered(served):
     assert len(set(texts)) == 32
 
 
-def test_an_answer_that_nobody_wants_leaves_the_scheduler(served):
+def test_a_cancelled_answer_leaves_vllms_scheduler(served):
     chunks = chunks_of(served, body(prompt(5, 60), 900, stream=True))
     for _ in range(3):
         next(chunks)
@@ -309,7 +309,7 @@ def test_an_answer_that_nobody_wants_leaves_the_scheduler(served):
     eventually(lambda: worker.metric("kvstats_active_blocks") == 0, within_s=30, what="it is gone")
 
 
-def test_a_killed_prefill_worker_costs_no_answer_and_changes_none(served):
+def test_answers_survive_a_killed_prefill_worker_unchanged(served):
     """Whether the frontend sent the prompts there, or the worker that answers."""
     before, meanwhile = ([prompt(300 + i, 300) for i in range(n, n + 6)] for n in (0, 6))
     num_remote, num_routed = served.prefills("remote"), served.routed("remote")
@@ -331,7 +331,7 @@ def test_a_killed_prefill_worker_costs_no_answer_and_changes_none(served):
     assert served.ask_all([*before, *meanwhile]) == remote + interrupted
 
 
-def test_an_answer_whose_worker_is_killed_is_the_undisturbed_one(served):
+def test_an_answer_survives_its_killed_worker_unchanged(served):
     asked = prompt(6, 100)
     undisturbed, _ = served.ask(asked, max_tokens=300)
     chunks = chunks_of(served, body(asked, 300, stream=True))

@@ -56,7 +56,7 @@ def await_gone(pids):
     )
 
 
-def test_a_worker_shows_vllms_metrics_and_ends_with_its_engine(worker):
+def test_a_worker_exports_vllms_metrics_and_ends_with_its_engine(worker):
     shown = httpx.get(f"{worker.url}/metrics", timeout=5).text
     below = processes.descendants(worker.pid)
     worker.may_end = True
@@ -70,7 +70,7 @@ def test_a_worker_shows_vllms_metrics_and_ends_with_its_engine(worker):
     await_gone(below)
 
 
-def test_a_worker_that_is_killed_leaves_no_process_of_vllms(worker):
+def test_a_killed_worker_leaves_no_vllm_process(worker):
     below = processes.descendants(worker.pid)
     worker.kill()
 

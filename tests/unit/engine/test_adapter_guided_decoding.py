@@ -39,13 +39,13 @@ def tag(**shape):
         ("grammar", "root ::= a", "root ::= a"),
     ],
 )
-def test_a_plain_shape_has_a_field_of_its_own(name, value, told):
+def test_a_constraint_alone_has_a_field_of_its_own(name, value, told):
     given = {key: one for key, one in fields(**{name: value}).items() if one is not None}
 
     assert given == {name: told}
 
 
-def test_a_call_is_an_object_of_a_name_and_arguments():
+def test_a_tool_call_is_an_object_with_name_and_arguments():
     made = tag(calls=CALLS)
     (call,) = made["content"]["tags"]
 
@@ -55,13 +55,13 @@ def test_a_call_is_an_object_of_a_name_and_arguments():
     assert made["content"]["stop_after_first"]
 
 
-def test_an_answer_may_be_calls_or_text():
+def test_an_answer_may_be_tool_calls_or_text():
     kinds = [one["type"] for one in tag(calls=CALLS, regex="a")["elements"]]
 
     assert kinds == ["tag", "regex"]
 
 
-def test_thoughts_may_be_left_out_if_they_have_not_begun():
+def test_thoughts_are_optional_unless_they_have_begun():
     thought, plain = tag(choice=("a",), thoughts=THOUGHTS)["elements"]
 
     assert thought["elements"][0]["begin"] == "<think>"
@@ -77,18 +77,18 @@ def test_thoughts_that_have_begun_must_end():
     assert answer == {"type": "grammar", "grammar": "g"}
 
 
-def test_vllms_own_parser_of_reasoning_is_left_to_find_where_it_ends():
+def test_a_library_with_a_reasoner_gets_no_thoughts():
     assert fields(regex="a", thoughts=THOUGHTS, has_reasoner=True)["regex"] == "a"
 
 
-def test_a_schema_that_is_no_json_is_refused_by_what_the_caller_called_it():
+def test_an_invalid_schema_is_refused_with_the_callers_parameter():
     with pytest.raises(errors.InvalidRequest) as refusal:
         fields(json="{", thoughts=THOUGHTS, param="response_format")
 
     assert refusal.value.param == "response_format"
 
 
-def test_another_library_than_vllm_was_started_with_is_refused():
+def test_another_backend_than_vllms_is_refused():
     wanted = generate.GuidedDecoding(regex="a", backend="outlines")
 
     assert (

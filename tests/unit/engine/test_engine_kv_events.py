@@ -93,7 +93,7 @@ STEPS = st.one_of(
 
 @given(st.lists(STEPS, max_size=40))
 @settings(deadline=None)
-def test_what_is_told_is_what_the_pool_holds(steps):
+def test_translated_events_follow_the_pools_blocks(steps):
     pool, listener = Pool(), Holding()
     translator = engine_events.EventTranslator(BLOCK)
 
@@ -114,7 +114,7 @@ def test_what_is_told_is_what_the_pool_holds(steps):
     assert translator.num_dropped == 0
 
 
-def test_a_chain_goes_on_from_its_parent_in_another_event():
+def test_a_block_continues_a_parent_of_an_earlier_event():
     translator = engine_events.EventTranslator(BLOCK)
 
     first = translator.translate([stored([7, b"x"], None, 1, 2)])
@@ -135,7 +135,7 @@ def test_a_chain_goes_on_from_its_parent_in_another_event():
         stored([8], None, 1, extra_keys=[["an image", 3]]),
     ],
 )
-def test_blocks_without_a_place_are_left_out_and_counted(event):
+def test_blocks_without_a_computable_hash_are_dropped_and_counted(event):
     translator = engine_events.EventTranslator(BLOCK)
 
     told = translator.translate([event, removed(8)])
@@ -144,7 +144,7 @@ def test_blocks_without_a_place_are_left_out_and_counted(event):
     assert translator.num_dropped == 1
 
 
-def test_an_adapters_blocks_have_names_of_their_own():
+def test_blocks_of_a_lora_adapter_have_their_own_hashes():
     translator = engine_events.EventTranslator(BLOCK)
     event = stored([1], None, 1, lora_name="poet", extra_keys=[["poet"]])
 
@@ -154,7 +154,7 @@ def test_an_adapters_blocks_have_names_of_their_own():
     assert told[0].blocks[0].block_hash != names(1)[0]
 
 
-def test_a_medium_is_a_tier_and_each_holds_for_itself():
+def test_each_medium_is_a_tier_of_its_own():
     translator = engine_events.EventTranslator(BLOCK)
     events = [stored([1], None, 1, medium=medium) for medium in ("GPU", "CPU", "STORAGE")]
 
@@ -164,7 +164,7 @@ def test_a_medium_is_a_tier_and_each_holds_for_itself():
     assert told[-1] == kv_events.Removed(block_hashes=tuple(names(1)), tier=kv_events.HOST)
 
 
-def test_of_several_kinds_of_attention_the_one_with_whole_prefixes_counts():
+def test_only_attention_with_whole_prefixes_counts():
     translator = engine_events.EventTranslator(BLOCK)
     windowed = stored([1], None, 1, group_idx=0, kv_cache_spec_kind="sliding_window")
     whole = stored([1], None, 1, group_idx=1, kv_cache_spec_kind="full_attention")
@@ -177,7 +177,7 @@ def test_of_several_kinds_of_attention_the_one_with_whole_prefixes_counts():
     assert gone == [kv_events.Removed(block_hashes=tuple(names(1)))]
 
 
-def test_memory_is_bounded_and_what_is_forgotten_is_told():
+def test_blocks_over_the_limit_are_published_as_removed():
     translator = engine_events.EventTranslator(BLOCK, max_blocks=2)
 
     told = translator.translate([stored([1, 2, 3], None, 1, 2, 3)])
@@ -185,7 +185,7 @@ def test_memory_is_bounded_and_what_is_forgotten_is_told():
     assert told[1] == kv_events.Removed(block_hashes=(names(1)[0],))
 
 
-def test_events_come_as_maps_and_as_arrays_and_may_grow():
+def test_events_are_decoded_from_maps_and_arrays_with_unknown_fields():
     as_map = {
         "type": "BlockStored", "block_hashes": [2**64 - 1], "parent_block_hash": None, "token_ids": tokens(1),
         "block_size": BLOCK, "lora_id": None, "medium": "GPU", "lora_name": None, "of the future": 1,
@@ -229,7 +229,7 @@ def listen(events, numbers):
     return listener.names
 
 
-def test_missed_batches_are_asked_for_and_nothing_is_taken_twice():
+def test_missed_batches_are_replayed_once():
     asked = []
 
     def replay(first):
@@ -246,7 +246,7 @@ def test_missed_batches_are_asked_for_and_nothing_is_taken_twice():
 
 
 @pytest.mark.parametrize("replay", [None, lambda first: [], lambda first: [(first + 1, b"late")]])
-def test_all_is_forgotten_when_batches_are_lost(replay):
+def test_lost_batches_clear_all_blocks(replay):
     events = engine_events.RankBatches(engine_events.EventTranslator(BLOCK), replay)
 
     held = listen(events, [0, 1, 3])
@@ -255,7 +255,7 @@ def test_all_is_forgotten_when_batches_are_lost(replay):
     assert (events.num_gaps, events.num_dropped) == (1, 1)
 
 
-def test_a_batch_that_cannot_be_read_counts_as_lost():
+def test_an_unreadable_batch_clears_all_blocks():
     events = engine_events.RankBatches(engine_events.EventTranslator(BLOCK))
     listen(events, [0])
 

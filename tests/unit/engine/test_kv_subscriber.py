@@ -99,7 +99,7 @@ async def start():
         publisher.close()
 
 
-async def test_each_rank_is_heard(start):
+async def test_events_of_each_rank_are_delivered(start):
     _, publishers, listener = await start(kv_subscriber.PublisherEndpoints.on_free_ports(2), 2)
 
     publishers[1].tell(0)
@@ -111,7 +111,7 @@ async def test_each_rank_is_heard(start):
     assert all(isinstance(event, kv_events.Stored) for _, event in (first, second))
 
 
-async def test_what_was_missed_is_replayed(start):
+async def test_missed_batches_are_replayed(start):
     subscriber, (publisher,), listener = await start(
         kv_subscriber.PublisherEndpoints.on_free_ports(1)
     )
@@ -125,7 +125,7 @@ async def test_what_was_missed_is_replayed(start):
     assert (subscriber.num_gaps, subscriber.num_dropped) == (0, 0)
 
 
-async def test_a_users_own_endpoint_is_connected_to(start, caplog):
+async def test_the_subscriber_connects_to_a_users_endpoint(start, caplog):
     port = startup.find_free_ports(1)
     endpoints = kv_subscriber.PublisherEndpoints(endpoint=f"tcp://*:{port}", topic="kv-events")
     subscriber, (publisher,), listener = await start(endpoints)
@@ -138,7 +138,7 @@ async def test_a_users_own_endpoint_is_connected_to(start, caplog):
     assert "1 blocks dropped without a hash, 1 gaps after which all were cleared" in caplog.text
 
 
-async def test_an_endpoint_that_is_taken_is_refused():
+async def test_an_endpoint_in_use_is_refused():
     endpoints = kv_subscriber.PublisherEndpoints.on_free_ports(1)
     subscriber = kv_subscriber.ZmqKvSubscriber(endpoints, 1)
 
@@ -148,14 +148,14 @@ async def test_an_endpoint_that_is_taken_is_refused():
     await subscriber.close()
 
 
-def test_the_ports_of_ranks_follow_each_other():
+def test_ranks_use_consecutive_ports():
     assert kv_subscriber.endpoint_of_rank("tcp://*:5557", 2) == "tcp://*:5559"
     assert kv_subscriber.endpoint_of_rank("ipc:///tmp/x", 0) == "ipc:///tmp/x"
     with pytest.raises(errors.ConfigError, match="several ranks: expected an endpoint tcp"):
         kv_subscriber.endpoint_of_rank("ipc:///tmp/x", 1)
 
 
-def test_a_wildcard_is_reached_on_loopback():
+def test_a_wildcard_endpoint_is_connected_on_loopback():
     assert kv_subscriber.connectable("tcp://*:5557") == "tcp://127.0.0.1:5557"
     assert kv_subscriber.connectable("tcp://[::]:5557") == "tcp://[::1]:5557"
     assert not kv_subscriber.is_bound_by_publisher("tcp://127.0.0.1:5557")

@@ -104,7 +104,7 @@ def test_greedy_answers_are_those_of_transformers(family, prompt_len):
     assert engine.answer(prompt) == family.answer(prompt)
 
 
-def test_chunks_need_not_end_where_blocks_do(judge):
+def test_chunks_may_end_within_a_block(judge):
     prompt = judge.prompt(100)
     engine = Engine(judge, max_num_batched_tokens=7, max_num_seqs=7)
 
@@ -112,7 +112,7 @@ def test_chunks_need_not_end_where_blocks_do(judge):
     assert engine.num_steps == 15 + NUM_TOKENS - 1
 
 
-def test_a_batch_of_32_says_what_each_would_say_alone(judge):
+def test_answers_in_a_batch_of_32_equal_answers_alone(judge):
     prompts = {f"{i}": judge.prompt(1 + 3 * i, seed=i) for i in range(32)}
     engine = Engine(judge, max_num_batched_tokens=200, max_num_seqs=32)
     for request_id, prompt in prompts.items():
@@ -124,7 +124,7 @@ def test_a_batch_of_32_says_what_each_would_say_alone(judge):
     }
 
 
-def test_a_known_prefix_changes_nothing(judge):
+def test_a_cached_prefix_does_not_change_the_answer(judge):
     prompt = judge.prompt(60)
     engine = Engine(judge)
     engine.submit("first", prompt)
@@ -138,7 +138,7 @@ def test_a_known_prefix_changes_nothing(judge):
     assert engine.tokens["longer", 0] == judge.answer(prompt + judge.prompt(30, seed=1))
 
 
-def test_a_preemption_changes_nothing(judge):
+def test_a_preemption_does_not_change_the_answer(judge):
     prompts = {name: judge.prompt(40, seed=seed) for seed, name in enumerate("abcd")}
     engine = Engine(
         judge, num_gpu_blocks_override=18, block_size=8, max_model_len=128, max_num_seqs=4
@@ -162,7 +162,7 @@ def test_greedy_choices_of_one_request_are_equal(judge):
     assert engine.tokens == {("a", i): judge.answer(prompt) for i in range(4)}
 
 
-def test_a_seed_gives_the_same_answer_in_any_company(judge):
+def test_a_seed_gives_the_same_answer_in_any_batch(judge):
     prompt, options = judge.prompt(20), {"temperature": 1.5, "seed": 7, "n": 2}
     alone = Engine(judge)
     alone.submit("a", prompt, **options)
@@ -179,7 +179,7 @@ def test_a_seed_gives_the_same_answer_in_any_company(judge):
     assert expected["a", 0] != expected["a", 1]
 
 
-def test_an_abort_leaves_the_others_as_they_are(judge):
+def test_an_abort_does_not_change_other_answers(judge):
     engine = Engine(judge)
     engine.submit("gone", judge.prompt(30, seed=1))
     engine.submit("stays", judge.prompt(30, seed=2))

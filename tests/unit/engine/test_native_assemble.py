@@ -24,18 +24,18 @@ MODEL = config.parse(
 BLOCK_BYTES = 2 * 4 * 2 * 16 * 16 * 4  # keys and values, layers, heads, their size, tokens, float32
 
 
-def test_the_cache_takes_the_memory_it_is_given():
+def test_the_kv_cache_fills_its_memory():
     settings = NativeConfig(kv_cache_memory_gb=100 * BLOCK_BYTES / assemble.GIB)
 
     assert assemble.count_blocks(MODEL, settings) == 100
 
 
-def test_the_cache_takes_no_more_than_all_slots_can_use():
+def test_the_kv_cache_is_no_larger_than_all_slots_can_use():
     assert assemble.count_blocks(MODEL, NativeConfig(max_num_seqs=2)) == 2 * 512 // 16
     assert assemble.count_blocks(MODEL, NativeConfig(max_num_seqs=2, max_model_len=20)) == 2 * 2
 
 
-def test_the_number_of_blocks_may_be_given():
+def test_the_number_of_blocks_can_be_overridden():
     assert assemble.count_blocks(MODEL, NativeConfig(num_gpu_blocks_override=7)) == 7
 
 
@@ -44,17 +44,17 @@ def test_memory_for_less_than_a_block_is_refused():
         assemble.count_blocks(MODEL, NativeConfig(kv_cache_memory_gb=1e-6))
 
 
-def test_a_cache_that_no_machine_holds_is_refused_with_its_size():
+def test_a_kv_cache_larger_than_memory_is_refused_with_its_size():
     with pytest.raises(errors.ConfigError, match=r"1000000000000 blocks takes \d+\.\d GiB"):
         kv_cache.KvCache(MODEL, num_blocks=10**12, block_size=16, dtype=torch.float32, device="cpu")
 
 
-def test_the_context_is_the_models_if_the_cache_holds_it(caplog):
+def test_the_context_is_the_models_if_the_kv_cache_holds_it(caplog):
     assert assemble.choose_context(512, NativeConfig(), num_blocks=32) == 512
     assert not caplog.records
 
 
-def test_a_context_that_the_cache_does_not_hold_is_cut_and_said(caplog):
+def test_a_context_larger_than_the_kv_cache_is_cut_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         context_length = assemble.choose_context(512, NativeConfig(), num_blocks=10)
 
@@ -63,7 +63,7 @@ def test_a_context_that_the_cache_does_not_hold_is_cut_and_said(caplog):
 
 
 @pytest.mark.parametrize(("wanted", "num_blocks"), [(513, 100), (200, 10)])
-def test_a_context_that_cannot_be_is_refused(wanted, num_blocks):
+def test_a_context_longer_than_the_model_or_cache_is_refused(wanted, num_blocks):
     with pytest.raises(errors.ConfigError, match=f"--max-model-len {wanted}"):
         assemble.choose_context(512, NativeConfig(max_model_len=wanted), num_blocks)
 
@@ -76,12 +76,12 @@ def test_a_context_that_cannot_be_is_refused(wanted, num_blocks):
         ({"max_num_batched_tokens": 100}, "100 is less than --max-num-seqs 256"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, message):
+def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(errors.ConfigError, match=message):
         assemble.check_settings(dataclasses.replace(NativeConfig(), **settings))
 
 
-def test_a_step_is_short_on_a_cpu_but_has_a_token_for_every_sequence():
+def test_the_default_step_on_a_cpu_is_short_but_has_a_token_for_every_sequence():
     assert NativeConfig().step_tokens == 512
     assert NativeConfig(device="cuda").step_tokens == 2048
     assert NativeConfig(max_num_seqs=1000).step_tokens == 1000

@@ -85,7 +85,7 @@ def attend(cache, parts):
     return [out[end - count : end].clone() for (_, _, count), end in zip(parts, ends, strict=True)]
 
 
-def test_a_span_holds_its_position_and_little_more():
+def test_a_key_span_covers_its_position_and_at_most_a_quarter_more():
     for position in range(5000):
         span = attention.key_span(position)
 
@@ -101,7 +101,7 @@ def test_a_whole_prompt_attends_as_plain_attention(length):
     torch.testing.assert_close(found, story.expected(), rtol=1e-4, atol=1e-5)
 
 
-def test_chunks_and_single_tokens_give_what_the_whole_gives():
+def test_chunks_and_single_tokens_attend_as_the_whole_prompt_does():
     (story,) = make_stories(330)
     (whole,) = attend(make_cache(), [(story, 0, 330)])
     cache, start = make_cache(), 0
@@ -127,7 +127,7 @@ def test_sequences_do_not_see_each_other():
         torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_many_single_tokens_are_staged_in_turns(monkeypatch):
+def test_many_single_tokens_are_staged_in_several_parts(monkeypatch):
     monkeypatch.setattr(attention, "STAGED_TOKENS", 128)
     stories = make_stories(*range(50, 60))
     cache = make_cache()

@@ -43,5 +43,5 @@ def find(token_id, *, num_output=1, is_full=False, guided=None, **conditions):
     ],
     ids=str,
 )
-def test_what_ends_a_choice(token_id, fields, expected):
+def test_finish_reason_of_a_token(token_id, fields, expected):
     assert find(token_id, **fields) == expected

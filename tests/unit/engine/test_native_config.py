@@ -25,7 +25,7 @@ QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
 
 
-def test_shape_is_read():
+def test_the_models_shape_is_read():
     parsed = config.parse(LLAMA)
 
     assert (parsed.num_layers, parsed.num_heads, parsed.num_kv_heads) == (2, 4, 2)
@@ -82,7 +82,7 @@ def test_model_type_stands_in_for_a_missing_architecture():
         ({"hidden_size": 60}, "head_dim"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(changes, named):
+def test_unsupported_features_are_refused_by_name(changes, named):
     with pytest.raises(errors.ConfigError, match=named):
         config.parse(LLAMA | changes)
 
@@ -90,7 +90,7 @@ def test_what_is_not_supported_is_refused_by_name(changes, named):
 @pytest.mark.parametrize(
     "changes", [{"architectures": ["GPT2LMHeadModel"]}, {"hidden_act": "relu"}]
 )
-def test_a_refusal_lists_what_is_supported(changes):
+def test_a_refusal_lists_the_supported_models(changes):
     with pytest.raises(errors.ConfigError) as refusal:
         config.parse(LLAMA | changes)
 
@@ -107,11 +107,11 @@ def test_a_refusal_lists_what_is_supported(changes):
         {"quantization_config": None},
     ],
 )
-def test_what_is_switched_off_is_no_reason_to_refuse(changes):
+def test_unsupported_features_that_are_switched_off_are_accepted(changes):
     assert config.parse(QWEN2 | changes).num_layers == 2
 
 
-def test_both_spellings_of_rope_mean_the_same():
+def test_both_spellings_of_the_rope_configuration_are_read():
     scaling = {"type": "linear", "factor": 2.0}
     old = config.parse(LLAMA | {"rope_scaling": scaling}).rope
     fields = {k: v for k, v in LLAMA.items() if k != "rope_theta"}

@@ -12,7 +12,7 @@ from dynamo.protocols import blocks
 pytestmark = pytest.mark.reference  # whoever makes the checkpoint takes long to import
 
 
-async def test_a_model_that_cannot_be_run_is_a_sentence(tmp_path):
+async def test_an_unsupported_model_raises_config_error(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["T5Model"]}')
     embedder = NativeEmbedder(tmp_path, NativeConfig())
 

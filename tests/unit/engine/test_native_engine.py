@@ -131,12 +131,12 @@ def wait_for_step(runner):
     assert runner.is_running.acquire(timeout=DEADLINE_S)
 
 
-async def test_a_model_that_is_not_there_is_the_users_error(tmp_path):
+async def test_a_missing_model_raises_config_error(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"config\.json"):
         await engines.NativeEngine(tmp_path / "nothing", NativeConfig()).start(Sink())
 
 
-async def test_a_failure_to_load_says_what_happened(tmp_path, monkeypatch):
+async def test_a_failure_to_load_is_in_the_error_message(tmp_path, monkeypatch):
     def break_down(path, settings, allocate):
         raise MemoryError("not so much")
 
@@ -145,7 +145,7 @@ async def test_a_failure_to_load_says_what_happened(tmp_path, monkeypatch):
         await engines.NativeEngine(tmp_path, NativeConfig()).start(Sink())
 
 
-async def test_whoever_stops_waiting_for_the_start_leaves_no_thread(tmp_path, monkeypatch):
+async def test_a_cancelled_start_leaves_no_thread(tmp_path, monkeypatch):
     may_load, runner = threading.Event(), HeldRunner()
 
     def load(path, settings, allocate):
@@ -165,9 +165,7 @@ async def test_whoever_stops_waiting_for_the_start_leaves_no_thread(tmp_path, mo
     assert not thread.is_alive()
 
 
-async def test_an_id_may_be_used_again_after_an_abort_and_gets_nothing_of_the_old_answer(
-    engine, runner
-):
+async def test_a_reused_request_id_gets_no_outputs_of_the_aborted_request(engine, runner):
     engine.submit(make_request("a", 1))
     wait_for_step(runner)
     engine.abort("a")
@@ -178,7 +176,7 @@ async def test_an_id_may_be_used_again_after_an_abort_and_gets_nothing_of_the_ol
     assert runner.forgotten == ["a", "a"]
 
 
-async def test_a_request_that_fails_fails_alone(engine, runner):
+async def test_a_failed_request_does_not_fail_others(engine, runner):
     engine.submit(make_request("good", 1, max_tokens=2))
     wait_for_step(runner)
     engine.submit(make_request("bad", 13))
@@ -198,7 +196,7 @@ async def made(runner, result):
     await asyncio.sleep(0)
 
 
-async def test_others_are_answered_while_a_grammar_is_made(engine, runner):
+async def test_other_requests_are_answered_while_a_grammar_is_compiled(engine, runner):
     engine.submit(make_request("guided", 5, max_tokens=1, guided=GUIDED))
     engine.submit(make_request("free", 7, max_tokens=1))
     runner.may_run.release(2)
@@ -209,7 +207,7 @@ async def test_others_are_answered_while_a_grammar_is_made(engine, runner):
     assert await engine.sink.next() == [("guided", (5,))]
 
 
-async def test_a_grammar_that_cannot_be_made_fails_its_request(engine, runner):
+async def test_a_failed_compilation_fails_its_request(engine, runner):
     engine.submit(make_request("guided", 5, guided=GUIDED))
     await made(runner, errors.InvalidRequest("no such pattern"))
 
@@ -217,7 +215,7 @@ async def test_a_grammar_that_cannot_be_made_fails_its_request(engine, runner):
     engine.submit(make_request("guided", 5, guided=GUIDED))  # its id is free again
 
 
-async def test_a_request_that_is_aborted_before_its_grammar_is_there_never_begins(engine, runner):
+async def test_a_request_aborted_during_compilation_never_begins(engine, runner):
     engine.submit(make_request("guided", 5, guided=GUIDED))
     engine.abort("guided")
     await made(runner, AnyText())
@@ -227,7 +225,7 @@ async def test_a_request_that_is_aborted_before_its_grammar_is_there_never_begin
     assert await engine.sink.next() == [("free", (7,))]
 
 
-async def test_no_grammars_are_made_after_the_end(engine, runner):
+async def test_stop_ends_compilation_of_grammars(engine, runner):
     await engine.stop()
 
     assert runner.grammars.is_stopped

@@ -105,7 +105,7 @@ def test_every_answer_fits_its_schema(model, name):
 
 
 @pytest.mark.parametrize("how", DRAWING)
-def test_the_shape_holds_however_tokens_are_drawn(model, how):
+def test_a_schema_holds_for_any_sampling_options(model, how):
     guided = generate.GuidedDecoding(json=json.dumps(SCHEMAS["nested"]))
     for seed in range(6):
         model.ask(str(seed), "Tell me a story", guided, **{"seed": seed} | DRAWING[how])
@@ -153,7 +153,7 @@ def test_every_answer_follows_its_grammar_in_lark_or_gbnf(model, grammar):
         assert re.fullmatch(r"\d(\+\d)*" if answer.end is EOS else r"\d(\+\d?)*", answer.text)
 
 
-def test_free_answers_are_the_same_beside_guided_ones(model):
+def test_guided_answers_do_not_change_free_answers_in_the_batch(model):
     model.ask("alone", QUESTIONS[0], temperature=0.0)
     model.ask("seeded", QUESTIONS[0], seed=7)
     alone = model.answers()
@@ -174,7 +174,7 @@ def test_several_choices_each_follow_the_grammar(model):
     assert re.fullmatch("[ab]{12}", model.answers()["n"].text)
 
 
-def test_an_answer_may_be_cut_at_its_length(model):
+def test_a_guided_answer_ends_at_max_tokens(model):
     stop = generate.StopConditions(max_tokens=5)
     model.ask("cut", "x", generate.GuidedDecoding(regex="a{50}"), stop=stop)
     answer = model.answers()["cut"]
@@ -191,7 +191,7 @@ def test_an_answer_may_be_cut_at_its_length(model):
         generate.StopConditions(max_tokens=60, ignore_eos=True),
     ],
 )
-def test_an_answer_goes_on_as_far_as_its_shape_lets_it_where_it_may_not_end(model, longer):
+def test_ignore_eos_extends_a_guided_answer_as_far_as_its_grammar_allows(model, longer):
     model.ask("open", "x", generate.GuidedDecoding(regex="a*"), stop=longer, temperature=0.0)
     model.ask("closed", "x", generate.GuidedDecoding(choice=("yes", "no")), stop=longer)
     told = model.answers()
@@ -201,7 +201,7 @@ def test_an_answer_goes_on_as_far_as_its_shape_lets_it_where_it_may_not_end(mode
     assert told["closed"].text in ("yes", "no")
 
 
-def test_thoughts_may_come_first_and_do_not_count(model):
+def test_thoughts_may_precede_a_guided_answer(model):
     thoughts = generate.GuidedReasoning(opens=("<think>",), closes=("</think>",))
     begun = generate.GuidedReasoning(closes=("</think>",))
     for seed in range(4):
@@ -219,7 +219,7 @@ def test_thoughts_may_come_first_and_do_not_count(model):
     assert any(a.end is EOS and "</think>" in a.text for a in told.values())
 
 
-def test_marks_that_are_plain_text_end_thoughts_too(model):
+def test_thoughts_end_at_a_mark_that_is_plain_text(model):
     thoughts = generate.GuidedReasoning(closes=("Here is my response:", "Here's my response:"))
     guided = generate.GuidedDecoding(regex="[0-9]", thoughts=thoughts)
     grammar = model.parts.grammars.compile(guided, EOS_IDS)
@@ -249,7 +249,7 @@ def allowed(guide):
         ),
     ],
 )
-def test_forced_calls_have_arguments_that_fit(model, begin, between, end, pattern):
+def test_forced_tool_calls_have_arguments_of_their_schema(model, begin, between, end, pattern):
     number = {"$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}}
     add = number | {
         "type": "object",
@@ -278,7 +278,7 @@ def test_forced_calls_have_arguments_that_fit(model, begin, between, end, patter
         jsonschema.validate(call["arguments"], schemas[call["name"]])
 
 
-def test_an_answer_may_be_either_a_call_or_a_text_of_the_shape(model):
+def test_an_answer_may_be_a_tool_call_or_a_guided_text(model):
     tool = generate.ToolSchema(name="add", parameters='{"type": "object", "maxProperties": 0}')
     frame = ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
     calls = generate.GuidedToolCalls(tools=(tool,), begin=frame[0], between=frame[1], end=frame[2])
@@ -300,7 +300,7 @@ def test_an_answer_may_be_either_a_call_or_a_text_of_the_shape(model):
     ],
     ids=["regex", "grammar"],
 )
-def test_a_grammar_that_grows_too_complex_ends_its_own_request_only(model, bomb):
+def test_a_grammar_that_becomes_too_complex_fails_only_its_request(model, bomb):
     on = generate.StopConditions(max_tokens=150, ignore_eos=True)
     model.ask("bomb", "x", bomb, seed=1, stop=on)
     model.ask("free", QUESTIONS[0], temperature=0.0)

@@ -51,7 +51,7 @@ def refusal(known, **fields):
         ({"$ref": "file:///etc/passwd"}, "does not fetch"),
     ],
 )
-def test_a_schema_that_cannot_be_promised_is_refused(known, schema, words):
+def test_a_schema_that_cannot_be_enforced_is_refused(known, schema, words):
     assert words in refusal(known, json=json.dumps(schema))
 
 
@@ -72,7 +72,7 @@ def test_a_schema_that_cannot_be_promised_is_refused(known, schema, words):
         ({"grammar": "\x00"}, "cannot be followed"),
     ],
 )
-def test_a_regex_or_grammar_that_makes_no_sense_is_refused(known, fields, words):
+def test_an_invalid_regex_or_grammar_is_refused(known, fields, words):
     assert words in refusal(known, **fields)
 
 
@@ -83,7 +83,7 @@ def test_a_regex_or_grammar_that_makes_no_sense_is_refused(known, fields, words)
         {"allOf": [{"type": "string", "pattern": f"^.*(a|b).{{{i}}}c.*$"} for i in range(20, 40)]},
     ],
 )  # fmt: skip
-def test_a_schema_that_explodes_is_refused(known, schema):
+def test_a_schema_with_too_many_states_is_refused(known, schema):
     assert "cannot be followed" in refusal(known, json=json.dumps(schema))
 
 
@@ -99,19 +99,19 @@ def test_a_schema_that_explodes_is_refused(known, schema):
         ({"choice": ("x" * 70_000, "y" * 70_000)}, "got 140000"),
     ],
 )
-def test_what_is_wrong_at_first_sight_is_refused_without_the_library(fields, words):
+def test_constraints_over_a_limit_are_refused_before_compilation(fields, words):
     with pytest.raises(errors.InvalidRequest, match=words):
         guided_decoding.check(generate.GuidedDecoding(**fields))
 
 
-def test_a_library_that_is_not_ours_is_refused():
+def test_another_guided_decoding_backend_is_refused():
     with pytest.raises(errors.InvalidRequest, match="'xgrammar'") as caught:
         guided_decoding.check(generate.GuidedDecoding(regex="a", backend="xgrammar"))
 
     assert caught.value.param == "guided_decoding_backend"
 
 
-def test_a_grammar_is_made_once_and_the_longest_unused_is_forgotten(known):
+def test_the_least_recently_used_grammar_leaves_the_cache(known):
     wanted = [
         generate.GuidedDecoding(regex=f"a{{{n}}}") for n in range(1, guided_decoding.MAX_CACHED + 2)
     ]
@@ -123,7 +123,7 @@ def test_a_grammar_is_made_once_and_the_longest_unused_is_forgotten(known):
     assert known.compile(wanted[1], EOS) is not second
 
 
-def test_a_tokenizer_that_cannot_be_read_is_the_engines_failure(tmp_path):
+def test_an_unreadable_tokenizer_raises_engine_failed(tmp_path):
     path = tmp_path / "tokenizer.json"
     nothing = guided_decoding.GrammarCompiler(path, VOCAB)
     path.write_text('{"model": {"type": "Morse"}}')
@@ -135,7 +135,7 @@ def test_a_tokenizer_that_cannot_be_read_is_the_engines_failure(tmp_path):
             known.compile(generate.GuidedDecoding(regex="a"), EOS)
 
 
-def test_another_end_is_another_grammar(known):
+def test_another_end_token_compiles_another_grammar(known):
     guided = generate.GuidedDecoding(regex="a")
     first = known.compile(guided, EOS)
 
@@ -143,7 +143,7 @@ def test_another_end_is_another_grammar(known):
     assert known.compile(guided, (1,)) is known.compile(guided, (1,))
 
 
-def test_only_so_many_wait_for_their_grammar(monkeypatch):
+def test_too_many_waiting_compilations_are_refused(monkeypatch):
     known = guided_decoding.GrammarCompiler(TOKENIZER, VOCAB)
     gate, made = threading.Event(), threading.Semaphore(0)
     monkeypatch.setattr(known, "compile", lambda guided, eos: gate.wait(DEADLINE_S))

@@ -18,7 +18,7 @@ def packing(request, monkeypatch):
 @pytest.mark.usefixtures("packing")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_stacked_projections_are_those_of_each(dtype, has_bias):
+def test_stacked_projections_equal_separate_ones(dtype, has_bias):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 24, generator=generator).to(dtype)
     weights = [torch.randn(rows, 24, generator=generator).to(dtype) for rows in (8, 3, 5)]
@@ -36,7 +36,7 @@ def test_stacked_projections_are_those_of_each(dtype, has_bias):
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_weights_of_16_bits_are_multiplied_in_32(has_bias):
+def test_16_bit_weights_are_multiplied_in_32_bits(has_bias):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 200, generator=generator)
     weight = torch.randn(30, 200, generator=generator).bfloat16().float()
@@ -51,7 +51,7 @@ def test_weights_of_16_bits_are_multiplied_in_32(has_bias):
     ("weight", "is_held"),
     [(0.1, False), (0.1015625, True), (70_000.0, False), (1.8e-6, True), (float("nan"), False)],
 )
-def test_only_weights_that_16_bits_hold_are_kept_so(weight, is_held, monkeypatch):
+def test_only_weights_that_fit_16_bits_are_kept_in_16_bits(weight, is_held, monkeypatch):
     kept = []
     monkeypatch.setattr(linear, "_halved", lambda *_: kept.append(True))
     quantized = types.SimpleNamespace(supported_engines=["fbgemm"])
@@ -64,7 +64,7 @@ def test_only_weights_that_16_bits_hold_are_kept_so(weight, is_held, monkeypatch
 
 @pytest.mark.parametrize("is_rounded", [True, False])
 @pytest.mark.parametrize("width", [64, 640, 1500])
-def test_a_row_is_the_same_to_the_bit_in_any_batch(is_rounded, width):
+def test_a_row_is_equal_to_the_bit_in_any_batch(is_rounded, width):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, width, generator=generator)
     product = Linear([weight.bfloat16().float() if is_rounded else weight], [])

@@ -74,7 +74,7 @@ def test_each_step_is_one_delivery(running):
     assert running.runner.threads == {"engine"}
 
 
-def test_what_comes_during_a_step_joins_the_next(running):
+def test_a_request_that_arrives_during_a_step_joins_the_next(running):
     running.runner.may_run.clear()
     running.submit("a", max_tokens=3)
     assert running.runner.is_held.wait(DEADLINE_S)
@@ -103,7 +103,7 @@ def test_an_abort_frees_its_blocks_before_the_next_step(running):
     assert running.loop.load.kv_stats.kv_active_blocks == 0
 
 
-def test_the_load_is_known_when_a_delivery_arrives(running):
+def test_the_load_is_updated_before_delivery(running):
     running.submit("a", max_tokens=1)
     running.next()
 

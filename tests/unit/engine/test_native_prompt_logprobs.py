@@ -57,7 +57,7 @@ def expected(path, sequence):
 
 
 @pytest.mark.parametrize("cuts", [(LENGTH,), (1, 64, 1, 70, 14), (149, 1)])
-def test_each_token_of_the_prompt_but_the_first_has_its_log_probability(path, runner, cuts):
+def test_each_prompt_token_but_the_first_has_a_logprob(path, runner, cuts):
     sequence, start = make_sequence(), 0
     for count in cuts:
         sampled = run(runner, sequence, start, count)
@@ -72,7 +72,7 @@ def test_each_token_of_the_prompt_but_the_first_has_its_log_probability(path, ru
     torch.testing.assert_close(tops, best.values, rtol=1e-4, atol=2e-4)
 
 
-def test_a_prompt_that_is_computed_again_after_a_preemption_is_told_once(runner):
+def test_prompt_logprobs_are_reported_once_after_a_preemption(runner):
     once, again = make_sequence(), make_sequence()
     whole = run(runner, once, 0, LENGTH).prompt_logprobs
     run(runner, again, 0, 70)  # then it is preempted
@@ -85,7 +85,7 @@ def test_a_prompt_that_is_computed_again_after_a_preemption_is_told_once(runner)
     assert later.prompt_logprobs is None
 
 
-def test_only_the_first_choice_of_who_asked_tells(runner):
+def test_only_the_first_choice_reports_prompt_logprobs(runner):
     assert run(runner, make_sequence(index=1), 0, LENGTH).prompt_logprobs is None
     assert run(runner, make_sequence(None), 0, LENGTH).prompt_logprobs is None
 

@@ -125,7 +125,7 @@ def test_sequences_in_one_batch_keep_their_logits(qwen3_path):
         torch.testing.assert_close(row, expected, rtol=1e-4, atol=2e-4)
 
 
-def test_only_chunks_that_sample_get_an_answer(qwen3_path):
+def test_only_chunks_that_sample_get_a_token(qwen3_path):
     runner = make_runner(qwen3_path)
     first, second = make_sequence(8), make_sequence(9, first_block=10)
 
@@ -134,7 +134,7 @@ def test_only_chunks_that_sample_get_an_answer(qwen3_path):
     assert answers[1].token_id == expected_logits(qwen3_path, second)[-1].argmax()
 
 
-def test_a_step_without_samples_only_fills_the_cache(qwen3_path):
+def test_a_step_without_samples_only_fills_the_kv_cache(qwen3_path):
     assert make_runner(qwen3_path).run([chunk(make_sequence(8), 0, 4, samples=False)]) == [None]
 
 
@@ -174,7 +174,7 @@ def test_types_of_checkpoint_and_engine_may_differ(tmp_path, stored, dtype):
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_broken_models_sequence_gets_an_error_and_its_neighbour_an_answer(qwen3_path):
+def test_infinite_logits_fail_only_their_own_sequence(qwen3_path):
     runner = make_runner(qwen3_path)
     good, bad = make_sequence(8), make_sequence(9, first_block=10, logit_bias={0: float("nan")})
 
@@ -183,7 +183,7 @@ def test_a_broken_models_sequence_gets_an_error_and_its_neighbour_an_answer(qwen
     assert answers[0].token_id == expected_logits(qwen3_path, good)[-1].argmax()
 
 
-def test_auto_is_32_bits_on_a_cpu_and_the_checkpoints_type_elsewhere(tmp_path):
+def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_elsewhere(tmp_path):
     make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
     config = make_runner(tmp_path).config
 
@@ -194,17 +194,17 @@ def test_auto_is_32_bits_on_a_cpu_and_the_checkpoints_type_elsewhere(tmp_path):
         resolve_dtype(config, "int8", "cpu")
 
 
-def test_a_device_that_is_not_there_is_refused_by_name(qwen3_path):
+def test_a_missing_device_is_refused_by_name(qwen3_path):
     with pytest.raises(errors.ConfigError, match="'tpu0'"):
         Runner(qwen3_path, device="tpu0", num_blocks=1, block_size=16)
 
 
-def test_a_cache_that_no_machine_can_hold_is_refused(qwen3_path):
+def test_a_kv_cache_larger_than_memory_is_refused(qwen3_path):
     with pytest.raises(errors.ConfigError, match="GiB"):
         Runner(qwen3_path, num_blocks=10**12, block_size=16)
 
 
-def test_the_size_of_a_block_is_known_before_memory_is_taken(qwen3_path):
+def test_the_size_of_a_block_is_the_allocated_size(qwen3_path):
     config = make_runner(qwen3_path).config
 
     assert cache_bytes_per_block(config, torch.bfloat16, 16) == 2 * 3 * 2 * 32 * 16 * 2

@@ -93,7 +93,7 @@ def test_tokens_are_drawn_from_the_reference_distribution(options):
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-32])
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}])
-def test_the_ends_of_the_unit_interval_draw_possible_tokens(uniform, options):
+def test_the_ends_of_the_unit_interval_draw_allowed_tokens(uniform, options):
     options = generate.SamplingOptions(**options)
     logits = LOGITS.clone()
     logits[0] = logits[-1] = -math.inf
@@ -109,7 +109,7 @@ def test_a_top_p_of_zero_leaves_the_likeliest():
     assert drawn == [LOGITS.argmax()] * 3
 
 
-def test_rows_of_all_kinds_share_a_batch():
+def test_rows_with_different_options_share_a_batch():
     kinds = [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.5}, {"top_k": 150}]
     logits = torch.randn(len(kinds), VOCAB, generator=torch.Generator().manual_seed(2))
     sequences = [make_sequence(seed=i, **kind) for i, kind in enumerate(kinds)]
@@ -170,7 +170,7 @@ def test_numbers_drawn_are_uniform():
     assert np.abs(shares - 0.1).max() < 0.02
 
 
-def test_bias_moves_the_choice():
+def test_logit_bias_changes_the_drawn_token():
     assert sample(LOGITS.unsqueeze(0), make_sequence(temperature=0, logit_bias={17: 100.0}))[0] == (
         sampler.Sampled(token_id=17)
     )
@@ -240,7 +240,7 @@ def test_logprobs_are_of_the_models_own_logits():
     assert other.logprobs is None
 
 
-def test_logprobs_may_be_of_the_chosen_token_alone():
+def test_logprobs_without_alternatives_cover_the_chosen_token():
     few, many = make_sequence(temperature=0, logprobs=0), make_sequence(temperature=0, logprobs=3)
 
     answers = sample(torch.stack([LOGITS, LOGITS]), few, many)
@@ -250,7 +250,7 @@ def test_logprobs_may_be_of_the_chosen_token_alone():
 
 
 @pytest.mark.parametrize(("ignore_eos", "expected"), [(False, [30, 30, 10]), (True, [10, 10, 10])])
-def test_endings_are_banned_until_min_tokens_exist(ignore_eos, expected):
+def test_end_tokens_are_banned_until_min_tokens(ignore_eos, expected):
     stop = generate.StopConditions(min_tokens=2, stop_token_ids=(20,), ignore_eos=ignore_eos)
     logits = torch.zeros(1, VOCAB)
     logits[0, [10, 20, 30]] = torch.tensor([2.0, 3.0, 1.0])
@@ -266,7 +266,7 @@ def test_endings_are_banned_until_min_tokens_exist(ignore_eos, expected):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_p": 0.5}])
-def test_a_row_that_is_not_finite_is_an_error_of_its_own(bad, options):
+def test_a_row_without_finite_logits_is_an_error(bad, options):
     logits = torch.stack([torch.full((VOCAB,), bad), LOGITS])
     sequences = [make_sequence(logprobs=2, **options), make_sequence(seed=1, **options)]
 
@@ -275,5 +275,5 @@ def test_a_row_that_is_not_finite_is_an_error_of_its_own(bad, options):
     assert sample(LOGITS.unsqueeze(0), sequences[1]) == [answer]
 
 
-def test_an_unknown_sequence_may_be_forgotten():
+def test_forgetting_an_unknown_sequence_is_no_error():
     sampler.Sampler().forget(make_sequence())

@@ -109,7 +109,7 @@ def test_a_long_prompt_is_cut_to_the_budget():
     assert engine.outputs["a", 0] == answer(range(1, 41), 2)
 
 
-def test_those_that_are_being_answered_do_not_wait_for_a_prompt():
+def test_decoding_sequences_do_not_wait_for_a_prompt():
     engine = Engine(budget=16)
     engine.submit("a", [1, 2, 3], max_tokens=9)
     engine.step()
@@ -131,7 +131,7 @@ def test_a_higher_priority_is_served_first():
     assert list(engine.finished) == [("high", 0), ("low", 0)]
 
 
-def test_a_known_prefix_is_not_computed_again():
+def test_a_cached_prefix_is_not_computed_again():
     engine = Engine(block_size=4)
     engine.submit("a", range(10), max_tokens=1)
     engine.run()
@@ -153,7 +153,7 @@ def test_the_last_prompt_token_is_always_computed():
     assert engine.cached["b"] == 4
 
 
-def test_without_prefix_caching_nothing_is_found_or_told():
+def test_without_prefix_caching_there_are_no_hits_and_no_events():
     engine = Engine(caching=False)
     engine.submit("a", range(8), max_tokens=1)
     _, result = engine.step()
@@ -164,7 +164,7 @@ def test_without_prefix_caching_nothing_is_found_or_told():
     assert result.block_events == []
 
 
-def test_choices_share_the_prompt_that_the_first_computed():
+def test_choices_share_the_blocks_of_their_prompt():
     engine = Engine(block_size=4, budget=64)
     engine.submit("a", range(9), n=3, max_tokens=2)
     first, _ = engine.step()
@@ -182,7 +182,7 @@ def test_choices_share_the_prompt_that_the_first_computed():
     assert engine.cached == {"a": 0}
 
 
-def test_when_blocks_run_out_the_newest_gives_way_and_still_says_the_same():
+def test_the_newest_sequence_is_preempted_and_its_answer_is_unchanged():
     engine = Engine(num_blocks=6, block_size=4, budget=16)
     engine.submit("old", range(8), max_tokens=12)
     engine.submit("new", range(20, 28), max_tokens=12)
@@ -196,7 +196,7 @@ def test_when_blocks_run_out_the_newest_gives_way_and_still_says_the_same():
     assert engine.cached == {"old": 0, "new": 0}
 
 
-def test_abort_frees_blocks_and_says_nothing_more():
+def test_abort_frees_blocks_and_ends_outputs():
     engine = Engine()
     engine.submit("a", range(10), n=2, max_tokens=5)
     engine.submit("b", range(30, 40), max_tokens=5)
@@ -210,7 +210,7 @@ def test_abort_frees_blocks_and_says_nothing_more():
     assert engine.scheduler.abort("a") == []
 
 
-def test_an_error_of_one_request_ends_it_alone():
+def test_an_error_fails_only_its_request():
     engine = Engine(budget=64)
     engine.submit("bad", range(9), n=2, max_tokens=5)
     engine.submit("good", range(30, 40), max_tokens=1)
@@ -249,11 +249,11 @@ def test_the_models_end_token_ends_a_choice():
     assert finish(eos=(ANSWER[2],)) == (ANSWER[:3], generate.FinishReason.EOS, None)
 
 
-def test_the_end_token_may_be_ignored():
+def test_ignore_eos_ignores_the_end_token():
     assert finish(eos=(ANSWER[2],), ignore_eos=True)[1] == generate.FinishReason.LENGTH
 
 
-def test_a_stop_token_ends_a_choice_and_is_named():
+def test_a_stop_token_ends_a_choice_and_is_the_stop_reason():
     stopped = finish(stop_token_ids=(ANSWER[1],), ignore_eos=True)
 
     assert stopped == (ANSWER[:2], generate.FinishReason.STOP, ANSWER[1])
@@ -281,7 +281,7 @@ def test_load_counts_sequences_and_blocks():
     assert load.worker_stats.active_prefill_tokens == 10  # of the one that waits
 
 
-def test_load_counts_what_is_left_of_prompts_that_were_begun():
+def test_load_counts_uncomputed_tokens_of_begun_prompts():
     engine = Engine(num_blocks=64, block_size=4, seqs=2, budget=8)
     engine.submit("a", range(10), max_tokens=5)
     engine.submit("b", range(10, 20), max_tokens=5)
@@ -293,7 +293,7 @@ def test_load_counts_what_is_left_of_prompts_that_were_begun():
     assert left == [12, 4, 0, 0]
 
 
-def test_clear_forgets_prefixes_and_disturbs_nobody():
+def test_clear_drops_prefixes_and_running_requests_go_on():
     engine = Engine()
     engine.submit("a", range(10), max_tokens=9)
     engine.step()
@@ -326,7 +326,9 @@ requests = st.fixed_dictionaries(
     budget=st.integers(5, 20),
     caching=st.booleans(),
 )
-def test_every_sequence_gets_its_answer_whatever_happens(plan, num_blocks, seqs, budget, caching):
+def test_every_sequence_gets_its_answer_under_random_operations(
+    plan, num_blocks, seqs, budget, caching
+):
     """`Engine` checks the budget and the content of every block on the way."""
     engine = Engine(num_blocks=num_blocks, budget=budget, seqs=seqs, caching=caching)
     capacity = num_blocks * engine.block_size

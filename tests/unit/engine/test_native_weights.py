@@ -39,7 +39,7 @@ def test_shards_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
-def test_stored_types_become_the_engines(tmp_path, stored):
+def test_stored_types_are_converted_to_the_engines(tmp_path, stored):
     save_file({"a": A.to(stored)}, tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path, torch.bfloat16) as checkpoint:
         taken = checkpoint.take("a", 2, 3)
@@ -55,7 +55,7 @@ def test_stored_types_become_the_engines(tmp_path, stored):
         ("ids", (2,), "ids is I64"),
     ],
 )
-def test_a_tensor_that_is_not_as_expected_is_named(tmp_path, name, shape, complaint):
+def test_a_tensor_of_unexpected_shape_or_type_is_named(tmp_path, name, shape, complaint):
     save_file({"a": A, "ids": torch.tensor([1, 2])}, tmp_path / "model.safetensors")
     with (
         open_checkpoint(tmp_path) as checkpoint,
@@ -64,7 +64,7 @@ def test_a_tensor_that_is_not_as_expected_is_named(tmp_path, name, shape, compla
         checkpoint.take(name, *shape)
 
 
-def test_a_tensor_of_no_use_is_named(tmp_path):
+def test_an_unknown_tensor_is_named(tmp_path):
     save_file({"a": A, "extra.weight": B}, tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path) as checkpoint:
         checkpoint.take("a", 2, 3)
@@ -72,7 +72,7 @@ def test_a_tensor_of_no_use_is_named(tmp_path):
             checkpoint.refuse_rest()
 
 
-def test_derived_and_ignored_tensors_may_be_left(tmp_path):
+def test_derived_and_ignored_tensors_are_accepted(tmp_path):
     rest = {"model.layers.0.self_attn.rotary_emb.inv_freq": B, "lm_head.weight": A}
     save_file(rest, tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path) as checkpoint:

@@ -37,7 +37,7 @@ def test_an_ordinary_request_passes():
     check(sampling={"temperature": 0.7, "top_p": 0.9, "top_k": 40, "logit_bias": {3: -100.0}})
 
 
-def test_a_top_p_of_zero_is_one_of_openai_s():
+def test_top_p_of_zero_is_accepted():
     check(sampling={"top_p": 0.0})
 
 
@@ -65,29 +65,29 @@ def test_a_sampling_option_out_of_range_is_refused_by_name(name, value):
     assert refused(sampling={name: value}) == name
 
 
-def test_a_token_outside_of_the_vocabulary_is_refused():
+def test_a_prompt_token_outside_the_vocabulary_is_refused():
     assert refused(prompt=[1, 50]) == "prompt"
     check(prompt=[1, 50], vocab_size=None)
 
 
-def test_a_stop_token_outside_of_the_vocabulary_is_refused():
+def test_a_stop_token_outside_the_vocabulary_is_refused():
     stops = generate.StopConditions(stop_token_ids=(-1,))
 
     assert refused(stop_conditions=stops) == "stop_token_ids"
 
 
-def test_bytes_that_are_no_tokens_are_refused():
+def test_a_prompt_of_incomplete_tokens_is_refused():
     request = generate.Request(id="a", model="m", token_ids=b"12345")
     with pytest.raises(errors.InvalidRequest, match="got 5 bytes"):
         refusal.check(request, FACTS, vocab_size=50)
 
 
-def test_who_asks_for_an_adapter_that_was_here_a_moment_ago_is_sent_on():
+def test_an_unknown_lora_adapter_raises_worker_lost():
     with pytest.raises(errors.WorkerLost, match="adapters none; 'poet' was asked for"):
         check(lora_name="poet")
 
 
-def test_a_rank_that_is_not_here_is_refused():
+def test_an_unknown_data_parallel_rank_is_refused():
     assert refused(data_parallel_rank=1) == "data_parallel_rank"
     check(data_parallel_rank=0)
 
@@ -101,7 +101,7 @@ def test_a_prompt_must_leave_room_for_an_answer(prompt_len):
         check(prompt=[1] * prompt_len)
 
 
-def test_a_grammar_needs_an_engine_that_follows_it_and_a_way_to_end():
+def test_guided_decoding_needs_support_and_an_end_token():
     guided = generate.GuidedDecoding(regex="a", param="guided_regex")
     able = dataclasses.replace(FACTS, supports_guided=True)
     request = generate.Request(
@@ -117,7 +117,7 @@ def test_a_grammar_needs_an_engine_that_follows_it_and_a_way_to_end():
     refusal.check(msgspec.structs.replace(request, eos_token_ids=(2,)), able, vocab_size=50)
 
 
-def test_a_resumed_request_is_not_all_answer():
+def test_a_resumed_request_has_a_prompt():
     check(prompt=(1, 2), num_resumed=1, first_choice=7)
 
     assert refused(prompt=(1, 2), num_resumed=2) == "num_resumed"

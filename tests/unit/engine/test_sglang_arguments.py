@@ -21,7 +21,7 @@ def endpoints(*flags):
         return args, engine.kv_event_endpoints(args)
 
 
-def test_sglang_is_told_where_to_tell_kv_events():
+def test_the_kv_event_endpoint_is_set_for_sglang():
     args, heard = endpoints()
     told = json.loads(args.kv_events_config)
 
@@ -30,22 +30,22 @@ def test_sglang_is_told_where_to_tell_kv_events():
     assert heard.endpoint.startswith("tcp://127.0.0.1:")
 
 
-def test_a_users_own_events_are_heard_where_he_says():
+def test_a_users_kv_event_endpoint_is_kept():
     _, heard = endpoints("--kv-events-config", '{"publisher": "zmq", "topic": "kv"}')
 
     assert (heard.endpoint, heard.replay_endpoint, heard.topic) == ("tcp://*:5557", None, "kv")
 
 
 @pytest.mark.parametrize("flags", [("--disable-radix-cache",), ("--kv-events-config", "{}")])
-def test_an_sglang_that_tells_no_events_is_not_listened_to(flags):
+def test_without_kv_events_there_is_no_endpoint(flags):
     assert endpoints(*flags)[1] is None
 
 
-def test_sglangs_own_flags_are_taken():
+def test_sglangs_own_flags_are_accepted():
     assert made("--tp-size", "2").tp_size == 2
 
 
-def test_what_we_say_is_said():
+def test_our_overrides_are_set():
     args = made()
 
     assert args.served_model_name == "some"
@@ -57,16 +57,16 @@ def test_what_we_say_is_said():
 @pytest.mark.parametrize(
     "flag", ["--served_model_name", "--model-path=x", "--skip-tokenizer-init", "--nnodes"]
 )
-def test_what_we_tell_sglang_cannot_be_said_in_its_way(flag):
+def test_reserved_flags_are_refused(flag):
     with pytest.raises(errors.ConfigError, match=flag.partition("=")[0].replace("_", "-")):
         made(flag, "x")
 
 
-def test_a_flag_that_nobody_knows_is_named():
+def test_an_unknown_flag_is_named():
     with pytest.raises(errors.ConfigError, match="SGLang: unrecognized arguments: --tp-sizes"):
         made("--tp-sizes-", "5")
 
 
-def test_what_sglang_finds_wrong_is_said_in_its_words():
+def test_sglangs_own_errors_are_passed_on():
     with pytest.raises(errors.ConfigError, match="SGLang: tp_size must be positive"):
         made("--tp-size", "0")

@@ -33,7 +33,7 @@ def translated(told, *, index=0, is_first=False, eos=(2,), stops=(), **report):
     return translation.translate_output(told, index, request, is_first=is_first)
 
 
-def test_most_outputs_are_tokens_of_a_choice():
+def test_a_plain_output_has_tokens_and_index():
     assert translated(said([5, 6]), index=3) == generate.Output((5, 6), None, 3)
 
 
@@ -46,7 +46,7 @@ def test_most_outputs_are_tokens_of_a_choice():
         ({"type": "stop", "matched": 9}, ("stop", 9)),
     ],
 )
-def test_each_end_has_our_name(end, told):
+def test_each_finish_reason_is_translated(end, told):
     made = translated(said([5], end=end), stops=(9,))
 
     assert (made.finish_reason, made.stop_reason) == told
@@ -56,18 +56,18 @@ def test_each_end_has_our_name(end, told):
     ("status", "error"),
     [(400, errors.InvalidRequest), (503, errors.Overloaded), (500, errors.EngineFailed), (None, errors.EngineFailed)],
 )  # fmt: skip
-def test_what_sglang_gave_up_is_an_error_with_its_words(status, error):
+def test_a_request_that_sglang_gave_up_is_an_error_with_its_message(status, error):
     end = {"type": "abort", "message": "too long", "status_code": status, "err_type": None}
     with pytest.raises(error, match="too long"):
         translated(said([], end=end))
 
 
-def test_cached_tokens_are_told_with_a_requests_first_output():
+def test_cached_tokens_are_reported_with_the_first_output():
     assert translated(said([5]), is_first=True).cached_tokens == 32
     assert translated(said([5], end={"type": "length"}), is_first=False).cached_tokens is None
 
 
-def test_logprobs_are_value_token_and_text():
+def test_logprobs_of_sglang_are_translated():
     told = said(
         [7],
         output_token_logprobs=[(-3.0, 7, None)],
@@ -80,13 +80,13 @@ def test_logprobs_are_value_token_and_text():
     )
 
 
-def test_without_alternatives_there_is_only_the_chosen_one():
+def test_without_alternatives_only_the_chosen_token_has_a_logprob():
     told = said([7], output_token_logprobs=[(-3.0, 7, None)])
 
     assert translated(told, logprobs=0).logprobs == (generate.TokenLogprobs(-3.0),)
 
 
-def test_a_prompts_scores_come_with_the_first_output_of_the_choice_that_asked():
+def test_prompt_logprobs_come_with_the_first_output_of_the_first_choice():
     scores = {"input_token_logprobs": [(None, 1, None), (-1.0, 4, None)]}
     told = said([7], completed=1, **scores)
 

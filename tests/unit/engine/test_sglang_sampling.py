@@ -29,7 +29,7 @@ def params(**request):
     return planned(**request)["sampling_params"]
 
 
-def test_each_option_has_sglangs_name():
+def test_every_option_has_sglangs_name():
     made = params(
         options={"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "logit_bias": {7: 1.5}},
         stop={"max_tokens": 5, "min_tokens": 2, "stop_token_ids": (9,)},
@@ -43,12 +43,12 @@ def test_each_option_has_sglangs_name():
     assert made["ignore_eos"] is False
 
 
-def test_all_tokens_are_minus_one():
+def test_top_k_of_all_tokens_is_minus_one():
     assert params()["top_k"] == -1
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_p": 0.0}])
-def test_greedy_is_temperature_zero_and_a_top_p_that_sglang_takes(options):
+def test_greedy_is_temperature_zero_with_a_valid_top_p(options):
     made = params(options=options)
 
     assert made["temperature"] == 0.0
@@ -61,7 +61,7 @@ def test_each_choice_has_a_seed_of_its_own():
     assert seeds == [5, 6]
 
 
-def test_only_the_first_choice_is_asked_for_the_prompts_scores():
+def test_only_the_first_choice_requests_prompt_logprobs():
     report = {"logprobs": 2, "prompt_logprobs": 4}
     first, second = planned(report=report), planned(report=report, index=1)
 
@@ -78,7 +78,7 @@ def test_only_the_first_choice_is_asked_for_the_prompts_scores():
         ({"grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
     ],
 )
-def test_a_shape_has_a_field_of_its_own(shape, field, value):
+def test_each_constraint_has_a_field_of_its_own(shape, field, value):
     assert params(options={"guided_decoding": generate.GuidedDecoding(**shape)})[field] == value
 
 
@@ -97,7 +97,7 @@ def test_a_choice_of_texts_is_a_structural_tag():
         (translation.SglangFeatures(has_priority=True, is_low_first=True), -3),
     ],
 )
-def test_priority_is_told_as_sglang_orders_it(features, told):
+def test_priority_follows_sglangs_order(features, told):
     assert planned(features=features, priority=3)["priority"] == told
 
 
@@ -111,7 +111,7 @@ def test_priority_is_told_as_sglang_orders_it(features, told):
         ("guided_decoding", {"options": {"guided_decoding": generate.GuidedDecoding(json="{}")}, "num_resumed": 1}),
     ],
 )  # fmt: skip
-def test_what_sglang_cannot_do_is_refused_by_name(param, request_):
+def test_options_unsupported_by_sglang_are_refused_by_name(param, request_):
     with pytest.raises(errors.InvalidRequest, match="SGLang") as refusal:
         planned(**request_)
 

@@ -23,26 +23,26 @@ def test_a_missing_library_names_its_extra_and_the_native_engine(releases, extra
 
 
 @pytest.mark.parametrize("version", ["0.27.1", "0.8.5.post2"])
-def test_an_old_one_is_refused_with_the_range(version):
+def test_an_old_release_is_refused_with_the_supported_range(version):
     with pytest.raises(errors.ConfigError, match=r"too old: expected 0\.28 to 0\.32"):
         RELEASES.check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.32.1+cpu"])
-def test_those_that_are_known_are_taken_without_a_word(version, caplog):
+def test_supported_releases_are_accepted_without_a_warning(version, caplog):
     RELEASES.check_version(version)
 
     assert not caplog.records
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "1.0", "dev"])
-def test_what_is_not_known_is_warned_of(version, caplog):
+def test_unknown_releases_are_accepted_with_a_warning(version, caplog):
     RELEASES.check_version(version)
 
     assert version in caplog.text
 
 
-def test_what_is_installed_is_asked(monkeypatch):
+def test_the_installed_distribution_is_checked(monkeypatch):
     monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(
         startup.importlib.metadata, "packages_distributions", lambda: {"lib": ["lib-cpu"]}

@@ -28,7 +28,7 @@ def test_flags_become_arguments(directory):
     assert args["kv_cache_config"]["free_gpu_memory_fraction"] == 0.8
 
 
-def test_the_context_is_the_models_unless_it_is_said(directory):
+def test_the_context_is_the_models_unless_the_flag_is_given(directory):
     assert made(directory)["max_seq_len"] == 4096
     assert made(directory, max_seq_len=512)["max_seq_len"] == 512
 
@@ -42,13 +42,13 @@ def test_the_file_overrides_flags_and_json_overrides_the_file(directory):
     assert args["kv_cache_config"]["tokens_per_block"] == 32
 
 
-def test_a_tokenizer_is_loaded_for_shapes_only(directory):
+def test_a_tokenizer_is_loaded_only_for_guided_decoding(directory):
     assert made(directory)["skip_tokenizer_init"]
     assert not made(directory, {"guided_decoding_backend": "xgrammar"})["skip_tokenizer_init"]
 
 
 @pytest.mark.parametrize("name", ["model", "skip_tokenizer_init", "backend"])
-def test_what_is_not_the_users_to_say_is_refused_with_where_he_said_it(directory, name):
+def test_reserved_arguments_are_refused_with_their_source(directory, name):
     with pytest.raises(errors.ConfigError, match=f"--extra-engine-args: {name}"):
         made(directory, {name: 1})
     with pytest.raises(errors.ConfigError, match=f"--override-engine-args: {name}"):
@@ -56,12 +56,12 @@ def test_what_is_not_the_users_to_say_is_refused_with_where_he_said_it(directory
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_an_override_that_is_no_map_is_refused(directory, text):
+def test_an_override_that_is_not_a_map_is_refused(directory, text):
     with pytest.raises(errors.ConfigError, match="--override-engine-args: expected"):
         made(directory, override_engine_args=text)
 
 
-def test_a_number_may_be_that_of_the_text_model(directory):
+def test_a_number_may_be_in_the_text_models_configuration(directory):
     (directory / "config.json").write_text('{"text_config": {"vocab_size": 7}}')
 
     assert settings.read_model_number(directory, "vocab_size") == 7
@@ -82,7 +82,7 @@ def test_a_file_is_read_as_yaml(tmp_path):
         assert versions.read_file(None) == {}
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     with (
         fake_trtllm.adapter("versions") as versions,
         pytest.raises(errors.ConfigError, match=r"--extra-engine-args: cannot read .*gone"),

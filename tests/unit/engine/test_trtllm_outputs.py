@@ -31,7 +31,7 @@ def translated(told, *, is_first=False, eos=(2, 3), **report):
     return translation.translate_output(told, 1, request, is_first=is_first)
 
 
-def test_most_outputs_are_tokens_of_a_choice():
+def test_a_plain_output_has_tokens_and_index():
     assert translated(said([5, 6])) == generate.Output((5, 6), None, 1)
 
 
@@ -45,7 +45,7 @@ def test_most_outputs_are_tokens_of_a_choice():
         ("cancelled", None, ("cancelled", None)),
     ],
 )
-def test_each_end_has_our_name(reason, stop_reason, told):
+def test_each_finish_reason_is_translated(reason, stop_reason, told):
     made = translated(said([5], reason=reason, stop_reason=stop_reason))
 
     assert (made.finish_reason, made.stop_reason) == told
@@ -55,17 +55,17 @@ def test_each_end_has_our_name(reason, stop_reason, told):
     ("reason", "error"),
     [("timeout", errors.DeadlineExceeded), ("not_finished", errors.EngineFailed)],
 )
-def test_an_end_that_is_none_is_an_error(reason, error):
+def test_a_failed_finish_reason_is_an_error(reason, error):
     with pytest.raises(error):
         translated(said([5], reason=reason))
 
 
-def test_cached_tokens_are_told_with_a_requests_first_output():
+def test_cached_tokens_are_reported_with_the_first_output():
     assert translated(said([5]), is_first=True).cached_tokens == 32
     assert translated(said([5], reason="length")).cached_tokens is None
 
 
-def test_the_chosen_token_may_be_anywhere_among_the_likeliest():
+def test_the_chosen_token_may_have_any_rank():
     step = {5: logprob(-0.1, 1), 6: logprob(-0.2, 2), 7: logprob(-3.0, 9)}
     (made,) = translated(said([7], logprobs=[step]), logprobs=1).logprobs
 

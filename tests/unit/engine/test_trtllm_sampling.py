@@ -41,25 +41,25 @@ def test_ignored_end_tokens_end_nothing():
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_p": 0.0}])
-def test_greedy_is_the_likeliest_one(options):
+def test_greedy_is_top_k_of_one(options):
     made = fields(options=options)
 
     assert made["top_k"] == 1
     assert "top_p" not in made
 
 
-def test_a_draw_names_top_p_and_top_k_as_without_them_it_would_be_greedy():
+def test_a_draw_always_sets_top_p_and_top_k():
     made = fields()
 
     assert (made["temperature"], made["top_p"], made["top_k"]) == (1.0, 1.0, 0)
 
 
-def test_the_chosen_tokens_logprob_is_had_by_asking_for_one():
+def test_logprobs_of_zero_request_one():
     assert fields(report={"logprobs": 0})["logprobs"] == 1
     assert fields()["logprobs"] is None
 
 
-def test_a_shape_is_passed_on():
+def test_a_constraint_is_passed_on():
     shape = generate.GuidedDecoding(regex="a+")
 
     assert fields(options={"guided_decoding": shape})["guided_decoding"] == {"regex": "a+"}
@@ -79,7 +79,7 @@ def test_one_end_token_can_be_held_back():
         ("kv_transfer_params", {"kv_transfer_params": kv_transfer.PREFILL_ONLY}),
     ],
 )  # fmt: skip
-def test_what_it_cannot_do_is_refused_by_name(param, request_):
+def test_options_unsupported_by_trtllm_are_refused_by_name(param, request_):
     with pytest.raises(errors.InvalidRequest, match="TensorRT-LLM") as refusal:
         fields(**request_)
 

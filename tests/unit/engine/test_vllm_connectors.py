@@ -10,11 +10,11 @@ from dynamo.engine.adapters.vllm import connectors
 
 
 @pytest.mark.parametrize("names", [["none"], ["null"], []])
-def test_no_connector_is_no_configuration(names):
+def test_without_a_connector_there_is_no_transfer_configuration(names):
     assert connectors.transfer_config(names, "e") is None
 
 
-def test_one_connector_is_asked_alone():
+def test_one_connector_is_configured_alone():
     assert connectors.transfer_config(["nixl"], "e") == {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
@@ -23,7 +23,7 @@ def test_one_connector_is_asked_alone():
     }
 
 
-def test_several_are_asked_in_their_order_and_unknown_classes_are_vllms():
+def test_several_connectors_keep_their_order():
     fields = connectors.transfer_config(["lmcache", "nixl", "ExampleConnector"], "e")
 
     assert fields["kv_connector"] == "MultiConnector"
@@ -40,7 +40,7 @@ def test_several_are_asked_in_their_order_and_unknown_classes_are_vllms():
         (["nixl", "none"], "--connector nixl,none: expected none alone"),
     ],
 )
-def test_what_is_no_connector_is_refused(names, says):
+def test_an_unknown_connector_name_is_refused(names, says):
     with pytest.raises(errors.ConfigError, match=says):
         connectors.transfer_config(names, "e")
 
@@ -49,20 +49,20 @@ def test_what_is_no_connector_is_refused(names, says):
     ("names", "expected"),
     [(["nixl"], True), (["ExampleConnector", "nixl"], True), (["lmcache"], False)],
 )
-def test_prompts_go_from_engine_to_engine_by_nixl(names, expected):
+def test_only_nixl_can_export_prompts(names, expected):
     fields = connectors.transfer_config(names, "e")
     extra = fields.get("kv_connector_extra_config", {})
 
     assert connectors.can_export(fields["kv_connector"], extra) is expected
 
 
-def test_the_side_channel_is_ours_to_choose_unless_the_user_has():
+def test_a_users_side_channel_is_kept():
     chosen = connectors.side_channel({"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1"}, 7)
 
     assert chosen == {"VLLM_NIXL_SIDE_CHANNEL_PORT": "7"}
 
 
-def test_by_default_only_this_host_is_listened_to():
+def test_the_default_side_channel_is_on_loopback():
     chosen = connectors.side_channel({"UCX_NET_DEVICES": "mlx5_0:1"}, 7)
 
     assert connectors.side_channel({}, 7) == {
@@ -73,7 +73,7 @@ def test_by_default_only_this_host_is_listened_to():
     assert "UCX_NET_DEVICES" not in chosen
 
 
-def test_ports_of_a_run_are_free_and_not_those_that_the_system_gives():
+def test_found_ports_are_free_and_outside_the_systems_range():
     first = startup.find_free_ports(3)
 
     assert first in startup.PORT_RANGE
@@ -82,7 +82,7 @@ def test_ports_of_a_run_are_free_and_not_those_that_the_system_gives():
             probe.bind(("127.0.0.1", port))
 
 
-def test_ports_that_are_taken_are_not_free(monkeypatch):
+def test_ports_in_use_are_not_free(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]

@@ -28,7 +28,7 @@ def now(load, *, prefill=0, is_idle=False):
     return load.metrics(FACTS, num_prefill_tokens=prefill, is_idle=is_idle)
 
 
-def test_the_last_step_is_what_counts_and_hits_add_up():
+def test_load_is_of_the_last_step_and_hits_add_up():
     load = VllmLoad(1)
     load.record(0, stats(running=5, queries=100))
     load.record(0, stats(running=2, waiting=3, skipped=1, usage=0.25, queries=100, hits=50))
@@ -41,7 +41,7 @@ def test_the_last_step_is_what_counts_and_hits_add_up():
     assert one.kv_stats.gpu_prefix_cache_hit_rate == 0.25
 
 
-def test_each_rank_speaks_for_itself():
+def test_each_rank_has_its_own_load():
     load = VllmLoad(2)
     load.record(1, stats(running=3))
     zero, one = now(load, prefill=10)
@@ -51,7 +51,7 @@ def test_each_rank_speaks_for_itself():
     assert zero.worker_stats.active_prefill_tokens == 5
 
 
-def test_an_engine_without_requests_is_not_busy_whatever_was_said_last():
+def test_an_idle_engine_reports_no_load():
     load = VllmLoad(1)
     load.record(0, stats(running=1, waiting=1, usage=0.5))
     (one,) = now(load, is_idle=True)

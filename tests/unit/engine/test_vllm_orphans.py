@@ -44,7 +44,7 @@ def test_a_child_ends_with_its_killed_parent(monkeypatch):
     assert child != parent.pid
 
 
-def test_what_is_not_ours_is_left_alone(monkeypatch):
+def test_a_vllm_of_another_program_is_not_changed(monkeypatch):
     monkeypatch.delenv(orphans.OWNED, raising=False)
     monkeypatch.setattr(orphans.processes, "dies_with", lambda pid: pytest.fail("asked"))
 

@@ -32,7 +32,7 @@ def whole(told, *, is_first=False, eos=(2,), **report):
     return translation.translate_output(told, 1, request, is_first=is_first)
 
 
-def test_most_outputs_are_tokens_of_a_choice():
+def test_a_plain_output_has_tokens_and_index():
     assert whole(result([5, 6])) == generate.Output((5, 6), None, 1)
 
 
@@ -47,19 +47,19 @@ def test_most_outputs_are_tokens_of_a_choice():
         ("abort", None, ("cancelled", None)),
     ],
 )
-def test_each_end_has_our_name(reason, stop_reason, told):
+def test_each_finish_reason_is_translated(reason, stop_reason, told):
     made = whole(result([5], reason=reason, stop_reason=stop_reason))
 
     assert (made.finish_reason, made.stop_reason) == told
 
 
-def test_cached_tokens_are_told_with_a_requests_first_output():
+def test_cached_tokens_are_reported_with_the_first_output():
     assert whole(result([5]), is_first=True).cached_tokens == 32
     assert whole(result([5]), is_first=False).cached_tokens is None
     assert whole(result([5], num_cached_tokens=None), is_first=True).cached_tokens == 0
 
 
-def test_the_chosen_token_stands_before_the_likeliest():
+def test_the_chosen_token_precedes_the_likeliest():
     step = {7: logprob(-3.0, 9), 5: logprob(-0.1, 1), 6: logprob(-0.2, 2)}
     (made,) = whole(result([7], logprobs=[step]), logprobs=2).logprobs
 
@@ -74,14 +74,14 @@ def test_a_chosen_token_may_be_among_the_likeliest():
     assert made.top == (generate.TopLogprob(5, -0.1),)
 
 
-def test_a_prompts_first_token_has_no_score():
+def test_the_first_prompt_token_has_no_logprob():
     told = result([5], prompt=[None, {5: logprob(-1.0, 1)}, {6: logprob(-2.0, 1)}])
     made = whole(told, prompt_logprobs=0)
 
     assert made.prompt_logprobs == (generate.TokenLogprobs(-1.0), generate.TokenLogprobs(-2.0))
 
 
-def test_where_blocks_are_is_passed_on_as_it_is():
+def test_kv_transfer_params_are_passed_on_unchanged():
     params = {"remote_block_ids": [[1]], "remote_host": "h"}
 
     assert whole(
@@ -89,6 +89,6 @@ def test_where_blocks_are_is_passed_on_as_it_is():
     ).kv_transfer_params == kv_transfer.KvTransferParams(connector=params)
 
 
-def test_an_end_that_is_none_is_no_output():
+def test_an_unknown_finish_reason_raises_engine_failed():
     with pytest.raises(errors.EngineFailed):
         whole(result([], reason="error"))

@@ -23,7 +23,7 @@ def fields(index=0, *, stop=None, options=None, report=None, **request):
     return translation.sampling_fields(made, index, guided_decoding.GuidedSupport())
 
 
-def test_what_was_not_asked_is_left_to_be_neutral():
+def test_default_options_are_neutral():
     made = fields()
 
     assert made["temperature"] == made["top_p"] == made["repetition_penalty"] == 1.0
@@ -40,7 +40,7 @@ def test_what_was_not_asked_is_left_to_be_neutral():
         assert made[name] is None
 
 
-def test_every_shape_of_a_draw_is_told():
+def test_every_sampling_option_is_passed_on():
     told = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -55,26 +55,26 @@ def test_every_shape_of_a_draw_is_told():
     assert told.items() <= fields(options=told).items()
 
 
-def test_a_nucleus_of_nothing_is_the_likeliest_token():
+def test_top_p_of_zero_is_greedy():
     made = fields(options={"top_p": 0.0, "temperature": 0.7})
 
     assert (made["temperature"], made["top_p"]) == (0.0, 1.0)
 
 
-def test_only_the_requests_own_end_tokens_end_it():
+def test_only_the_requests_own_end_tokens_end_an_answer():
     made = fields(stop={"stop_token_ids": (7,)}, eos_token_ids=(8, 9))
 
     assert made["ignore_eos"] is True
     assert made["stop_token_ids"] == [7, 8, 9]
 
 
-def test_end_tokens_may_be_ignored():
+def test_ignore_eos_drops_the_end_tokens():
     made = fields(stop={"stop_token_ids": (7,), "ignore_eos": True}, eos_token_ids=(8, 9))
 
     assert made["stop_token_ids"] == [7]
 
 
-def test_each_choice_has_a_seed_of_its_own_and_one_that_goes_on_another():
+def test_choices_and_resumed_answers_have_different_seeds():
     options = {"seed": 40}
     first, second = (fields(index, options=options)["seed"] for index in (0, 1))
     goes_on = fields(options=options, num_resumed=1)["seed"]
@@ -85,11 +85,11 @@ def test_each_choice_has_a_seed_of_its_own_and_one_that_goes_on_another():
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64 - 1, -(2**63)])
-def test_every_seed_becomes_one_that_vllm_takes(seed):
+def test_every_seed_is_mapped_to_vllms_range(seed):
     assert 0 <= fields(options={"seed": seed})["seed"] < 2**63
 
 
-def test_only_the_first_choice_is_asked_what_all_share():
+def test_prompt_logprobs_and_kv_transfer_are_the_first_choices():
     asked = {
         "report": {"prompt_logprobs": 1, "logprobs": 2},
         "kv_transfer_params": kv_transfer.PREFILL_ONLY,
@@ -102,13 +102,13 @@ def test_only_the_first_choice_is_asked_what_all_share():
     assert second["logprobs"] == 2
 
 
-def test_a_limit_of_thoughts_is_vllms_budget():
+def test_a_thinking_limit_is_vllms_thinking_token_budget():
     limit = generate.ThinkingLimit(max_tokens=5, close_ids=(4,))
 
     assert fields(thinking=limit)["thinking_token_budget"] == 5
 
 
-def test_a_guided_answer_that_another_began_is_refused_by_what_the_caller_called_it():
+def test_a_resumed_guided_answer_is_refused_with_the_callers_parameter():
     guided = generate.GuidedDecoding(regex="a", param="guided_regex")
     with pytest.raises(errors.InvalidRequest, match="guided_regex") as refusal:
         fields(options={"guided_decoding": guided}, num_resumed=2)

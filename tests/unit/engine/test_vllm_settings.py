@@ -10,7 +10,7 @@ from dynamo.engine.adapters import startup
 from dynamo.engine.adapters.vllm import settings
 
 
-def test_without_vllm_both_ways_out_are_named(monkeypatch):
+def test_a_missing_vllm_names_its_extra_and_the_native_engine(monkeypatch):
     monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         errors.ConfigError, match=r"make setup EXTRAS=vllm .*python -m dynamo.native"
@@ -19,7 +19,7 @@ def test_without_vllm_both_ways_out_are_named(monkeypatch):
 
 
 @pytest.mark.parametrize(("level", "told"), [(logging.DEBUG, "DEBUG"), (logging.INFO, None)])
-def test_vllm_logs_as_much_as_we_do(monkeypatch, caplog, level, told):
+def test_debug_logging_is_passed_on_to_vllm(monkeypatch, caplog, level, told):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     monkeypatch.setattr(startup.SupportedReleases, "check_installed", lambda self: None)
     with caplog.at_level(level, logger=settings.__name__):
