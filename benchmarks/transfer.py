@@ -91,9 +91,9 @@ async def _serve(control: Connection) -> None:
         await each.close()
 
 
-async def start(way: str) -> agent.Agent:
+async def start(way: str) -> agent.TransferAgent:
     """One with a pool full of bytes."""
-    made = agent.Agent(way, backends=[make_backend(way)])
+    made = agent.TransferAgent(way, backends=[make_backend(way)])
     pool = made.allocate(LAYOUT.num_bytes)
     pool[:] = random.Random(7).randbytes(MIB) * (len(pool) // MIB)
     made.register(descriptors.Region(memory=pool, layout=LAYOUT))
@@ -203,7 +203,7 @@ def report(num_bytes: int, taken: dict[str, Taken]) -> None:
         )
 
 
-async def report_lateness(way: str, mine: agent.Agent, peer: api.Peer) -> None:
+async def report_lateness(way: str, mine: agent.TransferAgent, peer: api.Peer) -> None:
     copy = pull(mine, peer, LAYOUT.num_blocks, is_scattered=True)
     copying = asyncio.create_task(repeat(copy))
     late_s = []
@@ -233,7 +233,7 @@ def memcpy(num_bytes: int) -> Copy:
     return copy
 
 
-def pull(mine: agent.Agent, peer: api.Peer, num_blocks: int, *, is_scattered: bool) -> Copy:
+def pull(mine: agent.TransferAgent, peer: api.Peer, num_blocks: int, *, is_scattered: bool) -> Copy:
     chosen = random.Random(num_blocks).sample(range(LAYOUT.num_blocks), num_blocks)
     remote = chosen if is_scattered else range(num_blocks)
     transfer = mine.prepare(api.Operation.READ, peer, range(num_blocks), remote)

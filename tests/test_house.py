@@ -20,7 +20,7 @@ BUDGET = {
     "protocols": 1800,
     "observability": 940,
     "runtime": 7280,
-    "transfer": 2950,
+    "transfer": 2900,
     "kvbm": 2200,
     "engine": 9660,
     "router": 4200,

@@ -51,7 +51,7 @@ class Worker:
 
     def __init__(self, name, backend, *, seed, layout=LAYOUT):
         self.heard, self.layout = [], layout
-        self.agent = agent.Agent(
+        self.agent = agent.TransferAgent(
             name, backends=[backend], on_notification=lambda *said: self.heard.append(said)
         )
         self.pool = self.agent.allocate(layout.num_bytes)

@@ -286,7 +286,7 @@ async def test_transfers_that_wait_for_a_thread_keep_their_deadline():
         for transfer in stalled:
             transfer.post(deadline_s=LONG_S)
 
-        with pytest.raises(errors.TransferError, match="others were before it"):
+        with pytest.raises(errors.TransferError, match="other jobs were ahead of it"):
             await move(ours, READ, peer, [9], [9], deadline_s=SOON_S)
 
         for transfer in stalled:

@@ -18,7 +18,7 @@ from dynamo.base import errors, membership, proof
 from dynamo.runtime import authentication
 from dynamo.transfer import api, descriptors, handshake, messages
 from dynamo.transfer.backends import shm, tcp
-from dynamo.transfer.limit import Limit
+from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link
 from transfer_peer import LAYOUT, blocks_of, content
 
@@ -57,13 +57,13 @@ def enter(metadata):
         name="stranger",
         epoch=epoch,
         authenticator=handshake.new_authenticator(OPEN),
-        limit=Limit(10),
+        limit=TimeLimit(10),
     )
     return link
 
 
 def receive(link, kind=messages.Done):
-    return link.receive(kind, limit=Limit(10), max_bytes=messages.MAX_FRAME_BYTES)
+    return link.receive(kind, limit=TimeLimit(10), max_bytes=messages.MAX_FRAME_BYTES)
 
 
 def is_closed(sock):
@@ -104,8 +104,8 @@ async def test_a_frame_that_is_too_large_is_refused_by_its_length_alone():
             with dial(served.metadata) as sock:
                 link = Link(sock)
                 handshake.new_authenticator(OPEN).authenticate_server(
-                    lambda output: link.send_bytes(output, Limit(10)),
-                    lambda size: link.receive_bytes(size, Limit(10)),
+                    lambda output: link.send_bytes(output, TimeLimit(10)),
+                    lambda size: link.receive_bytes(size, TimeLimit(10)),
                 )
                 sock.sendall(struct.pack("!I", messages.MAX_GREETING_BYTES + 1))
                 assert is_closed(sock)
@@ -121,7 +121,7 @@ async def test_garbage_after_the_handshake_ends_the_connection_only():
         def say(body):
             link = enter(served.metadata)
             with contextlib.suppress(errors.TransferError, msgspec.DecodeError):
-                link._send([memoryview(struct.pack("!I", len(body)) + body)], Limit(10))
+                link._send([memoryview(struct.pack("!I", len(body)) + body)], TimeLimit(10))
                 receive(link)
             link.close()
 
@@ -140,7 +140,7 @@ async def test_garbage_after_the_handshake_ends_the_connection_only():
 async def test_pieces_outside_the_pool_are_refused(kind, spans):
     async with worker() as served:
         link = await asyncio.to_thread(enter, served.metadata)
-        link.send(kind(messages.pack(spans), True, 5.0), Limit(10))
+        link.send(kind(messages.pack(spans), True, 5.0), TimeLimit(10))
 
         with pytest.raises(errors.TransferError, match="refused"):
             await asyncio.to_thread(receive, link)
@@ -150,8 +150,8 @@ async def test_pieces_outside_the_pool_are_refused(kind, spans):
 async def test_a_write_whose_checksum_is_wrong_is_not_confirmed():
     async with worker() as served:
         link = await asyncio.to_thread(enter, served.metadata)
-        link.send(messages.Write(messages.pack([(0, 4)]), True, 5.0), Limit(10))
-        link._send([memoryview(b"abcd" + bytes(8))], Limit(10))
+        link.send(messages.Write(messages.pack([(0, 4)]), True, 5.0), TimeLimit(10))
+        link._send([memoryview(b"abcd" + bytes(8))], TimeLimit(10))
 
         with pytest.raises(errors.TransferError):
             await asyncio.to_thread(receive, link)
@@ -191,7 +191,7 @@ async def test_who_has_no_certificate_of_the_cluster_is_refused(certificates):
 async def test_a_server_that_does_not_know_the_token_is_refused(said):
     async with worker(members.with_token()) as ours:
         with (
-            impostor(lambda link, epoch: link.send_bytes(said, Limit(10))) as metadata,
+            impostor(lambda link, epoch: link.send_bytes(said, TimeLimit(10))) as metadata,
             pytest.raises(errors.TransferError, match=r"cluster token|broke"),
         ):
             await ours.agent.connect(metadata, deadline_s=LONG_S)
@@ -225,8 +225,8 @@ async def test_a_server_that_breaks_off_is_an_error_at_once():
     def half(link, epoch):
         greet_truly(link, epoch)
         receive(link, messages.Read)
-        link.send(messages.Done(), Limit(10))
-        link._send([memoryview(bytes(100))], Limit(10))
+        link.send(messages.Done(), TimeLimit(10))
+        link._send([memoryview(bytes(100))], TimeLimit(10))
 
     await fails_with(half, "closed the connection")
 
@@ -235,8 +235,8 @@ async def test_damaged_bytes_are_an_error():
     def damage(link, epoch):
         greet_truly(link, epoch)
         receive(link, messages.Read)
-        link.send(messages.Done(), Limit(10))
-        link._send([memoryview(bytes(LAYOUT.block_bytes + 8))], Limit(10))
+        link.send(messages.Done(), TimeLimit(10))
+        link._send([memoryview(bytes(LAYOUT.block_bytes + 8))], TimeLimit(10))
 
     await fails_with(damage, "checksum is wrong")
 
@@ -249,7 +249,7 @@ async def test_a_server_that_talks_nonsense_is_an_error(frame):
     def babble(link, epoch):
         greet_truly(link, epoch)
         receive(link, messages.Read)
-        link._send([memoryview(frame)], Limit(10))
+        link._send([memoryview(frame)], TimeLimit(10))
 
     await fails_with(babble, "broke the protocol")
 
@@ -260,11 +260,11 @@ async def test_late_bytes_do_not_reach_blocks_that_were_given_up():
     def dawdle(link, epoch):
         greet_truly(link, epoch)
         receive(link, messages.Read)
-        link.send(messages.Done(), Limit(10))
-        link._send([memoryview(b"x" * 100)], Limit(10))
+        link.send(messages.Done(), TimeLimit(10))
+        link._send([memoryview(b"x" * 100)], TimeLimit(10))
         released.wait(10)
         with contextlib.suppress(errors.TransferError):
-            link._send([memoryview(b"y" * 1000)], Limit(10))
+            link._send([memoryview(b"y" * 1000)], TimeLimit(10))
 
     async with worker() as ours:
         with impostor(dawdle) as metadata:
@@ -318,5 +318,5 @@ def impostor(behave):
 
 
 def greet_truly(link, epoch):
-    handshake.admit(link, authenticator=handshake.new_authenticator(OPEN), limit=Limit(10))
-    handshake.welcome(link, epoch=epoch, limit=Limit(10))
+    handshake.admit(link, authenticator=handshake.new_authenticator(OPEN), limit=TimeLimit(10))
+    handshake.welcome(link, epoch=epoch, limit=TimeLimit(10))

@@ -48,7 +48,7 @@ def make_agent(
     settings: TransferConfig,
     room: local.Room | None,
     on_notification: api.OnNotification,
-) -> agents.Agent:
+) -> agents.TransferAgent:
     """Make an agent that is not started yet. Agents of one process that share a `room` copy directly.
 
     Raises ConfigError for an unknown backend or an unusable address.
@@ -68,7 +68,7 @@ def make_agent(
     backends = [backend_makers[each]() for each in names]
     if room is not None:
         backends.append(local.LocalBackend(room))
-    return agents.Agent(name, backends=backends, on_notification=on_notification)
+    return agents.TransferAgent(name, backends=backends, on_notification=on_notification)
 
 
 class LocalAgent:

@@ -1,4 +1,4 @@
-"""The seam between who needs KV blocks of another worker and how they get there, in NIXL's life cycle.
+"""The seam of KV transfer: agents, peers and transfers, in NIXL's life cycle (prepare, post, poll, release).
 
     memory = agent.allocate(layout.num_bytes)                 # the pool itself, so that others can reach it
     agent.register(Region(memory=memory, layout=layout))      # torch.frombuffer(memory, ...) is the KV cache
@@ -12,7 +12,7 @@
 
 Promises:
 
-- Nothing blocks the event loop: bytes are moved by threads, except for copies that take less time than asking one
+- Nothing blocks the event loop: threads move the bytes, except for copies that take less time than a change of thread
   would. All callbacks come on the event loop's thread.
 - Every wait has a deadline. A peer that dies, stalls, restarts or sends garbage is a TransferError within it.
 - Blocks belong to the transfer from `post` until it is done. After success they hold the peer's bytes. After a
@@ -22,11 +22,11 @@ Promises:
 - A notification is given to the peer after the bytes, never before, and never if they failed. When `post` or `notify`
   returns, the peer has heard it; if it fails, it may have.
 
-What the seam does *not* promise: that the remote blocks still hold what the caller means. Their owner keeps them
-until the reader's notification, or until a time limit that must be longer than the reader's deadline.
+The seam does *not* promise that the remote blocks still hold what the caller means. Their owner keeps them until the
+reader's notification, or until a time limit that must be longer than the reader's deadline.
 
-`agent.Agent` implements it over backends (`local`, `shm`, `nixl`, `tcp`), of which the best that both sides have is
-taken when they connect. `tests/contract/test_transfer.py` runs one suite over all of them, between real processes.
+`agent.TransferAgent` implements it over backends (`local`, `shm`, `nixl`, `tcp`), and selects the best one of both
+sides when they connect. `tests/contract/test_transfer.py` runs one suite over all of them, between real processes.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ from dynamo.transfer.descriptors import Layout, Region
 
 
 class Operation(enum.StrEnum):
-    """Seen from who posts: READ pulls remote blocks into local ones, WRITE pushes."""
+    """READ copies remote blocks into local ones, WRITE local blocks into remote ones, seen from the posting side."""
 
     READ = "read"
     WRITE = "write"
 
 
 class State(enum.StrEnum):
-    """Of a transfer."""
+    """The state of a transfer."""
 
     PREPARED = "prepared"  # never posted
     RUNNING = "running"
@@ -56,17 +56,17 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a way to a peer can do; declared, so that nobody has to find out by failing."""
+    """What a backend can do, declared, so that a caller need not find out by failing."""
 
     can_read: bool
     can_write: bool
     can_notify: bool
     is_same_host: bool
-    """Bytes are copied once, by the reader, and the peer's CPU takes no part."""
+    """Whether bytes are copied once, by the reader, without the peer's CPU."""
 
 
 OnNotification = Callable[[str, bytes], None]
-"""Called with the name that the sender gave itself, and what it said."""
+"""Called with the name that the sender gave itself, and its message."""
 
 
 class Peer(Protocol):
@@ -74,27 +74,27 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str:
-        """What it calls itself; not unique, and not proof of anything."""
+        """The name that the peer gave itself; not unique, and no proof of anything."""
         ...
 
     @property
     def epoch(self) -> str:
-        """Random, new with each start of the peer: two peers of one name differ in it."""
+        """A random id, new with each start of the peer: two peers of one name differ in it."""
         ...
 
     @property
     def layout(self) -> Layout:
-        """Of its pool."""
+        """The layout of the peer's pool."""
         ...
 
     @property
     def backend(self) -> str:
-        """Which way was chosen: local, shm, nixl, tcp."""
+        """The name of the backend that reaches the peer: local, shm, nixl or tcp."""
         ...
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of this way."""
+        """The capabilities of the backend that reaches this peer."""
         ...
 
 
@@ -103,42 +103,42 @@ class Transfer(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """To be moved."""
+        """Bytes that the transfer moves."""
         ...
 
     @property
     def num_pieces(self) -> int:
-        """Contiguous copies, after neighbours were merged."""
+        """Contiguous copies that the transfer makes, after neighbours were merged."""
         ...
 
     def post(self, *, deadline_s: float, notification: bytes | None = None) -> asyncio.Future[None]:
-        """Begin. Await it, or add a done callback.
+        """Begin the transfer. Await the future, or add a done callback.
 
         It fails with TransferError. Cancelling it stops the copy soon; `release` waits until it has.
         """
         ...
 
     def poll(self) -> State:
-        """Where it is. Never waits."""
+        """Return the transfer's state, without waiting."""
         ...
 
     async def release(self) -> None:
-        """Stop if it runs, and wait until nothing touches the blocks. Idempotent; it cannot be posted again."""
+        """Stop a running transfer, and wait until nothing touches the blocks. Idempotent; it cannot be posted again."""
         ...
 
 
 class Agent(Protocol):
-    """One per pool. Made with a name for people to read; it need not be unique."""
+    """The transfer agent of one pool. Its name is for people to read, and need not be unique."""
 
     @property
     def name(self) -> str:
-        """As given."""
+        """The agent's name, as it was given."""
         ...
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Zeroed memory that peers on this host can map; its pages are provided as they are first written.
+        """Return zeroed memory that peers on this host can map; its pages are provided as they are first written.
 
-        At most once per agent. Raises ConfigError if there is not so much.
+        At most once per agent. Raises ConfigError if there is too little memory.
         """
         ...
 
@@ -150,19 +150,19 @@ class Agent(Protocol):
         ...
 
     async def start(self) -> None:
-        """Be reachable, and hear notifications. After `register`. Raises ConfigError if an address is taken."""
+        """Listen for peers and their notifications. After `register`. Raises ConfigError if an address is taken."""
         ...
 
     def export_metadata(self) -> bytes:
-        """For a peer's `connect`; at most `descriptors.MAX_METADATA_BYTES`. After `start`."""
+        """Return the metadata for a peer's `connect`, at most `descriptors.MAX_METADATA_BYTES`. After `start`."""
         ...
 
     async def connect(self, metadata: bytes, *, deadline_s: float) -> Peer:
-        """Import a peer's metadata and open the best way to it. To be called ahead of need.
+        """Import a peer's metadata and connect by the best backend. To be called ahead of need.
 
-        A peer that is connected already, which its epoch tells, is given again; nothing is asked of it.
+        A peer of the same epoch that is connected already is returned again, without any message to it.
 
-        Raises TransferError: not metadata, a layout that does not fit (both are named), no way in common, nobody there,
+        Raises TransferError: not metadata, a layout that does not fit (both are named), no common backend, no answer,
         the wrong cluster token, or an agent that has restarted since it exported this.
         """
         ...
@@ -182,14 +182,14 @@ class Agent(Protocol):
 
         With unequal tensor-parallel sizes only the heads that both ranks hold are moved. Raises LocalProtocolError
         if the lists differ in length, a block is outside its pool, or written twice; TransferError if the peer has no
-        heads of ours, or its way cannot do this operation.
+        heads of ours, or its backend cannot do this operation.
         """
         ...
 
     async def notify(self, peer: Peer, message: bytes, *, deadline_s: float) -> None:
-        """Give the peer's `on_notification` this message; returns when its agent has it. Raises TransferError."""
+        """Pass a message to the peer's `on_notification`, and return when its agent has it. Raises TransferError."""
         ...
 
     async def close(self) -> None:
-        """End everything and free descriptors and mappings. Memory from `allocate` lives on while somebody uses it."""
+        """End everything and free descriptors and mappings. Memory from `allocate` lives while it is referenced."""
         ...

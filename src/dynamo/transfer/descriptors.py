@@ -1,15 +1,15 @@
-"""What two processes must know of each other's memory before bytes can move: layouts, regions, metadata.
+"""Layouts, regions and metadata: what two processes must know of each other's memory before bytes can move.
 
 A pool is one flat buffer. The part of a block that belongs to one layer is contiguous and the same at every worker of a
-model: `block_size` tokens in order, each with its key heads and then its value heads. This is a *slab*. Where the slabs
-lie is each worker's own affair:
+model: `block_size` tokens in order, each with its key heads and then its value heads. This is a *slab*. Each worker
+decides where the slabs lie:
 
     layer_major   [layers, blocks, slab]: a tensor per layer, as in the native engine
     block_major   [blocks, layers, slab]: a block is one piece, as tiers of a cache like it
 
 With tensor parallelism a rank holds an equal share of the heads, in order. Ranks of unequal counts share the heads in
-which they overlap, and only these are moved (`plan`). Block size, dtype and model shape must be equal: to convert them
-is to compute, and whoever has to compute may as well prefill.
+which they overlap, and only these are moved (`plan`). Block size, dtype and model shape must be equal: to convert
+them is to compute, and then the worker may as well prefill.
 """
 
 import enum
@@ -21,12 +21,12 @@ from dynamo.base import errors
 
 METADATA_VERSION = 1
 MAX_METADATA_BYTES = 16 * 1024  # NIXL's address names each network card of its host
-_MAX = 2**32  # of any count in a layout: whatever is larger is garbage
+_MAX = 2**32  # of any count in a layout; larger values are invalid
 _BYTES_BY_DTYPE = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 
 
 class Order(enum.StrEnum):
-    """How slabs lie in a pool."""
+    """The order of the slabs in a pool."""
 
     LAYER_MAJOR = "layer_major"
     BLOCK_MAJOR = "block_major"
@@ -47,33 +47,33 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def heads(self) -> range:
-        """Which of the model's heads this rank holds."""
+        """The model's heads that this rank holds."""
         share = self.num_kv_heads // self.tp_size
         return range(self.tp_rank * share, (self.tp_rank + 1) * share)
 
     @property
     def head_bytes(self) -> int:
-        """One head of one token, keys or values."""
+        """Size of one head of one token, keys or values."""
         return self.head_dim * _BYTES_BY_DTYPE[self.dtype]
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in one layer, at this rank."""
+        """Size of the keys and values of one token in one layer, at this rank."""
         return 2 * len(self.heads) * self.head_bytes
 
     @property
     def slab_bytes(self) -> int:
-        """A block's part in one layer."""
+        """Size of a block's part in one layer."""
         return self.block_size * self.token_bytes
 
     @property
     def block_bytes(self) -> int:
-        """A block in all layers."""
+        """Size of a block in all layers."""
         return self.num_layers * self.slab_bytes
 
     @property
     def num_bytes(self) -> int:
-        """The pool."""
+        """Size of the whole pool."""
         return self.num_blocks * self.block_bytes
 
     @property
@@ -97,23 +97,23 @@ class Region:
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent tells others of itself. Small, and without anything secret."""
+    """An agent's description of itself for other agents. Small, and without secrets."""
 
     version: int = METADATA_VERSION
     name: str
     epoch: str  # random, new with each start: a restarted worker of the same name is another agent
-    host: str  # who shares it can share memory: boot id, user and network namespace
+    host: str  # equal for processes that can share memory: boot id, user and network namespace
     layout: Layout
     addresses: dict[str, str]  # by backend
 
 
 def encode(metadata: Metadata) -> bytes:
-    """As msgpack."""
+    """Encode metadata as msgpack."""
     return msgspec.msgpack.encode(metadata)
 
 
 def decode(body: bytes) -> Metadata:
-    """Raises TransferError for anything that is not metadata of this version, with a layout that is possible."""
+    """Decode metadata. Raises TransferError for another version, or a layout that is impossible."""
     if len(body) > MAX_METADATA_BYTES:
         raise errors.TransferError(
             f"expected metadata of at most {MAX_METADATA_BYTES} bytes, got {len(body)}"
@@ -132,7 +132,7 @@ def decode(body: bytes) -> Metadata:
 
 
 def find_fault(layout: Layout) -> str | None:
-    """What is wrong with it, in words; None if it is possible."""
+    """Return a description of what is wrong with a layout; None if it is possible."""
     for name in ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim", "tp_size"):
         if not 0 < getattr(layout, name) < _MAX:
             return f"{name} is {getattr(layout, name)}"
@@ -143,3 +143,29 @@ def find_fault(layout: Layout) -> str | None:
     if not 0 <= layout.tp_rank < layout.tp_size:
         return f"tp_rank is {layout.tp_rank} of {layout.tp_size}"
     return None
+
+
+def choose_backend(local: Metadata, peer: Metadata) -> str:
+    """Return the best backend that reaches the peer. Raises TransferError if there is none.
+
+    That is local within a process, shm on one host, else NIXL or TCP. NIXL goes before TCP because it must be
+    requested: a user who does so has the network for it. Local addresses begin with the id of their process.
+    """
+    if _process(local) is not None and _process(local) == _process(peer):
+        return "local"
+    shared = local.addresses.keys() & peer.addresses.keys()
+    if "shm" in shared and local.host == peer.host:
+        return "shm"
+    for name in ("nixl", "tcp"):
+        if name in shared:
+            return name
+    raise errors.TransferError(
+        f"no way to {peer.name}: it offers {', '.join(sorted(peer.addresses)) or 'nothing'}"
+        f" {'on this host' if local.host == peer.host else 'on another host'}, we have"
+        f" {', '.join(sorted(local.addresses)) or 'nothing'}; let both have tcp"
+    )
+
+
+def _process(metadata: Metadata) -> str | None:
+    address = metadata.addresses.get("local")
+    return address and address.partition("/")[0]

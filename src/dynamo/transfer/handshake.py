@@ -1,13 +1,13 @@
-"""The greeting of two agents: both prove that they know the cluster's token, then name the agent that they expect.
+"""The handshake of two agents: each proves that it knows the cluster's token, then the client names its server.
 
-The proof is that of `runtime.authentication`. What follows is neither hidden nor signed, unless the link speaks TLS.
+The proof is that of `runtime.authentication`. What follows is neither encrypted nor signed, unless the link uses TLS.
 Without a token the same steps run with an empty key: they then prove nothing, and `backends.tcp` stays on loopback.
 """
 
 from dynamo.base import errors, membership
 from dynamo.runtime import authentication
 from dynamo.transfer import messages
-from dynamo.transfer.limit import Limit
+from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link
 
 
@@ -26,9 +26,9 @@ def enter(
     name: str,
     epoch: str,
     authenticator: authentication.ConnectionAuthenticator,
-    limit: Limit,
+    limit: TimeLimit,
 ) -> None:
-    """The client's side. Raises TransferError if the server is not who we expect, or does not want us."""
+    """Authenticate as a client. Raises TransferError if the server is another one, or refuses us."""
     link.secure(limit)
     try:
         authenticator.authenticate_server(
@@ -42,17 +42,17 @@ def enter(
 
 
 def admit(
-    link: Link, *, authenticator: authentication.ConnectionAuthenticator, limit: Limit
+    link: Link, *, authenticator: authentication.ConnectionAuthenticator, limit: TimeLimit
 ) -> None:
-    """The server's side: one of us is at the other end. Raises RemoteProtocolError, TransferError."""
+    """Authenticate a client of our cluster, as a server. Raises RemoteProtocolError or TransferError."""
     link.secure(limit)
     authenticator.authenticate_client(
         lambda output: link.send_bytes(output, limit), lambda size: link.receive_bytes(size, limit)
     )
 
 
-def welcome(link: Link, *, epoch: str, limit: Limit) -> str:
-    """Whom the admitted client expects; gives the name that it claims. Raises RemoteProtocolError."""
+def welcome(link: Link, *, epoch: str, limit: TimeLimit) -> str:
+    """Check that an authenticated client expects this server; return its name. Raises RemoteProtocolError if not."""
     hello = link.receive(messages.Hello, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
     if hello.epoch != epoch:
         raise errors.RemoteProtocolError(

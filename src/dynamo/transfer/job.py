@@ -1,31 +1,80 @@
-"""Blocking work in a thread, as a future of the event loop, with a deadline that holds in the queue as well."""
+"""Blocking work in a thread under a time limit, as a future of the event loop.
+
+The limit holds while the work waits for a thread as well, and any other thread can end the work earlier.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from dynamo.base import errors
-from dynamo.transfer.limit import Limit
 
+MAX_DEADLINE_S = 600.0
 T = TypeVar("T")
 
 
+class TimeLimit:
+    """The time limit of an operation. The working thread calls `remaining_s` often; any other may `cancel`."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """Raises LocalProtocolError unless 0 < deadline_s <= MAX_DEADLINE_S."""
+        if not 0 < deadline_s <= MAX_DEADLINE_S:
+            raise errors.LocalProtocolError(
+                f"deadline_s is {deadline_s}, expected at most {MAX_DEADLINE_S}, and more than 0"
+            )
+        self.deadline_s = deadline_s
+        self._until = time.monotonic() + deadline_s
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._interrupt: Callable[[], None] | None = None
+
+    def remaining_s(self) -> float:
+        """Return the seconds left, more than 0. Raises TransferError when none are left, or after `cancel`."""
+        if self._is_cancelled:
+            raise errors.TransferError("cancelled")
+        remaining_s = self._until - time.monotonic()
+        if remaining_s <= 0:
+            raise errors.TransferError(f"not complete within {self.deadline_s:g} s")
+        return remaining_s
+
+    def cancel(self) -> None:
+        """End the work at its next `remaining_s`, and interrupt its wait."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._interrupt is not None:
+                self._interrupt()
+
+    @contextlib.contextmanager
+    def interruptible(self, interrupt: Callable[[], None]) -> Iterator[None]:
+        """Let `cancel` call `interrupt` within this context, to end a wait that does not call `remaining_s`."""
+        with self._lock:
+            self._interrupt = interrupt
+        try:
+            self.remaining_s()
+            yield
+        finally:
+            with self._lock:
+                self._interrupt = None
+
+
 class Job(Generic[T]):
-    """Starts with its construction, on a running loop. `outcome` may be cancelled: then the work stops soon."""
+    """A job that starts with its construction, on a running loop. Cancelling `outcome` stops the work soon."""
 
     def __init__(
         self,
         threads: ThreadPoolExecutor,
-        work: Callable[[Limit], T],
+        work: Callable[[TimeLimit], T],
         *,
         deadline_s: float,
         discard: Callable[[T], None] = lambda _: None,
     ) -> None:
-        """`discard` gets a result that came too late. Raises LocalProtocolError for a bad deadline."""
+        """`discard` is called with a result that came too late. Raises LocalProtocolError for an invalid deadline."""
         self._loop = asyncio.get_running_loop()
-        self._limit, self._discard = Limit(deadline_s), discard
+        self._limit, self._discard = TimeLimit(deadline_s), discard
         self._quiet = asyncio.Event()
         self.outcome: asyncio.Future[T] = self._loop.create_future()
         self.outcome.add_done_callback(self._on_outcome)
@@ -35,11 +84,11 @@ class Job(Generic[T]):
 
     @property
     def is_running(self) -> bool:
-        """A thread may still be at work."""
+        """True while a thread may still be at work."""
         return not self._quiet.is_set()
 
     async def result(self) -> T:
-        """The outcome. One that comes in the moment in which its caller is cancelled is discarded like a late one."""
+        """Return the outcome; it is discarded if it comes at the moment at which the caller is cancelled."""
         try:
             return await self.outcome
         except asyncio.CancelledError:
@@ -48,11 +97,11 @@ class Job(Generic[T]):
             raise
 
     async def stop(self) -> None:
-        """Returns when no thread is at work on it any more; `outcome` is over then."""
+        """Stop the job, and return when no thread works on it any more; `outcome` is done then."""
         self._stop()
         await self._quiet.wait()
         if not self.outcome.cancelled():
-            self.outcome.exception()  # whoever stops it has no need to be warned of its failure
+            self.outcome.exception()  # so that asyncio does not warn of a failure that nothing awaits
 
     def _on_outcome(self, outcome: "asyncio.Future[T]") -> None:
         if outcome.cancelled():
@@ -63,7 +112,7 @@ class Job(Generic[T]):
             self._limit.cancel()
 
     def _on_thread(self, running: "Future[T]") -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._finish, running)
 
     def _finish(self, running: "Future[T]") -> None:
@@ -74,7 +123,7 @@ class Job(Generic[T]):
         elif running.cancelled():
             self.outcome.set_exception(
                 errors.TransferError(
-                    f"not begun within {self._limit.deadline_s:g} s: others were before it"
+                    f"not begun within {self._limit.deadline_s:g} s: other jobs were ahead of it"
                 )
             )
         elif error := running.exception():

@@ -1,4 +1,6 @@
-"""A connected stream socket between two agents, used by one thread at a time, under a limit.
+"""Links: connected stream sockets between two agents, plain or with TLS, and the pool of links to one peer.
+
+A link is used by one thread at a time, under a time limit.
 
 The socket blocks, and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): a socket with Python's own timeout needs a
 poll before every call and returns what has come so far, while a blocking one fills a whole list of buffers in one call.
@@ -7,10 +9,13 @@ change of threads, but not so long that the processor's cache has lost them when
 together is sent so that the kernel need not wake the receiver for a part of it (MSG_MORE).
 """
 
+import contextlib
 import functools
 import socket
+import ssl
 import struct
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, Union, cast
 
 import msgspec
@@ -18,7 +23,7 @@ import xxhash
 
 from dynamo.base import errors
 from dynamo.transfer import messages
-from dynamo.transfer.limit import Limit
+from dynamo.transfer.job import TimeLimit
 
 GREETING_LIMIT_S = 5.0
 _BITE_BYTES = 2 * 2**20
@@ -27,10 +32,12 @@ _WAKE_BYTES = 256 * 1024  # so many have come before a receiver of more is woken
 _LENGTH = struct.Struct("!I")
 _TIMEVAL = struct.Struct("ll")
 M = TypeVar("M", bound=msgspec.Struct)
+Dial = Callable[["TimeLimit"], "Link"]
+Greet = Callable[["Link", "TimeLimit"], None]
 
 
 class Link:
-    """Owns the socket. After any error it is good for nothing but `close`."""
+    """A link over a plain socket, which it owns. After any error only `close` may be called."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -39,44 +46,44 @@ class Link:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def interrupt(self) -> None:
-        """Wake whoever waits on it, with an end of file. From any thread."""
+        """Wake the thread that waits on the link, with an end of file. From any thread."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it was not connected any more, so nobody waits
+        except OSError:  # it was not connected any more, so no thread waits
             return
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         self._sock.close()
 
-    def secure(self, limit: Limit) -> None:
-        """Before the first word: a plain connection has nothing to do. Raises TransferError."""
+    def secure(self, limit: TimeLimit) -> None:
+        """Encrypt the link before the first message; nothing to do without TLS. Raises TransferError."""
 
     def peer_uid(self) -> int:
-        """The user at the other end of a unix socket."""
+        """Return the user id at the other end of a unix socket."""
         credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         return int(struct.unpack("iII", credentials)[1])
 
-    def send_bytes(self, said: bytes, limit: Limit) -> None:
-        """Bare. Raises TransferError."""
-        if said:
-            self._send([memoryview(said)], limit)
+    def send_bytes(self, body: bytes, limit: TimeLimit) -> None:
+        """Send bytes without a length. Raises TransferError."""
+        if body:
+            self._send([memoryview(body)], limit)
 
-    def receive_bytes(self, num_bytes: int, limit: Limit) -> bytes:
-        """So many, no more. Raises TransferError."""
+    def receive_bytes(self, num_bytes: int, limit: TimeLimit) -> bytes:
+        """Receive exactly `num_bytes`. Raises TransferError."""
         received = bytearray(num_bytes)
         self._receive([memoryview(received)], limit)
         return bytes(received)
 
-    def send(self, message: msgspec.Struct, limit: Limit, *, is_more: bool = False) -> None:
-        """`is_more`: bytes follow at once. Raises TransferError."""
+    def send(self, message: msgspec.Struct, limit: TimeLimit, *, is_more: bool = False) -> None:
+        """Send a message; `is_more` if bytes follow at once. Raises TransferError."""
         body = msgspec.msgpack.encode(message)
         self._send([memoryview(_LENGTH.pack(len(body)) + body)], limit, is_more=is_more)
 
-    def receive(self, *kinds: type[M], limit: Limit | None, max_bytes: int) -> M:
-        """The next message, of one of these kinds; a limit of None waits for as long as the peer is there.
+    def receive(self, *kinds: type[M], limit: TimeLimit | None, max_bytes: int) -> M:
+        """Receive the next message, of one of these kinds; a limit of None waits as long as the peer is connected.
 
-        Raises TransferError: the peer is gone, silent, or refused; RemoteProtocolError if it said something else.
+        Raises TransferError: the peer is gone, silent, or refused; RemoteProtocolError for any other message.
         """
         header = bytearray(_LENGTH.size)
         self._receive([memoryview(header)], limit)
@@ -86,13 +93,18 @@ class Link:
                 f"expected a message of at most {max_bytes} bytes, got one of {length}"
             )
         body = bytearray(length)
-        self._receive([memoryview(body)], limit or Limit(GREETING_LIMIT_S))
+        self._receive([memoryview(body)], limit or TimeLimit(GREETING_LIMIT_S))
         return _decode(bytes(body), kinds)
 
     def send_spans(
-        self, memory: memoryview, spans: Sequence[messages.Span], limit: Limit, *, is_summed: bool
+        self,
+        memory: memoryview,
+        spans: Sequence[messages.Span],
+        limit: TimeLimit,
+        *,
+        is_summed: bool,
     ) -> None:
-        """These bytes, then their checksum if wanted. Raises TransferError."""
+        """Send the bytes of these spans, then their checksum if `is_summed`. Raises TransferError."""
         checksum = xxhash.xxh3_64()
         for bite in _bites(memory, spans):
             if is_summed:
@@ -102,9 +114,14 @@ class Link:
             self._send([memoryview(checksum.digest())], limit)
 
     def receive_spans(
-        self, memory: memoryview, spans: Sequence[messages.Span], limit: Limit, *, is_summed: bool
+        self,
+        memory: memoryview,
+        spans: Sequence[messages.Span],
+        limit: TimeLimit,
+        *,
+        is_summed: bool,
     ) -> None:
-        """Fill these bytes. Raises TransferError, also if their checksum is wrong."""
+        """Receive the bytes of these spans. Raises TransferError, also if their checksum is wrong."""
         checksum = xxhash.xxh3_64()
         num_left = sum(length for _, length in spans)
         if num_left > _WAKE_BYTES:
@@ -118,21 +135,21 @@ class Link:
                 _add(checksum, bite)
         if not is_summed:
             return
-        sent = bytearray(messages.CHECKSUM_BYTES)
-        self._receive([memoryview(sent)], limit)
-        if sent != checksum.digest():
+        remote_digest = bytearray(messages.CHECKSUM_BYTES)
+        self._receive([memoryview(remote_digest)], limit)
+        if remote_digest != checksum.digest():
             raise errors.TransferError("bytes were damaged on their way: the checksum is wrong")
 
-    def send_descriptor(self, fd: int, limit: Limit) -> None:
-        """Over a unix socket. Raises TransferError."""
+    def send_descriptor(self, fd: int, limit: TimeLimit) -> None:
+        """Send a file descriptor over a unix socket. Raises TransferError."""
         limit.remaining_s()
         try:
             socket.send_fds(self._sock, [b"\0"], [fd])
         except OSError as error:
             raise lost(error) from error
 
-    def receive_descriptor(self, limit: Limit) -> int:
-        """Ours to close. Raises TransferError."""
+    def receive_descriptor(self, limit: TimeLimit) -> int:
+        """Receive a file descriptor, which the caller has to close. Raises TransferError."""
         self._allow(limit, socket.SO_RCVTIMEO)
         try:
             _, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -142,19 +159,19 @@ class Link:
             raise errors.TransferError("the peer did not send its memory's descriptor")
         return descriptors[0]
 
-    def _send(self, buffers: list[memoryview], limit: Limit, *, is_more: bool = False) -> None:
+    def _send(self, buffers: list[memoryview], limit: TimeLimit, *, is_more: bool = False) -> None:
         flags = socket.MSG_MORE if is_more else 0
         while buffers:
             self._allow(limit, socket.SO_SNDTIMEO)
             try:
                 num_sent = self._sock.sendmsg(buffers, (), flags)
             except BlockingIOError:
-                continue  # its time is over: _allow says so
+                continue  # at the time limit, _allow raises
             except OSError as error:
                 raise lost(error) from error
             buffers = _rest(buffers, num_sent)
 
-    def _receive(self, buffers: list[memoryview], limit: Limit | None) -> None:
+    def _receive(self, buffers: list[memoryview], limit: TimeLimit | None) -> None:
         while buffers:
             self._allow(limit, socket.SO_RCVTIMEO)
             try:
@@ -168,14 +185,14 @@ class Link:
             buffers = _rest(buffers, num_received)
 
     def _wake_after(self, num_bytes: int) -> None:
-        """Let the kernel collect so many before it wakes us: on one host each waking is a change of threads."""
+        """Let the kernel collect `num_bytes` before it wakes us: on one host each wake-up is a change of threads."""
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
         except OSError as error:
             raise lost(error) from error
 
-    def _allow(self, limit: Limit | None, option: int) -> None:
-        """Let the next call wait as long as the limit says, at least a millisecond: 0 would be for ever."""
+    def _allow(self, limit: TimeLimit | None, option: int) -> None:
+        """Set the timeout of the next call from the limit, at least a millisecond: 0 would be for ever."""
         remaining_s = 0.0 if limit is None else max(limit.remaining_s(), 0.001)
         seconds = int(remaining_s)
         timeval = _TIMEVAL.pack(seconds, int((remaining_s - seconds) * 1e6))
@@ -183,6 +200,135 @@ class Link:
             self._sock.setsockopt(socket.SOL_SOCKET, option, timeval)
         except OSError as error:
             raise lost(error) from error
+
+
+class TlsLink(Link):
+    """A link over TLS; `secure` comes first.
+
+    Encryption costs a copy and the time of AES; its bytes need no checksum of ours. OpenSSL takes one buffer at a time,
+    and a socket with Python's own timeout: one of the kernel's would look to it like a call to be repeated for ever.
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
+        """Raises OSError if the connection is gone already."""
+        super().__init__(sock)
+        self._tls = context.wrap_socket(
+            sock, server_side=is_server, do_handshake_on_connect=False, suppress_ragged_eofs=True
+        )
+        self._sock = self._tls
+
+    def interrupt(self) -> None:
+        """Wake the waiting thread below TLS: the shutdown of TLS is not for other threads."""
+        try:
+            socket.socket.shutdown(self._tls, socket.SHUT_RDWR)
+        except OSError:  # it was not connected any more, so no thread waits
+            return
+
+    def secure(self, limit: TimeLimit) -> None:
+        has_ended = False
+        while not has_ended:
+            self._tls.settimeout(limit.remaining_s())
+            try:
+                self._tls.do_handshake()
+                has_ended = True
+            except TimeoutError:
+                continue  # at the time limit, remaining_s raises
+            except OSError as error:
+                raise errors.TransferError(
+                    f"the peer is not one of our cluster by TLS: {error}"
+                ) from error
+
+    def _send(self, buffers: list[memoryview], limit: TimeLimit, *, is_more: bool = False) -> None:
+        for buffer in buffers:
+            remaining = buffer
+            while remaining:
+                self._tls.settimeout(limit.remaining_s())
+                try:
+                    remaining = remaining[self._tls.send(remaining) :]
+                except TimeoutError:
+                    continue  # at the time limit, remaining_s raises
+                except OSError as error:
+                    raise lost(error) from error
+
+    def _receive(self, buffers: list[memoryview], limit: TimeLimit | None) -> None:
+        for buffer in buffers:
+            remaining = buffer
+            while remaining:
+                self._tls.settimeout(None if limit is None else limit.remaining_s())
+                try:
+                    num_received = self._tls.recv_into(remaining)
+                except TimeoutError:
+                    continue
+                except OSError as error:
+                    raise lost(error) from error
+                if not num_received:
+                    raise errors.TransferError("the peer closed the connection")
+                remaining = remaining[num_received:]
+
+    def _wake_after(self, num_bytes: int) -> None:
+        """Do nothing: OpenSSL may hold some of the bytes already, so that the kernel would wait in vain."""
+
+
+class LinkPool:
+    """The links to one peer: one for each thread that needs one at the same time. Thread-safe.
+
+    A link that failed in any way is closed, never used again.
+    """
+
+    def __init__(self, dial: Dial, greet: Greet) -> None:
+        self._dial, self._greet = dial, greet
+        self._lock = threading.Lock()
+        self._idle: list[Link] = []
+        self._is_closed = False
+
+    def warm(self, limit: TimeLimit) -> None:
+        """Open a link ahead of need. Raises TransferError."""
+        with self.borrow(limit):
+            pass
+
+    @contextlib.contextmanager
+    def borrow(self, limit: TimeLimit) -> Iterator[Link]:
+        """Provide a link for one operation. Raises TransferError, also if the peer breaks the protocol within."""
+        link = self._pop()
+        is_new = link is None
+        link = link or self._dial(limit)
+        try:
+            with limit.interruptible(link.interrupt):
+                if is_new:
+                    self._greet(link, limit)
+                yield link
+        except errors.RemoteProtocolError as error:
+            link.close()
+            raise errors.TransferError(f"the peer broke the protocol: {error}") from error
+        except BaseException:
+            link.close()
+            raise
+        self._push(link)
+
+    def notify(self, message: bytes, limit: TimeLimit) -> None:
+        """Send the peer a notification and wait until it was handled. Raises TransferError."""
+        with self.borrow(limit) as link:
+            link.send(messages.Notify(message, limit.remaining_s()), limit)
+            link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
+
+    def close(self) -> None:
+        """Close the idle links; borrowed ones are closed when they are returned."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for link in idle:
+            link.close()
+
+    def _pop(self) -> Link | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _push(self, link: Link) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(link)
+                return
+        link.close()
 
 
 def _decode(body: bytes, kinds: tuple[type[M], ...]) -> M:
@@ -203,7 +349,7 @@ def _decoder(kinds: tuple[type[M], ...]) -> msgspec.msgpack.Decoder[M | messages
 def _bites(
     memory: memoryview, spans: Sequence[messages.Span], *, num_last: int = 0
 ) -> Iterator[list[memoryview]]:
-    """The bytes of all spans, in order, in lists that are short enough for one call.
+    """Yield the bytes of all spans, in order, in lists that are short enough for one call.
 
     One list begins where `num_last` bytes are left, if there are more.
     """
@@ -235,7 +381,7 @@ def _add(checksum: xxhash.xxh3_64, bite: list[memoryview]) -> None:
 
 
 def _rest(buffers: list[memoryview], num_done: int) -> list[memoryview]:
-    """What is left of them after so many bytes."""
+    """Return the rest of the buffers after `num_done` bytes."""
     for i, buffer in enumerate(buffers):
         if num_done < len(buffer):
             return [buffer[num_done:], *buffers[i + 1 :]]
@@ -244,5 +390,5 @@ def _rest(buffers: list[memoryview], num_done: int) -> list[memoryview]:
 
 
 def lost(error: OSError) -> errors.TransferError:
-    """What to raise for it."""
+    """Return the error to raise for a broken connection."""
     return errors.TransferError(f"the connection to the peer broke: {error}")

@@ -1,4 +1,4 @@
-"""What two agents say to each other on a connection: a length (4 bytes), then msgpack; bytes of blocks follow bare.
+"""The messages of two agents on a connection: a length (4 bytes), then msgpack; bytes of blocks follow bare.
 
     server                          client
                                     (first both prove that they are of one cluster: `handshake`)
@@ -10,7 +10,7 @@
                             ◀──     Notify
     Done or Refused         ──▶     to each; then the next
 
-One operation at a time; who wants more opens more connections. Pieces are pairs of 64-bit offset and length in the
+One operation at a time per connection; a client may open several. Pieces are pairs of 64-bit offset and length in the
 server's pool. Where bytes leave the machine, xxh3 over all bytes of the operation follows them: TCP's own 16 bits
 let one damaged segment in 65,536 pass. On loopback they do not leave memory, and nothing follows.
 """
@@ -74,7 +74,7 @@ Span = tuple[int, int]
 
 
 def pack(spans: Sequence[Span]) -> bytes:
-    """As they travel: little-endian."""
+    """Encode spans as little-endian 64-bit numbers."""
     numbers = array.array("Q", [number for span in spans for number in span])
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -82,7 +82,7 @@ def pack(spans: Sequence[Span]) -> bytes:
 
 
 def unpack(body: bytes, num_bytes: int) -> list[Span]:
-    """Raises RemoteProtocolError unless each lies within a pool of so many bytes."""
+    """Decode spans. Raises RemoteProtocolError unless each lies within a pool of `num_bytes`."""
     if not body or len(body) % 16 or len(body) > 16 * MAX_PIECES:
         raise errors.RemoteProtocolError(
             f"expected 1 to {MAX_PIECES} pieces of 16 bytes, got {len(body)} bytes"

@@ -1,9 +1,9 @@
-"""Which bytes go where: from two layouts and two lists of blocks to contiguous copies, neighbours merged.
+"""The plan of a transfer: from two layouts and two lists of blocks to contiguous copies, neighbours merged.
 
 Few long copies are what makes a transfer fast, so blocks that follow one another on both sides are found first, as
 *runs*; a run is then one copy where both pools keep blocks whole, one per layer where both keep layers whole, and one
 per slab otherwise. Runs are made at once, pieces as they are used: a thousand scattered blocks of a large model are
-tens of thousands of pieces, and whoever plans should not wait for them.
+tens of thousands of pieces, and the planning caller should not wait for them.
 
 Ranks of unequal tensor parallelism share only some heads. Heads lie innermost but one, so then every token of every
 slab is two pieces, keys and values. It is the price of unequal sizes, and still far below that of computing.
@@ -23,19 +23,19 @@ Origin = tuple[int, int]
 
 
 class Pattern(NamedTuple):
-    """The pieces of `stencil` once from each of `origins`."""
+    """The copies of a transfer: the pieces of `stencil` from each of `origins`."""
 
     origins: Sequence[Origin]
     stencil: Sequence[Piece]
 
     def pieces(self) -> Iterator[Piece]:
-        """One after the other, in no order that means anything."""
+        """Yield the pieces one by one; their order has no meaning."""
         for local_origin, remote_origin in self.origins:
             for local, remote, length in self.stencil:
                 yield local_origin + local, remote_origin + remote, length
 
     def turned(self) -> "Pattern":
-        """The same with the two pools in each other's place."""
+        """Return the pattern with the two pools swapped."""
         return Pattern(
             [(remote, local) for local, remote in self.origins],
             [(remote, local, length) for local, remote, length in self.stencil],
@@ -43,7 +43,7 @@ class Pattern(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Blocks that follow one another on both sides."""
+    """Blocks that follow one another in both pools."""
 
     local: int
     remote: int
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All copies of one transfer."""
+    """All copies of one transfer, before they are laid out."""
 
     local: Layout
     remote: Layout
@@ -61,18 +61,18 @@ class Plan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks to move."""
+        """Blocks that the transfer moves."""
         return sum(run.num_blocks for run in self.runs)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to move."""
+        """Bytes that the transfer moves."""
         per_token = 2 * len(self.heads) * self.local.head_bytes
         return self.num_blocks * self.local.num_layers * self.local.block_size * per_token
 
     @property
     def num_pieces(self) -> int:
-        """How many there are in the `pattern`."""
+        """Pieces in the `pattern`."""
         num_layers, num_slabs = self.local.num_layers, self.num_blocks * self.local.num_layers
         if self._is_split:
             return 2 * num_slabs * self.local.block_size
@@ -81,7 +81,7 @@ class Plan:
         return len(self.runs) * num_layers if self._has_order(Order.LAYER_MAJOR) else num_slabs
 
     def pattern(self) -> Pattern:
-        """What repeats: in most plans it is the same for each layer."""
+        """Return the pattern of pieces; in most plans the stencil is one layer, repeated for each."""
         if self._is_split:
             return Pattern(self._slab_origins(), self._head_pieces())
         if self._has_order(Order.BLOCK_MAJOR):
@@ -103,7 +103,7 @@ class Plan:
                 yield Run(local + i, remote + i, 1)
 
     def _run_pieces(self, runs: Iterable[Run], num_bytes: int) -> list[Piece]:
-        """Of the first layer; `num_bytes` of each block."""
+        """Return the pieces of the runs in the first layer, with `num_bytes` of each block."""
         local_stride, remote_stride = self.local.block_stride, self.remote.block_stride
         return [
             (local * local_stride, remote * remote_stride, num_blocks * num_bytes)
@@ -111,7 +111,7 @@ class Plan:
         ]
 
     def _head_pieces(self) -> list[Piece]:
-        """Of a slab: keys, then values, of the shared heads of each token."""
+        """Return the pieces of a slab: keys, then values, of the shared heads of each token."""
         length, first = len(self.heads) * self.local.head_bytes, self.heads.start
         offsets = zip(
             _head_offsets(self.local, first), _head_offsets(self.remote, first), strict=True
@@ -130,7 +130,7 @@ class Plan:
 def make(
     local: Layout, remote: Layout, local_blocks: Sequence[int], remote_blocks: Sequence[int]
 ) -> Plan:
-    """Copy each block to or from the one at the same place in the other list.
+    """Plan the copy of each block to or from the one at the same position in the other list.
 
     Raises LocalProtocolError for lists of different length and blocks outside their pool, TransferError if the
     two ranks share no heads.
@@ -154,7 +154,7 @@ def make(
 
 
 def merge(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator[Run]:
-    """Blocks in pairs, as few runs as possible without changing their order."""
+    """Yield pairs of blocks as runs, as few as possible without changing their order."""
     start, num_blocks = (0, 0), 0
     for pair in zip(local_blocks, remote_blocks, strict=True):
         if pair == (start[0] + num_blocks, start[1] + num_blocks):
@@ -168,7 +168,7 @@ def merge(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator
 
 
 def check_fit(local: Layout, remote: Layout, peer: str) -> None:
-    """Raises TransferError, naming what differs, if blocks of one are not blocks of the other."""
+    """Check that blocks of one layout are blocks of the other. Raises TransferError that names each difference."""
     names = ("dtype", "block_size", "num_layers", "num_kv_heads", "head_dim")
     differences = [
         f"{name} is {getattr(local, name)} here and {getattr(remote, name)} at {peer}"
@@ -180,7 +180,7 @@ def check_fit(local: Layout, remote: Layout, peer: str) -> None:
 
 
 def ranks_to_ask(layout: Layout, tp_size: int) -> range:
-    """Which ranks of a worker with so many hold heads of ours."""
+    """Return the ranks of a worker with `tp_size` ranks that hold heads of `layout`."""
     share = layout.num_kv_heads // tp_size
     return range(layout.heads.start // share, (layout.heads.stop - 1) // share + 1)
 
@@ -194,12 +194,12 @@ def _check_inside(blocks: Sequence[int], layout: Layout, side: str) -> None:
 
 
 def _layer_offsets(layout: Layout) -> range:
-    """Where block 0 begins in each layer."""
+    """Return the offset of block 0 in each layer."""
     return range(0, layout.num_layers * layout.layer_stride, layout.layer_stride)
 
 
 def _head_offsets(layout: Layout, first_head: int) -> Iterator[int]:
-    """Where the keys and the values from this head on begin in a slab, token by token."""
+    """Return the offsets of keys and values from this head on in a slab, token by token."""
     before = (first_head - layout.heads.start) * layout.head_bytes
     half = layout.token_bytes // 2  # keys, then values
     return iter(range(before, before + layout.slab_bytes, half))

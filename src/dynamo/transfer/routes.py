@@ -1,7 +1,7 @@
-"""The seam behind the agent: a backend is a way to reach other agents, a route is that way to one of them.
+"""The seam behind the agent: a backend reaches other agents in one way, a route is a connection to one of them.
 
-Everything here blocks, under a limit, and is called by threads; `agent` keeps it off the event loop. Implementations
-are in `backends`, and are strangers to each other.
+All methods block, under a time limit, and are called by threads; `agent` keeps them off the event loop. The
+implementations are in `backends`, and do not import each other.
 """
 
 from collections.abc import Callable
@@ -10,73 +10,73 @@ from typing import Protocol
 
 from dynamo.transfer import api, memory
 from dynamo.transfer.descriptors import Region
-from dynamo.transfer.limit import Limit
+from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.plan import Pattern
 
-Deliver = Callable[[str, bytes, Limit], None]
+Deliver = Callable[[str, bytes, TimeLimit], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposed:
-    """What an agent opens to its peers."""
+    """The memory and the callback that an agent opens to its peers."""
 
     name: str
     epoch: str
     region: Region
     shared: memory.SharedMemory | None
-    """Where the region's memory lies, if others can map it."""
+    """The memory file of the region, if other processes can map it."""
     deliver: Deliver
-    """Takes a notification (sender, message); returns when it has been heard. Raises TransferError."""
+    """Handles a notification (sender, message), and returns when that is done. Raises TransferError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Whom to connect to."""
+    """The agent to connect to."""
 
     name: str
     epoch: str
     address: str
     num_bytes: int
-    """Of its pool."""
+    """The size of its pool."""
 
 
 class Route(Protocol):
-    """To one peer. Several threads may use it at once."""
+    """A connection to one peer. Several threads may use it at once."""
 
-    def move(self, operation: api.Operation, pattern: Pattern, limit: Limit) -> None:
-        """Copy all its pieces. Raises TransferError; then nothing is being copied any more."""
+    def move(self, operation: api.Operation, pattern: Pattern, limit: TimeLimit) -> None:
+        """Copy all pieces of the pattern. Raises TransferError; then nothing is being copied any more."""
         ...
 
-    def notify(self, message: bytes, limit: Limit) -> None:
-        """Returns when the peer's agent has it. Raises TransferError."""
+    def notify(self, message: bytes, limit: TimeLimit) -> None:
+        """Send a notification, and return when the peer's agent has handled it. Raises TransferError."""
         ...
 
     def close(self) -> None:
-        """After the last `move` has returned. Idempotent."""
+        """Close the connection, after the last `move` has returned. Idempotent."""
         ...
 
 
 class Backend(Protocol):
-    """One per agent."""
+    """A way to reach other agents; one object per agent."""
 
     @property
     def name(self) -> str:
-        """The key of our address in the metadata."""
+        """The key of the agent's address in its metadata."""
         ...
 
     @property
     def capabilities(self) -> api.Capabilities:
-        """Of all its routes."""
+        """The capabilities of all routes of this backend."""
         ...
 
     def listen(self, exposed: Exposed) -> str | None:
-        """Let peers reach this; gives our address, None if it cannot be reached this way. Raises ConfigError."""
+        """Open the memory to peers; return the address, None if they cannot reach it this way. Raises ConfigError."""
         ...
 
-    def connect(self, target: Target, limit: Limit) -> Route:
-        """After `listen`. Raises TransferError."""
+    def connect(self, target: Target, limit: TimeLimit) -> Route:
+        """Connect to a peer, after `listen`. Raises TransferError."""
         ...
 
     def close(self) -> None:
-        """Be unreachable; what peers are doing with us fails. Routes are closed by who has them."""
+        """Stop listening; operations of peers fail. The owner of a route closes it."""
         ...

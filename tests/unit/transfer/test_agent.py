@@ -16,21 +16,21 @@ def region(memory, layout=LAYOUT):
 
 
 def test_memory_shorter_than_its_layout_is_refused():
-    made = agent.Agent("decode-0", backends=[])
+    made = agent.TransferAgent("decode-0", backends=[])
 
     with pytest.raises(errors.ConfigError, match=f"expected {LAYOUT.num_bytes} writable bytes"):
         made.register(region(memoryview(bytearray(LAYOUT.num_bytes - 1))))
 
 
 def test_memory_that_cannot_be_written_is_refused():
-    made = agent.Agent("decode-0", backends=[])
+    made = agent.TransferAgent("decode-0", backends=[])
 
     with pytest.raises(errors.ConfigError, match="read-only"):
         made.register(region(memoryview(bytes(LAYOUT.num_bytes))))
 
 
 async def test_steps_out_of_order_are_refused():
-    made = agent.Agent("decode-0", backends=[shm.ShmBackend()])
+    made = agent.TransferAgent("decode-0", backends=[shm.ShmBackend()])
 
     with pytest.raises(errors.LocalProtocolError, match="register first"):
         await made.start()
@@ -46,7 +46,7 @@ async def test_steps_out_of_order_are_refused():
 
 
 async def test_memory_from_elsewhere_is_offered_by_tcp_alone():
-    made = agent.Agent("decode-0", backends=[shm.ShmBackend(), tcp.TcpBackend()])
+    made = agent.TransferAgent("decode-0", backends=[shm.ShmBackend(), tcp.TcpBackend()])
     made.register(region(memoryview(bytearray(LAYOUT.num_bytes))))
 
     await made.start()
@@ -56,7 +56,7 @@ async def test_memory_from_elsewhere_is_offered_by_tcp_alone():
 
 
 async def test_an_agent_that_takes_no_notifications_says_so():
-    deaf = agent.Agent("prefill-0", backends=[tcp.TcpBackend()])
+    deaf = agent.TransferAgent("prefill-0", backends=[tcp.TcpBackend()])
     deaf.register(region(deaf.allocate(LAYOUT.num_bytes)))
     await deaf.start()
     worker = await transfer_peer.Worker("decode-0", tcp.TcpBackend(), seed=1).start()
@@ -69,7 +69,9 @@ async def test_an_agent_that_takes_no_notifications_says_so():
 
 
 def test_two_starts_of_one_name_are_two_epochs():
-    assert agent.Agent("a", backends=[]).epoch != agent.Agent("a", backends=[]).epoch
+    assert (
+        agent.TransferAgent("a", backends=[]).epoch != agent.TransferAgent("a", backends=[]).epoch
+    )
 
 
 def test_an_agent_whose_loop_is_over_says_so():

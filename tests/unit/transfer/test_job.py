@@ -1,13 +1,14 @@
 """Threads' work as the event loop sees it."""
 
 import asyncio
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dynamo.base import errors
-from dynamo.transfer.job import Job
+from dynamo.transfer.job import MAX_DEADLINE_S, Job, TimeLimit
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ async def test_a_deadline_holds_while_waiting_for_a_thread(threads):
     release = threading.Event()
     first = Job(threads, lambda limit: release.wait(10), deadline_s=10)
 
-    with pytest.raises(errors.TransferError, match="others were before it"):
+    with pytest.raises(errors.TransferError, match="other jobs were ahead of it"):
         await Job(threads, lambda limit: None, deadline_s=0.05).outcome
 
     release.set()
@@ -92,3 +93,39 @@ async def test_a_result_that_nobody_waits_for_is_discarded(threads):
     await job.stop()
 
     assert discarded == ["a route"]
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1, math.nan, math.inf, MAX_DEADLINE_S + 1])
+def test_a_deadline_is_a_bounded_time(deadline_s):
+    with pytest.raises(errors.LocalProtocolError, match="deadline_s"):
+        TimeLimit(deadline_s)
+
+
+def test_what_remains_shrinks_and_is_then_an_error():
+    limit = TimeLimit(1e-9)
+
+    with pytest.raises(errors.TransferError, match="not complete within 1e-09 s"):
+        limit.remaining_s()
+
+
+def test_cancel_interrupts_a_wait_and_forbids_the_next():
+    limit, interrupted = TimeLimit(10), []
+
+    with limit.interruptible(lambda: interrupted.append(True)):
+        limit.cancel()
+
+    assert interrupted == [True]
+    with pytest.raises(errors.TransferError, match="cancelled"):
+        limit.remaining_s()
+    with pytest.raises(errors.TransferError, match="cancelled"), limit.interruptible(print):
+        pytest.fail("it was entered")
+
+
+def test_cancel_after_the_wait_interrupts_nothing():
+    limit, interrupted = TimeLimit(10), []
+    with limit.interruptible(lambda: interrupted.append(True)):
+        pass
+
+    limit.cancel()
+
+    assert interrupted == []

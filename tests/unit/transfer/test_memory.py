@@ -1,12 +1,14 @@
 """Shared memory is what it is said to be, and copies stop when their time is over."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from dynamo.base import errors
 from dynamo.transfer import api, memory
-from dynamo.transfer.limit import Limit
+from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.plan import Pattern
 
 READ, WRITE = api.Operation.READ, api.Operation.WRITE
@@ -80,8 +82,8 @@ def test_short_and_long_copies_in_both_directions(length):
     ours, theirs = (memory.Window(memory.private(41 * MIB)) for _ in range(2))
     theirs.view[10 : 10 + length] = os.urandom(length)
 
-    memory.move(READ, ours, theirs, one(3, 10, length), Limit(30))
-    memory.move(WRITE, ours, theirs, one(3, 0, length), Limit(30))
+    memory.move(READ, ours, theirs, one(3, 10, length), TimeLimit(30))
+    memory.move(WRITE, ours, theirs, one(3, 0, length), TimeLimit(30))
 
     assert ours.view[3 : 3 + length] == theirs.view[:length]
     ours.close()
@@ -91,7 +93,7 @@ def test_short_and_long_copies_in_both_directions(length):
 def test_a_copy_that_was_cancelled_stops_on_its_way():
     ours, theirs = (memory.Window(memory.private(64 * MIB)) for _ in range(2))
     theirs.view[-1] = 1
-    limit = Limit(30)
+    limit = TimeLimit(30)
     limit.cancel()
 
     with pytest.raises(errors.TransferError, match="cancelled"):
@@ -113,7 +115,7 @@ def test_a_pattern_is_copied_from_each_of_its_origins(operation):
         else:
             expected_theirs[there : there + length] = ours.view[here : here + length]
 
-    memory.move(operation, ours, theirs, pattern, Limit(30))
+    memory.move(operation, ours, theirs, pattern, TimeLimit(30))
 
     assert (ours.view, theirs.view) == (expected_ours, expected_theirs)
     ours.close()
@@ -128,7 +130,7 @@ def test_other_threads_may_run_for_every_other_stretch_of_short_pieces(monkeypat
     size = 64 * 1024
     pieces = [(at, at, size) for at in range(0, 12 * MIB, size)]
 
-    memory.move(READ, ours, theirs, Pattern([(0, 0)], pieces), Limit(30))
+    memory.move(READ, ours, theirs, Pattern([(0, 0)], pieces), TimeLimit(30))
 
     stretches = [range(start, start + 2 * MIB, size) for start in (2 * MIB, 6 * MIB, 10 * MIB)]
     assert [at - ours.address for at in freely] == [at for each in stretches for at in each]
@@ -139,7 +141,7 @@ def test_other_threads_may_run_for_every_other_stretch_of_short_pieces(monkeypat
 def test_a_copy_that_failed_holds_no_memory(monkeypatch):
     memories = [memory.private(8 * MIB) for _ in range(2)]
     ours, theirs = map(memory.Window, memories)
-    limit = Limit(30)
+    limit = TimeLimit(30)
     monkeypatch.setattr(memory, "_memmove", lambda *_: limit.cancel())
     size = 64 * 1024
     pieces = [(at, at, size) for at in range(0, 8 * MIB, size)]
@@ -154,3 +156,14 @@ def test_a_copy_that_failed_holds_no_memory(monkeypatch):
         mapped.close()  # BufferError if anybody has a part of it
 
     assert failure.value
+
+
+def test_two_processes_of_one_user_on_one_host_agree():
+    other = subprocess.run(
+        [sys.executable, "-c", "from dynamo.transfer import memory; print(memory.identify_host())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert other.stdout.strip() == memory.identify_host()

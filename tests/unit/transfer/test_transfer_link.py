@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from dynamo.base import errors
-from dynamo.transfer.limit import Limit
+from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link
 
 WAKE = 256 * 1024
@@ -41,7 +41,7 @@ def test_spans_arrive_whole_and_words_after_them(ends, total, is_summed):
     link, far = ends
     sent = memoryview(bytearray(range(251)) * (total // 251 + 2))
     received = memoryview(bytearray(len(sent)))
-    spans, limit = spans_of(total), Limit(30)
+    spans, limit = spans_of(total), TimeLimit(30)
 
     def send():
         Link(far).send_spans(sent, spans, limit, is_summed=is_summed)
@@ -75,7 +75,7 @@ def test_a_sender_who_is_slow_at_any_point_is_waited_for(ends, num_first):
 
     sending = threading.Thread(target=send)
     sending.start()
-    link.receive_spans(received, [(0, len(body))], Limit(30), is_summed=False)
+    link.receive_spans(received, [(0, len(body))], TimeLimit(30), is_summed=False)
 
     sending.join()
     assert received == body
@@ -89,7 +89,7 @@ def test_a_sender_who_goes_before_the_end_is_an_error_at_once(ends, num_sent):
     received = memoryview(bytearray(3 * WAKE))
 
     with pytest.raises(errors.TransferError, match="closed the connection"):
-        link.receive_spans(received, [(0, 3 * WAKE)], Limit(30), is_summed=False)
+        link.receive_spans(received, [(0, 3 * WAKE)], TimeLimit(30), is_summed=False)
 
 
 def test_a_sender_who_stops_is_an_error_when_the_time_is_over(ends):
@@ -98,7 +98,7 @@ def test_a_sender_who_stops_is_an_error_when_the_time_is_over(ends):
     received = memoryview(bytearray(3 * WAKE))
 
     with pytest.raises(errors.TransferError, match="not complete within"):
-        link.receive_spans(received, [(0, 3 * WAKE)], Limit(0.2), is_summed=False)
+        link.receive_spans(received, [(0, 3 * WAKE)], TimeLimit(0.2), is_summed=False)
 
 
 def await_acknowledgement(sock):

@@ -1,15 +1,15 @@
-"""Within one process: `dynamo run` with prefill and decode side by side, and tests that need no second process."""
+"""Transfers within one process: `dynamo run` with prefill and decode side by side, and tests."""
 
 import secrets
 
 from dynamo.base import errors
 from dynamo.transfer import api, memory, routes
-from dynamo.transfer.limit import Limit
+from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.plan import Pattern
 
 
 class Room:
-    """Where the agents of a process find each other; whoever assembles the process passes it to all of them."""
+    """The registry in which the agents of a process find each other; all of them are made with it."""
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(16)
@@ -17,7 +17,7 @@ class Room:
 
 
 class LocalBackend:
-    """Copies between memory that both sides see."""
+    """Copies between two pools of this process."""
 
     name = "local"
     capabilities = api.Capabilities(
@@ -33,7 +33,7 @@ class LocalBackend:
         self._room.present[exposed.epoch] = exposed
         return f"{self._room.id}/{exposed.epoch}"
 
-    def connect(self, target: routes.Target, limit: Limit) -> "LocalRoute":
+    def connect(self, target: routes.Target, limit: TimeLimit) -> "LocalRoute":
         assert self._exposed is not None, "connect before listen"
         limit.remaining_s()
         return LocalRoute(self._room, self._exposed, target)
@@ -44,23 +44,23 @@ class LocalBackend:
 
 
 class LocalRoute:
-    """Looks its peer up each time, so that one that has closed is gone."""
+    """A route that looks its peer up for each operation, so that a closed one is noticed."""
 
-    def __init__(self, room: Room, mine: routes.Exposed, target: routes.Target) -> None:
-        self._room, self._mine, self._target = room, mine, target
-        self._ours = memory.Window(mine.region.memory)
-        self._theirs = memory.Window(self._peer().region.memory)
+    def __init__(self, room: Room, own: routes.Exposed, target: routes.Target) -> None:
+        self._room, self._own, self._target = room, own, target
+        self._local = memory.Window(own.region.memory)
+        self._remote = memory.Window(self._peer().region.memory)
 
-    def move(self, operation: api.Operation, pattern: Pattern, limit: Limit) -> None:
+    def move(self, operation: api.Operation, pattern: Pattern, limit: TimeLimit) -> None:
         self._peer()
-        memory.move(operation, self._ours, self._theirs, pattern, limit)
+        memory.move(operation, self._local, self._remote, pattern, limit)
 
-    def notify(self, message: bytes, limit: Limit) -> None:
-        self._peer().deliver(self._mine.name, message, limit)
+    def notify(self, message: bytes, limit: TimeLimit) -> None:
+        self._peer().deliver(self._own.name, message, limit)
 
     def close(self) -> None:
-        self._ours.close()
-        self._theirs.close()
+        self._local.close()
+        self._remote.close()
 
     def _peer(self) -> routes.Exposed:
         peer = self._room.present.get(self._target.epoch)

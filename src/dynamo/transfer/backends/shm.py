@@ -1,10 +1,9 @@
-"""On one host: the peer's pool is mapped once, when we connect, and bytes are copied once, by whoever posts.
+"""Transfers on one host: the peer's pool is mapped once, on connecting, and bytes are copied once, by the posting side.
 
 A socket brings the descriptor of the memory and, later, notifications. It lives in the abstract namespace under a
-random name, so nothing is left on any disk by a process that is killed; what protects it is the kernel's word on who
-is at the other end: both sides drop a peer that belongs to another user, and one of another cluster, if there is a
-token. A copy asks nothing of the peer, not even
-that it lives: its memory stays as long as it is mapped here.
+random name, so nothing is left on any disk by a process that is killed; the kernel names the user at the other
+end, and both sides drop a peer of another user, and of another cluster if there is a token. A copy needs no help of
+the peer, not even that it lives: its memory stays as long as it is mapped here.
 """
 
 import os
@@ -12,14 +11,14 @@ import secrets
 import socket
 
 from dynamo.base import errors, membership
-from dynamo.transfer import api, handshake, links, memory, messages, routes, service
-from dynamo.transfer.limit import Limit
-from dynamo.transfer.link import Link
+from dynamo.transfer import api, handshake, memory, messages, routes, server
+from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.link import Link, LinkPool
 from dynamo.transfer.plan import Pattern
 
 
 class ShmBackend:
-    """For regions that lie in shared memory."""
+    """The backend for regions in shared memory."""
 
     name = "shm"
     capabilities = api.Capabilities(
@@ -28,7 +27,7 @@ class ShmBackend:
 
     def __init__(self, *, credentials: membership.Credentials = membership.NO_CREDENTIALS) -> None:
         self._authenticator = handshake.new_authenticator(credentials)
-        self._service: service.Service | None = None
+        self._service: server.TransferServer | None = None
         self._exposed: routes.Exposed | None = None
         self._window: memory.Window | None = None
 
@@ -39,32 +38,32 @@ class ShmBackend:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind("\0" + address)
         self._exposed, self._window = exposed, memory.Window(exposed.region.memory)
-        self._service = service.Service(
+        self._service = server.TransferServer(
             sock, exposed, authenticator=self._authenticator, check=check_user
         )
         return address
 
-    def connect(self, target: routes.Target, limit: Limit) -> "ShmRoute":
+    def connect(self, target: routes.Target, limit: TimeLimit) -> "ShmRoute":
         assert self._exposed is not None, "connect before listen"
         assert self._window is not None
-        mine = self._exposed
+        own = self._exposed
 
-        def greet(link: Link, limit: Limit) -> None:
+        def greet(link: Link, limit: TimeLimit) -> None:
             check_user(link)
             handshake.enter(
                 link,
-                name=mine.name,
+                name=own.name,
                 epoch=target.epoch,
                 authenticator=self._authenticator,
                 limit=limit,
             )
 
-        peer = links.Links(lambda limit: _connect(target.address, limit), greet)
-        with peer.borrow(limit) as link:
+        links = LinkPool(lambda limit: _connect(target.address, limit), greet)
+        with links.borrow(limit) as link:
             link.send(messages.Attach(), limit)
             link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
             pool = memory.map_peers(link.receive_descriptor(limit), target.num_bytes)
-        return ShmRoute(self._window, memory.Window(pool), peer)
+        return ShmRoute(self._window, memory.Window(pool), links)
 
     def close(self) -> None:
         if self._service is not None:
@@ -74,31 +73,31 @@ class ShmBackend:
 
 
 class ShmRoute:
-    """Two windows; the socket is for words."""
+    """A route that copies between two mapped pools; its socket carries notifications."""
 
-    def __init__(self, ours: memory.Window, theirs: memory.Window, peer: links.Links) -> None:
-        self._ours, self._theirs, self._links = ours, theirs, peer
+    def __init__(self, local: memory.Window, remote: memory.Window, links: LinkPool) -> None:
+        self._local, self._remote, self._links = local, remote, links
 
-    def move(self, operation: api.Operation, pattern: Pattern, limit: Limit) -> None:
-        memory.move(operation, self._ours, self._theirs, pattern, limit)
+    def move(self, operation: api.Operation, pattern: Pattern, limit: TimeLimit) -> None:
+        memory.move(operation, self._local, self._remote, pattern, limit)
 
-    def notify(self, message: bytes, limit: Limit) -> None:
+    def notify(self, message: bytes, limit: TimeLimit) -> None:
         self._links.notify(message, limit)
 
     def close(self) -> None:
         self._links.close()
-        self._theirs.close()
+        self._remote.close()
 
 
 def check_user(link: Link) -> None:
-    """Raises TransferError if another user is at the other end."""
+    """Check the user at the other end. Raises TransferError for another one."""
     if (uid := link.peer_uid()) != os.getuid():
         raise errors.TransferError(
             f"expected a process of our user {os.getuid()} at the other end, found user {uid}"
         )
 
 
-def _connect(address: str, limit: Limit) -> Link:
+def _connect(address: str, limit: TimeLimit) -> Link:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(limit.remaining_s())
     try:

@@ -1,6 +1,6 @@
-"""To another host: the server sends from its pool, the client receives into its own, without a copy of ours between.
+"""Transfers to another host: the server sends from its pool, the client receives into its own, without another copy.
 
-An address is `host:port`. On loopback nothing is asked; any other address wants a cluster token or certificates at
+An address is `host:port`. Loopback needs no credentials; any other address needs a cluster token or certificates at
 both ends (`handshake`).
 """
 
@@ -10,11 +10,10 @@ import socket
 from collections.abc import Iterator
 
 from dynamo.base import errors, membership
-from dynamo.transfer import api, handshake, links, messages, routes, service
-from dynamo.transfer.limit import Limit
-from dynamo.transfer.link import Link
+from dynamo.transfer import api, handshake, messages, routes, server
+from dynamo.transfer.job import TimeLimit
+from dynamo.transfer.link import Link, LinkPool, TlsLink
 from dynamo.transfer.plan import Pattern, Piece
-from dynamo.transfer.tls_link import TlsLink
 
 _WILDCARDS = ("", "0.0.0.0", "::")
 # On loopback, where no bytes are on their way, a short send buffer lets the kernel use the same pages again while they
@@ -23,7 +22,7 @@ _LOOPBACK_SEND_BYTES = 256 * 1024
 
 
 class TcpBackend:
-    """Listens on one host and port; port 0 lets the system choose."""
+    """The backend that listens on one host and port; port 0 lets the system select one."""
 
     name = "tcp"
     capabilities = api.Capabilities(
@@ -38,9 +37,9 @@ class TcpBackend:
         credentials: membership.Credentials = membership.NO_CREDENTIALS,
         is_always_summed: bool = False,
     ) -> None:
-        """`is_always_summed`: checksums on loopback, too, as for tunnels that end there.
+        """`is_always_summed`: send checksums on loopback, too, as for tunnels that end there.
 
-        Raises ConfigError for a host that is no address to give to others, or is open to strangers.
+        Raises ConfigError for a host that peers cannot connect to, or one that is open without credentials.
         """
         if host in _WILDCARDS:
             raise errors.ConfigError(
@@ -50,7 +49,7 @@ class TcpBackend:
         self._host, self._port, self._credentials = host, port, credentials
         self._authenticator = handshake.new_authenticator(credentials)
         self._is_always_summed = is_always_summed
-        self._service: service.Service | None = None
+        self._service: server.TransferServer | None = None
         self._exposed: routes.Exposed | None = None
 
     def listen(self, exposed: routes.Exposed) -> str:
@@ -61,38 +60,38 @@ class TcpBackend:
             raise errors.ConfigError(
                 f"cannot listen for transfers on {self._host}:{self._port}: {error}"
             ) from error
-        _tune(sock, self._host)  # what it takes in is like it
+        _tune(sock, self._host)  # accepted sockets inherit it
         self._exposed = exposed
         make_link = functools.partial(self._link, is_server=True)
-        self._service = service.Service(
+        self._service = server.TransferServer(
             sock, exposed, authenticator=self._authenticator, make_link=make_link
         )
         return _join(self._host, sock.getsockname()[1])
 
-    def connect(self, target: routes.Target, limit: Limit) -> "TcpRoute":
+    def connect(self, target: routes.Target, limit: TimeLimit) -> "TcpRoute":
         assert self._exposed is not None, "connect before listen"
         host, port = _split(target.address)
         if self._is_open and not membership.is_loopback(host):
             raise errors.TransferError(
-                f"{target.name} is on another host ({host}), which wants a cluster token, and we have none"
+                f"{target.name} is on another host ({host}), which needs a cluster token, and we have none"
             )
-        mine = self._exposed
+        own = self._exposed
 
-        def greet(link: Link, limit: Limit) -> None:
+        def greet(link: Link, limit: TimeLimit) -> None:
             handshake.enter(
                 link,
-                name=mine.name,
+                name=own.name,
                 epoch=target.epoch,
                 authenticator=self._authenticator,
                 limit=limit,
             )
 
         make_link = functools.partial(self._link, is_server=False)
-        peer = links.Links(lambda limit: _connect(host, port, limit, make_link), greet)
-        peer.warm(limit)
+        links = LinkPool(lambda limit: _connect(host, port, limit, make_link), greet)
+        links.warm(limit)
         is_bare = self._credentials.tls is None and not membership.is_loopback(host)
         is_summed = self._is_always_summed or is_bare
-        return TcpRoute(mine.region.memory, peer, is_summed=is_summed)
+        return TcpRoute(own.region.memory, links, is_summed=is_summed)
 
     def close(self) -> None:
         if self._service is not None:
@@ -100,8 +99,8 @@ class TcpBackend:
 
     @property
     def _is_open(self) -> bool:
-        shown = self._credentials
-        return shown.token is None and shown.tls is None and not shown.is_insecure
+        own = self._credentials
+        return own.token is None and own.tls is None and not own.is_insecure
 
     def _link(self, sock: socket.socket, *, is_server: bool) -> Link:
         if (tls := self._credentials.tls) is None:
@@ -111,29 +110,29 @@ class TcpBackend:
 
 
 class TcpRoute:
-    """Each thread that moves something has a connection for itself."""
+    """A route in which each thread that moves blocks has a connection of its own."""
 
-    def __init__(self, memory: memoryview, peer: links.Links, *, is_summed: bool) -> None:
-        self._memory, self._links, self._is_summed = memory, peer, is_summed
+    def __init__(self, memory: memoryview, links: LinkPool, *, is_summed: bool) -> None:
+        self._memory, self._links, self._is_summed = memory, links, is_summed
 
-    def move(self, operation: api.Operation, pattern: Pattern, limit: Limit) -> None:
+    def move(self, operation: api.Operation, pattern: Pattern, limit: TimeLimit) -> None:
         step = self._pull if operation is api.Operation.READ else self._push
         with self._links.borrow(limit) as link:
             for batch in _batches(pattern.pieces()):
                 step(link, batch, limit)
 
-    def notify(self, message: bytes, limit: Limit) -> None:
+    def notify(self, message: bytes, limit: TimeLimit) -> None:
         self._links.notify(message, limit)
 
     def close(self) -> None:
         self._links.close()
 
-    def _pull(self, link: Link, batch: list[Piece], limit: Limit) -> None:
+    def _pull(self, link: Link, batch: list[Piece], limit: TimeLimit) -> None:
         link.send(messages.Read(_remote(batch), self._is_summed, limit.remaining_s()), limit)
         link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
         link.receive_spans(self._memory, _local(batch), limit, is_summed=self._is_summed)
 
-    def _push(self, link: Link, batch: list[Piece], limit: Limit) -> None:
+    def _push(self, link: Link, batch: list[Piece], limit: TimeLimit) -> None:
         request = messages.Write(_remote(batch), self._is_summed, limit.remaining_s())
         link.send(request, limit, is_more=True)
         link.send_spans(self._memory, _local(batch), limit, is_summed=self._is_summed)
@@ -153,7 +152,7 @@ def _remote(batch: list[Piece]) -> bytes:
     return messages.pack([(remote, length) for _, remote, length in batch])
 
 
-def _connect(host: str, port: int, limit: Limit, make_link: service.MakeLink) -> Link:
+def _connect(host: str, port: int, limit: TimeLimit, make_link: server.MakeLink) -> Link:
     try:
         sock = socket.create_connection((host, port), timeout=limit.remaining_s())
     except OSError as error:

@@ -8,38 +8,38 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.transfer import messages
-from dynamo.transfer.backends.nixl import words
+from dynamo.transfer.backends.nixl import messages as nixl_messages
 
 WORDS = [
-    words.Hello("decode-0", b"contact"),
-    words.Welcome(),
-    words.Notify(7, b"pulled", 1.5),
-    words.Heard(7),
-    words.Refused(7, "too busy"),
-    words.Bye(),
+    nixl_messages.NixlHello("decode-0", b"contact"),
+    nixl_messages.NixlWelcome(),
+    nixl_messages.NixlNotify(7, b"pulled", 1.5),
+    nixl_messages.NixlHeard(7),
+    nixl_messages.NixlRefused(7, "too busy"),
+    nixl_messages.NixlBye(),
 ]
 
 
 @pytest.mark.parametrize("word", WORDS, ids=lambda word: type(word).__name__)
 def test_a_word_is_heard_as_it_was_said(word):
-    assert words.decode(words.encode(word)) == word
+    assert nixl_messages.decode(nixl_messages.encode(word)) == word
 
 
-@pytest.mark.parametrize("said", [b"", b"pulled", bytes(words.MAX_WORD_BYTES + 1)])
+@pytest.mark.parametrize("said", [b"", b"pulled", bytes(nixl_messages.MAX_BYTES + 1)])
 def test_what_is_no_word_is_refused(said):
     with pytest.raises(errors.RemoteProtocolError, match="expected"):
-        words.decode(said)
+        nixl_messages.decode(said)
 
 
 def test_the_longest_notification_fits():
-    longest = words.Notify(2**63, bytes(messages.MAX_NOTIFICATION_BYTES), 600.0)
+    longest = nixl_messages.NixlNotify(2**63, bytes(messages.MAX_NOTIFICATION_BYTES), 600.0)
 
-    assert words.decode(words.encode(longest)) == longest
+    assert nixl_messages.decode(nixl_messages.encode(longest)) == longest
 
 
 def test_an_address_that_is_none_is_the_peers_mistake():
     with pytest.raises(errors.TransferError, match="NIXL's address"):
-        words.decode_address(b"127.0.0.1:80")
+        nixl_messages.decode_address(b"127.0.0.1:80")
 
 
 PIECES = st.lists(

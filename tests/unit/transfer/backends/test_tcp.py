@@ -38,7 +38,7 @@ async def test_an_address_that_is_taken_is_one_sentence():
 
 @pytest.mark.parametrize(
     ("address", "why"),
-    [(b"10.20.30.40:1234", "wants a cluster token"), (b"127.0.0.1:123456", "expected host:port")],
+    [(b"10.20.30.40:1234", "needs a cluster token"), (b"127.0.0.1:123456", "expected host:port")],
 )
 async def test_an_address_of_a_peer_is_checked(address, why):
     worker = await transfer_peer.Worker("prefill-0", tcp.TcpBackend(), seed=1).start()

@@ -1,12 +1,12 @@
 """One agent of the NIXL library with its own UCX worker, used by one thread at a time. The only door to `nixl`.
 
-Why one *per peer* and not one for all: a transfer that has been begun cannot be taken back. Measured with nixl 1.5.1
+Each peer has an endpoint of its own, because a transfer that has begun cannot be cancelled. Measured with nixl 1.5.1
 over TCP: after `release`, and after the peer was removed, the bytes of a stalled READ still came as soon as the peer
-went on, into blocks that were somebody else's by then. Only the end of the UCX worker stops it for certain, so the
-worker of a peer must not be that of another.
+went on, into blocks that belonged to other sequences by then. Only the end of the UCX worker stops it for certain, so
+the worker of a peer must not be that of another.
 
 NIXL's own progress thread is left off: it spins, and costs a core that has nothing to do (0.5 to 0.9 CPU seconds a
-second). Who waits makes the progress, and the service looks every millisecond.
+second). A waiting thread makes the progress, and the server looks every millisecond.
 """
 
 import logging
@@ -18,7 +18,7 @@ import nixl._api as nixl
 
 from dynamo.base import errors
 from dynamo.transfer import api, memory
-from dynamo.transfer.limit import Limit
+from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.plan import Piece
 
 _FAULTS: tuple[type[Exception], ...] = tuple(
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Endpoint:
-    """Knows one region, ours, and whom it has met. Every method raises TransferError if NIXL fails."""
+    """Opens one region of ours, and knows its peers. Every method raises TransferError if NIXL fails."""
 
     def __init__(self, name: str, window: memory.Window) -> None:
         _hush()
@@ -41,35 +41,35 @@ class Endpoint:
 
     @property
     def contact(self) -> bytes:
-        """Where to connect, with the keys of our region."""
+        """The address of this endpoint, with the keys of its region."""
         return bytes(self._call(lambda: self._agent.get_agent_metadata()))
 
     @property
     def answer_contact(self) -> bytes:
-        """Where to connect, and nothing that opens memory."""
+        """The address of this endpoint, without keys that open memory."""
         nothing = self._call(lambda: nixl.nixlBind.nixlRegDList(nixl.nixlBind.DRAM_SEG))
         partial = self._call(
             lambda: self._agent.get_partial_agent_metadata(nothing, inc_conn_info=True)
         )
         return bytes(partial)
 
-    def meet(self, contact: bytes) -> str:
-        """Learn how to reach a peer; gives its name."""
+    def add_peer(self, contact: bytes) -> str:
+        """Add a peer by its address; return its name."""
         named = self._call(lambda: self._agent.add_remote_agent(contact))
         return named.decode() if isinstance(named, bytes) else str(named)
 
-    def forget(self, peer: str) -> None:
-        """Close what leads to it."""
+    def remove_peer(self, peer: str) -> None:
+        """Close the connection to a peer."""
         self._call(lambda: self._agent.remove_remote_agent(peer))
 
-    def say(self, peer: str, word: bytes) -> None:
-        """Without waiting until it has been heard."""
-        self._call(lambda: self._agent.send_notif(peer, word))
+    def send(self, peer: str, message: bytes) -> None:
+        """Send a notification, without waiting for it to arrive."""
+        self._call(lambda: self._agent.send_notif(peer, message))
 
-    def hear(self) -> list[tuple[str, bytes]]:
-        """What peers have said since, and some progress of everything else."""
-        said = self._call(lambda: self._agent.get_new_notifs())
-        return [(peer, bytes(word)) for peer, words in said.items() for word in words]
+    def receive(self) -> list[tuple[str, bytes]]:
+        """Return the notifications since the last call, and let other operations progress."""
+        by_peer = self._call(lambda: self._agent.get_new_notifs())
+        return [(peer, bytes(each)) for peer, bodies in by_peer.items() for each in bodies]
 
     def move(
         self,
@@ -77,12 +77,12 @@ class Endpoint:
         peer: str,
         pool_at: int,
         pieces: Sequence[Piece],
-        limit: Limit,
+        limit: TimeLimit,
     ) -> None:
-        """Copy these. After any error, or at the limit, `close` alone makes the memory quiet."""
-        ours = [(self._window.address + local, length, 0) for local, _, length in pieces]
-        theirs = [(pool_at + remote, length, 0) for _, remote, length in pieces]
-        self._handle = self._call(lambda: self._begin(operation, peer, ours, theirs))
+        """Copy these pieces. After an error or at the time limit, bytes may still arrive until `close`."""
+        local_parts = [(self._window.address + local, length, 0) for local, _, length in pieces]
+        remote_parts = [(pool_at + remote, length, 0) for _, remote, length in pieces]
+        self._handle = self._call(lambda: self._begin(operation, peer, local_parts, remote_parts))
         state = self._call(lambda: self._agent.transfer(self._handle))
         wait = Wait(limit)
         while state == "PROC":
@@ -96,7 +96,7 @@ class Endpoint:
     def close(self) -> None:
         """End the UCX worker, and with it whatever still moves. Idempotent; never raises."""
         if self._handle is not None:
-            self._handle._released = True  # its release would wait for nothing, and says so loudly
+            self._handle._released = True  # otherwise its release waits in vain, and logs that
             self._handle._agent = None
             self._handle = None
         if self._agent is not None:
@@ -104,44 +104,46 @@ class Endpoint:
             self._agent = None
 
     def _open(self, name: str) -> None:
-        told = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
-        self._agent = nixl.nixl_agent(name, told)
+        agent_config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent = nixl.nixl_agent(name, agent_config)
         self._agent.create_backend("UCX")
-        whole = [(self._window.address, len(self._window.view), 0, "")]
-        self._agent.register_memory(self._agent.get_reg_descs(whole, "DRAM"))
+        region = [(self._window.address, len(self._window.view), 0, "")]
+        self._agent.register_memory(self._agent.get_reg_descs(region, "DRAM"))
 
     def _begin(
         self,
         operation: api.Operation,
         peer: str,
-        ours: list[tuple[int, int, int]],
-        theirs: list[tuple[int, int, int]],
+        local_parts: list[tuple[int, int, int]],
+        remote_parts: list[tuple[int, int, int]],
     ) -> Any:
-        local, remote = (self._agent.get_xfer_descs(side, "DRAM") for side in (ours, theirs))
+        local, remote = (
+            self._agent.get_xfer_descs(side, "DRAM") for side in (local_parts, remote_parts)
+        )
         return self._agent.initialize_xfer(operation.name, local, remote, peer)
 
     @staticmethod
-    def _call(ask: Callable[[], T]) -> T:
+    def _call(function: Callable[[], T]) -> T:
         try:
-            return ask()
+            return function()
         except _FAULTS as error:
             raise errors.TransferError(f"NIXL: {error}") from error
 
 
 class Wait:
-    """Looks again and again under a limit: at once for a while, then with pauses."""
+    """A polling loop under a time limit: without pauses for a while, then with them."""
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, limit: TimeLimit) -> None:
         self._limit, self._is_eager_until = limit, time.monotonic() + _EAGER_S
 
     def pause(self) -> None:
-        """Raises TransferError at the limit."""
+        """Pause before the next poll. Raises TransferError at the time limit."""
         self._limit.remaining_s()
         time.sleep(_PAUSE_S if time.monotonic() > self._is_eager_until else 0)
 
 
 def _hush() -> None:
-    """NIXL writes to standard output by itself; let it speak as all of us do."""
+    """Let NIXL log like this process: by itself it writes to standard output."""
     log = logging.getLogger("nixl")
     log.handlers.clear()
     log.propagate = True

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from dynamo.base import errors, membership
-from dynamo.transfer import descriptors, handshake, routes, service
-from dynamo.transfer.limit import Limit
+from dynamo.transfer import descriptors, handshake, routes, server
+from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link
 from transfer_peer import LAYOUT
 
@@ -23,7 +23,7 @@ def serve():
         exposed = routes.Exposed(
             name="prefill-0", epoch="e", region=region, shared=None, deliver=lambda *said: None
         )
-        made = service.Service(
+        made = server.TransferServer(
             listening,
             exposed,
             authenticator=handshake.new_authenticator(membership.NO_CREDENTIALS),
@@ -44,7 +44,7 @@ def is_closed(sock):
 
 
 def test_a_stranger_who_says_nothing_is_dropped(serve, monkeypatch):
-    monkeypatch.setattr(service, "GREETING_LIMIT_S", 0.05)
+    monkeypatch.setattr(server, "GREETING_LIMIT_S", 0.05)
     dial = serve()
 
     with dial() as sock:
@@ -59,7 +59,7 @@ def enter(dial):
             name="decode-0",
             epoch="e",
             authenticator=handshake.new_authenticator(membership.NO_CREDENTIALS),
-            limit=Limit(10),
+            limit=TimeLimit(10),
         )
     except errors.TransferError:
         link.close()
@@ -87,7 +87,7 @@ def test_a_peer_that_has_left_makes_room(serve):
 
 
 def test_a_flood_of_strangers_takes_nobody_the_place(serve, monkeypatch):
-    monkeypatch.setattr(service, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(server, "MAX_PENDING", 4)
     dial = serve(max_connections=1)
     strangers = [dial() for _ in range(40)]
 

@@ -1,9 +1,9 @@
-"""What an agent does for its peers: a listening socket, a thread per connection, one operation after the other.
+"""The server of an agent: a listening socket, and a thread per connection that does one operation after the other.
 
 Threads, because bulk bytes through an event loop cost twice as much, and because a blocked thread is all that a
-stalled peer can hold. The number of connections is bounded. Strangers have seconds to prove who they are, and places
-of their own: when those are taken the oldest gives way, so that a flood of strangers takes no peer's place. Each
-operation has the time that its asker gave it.
+stalled peer can hold. The number of connections is bounded. A pending connection has seconds to authenticate, and the
+number of those is bounded separately: beyond it the oldest is dropped, so that a flood of them takes no peer's place.
+Each operation has the time limit that its client gave it.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ import msgspec
 from dynamo.base import errors
 from dynamo.runtime import authentication
 from dynamo.transfer import handshake, messages
-from dynamo.transfer.limit import Limit
+from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import GREETING_LIMIT_S, Link
 from dynamo.transfer.routes import Exposed
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
-MAX_STRANGERS = 64
+MAX_PENDING = 64
 MakeLink = Callable[[socket.socket], Link]
 _JOIN_S = 5.0
 _PAUSE_S = 0.1
 
 
-class Service:
+class TransferServer:
     """Serves one region on one socket, from construction to `close`."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Service:
         make_link: MakeLink = Link,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """`check` sees each new connection before a word is said, and raises TransferError to drop it.
+        """`check` is called with each new connection before any message, and raises TransferError to drop it.
 
         `make_link` may raise OSError.
         """
@@ -52,9 +52,7 @@ class Service:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._links: dict[Link, threading.Thread] = {}
-        self._strangers: dict[
-            Link, None
-        ] = {}  # of them, those that have proven nothing; the oldest first
+        self._pending: dict[Link, None] = {}  # of them, those not authenticated yet; oldest first
         sock.listen(128)
         self._accepting = threading.Thread(target=self._accept, name="transfer-accept", daemon=True)
         self._accepting.start()
@@ -94,7 +92,7 @@ class Service:
             if self._closed.is_set():
                 link.close()
                 return
-            self._strangers[link] = None
+            self._pending[link] = None
             thread = threading.Thread(
                 target=self._serve, args=(link,), name="transfer-serve", daemon=True
             )
@@ -102,12 +100,12 @@ class Service:
             thread.start()
 
     def _make_room(self) -> None:
-        """For one more stranger; its predecessor is gone when this returns, so that threads are bounded, too."""
+        """Drop the oldest pending connection if there are too many; its thread has ended when this returns."""
         with self._lock:
-            if len(self._strangers) < MAX_STRANGERS:
+            if len(self._pending) < MAX_PENDING:
                 return
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
             thread = self._links[oldest]
         oldest.interrupt()
         thread.join(_JOIN_S)
@@ -119,20 +117,20 @@ class Service:
             log.debug("a peer of %s went away: %s", self._exposed.name, error)
         except errors.DynamoError as error:
             log.warning("dropping a peer of %s: %s", self._exposed.name, error)
-            self._say_why(link, error)
+            self._refuse(link, error)
         finally:
             with (
                 self._lock
-            ):  # first, so that who sees the end of one connection has room for another
+            ):  # first, so that a peer that sees the end of one connection can open another
                 self._links.pop(link, None)
-                self._strangers.pop(link, None)
+                self._pending.pop(link, None)
             link.close()
 
     def _converse(self, link: Link) -> None:
         self._check(link)
-        greeting = Limit(GREETING_LIMIT_S)
+        greeting = TimeLimit(GREETING_LIMIT_S)
         handshake.admit(link, authenticator=self._authenticator, limit=greeting)
-        self._take_place(link)
+        self._count_peer(link)
         sender = handshake.welcome(link, epoch=self._exposed.epoch, limit=greeting)
         while True:
             request = link.receive(
@@ -140,12 +138,12 @@ class Service:
             )
             self._answer(link, sender, request)
 
-    def _take_place(self, link: Link) -> None:
-        """It is one of us. Raises RemoteProtocolError if there is no place."""
+    def _count_peer(self, link: Link) -> None:
+        """Count an authenticated connection. Raises RemoteProtocolError if there are too many."""
         with self._lock:
-            is_full = len(self._links) - len(self._strangers) >= self._max_connections
+            is_full = len(self._links) - len(self._pending) >= self._max_connections
             if not is_full:
-                self._strangers.pop(link, None)
+                self._pending.pop(link, None)
         if is_full:
             raise errors.RemoteProtocolError(
                 f"there are {self._max_connections} connections already; close some"
@@ -163,36 +161,36 @@ class Service:
                 self._attach(link)
 
     def _read(self, link: Link, request: messages.Read) -> None:
-        limit, memory = Limit(request.timeout_s), self._exposed.region.memory
+        limit, memory = TimeLimit(request.timeout_s), self._exposed.region.memory
         spans = messages.unpack(request.pieces, len(memory))
         link.send(messages.Done(), limit, is_more=True)
         link.send_spans(memory, spans, limit, is_summed=request.is_summed)
 
     def _write(self, link: Link, request: messages.Write) -> None:
-        limit, memory = Limit(request.timeout_s), self._exposed.region.memory
+        limit, memory = TimeLimit(request.timeout_s), self._exposed.region.memory
         spans = messages.unpack(request.pieces, len(memory))
         link.receive_spans(memory, spans, limit, is_summed=request.is_summed)
         link.send(messages.Done(), limit)
 
     def _notify(self, link: Link, sender: str, request: messages.Notify) -> None:
-        limit = Limit(request.timeout_s)
+        limit = TimeLimit(request.timeout_s)
         try:
             self._exposed.deliver(sender, request.message, limit)
         except errors.TransferError as error:
-            self._say_why(link, error)
+            self._refuse(link, error)
         else:
             link.send(messages.Done(), limit)
 
     def _attach(self, link: Link) -> None:
-        limit = Limit(GREETING_LIMIT_S)
+        limit = TimeLimit(GREETING_LIMIT_S)
         if self._exposed.shared is None:
             raise errors.RemoteProtocolError("this pool cannot be mapped")
         link.send(messages.Done(), limit)
         link.send_descriptor(self._exposed.shared.fd, limit)
 
     @staticmethod
-    def _say_why(link: Link, error: errors.DynamoError) -> None:
+    def _refuse(link: Link, error: errors.DynamoError) -> None:
         try:
-            link.send(messages.Refused(str(error)), Limit(1.0))
+            link.send(messages.Refused(str(error)), TimeLimit(1.0))
         except errors.TransferError:
-            log.debug("it did not wait to hear that")
+            log.debug("the peer has closed before it was refused")
