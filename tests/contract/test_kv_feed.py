@@ -295,8 +295,6 @@ async def test_a_request_that_is_none_is_refused(worker, join):
     runtime = await join()
     client = runtime.client(instances.EndpointName("n", "backend", instances.KV_EVENTS_REPLAY))
     await client.wait_for_instances(5)
-    answer = kv_event_subscriber.ReplayReceiver(lambda part: None)
-    await client.open("noise", answer)
 
     with pytest.raises(errors.RemoteProtocolError, match="a replay"):
-        await answer.completed
+        await client.call("noise", reply_type=kv_events.ReplayPart)

@@ -1,6 +1,7 @@
 """A model that can be talked to: messages in, text out as it comes. What `dynamo run` does without HTTP."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,9 +11,9 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
 from dynamo.frontend.apis.chat import request as openai_chat
 from dynamo.frontend.model_registry import file_fetcher
-from dynamo.preprocess import choice_text, loading, preprocessor
+from dynamo.preprocess import loading, preprocessor
 from dynamo.protocols import generate, instances, model_card
-from dynamo.runtime import client, component, requests
+from dynamo.runtime import client, component
 
 FIND_S = 5.0  # for the instances of an endpoint to be seen
 Message = Mapping[str, Any]
@@ -58,17 +59,22 @@ class Session:
         request = prepared.request
         if request.sampling_options.n != 1:
             raise errors.InvalidRequest("n: expected 1, because one answer is told here", param="n")
-        teller = _Teller(self._processor.make_answer_text(request), on_text)
-        stream = await self._endpoint.open(request, teller)
-        try:
-            await teller.ended_well
-        finally:
-            stream.cancel()
+        text, pieces, finish_reason = self._processor.make_answer_text(request), [], ""
+        outputs = self._endpoint.stream(request, item_type=generate.Output)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if piece := text.push(output):
+                    pieces.append(piece)
+                    _write(piece, on_text)
+                if text.stop_reason is not None or output.finish_reason is not None:
+                    is_length = output.finish_reason is generate.FinishReason.LENGTH
+                    finish_reason = "length" if is_length and text.stop_reason is None else "stop"
+                    break
         return Answer(
-            text="".join(teller.pieces),
-            finish_reason=teller.finish_reason,
+            text="".join(pieces),
+            finish_reason=finish_reason,
             prompt_tokens=request.prompt_len,
-            completion_tokens=teller.text.num_tokens,
+            completion_tokens=text.num_tokens,
             duration_s=self._clock.now() - began_at,
         )
 
@@ -104,43 +110,8 @@ async def _brought(
     return await fetcher.fetch_files(record.card_json, (giver,) if giver is not None else ())
 
 
-class _Teller(requests.Receiver):
-    """Turns outputs into text and tells it at once."""
-
-    def __init__(self, text: choice_text.ChoiceText, on_text: Callable[[str], None]) -> None:
-        self.text = text
-        self.pieces: list[str] = []
-        self.finish_reason = ""
-        self.ended_well: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_text = on_text
-
-    def receive(self, output: generate.Output) -> None:
-        if self.finish_reason:
-            return
-        piece = self.text.push(output)
-        if piece:
-            self.pieces.append(piece)
-            self._tell(piece)
-        if self.text.stop_reason is not None:
-            self.finish_reason = "stop"
-            self.ended(None)
-        elif output.finish_reason is not None:
-            is_length = output.finish_reason is generate.FinishReason.LENGTH
-            self.finish_reason = "length" if is_length else "stop"
-
-    def _tell(self, piece: str) -> None:
-        try:
-            self._on_text(piece)
-        except OSError as error:  # who read our output has gone
-            self.ended(errors.ConfigError(f"cannot write the answer: {error.strerror}"))
-
-    def replied(self, body: msgspec.Raw) -> None:
-        self.ended(errors.RemoteProtocolError("expected the engine's outputs, got a reply"))
-
-    def ended(self, error: errors.DynamoError | None) -> None:
-        if self.ended_well.done():
-            return
-        if error is None:
-            self.ended_well.set_result(None)
-        else:
-            self.ended_well.set_exception(error)
+def _write(piece: str, on_text: Callable[[str], None]) -> None:
+    try:
+        on_text(piece)
+    except OSError as error:  # the reader of this program's output has gone
+        raise errors.ConfigError(f"cannot write the answer: {error.strerror}") from error

@@ -11,7 +11,7 @@ from dynamo.base import errors
 from dynamo.frontend.delivery import sse
 from dynamo.frontend.model_registry import registry
 from dynamo.protocols import instances, model_card
-from dynamo.runtime import client, requests
+from dynamo.runtime import client
 from dynamo.runtime.http import exchange
 
 TIMEOUT_S = 10.0
@@ -32,11 +32,9 @@ class CacheClearer:
     def __init__(
         self,
         models: registry.ModelRegistry,
-        plane: requests.RequestPlane,
         connect: Callable[[instances.EndpointName], client.EndpointClient],
     ) -> None:
         self._models = models
-        self._plane = plane
         self._connect = connect
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
 
@@ -84,18 +82,10 @@ class CacheClearer:
     async def _ask(self, name: instances.EndpointName, instance_id: int) -> dict[str, Any]:
         if name not in self._clients:
             self._clients[name] = self._connect(name)
-        endpoint = self._clients[name]
-        await endpoint.wait_for_instances(SETTLE_S)
-        worker = endpoint.instances.get(instance_id)
-        if worker is None:
-            raise errors.NoWorkers(f"instance {instance_id:x} does not serve {name}")
-        return await requests.call(
-            self._plane,
-            worker.transport[self._plane.name],
-            name.path,
-            None,
-            reply_type=dict[str, Any],
-            timeout_s=TIMEOUT_S,
+        endpoint_client = self._clients[name]
+        await endpoint_client.wait_for_instances(SETTLE_S)
+        return await endpoint_client.call(
+            None, reply_type=dict[str, Any], instance_id=instance_id, timeout_s=TIMEOUT_S
         )
 
 

@@ -123,9 +123,7 @@ class Frontend:
                 ),
                 metrics=frontend_metrics,
                 admission=self._admission,
-                cache_clearer=cache_clearing.CacheClearer(
-                    self.models, runtime.requests, runtime.client
-                ),
+                cache_clearer=cache_clearing.CacheClearer(self.models, runtime.client),
                 response_store=store,
                 shared_responses=shared_responses.SharedResponses(store, self._peers),
                 peers=self._peers,

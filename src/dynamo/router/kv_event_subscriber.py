@@ -11,15 +11,15 @@ appears, which then replays only the events since.
 """
 
 import asyncio
-import functools
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.protocols import generate, instances, kv_events
+from dynamo.protocols import instances, kv_events
 from dynamo.router import api, kv_event_order, prefix_index, snapshot
 from dynamo.runtime import component, events
 
@@ -32,7 +32,6 @@ _SWEPT_EDGES = 16  # in one turn of the event loop
 
 _logger = logging.getLogger(__name__)
 _decode_batch = msgspec.msgpack.Decoder(kv_events.EventBatch).decode
-_decode_part = msgspec.msgpack.Decoder(kv_events.ReplayPart).decode
 
 
 class KvEventSubscriber:
@@ -182,50 +181,24 @@ class KvEventSubscriber:
         del self._replays[instance_id]
 
     async def _request_replay(self, instance_id: int) -> None:
-        receiver = ReplayReceiver(functools.partial(self._on_replay, instance_id))
         positions = {
             rank: order.begin_replay() for rank, order in self._orders[instance_id].items()
         }
         request = kv_events.ReplayRequest(
             positions={rank: position for rank, position in positions.items() if position}
         )
-        stream = await self._client.open(
-            request, receiver, instance_id=instance_id, timeout_s=REPLAY_TIMEOUT_S
+        parts = self._client.stream(
+            request,
+            item_type=kv_events.ReplayPart,
+            instance_id=instance_id,
+            timeout_s=REPLAY_TIMEOUT_S,
         )
-        try:
-            await receiver.completed
-        finally:
-            stream.cancel()
+        answered_ranks = set()
+        async with contextlib.aclosing(parts):
+            async for part in parts:
+                answered_ranks.add(part.dp_rank)
+                self._on_replay(instance_id, part)
         self._unanswered.discard(instance_id)
-        for dp_rank in self._orders[instance_id].keys() - receiver.ranks:
+        for dp_rank in self._orders[instance_id].keys() - answered_ranks:
             del self._orders[instance_id][dp_rank]  # a rank of an earlier life of the worker
             self._index.remove_worker(api.Worker(instance_id, dp_rank))
-
-
-class ReplayReceiver:
-    """The receiver of a replay: passes each part on; `completed` is done when the stream has ended without error."""
-
-    def __init__(self, apply: Callable[[kv_events.ReplayPart], None]) -> None:
-        self.completed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ranks: set[int] = set()  # for which a part came
-        self._apply = apply
-
-    def receive(self, output: generate.Output) -> None:
-        self.ended(errors.RemoteProtocolError("expected KV events, got an engine's output"))
-
-    def replied(self, body: msgspec.Raw) -> None:
-        try:
-            part = _decode_part(body)
-        except msgspec.DecodeError as error:
-            self.ended(errors.RemoteProtocolError(f"expected a part of a replay: {error}"))
-        else:
-            self.ranks.add(part.dp_rank)
-            self._apply(part)
-
-    def ended(self, error: errors.DynamoError | None) -> None:
-        if self.completed.done():
-            return
-        if error is None:
-            self.completed.set_result(None)
-        else:
-            self.completed.set_exception(error)

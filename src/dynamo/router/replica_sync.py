@@ -159,15 +159,13 @@ class ReplicaSync:
     async def _apply_snapshot(self, instance_id: int, peer: _Peer) -> None:
         assert self._client is not None
         try:
-            snapshot = await requests.call(
-                self._runtime.requests,
-                self._client.instances[instance_id].transport[self._runtime.requests.name],
-                self._name.path,
+            snapshot = await self._client.call(
                 None,
                 reply_type=SequenceSnapshot,
+                instance_id=instance_id,
                 timeout_s=SNAPSHOT_TIMEOUT_S,
             )
-        except (errors.DynamoError, KeyError) as error:
+        except errors.DynamoError as error:
             _logger.warning("no active sequences from router %x: %s", instance_id, error)
             snapshot = SequenceSnapshot(peer.pending[0].number if peer.pending else 0, [])
         self._free(peer.keys - {event.request_id for event in snapshot.requests})

@@ -40,32 +40,24 @@ class Processor:
         return Text()
 
 
-class Stream:
-    """Remembers whether it was cancelled."""
-
-    is_cancelled = False
-
-    def cancel(self):
-        self.is_cancelled = True
-
-    def cancel_choice(self, index):
-        raise AssertionError(index)
-
-
 class Endpoint:
-    """Says what the test says, at once or never."""
+    """Streams the outputs of the test, and then ends, fails or stays silent."""
 
     def __init__(self, *outputs, error=None, is_silent=False):
         self.outputs, self.error, self.is_silent = outputs, error, is_silent
-        self.stream, self.asked = Stream(), asyncio.Event()
+        self.is_closed, self.asked = False, asyncio.Event()
 
-    async def open(self, request, receiver):
-        for output in self.outputs:
-            receiver.receive(output)
-        if not self.is_silent:
-            receiver.ended(self.error)
+    async def stream(self, request, *, item_type):
         self.asked.set()
-        return self.stream
+        try:
+            for output in self.outputs:
+                yield output
+            if self.is_silent:
+                await asyncio.Event().wait()
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.is_closed = True
 
 
 def said(text, end=None):
@@ -97,7 +89,7 @@ async def test_a_stop_string_ends_the_stream():
     answer = await talk(endpoint).chat(ASKED)
 
     assert (answer.text, answer.finish_reason) == ("a", "stop")
-    assert endpoint.stream.is_cancelled
+    assert endpoint.is_closed
 
 
 async def test_a_lost_worker_is_an_error():
@@ -114,7 +106,7 @@ async def test_cancelling_stops_the_worker():
     with pytest.raises(asyncio.CancelledError):
         await asking
 
-    assert endpoint.stream.is_cancelled
+    assert endpoint.is_closed
 
 
 async def test_a_wrong_field_is_named():
@@ -135,4 +127,4 @@ async def test_a_reader_who_has_gone_ends_the_stream():
     with pytest.raises(errors.ConfigError, match="cannot write the answer: Broken pipe"):
         await talk(endpoint).chat(ASKED, write)
 
-    assert endpoint.stream.is_cancelled
+    assert endpoint.is_closed

@@ -48,7 +48,7 @@ async def test_worker_that_fails_is_named(rig):
     told = (await rig.client.post("/clear_kv_blocks")).json()
 
     assert [one["name"].partition("-")[0] for one in told["cleared_workers"]] == ["other"]
-    assert "does not serve" in told["failed_workers"][0]["status"]
+    assert "no instance" in told["failed_workers"][0]["status"]
 
 
 async def test_response_without_workers_says_so(bare):

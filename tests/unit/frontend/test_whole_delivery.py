@@ -121,7 +121,7 @@ async def test_an_engine_that_fails_is_a_500_that_says_what(rig):
 
 async def test_a_worker_that_vanishes_is_a_503(rig):
     def script(call, _):
-        call._end.link.drop("was killed")
+        call._connection.frames.drop("was killed")
 
     rig.one.script = script
     answer = await rig.chat()
