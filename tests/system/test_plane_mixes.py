@@ -48,7 +48,7 @@ def test_request_goes_to_the_worker_with_its_prefix(mixed):
     assert max(first) < 100
 
 
-def test_worker_restarts(mixed):
+def test_workers_join_and_leave(mixed):
     frontend, worker = mixed.frontend(), mixed.mocker("--speedup-ratio", "1000")
     frontend.await_models([MODEL])
 
