@@ -45,7 +45,7 @@ LANGUAGE = {
     "pronoun docstrings, %": 17.8,
     "once-used helpers, %": 53.5,
 }
-MOST_LINES, MOST_FILES = 50_500, 455  # of the whole package
+MOST_LINES, MOST_FILES = 51_200, 445  # of the whole package
 LARGE: dict[str, int] = {}  # file -> lines it may keep; entries only shrink
 FACES: set[str] = {  # the __init__ files that may export names: the public face, and nothing else
     "runtime/__init__.py",  # `from dynamo.runtime import DistributedRuntime`, as in Dynamo's bindings; lazily
