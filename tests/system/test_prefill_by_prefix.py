@@ -87,7 +87,7 @@ def texts(answers):
     return [[choice["text"] for choice in answer["choices"]] for answer in answers]
 
 
-def test_answers_are_those_of_a_worker_that_computes_all_itself(pools):
+def test_prefill_by_prefix_gives_the_answers_of_an_aggregated_worker(pools):
     pools.alone()
     pools.ready(models=[ALONE, MODEL])
     prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 1500)]
@@ -109,7 +109,7 @@ def test_answers_are_those_of_a_worker_that_computes_all_itself(pools):
     assert sum(worker.metric("kvstats_active_blocks") for worker in pools.prefill) == 0
 
 
-def test_prefixes_find_their_prefill_worker_again_and_both_decode(pools):
+def test_prefixes_return_to_their_prefill_worker(pools):
     pools.ready()
     prefixes = [prompt(320, f"prefix {i}") for i in range(4)]
     first = {i: pools.ask(one)["nvext"]["worker_id"] for i, one in enumerate(prefixes)}
@@ -133,7 +133,7 @@ def test_prefixes_find_their_prefill_worker_again_and_both_decode(pools):
     assert timing["kv_transfer_blocks"] > 0
 
 
-def test_a_prefill_worker_dies_in_mid_traffic_and_no_request_is_lost(pools):
+def test_killed_prefill_worker_loses_no_request(pools):
     pools.ready()
     prompts = [prompt(300, i) for i in range(60)]
     with concurrent.futures.ThreadPoolExecutor(12) as threads:

@@ -65,7 +65,7 @@ async def serve(deployment, frontend, text):
     assert answer.status_code == 200
 
 
-async def test_a_killed_worker_is_forgotten_and_the_next_one_is_known(deployment):
+async def test_killed_worker_is_removed_and_the_next_one_indexed(deployment):
     worker, frontend = deployment.mocker("--speedup-ratio", "1000"), deployment.frontend()
     async with await Router.join(deployment) as router:
         await serve(deployment, frontend, "Tell me a story about a cat " * 20)

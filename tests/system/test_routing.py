@@ -56,13 +56,13 @@ def start(deployment, num_frontends, *flags):
     return workers, frontends
 
 
-def test_what_is_cached_is_found_again(deployment):
+def test_repeated_prompt_hits_the_cache(deployment):
     _, frontends = start(deployment, 1)
 
     assert load(frontends) > 0.7  # in turn it would be about 0.5
 
 
-def test_two_frontends_in_step_find_as_much_as_one(deployment):
+def test_two_synced_frontends_hit_as_often_as_one(deployment):
     _, alone = start(deployment, 1)
     found_alone = load(alone)
     httpx.post(f"{alone[0].url}/clear_kv_blocks", timeout=10)
@@ -73,7 +73,7 @@ def test_two_frontends_in_step_find_as_much_as_one(deployment):
     assert load(pair) > found_alone - 0.03
 
 
-def test_a_killed_worker_gets_nothing_after_it_was_noticed(deployment):
+def test_killed_worker_gets_no_request_after_it_is_noticed(deployment):
     workers, (frontend,) = start(deployment, 1)
     load([frontend])
     workers[0].kill()
@@ -85,7 +85,7 @@ def test_a_killed_worker_gets_nothing_after_it_was_noticed(deployment):
     assert all(usage["completion_tokens"] == 4 for usage in told)
 
 
-def test_a_worker_killed_in_mid_traffic_costs_the_streams_that_it_had_and_no_more(deployment):
+def test_worker_killed_under_load_breaks_only_its_own_streams(deployment):
     workers, (frontend,) = start(deployment, 1)
     texts = [f"{prefix(n % NUM_PREFIXES)} {n}" for n in range(240)]
     noticed_after = threading.Event()
@@ -112,7 +112,7 @@ def test_a_worker_killed_in_mid_traffic_costs_the_streams_that_it_had_and_no_mor
     assert len(failed) <= 8, failed  # at most those that were under way, one for each client
 
 
-def test_workers_of_one_process_are_routed_to_by_what_each_has(deployment):
+def test_workers_of_one_process_are_routed_by_their_own_caches(deployment):
     fleet = deployment.mocker(*WORKER, "--num-workers", "3")
     frontend = deployment.frontend(*KV)
     frontend.await_models([MODEL])
@@ -125,7 +125,7 @@ def test_workers_of_one_process_are_routed_to_by_what_each_has(deployment):
     eventually(lambda: frontend.models() == [], within_s=5, what="no model")
 
 
-def test_ranks_of_one_worker_are_routed_to_by_what_each_has(deployment):
+def test_ranks_of_one_worker_are_routed_by_their_own_caches(deployment):
     deployment.mocker(*WORKER, "--data-parallel-size", "3")
     frontend = deployment.frontend(*KV)
     frontend.await_models([MODEL])
@@ -133,7 +133,7 @@ def test_ranks_of_one_worker_are_routed_to_by_what_each_has(deployment):
     assert load([frontend]) > 0.7
 
 
-def test_the_standalone_router_starts_and_stops(deployment):
+def test_standalone_router_starts_and_stops(deployment):
     router = deployment.run("dynamo.router")
     eventually(lambda: "routing to" in router.log.read_text(), within_s=30, what="a router")
 

@@ -49,7 +49,7 @@ def run(batch):
     return outputs
 
 
-def test_a_prompt_takes_as_many_steps_as_the_budget_makes_of_it():
+def test_prompt_takes_as_many_steps_as_its_chunks():
     batch = make_batch(budget=16)
     batch.submit(make_request("a", range(40), max_tokens=2))
     plans = []
@@ -65,7 +65,7 @@ def test_a_prompt_takes_as_many_steps_as_the_budget_makes_of_it():
     ]
 
 
-def test_an_answer_repeats_the_words_from_a_place_that_the_prompt_decides():
+def test_answer_repeats_the_cycle_from_a_position_set_by_the_prompt():
     batch = make_batch()
     batch.submit(make_request("a", [1], max_tokens=9))
     batch.submit(make_request("b", [1], max_tokens=9))
@@ -78,7 +78,7 @@ def test_an_answer_repeats_the_words_from_a_place_that_the_prompt_decides():
     assert sorted(set(tokens["c"])) == list(WORDS)
 
 
-def test_all_words_are_equally_likely():
+def test_all_tokens_are_equally_likely():
     batch = make_batch()
     batch.submit(make_request("a", [1], max_tokens=1, logprobs=2))
     (entry,) = run(batch)["a", 0][0].logprobs
@@ -87,7 +87,7 @@ def test_all_words_are_equally_likely():
     assert [top.token_id for top in entry.top] == [1000, 1001]
 
 
-def test_the_newest_gives_way_when_blocks_run_out():
+def test_newest_choice_is_preempted_when_blocks_run_out():
     batch = make_batch(num_blocks=6, budget=16)
     batch.submit(make_request("old", range(8), max_tokens=12))
     batch.submit(make_request("new", range(20, 28), max_tokens=12))
@@ -99,7 +99,7 @@ def test_the_newest_gives_way_when_blocks_run_out():
     assert ended == ["old", "new"]
 
 
-def test_or_the_oldest_if_it_is_told_so():
+def test_oldest_choice_is_preempted_in_fifo_mode():
     batch = make_batch(num_blocks=6, budget=16, preempts_newest=False)
     batch.submit(make_request("old", range(8), max_tokens=12))
     batch.submit(make_request("new", range(20, 28), max_tokens=12))
@@ -111,7 +111,7 @@ def test_or_the_oldest_if_it_is_told_so():
     assert ended == ["new", "old"]
 
 
-def test_a_whole_prompt_waits_for_a_step_that_holds_it():
+def test_unchunked_prompt_waits_for_a_step_with_room():
     batch = make_batch(budget=16, chunked_prefill=False)
     batch.submit(make_request("a", range(10), max_tokens=2))
     batch.submit(make_request("b", range(20, 30), max_tokens=2))
@@ -124,7 +124,7 @@ def test_a_whole_prompt_waits_for_a_step_that_holds_it():
     assert plans == [(10, 0), (10, 1), (0, 1)]
 
 
-def test_what_a_whole_prompt_has_in_the_cache_needs_no_place_in_the_step():
+def test_cached_part_of_an_unchunked_prompt_needs_no_room():
     batch = make_batch(budget=16, chunked_prefill=False)
     batch.submit(make_request("warm", range(14), max_tokens=1))
     run(batch)
@@ -134,7 +134,7 @@ def test_what_a_whole_prompt_has_in_the_cache_needs_no_place_in_the_step():
     assert batch.schedule().num_prompt_tokens == 12 + 2
 
 
-def test_the_choices_of_a_request_share_its_prompt():
+def test_choices_of_a_request_share_its_prompt():
     batch = make_batch(budget=64)
     batch.submit(make_request("a", range(9), n=3, max_tokens=3))
     plans = []
@@ -175,7 +175,7 @@ requests = st.fixed_dictionaries(
     chunked=st.booleans(),
     newest=st.booleans(),
 )
-def test_every_choice_gets_its_answer_whatever_happens(
+def test_every_choice_gets_its_answer_after_any_history(
     plan, num_blocks, seqs, budget, caching, chunked, newest
 ):
     capacity = num_blocks * 4 if chunked else min(num_blocks * 4, budget)
@@ -221,7 +221,7 @@ def test_every_choice_gets_its_answer_whatever_happens(
     assert batch.load().worker_stats.num_requests_waiting == 0
 
 
-def test_load_counts_what_is_left_of_prompts():
+def test_load_counts_prompt_tokens_to_compute():
     batch = make_batch(budget=16)
     batch.submit(make_request("a", range(40), max_tokens=2))
     batch.submit(make_request("b", range(100, 110), max_tokens=2))
@@ -236,7 +236,7 @@ def test_load_counts_what_is_left_of_prompts():
 
 
 @pytest.mark.parametrize("cut", [1, 5, 8])
-def test_a_resumed_answer_goes_on_where_it_was(cut):
+def test_resumed_answer_continues_at_its_position(cut):
     batch = make_batch()
     batch.submit(make_request("a", [1, 2, 3], n=2, max_tokens=9))
     whole = [output.token_ids[0] for output in run(batch)["a", 1]]

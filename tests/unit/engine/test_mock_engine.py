@@ -62,23 +62,23 @@ async def times_of_tokens(num_tokens, **settings):
     return [round(at, 4) for at in sink.at]
 
 
-async def test_the_first_token_takes_the_prefill_and_others_a_decoding_step():
+async def test_first_token_takes_a_prefill_and_others_a_decode_step():
     assert await times_of_tokens(3) == [0.0167, 0.0224, 0.0281]
 
 
-async def test_a_tick_paces_every_step():
+async def test_tick_ms_sets_the_time_of_every_step():
     assert await times_of_tokens(3, tick_ms=20) == [0.02, 0.04, 0.06]
 
 
-async def test_at_once_is_at_once():
+async def test_zero_speedup_ratio_takes_no_time():
     assert await times_of_tokens(3, speedup_ratio=0) == [0, 0, 0]
 
 
-async def test_loading_takes_the_time_that_it_is_told():
+async def test_loading_takes_the_startup_time():
     assert await times_of_tokens(1, startup_time=2.0, tick_ms=20) == [2.02]
 
 
-async def test_a_prompt_longer_than_a_step_is_refused_where_prompts_stay_whole():
+async def test_prompt_longer_than_a_step_is_refused_without_chunking():
     settings = MockConfig(
         enable_chunked_prefill=False, max_num_batched_tokens=16, max_num_seqs=4, block_size=4
     )
@@ -137,7 +137,7 @@ def submit(engine, request_id, rank=None):
     )
 
 
-async def test_a_rank_has_a_cache_of_its_own_and_tells_of_it(two_ranks):
+async def test_rank_has_a_cache_and_events_of_its_own(two_ranks):
     engine, sink = two_ranks
     for number, rank in enumerate((0, 1, 1)):
         submit(engine, str(number), rank)
@@ -147,7 +147,7 @@ async def test_a_rank_has_a_cache_of_its_own_and_tells_of_it(two_ranks):
     assert {rank: len(events[0].blocks) for rank, events in sink.stored.items()} == {0: 2, 1: 2}
 
 
-async def test_a_request_that_names_no_rank_goes_to_the_one_with_the_fewest(two_ranks):
+async def test_request_without_a_rank_goes_to_the_least_busy_one(two_ranks):
     engine, sink = two_ranks
     for number in range(4):
         submit(engine, str(number))
@@ -158,14 +158,14 @@ async def test_a_request_that_names_no_rank_goes_to_the_one_with_the_fewest(two_
     assert [one.worker_stats.data_parallel_rank for one in engine.load()] == [0, 1]
 
 
-async def test_a_rank_that_is_not_there_is_refused(two_ranks):
+async def test_unknown_rank_is_refused(two_ranks):
     engine, _ = two_ranks
 
     with pytest.raises(errors.InvalidRequest, match="data_parallel_rank: expected below 2, got 2"):
         submit(engine, "a", 2)
 
 
-async def test_an_id_is_in_use_whichever_rank_has_it(two_ranks):
+async def test_request_id_is_unique_over_all_ranks(two_ranks):
     engine, _ = two_ranks
     submit(engine, "a", 0)
 
@@ -173,7 +173,7 @@ async def test_an_id_is_in_use_whichever_rank_has_it(two_ranks):
         submit(engine, "a", 1)
 
 
-async def test_without_a_prefix_cache_nothing_is_found_and_nothing_told():
+async def test_disabled_prefix_cache_finds_and_publishes_nothing():
     settings = MockConfig(enable_prefix_caching=False, block_size=4, speedup_ratio=0)
     engine = MockEngine(settings, cycle=TokenCycle([1, 2]), context_length=100, clock=FakeClock())
     sink = Ranks()
@@ -218,7 +218,7 @@ async def answer_of(lora_name):
     return sink
 
 
-async def test_an_adapter_answers_otherwise_and_its_blocks_have_the_names_that_routers_expect():
+async def test_lora_adapter_has_answers_and_block_hashes_of_its_own():
     plain, poet, clerk = [await answer_of(name) for name in (None, "poet", "clerk")]
     local = blocks.local_hashes(blocks.pack(range(9)), 4, blocks.seed_of("poet"))
 
@@ -227,7 +227,7 @@ async def test_an_adapter_answers_otherwise_and_its_blocks_have_the_names_that_r
     assert not {*plain.names} & {*poet.names}
 
 
-async def test_who_asks_for_an_adapter_that_it_has_not_is_sent_on():
+async def test_request_for_an_unknown_adapter_is_sent_to_another_worker():
     engine = MockEngine(MockConfig(), cycle=TokenCycle([1]), context_length=100)
     with pytest.raises(errors.WorkerLost, match="adapters none; 'poet' was asked for"):
         engine.submit(

@@ -63,7 +63,7 @@ def prompt(length, seed=0):
     return random.Random(seed).choices(range(500), k=length)
 
 
-def test_a_choice_takes_part_in_no_step_until_its_prompt_is_copied():
+def test_choice_takes_part_in_no_step_during_its_import():
     here, there = Engine(), Engine()
     there.submit("alone", prompt(22))
     expected = there.tokens()
@@ -82,7 +82,7 @@ def test_a_choice_takes_part_in_no_step_until_its_prompt_is_copied():
     ) == expected
 
 
-def test_a_copy_that_failed_is_computed():
+def test_prompt_of_a_failed_import_is_computed():
     here, there = Engine(), Engine()
     here.submit("r", prompt(22), there.prefill(prompt(22)))
     here.run()
@@ -92,7 +92,7 @@ def test_a_copy_that_failed_is_computed():
     assert here.batch.schedule().num_prompt_tokens == 22
 
 
-def test_blocks_that_were_given_to_others_meanwhile_make_another_answer():
+def test_import_of_overwritten_blocks_changes_the_answer():
     here, there = Engine(), Engine()
     params = there.prefill(prompt(22))
     there.batch.release_lease(params.remote.remote_hold_id)
@@ -110,7 +110,7 @@ def test_blocks_that_were_given_to_others_meanwhile_make_another_answer():
     assert here.tokens() != expected
 
 
-def test_what_is_aborted_while_it_waits_is_free_when_its_copy_has_ended():
+def test_aborted_import_frees_its_blocks_when_the_copy_ends():
     here, there = Engine(), Engine()
     here.submit("r", prompt(22), there.prefill(prompt(22)))
     here.run()
@@ -124,7 +124,7 @@ def test_what_is_aborted_while_it_waits_is_free_when_its_copy_has_ended():
     assert here.run() == []
 
 
-def test_held_blocks_are_free_once_they_are_released():
+def test_leased_blocks_are_free_after_release():
     there = Engine()
     params = there.prefill(prompt(22))
     during = there.memory.pool.num_active
@@ -135,7 +135,7 @@ def test_held_blocks_are_free_once_they_are_released():
     assert there.memory.pool.num_active == 0
 
 
-def test_choices_wait_for_the_one_that_copies_their_prompt():
+def test_choices_wait_for_the_import_of_their_prompt():
     here, there = Engine(), Engine()
     params = there.prefill(prompt(22))
     here.batch.submit(

@@ -40,21 +40,21 @@ def pull(num_blocks):
     )
 
 
-async def test_a_copy_takes_as_long_as_its_bytes():
+async def test_copy_takes_as_long_as_its_bytes():
     clock, slow = link()
     await slow.wait(pull(500))
 
     assert clock.slept_s == pytest.approx(0.5)
 
 
-async def test_without_a_bandwidth_it_takes_no_time():
+async def test_copy_without_a_bandwidth_takes_no_time():
     clock, fast = link(bytes_per_second=0)
     await fast.wait(pull(500))
 
     assert clock.slept_s == 0
 
 
-async def test_one_that_takes_too_long_fails_when_its_time_is_over():
+async def test_copy_fails_at_its_time_limit():
     clock, slow = link(limit_s=0.2)
 
     with pytest.raises(errors.TransferError, match=r"longer than 0\.2 s"):
@@ -62,7 +62,7 @@ async def test_one_that_takes_too_long_fails_when_its_time_is_over():
     assert clock.slept_s == pytest.approx(0.2)
 
 
-async def test_every_third_copy_fails_if_that_is_wanted():
+async def test_every_nth_copy_fails_if_configured():
     _, broken = link(fail_every=3)
     fates = []
     for _ in range(6):

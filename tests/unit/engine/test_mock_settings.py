@@ -14,7 +14,7 @@ def from_file(tmp_path, content, **settings):
     return merge_extra_args(MockConfig(extra_engine_args=str(path), **settings))
 
 
-def test_the_file_has_the_last_word_and_knows_earlier_names(tmp_path):
+def test_extra_args_file_overrides_and_accepts_earlier_names(tmp_path):
     made = from_file(
         tmp_path, {"num_gpu_blocks": 8, "dp_size": 2, "speedup_ratio": 10}, block_size=32
     )
@@ -23,7 +23,7 @@ def test_the_file_has_the_last_word_and_knows_earlier_names(tmp_path):
     assert (made.speedup_ratio, made.block_size) == (10.0, 32)
 
 
-def test_without_a_file_nothing_changes():
+def test_settings_without_a_file_are_unchanged():
     assert merge_extra_args(MockConfig()) == MockConfig()
 
 
@@ -37,12 +37,12 @@ def test_without_a_file_nothing_changes():
         ("{", "expected a readable JSON file"),
     ],
 )
-def test_a_wrong_file_is_refused_by_its_name(tmp_path, content, message):
+def test_invalid_file_is_refused_by_its_name(tmp_path, content, message):
     with pytest.raises(errors.ConfigError, match=f"extra.json: .*{message}"):
         from_file(tmp_path, content)
 
 
-def test_no_file_is_refused(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     with pytest.raises(errors.ConfigError, match="No such file"):
         merge_extra_args(MockConfig(extra_engine_args=str(tmp_path / "none.json")))
 
@@ -60,12 +60,12 @@ def test_no_file_is_refused(tmp_path):
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, message):
+def test_contradicting_settings_are_refused(settings, message):
     with pytest.raises(errors.ConfigError, match=message):
         MockConfig(**settings).check()
 
 
-def test_the_originals_flags_are_understood():
+def test_dynamos_mocker_flags_are_accepted():
     argv = (
         "--no-enable-prefix-caching --no-enable-chunked-prefill --preemption-mode fifo"
         " --data-parallel-size 2 --num-workers 3 --startup-time 1.5 --decode-speedup-ratio 2"

@@ -14,7 +14,7 @@ from dynamo.engine.mock import timing
     ("num_tokens", "expected"),
     [(0, 0), (100, 18.02), (1000, 32.11), (2048, 49.36), (8000, 164.91), (32000, 933.47)],
 )
-def test_prefill_takes_what_the_original_says(num_tokens, expected):
+def test_prefill_time_equals_dynamos_mocker(num_tokens, expected):
     assert timing.prefill_ms(num_tokens) == pytest.approx(expected, abs=0.006)
 
 
@@ -22,7 +22,7 @@ def test_prefill_takes_what_the_original_says(num_tokens, expected):
     ("share", "expected"),
     [(0, 5.74), (0.25, 17.63), (0.5, 26.31), (0.75, 31.77), (1, 34.01), (2, 34.01)],
 )
-def test_decoding_takes_what_the_original_says(share, expected):
+def test_decode_time_equals_dynamos_mocker(share, expected):
     assert timing.decode_ms(share) == pytest.approx(expected, abs=0.006)
 
 
@@ -32,30 +32,30 @@ def step_s(num_prompt_tokens=100, num_decoding=1, **settings):
     )
 
 
-def test_a_step_is_its_prompts_and_its_decoding():
+def test_step_time_is_prefill_plus_decode():
     assert step_s() == pytest.approx((18.024 + 5.74) / 1000, abs=1e-6)
 
 
-def test_a_step_without_decoding_is_only_its_prompts():
+def test_step_without_decode_takes_only_its_prefill():
     assert step_s(num_decoding=0) == pytest.approx(0.018024, abs=1e-6)
 
 
-def test_ratios_divide():
+def test_speedup_ratios_divide_the_time():
     both = step_s(speedup_ratio=10, decode_speedup_ratio=2)
 
     assert both == pytest.approx((18.024 + 5.74 / 2) / 10_000, abs=1e-6)
 
 
 @pytest.mark.parametrize("ratio", [0, 1e6])
-def test_a_step_may_take_no_time(ratio):
+def test_step_takes_no_time_at_instant_speed(ratio):
     assert step_s(speedup_ratio=ratio) == 0
 
 
-def test_decoding_alone_may_take_no_time():
+def test_decode_takes_no_time_at_instant_speed():
     assert step_s(decode_speedup_ratio=0) == pytest.approx(0.018024, abs=1e-6)
 
 
-def test_a_tick_is_always_the_same():
+def test_tick_is_independent_of_the_work():
     assert step_s(tick_ms=20, speedup_ratio=0) == 0.02
 
 
@@ -76,7 +76,7 @@ def read(**changes):
     ("num_tokens", "expected"),
     [(0, 0), (50, 10), (100, 10), (550, 19), (1000, 28), (1500, 48), (2000, 68), (3000, 108)],
 )
-def test_prefill_follows_the_lines_and_the_last_goes_on(num_tokens, expected):
+def test_prefill_is_interpolated_and_extrapolated(num_tokens, expected):
     assert read().prefill_ms(num_tokens) == pytest.approx(expected)
 
 
@@ -91,18 +91,18 @@ def test_prefill_follows_the_lines_and_the_last_goes_on(num_tokens, expected):
         (5000, 10, 12),  # beyond both borders
     ],
 )
-def test_decoding_is_looked_up_by_tokens_and_context(active_tokens, num_decoding, expected):
+def test_decode_is_looked_up_by_tokens_and_context(active_tokens, num_decoding, expected):
     assert read().decode_ms(active_tokens, num_decoding) == pytest.approx(expected)
 
 
-def test_one_point_is_a_profile():
+def test_profile_may_have_one_point():
     one = read(prefill_isl=[10], prefill_ttft_ms=[5])
 
     assert {one.prefill_ms(n) for n in (1, 10, 10_000)} == {5}
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))
-def test_more_to_compute_never_takes_less_where_the_points_rise(a, b):
+def test_prefill_time_rises_with_rising_points(a, b):
     short, long = sorted((a, b))
 
     assert read().prefill_ms(short) <= read().prefill_ms(long)
@@ -121,12 +121,12 @@ def test_more_to_compute_never_takes_less_where_the_points_rise(a, b):
         ({"itl": []}, "unknown field `itl`"),
     ],
 )
-def test_a_profile_that_cannot_be_is_refused_by_name(changes, message):
+def test_invalid_profile_is_refused_by_name(changes, message):
     with pytest.raises(errors.ConfigError, match=f"p.json: .*{message}"):
         read(**changes)
 
 
-def test_a_step_takes_its_time_from_the_profile():
+def test_step_time_comes_from_the_profile():
     timed = timing.Timing(profile=read(), num_cache_tokens=2000, speedup_ratio=2.0)
 
     step_s = timed.step_s(num_prompt_tokens=1000, num_decoding=10, active_share=0.5)

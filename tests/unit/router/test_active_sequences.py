@@ -88,7 +88,7 @@ def test_it_equals_a_naive_model_after_any_history(data):
         assert load.num_requests == sum(w == worker for w, _, _ in naive.requests.values())
 
 
-def test_a_stride_counts_shared_blocks_more_coarsely_and_forgets_none():
+def test_stride_counts_shared_blocks_in_multiples_and_loses_none():
     active = tracker(stride=4)
     add(active, "a", WORKERS[0], list(range(11)))
     add(active, "b", WORKERS[0], [*range(7), 70, 80, 90])
@@ -102,7 +102,7 @@ def test_a_stride_counts_shared_blocks_more_coarsely_and_forgets_none():
     assert (both, run, one, load.active_blocks) == (11 + 6, {WORKERS[0]: 4}, 10, 0)
 
 
-def test_blocks_of_answers_count_until_their_request_ends():
+def test_output_blocks_count_until_their_request_ends():
     active = tracker()
     add(active, "a", WORKERS[0], [1, 2])
 
@@ -113,7 +113,7 @@ def test_blocks_of_answers_count_until_their_request_ends():
     assert (grown, active.loads[WORKERS[0]].active_blocks) == (5, 0)
 
 
-def test_what_nobody_knows_is_no_error():
+def test_unknown_requests_and_workers_are_ignored():
     active = tracker()
 
     active.mark_prefill_completed("?", 0.0)
@@ -132,7 +132,7 @@ def test_overlapping_blocks_need_no_prefill():
     assert active.loads[WORKERS[0]].prefill_tokens == 5
 
 
-def test_the_queue_of_a_worker_shrinks_while_it_computes_and_never_below_what_it_has_not_begun():
+def test_backlog_shrinks_during_prefill_but_not_below_prompts_not_begun():
     active = tracker()
     active.prefill_speed.measured = 10.0
     add(active, "a", WORKERS[0], [], isl=40, now=0.0)
@@ -142,7 +142,7 @@ def test_the_queue_of_a_worker_shrinks_while_it_computes_and_never_below_what_it
     assert [load.backlog(t) for t in (0.0, 2.0, 100.0)] == [60, 40, 20]
 
 
-def test_the_pace_is_learned_from_prompts_that_are_done():
+def test_prefill_speed_is_measured_on_completed_prompts():
     active = tracker()
     add(active, "a", WORKERS[0], [], isl=40, now=0.0)
     add(active, "b", WORKERS[0], [], isl=60, now=0.0)
@@ -153,7 +153,7 @@ def test_the_pace_is_learned_from_prompts_that_are_done():
     assert active.prefill_speed.tokens_per_s == pytest.approx(100 / 2, rel=0.05)
 
 
-def test_a_replica_that_hears_everything_has_the_same_loads():
+def test_replica_with_all_events_has_the_same_loads():
     rng, first, second = random.Random(3), tracker(), tracker()
     for i in range(50):
         chain = list(range(100 * (i % 5), 100 * (i % 5) + 5))
@@ -180,7 +180,7 @@ def test_a_replica_that_hears_everything_has_the_same_loads():
         assert mine.prefill_tokens == theirs.prefill_tokens
 
 
-def test_a_replica_hears_that_a_prompt_is_computed():
+def test_replica_applies_completed_prefill():
     active = tracker()
     event = load_events.ActiveSequenceEvent(
         request_id="a",

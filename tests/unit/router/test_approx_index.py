@@ -50,7 +50,7 @@ STEP = st.tuples(WORKER, CHAIN, st.floats(0, 6), st.booleans())
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(STEP, max_size=20), CHAIN)
-def test_a_guess_ends_its_time_after_its_last_use(steps, prompt):
+def test_guess_expires_its_ttl_after_the_last_use(steps, prompt):
     index, naive, now = make(), Naive(), 100.0
     for worker, chain, passed_s, has_left in steps:
         now += passed_s
@@ -71,7 +71,7 @@ def test_a_guess_ends_its_time_after_its_last_use(steps, prompt):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(WORKER, st.integers(1, 40)), min_size=1, max_size=40))
-def test_the_oldest_go_when_room_ends(steps):
+def test_oldest_guesses_are_pruned_when_the_index_is_full(steps):
     index, used_at = make("lru", max_guesses=20), {}
     for now, (worker, root) in enumerate(steps):
         index.record(worker, names(root, 1, 2), now)
@@ -88,7 +88,7 @@ def test_the_oldest_go_when_room_ends(steps):
     assert all(at <= min(found.values()) for at in gone.values())
 
 
-def test_what_is_dropped_at_once_is_bounded(monkeypatch):
+def test_number_of_guesses_pruned_at_once_is_bounded(monkeypatch):
     monkeypatch.setattr(approx_index, "_MIN_PRUNED", 4)
     index = make("lru", max_guesses=100)
     sizes = []
@@ -102,7 +102,7 @@ def test_what_is_dropped_at_once_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("ttl", {}), ("lru", {ALICE: 2})])
-def test_only_the_ttl_policy_forgets_by_time(policy, expected):
+def test_only_the_ttl_policy_expires_guesses(policy, expected):
     index = make(policy)
     index.record(ALICE, names(1, 2), 100.0)
     index.expire(1e6)
@@ -110,7 +110,7 @@ def test_only_the_ttl_policy_forgets_by_time(policy, expected):
     assert index.find_matches(names(1, 2)).by_tier.get("device", {}) == expected
 
 
-def test_a_prompt_without_a_full_block_leaves_no_trace():
+def test_prompt_without_a_full_block_is_not_recorded():
     index = make()
     index.record(ALICE, [], 100.0)
 

@@ -5,11 +5,11 @@ from dynamo.router.estimated_ttft import EstimatedTtft
 POLICY = EstimatedTtft()
 
 
-def test_a_prompt_goes_where_it_is_known():
+def test_prompt_goes_to_the_worker_with_its_prefix():
     assert chosen(POLICY, prompt(100), view({}, {}, cached={1: 100})) == 1
 
 
-def test_a_prompt_follows_one_in_flight_that_computes_its_beginning():
+def test_prompt_follows_a_request_in_flight_with_its_prefix():
     seen = view({}, {"queued": [1600]}, in_flight={1: 100})
 
     assert chosen(POLICY, prompt(200), seen) == 1
@@ -25,7 +25,7 @@ def test_a_long_queue_is_worth_a_second_copy():
     assert choices == [1, 1, 0, 0]
 
 
-def test_it_waits_longer_for_its_worker_when_all_are_busy():
+def test_prompt_accepts_a_longer_queue_when_all_workers_are_busy():
     def seen(num_requests):
         return view({"num_requests": num_requests}, {"queued": [6_500]}, cached={1: 90})
 
@@ -33,7 +33,7 @@ def test_it_waits_longer_for_its_worker_when_all_are_busy():
     assert chosen(POLICY, prompt(100), seen(1)) == 1
 
 
-def test_among_many_workers_a_few_idle_ones_are_enough_to_go_elsewhere():
+def test_few_idle_workers_among_many_are_enough_to_leave_the_prefix():
     def choice(num_busy, num_idle):
         busy = [{"num_requests": 1} for _ in range(num_busy)]
         idle = [{} for _ in range(num_idle)]
@@ -44,17 +44,17 @@ def test_among_many_workers_a_few_idle_ones_are_enough_to_go_elsewhere():
     assert choice(599, 200) != 0  # a quarter is idle, and that is plenty
 
 
-def test_what_is_new_anyway_goes_to_the_cache_that_took_in_least():
+def test_new_prompt_goes_to_the_cache_with_least_insertions():
     assert (
         chosen(POLICY, prompt(), view({"inserted_tokens": 900.0}, {"inserted_tokens": 100.0})) == 1
     )
 
 
-def test_an_idle_worker_is_better_than_one_that_decodes():
+def test_idle_worker_is_preferred_to_a_decoding_one():
     assert chosen(POLICY, prompt(), view({"num_requests": 1}, {})) == 1
 
 
-def test_a_prefix_that_everybody_asks_for_spreads():
+def test_popular_prefix_spreads_over_workers():
     def choice(num_at_home):
         crowd = {"num_requests": num_at_home}
         return chosen(
@@ -64,11 +64,11 @@ def test_a_prefix_that_everybody_asks_for_spreads():
     assert [choice(n) for n in (1, 8, 60)] == [0, 0, 1]
 
 
-def test_requests_that_wait_for_a_worker_in_the_router_count_as_its_queue():
+def test_queued_requests_count_at_the_worker_they_wait_for():
     assert chosen(POLICY, prompt(), view({"reserved_tokens": 100.0}, {})) == 1
 
 
-def test_it_says_what_it_expects_to_find():
+def test_decision_carries_the_expected_overlap():
     decision = POLICY.select_worker(
         prompt(100), view({}, {}, cached={1: 50}, in_flight={1: 60}), 0.0
     )

@@ -29,7 +29,7 @@ def caught_up(at=0, epoch=1):
     return order
 
 
-def test_nothing_is_applied_before_the_worker_has_told_what_it_holds():
+def test_no_event_is_applied_before_the_first_replay():
     order = kv_event_order.KvEventOrder()
 
     assert order.is_behind
@@ -37,7 +37,7 @@ def test_nothing_is_applied_before_the_worker_has_told_what_it_holds():
     assert order.begin_replay() is None
 
 
-def test_events_in_order_are_applied_and_doubled_ones_are_not():
+def test_repeated_events_are_applied_once():
     order = caught_up()
 
     assert order.apply_batch(batch(0, STORED, REMOVED)) == (STORED, REMOVED)
@@ -46,7 +46,7 @@ def test_events_in_order_are_applied_and_doubled_ones_are_not():
     assert not order.is_behind
 
 
-def test_a_hole_waits_until_what_was_missed_has_come_whole():
+def test_events_after_a_gap_wait_for_the_whole_replay():
     order = caught_up()
     held_back = order.apply_batch(batch(2, CLEARED))
     position = order.begin_replay()
@@ -58,14 +58,14 @@ def test_a_hole_waits_until_what_was_missed_has_come_whole():
     assert not order.is_behind
 
 
-def test_a_lost_last_batch_shows_by_the_sign_of_life():
+def test_heartbeat_reveals_a_lost_last_batch():
     order = caught_up(at=3)
     order.apply_batch(batch(4))
 
     assert order.is_behind
 
 
-def test_an_answer_that_broke_off_leaves_nothing_behind():
+def test_broken_replay_of_missed_events_applies_none():
     order = caught_up()
     order.apply_batch(batch(2, CLEARED))
     order.begin_replay()
@@ -77,14 +77,14 @@ def test_an_answer_that_broke_off_leaves_nothing_behind():
     assert answered == [STORED, REMOVED, CLEARED]
 
 
-def test_a_worker_that_began_anew_holds_nothing_of_before():
+def test_new_epoch_clears_earlier_blocks():
     order = caught_up(at=7)
 
     assert order.apply_batch(batch(0, STORED, epoch=2)) == (CLEARED, STORED)
     assert order.apply_batch(batch(1, REMOVED, epoch=2)) == (REMOVED,)
 
 
-def test_what_comes_between_question_and_answer_is_applied_after_it():
+def test_batches_during_a_replay_are_applied_after_it():
     order = caught_up()
     order.begin_replay()
     meanwhile = order.apply_batch(batch(0, STORED, REMOVED))
@@ -93,7 +93,7 @@ def test_what_comes_between_question_and_answer_is_applied_after_it():
     assert order.apply_replay(part(STORED, at=1)) == [STORED, REMOVED]
 
 
-def test_what_waited_from_a_former_life_is_dropped():
+def test_waiting_batches_of_an_earlier_epoch_are_dropped():
     order = kv_event_order.KvEventOrder()
     order.apply_batch(batch(5, STORED, epoch=1))
     order.apply_replay(part(anew=True))
@@ -103,7 +103,7 @@ def test_what_waited_from_a_former_life_is_dropped():
     assert not order.is_behind
 
 
-def test_a_full_replay_that_breaks_off_is_asked_for_again_from_nothing():
+def test_broken_full_replay_starts_again_from_nothing():
     order = caught_up(at=7)
     order.begin_replay()
 
@@ -111,7 +111,7 @@ def test_a_full_replay_that_breaks_off_is_asked_for_again_from_nothing():
     assert order.begin_replay() is None
 
 
-def test_what_waits_is_bounded_and_the_hole_is_seen_afterwards():
+def test_waiting_batches_are_bounded_and_the_gap_is_noticed():
     order = kv_event_order.KvEventOrder()
     for number in range(kv_event_order.MAX_WAITING + 1):
         order.apply_batch(batch(number, STORED))
@@ -190,7 +190,7 @@ STEP = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(STEP, max_size=30))
-def test_in_the_end_we_know_what_the_worker_holds(steps):
+def test_index_equals_the_worker_after_any_losses(steps):
     line = Line()
     for name, *arguments in steps:
         getattr(line, name)(*arguments)

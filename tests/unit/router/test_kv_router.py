@@ -1,4 +1,4 @@
-"""The router of one model: it sends, learns from what comes back, and forgets what is over."""
+"""The KV router of one model: sessions, decisions, queue and the bookkeeping of requests."""
 
 import asyncio
 
@@ -6,7 +6,47 @@ import pytest
 from routing_rig import Receiver, request
 
 from dynamo.base import errors
-from dynamo.router import route
+from dynamo.router import api, kv_router, route
+
+HERE, THERE = api.Worker(1), api.Worker(2)
+
+
+def test_session_keeps_its_worker_for_its_ttl():
+    sessions = kv_router.SessionAffinity(10)
+    sessions.assign_worker("s", HERE, now=100)
+
+    assert sessions.find_worker("s", {HERE, THERE}, now=109) == HERE
+    assert sessions.find_worker("s", {HERE, THERE}, now=110) is None
+
+
+def test_each_request_renews_the_ttl_of_a_session():
+    sessions = kv_router.SessionAffinity(10)
+    sessions.assign_worker("s", HERE, now=100)
+    sessions.assign_worker("s", HERE, now=109)
+
+    assert sessions.find_worker("s", {HERE}, now=115) == HERE
+
+
+def test_lost_worker_is_not_returned_for_a_session():
+    sessions = kv_router.SessionAffinity(10)
+    sessions.assign_worker("s", HERE, now=100)
+
+    assert sessions.find_worker("s", {THERE}, now=101) is None
+
+
+def test_unknown_session_has_no_worker():
+    assert kv_router.SessionAffinity(10).find_worker("s", {HERE}, now=0) is None
+
+
+def test_least_recently_used_sessions_are_forgotten_first():
+    sessions = kv_router.SessionAffinity(10, max_sessions=2)
+    for name in ("a", "b", "a", "c"):
+        sessions.assign_worker(name, HERE, now=0)
+
+    assert len(sessions) == 2
+    assert sessions.find_worker("b", {HERE}, now=1) is None
+    assert sessions.find_worker("a", {HERE}, now=1) == HERE
+
 
 LONG = range(400)  # tokens
 
@@ -24,7 +64,7 @@ async def test_two_different_prompts_go_to_two_workers(world):
     assert [len(worker.calls) for worker in world.workers] == [1, 1]
 
 
-async def test_a_prompt_in_flight_draws_the_same_prompt(world):
+async def test_same_prompt_follows_the_one_in_flight(world):
     await world.route(2)
     await world.open(*LONG)
     first = next(worker for worker in world.workers if worker.calls)
@@ -34,7 +74,7 @@ async def test_a_prompt_in_flight_draws_the_same_prompt(world):
     assert len(first.calls) == 2
 
 
-async def test_a_prospect_tells_what_waits_and_what_would_be_in_use(world):
+async def test_load_estimate_has_queue_and_blocks_in_use(world):
     await world.route(1, {"max_num_batched_tokens": 200})
     await world.open(*LONG)
 
@@ -44,7 +84,7 @@ async def test_a_prospect_tells_what_waits_and_what_would_be_in_use(world):
     assert found.share_in_use == (100 + 25) / 10_000
 
 
-async def test_the_first_output_ends_the_prefill_and_the_end_frees(world):
+async def test_first_output_ends_prefill_and_end_frees_the_request(world):
     await world.route(1)
     _, receiver = await world.open(*LONG)
     (load,) = world.made.selector.active.loads.values()
@@ -59,7 +99,7 @@ async def test_the_first_output_ends_the_prefill_and_the_end_frees(world):
     assert in_flight(world) == 0
 
 
-async def test_a_cancelled_stream_frees(world):
+async def test_cancelled_stream_frees_the_request(world):
     await world.route(1)
     stream, _ = await world.open()
 
@@ -68,7 +108,7 @@ async def test_a_cancelled_stream_frees(world):
     assert in_flight(world) == 0
 
 
-async def test_an_answer_that_breaks_frees_and_is_told(world):
+async def test_broken_response_frees_the_request_and_is_reported(world):
     await world.route(1)
     _, receiver = await world.open()
 
@@ -78,7 +118,7 @@ async def test_an_answer_that_breaks_frees_and_is_told(world):
     assert in_flight(world) == 0
 
 
-async def test_a_worker_that_cannot_be_reached_is_passed_over(world):
+async def test_unreachable_worker_is_skipped(world):
     await world.route(2)
     lost, living = world.workers
     await lost.runtime.requests.close()  # it is still listed
@@ -90,7 +130,7 @@ async def test_a_worker_that_cannot_be_reached_is_passed_over(world):
     assert in_flight(world) == 4
 
 
-async def test_none_that_can_be_reached_is_an_error_and_leaves_nothing(world):
+async def test_no_reachable_worker_is_an_error_and_frees_the_request(world):
     await world.route(2)
     for worker in world.workers:
         await worker.runtime.requests.close()
@@ -101,14 +141,14 @@ async def test_none_that_can_be_reached_is_an_error_and_leaves_nothing(world):
     assert in_flight(world) == 0
 
 
-async def test_without_workers_it_says_so(world):
+async def test_no_worker_is_an_error(world):
     await world.route(0)
 
     with pytest.raises(errors.NoWorkers, match="no worker serves this model"):
         await world.made.open_stream(request(), Receiver())
 
 
-async def test_a_named_worker_gets_it_and_an_unknown_one_is_refused(world):
+async def test_named_worker_is_used_and_an_unknown_one_refused(world):
     await world.route(2)
 
     await world.open(instance_id=world.workers[1].id)
@@ -118,7 +158,7 @@ async def test_a_named_worker_gets_it_and_an_unknown_one_is_refused(world):
         await world.made.open_stream(request(), Receiver(), route.RoutingOptions(instance_id=7))
 
 
-async def test_a_session_stays_with_its_worker(world):
+async def test_session_stays_with_its_worker(world):
     await world.route(4, router_session_affinity_ttl_secs=60.0)
 
     for turn in range(6):
@@ -127,7 +167,7 @@ async def test_a_session_stays_with_its_worker(world):
     assert sorted(len(worker.calls) for worker in world.workers) == [0, 0, 0, 6]
 
 
-async def test_a_session_whose_worker_is_lost_goes_to_another(world):
+async def test_session_of_a_lost_worker_moves_to_another(world):
     await world.route(2, router_session_affinity_ttl_secs=60.0)
     await world.open(session_id="s")
     lost = next(worker for worker in world.workers if worker.calls)
@@ -140,7 +180,7 @@ async def test_a_session_whose_worker_is_lost_goes_to_another(world):
     assert len(other.calls) == 3
 
 
-async def test_a_session_does_not_go_where_it_should_not(world):
+async def test_session_respects_allowed_instances(world):
     await world.route(2, router_session_affinity_ttl_secs=60.0)
     await world.open(session_id="s")
     lost = next(worker for worker in world.workers if worker.calls)
@@ -153,7 +193,7 @@ async def test_a_session_does_not_go_where_it_should_not(world):
     assert len(other.calls) == 1
 
 
-async def test_data_parallel_ranks_are_workers_of_their_own(world):
+async def test_data_parallel_ranks_count_as_separate_workers(world):
     await world.route(1, facts={"data_parallel_size": 2})
 
     await world.open(*range(100))
@@ -163,7 +203,7 @@ async def test_data_parallel_ranks_are_workers_of_their_own(world):
     assert sorted(ranks) == [0, 1]  # told even if it is 0: else the worker would choose
 
 
-async def test_a_rank_that_the_caller_names_is_kept_and_an_unknown_one_refused(world):
+async def test_named_rank_is_used_and_an_unknown_one_refused(world):
     await world.route(2, facts={"data_parallel_size": 2})
 
     for number in range(4):
@@ -175,7 +215,7 @@ async def test_a_rank_that_the_caller_names_is_kept_and_an_unknown_one_refused(w
         await world.open(data_parallel_rank=2)
 
 
-async def test_a_worker_without_ranks_is_told_none(world):
+async def test_worker_with_one_rank_gets_no_rank(world):
     await world.route(1)
 
     await world.open()
@@ -183,7 +223,7 @@ async def test_a_worker_without_ranks_is_told_none(world):
     assert [one.data_parallel_rank for one in world.workers[0].requests] == [None]
 
 
-async def test_requests_wait_while_their_worker_is_busy_and_go_when_it_is_not(world):
+async def test_queued_request_starts_when_its_worker_is_free(world):
     await world.route(1, facts={"max_num_batched_tokens": 100})
     await world.open(*LONG)
     waiting = asyncio.create_task(world.made.open_stream(request(*range(5000, 5400)), Receiver()))
@@ -197,7 +237,7 @@ async def test_requests_wait_while_their_worker_is_busy_and_go_when_it_is_not(wo
     await world.until(lambda: world.num_calls == 2)
 
 
-async def test_one_that_gives_up_waiting_leaves_the_queue(world):
+async def test_cancelled_wait_leaves_the_queue(world):
     await world.route(1, facts={"max_num_batched_tokens": 100})
     await world.open(*LONG)
     waiting = asyncio.create_task(world.made.open_stream(request(*range(5000, 5400)), Receiver()))
@@ -211,7 +251,7 @@ async def test_one_that_gives_up_waiting_leaves_the_queue(world):
     assert world.metric("dynamo_frontend_router_queue_pending_requests") == 0
 
 
-async def test_a_caller_that_goes_while_it_waits_leaves_the_queue(world):
+async def test_disconnected_client_leaves_the_queue(world):
     await world.route(1, facts={"max_num_batched_tokens": 100})
     await world.open(*LONG)
     gone = []
@@ -231,7 +271,7 @@ async def test_a_caller_that_goes_while_it_waits_leaves_the_queue(world):
     assert world.made.selector.num_waiting == 0
 
 
-async def test_one_that_waits_too_long_is_refused_as_overload(world):
+async def test_queue_timeout_is_refused_as_overload(world):
     await world.route(1, facts={"max_num_batched_tokens": 100}, router_queue_timeout_secs=0.01)
     await world.open(*LONG)
 
@@ -242,7 +282,7 @@ async def test_one_that_waits_too_long_is_refused_as_overload(world):
     assert world.metric("dynamo_frontend_router_queue_backpressure_total") == 1
 
 
-async def test_a_worker_that_vanishes_takes_its_requests_from_the_accounts(world):
+async def test_lost_worker_releases_its_requests(world):
     await world.route(2)
     await world.open(*LONG)
     busy = next(worker for worker in world.workers if worker.calls)
@@ -254,7 +294,7 @@ async def test_a_worker_that_vanishes_takes_its_requests_from_the_accounts(world
     assert len(world.made.selector.active.loads) == 1
 
 
-async def test_hits_are_counted_as_predicted_and_as_confirmed(world):
+async def test_hits_are_counted_predicted_and_confirmed(world):
     await world.route(1)
     _, receiver = await world.open(*LONG)
     world.workers[0].answer(cached=100)
@@ -266,7 +306,7 @@ async def test_hits_are_counted_as_predicted_and_as_confirmed(world):
     assert world.metric("dynamo_router_overhead_total_ms_count") == 1
 
 
-async def test_without_events_earlier_choices_tell_what_is_cached(world):
+async def test_earlier_decisions_predict_the_cache_without_events(world):
     await world.route(3, kv_events=False)
 
     for _ in range(4):
@@ -280,7 +320,7 @@ async def test_without_events_earlier_choices_tell_what_is_cached(world):
 
 
 @pytest.mark.parametrize("mode", ["least-loaded", "power-of-two", "consistent-hash"])
-async def test_other_modes_route_too(world, mode):
+async def test_other_load_modes_route_requests(world, mode):
     await world.route(3, router_mode=mode)
 
     for turn in range(6):
@@ -289,7 +329,7 @@ async def test_other_modes_route_too(world, mode):
     assert world.num_calls == 6
 
 
-async def test_direct_mode_wants_the_worker_named(world):
+async def test_direct_mode_requires_a_named_worker(world):
     await world.route(2, router_mode="direct")
 
     with pytest.raises(errors.InvalidRequest, match="direct"):
@@ -299,7 +339,7 @@ async def test_direct_mode_wants_the_worker_named(world):
     assert len(world.workers[0].calls) == 1
 
 
-async def test_plain_modes_take_turns(world):
+async def test_push_modes_spread_requests(world):
     await world.route(3, router_mode="round-robin")
 
     for _ in range(6):
@@ -313,7 +353,7 @@ async def test_plain_modes_take_turns(world):
     [("poet", True), ("clerk", False), (None, False)],
     ids=["the same adapter", "another", "none"],
 )
-async def test_prefixes_are_an_adapter_s_own(world, second, shares):
+async def test_lora_adapters_have_prefixes_of_their_own(world, second, shares):
     await world.route(2)
     await world.open(*LONG, lora_name="poet")
 
@@ -329,7 +369,7 @@ def prompt_of(world, lora_name):
     return world.made._make_prompt(request(*LONG, lora_name=lora_name), None, None)
 
 
-async def test_who_waits_for_an_adapter_is_refused_when_the_last_that_has_it_is_lost(world):
+async def test_queued_request_is_refused_when_the_last_worker_of_its_adapter_is_lost(world):
     full = {"max_num_batched_tokens": 100}
     await world.route(2, full, router_queue_threshold=1.0, router_queue_timeout_secs=30.0)
     for turn in range(2):

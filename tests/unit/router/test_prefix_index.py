@@ -102,7 +102,7 @@ def perform(step, index, naive):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(STEP, max_size=30), st.lists(CHAIN, min_size=1, max_size=5))
-def test_it_equals_a_dictionary_of_sets_after_any_history(steps, prompts):
+def test_index_equals_sets_of_blocks_after_any_history(steps, prompts):
     index, naive = prefix_index.PrefixIndex(), Naive()
     for step in steps:
         perform(step, index, naive)
@@ -119,7 +119,7 @@ def test_it_equals_a_dictionary_of_sets_after_any_history(steps, prompts):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(STEP, max_size=20))
-def test_what_nobody_holds_is_not_kept(steps):
+def test_blocks_of_removed_workers_are_freed(steps):
     index, naive = prefix_index.PrefixIndex(), Naive()
     for step in steps:
         perform(step, index, naive)
@@ -134,7 +134,7 @@ def test_what_nobody_holds_is_not_kept(steps):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(STEP, max_size=30), CHAIN)
-def test_a_bounded_index_knows_no_more_than_was_told(steps, prompt):
+def test_bounded_index_reports_only_published_blocks(steps, prompt):
     index, naive = prefix_index.PrefixIndex(max_blocks=5), Naive()
     for step in steps:
         perform(step, index, naive)
@@ -148,7 +148,7 @@ def test_a_bounded_index_knows_no_more_than_was_told(steps, prompt):
     )
 
 
-def test_the_example_of_the_original():
+def test_dynamos_example_is_matched():
     index = prefix_index.PrefixIndex()
     index.apply(ALICE, stored(ALICE, [1, 2, 3]))
     index.apply(BOB, stored(BOB, [1, 4, 5]))
@@ -159,7 +159,7 @@ def test_the_example_of_the_original():
     }
 
 
-def test_a_block_that_is_gone_from_the_middle_ends_the_run_until_it_is_back():
+def test_block_removed_from_the_middle_ends_the_match():
     index, names = prefix_index.PrefixIndex(), blocks.sequence_hashes([1, 2, 3])
     for worker in (ALICE, BOB):
         index.apply(worker, stored(worker, [1, 2, 3]))
@@ -171,7 +171,7 @@ def test_a_block_that_is_gone_from_the_middle_ends_the_run_until_it_is_back():
     assert index.find_matches(names).by_tier[DEVICE] == {ALICE: 3, BOB: 3}
 
 
-def test_a_slower_tier_counts_where_the_faster_one_ends():
+def test_slower_tier_counts_from_the_end_of_the_faster_one():
     index = prefix_index.PrefixIndex()
     index.apply(ALICE, stored(ALICE, [1, 2]))
     index.apply(ALICE, stored(ALICE, [1, 2, 3], tier=HOST))
@@ -196,7 +196,7 @@ def test_unknown_tiers_are_indexed_as_slower_than_the_usual_ones():
     assert index.find_matches(names) == api.OverlapScores({})
 
 
-def test_a_worker_that_left_is_not_found_before_it_is_swept():
+def test_removed_worker_is_not_matched_before_the_sweep():
     index, names = prefix_index.PrefixIndex(), blocks.sequence_hashes([1, 2, 3])
     for worker in (ALICE, BOB):
         index.apply(worker, stored(worker, [1, 2, 3]))
@@ -208,7 +208,7 @@ def test_a_worker_that_left_is_not_found_before_it_is_swept():
     assert index.find_matches(names).by_tier[DEVICE] == {ALICE: 1, BOB: 3}
 
 
-def test_a_foreign_block_without_its_parent_is_counted_and_left_out():
+def test_engine_block_with_unknown_parent_is_an_orphan():
     index, stranger = prefix_index.PrefixIndex(), FOREIGN[0]
     index.apply(stranger, stored(stranger, [1, 2, 3], skip=1))
 
@@ -216,7 +216,7 @@ def test_a_foreign_block_without_its_parent_is_counted_and_left_out():
     assert index.num_blocks == 0
 
 
-def test_what_several_hold_outlives_what_one_holds_when_room_ends():
+def test_shared_blocks_outlive_private_ones_when_the_index_is_full():
     index, system_prompt = prefix_index.PrefixIndex(max_blocks=4), [9, 9]
     for worker in (ALICE, BOB):
         index.apply(worker, stored(worker, system_prompt))
@@ -231,7 +231,7 @@ def test_what_several_hold_outlives_what_one_holds_when_room_ends():
     assert index.find_matches(blocks.sequence_hashes([1, 1])).by_tier == {}
 
 
-def test_a_hash_of_more_than_64_bits_is_the_workers_fault():
+def test_hash_of_more_than_64_bits_is_a_remote_error():
     index = prefix_index.PrefixIndex()
     event = kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(2**64, 2**64),))
 
@@ -239,7 +239,7 @@ def test_a_hash_of_more_than_64_bits_is_the_workers_fault():
         index.apply(ALICE, event)
 
 
-def test_bits_are_used_again_after_the_sweep():
+def test_worker_bits_are_reused_after_the_sweep():
     index = prefix_index.PrefixIndex()
     for _ in range(100):
         index.apply(ALICE, stored(ALICE, [1, 2, 3]))

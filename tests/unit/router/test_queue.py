@@ -24,17 +24,17 @@ def filled(policy, *entries, **more):
     return queue
 
 
-def test_fcfs_is_the_order_of_arrival_and_priority_counts_as_seconds():
+def test_fcfs_orders_by_arrival_minus_priority_seconds():
     queue = filled("fcfs", waiting("a", 1), waiting("b", 2), waiting("c", 3, priority=2.5))
 
     assert order(queue) == "cab"
 
 
-def test_lcfs_is_the_opposite_order():
+def test_lcfs_reverses_the_order_of_arrival():
     assert order(filled("lcfs", waiting("a", 1), waiting("b", 2))) == "ba"
 
 
-def test_the_earliest_deadline_goes_first_and_who_has_none_wants_ten_seconds():
+def test_deadline_defaults_to_ten_seconds():
     queue = filled(
         "deadline", waiting("a", 0), waiting("b", 5, deadline=9.0), waiting("c", 6, deadline=20.0)
     )
@@ -42,7 +42,7 @@ def test_the_earliest_deadline_goes_first_and_who_has_none_wants_ten_seconds():
     assert order(queue) == "bac"
 
 
-def test_the_shortest_goes_first_but_none_that_came_much_later():
+def test_wspt_prefers_short_prompts_unless_much_later():
     queue = filled(
         "wspt",
         waiting("long", 0, work_s=3),
@@ -53,12 +53,12 @@ def test_the_shortest_goes_first_but_none_that_came_much_later():
     assert order(queue) == "shortlonglate"
 
 
-def test_priority_makes_work_weigh_less():
+def test_priority_divides_the_work_of_wspt():
     assert order(filled("wspt", waiting("a", 0, 3), waiting("b", 0, 4, priority=1.0))) == "ba"
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "wspt", "deadline", "lcfs"])
-def test_who_has_waited_too_long_goes_before_all_others(policy):
+def test_overdue_request_goes_before_all_others(policy):
     queue = filled(policy, waiting("a", 0, work_s=1e6, deadline=1e6), patience_s=60.0)
     for i in range(5):
         queue.push(waiting(str(i), 70.0, work_s=0.0, deadline=71.0, priority=5.0))
@@ -66,7 +66,7 @@ def test_who_has_waited_too_long_goes_before_all_others(policy):
     assert order(queue, now=70.0)[0] == "a"
 
 
-def test_a_full_queue_refuses():
+def test_full_queue_refuses_a_request():
     queue = filled("fcfs", waiting("a"), max_size=1)
 
     with pytest.raises(errors.Overloaded, match="try again later"):
@@ -74,7 +74,7 @@ def test_a_full_queue_refuses():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.booleans()), max_size=40))
-def test_it_holds_exactly_who_came_and_did_not_leave(steps):
+def test_queue_holds_pushed_requests_that_were_not_removed(steps):
     queue, there = RequestQueue("wspt"), {}
     for i, (request_id, comes) in enumerate(steps):
         if comes and request_id not in there:

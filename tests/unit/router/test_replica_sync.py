@@ -73,7 +73,7 @@ async def meet(*routers):
         await asyncio.gather(*(other.until() for other in routers if other is not router))
 
 
-async def test_what_one_does_the_other_hears(join):
+async def test_changes_reach_the_other_router(join):
     here, there = await join(), await join()
     await meet(here, there)
 
@@ -86,7 +86,7 @@ async def test_what_one_does_the_other_hears(join):
     await there.until()
 
 
-async def test_one_that_joins_late_learns_what_is_in_flight(join):
+async def test_late_router_learns_the_requests_in_flight(join):
     here = await join()
     here.send("a")
     here.send("b")
@@ -97,7 +97,7 @@ async def test_one_that_joins_late_learns_what_is_in_flight(join):
     await late.until(a=False, b=True)
 
 
-async def test_what_a_router_had_in_flight_is_freed_when_it_vanishes(join):
+async def test_requests_of_a_lost_router_are_freed(join):
     here, there = await join(), await join()
     await meet(here, there)
     here.send("a")
@@ -108,7 +108,7 @@ async def test_what_a_router_had_in_flight_is_freed_when_it_vanishes(join):
     await there.until()
 
 
-async def test_a_message_that_was_lost_is_made_up_for(join):
+async def test_lost_message_is_recovered_by_a_snapshot(join):
     here, there = await join(), await join()
     await meet(here, there)
     publish = here.runtime.events.publish
@@ -124,7 +124,7 @@ async def test_a_message_that_was_lost_is_made_up_for(join):
     await there.until(lost=False)
 
 
-async def test_events_of_one_turn_leave_as_one_message(join):
+async def test_changes_of_one_turn_are_one_message(join):
     here, there = await join(), await join()
     await meet(here, there)
     published = []
@@ -137,7 +137,7 @@ async def test_events_of_one_turn_leave_as_one_message(join):
     assert len(published) == 1
 
 
-async def test_what_has_ended_is_told_no_more(join):
+async def test_snapshot_omits_ended_requests(join):
     here, there = await join(), await join()
     await meet(here, there)
 

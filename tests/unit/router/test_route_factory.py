@@ -24,7 +24,7 @@ def card(**fields):
     ("fields", "expected"),
     [({}, kv_router.KvRouter), ({"embedding": VECTORS}, route.PushRouter)],
 )
-async def test_a_model_that_embeds_is_asked_in_turn_whatever_the_mode(fields, expected):
+async def test_embedding_model_gets_a_push_router_in_any_mode(fields, expected):
     async with contextlib.AsyncExitStack() as stack:
         runtime = await component.DistributedRuntime.in_memory(
             component.MemoryCluster(), item_type=generate.Output

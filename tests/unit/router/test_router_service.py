@@ -56,7 +56,7 @@ async def served():
         yield made
 
 
-async def test_a_question_names_a_worker_and_changes_nothing(served):
+async def test_best_worker_request_without_updates_changes_no_load(served):
     first = await served.best(range(100))
     again = await served.best(range(1000, 1100))
 
@@ -64,7 +64,7 @@ async def test_a_question_names_a_worker_and_changes_nothing(served):
     assert first.overlap_blocks == 0
 
 
-async def test_a_question_that_counts_makes_the_worker_busy_until_it_is_freed(served):
+async def test_counted_best_worker_request_is_load_until_free(served):
     first = await served.best(range(100), request_id="a", update_states=True)
     other = await served.best(range(1000, 1100))
     assert other.worker_id != first.worker_id
@@ -76,7 +76,7 @@ async def test_a_question_that_counts_makes_the_worker_busy_until_it_is_freed(se
     assert [(load.num_requests, load.prefill_tokens) for load in loads] == [(0, 0)] * 2
 
 
-async def test_a_request_is_passed_to_a_worker_and_its_answer_back(served):
+async def test_generate_forwards_request_and_response(served):
     client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
     await client.wait_for_instances(5)
     receiver = Receiver()
@@ -92,7 +92,7 @@ async def test_a_request_is_passed_to_a_worker_and_its_answer_back(served):
     assert receiver.outputs[-1].finish_reason is generate.FinishReason.LENGTH
 
 
-async def test_who_goes_away_frees_the_worker(served):
+async def test_cancelled_call_frees_the_worker(served):
     client = served.asker.client(instances.EndpointName("dynamo", "router", "generate"))
     await client.wait_for_instances(5)
     stream = await client.open(request(*range(100)), Receiver())
@@ -104,12 +104,12 @@ async def test_who_goes_away_frees_the_worker(served):
     await served.until(lambda: sum(load.num_requests for load in loads) == 0)
 
 
-async def test_what_is_no_question_is_refused(served):
+async def test_malformed_request_is_refused(served):
     with pytest.raises(errors.InvalidRequest, match="expected a BestWorkerRequest"):
         await served.ask("best_worker_id", {"tokens": 3}, msgspec.Raw)
 
 
-async def test_an_adapter_s_prompt_goes_to_a_worker_that_has_it(served):
+async def test_prompt_of_an_adapter_goes_to_a_worker_with_it(served):
     poet = served.workers[1]
     told = msgspec.structs.replace(card(), lora_names=("poet",))
     served.service._update_card(poet.id, told)

@@ -37,7 +37,7 @@ def fill(made, num, *, first=0):
     return [made.select(str(first + i), prompt(first=1000 * (first + i)), 0.0) for i in range(num)]
 
 
-def test_the_prompt_of_tokens_has_its_full_blocks():
+def test_prompt_from_tokens_has_its_full_blocks():
     packed = blocks.pack(range(10))
 
     made = api.Prompt.from_tokens(packed, 4, priority=2.0)
@@ -46,14 +46,14 @@ def test_the_prompt_of_tokens_has_its_full_blocks():
     assert made.sequence_hashes == blocks.sequence_hashes(blocks.local_hashes(packed, 4))
 
 
-def test_without_workers_there_is_no_decision():
+def test_no_workers_means_no_decision():
     made, _ = selector(0)
 
     with pytest.raises(errors.NoWorkers):
         made.select("a", prompt(), 0.0)
 
 
-def test_what_the_index_tells_is_used_and_expected():
+def test_overlap_of_the_index_is_used_and_returned():
     made, index = selector()
     index.device = {Worker(1): 8}
 
@@ -61,7 +61,7 @@ def test_what_the_index_tells_is_used_and_expected():
     assert made.active.loads[Worker(1)].prefill_tokens == 32
 
 
-def test_requests_in_flight_count_before_the_index_knows_of_them():
+def test_requests_in_flight_count_before_the_index_has_their_blocks():
     made, _ = selector(capacity=Capacity())
     first = made.select("a", prompt(40), 0.0)
 
@@ -70,7 +70,7 @@ def test_requests_in_flight_count_before_the_index_knows_of_them():
     assert second == (first.worker, 40)
 
 
-def test_who_comes_when_all_are_full_waits_and_goes_when_there_is_room():
+def test_queued_request_starts_when_a_worker_gets_room():
     made, _ = selector()
     sent = fill(made, 4)
 
@@ -85,7 +85,7 @@ def test_who_comes_when_all_are_full_waits_and_goes_when_there_is_room():
     assert made.num_waiting == 0
 
 
-def test_who_waits_for_a_busy_worker_keeps_nobody_from_a_free_one():
+def test_request_for_a_busy_worker_does_not_block_a_free_one():
     made, index = selector()
     made.active.add("crowd", Worker(0), [], isl=1200, overlap=0.0, now=0.0)
     made.active.add("other", Worker(1), [], isl=100, overlap=0.0, now=0.0)
@@ -114,7 +114,7 @@ def test_requests_of_one_turn_are_ordered_before_the_first_is_sent():
     assert admitted
 
 
-def test_who_gives_up_waiting_is_forgotten():
+def test_freed_request_leaves_the_queue():
     made, _ = selector()
     fill(made, 5)
 
@@ -125,7 +125,7 @@ def test_who_gives_up_waiting_is_forgotten():
     assert (made.num_waiting, made.admit(1.0)) == (0, [])
 
 
-def test_a_worker_that_goes_takes_its_load_along():
+def test_removed_worker_loses_load_and_blocks():
     made, index = selector()
     fill(made, 4)
 
@@ -136,21 +136,21 @@ def test_a_worker_that_goes_takes_its_load_along():
     assert made.active.loads[Worker(1)].num_requests == 2
 
 
-def test_a_pinned_request_goes_where_it_says_at_once():
+def test_pinned_request_is_sent_at_once():
     made, _ = selector()
     fill(made, 4)
 
     assert made.select("p", prompt(pinned=Worker(1)), 0.0).worker == Worker(1)
 
 
-def test_a_pinned_request_needs_a_worker_that_is_there():
+def test_pinned_request_to_an_unknown_worker_is_refused():
     made, _ = selector()
 
     with pytest.raises(errors.InvalidRequest, match="got 7"):
         made.select("p", prompt(pinned=Worker(7)), 0.0)
 
 
-def test_too_many_waiting_are_refused():
+def test_full_queue_raises_overloaded():
     made, _ = selector(router_queue_size=1)
     fill(made, 5)
 
@@ -158,14 +158,14 @@ def test_too_many_waiting_are_refused():
         fill(made, 1, first=5)
 
 
-def test_other_policies_send_at_once():
+def test_other_policies_do_not_queue():
     made, _ = selector(router_policy="dynamo")
 
     assert all(fill(made, 50))
     assert made.admit(0.0) == []
 
 
-def test_other_policies_wait_if_told_and_only_while_all_are_full():
+def test_other_policies_with_a_threshold_queue_while_all_are_full():
     made, _ = selector(router_policy="round-robin", router_queue_threshold=1.0)
 
     sent = fill(made, 6)
@@ -174,7 +174,7 @@ def test_other_policies_wait_if_told_and_only_while_all_are_full():
 
 
 @pytest.mark.parametrize("name", config.RouterConfig.__annotations__["router_policy"].__args__)
-def test_every_policy_that_chooses_can_be_had_by_name(name):
+def test_every_policy_name_makes_a_policy(name):
     made, _ = selector(router_policy=name)
 
     if name == "direct":

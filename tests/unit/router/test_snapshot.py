@@ -22,7 +22,7 @@ def make_index():
     return index
 
 
-def test_what_was_known_is_known_again():
+def test_restored_index_equals_the_saved_one():
     restored, names = prefix_index.PrefixIndex(), blocks.sequence_hashes([1, 2, 3])
     ranks = snapshot.decode(snapshot.encode(make_index(), POSITIONS))
     for rank in ranks:
@@ -37,7 +37,7 @@ def test_what_was_known_is_known_again():
     }
 
 
-def test_a_worker_without_a_position_is_left_out():
+def test_worker_without_a_position_is_left_out():
     ranks = snapshot.decode(snapshot.encode(make_index(), {ALICE: POSITIONS[ALICE]}))
 
     assert [rank.instance_id for rank in ranks] == [1]
@@ -51,6 +51,6 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("saved", DAMAGED.values(), ids=DAMAGED)
-def test_what_is_no_snapshot_is_refused(saved):
+def test_damaged_snapshot_is_refused(saved):
     with pytest.raises(errors.ConfigError, match="snapshot"):
         snapshot.decode(saved)

@@ -8,7 +8,7 @@ def load(**capacity):
     return WorkerLoad(Capacity(**capacity), PrefillSpeed())
 
 
-def test_an_idle_worker_has_room_for_whatever_comes():
+def test_idle_worker_always_has_room():
     assert load(total_blocks=1).has_room(100, 0.0, 0.0)
 
 
@@ -23,7 +23,7 @@ def test_room_ends_with_the_tokens_of_a_step():
     assert (before, worker.has_room(0, 1.0, 0.0)) == (True, False)
 
 
-def test_what_is_in_use_is_known_where_the_worker_says_how_much_it_has():
+def test_share_in_use_needs_the_total_of_blocks():
     worker = load(total_blocks=10)
     worker.active_blocks = 6
 
@@ -41,14 +41,14 @@ def test_room_ends_with_slots_and_with_blocks():
     assert not worker.has_room(0, 1.0, 0.0)
 
 
-def test_what_waits_in_the_router_takes_no_room():
+def test_queued_requests_take_no_room():
     worker = load(max_num_batched_tokens=10)
     worker.num_requests, worker.reserved_tokens = 1, 1000.0
 
     assert worker.has_room(0, 1.0, 0.0)
 
 
-def test_leaving_twice_is_no_error():
+def test_prefill_can_be_removed_twice():
     worker = load()
     worker.add_prefill("a", 5, 0.0)
 
@@ -58,7 +58,7 @@ def test_leaving_twice_is_no_error():
     assert worker.prefill_tokens == 0
 
 
-def test_the_pace_forgets():
+def test_prefill_speed_forgets_old_observations():
     pace = PrefillSpeed()
     for _ in range(10):
         pace.observe(100, 1.0)
@@ -68,7 +68,7 @@ def test_the_pace_forgets():
     assert pace.tokens_per_s == pytest.approx(1000, rel=0.01)
 
 
-def test_pressure_compares_caches_and_forgets():
+def test_cache_pressure_decays_with_later_insertions():
     loads = {Worker(0): load(), Worker(1): load()}
     pressure = CachePressure(loads.values())
     pressure.update_cache_size(block_size=16)

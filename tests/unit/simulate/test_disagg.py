@@ -38,7 +38,7 @@ def point(per_user, per_gpu):
 
 
 @pytest.mark.parametrize(("pool", "group"), [(AGGREGATED, BIG), (SPLIT, SMALL)])
-def test_a_client_alone_waits_for_its_prompt_and_its_tokens_only(pool, group):
+def test_single_client_waits_only_for_its_own_work(pool, group):
     alone = disagg.measure(pool, 1, **ASKED)
 
     assert alone.mean_ttft == pytest.approx(prefill_s(group))
@@ -46,14 +46,14 @@ def test_a_client_alone_waits_for_its_prompt_and_its_tokens_only(pool, group):
     assert alone.per_gpu == pytest.approx(11 / (prefill_s(group) + 10 * mean_step_s(BIG)) / 8)
 
 
-def test_the_transfer_delays_the_second_token():
+def test_transfer_delays_the_second_token():
     slow = disagg.measure(replace(SPLIT, transfer_s=0.5), 1, **ASKED)
 
     assert 1 / slow.per_user == pytest.approx(mean_step_s(BIG) + 0.5 / 10)
     assert slow.mean_ttft == pytest.approx(prefill_s(SMALL))
 
 
-def test_with_many_clients_prefill_workers_are_the_bound():
+def test_prefill_workers_limit_many_clients():
     many = disagg.measure(SPLIT, 64, **ASKED)
 
     assert many.per_gpu == pytest.approx(4 / prefill_s(SMALL) * 11 / 8, rel=0.02)
@@ -67,13 +67,13 @@ def test_with_many_clients_prefill_workers_are_the_bound():
         (3000, policy.LocalPrefillLimits(max_prefill_queue_size=0), 0.0),
     ],
 )
-def test_the_policy_of_workers_says_where_a_prompt_is_computed(num_prompt, limits, share):
+def test_disagg_policy_decides_where_a_prompt_is_computed(num_prompt, limits, share):
     pool = replace(SPLIT, limits=limits)
 
     assert disagg.measure(pool, 8, num_prompt=num_prompt, num_output=5).share_remote == share
 
 
-def test_what_does_not_fit_beside_the_model_is_refused():
+def test_request_that_does_not_fit_beside_the_model_is_refused():
     with pytest.raises(errors.ConfigError, match="a group of 1 GPUs has room for 18310 tokens"):
         disagg.measure(SPLIT, 1, num_prompt=19_000, num_output=2)
 
@@ -86,7 +86,7 @@ POINTS = st.lists(
 
 
 @given(points=POINTS)
-def test_a_frontier_is_what_nothing_beats(points):
+def test_frontier_has_the_points_that_no_other_beats(points):
     kept = disagg.frontier(points)
 
     unbeaten = {
@@ -101,13 +101,13 @@ def test_a_frontier_is_what_nothing_beats(points):
 
 
 @given(points=POINTS, factor=st.floats(0.5, 2.0))
-def test_a_curve_times_a_factor_gains_that_factor_everywhere(points, factor):
+def test_scaled_curve_has_a_constant_ratio(points, factor):
     better = [p._replace(per_gpu=p.per_gpu * factor) for p in points]
 
     assert all(each.ratio == pytest.approx(factor) for each in disagg.compare(better, points))
 
 
-def test_below_its_slowest_point_a_curve_stays_and_ranges_are_found():
+def test_curve_is_constant_below_its_slowest_point():
     ratios = disagg.compare([point(50.0, 10.0)], [point(0.0, 20.0), point(100.0, 0.1)])
 
     assert ratios[0].ratio == pytest.approx(0.5)
@@ -128,14 +128,14 @@ def gain(ratios, speed):
     return min(ratios, key=lambda each: abs(each.per_user - speed)).ratio
 
 
-def test_on_one_node_it_gains_a_third_in_the_middle_and_loses_at_both_ends(claim):
+def test_one_node_gains_a_third_in_the_middle_and_loses_at_both_ends(claim):
     one, _ = claim
 
     assert gain(one, 43) == pytest.approx(1.3, abs=0.1)
     assert (one[0].ratio < 0.9, one[-1].ratio < 0.5) == (True, True)
 
 
-def test_on_two_nodes_it_gains_more_than_twice(claim):
+def test_two_nodes_gain_more_than_twice(claim):
     one, two = claim
 
     assert max(each.ratio for each in two) > 2
@@ -143,7 +143,7 @@ def test_on_two_nodes_it_gains_more_than_twice(claim):
     assert two[-1].ratio < 0.5
 
 
-def test_short_prompts_with_long_answers_do_not_pay():
+def test_short_prompts_with_long_outputs_gain_nothing():
     told = disagg_report.DisaggConfig(prompt_tokens=300, output_tokens=600)
 
     ratios = disagg_report.measure(told, 1).ratios["disaggregated"]
@@ -151,7 +151,7 @@ def test_short_prompts_with_long_answers_do_not_pay():
     assert gain(ratios, 40) < 1
 
 
-def test_points_that_let_users_wait_can_be_left_out():
+def test_slow_points_can_be_left_out():
     told = disagg_report.DisaggConfig(max_ttft_s=0.1, concurrency=2)
 
     case = disagg_report.measure(told, 1)

@@ -18,30 +18,30 @@ def group(size=1):
     return GpuGroup(gpu=GPU, model=MODEL, size=size)
 
 
-def test_a_prompt_is_linear_work_and_attention_to_all_before():
+def test_prompt_time_is_linear_layers_plus_attention():
     assert group().prompt_s(0, 1000) == pytest.approx((2e12 + 2 * 10 * 100 * 1e6) / 1e12)
 
 
 @pytest.mark.parametrize("cut", [1, 500, 999])
-def test_parts_of_a_prompt_are_as_much_work_as_the_whole(cut):
+def test_chunks_of_a_prompt_take_as_long_as_the_whole(cut):
     parts = group().prompt_s(0, cut) + group().prompt_s(cut, 1000)
 
     assert parts == pytest.approx(group().prompt_s(0, 1000))
 
 
-def test_a_single_answer_waits_for_the_weights_and_for_what_it_reads():
+def test_single_decode_waits_for_weights_and_kv_reads():
     took = group().iteration_s(prompts_s=0, num_prompt_tokens=0, num_decoding=1, num_read=500)
 
     assert took == pytest.approx(0.001 + 2e9 / 1e10 + 500 * 1e4 / 1e10)
 
 
-def test_a_long_prompt_hides_the_weights():
+def test_long_prompt_hides_the_weight_reads():
     took = group().iteration_s(prompts_s=7.0, num_prompt_tokens=9, num_decoding=10, num_read=0)
 
     assert took == pytest.approx(0.001 + 7.0 + 10 * 2e9 / 1e12)
 
 
-def test_groups_share_the_work_and_pay_two_all_reduces_a_layer():
+def test_gpu_groups_pay_two_all_reduces_a_layer():
     took = group(4).iteration_s(prompts_s=3.0, num_prompt_tokens=1000, num_decoding=0, num_read=0)
 
     over_links = 2 * 3 / 4 * 1000 * 100 * 2 / 1e9
@@ -50,7 +50,7 @@ def test_groups_share_the_work_and_pay_two_all_reduces_a_layer():
 
 
 @pytest.mark.parametrize(("size", "num_tokens"), [(1, 100_000), (2, 400_000)])
-def test_memory_beside_the_weights_holds_keys_and_values(size, num_tokens):
+def test_kv_cache_fills_the_memory_beside_the_weights(size, num_tokens):
     assert group(size).num_kv_tokens == num_tokens
 
 
@@ -83,7 +83,7 @@ def prompt_s(start, end, *, num_decoding=0, num_read=0):
     )
 
 
-def test_a_prompt_is_computed_in_parts_and_then_answered():
+def test_prompt_is_computed_in_chunks_and_then_decoded():
     alone, one = worker(), job()
     alone.submit(one, 0.0)
     finish(alone)
@@ -94,7 +94,7 @@ def test_a_prompt_is_computed_in_parts_and_then_answered():
     assert one.ended_at == pytest.approx(first + sum(steps))
 
 
-def test_an_answer_waits_for_the_prompt_beside_it():
+def test_decode_waits_for_a_prompt_in_the_same_iteration():
     shared, early, late = worker(), job(num_prompt=100), job(num_prompt=2000)
     shared.submit(early, 0.0)
     shared.submit(late, 0.0)
@@ -110,7 +110,7 @@ def test_an_answer_waits_for_the_prompt_beside_it():
     )
 
 
-def test_a_prefill_worker_lets_go_of_a_job_with_its_first_token():
+def test_prefill_worker_releases_a_job_with_its_first_token():
     prefill = worker(is_prefill_only=True)
     prefill.submit(job(num_prompt=2000), 0.0)
     ((now, done),) = finish(prefill)
@@ -120,7 +120,7 @@ def test_a_prefill_worker_lets_go_of_a_job_with_its_first_token():
     assert prefill.num_open == 0
 
 
-def test_a_job_whose_prompt_came_from_elsewhere_is_only_answered():
+def test_job_with_a_computed_prompt_is_only_decoded():
     decode, one = worker(), job(num_computed=3000, num_written=1)
     decode.submit(one, 5.0)
     finish(decode)
@@ -131,7 +131,7 @@ def test_a_job_whose_prompt_came_from_elsewhere_is_only_answered():
 
 
 @pytest.mark.parametrize("limit", ["sequences", "memory"])
-def test_who_has_no_room_waits_until_another_has_ended(limit):
+def test_job_without_room_waits_until_another_ends(limit):
     memory = replace(GROUP.gpu, memory_bytes=(70e9 + 4000 * 327_680) / 2)
     full = worker(replace(GROUP, gpu=memory)) if limit == "memory" else worker(max_num_seqs=1)
     first, second = job(), job()

@@ -16,7 +16,7 @@ def trace(tmp_path):
     return str(path)
 
 
-def test_it_prints_a_line_for_each_policy(trace, capsys):
+def test_routing_prints_a_row_for_each_policy(trace, capsys):
     code = command.main(
         ["routing", "--trace", trace, "--policy", "dynamo,random", "--policy", "lmetric"]
     )
@@ -31,7 +31,7 @@ def test_it_prints_a_line_for_each_policy(trace, capsys):
     assert any("small.jsonl; 8 workers (fcfs)" in line for line in lines)
 
 
-def test_it_writes_plots_and_a_page_that_needs_nothing_else(trace, tmp_path, capsys):
+def test_routing_writes_plots_and_a_self_contained_page(trace, tmp_path, capsys):
     code = command.main(
         ["routing", "--trace", trace, "--policy", "dynamo", "--output", str(tmp_path / "out")]
     )
@@ -55,12 +55,12 @@ def test_it_writes_plots_and_a_page_that_needs_nothing_else(trace, tmp_path, cap
         (["planning"], "expected one of routing"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_two(argv, complaint, capsys):
+def test_invalid_settings_print_one_sentence_and_exit_with_two(argv, complaint, capsys):
     assert command.main(argv) == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_a_made_up_workload_needs_no_trace(capsys):
+def test_synthetic_workload_needs_no_trace(capsys):
     code = command.main(
         ["--engine", "batch", "--requests", "20", "--concurrency", "4", "--workers", "2",
          "--cache-tokens", "100000", "--policy", "estimated-ttft"]
@@ -70,7 +70,7 @@ def test_a_made_up_workload_needs_no_trace(capsys):
     assert "32 prefixes of 2048 tokens, 4 clients" in capsys.readouterr().out
 
 
-def test_disaggregation_is_a_table_and_a_plot(tmp_path, capsys):
+def test_disagg_prints_a_table_and_writes_a_plot(tmp_path, capsys):
     code = command.main(["disagg", "--concurrency", "4", "--output", str(tmp_path)])
 
     out = capsys.readouterr().out
@@ -82,6 +82,6 @@ def test_disaggregation_is_a_table_and_a_plot(tmp_path, capsys):
     assert (tmp_path / "disagg.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_requests_that_fit_nowhere_are_one_sentence(capsys):
+def test_requests_that_fit_nowhere_print_one_sentence(capsys):
     assert command.main(["disagg", "--prompt-tokens", "20000", "--concurrency", "1"]) == 2
     assert "a group of 1 GPUs has room for" in capsys.readouterr().err

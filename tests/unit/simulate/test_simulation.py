@@ -34,7 +34,7 @@ def share_of_the_busiest(trace, monkeypatch, policy=None):
     return run("estimated-ttft", trace).curves.shares[0] / 8
 
 
-def test_every_request_is_answered_and_none_before_its_time():
+def test_every_request_is_answered_after_its_arrival():
     trace = traces.conversations(300)
 
     summary = run("round-robin", trace)
@@ -43,14 +43,14 @@ def test_every_request_is_answered_and_none_before_its_time():
     assert summary.curves.ttfts[0] >= 0
 
 
-def test_the_longest_prefix_sends_everything_to_one_worker_and_ours_does_not(monkeypatch):
+def test_estimated_ttft_avoids_the_longest_prefix_trap(monkeypatch):
     trace = traces.conversations(600)
 
     assert share_of_the_busiest(trace, monkeypatch) < 1.3 / 8
     assert share_of_the_busiest(trace, monkeypatch, LongestPrefix()) == 1
 
 
-def test_the_same_holds_on_the_recorded_trace(monkeypatch):
+def test_estimated_ttft_avoids_the_trap_on_the_recorded_trace(monkeypatch):
     trace = traces.recorded(limit=3000)
 
     assert share_of_the_busiest(trace, monkeypatch) < 1.3 / 8
@@ -58,13 +58,13 @@ def test_the_same_holds_on_the_recorded_trace(monkeypatch):
 
 
 @pytest.mark.parametrize(("policy", "mean_ttft"), [("round-robin", 5.62), ("least-loaded", 2.29)])
-def test_the_model_gives_the_figures_of_an_independent_study(policy, mean_ttft):
+def test_simulation_gives_the_figures_of_an_independent_study(policy, mean_ttft):
     summary = run(policy, traces.recorded())
 
     assert summary.mean_ttft == pytest.approx(mean_ttft, rel=0.02)
 
 
-def test_our_policy_is_better_than_every_baseline():
+def test_estimated_ttft_is_better_than_every_baseline():
     trace = traces.conversations(1000)
 
     ours = run("estimated-ttft", trace).mean_ttft
@@ -73,7 +73,7 @@ def test_our_policy_is_better_than_every_baseline():
         assert ours < run(name, trace).mean_ttft
 
 
-def test_prefixes_keep_their_homes_where_caches_are_tight():
+def test_prefixes_stay_on_their_workers_when_caches_are_small():
     config = SimulateConfig(
         engine="batch", workers=4, cache_tokens=1536 * 16, requests=320, concurrency=16
     )
@@ -85,7 +85,7 @@ def test_prefixes_keep_their_homes_where_caches_are_tight():
     assert summary.hit_rate > 0.95 * (1 - 32 / 320) * 2048 / 2098
 
 
-def test_a_closed_loop_ends_when_all_are_asked():
+def test_closed_loop_ends_when_all_requests_were_sent():
     config = SimulateConfig(
         engine="batch", workers=2, cache_tokens=1 << 20, requests=50, concurrency=7
     )
@@ -98,13 +98,13 @@ def test_a_closed_loop_ends_when_all_are_asked():
     assert (summary.num_requests, seen[-1]) == (50, 50)
 
 
-def test_the_same_seed_gives_the_same_run():
+def test_same_seed_gives_the_same_run():
     trace = traces.conversations(200)
 
     assert run("power-of-two", trace).curves.ttfts == run("power-of-two", trace).curves.ttfts
 
 
-def test_the_index_knows_what_the_caches_hold():
+def test_index_equals_the_simulated_caches():
     """So the router expects what the workers then find: a run's predicted and real hits are the same."""
     rng, index, caches = random.Random(5), prefix_index.PrefixIndex(), {}
     selector = router_config.make_selector(

@@ -47,7 +47,7 @@ def test_prompts_are_computed_one_after_the_other():
     assert [(now, p.ended) for now, p in finish(worker)] == [(2.0, ["a"]), (3.0, ["b"])]
 
 
-def test_a_known_prefix_takes_no_time():
+def test_cached_prefix_takes_no_time():
     worker = fcfs()
     worker.submit("a", arrival(1, 2), 0.0)
     worker.submit("b", arrival(1, 2, 3, num_tokens=40), 0.0)
@@ -55,7 +55,7 @@ def test_a_known_prefix_takes_no_time():
     assert [now for now, _ in finish(worker)] == [2.0, 2.5]
 
 
-def test_the_cache_forgets_tails_of_what_was_used_longest_ago():
+def test_cache_evicts_tails_of_the_least_recently_used():
     worker = fcfs(num_blocks=4)
     for i, asked in enumerate((arrival(1, 2, 3), arrival(1, 4))):
         worker.submit(str(i), asked, 0.0)
@@ -67,7 +67,7 @@ def test_the_cache_forgets_tails_of_what_was_used_longest_ago():
     assert [list(c.names) for c in progress.changes if not c.is_stored] == [[3]]
 
 
-def test_a_batch_takes_as_long_as_the_simulated_engine():
+def test_batch_worker_takes_as_long_as_the_mock_engine():
     worker = batch()
     worker.submit("a", arrival(1, 2, num_output=3), 0.0)
 
@@ -79,7 +79,7 @@ def test_a_batch_takes_as_long_as_the_simulated_engine():
     assert all(b - a >= timing.decode_ms(0) / 1000 for a, b in itertools.pairwise(times))
 
 
-def test_a_batch_finds_blocks_by_content_and_computes_at_least_a_token():
+def test_batch_worker_finds_blocks_and_computes_at_least_one_token():
     worker = batch()
     worker.submit("a", arrival(1, 2), 0.0)
     finish(worker)
@@ -88,7 +88,7 @@ def test_a_batch_finds_blocks_by_content_and_computes_at_least_a_token():
     assert cached(worker, arrival(1, 2)) == [16]
 
 
-def test_a_batch_tells_what_it_stored_and_what_it_forgot_by_the_names_of_the_workload():
+def test_batch_worker_reports_changes_by_the_workloads_names():
     worker = batch(total_blocks=4)
     worker.submit("a", arrival(1, 2, 3), 0.0)
     stored = [list(c.names) for _, p in finish(worker) for c in p.changes if c.is_stored]

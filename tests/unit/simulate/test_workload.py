@@ -12,7 +12,7 @@ def written(tmp_path, *lines):
     return path
 
 
-def test_a_trace_is_read(tmp_path):
+def test_trace_is_read_from_its_file(tmp_path):
     trace = workload.read_trace(written(tmp_path, LINE % (0, 1), "\n", LINE % (3000, 2)))
 
     assert [(a.at, a.num_tokens, list(a.names)) for a in trace.arrivals] == [
@@ -22,7 +22,7 @@ def test_a_trace_is_read(tmp_path):
     assert (trace.num_tokens, trace.duration_s) == (1200, 3.0)
 
 
-def test_no_more_is_read_than_asked_for(tmp_path):
+def test_trace_is_read_up_to_the_limit(tmp_path):
     path = written(tmp_path, LINE % (0, 1), LINE % (1, 2), "nonsense")
 
     assert len(workload.read_trace(path, limit=2).arrivals) == 2
@@ -39,7 +39,7 @@ def test_no_more_is_read_than_asked_for(tmp_path):
         (LINE % (-5, 1), "rising order"),
     ],
 )
-def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, complaint):
+def test_invalid_line_is_named_by_file_and_number(tmp_path, line, complaint):
     path = written(tmp_path, LINE % (0, 1), LINE % (1, 1), line)
 
     with pytest.raises(errors.ConfigError) as caught:
@@ -49,17 +49,17 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, complaint):
     assert complaint in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_trace_file_is_named(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"none\.jsonl: cannot be read: No such file"):
         workload.read_trace(tmp_path / "none.jsonl")
 
 
-def test_a_trace_of_one_moment_has_no_rate(tmp_path):
+def test_trace_of_one_moment_is_refused(tmp_path):
     with pytest.raises(errors.ConfigError, match="two times at least"):
         workload.read_trace(written(tmp_path, LINE % (0, 1), LINE % (0, 2)))
 
 
-def test_spreading_keeps_the_order_and_fills_the_gaps(tmp_path):
+def test_spreading_keeps_the_order_and_fills_the_time_between(tmp_path):
     lines = [LINE % (t, i) for i, t in enumerate((0, 0, 3000, 3000, 3000), 1)]
 
     spread = workload.spread_arrivals(workload.read_trace(written(tmp_path, *lines)))
@@ -67,7 +67,7 @@ def test_spreading_keeps_the_order_and_fills_the_gaps(tmp_path):
     assert [a.at for a in spread.arrivals] == [0.0, 1.5, 3.0, 4.0, 5.0]
 
 
-def test_made_up_prompts_share_prefixes_and_nothing_else():
+def test_synthetic_prompts_share_only_prefixes():
     crowd = workload.SharedPrefixes(
         num_prefixes=2,
         prefix_tokens=32,

@@ -1,4 +1,4 @@
-"""The route of an adapter: nobody without it is asked."""
+"""The route of a LoRA adapter uses only workers that have the adapter."""
 
 import pytest
 from routing_rig import Receiver, request
@@ -16,7 +16,7 @@ async def adapters(world, request):
     return world
 
 
-async def test_it_asks_those_who_have_the_adapter(adapters):
+async def test_lora_route_uses_only_workers_with_the_adapter(adapters):
     for turn in range(4):
         await adapters.open(*range(turn * 1000, turn * 1000 + 100), lora_name="poet")
 
@@ -26,7 +26,7 @@ async def test_it_asks_those_who_have_the_adapter(adapters):
     }
 
 
-async def test_of_whom_the_caller_would_have_it_asks_those_who_have_it(adapters):
+async def test_lora_route_intersects_with_allowed_instances(adapters):
     _, second, third = adapters.workers
     terms = route.RoutingOptions(allowed_instances={second.id, third.id})
     for _ in range(3):
@@ -40,7 +40,7 @@ async def test_of_whom_the_caller_would_have_it_asks_those_who_have_it(adapters)
     )
 
 
-async def test_when_those_are_gone_nobody_is_asked(adapters):
+async def test_lora_route_without_workers_raises_no_workers(adapters):
     for worker in adapters.workers[:2]:
         await worker.runtime.close()
     await adapters.until(lambda: len(adapters.client.instances) == 1)

@@ -162,7 +162,7 @@ async def router(join):
     await router.close()
 
 
-async def test_who_comes_late_learns_what_is_held_and_then_what_happens(worker, join):
+async def test_late_subscriber_gets_all_blocks_and_then_events(worker, join):
     worker.store([1, 2, 3])
     worker.remove([1, 2, 3])
     router = await Router.start(await join())
@@ -172,7 +172,7 @@ async def test_who_comes_late_learns_what_is_held_and_then_what_happens(worker, 
     await router.close()
 
 
-async def test_ranks_are_workers_of_their_own(worker, router):
+async def test_ranks_are_indexed_as_separate_workers(worker, router):
     worker.store([1, 2], dp_rank=0)
     worker.store([1, 3], dp_rank=1)
 
@@ -182,7 +182,7 @@ async def test_ranks_are_workers_of_their_own(worker, router):
 
 
 @pytest.mark.parametrize("num_remembered", [100, 1], ids=["remembered", "forgotten"])
-async def test_lost_messages_are_asked_for(worker, router, monkeypatch, num_remembered):
+async def test_lost_events_are_replayed(worker, router, monkeypatch, num_remembered):
     monkeypatch.setattr(kv_event_publisher, "RECENT_EVENTS", num_remembered)
     worker.store([1, 2])
     await router.await_held({api.Worker(worker.id): names([1, 2])})
@@ -195,7 +195,7 @@ async def test_lost_messages_are_asked_for(worker, router, monkeypatch, num_reme
     await router.await_held({api.Worker(worker.id): names([1], [3, 4], [5])})
 
 
-async def test_a_lost_last_message_is_noticed(worker, router, monkeypatch):
+async def test_lost_last_event_is_noticed(worker, router, monkeypatch):
     monkeypatch.setattr(kv_event_publisher, "HEARTBEAT_S", 0.02)
     worker.store([1])
     await router.await_held({api.Worker(worker.id): names([1])})
@@ -206,7 +206,7 @@ async def test_a_lost_last_message_is_noticed(worker, router, monkeypatch):
     await router.await_held({api.Worker(worker.id): names([1], [2])})
 
 
-async def test_a_worker_that_died_is_forgotten_and_its_successor_is_known(router, join):
+async def test_dead_worker_is_removed_and_its_successor_indexed(router, join):
     first = await Worker.start(await join())
     first.store([1, 2])
     await router.await_held({api.Worker(first.id): names([1, 2])})
@@ -221,7 +221,7 @@ async def test_a_worker_that_died_is_forgotten_and_its_successor_is_known(router
     await second.die()
 
 
-async def test_a_large_cache_is_told_in_parts(worker, join, monkeypatch):
+async def test_large_cache_is_replayed_in_parts(worker, join, monkeypatch):
     monkeypatch.setattr(kv_event_publisher, "RECENT_BLOCKS", 1)
     chains = [list(range(start, start + 500)) for start in range(1, 10_000, 500)]
     for chain in chains:
@@ -231,7 +231,7 @@ async def test_a_large_cache_is_told_in_parts(worker, join, monkeypatch):
     await router.close()
 
 
-async def test_after_a_snapshot_only_what_happened_since_is_told(worker, router, join, monkeypatch):
+async def test_snapshot_needs_only_a_replay_of_later_events(worker, router, join, monkeypatch):
     worker.store([1, 2, 3])
     await router.await_held({api.Worker(worker.id): names([1, 2, 3])})
     saved = router.feed.snapshot()
@@ -242,7 +242,7 @@ async def test_after_a_snapshot_only_what_happened_since_is_told(worker, router,
     await restored.close()
 
 
-async def test_a_snapshot_brings_no_dead_worker_back(router, join):
+async def test_snapshot_does_not_restore_a_dead_worker(router, join):
     dead = await Worker.start(await join())
     dead.store([1])
     await router.await_held({api.Worker(dead.id): names([1])})
@@ -256,7 +256,7 @@ async def test_a_snapshot_brings_no_dead_worker_back(router, join):
     await living.die()
 
 
-async def test_a_refused_question_is_asked_again(router, join):
+async def test_refused_replay_is_requested_again(router, join):
     runtime, num_asked = await join(), 0
 
     def answer(call):
@@ -278,7 +278,7 @@ async def test_a_refused_question_is_asked_again(router, join):
     assert num_asked == 3
 
 
-async def test_noise_on_the_topic_harms_nobody(worker, router):
+async def test_noise_on_the_topic_is_ignored(worker, router):
     worker.store([1])
     await router.await_held({api.Worker(worker.id): names([1])})
     plane = worker.runtime.events
@@ -291,7 +291,7 @@ async def test_noise_on_the_topic_harms_nobody(worker, router):
     await router.await_held({api.Worker(worker.id): names([1], [2])})
 
 
-async def test_a_request_that_is_none_is_refused(worker, join):
+async def test_malformed_replay_request_is_refused(worker, join):
     runtime = await join()
     client = runtime.client(instances.EndpointName("n", "backend", instances.KV_EVENTS_REPLAY))
     await client.wait_for_instances(5)
