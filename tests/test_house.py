@@ -22,7 +22,7 @@ BUDGET = {
     "runtime": 7280,
     "transfer": 2900,
     "kvbm": 2200,
-    "engine": 9660,
+    "engine": 8560,
     "router": 4200,
     "semantic": 1000,
     "preprocess": 3650,

@@ -126,7 +126,8 @@ class PagedBatch:
             chunk_positions = range(chunk.start, chunk.start + chunk.num_tokens)
             token_ids += chunk.sequence.token_ids[chunk_positions.start : chunk_positions.stop]
             positions += chunk_positions
-            slots += _slots(chunk.sequence.block_ids, chunk_positions, cache.block_size)
+            block_ids, size = chunk.sequence.block_ids, cache.block_size
+            slots += [block_ids[p // size] * size + p % size for p in chunk_positions]
             self.last_rows[i] = len(positions) - 1
         self._parts = list(_parts(cache, [chunks[i] for i in order]))
         filling = [0] * (max(part.end for part in self._parts) - len(positions))
@@ -165,10 +166,6 @@ def _parts(cache: KvCache, chunks: Sequence[Chunk]) -> Iterator[PrefillChunk | D
 def _decode_span(chunk: Chunk) -> int:
     """Return the span of a single token, or 0 for a prefill chunk."""
     return key_span(chunk.start) if chunk.num_tokens == 1 else 0
-
-
-def _slots(block_ids: Sequence[int], positions: range, block_size: int) -> list[int]:
-    return [block_ids[p // block_size] * block_size + p % block_size for p in positions]
 
 
 def _spanned_blocks(cache: KvCache, chunk: Chunk, span: int) -> list[int]:

@@ -97,7 +97,12 @@ def parse(fields: dict[str, Any]) -> ModelConfig:
         has_qk_norm=family == "qwen3",
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
     )
-    _check_shape(config)
+    if config.num_heads % config.num_kv_heads:
+        raise errors.ConfigError(
+            f"num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads {config.num_kv_heads}"
+        )
+    if config.head_dim % 2:
+        raise errors.ConfigError(f"head_dim must be even, not {config.head_dim}")
     return config
 
 
@@ -143,12 +148,3 @@ def _count(fields: dict[str, Any], name: str, default: int | None = None) -> int
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise errors.ConfigError(f"{name} must be a positive integer, not {value!r}")
     return value
-
-
-def _check_shape(config: ModelConfig) -> None:
-    if config.num_heads % config.num_kv_heads:
-        raise errors.ConfigError(
-            f"num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads {config.num_kv_heads}"
-        )
-    if config.head_dim % 2:
-        raise errors.ConfigError(f"head_dim must be even, not {config.head_dim}")

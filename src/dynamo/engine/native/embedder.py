@@ -117,18 +117,14 @@ class TextEmbedding:
         """Return the packed unit vector of each text, in the order of the batch."""
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids))
         with torch.inference_mode():
-            vectors = self._embed_sorted([blocks.unpack(batch[i].token_ids) for i in order])
+            texts = [blocks.unpack(batch[i].token_ids) for i in order]
+            token_ids = torch.tensor([t for text in texts for t in text], device=self._device)
+            lengths = list(map(len, texts))
+            rows = attention.PackedTexts(lengths, is_causal=self._is_causal, device=self._device)
+            hidden = self._network(token_ids, rows).float()  # [tokens, hidden]
+            vectors = F.normalize(_pool(hidden, rows, self._pooling), dim=-1).cpu()
             packed = {i: _pack(vectors[row], batch[i].dimensions) for row, i in enumerate(order)}
         return [packed[i] for i in range(len(batch))]
-
-    def _embed_sorted(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return unit vectors [texts, hidden] in 32 bits; texts are sorted by length."""
-        flat = [token for text in texts for token in text]
-        packed = attention.PackedTexts(
-            list(map(len, texts)), is_causal=self._is_causal, device=self._device
-        )
-        hidden = self._network(torch.tensor(flat, device=self._device), packed)
-        return F.normalize(_pool(hidden.float(), packed, self._pooling), dim=-1).cpu()
 
 
 def _load_encoder(model_path: Path, settings: NativeConfig) -> _LoadedModel:

@@ -32,12 +32,18 @@ class KvCache:
         self.memory: memoryview | None = None  # the whole cache, if it is in host memory
         shape = config.num_layers, num_blocks * block_size, *self._token_shape
         try:
-            self._layers = self._allocate_zeros(shape, allocate or _allocate_private).unbind()
+            if device == "cpu":
+                num_bytes = math.prod(shape) * dtype.itemsize
+                self.memory = (allocate or _allocate_private)(num_bytes)
+                cache = torch.frombuffer(self.memory, dtype=dtype).view(shape)
+            else:
+                cache = torch.zeros(shape, dtype=dtype, device=device)
         except (RuntimeError, OSError) as error:
             size = math.prod(shape) * dtype.itemsize / 2**30
             raise errors.ConfigError(
                 f"a KV cache of {num_blocks} blocks takes {size:.1f} GiB, more than {device} has; ask for fewer"
             ) from error
+        self._layers = cache.unbind()
         self._blocks = [layer.view(num_blocks, -1) for layer in self._layers]
         self._staging = self._blocks[0].new_empty(0)
 
@@ -64,12 +70,6 @@ class KvCache:
     def read(self, layer: int, blocks: torch.Tensor, staged: torch.Tensor) -> None:
         """Copy these blocks to the staging buffer."""
         torch.index_select(self._blocks[layer], 0, blocks, out=staged)
-
-    def _allocate_zeros(self, shape: tuple[int, ...], allocate: Allocate) -> torch.Tensor:
-        if self.device != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.memory = allocate(math.prod(shape) * self.dtype.itemsize)
-        return torch.frombuffer(self.memory, dtype=self.dtype).view(shape)
 
 
 def _allocate_private(num_bytes: int) -> memoryview:

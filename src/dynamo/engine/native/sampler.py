@@ -60,7 +60,8 @@ class Sampler:
                 may_end = [states[i].may_end for i in guides]
                 adjusted = apply_guides(adjusted, guides, may_end)
             peaks = adjusted.amax(-1).tolist()
-            token_ids = _choose(adjusted, states)
+            functions = [_take_likeliest if state.is_greedy else draw for state in states]
+            token_ids = _draw_grouped(adjusted, states, functions)
             logprobs = _logprobs(logits, token_ids, states)
         for i, guide in guides.items():
             guide.advance(token_ids[i])
@@ -121,11 +122,6 @@ class Sampler:
 def draw(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
     """Draw a token for each row at random, by temperature, min-p, top-k and top-p."""
     return _draw_grouped(logits, states, [_DRAW_BY_POOL[state.pool] for state in states])
-
-
-def _choose(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
-    functions = [_take_likeliest if state.is_greedy else draw for state in states]
-    return _draw_grouped(logits, states, functions)
 
 
 def _draw_grouped(

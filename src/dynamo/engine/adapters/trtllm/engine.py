@@ -42,10 +42,12 @@ class TrtllmLibrary:
 
     name = "TensorRT-LLM"
 
-    def __init__(self, args: Mapping[str, Any], vocab_size: int) -> None:
+    def __init__(
+        self, args: Mapping[str, Any], vocab_size: int, clock: clocks.Clock | None = None
+    ) -> None:
         self._args = args
         self._vocab_size = vocab_size
-        self._clock = clocks.SystemClock()
+        self._clock = clock or clocks.SystemClock()
         self._tasks = tasks.Tasks()
         self._rank = RankLoad()
         self._num_blocks = 0
