@@ -38,7 +38,7 @@ class CacheClearer:
         self._connect = connect
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
 
-    async def answer(self, client: exchange.Exchange) -> None:
+    async def handle(self, client: exchange.Exchange) -> None:
         """Answer a request of the route."""
         client.respond(200, sse.encode(await self.clear()))
 

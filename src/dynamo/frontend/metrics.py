@@ -1,11 +1,11 @@
-"""What the frontend counts: the original's names, labels and buckets, so that its dashboards show ours.
+"""The metrics of the frontend, with the original's names, labels and buckets, so that its dashboards work.
 
 Labels are looked up once per model or once per request. A token costs one observation and one addition.
-The life of a request as the gauges tell it: *inflight* from its arrival to its end, *queued* until its first
+The life of a request in the gauges: *inflight* from its arrival to its end, *queued* until its first
 token, *active* while a worker has it.
 
-A `RequestMeter` also remembers when each stage of its request was over. Whoever wants to tell more of requests than
-numbers (spans, request trace) is an `Observer`: it is given the meter once, when the request has ended.
+A `RequestMeter` also records when each stage of its request ended. Records of requests (spans, request trace) are made
+by a `RequestObserver`, which is given the meter once, when the request has ended.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,26 +32,26 @@ _CARD_GAUGES: dict[str, Callable[[model_card.ModelCard], int]] = {
     "model_max_num_seqs": lambda card: card.runtime_config.max_num_seqs,
     "model_max_num_batched_tokens": lambda card: card.runtime_config.max_num_batched_tokens,
 }
-UNKNOWN_MODEL = "unknown"  # the label of names that nobody serves: clients cannot make labels
+UNKNOWN_MODEL = "unknown"  # the label of unknown names: clients cannot make labels
 Now = Callable[[], float]
 
 
 class TimedChoice(Protocol):
-    """A choice, as far as its timing goes."""
+    """The time of a choice's last token; None before the first."""
 
     last_at: float | None
 
 
 class RequestObserver(Protocol):
-    """Who wants to know of each request that has ended."""
+    """Is informed of each request that has ended."""
 
     def ended(self, request: "RequestMeter") -> None:
-        """It is over. Returns at once."""
+        """Record a request that has ended. Must not block."""
         ...
 
 
 class FrontendMetrics:
-    """All families of the frontend."""
+    """All metric families of the frontend."""
 
     def __init__(
         self,
@@ -156,27 +156,27 @@ class FrontendMetrics:
         }
         self._by_model: dict[str, ModelMetrics] = {}
 
-    def of_model(self, name: str) -> "ModelMetrics":
-        """What is counted for one model, with its labels looked up."""
+    def for_model(self, name: str) -> "ModelMetrics":
+        """Return the metrics of one model, with its labels looked up."""
         label = name.lower()
-        found = self._by_model.get(label)
-        if found is None:
-            found = self._by_model[label] = ModelMetrics(self, label)
-        return found
+        model_metrics = self._by_model.get(label)
+        if model_metrics is None:
+            model_metrics = self._by_model[label] = ModelMetrics(self, label)
+        return model_metrics
 
-    def show_model(self, card: model_card.ModelCard, num_workers: int, *, is_ready: bool) -> None:
-        """Tell a model's facts, how many serve it, and whether it can be asked."""
+    def update_model(self, card: model_card.ModelCard, num_workers: int, *, is_ready: bool) -> None:
+        """Show the facts of a model's card, the number of its workers, and whether it is ready."""
         label = card.display_name.lower()
         self.workers.labels(label).set(num_workers)
         self.ready.labels(label).set(int(is_ready))
-        self.of_model(label).block_size = card.kv_cache_block_size
+        self.for_model(label).block_size = card.kv_cache_block_size
         self.migration_limit.labels(label).set(self._limit_of(card.migration_limit))
         for name, fact in _CARD_GAUGES.items():
             self._card_gauges[name].labels(label).set(fact(card))
 
 
 class ModelMetrics:
-    """The children of one model."""
+    """The metrics of one model: children of the families."""
 
     def __init__(self, families: FrontendMetrics, label: str) -> None:
         self.label = label
@@ -199,7 +199,7 @@ class ModelMetrics:
     def record_lookup(
         self, *, hits: int, misses: int, cached_tokens: int, uncached_tokens: int
     ) -> None:
-        """A prompt was tokenized, in part from the cache (`preprocess.tokenize.Counted`)."""
+        """Count the use of the tokenizer cache for one prompt (`preprocess.tokenize.CacheObserver`)."""
         self.families.segment_hits.inc(hits)
         self.families.segment_misses.inc(misses)
         self.cached_tokens.inc(cached_tokens)
@@ -207,17 +207,17 @@ class ModelMetrics:
 
 
 class Arrival(NamedTuple):
-    """When a request came, and what it is called."""
+    """The time of a request's arrival, and its ids."""
 
     at: float  # of the steady clock
-    id: str = ""  # ours
-    told_id: str = ""  # the caller's own, if there is one, else ours
+    id: str = ""  # made here
+    reported_id: str = ""  # shown to the client: its own id, or else `id`
     trace: trace_context.TraceContext | None = None
-    parent_id: str | None = None  # the span that asked
+    parent_id: str | None = None  # the span of the client
 
 
 class RequestMeter:
-    """One request, from its arrival to its one end. Times are of the steady clock, None until they come."""
+    """Measures one request from its arrival to its end. Times are of the steady clock, None until they come."""
 
     __slots__ = (
         "_is_over",
@@ -256,8 +256,8 @@ class RequestMeter:
         self._observe_itl = model.itl.observe
         self.arrival = arrival or Arrival(self._now())
         self.arrived_at = self.arrival.at
-        self.prepared_at: float | None = None  # its tokens are known, and the first prompt goes out
-        self.opened_at: float | None = None  # a worker has the last prompt
+        self.prepared_at: float | None = None  # when the first prompt was sent
+        self.opened_at: float | None = None  # when a worker had the last prompt
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
         self.request: generate.Request | None = None  # of the first prompt
@@ -265,13 +265,15 @@ class RequestMeter:
         self.error_type = ""
         self._is_over = False
         self._is_queued = True
-        self.on_end: Callable[[int], None] | None = None  # told once, with the tokens generated
+        self.on_end: Callable[[int], None] | None = (
+            None  # called once, with the number of generated tokens
+        )
         model.families.started.labels(endpoint, model.label, self.request_type).inc()
         model.inflight.inc()
         model.queued.inc()
 
-    def prompt(self, request: generate.Request | embed.EmbeddingRequest) -> None:
-        """A prompt, or the inputs of a request for vectors, go to a worker."""
+    def record_prompt(self, request: generate.Request | embed.EmbeddingRequest) -> None:
+        """Record that a prompt, or the inputs of an embedding request, are sent to a worker."""
         self.num_prompts += 1
         self.model.input_len.observe(request.prompt_len)
         if self.prepared_at is None:
@@ -280,19 +282,19 @@ class RequestMeter:
             self.model.families.preprocess.observe(now - self.arrived_at)
             self.model.active.inc()
 
-    def opened(self) -> None:
-        """The workers have all prompts."""
+    def record_dispatched(self) -> None:
+        """Record that the workers have all prompts."""
         if self.prepared_at is not None:
             self.opened_at = now = self._now()
             self.model.families.route.observe(now - self.prepared_at)
 
-    def cached(self, num_tokens: int) -> None:
-        """The worker has told how much of a prompt it had."""
+    def record_cached(self, num_tokens: int) -> None:
+        """Record how many tokens of a prompt a worker had in its cache."""
         self.num_cached += num_tokens
         self.model.cached_len.observe(num_tokens)
 
-    def tokens(self, choice: TimedChoice, num_tokens: int) -> None:
-        """Tokens came for a choice. The one call per token."""
+    def record_tokens(self, choice: TimedChoice, num_tokens: int) -> None:
+        """Record tokens of a choice. The only call per token."""
         now = self._now()
         last, choice.last_at = choice.last_at, now
         self.num_tokens += num_tokens
@@ -301,29 +303,29 @@ class RequestMeter:
         elif self._is_queued:
             self._first_token(now)
 
-    def moved(self, duration_s: float, *, is_new: bool) -> None:
-        """Its worker was lost, and another has what is left of it."""
+    def record_migration(self, duration_s: float, *, is_new: bool) -> None:
+        """Record that another worker has the rest of the request, so many seconds after the loss."""
         families, label = self.model.families, self.model.label
         kind = "new_request" if is_new else "ongoing_request"
         families.migrations.labels(label, kind).inc()
         families.migration_duration.labels(label).observe(duration_s)
 
-    def was_too_long_to_move(self) -> None:
-        """Its worker was lost, and that is the end."""
+    def record_too_long(self) -> None:
+        """Record that the request has lost its worker and is too long to migrate."""
         self.model.families.too_long_to_move.labels(self.model.label).inc()
 
-    def succeeded(self) -> None:
-        """The answer is complete."""
+    def record_success(self) -> None:
+        """Record that the answer is complete."""
         self._end("success", "")
 
-    def failed(self, error: errors.DynamoError) -> None:
-        """It ended by an error."""
+    def record_failure(self, error: errors.DynamoError) -> None:
+        """Record that the request ended by an error. Does nothing if it has ended before."""
         if not self._is_over:
             self.model.families.failures.labels(type(error).__name__, error.code).inc()
         self._end("error", _error_type(error))
 
-    def disconnected(self) -> None:
-        """The client went away."""
+    def record_disconnect(self) -> None:
+        """Record that the client disconnected. Does nothing if the request has ended before."""
         if not self._is_over:
             self.model.families.disconnected.inc()
             self.model.cancelled.inc()
@@ -365,7 +367,7 @@ class RequestMeter:
 
 
 def _error_type(error: errors.DynamoError) -> str:
-    """The label, as the original names it."""
+    """Return the label of an error, as the original names it."""
     match error:
         case model_errors.ModelNotFound():
             return "not_found"

@@ -38,20 +38,20 @@ class NvextResponse:
         """Return the requests with an annotation that asks for a transfer report."""
         return [prompt._replace(request=_ask_for_report(prompt.request)) for prompt in prompts]
 
-    def prefilled(self, result: route.PrefillResult) -> None:
+    def record_prefill(self, result: route.PrefillResult) -> None:
         """Record that another worker has computed the prompt, or the latest one."""
         self._prefill = result
 
-    def reported(self, params: kv_transfer.KvTransferParams) -> None:
+    def record_transfer(self, params: kv_transfer.KvTransferParams) -> None:
         """Keep the answering worker's report of how the prompt's blocks came, if there is one."""
         if params.report is not None:
             self._report = params.report
 
-    def asked(self, instance_id: int) -> None:
+    def record_instance(self, instance_id: int) -> None:
         """Record the worker that has the request, or its latest prompt."""
         self._instance_id = instance_id
 
-    def counting(self, count: CountTokens) -> CountTokens:
+    def wrap_counter(self, count: CountTokens) -> CountTokens:
         """Return a function that counts tokens and records their time."""
 
         def count_and_time(choice: Any, num_tokens: int) -> None:
@@ -60,7 +60,7 @@ class NvextResponse:
 
         return count_and_time
 
-    def fields(self, *, is_last: bool, cached_share: float = 0.0) -> dict[str, Any]:
+    def build_fields(self, *, is_last: bool, cached_share: float = 0.0) -> dict[str, Any]:
         """Return `nvext` for a chunk or a whole response; only the last chunk of a stream has times."""
         fields: dict[str, Any] = {}
         if "worker_id" in self._requested_fields and self._instance_id is not None:

@@ -76,13 +76,13 @@ class Pipeline:
             request = api.decode(client.request.body)
             model = self._models.find(request.model)
         except errors.DynamoError as error:  # for no known model
-            unknown = self._metrics.of_model(metrics.UNKNOWN_MODEL)
+            unknown = self._metrics.for_model(metrics.UNKNOWN_MODEL)
             meter = metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival)
-            meter.failed(error)
+            meter.record_failure(error)
             delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
             return
         meter = metrics.RequestMeter(
-            self._metrics.of_model(model.name),
+            self._metrics.for_model(model.name),
             api.endpoint,
             is_stream=bool(request.stream),
             arrival=arrival,
@@ -96,15 +96,15 @@ class Pipeline:
                 await self._admission.admit(model, prompts, client, meter, instance_id)
             if QUERY_INSTANCE_ID in prepared.annotations:
                 self._respond_instance_id(model, prepared, client, instance_id)
-                meter.succeeded()
+                meter.record_success()
                 return
         except errors.DynamoError as error:
-            meter.failed(error)
+            meter.record_failure(error)
             delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
             return
         deliver = api.stream if request.stream else whole.WholeDelivery
         reply = deliver(client, prepared, meter)
-        await self._dispatcher.begin(model, reply, meter, instance_id)
+        await self._dispatcher.dispatch_request(model, reply, meter, instance_id)
 
     async def _prepare(
         self,
@@ -197,7 +197,7 @@ def client_request_id(client: exchange.Exchange) -> str | None:
 
 
 def _id_headers(api: GenerationApi[R, F], arrival: metrics.Arrival) -> exchange.Headers:
-    return [(name, arrival.told_id) for name in api.id_headers]
+    return [(name, arrival.reported_id) for name in api.id_headers]
 
 
 def _check_logprobs(model: RegisteredModel, request: inputs.GenerationInput) -> None:

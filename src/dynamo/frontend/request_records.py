@@ -97,7 +97,7 @@ class RequestLog:
         """Log the request."""
         arrival = request.arrival
         token = logs.log_context.set(
-            logs.LogContext("http-request", arrival.told_id, arrival.trace)
+            logs.LogContext("http-request", arrival.reported_id, arrival.trace)
         )
         _logger.debug(
             "%s of %s: %s, %d tokens in %.3f s",
@@ -146,7 +146,7 @@ def _make_spans(
         ended_at=wall(request.ended_at or request.arrived_at),
         kind="server",
         attributes={
-            "x_request_id": request.arrival.told_id,
+            "x_request_id": request.arrival.reported_id,
             "endpoint": request.endpoint,
             "model": request.model.label,
             "request_type": request.request_type,
@@ -198,7 +198,7 @@ def encode_trace_row(row: TraceRow) -> bytes:
     request = row.request
     total_ms = _elapsed_ms(request.arrived_at, request.ended_at) or 0.0
     fields = {
-        "request_id": request.arrival.told_id,
+        "request_id": request.arrival.reported_id,
         "model": request.model.label,
         "request_received_ms": row.ended_ms - round(total_ms),
         "input_tokens": request.request.prompt_len if request.request else 0,

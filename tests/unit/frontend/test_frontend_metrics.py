@@ -67,9 +67,9 @@ async def test_the_prefix_can_be_chosen(bare):
 def test_each_error_has_its_label(error, label):
     registry = observed.Registry("t")
     families = metrics.FrontendMetrics(registry, lambda: 1.0)
-    meter = metrics.RequestMeter(families.of_model("M"), "completions", is_stream=False)
-    meter.failed(error)
-    meter.succeeded()
+    meter = metrics.RequestMeter(families.for_model("M"), "completions", is_stream=False)
+    meter.record_failure(error)
+    meter.record_success()
 
     assert (
         f't_requests_total{{endpoint="completions",error_type="{label}",model="m",request_type="unary",'
@@ -85,14 +85,14 @@ def test_output_of_several_tokens_counts_each_of_them():
     registry = observed.Registry("t")
     now = iter([0.0, 1.0, 3.0])
     families = metrics.FrontendMetrics(registry, lambda: next(now))
-    meter = metrics.RequestMeter(families.of_model("m"), "completions", is_stream=True)
+    meter = metrics.RequestMeter(families.for_model("m"), "completions", is_stream=True)
     choice = Choice()
-    meter.tokens(choice, 1)
-    meter.tokens(choice, 4)
-    itl = families.of_model("m").itl
+    meter.record_tokens(choice, 1)
+    meter.record_tokens(choice, 4)
+    itl = families.for_model("m").itl
 
     assert (itl.count, itl.sum) == (4, 2.0)
-    assert families.of_model("m").ttft.sum == 1.0
+    assert families.for_model("m").ttft.sum == 1.0
 
 
 async def test_tokenizer_cache_use_is_counted(bare):
@@ -148,12 +148,12 @@ def test_observer_is_called_once_with_all_times():
     now = iter([1.0, 2.0, 3.0, 5.0, 8.0])
     observer = Observer()
     families = metrics.FrontendMetrics(observed.Registry("t"), lambda: next(now), [observer])
-    meter = metrics.RequestMeter(families.of_model("m"), "completions", is_stream=True)
-    meter.prompt(generate.Request(id="r", model="m", token_ids=b"0123"))
-    meter.opened()
-    meter.tokens(Choice(), 1)
-    meter.succeeded()
-    meter.disconnected()
+    meter = metrics.RequestMeter(families.for_model("m"), "completions", is_stream=True)
+    meter.record_prompt(generate.Request(id="r", model="m", token_ids=b"0123"))
+    meter.record_dispatched()
+    meter.record_tokens(Choice(), 1)
+    meter.record_success()
+    meter.record_disconnect()
 
     assert observer.seen == [meter]
     assert (meter.arrived_at, meter.prepared_at, meter.opened_at) == (1.0, 2.0, 3.0)

@@ -18,26 +18,26 @@ async def test_times_are_in_milliseconds_from_arrival():
     clock = clocks.VirtualClock()
     one = nvext_response.NvextResponse(["timing"], clock)
     counted = []
-    count = one.counting(lambda choice, num: counted.append((choice, num)))
+    count = one.wrap_counter(lambda choice, num: counted.append((choice, num)))
     for num_tokens, pause_s in ((1, 0.5), (2, 0.2), (2, 0.2)):
         await clock.advance(pause_s)
         count("c", num_tokens)
     await clock.advance(0.1)
-    timing = one.fields(is_last=True, cached_share=0.25)["nvext"]["timing"]
+    timing = one.build_fields(is_last=True, cached_share=0.25)["nvext"]["timing"]
 
     assert counted == [("c", 1), ("c", 2), ("c", 2)]
     assert round(timing["ttft_ms"]) == 500
     assert round(timing["itl_ms"]) == 100
     assert round(timing["total_time_ms"]) == 1000
     assert timing["kv_hit_rate"] == 0.25
-    assert one.fields(is_last=False) == {}
+    assert one.build_fields(is_last=False) == {}
 
 
 def test_answer_of_one_token_has_no_inter_token_time():
     one = nvext_response.NvextResponse(["timing"], clocks.VirtualClock())
-    one.counting(lambda *_: None)("c", 1)
+    one.wrap_counter(lambda *_: None)("c", 1)
 
-    assert one.fields(is_last=True)["nvext"]["timing"]["itl_ms"] is None
+    assert one.build_fields(is_last=True)["nvext"]["timing"]["itl_ms"] is None
 
 
 async def test_whole_answer_has_its_worker_and_times(rig):

@@ -145,7 +145,7 @@ class AdmissionController:
                 ignores_load=instance_id is not None,
             )
         except errors.Cancelled:
-            meter.disconnected()
+            meter.record_disconnect()
             raise
         reservation.release_permit = model_permits.release_permit
 

@@ -62,7 +62,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         Operation(
             method="POST",
             path="/clear_kv_blocks",
-            handler=add_request_id(context.cache_clearer.answer),
+            handler=add_request_id(context.cache_clearer.handle),
             summary="Clear the KV caches of all workers",
             tag="Operation",
             answer=ClearedCaches,

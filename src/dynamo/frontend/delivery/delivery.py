@@ -124,7 +124,9 @@ class Delivery(abc.ABC):
         self.client = client
         self.prepared = prepared
         extra = prepared.extra
-        self.count_tokens = extra.counting(meter.tokens) if extra else meter.tokens
+        self.count_tokens = (
+            extra.wrap_counter(meter.record_tokens) if extra else meter.record_tokens
+        )
         self.num_choices = prepared.num_choices  # of each prompt
         self.choices = prepared.make_choices()
         self._meter = meter
@@ -203,7 +205,7 @@ class Delivery(abc.ABC):
         if self._is_over:
             return
         self._close()
-        self._meter.failed(error)
+        self._meter.record_failure(error)
         if self.client.is_streaming:
             self.client.end(self.error_event(error))
         else:
@@ -219,13 +221,13 @@ class Delivery(abc.ABC):
         Of several workers for one prompt, the first report counts.
         """
         if output.kv_transfer_params is not None and self.prepared.extra is not None:
-            self.prepared.extra.reported(output.kv_transfer_params)
+            self.prepared.extra.record_transfer(output.kv_transfer_params)
         if output.cached_tokens is None:
             return
         prompt_number = choice.index // self.num_choices
         if prompt_number not in self._cached_by_prompt:
             self._cached_by_prompt[prompt_number] = output.cached_tokens
-            self._meter.cached(output.cached_tokens)
+            self._meter.record_cached(output.cached_tokens)
 
     def settle(self, choice: choices.Choice) -> bool:
         """Account for a choice that has ended, and return whether the whole answer is complete."""
@@ -240,7 +242,7 @@ class Delivery(abc.ABC):
         self._num_open -= 1
         if not self._num_open:
             self._release()
-            self._meter.succeeded()
+            self._meter.record_success()
         return self._is_over
 
     def usage(self) -> sse.Usage:
@@ -263,7 +265,7 @@ class Delivery(abc.ABC):
         if self.prepared.extra is None:
             return {}
         share = self._num_cached / self._num_prompt_tokens
-        return self.prepared.extra.fields(is_last=is_last, cached_share=share)
+        return self.prepared.extra.build_fields(is_last=is_last, cached_share=share)
 
     @property
     def _num_prompt_tokens(self) -> int:
@@ -277,7 +279,7 @@ class Delivery(abc.ABC):
         """End the request because the client has disconnected."""
         if not self._is_over:
             self._close()
-            self._meter.disconnected()
+            self._meter.record_disconnect()
             for callback in self._disconnect_callbacks:
                 callback()
 

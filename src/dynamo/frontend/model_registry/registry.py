@@ -218,7 +218,7 @@ class ModelRegistry:
                 ),
                 self._clock,
                 cache_bytes=self._tokenizer_cache_bytes,
-                cache_observer=self._metrics.of_model(card.display_name),
+                cache_observer=self._metrics.for_model(card.display_name),
             )
         except errors.ConfigError as error:
             _logger.error("cannot serve the model %r: %s", card.display_name, error)  # noqa: TRY400
@@ -279,7 +279,7 @@ class ModelRegistry:
         return itertools.chain(self._models.values(), self._adapters.values())
 
     def _update_metrics(self, model: RegisteredModel) -> None:
-        self._metrics.show_model(model.card, len(model.instances), is_ready=model.is_ready)
+        self._metrics.update_model(model.card, len(model.instances), is_ready=model.is_ready)
 
 
 def _has_same_files(card: model_card.ModelCard, other: model_card.ModelCard) -> bool:

@@ -108,12 +108,12 @@ class EmbeddingDelivery:
         """End the answer by an error, unless it is over."""
         if not self.is_over:
             self._close()
-            self._meter.failed(error)
+            self._meter.record_failure(error)
             delivery.respond_error(self._client, error, openai_errors, self.plan.headers)
 
     def _respond(self) -> None:
         self._close()
-        self._meter.succeeded()
+        self._meter.record_success()
         num_tokens = self.plan.num_tokens
         body = {
             "object": "list",
@@ -125,7 +125,7 @@ class EmbeddingDelivery:
 
     def _abandon(self) -> None:
         self._close()
-        self._meter.disconnected()
+        self._meter.record_disconnect()
 
     def _close(self) -> None:
         self.is_over = True

@@ -85,12 +85,12 @@ class EmbeddingPipeline:
     async def handle(self, client: exchange.Exchange) -> None:
         """Take one request from its body to the workers that answer it."""
         arrival = pipeline.record_arrival(client, self._metrics, self._start_trace)
-        headers = tuple((name, arrival.told_id) for name in pipeline.REQUEST_ID_HEADERS)
+        headers = tuple((name, arrival.reported_id) for name in pipeline.REQUEST_ID_HEADERS)
         try:
             request = decode(client.request.body)
             model = self._models.find(request.model)
         except errors.DynamoError as error:
-            self._meter(metrics.UNKNOWN_MODEL, arrival).failed(error)
+            self._meter(metrics.UNKNOWN_MODEL, arrival).record_failure(error)
             delivery.respond_error(client, error, openai_errors, headers)
             return
         meter = self._meter(model.name, arrival)
@@ -105,10 +105,10 @@ class EmbeddingPipeline:
             if self._admission.is_active:
                 await self._admission.admit(model, [engine_request], client, meter, None)
         except errors.DynamoError as error:
-            meter.failed(error)
+            meter.record_failure(error)
             delivery.respond_error(client, error, openai_errors, headers)
             return
-        meter.prompt(engine_request)
+        meter.record_prompt(engine_request)
         plan = answer.EmbeddingPlan(
             model=model.name,
             num_inputs=len(engine_request.inputs),
@@ -119,7 +119,7 @@ class EmbeddingPipeline:
         )
         reply = answer.EmbeddingDelivery(client, plan, meter)
         await self._dispatch(model, engine_request, reply, arrival)
-        meter.opened()
+        meter.record_dispatched()
 
     async def _dispatch(
         self,
@@ -155,7 +155,7 @@ class EmbeddingPipeline:
 
     def _meter(self, model: str, arrival: metrics.Arrival) -> metrics.RequestMeter:
         return metrics.RequestMeter(
-            self._metrics.of_model(model), ENDPOINT, is_stream=False, arrival=arrival
+            self._metrics.for_model(model), ENDPOINT, is_stream=False, arrival=arrival
         )
 
 
