@@ -119,6 +119,11 @@ bench-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## measure what we cost beside vLLM alon
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate
 
+kserve-messages:  ## generate the messages of KServe's gRPC service from kserve.proto
+	python3 -m venv /tmp/kserve-messages
+	/tmp/kserve-messages/bin/pip install --quiet 'grpcio-tools==1.65.5' 'setuptools<80' # newer code refuses older protobuf
+	/tmp/kserve-messages/bin/python -m grpc_tools.protoc -I src --python_out=src src/dynamo/frontend/apis/kserve/kserve.proto
+
 clean:  ## remove what was installed and cached
 	rm -rf $(VENV) build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 

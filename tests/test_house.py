@@ -12,7 +12,10 @@ import pytest
 import language
 
 SRC = pathlib.Path(__file__).parents[1] / "src" / "dynamo"
-FILES = sorted(SRC.rglob("*.py"))
+GENERATED = {
+    "frontend/apis/kserve/kserve_pb2.py"
+}  # by a compiler, from the file that its head names
+FILES = sorted(path for path in SRC.rglob("*.py") if str(path.relative_to(SRC)) not in GENERATED)
 # Lines each package may hold: what it has and some 3 % (guesses, where it has still to come). Raising one is a line in
 # the diff, so a reviewer sees it.
 BUDGET = {

@@ -144,7 +144,7 @@ class Frontend:
             tls=_make_tls_context(settings),
             error_body=self._app.error_body,
         )
-        self._grpc = grpc_loading.build(settings, handler)
+        self._grpc = grpc_loading.make_server(settings, handler)
         self.port = 0  # the real ones once it listens
         self.grpc_port = 0
 

@@ -13,7 +13,7 @@ from tritonclient.grpc import InferInput, service_pb2, service_pb2_grpc
 from tritonclient.grpc import aio as triton
 
 from dynamo.base import errors
-from dynamo.frontend.apis.kserve import captured
+from dynamo.frontend.apis.kserve import inference
 from dynamo.runtime.http import exchange
 
 
@@ -357,11 +357,11 @@ async def test_without_the_library_the_flag_says_what_to_install(bare, monkeypat
 
 
 async def test_an_answer_that_nobody_reads_is_bounded(monkeypatch):
-    monkeypatch.setattr(captured, "MAX_WAITING", 2)
+    monkeypatch.setattr(inference, "MAX_QUEUED_EVENTS", 2)
     asked = exchange.Request(
         method="POST", path="/", query="", headers={}, body=b"", peer="somebody"
     )
-    caller = captured.CapturedExchange(asked)
+    caller = inference.QueuedExchange(asked)
     told = []
     caller.on_disconnect(lambda: told.append("gone"))
     caller.start_stream(200, content_type="")
@@ -371,7 +371,7 @@ async def test_an_answer_that_nobody_reads_is_bounded(monkeypatch):
 
     assert told == ["gone"]
     with pytest.raises(errors.Overloaded):
-        [one async for one in caller.answer()]
+        [one async for one in caller.iterate_answer()]
 
 
 async def test_a_client_that_leaves_while_much_is_written_leaves_no_trace(rig, stub, caplog):

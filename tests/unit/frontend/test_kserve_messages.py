@@ -3,10 +3,12 @@
 import pytest
 from tritonclient.grpc import service_pb2
 
-from dynamo.frontend.apis.kserve import messages
+from dynamo.frontend.apis.kserve import kserve_pb2
 
 POOL = service_pb2.DESCRIPTOR.pool
-PARTIAL = {"ModelConfig", "ModelInput", "ModelOutput"}  # what we do not fill is left out
+PARTIAL = {"ModelConfig", "ModelInput", "ModelOutput"}  # fields that we do not fill are left out
+OUR_PACKAGE, PUBLISHED_PACKAGE = "dynamo.kserve", "inference"
+MESSAGES = kserve_pb2.DESCRIPTOR.message_types_by_name
 
 
 def fields(descriptor):
@@ -17,28 +19,58 @@ def fields(descriptor):
 
 
 def type_of(field):
-    return field.message_type.full_name if field.message_type else None
+    if not field.message_type:
+        return None
+    return field.message_type.full_name.replace(OUR_PACKAGE, PUBLISHED_PACKAGE)
 
 
-@pytest.mark.parametrize("name", messages.CLASS_BY_NAME)
-def test_a_message_has_the_published_fields(name):
-    ours = fields(messages.CLASS_BY_NAME[name].DESCRIPTOR)
-    published = fields(POOL.FindMessageTypeByName(f"{messages.PACKAGE}.{name}"))
+@pytest.mark.parametrize("name", MESSAGES)
+def test_message_has_the_published_fields(name):
+    ours = fields(MESSAGES[name])
+    published = fields(POOL.FindMessageTypeByName(f"{PUBLISHED_PACKAGE}.{name}"))
 
     assert ours <= published
     assert ours == published or name in PARTIAL
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ModelMetadataResponse.TensorMetadata",
+        "ModelInferRequest.InferInputTensor",
+        "ModelInferRequest.InferRequestedOutputTensor",
+        "ModelInferResponse.InferOutputTensor",
+    ],
+)
+def test_nested_message_has_the_published_fields(name):
+    outer, _, inner = name.partition(".")
+
+    published = POOL.FindMessageTypeByName(f"{PUBLISHED_PACKAGE}.{name}")
+    assert fields(MESSAGES[outer].nested_types_by_name[inner]) == fields(published)
+
+
+def test_service_has_the_published_methods():
+    ours = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+    published = POOL.FindServiceByName("inference.GRPCInferenceService").methods_by_name
+
+    for name, method in ours.items():
+        for ours_type, published_type in (
+            (method.input_type, published[name].input_type),
+            (method.output_type, published[name].output_type),
+        ):
+            assert ours_type.name == published_type.name
+
+
 def test_data_types_have_the_published_numbers():
     published = POOL.FindEnumTypeByName("inference.DataType").values_by_name
-    field = messages.CLASS_BY_NAME["ModelInput"].DESCRIPTOR.fields_by_name["data_type"]
+    field = MESSAGES["ModelInput"].fields_by_name["data_type"]
 
     for value in field.enum_type.values:
         assert published[value.name].number == value.number
 
 
-def test_what_we_write_their_class_reads():
-    ours = messages.CLASS_BY_NAME["ModelInferRequest"](model_name="m", raw_input_contents=[b"x"])
+def test_client_reads_what_the_server_writes():
+    ours = kserve_pb2.ModelInferRequest(model_name="m", raw_input_contents=[b"x"])
     ours.parameters["seed"].int64_param = 7
 
     theirs = service_pb2.ModelInferRequest.FromString(ours.SerializeToString())

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tritonclient import utils
 
 from dynamo.base import errors
-from dynamo.frontend.apis.kserve import messages, transcode
+from dynamo.frontend.apis.kserve import kserve_pb2, transcode
 
-Request = messages.CLASS_BY_NAME["ModelInferRequest"]
+Request = kserve_pb2.ModelInferRequest
 
 
 def raw_request(raw):
@@ -24,7 +24,7 @@ def test_raw_elements_are_read_as_tritons_client_writes_them(texts):
     array = numpy.array([text.encode() for text in texts], dtype=object)
     raw = utils.serialize_byte_tensor(array).item()
 
-    body = json.loads(transcode.body_of(raw_request(raw)))
+    body = json.loads(transcode.encode_body(raw_request(raw)))
 
     assert body["inputs"][0]["data"] == texts
 
@@ -34,7 +34,7 @@ def test_raw_elements_are_written_as_tritons_client_reads_them(texts):
     outputs = [{"name": "text_output", "data": texts}]
     told = {"model_name": "m", "model_version": "1", "outputs": outputs}
 
-    response = transcode.response(told, is_raw=True)
+    response = transcode.make_response(told, is_raw=True)
 
     found = utils.deserialize_bytes_tensor(response.raw_output_contents[0])
     assert [one.decode() for one in found] == texts
@@ -44,7 +44,7 @@ def test_raw_elements_are_written_as_tritons_client_reads_them(texts):
 def test_any_raw_bytes_are_read_or_refused_by_name(raw):
     refused = None
     try:
-        transcode.body_of(raw_request(raw))
+        transcode.encode_body(raw_request(raw))
     except errors.InvalidRequest as error:
         refused = error.param
 
@@ -60,6 +60,6 @@ def test_each_kind_of_parameter_keeps_its_type():
     request.parameters["e"].uint64_param = 2**63
     request.parameters["f"].SetInParent()
 
-    found = json.loads(transcode.body_of(request))["parameters"]
+    found = json.loads(transcode.encode_body(request))["parameters"]
 
     assert found == {"a": True, "b": -1, "c": "x", "d": 0.5, "e": 2**63, "f": None}

@@ -1,4 +1,4 @@
-"""The gRPC server, if it is asked for; its library is an extra, and is loaded only then."""
+"""The gRPC server where it is switched on: its library is an extra, and is imported only then."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,46 +12,46 @@ T = TypeVar("T")
 _SERVER = "dynamo.frontend.apis.kserve.grpc_server"
 
 
-class Server(Protocol):
-    """A door that opens and closes."""
+class KserveServer(Protocol):
+    """A server that starts and stops."""
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; gives the port. Raises ConfigError."""
+        """Listen and return the port. Raises ConfigError."""
         ...
 
     async def stop(self, grace_s: float) -> None:
-        """Let what runs finish, and end. Idempotent."""
+        """Let running calls finish within `grace_s` seconds, and end. Idempotent."""
         ...
 
 
-class NoServer:
-    """Nobody asked for one."""
+class DisabledServer:
+    """Takes the place of the server where it is switched off."""
 
     async def start(self, host: str, port: int) -> int:
-        """Nothing listens: port 0."""
+        """Return port 0 without listening."""
         del host, port
         return 0
 
     async def stop(self, grace_s: float) -> None:
-        """Nothing runs."""
+        """Do nothing."""
 
 
-def build(settings: config.FrontendConfig, handler: exchange.Handler) -> Server:
-    """What these settings want. Raises ConfigError if it is not installed, or cannot read a certificate."""
+def make_server(settings: config.FrontendConfig, handler: exchange.Handler) -> KserveServer:
+    """Return the server for these settings. Raises ConfigError if its library or a certificate is missing."""
     if not settings.kserve_grpc_server:
-        return NoServer()
+        return DisabledServer()
     module = distribution.load_extra(_SERVER, feature="--kserve-grpc-server", extra="kserve")
-    made: Server = module.GrpcServer(
+    server: KserveServer = module.GrpcServer(
         handler,
         max_message_bytes=settings.http_body_limit_mb * 2**20,
-        tls=_tls(settings, module.Tls),
+        tls=_tls(settings, module.GrpcTls),
         shares_port=settings.http_worker_socket is not None,
     )
-    return made
+    return server
 
 
 def _tls(settings: config.FrontendConfig, make: Callable[..., T]) -> T | None:
-    """The same certificates as those of HTTP."""
+    """Return the certificates of the HTTP server."""
     if settings.tls_cert_path is None:
         return None
     assert settings.tls_key_path is not None  # `settings.check` saw to it

@@ -1,6 +1,6 @@
-"""KServe's gRPC service, beside the HTTP server and in front of the same handler.
+"""KServe's gRPC service, which answers through the same handler as the HTTP server.
 
-Loaded only if it is asked for, because its library is an extra. This is the one door to grpc.
+It is imported only where it is switched on, because its library is an extra. No other module imports grpc.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ import grpc
 import grpc.aio
 
 from dynamo.base import errors
-from dynamo.frontend.apis.kserve import inference, messages, transcode
+from dynamo.frontend.apis.kserve import inference, kserve_pb2, transcode
 from dynamo.runtime.http import exchange
 
-SERVICE = f"{messages.PACKAGE}.GRPCInferenceService"
+SERVICE = "inference.GRPCInferenceService"  # the published name; see kserve.proto
 MAX_CALLS = 10_000
 MAX_PER_STREAM = 256  # requests of one ModelStreamInfer that are answered at once
 _CODE_BY_STATUS = {
@@ -33,17 +33,16 @@ _CODE_BY_STATUS = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _logger = logging.getLogger(__name__)
-_MESSAGES = messages.CLASS_BY_NAME
 Method = Callable[[Any, Any], Awaitable[Any]]  # of a request and its context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
-    """PEM files, by content."""
+class GrpcTls:
+    """The contents of PEM files."""
 
     chain: bytes
     key: bytes
-    client_authority: bytes | None  # whose certificates clients must show
+    client_authority: bytes | None  # that signs the certificates which clients must present
 
 
 class GrpcServer:
@@ -54,7 +53,7 @@ class GrpcServer:
         handler: exchange.Handler,
         *,
         max_message_bytes: int,
-        tls: Tls | None,
+        tls: GrpcTls | None,
         shares_port: bool,
     ) -> None:
         self._inference = inference.Inference(handler)
@@ -66,138 +65,147 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; gives the port, which the system chooses for 0. Raises ConfigError."""
-        made = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_CALLS)
-        made.add_generic_rpc_handlers((self._handlers(),))
+        """Listen, and return the port, which the system chooses for 0. Raises ConfigError."""
+        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_CALLS)
+        server.add_generic_rpc_handlers((self._handlers(),))
         address = f"{f'[{host}]' if ':' in host else host}:{port}"
         try:
-            found = _listen(made, address, self._tls)
+            bound_port = _add_port(server, address, self._tls)
         except RuntimeError as error:
             raise errors.ConfigError(
                 f"--kserve-grpc-port: cannot listen on {address}: {error}"
             ) from error
-        await made.start()
-        self._server = made
-        _logger.info("KServe gRPC: listening on %s:%d", host, found)
-        return found
+        await server.start()
+        self._server = server
+        _logger.info("KServe gRPC: listening on %s:%d", host, bound_port)
+        return bound_port
 
     async def stop(self, grace_s: float) -> None:
-        """Take nothing new, let what runs finish within `grace_s`, and end. Idempotent."""
+        """Refuse new calls, let running calls finish within `grace_s` seconds, and end. Idempotent."""
         if self._server is not None:
             await self._server.stop(grace_s)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        """The methods of the service by name."""
-        looks: dict[str, Callable[[Any], str]] = {  # where HTTP tells the same
+        """Return the methods of the service by name."""
+        paths: dict[
+            str, Callable[[Any], str]
+        ] = {  # of methods whose answer is that of an HTTP route
             "ServerLive": lambda _: "/v2/health/live",
             "ServerReady": lambda _: "/v2/health/ready",
             "ServerMetadata": lambda _: "/v2",
-            "ModelMetadata": lambda asked: inference.path_of(asked.name, asked.version),
+            "ModelMetadata": lambda request: inference.model_path(request.name, request.version),
         }
-        methods = {name: _unary(name, self._looking(name, path)) for name, path in looks.items()}
+        methods = {name: _unary(name, self._make_get(name, path)) for name, path in paths.items()}
         methods["ModelReady"] = _unary("ModelReady", self._model_ready)
         methods["ModelConfig"] = _unary("ModelConfig", self._model_config)
         methods["ModelInfer"] = _unary("ModelInfer", self._model_infer)
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._model_stream_infer,
-            request_deserializer=_MESSAGES["ModelInferRequest"].FromString,
-            response_serializer=_MESSAGES["ModelStreamInferResponse"].SerializeToString,
+            request_deserializer=kserve_pb2.ModelInferRequest.FromString,
+            response_serializer=kserve_pb2.ModelStreamInferResponse.SerializeToString,
         )
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    def _looking(self, name: str, path_of: Callable[[Any], str]) -> Method:
+    def _make_get(self, name: str, path_of: Callable[[Any], str]) -> Method:
         async def method(request: Any, context: Any) -> Any:
             async with _aborting(context):
-                told = await self._inference.look(path_of(request), *_who(context))
-                return _MESSAGES[f"{name}Response"](**told)
+                answer = await self._inference.get(path_of(request), *_headers_and_peer(context))
+                return _message_class(f"{name}Response")(**answer)
 
         return method
 
     async def _model_ready(self, request: Any, context: Any) -> Any:
-        """A model that nobody knows is not ready, which is no error."""
-        path = inference.path_of(request.name, request.version) + "/ready"
+        """Answer whether a model is ready; an unknown model is not, which is no error."""
+        path = inference.model_path(request.name, request.version) + "/ready"
         is_ready = False
-        async with _aborting(context, but=(400, 404, 503)):
-            is_ready = (await self._inference.look(path, *_who(context)))["ready"]
-        return _MESSAGES["ModelReadyResponse"](ready=is_ready)
+        async with _aborting(context, ignored_statuses=(400, 404, 503)):
+            answer = await self._inference.get(path, *_headers_and_peer(context))
+            is_ready = answer["ready"]
+        return kserve_pb2.ModelReadyResponse(ready=is_ready)
 
     async def _model_config(self, request: Any, context: Any) -> Any:
-        path = inference.path_of(request.name, request.version) + "/config"
+        path = inference.model_path(request.name, request.version) + "/config"
         async with _aborting(context):
-            config = await self._inference.look(path, *_who(context))
-            return _MESSAGES["ModelConfigResponse"](config=config)
+            config = await self._inference.get(path, *_headers_and_peer(context))
+            return kserve_pb2.ModelConfigResponse(config=config)
 
     async def _model_infer(self, request: Any, context: Any) -> Any:
-        """One request, one answer."""
+        """Answer one request by one message."""
         async with _aborting(context):
-            pieces = self._inference.answer(request, *_who(context), can_stream=False)
+            pieces = self._inference.infer(request, *_headers_and_peer(context), can_stream=False)
             (whole,) = [piece async for piece in pieces]
-            return transcode.response(whole, is_raw=bool(request.raw_input_contents))
+            return transcode.make_response(whole, is_raw=bool(request.raw_input_contents))
 
-    async def _model_stream_infer(self, asked: AsyncIterator[Any], context: Any) -> None:
-        """Any number of requests, each answered by one message or many, as they come."""
-        writing = asyncio.Lock()
+    async def _model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
+        """Answer any number of requests as they come, each by one or more messages."""
+        write_lock = asyncio.Lock()
         slots = asyncio.Semaphore(MAX_PER_STREAM)
 
-        async def tell(request: Any) -> None:
-            async with contextlib.aclosing(self._stream_answer(request, context)) as told:
+        async def write_answer(request: Any) -> None:
+            async with contextlib.aclosing(self._stream_answer(request, context)) as messages:
                 try:
-                    async for message in told:
-                        async with writing:
+                    async for message in messages:
+                        async with write_lock:
                             await context.write(message)
                 except grpc.aio.BaseError as error:
                     _logger.debug("the client left while a message was written: %r", error)
                 finally:
                     slots.release()
 
-        async with asyncio.TaskGroup() as running:
-            async for request in asked:
+        async with asyncio.TaskGroup() as answering:
+            async for request in requests:
                 await slots.acquire()
-                running.create_task(tell(request))
+                answering.create_task(write_answer(request))
 
     async def _stream_answer(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
         is_raw = bool(request.raw_input_contents)
-        answer = self._inference.answer(request, *_who(context), can_stream=True)
+        answer = self._inference.infer(request, *_headers_and_peer(context), can_stream=True)
         async with contextlib.aclosing(answer) as pieces:
             try:
                 async for piece in pieces:
-                    yield transcode.stream_response(piece, is_raw=is_raw, request_id=request.id)
-            except inference.Refused as error:
-                yield transcode.failure(str(error), request.id)
+                    yield transcode.make_stream_response(
+                        piece, is_raw=is_raw, request_id=request.id
+                    )
+            except inference.HttpRefusal as error:
+                yield transcode.make_failure(str(error), request.id)
 
 
-def _listen(made: grpc.aio.Server, address: str, tls: Tls | None) -> int:
-    """Raises RuntimeError."""
+def _add_port(server: grpc.aio.Server, address: str, tls: GrpcTls | None) -> int:
+    """Bind the server and return its port. Raises RuntimeError."""
     if tls is None:
-        return int(made.add_insecure_port(address))
+        return int(server.add_insecure_port(address))
     credentials = grpc.ssl_server_credentials(
         [(tls.key, tls.chain)],
         root_certificates=tls.client_authority,
         require_client_auth=tls.client_authority is not None,
     )
-    return int(made.add_secure_port(address, credentials))
+    return int(server.add_secure_port(address, credentials))
+
+
+def _message_class(name: str) -> Any:
+    return getattr(kserve_pb2, name)
 
 
 def _unary(name: str, method: Method) -> Any:
     return grpc.unary_unary_rpc_method_handler(
         method,
-        request_deserializer=_MESSAGES[f"{name}Request"].FromString,
-        response_serializer=_MESSAGES[f"{name}Response"].SerializeToString,
+        request_deserializer=_message_class(f"{name}Request").FromString,
+        response_serializer=_message_class(f"{name}Response").SerializeToString,
     )
 
 
 @contextlib.asynccontextmanager
-async def _aborting(context: Any, *, but: tuple[int, ...] = ()) -> AsyncIterator[None]:
-    """An error within ends the call by its status code, except for these HTTP statuses, which end only the block."""
+async def _aborting(context: Any, *, ignored_statuses: tuple[int, ...] = ()) -> AsyncIterator[None]:
+    """End the call by the status code of an error in the block; an ignored HTTP status ends only the block."""
     try:
         yield
-    except inference.Refused as refused:
-        if refused.status not in but:
-            code = _CODE_BY_STATUS.get(refused.status, grpc.StatusCode.INTERNAL)
-            await context.abort(code, str(refused))
+    except inference.HttpRefusal as refusal:
+        if refusal.status not in ignored_statuses:
+            code = _CODE_BY_STATUS.get(refusal.status, grpc.StatusCode.INTERNAL)
+            await context.abort(code, str(refusal))
 
 
-def _who(context: Any) -> tuple[dict[str, str], str]:
-    """Metadata as headers (those whose value is bytes are none), and the peer."""
+def _headers_and_peer(context: Any) -> tuple[dict[str, str], str]:
+    """Return the call's metadata with text values as headers, and the address of its client."""
     metadata = context.invocation_metadata() or ()
     return {key: value for key, value in metadata if isinstance(value, str)}, context.peer()

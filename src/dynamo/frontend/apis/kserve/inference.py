@@ -1,59 +1,147 @@
-"""gRPC's requests as requests of the HTTP form, through the same doors: keys, limits, routes and pipeline.
+"""Inference for gRPC: its requests as requests of the HTTP form, answered by the frontend's own HTTP handler.
 
-Knows messages, but no gRPC.
+So gRPC passes the same authentication, limits, routes and pipeline as HTTP. An exchange without a connection keeps the
+answer in a bounded queue: for a reader that is too slow it does what a connection does, and closes as if the client
+had disconnected. This module knows the messages, but no gRPC.
 """
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.apis.kserve import captured, transcode
 from dynamo.frontend.apis.kserve import errors as kserve_errors
+from dynamo.frontend.apis.kserve import transcode
 from dynamo.runtime.http import exchange
 
+MAX_QUEUED_EVENTS = 8192  # of some hundred bytes each
+_DATA = b"data: "
 
-class Refused(Exception):
-    """HTTP would have answered by this status. No `DynamoError`: what that was, is known no more."""
+
+class HttpRefusal(Exception):
+    """An error status of the HTTP handler. It is no `DynamoError`, because the class of the error is not known."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
+class WholeAnswer(NamedTuple):
+    """An answer that is not streamed."""
+
+    status: int
+    body: Any  # decoded
+
+
+class QueuedExchange(exchange.Exchange):
+    """An exchange whose answer is read by `iterate_answer`."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, request: exchange.Request) -> None:
+        super().__init__(request, _NoConnection(), _ignore_end)
+        self._pieces: asyncio.Queue[WholeAnswer | bytes | None] = asyncio.Queue()
+
+    def respond(
+        self,
+        status: int,
+        body: bytes,
+        *,
+        content_type: str = "application/json",
+        headers: exchange.Headers = (),
+    ) -> None:
+        """Answer with a complete body."""
+        del content_type, headers
+        if not self._closed:
+            self._pieces.put_nowait(WholeAnswer(status, msgspec.json.decode(body)))
+            self._finish()
+
+    def start_stream(
+        self, status: int, *, content_type: str, headers: exchange.Headers = ()
+    ) -> None:
+        """Begin to answer piece by piece."""
+        del status, content_type, headers
+        self._streaming = True
+
+    def write(self, chunk: bytes) -> None:
+        """Queue a piece of the stream."""
+        if self._closed:
+            return
+        if self._pieces.qsize() < MAX_QUEUED_EVENTS:
+            self._pieces.put_nowait(chunk)
+        else:
+            self.disconnected()
+            self._pieces.put_nowait(None)
+
+    def end(self, chunk: bytes = b"") -> None:
+        """Complete the stream."""
+        if not self._closed:
+            self._pieces.put_nowait(chunk)
+            self._finish()
+
+    async def iterate_answer(self) -> AsyncIterator[WholeAnswer | Any]:
+        """Yield the whole answer, or else the data of each event. Raises Overloaded if the reader was too slow."""
+        while not (self._closed and self._pieces.empty()):
+            piece = await self._pieces.get()
+            if piece is None:
+                raise errors.Overloaded("the answer was not read as fast as it came")
+            if isinstance(piece, WholeAnswer):
+                yield piece
+                return
+            for event in piece.split(b"\n\n"):
+                if event.startswith(_DATA):
+                    yield msgspec.json.decode(event.removeprefix(_DATA))
+
+
+class _NoConnection:
+    """The connection of an exchange that has none."""
+
+    def write(self, data: bytes) -> None:
+        raise errors.LocalProtocolError(f"expected no write to a connection, got {len(data)} bytes")
+
+    write_soon = write
+
+
+def _ignore_end() -> None:
+    """Do nothing: no further request of the same connection waits."""
+
+
 class Inference:
-    """Asks the frontend's own HTTP handler."""
+    """Sends requests to the frontend's HTTP handler."""
 
     def __init__(self, handler: exchange.Handler) -> None:
         self._handler = handler
 
-    async def look(self, path: str, headers: Mapping[str, str], peer: str) -> Any:
-        """What a GET of this path tells. Raises Refused."""
-        told = [found async for found in self._ask("GET", path, b"", headers, peer)]
-        return told[0]
+    async def get(self, path: str, headers: Mapping[str, str], peer: str) -> Any:
+        """Return the decoded answer to a GET of this path. Raises HttpRefusal."""
+        answers = [answer async for answer in self._send("GET", path, b"", headers, peer)]
+        return answers[0]
 
-    async def answer(
+    async def infer(
         self, request: Any, headers: Mapping[str, str], peer: str, *, can_stream: bool
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The pieces of the answer to a ModelInferRequest. Raises Refused, most often before the first.
+        """Yield the pieces of the answer to a ModelInferRequest. Raises HttpRefusal, mostly before the first.
 
-        Closing it before its end is how a client leaves: the worker is told.
+        Closing the generator early cancels the request at the worker.
         """
-        path = path_of(request.model_name, request.model_version)
+        path = model_path(request.model_name, request.model_version)
         path += "/infer_stream" if can_stream else "/infer"
         try:
-            body = transcode.body_of(request)
-            asked = self._ask("POST", path, body, headers, peer)
-            async with contextlib.aclosing(asked) as pieces:
+            body = transcode.encode_body(request)
+            answer = self._send("POST", path, body, headers, peer)
+            async with contextlib.aclosing(answer) as pieces:
                 async for piece in pieces:
                     yield piece
         except errors.DynamoError as error:
-            raise Refused(kserve_errors.status_of(error), str(error)) from error
+            raise HttpRefusal(kserve_errors.status_of(error), str(error)) from error
 
-    async def _ask(
+    async def _send(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], peer: str
     ) -> AsyncGenerator[Any, None]:
-        asked = exchange.Request(
+        request = exchange.Request(
             method=method,
             path=path,
             query="",
@@ -61,26 +149,23 @@ class Inference:
             body=body,
             peer=peer,
         )
-        caller = captured.CapturedExchange(asked)
+        client = QueuedExchange(request)
         try:
-            handling = self._handler(caller)
+            handling = self._handler(client)
             if handling is not None:
                 await handling
-            async for found in caller.answer():
-                yield _checked(found)
+            async for piece in client.iterate_answer():
+                if not isinstance(piece, WholeAnswer):
+                    yield piece
+                elif "error" in piece.body:
+                    raise HttpRefusal(piece.status, piece.body["error"])
+                else:
+                    yield piece.body
         finally:
-            caller.disconnected()  # without effect on a complete answer
+            client.disconnected()  # without effect on a complete answer
 
 
-def path_of(model: str, version: str) -> str:
-    """Where HTTP speaks of this model."""
+def model_path(model: str, version: str) -> str:
+    """Return the HTTP path of a model."""
     path = f"/v2/models/{model}"
     return f"{path}/versions/{version}" if version else path
-
-
-def _checked(found: Any) -> Any:
-    if not isinstance(found, captured.Whole):
-        return found
-    if "error" in found.body:
-        raise Refused(found.status, found.body["error"])
-    return found.body

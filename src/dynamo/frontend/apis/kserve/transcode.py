@@ -1,8 +1,8 @@
-"""Between gRPC's messages and the JSON that the HTTP routes take and give.
+"""Translation between gRPC's messages and the JSON of the HTTP routes.
 
-So there is one reading and one checking of requests, and gRPC cannot differ from HTTP but in its wrapping. Tensors may
-come in `contents` or as raw bytes (an element of BYTES is its length, 32 bits little-endian, and then itself); the
-answer's come in the form in which the request's came.
+So requests are decoded and checked in one place, and gRPC cannot differ from HTTP except in its encoding. Tensors come
+in `contents` or as raw bytes (an element of BYTES is its length, 32 bits little-endian, and then itself); the answer
+has the form of the request.
 """
 
 import struct
@@ -12,17 +12,15 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.apis.kserve import messages
+from dynamo.frontend.apis.kserve import kserve_pb2
 from dynamo.frontend.apis.kserve import request as kserve
 
 FINAL = "triton_final_response"
 _LENGTH = struct.Struct("<I")
-_Response = messages.CLASS_BY_NAME["ModelInferResponse"]
-_StreamResponse = messages.CLASS_BY_NAME["ModelStreamInferResponse"]
 
 
-def body_of(request: Any) -> bytes:
-    """A ModelInferRequest as JSON. Raises InvalidRequest for what JSON cannot say."""
+def encode_body(request: Any) -> bytes:
+    """Return a ModelInferRequest as JSON. Raises InvalidRequest for what JSON cannot express."""
     raw = list(request.raw_input_contents)
     if raw and len(raw) != len(request.inputs):
         raise errors.InvalidRequest(
@@ -30,11 +28,16 @@ def body_of(request: Any) -> bytes:
             param="raw_input_contents",
         )
     inputs = [
-        _input(tensor, raw[place] if raw else None) for place, tensor in enumerate(request.inputs)
+        _decode_input(tensor, raw[place] if raw else None)
+        for place, tensor in enumerate(request.inputs)
     ]
+    parameters = {}
+    for name, parameter in request.parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        parameters[name] = getattr(parameter, kind) if kind else None
     body: dict[str, Any] = {
         "inputs": inputs,
-        "parameters": _values(request.parameters),
+        "parameters": parameters,
         "outputs": [{"name": output.name} for output in request.outputs],
     }
     if request.id:
@@ -42,47 +45,55 @@ def body_of(request: Any) -> bytes:
     return msgspec.json.encode(body)
 
 
-def response(told: Mapping[str, Any], *, is_raw: bool) -> Any:
-    """What `shapes.InferShape` tells, as a ModelInferResponse."""
-    made = _Response(
-        model_name=told["model_name"],
-        model_version=told["model_version"],
-        id=told.get("id", ""),
+def make_response(answer: Mapping[str, Any], *, is_raw: bool) -> Any:
+    """Return an answer of `InferFormatter` as a ModelInferResponse."""
+    response = kserve_pb2.ModelInferResponse(
+        model_name=answer["model_name"],
+        model_version=answer["model_version"],
+        id=answer.get("id", ""),
     )
-    for output in told["outputs"]:
-        _add_output(made, output["name"], output["data"], is_raw=is_raw)
-    return made
+    for tensor in answer["outputs"]:
+        elements = [element.encode() for element in tensor["data"]]
+        output = response.outputs.add(name=tensor["name"], datatype="BYTES", shape=[len(elements)])
+        if is_raw:
+            packed = (_LENGTH.pack(len(element)) + element for element in elements)
+            response.raw_output_contents.append(b"".join(packed))
+        else:
+            output.contents.bytes_contents.extend(elements)
+    return response
 
 
-def stream_response(told: Mapping[str, Any], *, is_raw: bool, request_id: str) -> Any:
-    """An event of a stream as a ModelStreamInferResponse; the last one says that it is."""
-    if "error" in told:
-        return failure(told["error"], request_id)
-    made = response(told, is_raw=is_raw)
-    is_last = any(output["name"] == kserve.FINISH_REASON for output in told["outputs"])
-    made.parameters[FINAL].bool_param = is_last
-    return _StreamResponse(infer_response=made)
+def make_stream_response(answer: Mapping[str, Any], *, is_raw: bool, request_id: str) -> Any:
+    """Return an event of a stream as a ModelStreamInferResponse; the last one is marked as final."""
+    if "error" in answer:
+        return make_failure(answer["error"], request_id)
+    response = make_response(answer, is_raw=is_raw)
+    is_last = any(output["name"] == kserve.FINISH_REASON for output in answer["outputs"])
+    response.parameters[FINAL].bool_param = is_last
+    return kserve_pb2.ModelStreamInferResponse(infer_response=response)
 
 
-def failure(message: str, request_id: str) -> Any:
-    """A request of a stream that failed; the stream itself goes on."""
-    return _StreamResponse(error_message=message, infer_response=_Response(id=request_id))
+def make_failure(message: str, request_id: str) -> Any:
+    """Return the error of one request of a stream, which itself goes on."""
+    return kserve_pb2.ModelStreamInferResponse(
+        error_message=message, infer_response=kserve_pb2.ModelInferResponse(id=request_id)
+    )
 
 
-def _input(tensor: Any, raw: bytes | None) -> dict[str, Any]:
+def _decode_input(tensor: Any, raw: bytes | None) -> dict[str, Any]:
     name, datatype = tensor.name, tensor.datatype
     data: list[Any] = []
     if datatype == "BOOL":
         data = list(tensor.contents.bool_contents) if raw is None else [byte != 0 for byte in raw]
     elif datatype == "BYTES":
-        found = tensor.contents.bytes_contents if raw is None else _elements(name, raw)
-        data = [_text(name, element) for element in found]
+        elements = tensor.contents.bytes_contents if raw is None else _split_raw(name, raw)
+        data = [_decode_text(name, element) for element in elements]
     shape = list(tensor.shape)
     return {"name": name, "datatype": datatype, "shape": shape, "data": data}
 
 
-def _elements(name: str, raw: bytes) -> Iterator[bytes]:
-    """The elements of a raw BYTES tensor. Raises InvalidRequest."""
+def _split_raw(name: str, raw: bytes) -> Iterator[bytes]:
+    """Yield the elements of a raw BYTES tensor. Raises InvalidRequest."""
     start = 0
     while start < len(raw):
         head = raw[start : start + _LENGTH.size]
@@ -97,25 +108,8 @@ def _elements(name: str, raw: bytes) -> Iterator[bytes]:
         start = end
 
 
-def _text(name: str, element: bytes) -> str:
+def _decode_text(name: str, element: bytes) -> str:
     try:
         return element.decode()
     except UnicodeDecodeError as error:
         raise errors.InvalidRequest(f"{name}: expected UTF-8: {error}", param=name) from error
-
-
-def _values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, parameter in parameters.items():
-        kind = parameter.WhichOneof("parameter_choice")
-        found[name] = getattr(parameter, kind) if kind else None
-    return found
-
-
-def _add_output(made: Any, name: str, elements: list[str], *, is_raw: bool) -> None:
-    packed = [element.encode() for element in elements]
-    output = made.outputs.add(name=name, datatype="BYTES", shape=[len(packed)])
-    if is_raw:
-        made.raw_output_contents.append(b"".join(_LENGTH.pack(len(one)) + one for one in packed))
-    else:
-        output.contents.bytes_contents.extend(packed)
