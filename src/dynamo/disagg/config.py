@@ -79,7 +79,7 @@ class PrefillRoutingConfig:
 
     @property
     def is_enforced(self) -> bool:
-        """Whether prompts that no prefill worker can compute are refused."""
+        """True if prompts that no prefill worker can compute are refused."""
         return self.enforce_disagg or not self.decode_fallback
 
     @property

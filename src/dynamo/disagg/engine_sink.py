@@ -1,4 +1,4 @@
-"""The sink of an engine whose prompts may be computed remotely: it tracks the cached prefixes, and adds reports.
+"""The sink of an engine with remote prefills: it tracks the cached prefixes, and adds reports to outputs.
 
 Neither costs anything per token: the worker's own method takes the outputs, except while a request that asked for a
 report is answered. Outputs carry the report from the end of the copy on, which may come after the first of them.

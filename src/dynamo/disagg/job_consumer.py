@@ -21,7 +21,7 @@ from dynamo.runtime import requests, work_queue
 NUM_JOBS = 2  # at once: one is computed, the next is there when it ends
 PULL_S = 1.0  # for so long a draining worker may wait for a job that it gives back
 REJOIN_S = 0.5  # pause after a queue that did not answer
-PAUSE_S = 0.2  # pause after a lease that was refused, or whose decode worker was not reached
+PAUSE_S = 0.2  # pause after a refused lease, or an unreachable decode worker
 LEASE_S = 600.0  # the decode worker's own time limit ends it long before
 CLOSE_S = 2 * PULL_S
 MAX_DELIVERIES = 3  # of a job, of which the decode worker cannot be reached

@@ -77,7 +77,7 @@ class ModelPrefillRouteMetrics:
         self.prefill_s = families.prefill_s.labels(label)
 
     def count_fallback(self, reason: str) -> None:
-        """Count one prompt whose remote prefill failed."""
+        """Count one failed remote prefill."""
         self._fallback.inc()
         self._families.fallbacks.labels(self._label, reason).inc()
 

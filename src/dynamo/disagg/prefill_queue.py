@@ -107,7 +107,7 @@ class DirectQueue:
     async def prefill(
         self, request: generate.Request, *, timeout_s: float
     ) -> kv_transfer.KvTransferParams:
-        """See `PrefillQueue.prefill`."""
+        """Send the prompt to the least loaded worker. See `PrefillQueue.prefill`."""
         tried: list[int] = []
         try:
             async with asyncio.timeout(timeout_s):

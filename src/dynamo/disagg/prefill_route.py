@@ -299,7 +299,7 @@ class PrefillRouteFactory:
         return self._routes.make_kv_router(endpoint, card)
 
     async def close(self) -> None:
-        """Stop following discovery."""
+        """Stop following the limits in discovery."""
         await self._tasks.close()
 
     def _policy_of(self, model: str) -> policy.PrefillPolicy:

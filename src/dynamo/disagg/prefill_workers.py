@@ -1,7 +1,7 @@
 """The prefill workers of a decode worker: it follows their model cards, and connects to each ahead of need.
 
 A prefill worker is used only while the engines are connected: the first request does not pay for the handshake, and no
-worker computes a prompt whose blocks could not be reached. Workers join and leave at any time; one that restarts under
+worker computes a prompt if its blocks could not be reached. Workers join and leave at any time; one that restarts under
 the same name is another instance, with other metadata.
 """
 
@@ -71,7 +71,7 @@ class PrefillWorkers:
             self._start_connecting(instance_id, RETRY_S)
 
     async def close(self) -> None:
-        """Stop following discovery."""
+        """Stop following discovery, and connecting."""
         await self._tasks.close()
 
     async def _watch(self) -> None:

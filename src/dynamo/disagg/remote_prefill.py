@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _RemotePrompt:
-    """A request whose prompt is being computed remotely, and its choices that were aborted meanwhile."""
+    """A request with a running remote prefill, and its choices that were aborted meanwhile."""
 
     request: generate.Request
     aborted: set[int] = field(default_factory=set)

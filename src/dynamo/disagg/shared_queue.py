@@ -8,8 +8,8 @@
 
 So there is one way to compute a prompt remotely, and the queue only decides on the worker. A job stands for a prompt;
 the prompt itself stays with the decode worker until then, so nothing that a user wrote lies on a server's disk, and
-no prompt is too long. A job whose prompt is no longer needed is acknowledged by the first worker that asks for its
-lease. A job whose worker's blocks our engine could not read is left to another worker.
+no prompt is too long. The job of a prompt that is no longer needed is acknowledged by the first worker that asks for
+its lease. A worker to which our engine is not connected gets no lease.
 """
 
 import asyncio
@@ -149,7 +149,7 @@ class SharedQueue:
     async def prefill(
         self, request: generate.Request, *, timeout_s: float
     ) -> kv_transfer.KvTransferParams:
-        """See `prefill_queue.PrefillQueue.prefill`."""
+        """Push a job, and send the prompt to the worker that gets its lease. See `PrefillQueue.prefill`."""
         number = next(self._numbers)
         prompt = self._prompts[number] = _Prompt(_new_future())
         try:

@@ -85,7 +85,7 @@ class KvExchange:
         return self._exporter.publish_lease(request, output, self._agent.description)
 
     async def close(self) -> None:
-        """End everything. Idempotent."""
+        """Cancel all leases and imports, and close the agent. Idempotent."""
         self._exporter.close()
         await self._importer.close()
         self._peers.close()

@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """A request that came with a lease, and whose copy has not begun."""
+    """A request that came with a lease, before its copy begins."""
 
     request: generate.Request
     remote: kv_transfer.RemoteBlocks
@@ -73,7 +73,7 @@ class KvImporter:
             self._tasks.start("release remote blocks", self._release_lease(expected.remote))
 
     def skip_import(self, request_id: str) -> None:
-        """Release the lease of a request whose answer ended without a copy, and report that as success."""
+        """Release the lease of a request that was answered without a copy, and report that as success."""
         expected = self._expected[request_id]
         self.abort_import(request_id)
         self._report(request_id, expected.remote)

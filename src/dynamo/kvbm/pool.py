@@ -12,7 +12,7 @@ It pages the engine's memory. It knows block ids and hashes, no bytes. A block i
 A full block is registered (`commit`) under its sequence hash (`protocols.blocks`), which covers the tokens before it
 too; so equal hashes mean equal content. When two sequences compute the same content at the same time, the first
 block that is committed can be found; the other one stays private to its sequence and is empty afterwards.
-A block whose parent cannot be found stays private as well: a match walks from the head and would never reach it.
+A block stays private as well if its parent cannot be found: a match walks from the head and would never reach it.
 
 Eviction takes the block that was released longest ago, and asks the eviction policy where its content goes (`tiers`).
 `release` frees a sequence's blocks from its tail, so a chain loses its tail before its head.

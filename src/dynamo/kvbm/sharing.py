@@ -3,8 +3,8 @@
 An *export* is a set of blocks under a lease: they were computed for another engine, and stay in the pool until the
 lease is released. `exporter` decides when that is.
 
-An *import* is a copy of another engine's blocks into ours. A sequence whose prompt another engine has computed gets
-blocks like any other sequence, and then takes part in no step (vLLM's state WAITING_FOR_REMOTE_KVS) until the copy has
+An *import* is a copy of another engine's blocks into ours. If another engine has computed its prompt, a sequence gets
+blocks like any other, and then takes part in no step (vLLM's state WAITING_FOR_REMOTE_KVS) until the copy has
 ended. After a successful copy only its last token is left to compute: the first token of the answer if that came with
 the prompt, else the last token of the prompt. After a failed copy the engine computes what its own cache lacks. The
 blocks of a sequence that is aborted during the copy belong to the copy, and are freed when it ends.

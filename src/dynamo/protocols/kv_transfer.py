@@ -36,7 +36,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RemoteBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A prompt whose keys and values another engine has computed and keeps under a lease, in the order of its blocks.
+    """Keys and values of a prompt that another engine keeps under a lease, in the order of its blocks.
 
     The engine's scheduler sets block ids and lease; `kvbm.exporter` adds the rest before it leaves the engine.
     """

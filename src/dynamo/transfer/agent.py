@@ -178,11 +178,12 @@ class TransferAgent:
         if self._region is None:
             raise errors.LocalProtocolError("start: there is no registered memory; register first")
         self._loop = asyncio.get_running_loop()
+        is_shared = self._shared is not None and self._shared.memory is self._region.memory
         exposed = routes.Exposed(
             name=self.name,
             epoch=self.epoch,
             region=self._region,
-            shared=self._shared_region(),
+            shared=self._shared if is_shared else None,
             deliver=self._deliver,
         )
         addresses = {name: backend.listen(exposed) for name, backend in self._backends.items()}
@@ -269,12 +270,6 @@ class TransferAgent:
         if self._metadata is None:
             raise errors.LocalProtocolError(f"{self.name} is not started; await start() first")
         return self._metadata
-
-    def _shared_region(self) -> memory.SharedMemory | None:
-        """Return our own allocation, if that is the registered memory."""
-        assert self._region is not None
-        is_ours = self._shared is not None and self._shared.memory is self._region.memory
-        return self._shared if is_ours else None
 
     def _connected(self, peer: api.Peer) -> ConnectedPeer:
         connected = self._peer_by_epoch.get(peer.epoch)

@@ -149,7 +149,7 @@ def choose_backend(local: Metadata, peer: Metadata) -> str:
     """Return the best backend that reaches the peer. Raises TransferError if there is none.
 
     That is local within a process, shm on one host, else NIXL or TCP. NIXL goes before TCP because it must be
-    requested: a user who does so has the network for it. Local addresses begin with the id of their process.
+    requested: then the network supports it. Local addresses begin with the id of their process.
     """
     if _process(local) is not None and _process(local) == _process(peer):
         return "local"

@@ -289,7 +289,8 @@ class LinkPool:
     @contextlib.contextmanager
     def borrow(self, limit: TimeLimit) -> Iterator[Link]:
         """Provide a link for one operation. Raises TransferError, also if the peer breaks the protocol within."""
-        link = self._pop()
+        with self._lock:
+            link = self._idle.pop() if self._idle else None
         is_new = link is None
         link = link or self._dial(limit)
         try:
@@ -303,7 +304,11 @@ class LinkPool:
         except BaseException:
             link.close()
             raise
-        self._push(link)
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(link)
+                return
+        link.close()
 
     def notify(self, message: bytes, limit: TimeLimit) -> None:
         """Send the peer a notification and wait until it was handled. Raises TransferError."""
@@ -318,17 +323,6 @@ class LinkPool:
             idle, self._idle = self._idle, []
         for link in idle:
             link.close()
-
-    def _pop(self) -> Link | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
-
-    def _push(self, link: Link) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(link)
-                return
-        link.close()
 
 
 def _decode(body: bytes, kinds: tuple[type[M], ...]) -> M:

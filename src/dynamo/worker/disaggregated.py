@@ -166,11 +166,11 @@ def _prefill_worker_filter(
 ) -> Callable[[model_card.ModelCard], bool]:
     """Return a predicate for cards of our model, by its name and files, and of a worker that our queue reaches."""
 
-    def is_usable(other: model_card.ModelCard) -> bool:
-        takes_jobs = other.runtime_config.runtime_data.get(shared_queue.TAKES_JOBS) is True
+    def is_usable(candidate: model_card.ModelCard) -> bool:
+        takes_jobs = candidate.runtime_config.runtime_data.get(shared_queue.TAKES_JOBS) is True
         return (
-            other.display_name == model
-            and _checksums(other.files) == checksums
+            candidate.display_name == model
+            and _checksums(candidate.files) == checksums
             and (takes_jobs or worker.prefill_queue == "direct")
         )
 

@@ -1,15 +1,15 @@
-"""The simulated way of KV blocks between workers: real bytes are few, so the time they would take is waited."""
+"""The simulated network between workers: KV blocks have few real bytes, so the time of the others is waited."""
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.kvbm import sharing
 from dynamo.transfer import descriptors
 
-_BYTES_OF_NAME = 8  # with this head, a token has as many, of which the first of a block are used
+_BYTES_OF_NAME = 8  # each token of the layout has so many; a block uses those of its first token
 
 
 class KvLink:
-    """As slow as it is told, and as unreliable."""
+    """A simulated network with a bandwidth and a failure rate."""
 
     def __init__(
         self,
@@ -20,7 +20,10 @@ class KvLink:
         limit_s: float,
         fail_every: int,
     ) -> None:
-        """`bytes_per_second` 0: at once; `fail_every` 0: never. A copy that takes `limit_s` fails then."""
+        """`bytes_per_second` 0: no delay; `fail_every` n: every n-th copy fails, 0: none.
+
+        A copy that takes longer than `limit_s` fails after that time.
+        """
         self._clock = clock
         self._s_per_block = bytes_per_block / bytes_per_second if bytes_per_second else 0.0
         self._limit_s = limit_s
@@ -28,7 +31,7 @@ class KvLink:
         self._num_copies = 0
 
     async def wait(self, kv_import: sharing.KvImport) -> None:
-        """For as long as these blocks take. Raises TransferError."""
+        """Wait as long as copying these blocks takes. Raises TransferError."""
         duration_s = len(kv_import.local_blocks) * self._s_per_block
         if duration_s:
             await self._clock.sleep(min(duration_s, self._limit_s))
@@ -40,7 +43,7 @@ class KvLink:
 
 
 def layout(num_blocks: int, block_size: int) -> descriptors.Layout:
-    """Of memory in which a block can hold its name."""
+    """Return the layout of memory in which each block can store its sequence hash."""
     return descriptors.Layout(
         num_blocks=num_blocks,
         block_size=block_size,

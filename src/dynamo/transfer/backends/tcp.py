@@ -66,7 +66,8 @@ class TcpBackend:
         self._service = server.TransferServer(
             sock, exposed, authenticator=self._authenticator, make_link=make_link
         )
-        return _join(self._host, sock.getsockname()[1])
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{sock.getsockname()[1]}"
 
     def connect(self, target: routes.Target, limit: TimeLimit) -> "TcpRoute":
         assert self._exposed is not None, "connect before listen"
@@ -173,10 +174,6 @@ def _tune(sock: socket.socket, host: str) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if membership.is_loopback(host):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -125,7 +125,7 @@ class KvTransferEngine:
 
     @property
     def transfer_metadata(self) -> bytes | None:
-        """See `api.KvTransferPeer`."""
+        """The id and connector of this engine. See `api.KvTransferPeer`."""
         return self._metadata if self._is_export_enabled and self._sink is not None else None
 
     def on_import(self, listener: Callable[[sharing.ImportReport], None]) -> None:
@@ -135,14 +135,14 @@ class KvTransferEngine:
     async def connect_peer(self, metadata: bytes, *, deadline_s: float) -> str:
         """See `api.KvTransferPeer`. Nothing is sent: vLLM shakes hands itself."""
         try:
-            other = msgspec.json.decode(metadata, type=_Metadata)
+            peer = msgspec.json.decode(metadata, type=_Metadata)
         except msgspec.DecodeError as error:
             raise errors.TransferError(f"expected the metadata of a vLLM: {error}") from error
-        if other.connector != self._connector:
+        if peer.connector != self._connector:
             raise errors.TransferError(
-                f"it moves blocks by {other.connector}, and we by {self._connector}: start both with one --connector"
+                f"it moves blocks by {peer.connector}, and we by {self._connector}: start both with one --connector"
             )
-        return other.vllm_engine_id
+        return peer.vllm_engine_id
 
     async def disconnect_peer(self, engine_id: str) -> None:
         """See `api.KvTransferPeer`. vLLM closes its connections itself."""
