@@ -87,7 +87,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
-async def test_an_answer_is_the_same_with_the_others_first_token(fields):
+async def test_answer_is_the_same_with_the_first_token_of_the_prefill(fields):
     async with pair() as (left, right):
         request = make("r", **fields)
         expected = await ask(left, request)
@@ -112,7 +112,7 @@ async def test_logprobs_come_with_the_token():
         assert [len(output.logprobs[0].top) for output in there] == [2] * 8
 
 
-async def test_cached_tokens_are_those_of_the_worker_that_had_the_prompt():
+async def test_cached_tokens_are_those_of_the_prefill_worker():
     async with pair() as (left, right):
         first = await ask(right, await prefilled(left, make("a")))
         again = await ask(right, await prefilled(left, make("b")))
@@ -121,7 +121,7 @@ async def test_cached_tokens_are_those_of_the_worker_that_had_the_prompt():
         assert [output.cached_tokens for output in again] == [96] + [None] * 7
 
 
-async def test_the_first_token_may_be_the_last():
+async def test_first_token_may_be_the_last():
     async with pair() as (left, right):
         (first, *_) = (await ask(left, make("a")))[0].token_ids
         eos = make("b", eos=(first,), ignore_eos=False)
@@ -137,7 +137,7 @@ async def test_the_first_token_may_be_the_last():
         await right.until_idle()
 
 
-async def test_the_first_token_is_told_before_the_copy_has_ended():
+async def test_first_token_is_sent_before_the_copy_has_ended():
     async with pair() as (left, right):
         handed = await prefilled(left, make("r"))
         is_told = []
@@ -150,7 +150,7 @@ async def test_the_first_token_is_told_before_the_copy_has_ended():
         assert is_told == [1]
 
 
-async def test_the_token_stays_when_the_copy_fails():
+async def test_first_token_stays_when_the_copy_fails():
     async with pair(kv_transfer_backends=("tcp",)) as (left, right):
         expected = await ask(left, make("r"))
         handed = await prefilled(left, make("r"))
@@ -161,7 +161,7 @@ async def test_the_token_stays_when_the_copy_fails():
         assert right.reports[0].error is not None
 
 
-async def test_a_token_that_the_model_does_not_have_is_refused():
+async def test_first_token_outside_the_vocabulary_is_refused():
     async with pair() as (left, right):
         handed = await prefilled(left, make("r"))
         first = kv_transfer.FirstToken(10**6)
@@ -172,7 +172,7 @@ async def test_a_token_that_the_model_does_not_have_is_refused():
         await left.until_idle()
 
 
-async def test_an_engine_that_leaves_is_read_to_the_end():
+async def test_leases_of_a_leaving_engine_are_read_to_the_end():
     async with pair() as (left, right):
         expected = await ask(left, make("r"))
         handed = await prefilled(left, make("r"))

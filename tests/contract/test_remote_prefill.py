@@ -123,7 +123,7 @@ def prompt(length, seed=0):
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp", NIXL])
-async def test_an_answer_is_the_same_wherever_its_prompt_was_computed(backend):
+async def test_answer_is_the_same_wherever_its_prompt_was_computed(backend):
     async with pair(kv_transfer_backends=(backend,)) as (left, right):
         lengths = [1, 2, 15, 16, 17, 18, 31, 32, 33, 100, 257, 513, 1000, 2000]
         for length in lengths:
@@ -139,7 +139,7 @@ async def test_an_answer_is_the_same_wherever_its_prompt_was_computed(backend):
         await right.until_idle()
 
 
-async def test_many_answers_at_once_with_known_prefixes_on_both_sides():
+async def test_many_answers_at_once_with_cached_prefixes_on_both_sides():
     prompts = [prompt(64, i % 4) + prompt(i * 13 % 200 + 1, 100 + i) for i in range(32)]
     async with pair() as (left, right):
         alone = await Side.start(is_open=False)
@@ -159,7 +159,7 @@ async def test_many_answers_at_once_with_known_prefixes_on_both_sides():
         await right.until_idle()
 
 
-async def test_only_blocks_that_are_not_known_are_copied():
+async def test_only_uncached_blocks_are_copied():
     async with pair() as (left, right):
         await right.answer("first", prompt(100)[:50])
         params = await left.prefill("p", prompt(100))
@@ -168,7 +168,7 @@ async def test_only_blocks_that_are_not_known_are_copied():
         assert [report.num_blocks for report in right.reports] == [7 - 3]
 
 
-async def test_copied_blocks_can_be_found_by_others():
+async def test_imported_blocks_are_reused_by_other_requests():
     async with pair() as (left, right):
         params = await left.prefill("p", prompt(100))
         await right.answer("first", prompt(100), params=params, max_tokens=1)
@@ -180,7 +180,7 @@ async def test_copied_blocks_can_be_found_by_others():
         assert right.sink.stored == []
 
 
-async def test_choices_share_the_copied_prompt():
+async def test_choices_share_the_imported_prompt():
     fields = {"n": 3, "seed": 7}
     async with pair() as (left, right):
         params = await left.prefill("p", prompt(70))
@@ -194,7 +194,7 @@ async def test_choices_share_the_copied_prompt():
         await right.until_idle()
 
 
-async def test_one_that_does_not_lie_ready_can_still_copy():
+async def test_engine_without_export_can_import():
     async with pair(is_open=False) as (left, right):
         params = await left.prefill("p", prompt(200))
 
@@ -205,7 +205,7 @@ async def test_one_that_does_not_lie_ready_can_still_copy():
         assert [report.error for report in right.reports] == [None]
 
 
-async def test_blocks_are_held_until_they_are_copied():
+async def test_blocks_stay_leased_until_they_are_copied():
     async with pair() as (left, right):
         params = await left.prefill("p", prompt(100))
         await left.until_idle(num_active=7)
@@ -214,7 +214,7 @@ async def test_blocks_are_held_until_they_are_copied():
         await left.until_idle()
 
 
-async def test_blocks_that_nobody_copies_are_free_when_their_time_is_over():
+async def test_blocks_are_free_when_their_lease_expires():
     async with pair(prefill={"kv_hold_s": 0.05}) as (left, right):
         params = await left.prefill("p", prompt(100))
         await left.until_idle()
@@ -243,7 +243,7 @@ async def test_blocks_are_free_when_a_request_is_aborted_at_any_point():
         await right.until_idle()
 
 
-async def test_blocks_are_free_when_the_one_for_whom_they_are_computed_goes_away():
+async def test_blocks_are_free_when_the_prefill_is_aborted():
     async with pair(prefill={"kv_hold_s": 0.1}) as (left, _):
         for i in range(20):
             left.submit(f"p {i}", prompt(300, i), params=kv_transfer.PREFILL_ONLY, max_tokens=1)
@@ -253,7 +253,7 @@ async def test_blocks_are_free_when_the_one_for_whom_they_are_computed_goes_away
         await left.until_idle()
 
 
-async def test_a_prompt_is_computed_here_if_its_holder_is_gone():
+async def test_prompt_is_computed_locally_if_its_exporter_is_gone():
     async with pair(kv_transfer_backends=("tcp",)) as (left, right):
         expected = await left.answer("here", prompt(100))
         params = await left.prefill("p", prompt(100))
@@ -264,7 +264,7 @@ async def test_a_prompt_is_computed_here_if_its_holder_is_gone():
         await right.until_idle()
 
 
-async def test_memory_that_is_mapped_outlives_its_holder():
+async def test_mapped_memory_outlives_its_exporter():
     async with pair(kv_transfer_backends=("shm",)) as (left, right):
         expected = await left.answer("here", prompt(100))
         params = await left.prefill("p", prompt(100))
@@ -297,13 +297,13 @@ async def test_wrong_parameters_change_no_answer(wrong):
         await right.until_idle()
 
 
-async def test_parameters_that_are_none_are_refused():
+async def test_parameters_of_a_foreign_connector_are_refused():
     async with pair() as (_, right):
         with pytest.raises(errors.RemoteProtocolError, match="the blocks of an engine of ours"):
             right.submit("r", prompt(5), params=kv_params.of_connector(remote_engine_id="x"))
 
 
-async def test_a_worker_whose_blocks_are_not_open_holds_none():
+async def test_engine_without_export_refuses_prefill_requests():
     side = await Side.start(is_open=False)
 
     with pytest.raises(errors.InvalidRequest, match="--is-prefill-worker"):
@@ -311,7 +311,7 @@ async def test_a_worker_whose_blocks_are_not_open_holds_none():
     await side.engine.stop()
 
 
-async def test_a_pool_that_is_too_small_for_all_at_once_delays_and_loses_nothing():
+async def test_pool_too_small_for_all_requests_delays_and_loses_nothing():
     async with pair(num_gpu_blocks_override=40, max_num_seqs=8) as (left, right):
 
         async def elsewhere(i):

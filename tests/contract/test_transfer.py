@@ -71,7 +71,7 @@ async def move(ours, operation, peer, local_blocks, remote_blocks, **post):
 
 
 @pytest.mark.parametrize("backend", WAYS)
-async def test_a_read_brings_the_peers_blocks_and_touches_no_others(backend):
+async def test_read_brings_the_peers_blocks_and_touches_no_others(backend):
     async with connected(backend) as (ours, _, peer):
 
         @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -104,7 +104,7 @@ async def test_reads_of_one_to_a_thousand_blocks(backend, num_blocks):
 
 
 @pytest.mark.parametrize("backend", WAYS)
-async def test_a_write_reaches_the_peers_pool(backend):
+async def test_write_reaches_the_peers_pool(backend):
     async with connected(backend) as (ours, process, peer):
         await move(ours, WRITE, peer, [5, 6, 9], [100, 101, 3])
 
@@ -122,7 +122,7 @@ async def test_neighbours_are_moved_together(backend):
 
 
 @pytest.mark.parametrize("backend", WAYS)
-async def test_a_notification_comes_with_a_transfer_and_alone(backend):
+async def test_notification_comes_with_a_transfer_and_alone(backend):
     async with connected(backend) as (ours, process, peer):
         await move(ours, READ, peer, [1], [2], notification=b"pulled 7")
         await ours.agent.notify(peer, b"hello", deadline_s=LONG_S)
@@ -144,7 +144,7 @@ async def test_many_transfers_at_once(backend):
 
 
 @pytest.mark.parametrize("backend", WAYS)
-async def test_a_transfer_goes_through_its_states_and_again(backend):
+async def test_transfer_goes_through_its_states_and_again(backend):
     blocks = [block * 3 % 1024 for block in range(1000)]
     async with connected(backend) as (ours, _, peer):
         transfer = ours.agent.prepare(READ, peer, range(1000), blocks)
@@ -164,7 +164,7 @@ async def test_a_transfer_goes_through_its_states_and_again(backend):
 
 
 @pytest.mark.parametrize("backend", WAYS)
-async def test_what_cannot_be_meant_is_refused_before_a_byte_moves(backend):
+async def test_invalid_transfer_is_refused_before_a_byte_moves(backend):
     async with connected(backend) as (ours, _, peer):
         for here, there in [([1], [1, 2]), ([1024], [0]), ([0], [-1]), ([3, 3], [1, 2])]:
             with pytest.raises(errors.LocalProtocolError):
@@ -188,7 +188,7 @@ async def test_after_disconnect_nothing_goes_to_that_peer(backend):
 
 
 @pytest.mark.parametrize("backend", WAYS)
-async def test_a_peer_that_fits_not_is_refused_by_both_names(backend):
+async def test_peer_with_another_layout_is_refused_with_both_values(backend):
     async with connected(backend) as (ours, process, peer):
         await ours.agent.disconnect(peer)
         metadata = process.metadata.replace(b"\xaablock_size\x04", b"\xaablock_size\x08")
@@ -244,7 +244,7 @@ async def test_pools_that_must_be_converted_are_refused(changes):
 
 
 @pytest.mark.parametrize("backend", WAYS)
-async def test_the_same_peer_is_connected_once(backend):
+async def test_same_peer_is_connected_once(backend):
     async with connected(backend) as (ours, process, peer):
         same = await ours.agent.connect(process.metadata, deadline_s=LONG_S)
         await ours.agent.disconnect(peer)
@@ -257,7 +257,7 @@ async def test_the_same_peer_is_connected_once(backend):
         assert peer not in again
 
 
-async def test_a_frozen_peer_is_given_up_at_the_deadline_over_tcp():
+async def test_transfer_from_a_frozen_peer_fails_at_the_deadline_over_tcp():
     async with connected("tcp") as (ours, process, peer):
         process.freeze()
 
@@ -268,7 +268,7 @@ async def test_a_frozen_peer_is_given_up_at_the_deadline_over_tcp():
 
 
 @pytest.mark.parametrize("backend", ACROSS)
-async def test_a_frozen_peer_hears_nothing_and_accepts_nobody(backend):
+async def test_frozen_peer_gets_no_notifications_or_connections(backend):
     async with connected(backend) as (ours, process, peer):
         process.freeze()
 
@@ -294,7 +294,7 @@ async def test_transfers_that_wait_for_a_thread_keep_their_deadline():
         assert {transfer.poll() for transfer in stalled} == {"failed"}
 
 
-async def test_a_peer_killed_in_the_middle_is_an_error_at_once_over_tcp():
+async def test_peer_killed_in_the_middle_is_an_error_at_once_over_tcp():
     async with connected("tcp") as (ours, process, peer):
         process.freeze()
         transfer = ours.agent.prepare(READ, peer, range(1000), range(1000))
@@ -309,7 +309,7 @@ async def test_a_peer_killed_in_the_middle_is_an_error_at_once_over_tcp():
 
 @needs_nixl
 @pytest.mark.parametrize("operation", [READ, WRITE])
-async def test_a_killed_peer_is_an_error_over_nixl(operation):
+async def test_killed_peer_is_an_error_over_nixl(operation):
     async with connected("nixl") as (ours, process, peer):
         process.kill()
 
@@ -336,7 +336,7 @@ async def give_up_a_stalled_nixl_peer():
 
 
 @needs_nixl
-def test_a_stalled_nixl_peer_is_given_up_and_writes_nothing_afterwards():
+def test_stalled_nixl_peer_times_out_and_writes_nothing_afterwards():
     """In a process of its own: UCX may end one (abort) whose peer comes back after it was given up."""
     story = "import asyncio, test_transfer as t; asyncio.run(t.give_up_a_stalled_nixl_peer())"
     here = pathlib.Path(__file__).parent
@@ -362,7 +362,7 @@ async def test_shared_memory_outlives_its_owner():
 
 
 @pytest.mark.parametrize("backend", ACROSS)
-async def test_nobody_is_there(backend):
+async def test_connecting_to_a_missing_peer_fails(backend):
     async with connected(backend) as (ours, process, peer):
         await ours.agent.disconnect(peer)
         process.kill()
@@ -371,7 +371,7 @@ async def test_nobody_is_there(backend):
             await ours.agent.connect(process.metadata, deadline_s=LONG_S)
 
 
-async def test_a_restarted_worker_is_another_peer():
+async def test_restarted_worker_is_another_peer():
     async with connected("tcp") as (ours, process, peer):
         port = int(process.metadata.rpartition(b"127.0.0.1:")[2])
         process.kill()
@@ -394,7 +394,7 @@ async def test_a_restarted_worker_is_another_peer():
         assert renewed.epoch != peer.epoch
 
 
-async def test_a_cancelled_transfer_stops_and_is_quiet_after_release():
+async def test_cancelled_transfer_stops_and_is_quiet_after_release():
     async with connected("tcp") as (ours, process, peer):
         process.freeze()
         transfer = ours.agent.prepare(READ, peer, range(10), range(10))
@@ -407,7 +407,7 @@ async def test_a_cancelled_transfer_stops_and_is_quiet_after_release():
         assert transfer.poll() == "failed"
 
 
-async def test_a_killed_peer_leaves_nothing_behind():
+async def test_killed_peer_leaves_nothing_behind():
     sockets = pathlib.Path("/proc/net/unix")
     async with connected("shm") as (_, process, _):
         address = descriptors.decode(process.metadata).addresses["shm"]

@@ -77,7 +77,9 @@ def is_closed(sock):
 
 
 @pytest.mark.parametrize("how", ["open", "token", "tls", "both"])
-async def test_garbage_at_the_door_is_dropped_and_others_are_served(how, credentials_by_name):
+async def test_garbage_before_the_handshake_is_dropped_and_others_are_served(
+    how, credentials_by_name
+):
     shown = credentials_by_name[how]
     async with worker(shown) as served, worker(shown) as ours:
 
@@ -97,7 +99,7 @@ async def test_garbage_at_the_door_is_dropped_and_others_are_served(how, credent
         assert blocks_of(bytes(ours.pool), [1]) == blocks_of(content(2), [2])
 
 
-async def test_a_frame_that_is_too_large_is_refused_by_its_length_alone():
+async def test_frame_that_is_too_large_is_refused_by_its_length_alone():
     async with worker() as served:
 
         def knock():
@@ -147,7 +149,7 @@ async def test_pieces_outside_the_pool_are_refused(kind, spans):
         link.close()
 
 
-async def test_a_write_whose_checksum_is_wrong_is_not_confirmed():
+async def test_write_whose_checksum_is_wrong_is_not_confirmed():
     async with worker() as served:
         link = await asyncio.to_thread(enter, served.metadata)
         link.send(messages.Write(messages.pack([(0, 4)]), True, 5.0), TimeLimit(10))
@@ -160,7 +162,7 @@ async def test_a_write_whose_checksum_is_wrong_is_not_confirmed():
 
 @pytest.mark.parametrize("backend", [tcp.TcpBackend, shm.ShmBackend], ids=["tcp", "shm"])
 @pytest.mark.parametrize("how", ["open", "other"])
-async def test_who_does_not_know_the_token_is_refused(backend, how, caplog):
+async def test_client_without_the_token_is_refused(backend, how, caplog):
     credentials = members.with_token("another token of a cluster") if how == "other" else OPEN
     served, ours = [
         await transfer_peer.Worker("one", backend(credentials=shown), seed=1).start()
@@ -174,7 +176,7 @@ async def test_who_does_not_know_the_token_is_refused(backend, how, caplog):
     assert "dropping a peer of one: has another cluster token" in caplog.text
 
 
-async def test_who_has_no_certificate_of_the_cluster_is_refused(certificates):
+async def test_client_without_a_certificate_of_the_cluster_is_refused(certificates):
     shown = (
         members.with_tls(certificates, name="stranger"),
         members.with_tls(certificates, name="stranger", authority="other"),
@@ -188,7 +190,7 @@ async def test_who_has_no_certificate_of_the_cluster_is_refused(certificates):
 
 
 @pytest.mark.parametrize("said", [bytes(32), proof.GREETING + bytes(64), bytes(200)])
-async def test_a_server_that_does_not_know_the_token_is_refused(said):
+async def test_server_without_the_token_is_refused(said):
     async with worker(members.with_token()) as ours:
         with (
             impostor(lambda link, epoch: link.send_bytes(said, TimeLimit(10))) as metadata,
@@ -197,7 +199,7 @@ async def test_a_server_that_does_not_know_the_token_is_refused(said):
             await ours.agent.connect(metadata, deadline_s=LONG_S)
 
 
-async def test_a_recorded_greeting_opens_nothing():
+async def test_replayed_handshake_is_refused():
     key = members.with_token().derive_key(authentication.TRANSFER)
     async with worker(members.with_token()) as served:
 
@@ -221,7 +223,7 @@ async def test_a_recorded_greeting_opens_nothing():
     assert b"has another cluster token" in refusal
 
 
-async def test_a_server_that_breaks_off_is_an_error_at_once():
+async def test_server_that_breaks_off_is_an_error_at_once():
     def half(link, epoch):
         greet_truly(link, epoch)
         receive(link, messages.Read)
@@ -245,7 +247,7 @@ async def test_damaged_bytes_are_an_error():
     "frame",
     [struct.pack("!I", 2**31), struct.pack("!I", 3) + b"abc", struct.pack("!I", 1) + b"\x01"],
 )
-async def test_a_server_that_talks_nonsense_is_an_error(frame):
+async def test_server_that_breaks_the_protocol_is_an_error(frame):
     def babble(link, epoch):
         greet_truly(link, epoch)
         receive(link, messages.Read)
@@ -254,7 +256,7 @@ async def test_a_server_that_talks_nonsense_is_an_error(frame):
     await fails_with(babble, "broke the protocol")
 
 
-async def test_late_bytes_do_not_reach_blocks_that_were_given_up():
+async def test_late_bytes_do_not_reach_blocks_of_a_failed_transfer():
     released = threading.Event()
 
     def dawdle(link, epoch):

@@ -1,4 +1,4 @@
-"""Blocks of the simulated engine on loan: who waits for a copy, who holds, and what a wrong copy does."""
+"""Imports and leases of the simulated engine, and what a wrong copy does."""
 
 import random
 

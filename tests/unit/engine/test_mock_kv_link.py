@@ -1,4 +1,4 @@
-"""The simulated way of blocks between workers."""
+"""The simulated network between workers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Blocks between two engines: sequences that wait for a copy, and blocks that are held for one."""
+"""Imports and leases in the native scheduler: sequences that wait for a copy, and blocks kept for one."""
 
 import msgspec
 from hypothesis import given, settings
@@ -62,7 +62,7 @@ def make_prompt(kv_import):
     return blocks.unpack(kv_import.request.token_ids)
 
 
-def test_while_a_prompt_is_copied_others_go_on():
+def test_other_sequences_go_on_while_a_prompt_is_imported():
     engine = Pulling()
     engine.submit("a", [1], max_tokens=50)
     engine.submit_remote("b", range(20), max_tokens=2)
@@ -73,7 +73,7 @@ def test_while_a_prompt_is_copied_others_go_on():
     assert engine.scheduler.load().worker_stats.num_requests_waiting == 1
 
 
-def test_of_a_copied_prompt_the_last_token_is_computed():
+def test_last_token_of_an_imported_prompt_is_computed():
     engine = Pulling()
     engine.submit_remote("a", range(20), max_tokens=3)
     assert not engine.step()
@@ -86,7 +86,7 @@ def test_of_a_copied_prompt_the_last_token_is_computed():
     assert engine.outputs["a", 0] == answer(range(20), 3)
 
 
-def test_a_prompt_that_came_with_a_token_is_copied_whole_and_that_token_is_computed():
+def test_prompt_with_a_first_token_is_imported_whole_and_that_token_is_computed():
     engine = Pulling()
     engine.submit_remote("a", range(20), has_token=True, max_tokens=3)
     engine.step()
@@ -100,7 +100,7 @@ def test_a_prompt_that_came_with_a_token_is_copied_whole_and_that_token_is_compu
     assert engine.outputs["a", 0] == answer(range(20), 3)
 
 
-def test_several_choices_begin_with_no_token_of_others():
+def test_several_choices_ignore_the_first_token():
     engine = Pulling()
     engine.submit_with(place(5, first=99), "a", range(20), n=2, max_tokens=2)
     engine.step()
@@ -111,7 +111,7 @@ def test_several_choices_begin_with_no_token_of_others():
     assert engine.outputs["a", 1] == answer(range(20), 2, 1)
 
 
-def test_a_prompt_that_was_not_copied_is_computed():
+def test_prompt_of_a_failed_import_is_computed():
     engine = Pulling()
     engine.submit_remote("a", range(20), max_tokens=3)
     engine.step()
@@ -121,7 +121,7 @@ def test_a_prompt_that_was_not_copied_is_computed():
     assert engine.outputs["a", 0] == answer(range(20), 3)
 
 
-def test_only_what_is_not_known_is_copied_and_nothing_if_all_is():
+def test_only_uncached_blocks_are_imported():
     engine = Pulling()
     engine.submit("a", range(8), max_tokens=1)
     engine.run()
@@ -133,7 +133,7 @@ def test_only_what_is_not_known_is_copied_and_nothing_if_all_is():
     assert ("c", 0) in engine.finished
 
 
-def test_blocks_of_an_aborted_copy_stay_taken_until_it_ends():
+def test_blocks_of_an_aborted_sequence_stay_allocated_until_its_import_ends():
     engine = Pulling()
     engine.submit_remote("a", range(20), max_tokens=1)
     engine.step()
@@ -150,7 +150,7 @@ def test_blocks_of_an_aborted_copy_stay_taken_until_it_ends():
     assert engine.paging.num_active == 0
 
 
-def test_blocks_are_held_until_they_are_released():
+def test_leased_blocks_stay_allocated_until_the_lease_is_released():
     engine = Pulling()
     engine.submit_with(kv_transfer.PREFILL_ONLY, "a", range(10), max_tokens=1)
     engine.run()
@@ -163,7 +163,7 @@ def test_blocks_are_held_until_they_are_released():
     assert engine.paging.num_active == 0
 
 
-def test_those_that_wait_for_held_blocks_are_computed_when_these_are_released():
+def test_sequence_that_waits_for_leased_blocks_runs_when_they_are_released():
     engine = Pulling(num_blocks=4)
     engine.submit_with(kv_transfer.PREFILL_ONLY, "a", range(16), max_tokens=1)
     engine.step()
@@ -200,7 +200,7 @@ remote_requests = st.fixed_dictionaries(
     seqs=st.integers(2, 5),
     caching=st.booleans(),
 )
-def test_every_answer_comes_whatever_becomes_of_the_copies(plan, num_blocks, seqs, caching):
+def test_every_answer_comes_however_its_import_ends(plan, num_blocks, seqs, caching):
     engine = Pulling(num_blocks=num_blocks, seqs=seqs, caching=caching)
     aborted, ends_at = set(), {}
     for now in range(200):

@@ -1,4 +1,4 @@
-"""The engine around vLLM's that fetches prompts, over one that does what the test says."""
+"""The engine around vLLM's that imports prompts, over one that does what the test says."""
 
 import asyncio
 import os
@@ -99,14 +99,14 @@ async def world():
     return await World().start()
 
 
-def test_it_is_an_engine_that_lends_and_fetches():
+def test_engine_has_the_capability_of_kv_transfer():
     engine = World().engine
 
     assert engine.capabilities == api.EngineCapabilities(kv_transfer=engine)
 
 
 @pytest.mark.parametrize("params", [None, kv_transfer.COMPUTE_LOCALLY, kv_transfer.PREFILL_ONLY])
-async def test_what_is_not_fetched_goes_straight_through(world, params):
+async def test_request_without_an_import_passes_through_unchanged(world, params):
     request = made(params)
 
     world.engine.submit(request)
@@ -119,13 +119,13 @@ async def test_what_is_not_fetched_goes_straight_through(world, params):
     assert world.reports == []
 
 
-async def test_vllm_is_asked_in_its_own_words(world):
+async def test_vllm_gets_only_the_parameters_that_it_supports(world):
     world.engine.submit(made(kv_transfer.PREFILL_WITH_TOKEN))
 
     assert world.inner.done == [made(kv_transfer.PREFILL_ONLY)]
 
 
-async def test_the_first_output_tells_that_the_blocks_came(world):
+async def test_first_output_reports_the_import(world):
     world.engine.submit(made())
     world.inner.sink.outputs([output(7)])
     world.inner.sink.outputs([output(8)])
@@ -135,7 +135,7 @@ async def test_the_first_output_tells_that_the_blocks_came(world):
     assert world.sink.heard == [output(7, cached=5), output(8)]
 
 
-async def test_cached_is_what_the_computing_engine_found_so(world):
+async def test_cached_tokens_are_those_of_the_prefill_engine(world):
     """vLLM 0.32 says so itself; older ones count what they have fetched."""
     world.engine.submit(made(kv_transfer.PREFILL_ONLY))
     world.inner.sink.outputs(
@@ -148,7 +148,7 @@ async def test_cached_is_what_the_computing_engine_found_so(world):
     }  # fmt: skip
 
 
-async def test_a_request_whose_blocks_do_not_come_is_given_again_without(world, caplog):
+async def test_request_of_a_failed_import_is_submitted_again_without_parameters(world, caplog):
     world.engine.submit(made())
     world.inner.sink.failed("a", LOST)
     world.inner.sink.outputs([output()])
@@ -159,7 +159,7 @@ async def test_a_request_whose_blocks_do_not_come_is_given_again_without(world, 
     assert "a: its prompt is computed here" in caplog.text
 
 
-async def test_one_that_fails_after_it_has_begun_has_failed(world):
+async def test_request_that_fails_after_its_first_output_is_not_submitted_again(world):
     world.engine.submit(made())
     world.inner.sink.outputs([output()])
     world.inner.sink.failed("a", LOST)
@@ -168,7 +168,7 @@ async def test_one_that_fails_after_it_has_begun_has_failed(world):
     assert world.sink.heard[-1] == ("a", LOST)
 
 
-async def test_one_that_vllm_refuses_is_not_given_again(world):
+async def test_refused_request_is_not_submitted_again(world):
     refusal = errors.InvalidRequest("no")
     world.engine.submit(made())
     world.inner.sink.failed("a", refusal)
@@ -177,7 +177,7 @@ async def test_one_that_vllm_refuses_is_not_given_again(world):
     assert world.sink.heard == [("a", refusal)]
 
 
-async def test_a_refusal_the_second_time_is_told(world):
+async def test_refusal_of_the_second_submission_reaches_the_sink(world):
     world.engine.submit(made())
     world.inner.refusal = errors.EngineFailed("dead")
     world.inner.sink.failed("a", LOST)
@@ -185,7 +185,7 @@ async def test_a_refusal_the_second_time_is_told(world):
     assert world.sink.heard == [("a", world.inner.refusal)]
 
 
-async def test_nothing_is_waited_for_without_end(monkeypatch):
+async def test_import_fails_after_its_time_limit(monkeypatch):
     monkeypatch.setattr(kv_transfer_engine, "FIRST_TOKEN_S", 0.0)
     world = await World().start()
     told = asyncio.Event()
@@ -199,7 +199,7 @@ async def test_nothing_is_waited_for_without_end(monkeypatch):
     assert isinstance(world.reports[0].error, errors.DeadlineExceeded)
 
 
-async def test_an_aborted_request_is_not_waited_for(monkeypatch):
+async def test_aborted_request_ends_its_import(monkeypatch):
     monkeypatch.setattr(kv_transfer_engine, "FIRST_TOKEN_S", 0.0)
     world = await World().start()
 
@@ -216,7 +216,7 @@ async def test_an_aborted_request_is_not_waited_for(monkeypatch):
     assert world.reports == []
 
 
-async def test_several_choices_do_not_fetch(world):
+async def test_request_with_several_choices_does_not_import(world):
     world.engine.submit(made(n=2))
 
     assert world.inner.done == [made(None, n=2)]
@@ -229,7 +229,7 @@ async def test_parameters_without_an_engine_are_refused(world):
     assert world.inner.done == []
 
 
-async def test_only_open_blocks_are_advertised(world):
+async def test_metadata_is_published_only_if_export_is_enabled(world):
     before = world.engine.transfer_metadata
     world.engine.enable_export()
 
@@ -245,12 +245,12 @@ async def test_only_open_blocks_are_advertised(world):
         (b'{"vllm_engine_id":"x","connector":"LMCacheConnectorV1"}', "moves blocks by LMCache"),
     ],
 )
-async def test_an_engine_of_another_kind_is_not_connected(world, metadata, says):
+async def test_engine_of_another_kind_is_not_connected(world, metadata, says):
     with pytest.raises(errors.TransferError, match=says):
         await world.engine.connect_peer(metadata, deadline_s=1)
 
 
-async def test_vllms_processes_inherit_an_environment_that_ours_does_not_keep(monkeypatch):
+async def test_vllms_processes_inherit_variables_that_this_process_does_not_keep(monkeypatch):
     monkeypatch.setenv("KEPT", "before")
     monkeypatch.delenv("NEW", raising=False)
 
@@ -260,7 +260,7 @@ async def test_vllms_processes_inherit_an_environment_that_ours_does_not_keep(mo
     assert (os.environ["KEPT"], os.environ.get("NEW")) == ("before", None)
 
 
-async def test_what_is_the_engines_is_asked_of_it(world):
+async def test_other_methods_are_those_of_the_inner_engine(world):
     await world.engine.clear_kv_blocks()
     world.inner.sink.died(LOST)
 

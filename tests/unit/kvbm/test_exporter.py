@@ -1,4 +1,4 @@
-"""Blocks that are held for another engine, over an owner that only notes what it is told."""
+"""Leases of blocks for another engine, over an owner that records which were released."""
 
 import asyncio
 
@@ -61,7 +61,7 @@ def hold(exporter, number=3, ask=kv_transfer.PREFILL_ONLY):
     return kv_transfer.remote_blocks(told.kv_transfer_params)
 
 
-async def test_a_reader_is_told_where_the_blocks_are_and_for_how_long(exporter):
+async def test_published_lease_says_where_the_blocks_are_and_for_how_long(exporter):
     remote = hold(exporter)
 
     assert (remote.remote_block_ids, remote.remote_engine_id) == ((1, 2), "e")
@@ -69,14 +69,14 @@ async def test_a_reader_is_told_where_the_blocks_are_and_for_how_long(exporter):
     assert (remote.remote_hold_id, remote.remote_hold_s) == (3, LONG_S)
 
 
-async def test_the_token_comes_along_if_it_was_asked_for(exporter):
+async def test_first_token_comes_along_if_it_was_requested(exporter):
     first = kv_transfer.FirstToken(5, generate.TokenLogprobs(-1.0), 16)
 
     assert hold(exporter, 1).first_token is None
     assert hold(exporter, 2, kv_transfer.PREFILL_WITH_TOKEN).first_token == first
 
 
-async def test_what_is_read_is_free_and_then_nobody_waits(exporter, owner):
+async def test_released_leases_free_their_blocks_and_end_the_wait(exporter, owner):
     for number in (1, 2):
         hold(exporter, number)
     waiting = asyncio.create_task(exporter.wait_until_released())
@@ -90,7 +90,7 @@ async def test_what_is_read_is_free_and_then_nobody_waits(exporter, owner):
     assert owner.released == [2, 1]
 
 
-async def test_what_nobody_reads_is_free_in_the_end(owner, caplog):
+async def test_expired_lease_frees_its_blocks(owner, caplog):
     exporter = made(owner, hold_s=0)
     hold(exporter)
     await asyncio.wait_for(exporter.wait_until_released(), DEADLINE_S)
@@ -99,7 +99,7 @@ async def test_what_nobody_reads_is_free_in_the_end(owner, caplog):
     assert "no engine read the blocks of lease 3 in time" in caplog.text
 
 
-async def test_what_nobody_has_heard_of_is_free_at_once(exporter, owner):
+async def test_cancelled_lease_frees_its_blocks_at_once(exporter, owner):
     exporter.cancel_lease(output())
     exporter.cancel_lease(generate.Output((5,)))
     await asyncio.wait_for(exporter.wait_until_released(), DEADLINE_S)
@@ -108,7 +108,7 @@ async def test_what_nobody_has_heard_of_is_free_at_once(exporter, owner):
 
 
 @pytest.mark.parametrize("message", [b"", b"release", b"release x", b"keep 3", b"\xff"])
-async def test_other_words_release_nothing(exporter, owner, caplog, message):
+async def test_malformed_notification_releases_nothing(exporter, owner, caplog, message):
     exporter.handle_notification("peer", message)
 
     assert owner.released == []

@@ -1,4 +1,4 @@
-"""Which ways to move blocks an engine opens."""
+"""The backends of an engine's local agent."""
 
 import sys
 
@@ -13,12 +13,12 @@ def make(*backends):
     return local_agent.make_agent("native", settings, None, lambda *said: None)
 
 
-def test_a_way_that_nobody_knows_is_refused_by_name():
+def test_unknown_backend_is_refused_by_name():
     with pytest.raises(errors.ConfigError, match="expected some of shm, tcp, nixl, got 'rdma'"):
         make("shm", "rdma")
 
 
-def test_nixl_without_its_library_is_one_sentence(monkeypatch):
+def test_missing_nixl_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "dynamo.transfer.backends.nixl.backend", None)
 
     with pytest.raises(errors.ConfigError, match=r"make setup EXTRAS=nixl"):

@@ -43,7 +43,7 @@ async def engines(agent):
     engines.close()
 
 
-async def test_a_way_is_made_ahead_and_used_by_all(agent, engines):
+async def test_connection_is_made_ahead_of_need_and_shared(agent, engines):
     assert await engines.connect(b"e", deadline_s=1) == "e"
     async with engines.use_connection("e") as first, engines.use_connection("e") as second:
         pass
@@ -53,14 +53,14 @@ async def test_a_way_is_made_ahead_and_used_by_all(agent, engines):
     assert agent.closed == []
 
 
-async def test_an_engine_that_is_not_known_cannot_be_reached(engines):
+async def test_unknown_engine_cannot_be_reached(engines):
     with pytest.raises(errors.TransferError, match="not connected"):
         async with engines.use_connection("e"):
             pass
     await engines.disconnect("e")
 
 
-async def test_after_a_failure_the_next_one_goes_another_way(agent, engines):
+async def test_discarded_connection_is_replaced_for_the_next_user(agent, engines):
     await engines.connect(b"e", deadline_s=1)
     async with engines.use_connection("e") as broken:
         await engines.discard_connection(broken)
@@ -72,7 +72,7 @@ async def test_after_a_failure_the_next_one_goes_another_way(agent, engines):
     assert agent.closed == [broken]
 
 
-async def test_a_way_that_cannot_be_made_anew_is_tried_again(agent, engines):
+async def test_failed_reconnection_is_tried_again(agent, engines):
     await engines.connect(b"e", deadline_s=1)
     await engines.discard_connection(agent.made[0])
     agent.refusal = errors.TransferError("no")
@@ -85,7 +85,7 @@ async def test_a_way_that_cannot_be_made_anew_is_tried_again(agent, engines):
         assert fresh is agent.made[1]
 
 
-async def test_the_way_to_one_that_leaves_is_closed_when_nobody_is_on_it(agent, engines):
+async def test_connection_of_a_leaving_engine_is_closed_when_it_is_idle(agent, engines):
     await engines.connect(b"e", deadline_s=1)
     async with engines.use_connection("e"):
         await engines.disconnect("e")
@@ -95,7 +95,7 @@ async def test_the_way_to_one_that_leaves_is_closed_when_nobody_is_on_it(agent, 
     assert agent.closed == agent.made
 
 
-async def test_one_that_has_left_can_be_asked_for_what_it_still_holds(agent, engines):
+async def test_engine_that_has_left_can_still_be_reached_for_its_leases(agent, engines):
     await engines.connect(b"e", deadline_s=1)
     await engines.disconnect("e")
     await engines.disconnect("e")
@@ -106,7 +106,7 @@ async def test_one_that_has_left_can_be_asked_for_what_it_still_holds(agent, eng
     assert agent.closed == agent.made
 
 
-async def test_one_that_has_left_is_forgotten_with_time(agent):
+async def test_engine_that_has_left_is_forgotten_after_a_time(agent):
     engines = peers.PeerEngines(agent, remember_s=0)
     await engines.connect(b"e", deadline_s=1)
     await engines.disconnect("e")
@@ -121,7 +121,7 @@ async def test_one_that_has_left_is_forgotten_with_time(agent):
     assert agent.closed == agent.made
 
 
-async def test_one_that_comes_back_stays(agent, engines):
+async def test_engine_that_comes_back_is_not_forgotten(agent, engines):
     await engines.connect(b"e", deadline_s=1)
     await engines.disconnect("e")
     await engines.connect(b"e", deadline_s=1)

@@ -55,7 +55,7 @@ async def test_memory_from_elsewhere_is_offered_by_tcp_alone():
     await made.close()
 
 
-async def test_an_agent_that_takes_no_notifications_says_so():
+async def test_agent_that_takes_no_notifications_says_so():
     deaf = agent.TransferAgent("prefill-0", backends=[tcp.TcpBackend()])
     deaf.register(region(deaf.allocate(LAYOUT.num_bytes)))
     await deaf.start()
@@ -74,7 +74,7 @@ def test_two_starts_of_one_name_are_two_epochs():
     )
 
 
-def test_an_agent_whose_loop_is_over_says_so():
+def test_agent_whose_loop_is_over_says_so():
     room = local.Room()
     gone = transfer_peer.Worker("prefill-0", local.LocalBackend(room), seed=1)
     asyncio.run(gone.start())
@@ -92,7 +92,7 @@ def test_an_agent_whose_loop_is_over_says_so():
         asyncio.run(tell())
 
 
-async def test_a_peer_that_does_not_listen_in_time_is_an_error():
+async def test_peer_that_handles_no_notification_in_time_is_an_error():
     room = local.Room()
     worker = await transfer_peer.Worker("decode-0", local.LocalBackend(room), seed=1).start()
     busy = transfer_peer.Worker("prefill-0", local.LocalBackend(room), seed=1)

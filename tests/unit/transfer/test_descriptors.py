@@ -22,7 +22,7 @@ def test_metadata_comes_out_as_it_went_in():
     assert len(body) < 300
 
 
-def test_a_later_versions_extra_fields_of_the_same_version_are_ignored():
+def test_later_versions_extra_fields_of_the_same_version_are_ignored():
     body = msgspec.msgpack.encode(msgspec.structs.asdict(METADATA) | {"more": 1})
 
     assert descriptors.decode(body) == METADATA
@@ -40,7 +40,7 @@ def test_a_later_versions_extra_fields_of_the_same_version_are_ignored():
         ),
     ],
 )
-def test_what_is_no_metadata_is_refused(body, why):
+def test_malformed_metadata_is_refused(body, why):
     with pytest.raises(errors.TransferError, match=why):
         descriptors.decode(body)
 
@@ -55,7 +55,7 @@ def test_what_is_no_metadata_is_refused(body, why):
         ({"tp_size": 2, "tp_rank": 2}, "tp_rank is 2 of 2"),
     ],
 )
-def test_an_impossible_layout_is_refused(change, why):
+def test_impossible_layout_is_refused(change, why):
     layout = msgspec.structs.replace(LAYOUT, **change)
 
     assert why in descriptors.find_fault(layout)
@@ -105,16 +105,16 @@ def agent(host, **addresses):
         (agent("h", local="p/1", shm="a"), agent("h", local="q/2", shm="b"), "shm"),
     ],
 )
-def test_the_best_way_that_reaches_is_taken(ours, theirs, chosen):
+def test_best_backend_that_reaches_the_peer_is_chosen(ours, theirs, chosen):
     assert descriptors.choose_backend(ours, theirs) == chosen
 
 
-def test_without_a_way_in_common_both_offers_are_named():
+def test_error_without_a_common_backend_names_both_offers():
     with pytest.raises(errors.TransferError, match="offers shm on another host, we have shm, tcp"):
         descriptors.choose_backend(agent("h", shm="a", tcp="t"), agent("other", shm="b"))
 
 
-def test_an_agent_without_addresses_is_not_reached():
+def test_agent_without_addresses_is_not_reached():
     nowhere = msgspec.structs.replace(agent("h"), addresses={})
 
     with pytest.raises(errors.TransferError, match="offers nothing on this host, we have nothing"):

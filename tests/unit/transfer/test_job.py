@@ -17,14 +17,14 @@ def threads():
         yield made
 
 
-async def test_a_result_comes_out(threads):
+async def test_result_comes_out(threads):
     job = Job(threads, lambda limit: 7, deadline_s=10)
 
     assert await job.outcome == 7
     assert not job.is_running
 
 
-async def test_an_error_comes_out(threads):
+async def test_error_comes_out(threads):
     def fail(limit):
         raise errors.TransferError("the peer is gone")
 
@@ -32,7 +32,7 @@ async def test_an_error_comes_out(threads):
         await Job(threads, fail, deadline_s=10).outcome
 
 
-async def test_stopping_waits_until_the_thread_is_away(threads):
+async def test_stop_waits_until_the_thread_has_ended(threads):
     begun, left = threading.Event(), []
 
     def work(limit):
@@ -52,7 +52,7 @@ async def test_stopping_waits_until_the_thread_is_away(threads):
     assert isinstance(job.outcome.exception(), errors.TransferError)
 
 
-async def test_a_result_that_comes_as_its_caller_is_cancelled_is_discarded(threads):
+async def test_result_that_comes_as_its_caller_is_cancelled_is_discarded(threads):
     discarded, may_end = [], threading.Event()
     job = Job(threads, lambda limit: may_end.wait(10), deadline_s=10, discard=discarded.append)
     caller = asyncio.create_task(job.result())
@@ -66,7 +66,7 @@ async def test_a_result_that_comes_as_its_caller_is_cancelled_is_discarded(threa
     assert discarded == [True]
 
 
-async def test_a_deadline_holds_while_waiting_for_a_thread(threads):
+async def test_deadline_holds_while_waiting_for_a_thread(threads):
     release = threading.Event()
     first = Job(threads, lambda limit: release.wait(10), deadline_s=10)
 
@@ -77,7 +77,7 @@ async def test_a_deadline_holds_while_waiting_for_a_thread(threads):
     await first.outcome
 
 
-async def test_a_result_that_nobody_waits_for_is_discarded(threads):
+async def test_result_of_a_stopped_job_is_discarded(threads):
     begun, release, discarded = threading.Event(), threading.Event(), []
 
     def work(limit):
@@ -96,12 +96,12 @@ async def test_a_result_that_nobody_waits_for_is_discarded(threads):
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1, math.nan, math.inf, MAX_DEADLINE_S + 1])
-def test_a_deadline_is_a_bounded_time(deadline_s):
+def test_deadline_is_a_bounded_time(deadline_s):
     with pytest.raises(errors.LocalProtocolError, match="deadline_s"):
         TimeLimit(deadline_s)
 
 
-def test_what_remains_shrinks_and_is_then_an_error():
+def test_remaining_time_shrinks_and_then_raises():
     limit = TimeLimit(1e-9)
 
     with pytest.raises(errors.TransferError, match="not complete within 1e-09 s"):

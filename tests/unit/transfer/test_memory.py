@@ -29,7 +29,7 @@ def test_two_mappings_of_one_pool_show_the_same_bytes():
     shared.close()
 
 
-def test_a_tensor_over_a_pool_writes_what_peers_see():
+def test_tensor_over_a_pool_writes_what_peers_see():
     torch = pytest.importorskip("torch")
     shared = memory.SharedMemory(4096)
     mapped = memory.map_peers(os.dup(shared.fd), 4096)
@@ -40,7 +40,7 @@ def test_a_tensor_over_a_pool_writes_what_peers_see():
     shared.close()
 
 
-def test_the_size_of_a_pool_cannot_be_changed_under_its_peers():
+def test_size_of_a_pool_cannot_be_changed_under_its_peers():
     shared = memory.SharedMemory(4096)
 
     with pytest.raises(PermissionError):
@@ -48,7 +48,7 @@ def test_the_size_of_a_pool_cannot_be_changed_under_its_peers():
     shared.close()
 
 
-def test_a_file_that_could_be_cut_short_is_not_mapped():
+def test_file_that_could_be_cut_short_is_not_mapped():
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
 
@@ -56,7 +56,7 @@ def test_a_file_that_could_be_cut_short_is_not_mapped():
         memory.map_peers(fd, 4096)
 
 
-def test_a_pool_that_is_smaller_than_its_layout_is_not_mapped():
+def test_pool_that_is_smaller_than_its_layout_is_not_mapped():
     shared = memory.SharedMemory(4096)
 
     with pytest.raises(errors.TransferError, match="of 8192 bytes, got 4096"):
@@ -64,7 +64,7 @@ def test_a_pool_that_is_smaller_than_its_layout_is_not_mapped():
     shared.close()
 
 
-def test_what_is_no_memory_file_is_not_mapped():
+def test_other_files_are_not_mapped():
     reading, writing = os.pipe()
     os.close(writing)
 
@@ -72,7 +72,7 @@ def test_what_is_no_memory_file_is_not_mapped():
         memory.map_peers(reading, 4096)
 
 
-def test_more_memory_than_there_can_be_is_one_sentence():
+def test_impossible_allocation_is_a_config_error():
     with pytest.raises(errors.ConfigError, match="MiB of shared memory"):
         memory.SharedMemory(2**62)
 
@@ -90,7 +90,7 @@ def test_short_and_long_copies_in_both_directions(length):
     theirs.close()
 
 
-def test_a_copy_that_was_cancelled_stops_on_its_way():
+def test_copy_that_was_cancelled_stops_on_its_way():
     ours, theirs = (memory.Window(memory.private(64 * MIB)) for _ in range(2))
     theirs.view[-1] = 1
     limit = TimeLimit(30)
@@ -104,7 +104,7 @@ def test_a_copy_that_was_cancelled_stops_on_its_way():
 
 
 @pytest.mark.parametrize("operation", [READ, WRITE])
-def test_a_pattern_is_copied_from_each_of_its_origins(operation):
+def test_pattern_is_copied_from_each_of_its_origins(operation):
     ours, theirs = (memory.Window(memory.private(300)) for _ in range(2))
     ours.view[:], theirs.view[:] = os.urandom(300), os.urandom(300)
     pattern = Pattern([(0, 200), (100, 10)], [(5, 1, 20), (50, 70, 8)])
@@ -138,7 +138,7 @@ def test_other_threads_may_run_for_every_other_stretch_of_short_pieces(monkeypat
     theirs.close()
 
 
-def test_a_copy_that_failed_holds_no_memory(monkeypatch):
+def test_copy_that_failed_holds_no_memory(monkeypatch):
     memories = [memory.private(8 * MIB) for _ in range(2)]
     ours, theirs = map(memory.Window, memories)
     limit = TimeLimit(30)
@@ -158,7 +158,7 @@ def test_a_copy_that_failed_holds_no_memory(monkeypatch):
     assert failure.value
 
 
-def test_two_processes_of_one_user_on_one_host_agree():
+def test_two_processes_of_one_user_have_the_same_host_id():
     other = subprocess.run(
         [sys.executable, "-c", "from dynamo.transfer import memory; print(memory.identify_host())"],
         capture_output=True,

@@ -110,7 +110,7 @@ def test_no_blocks_are_no_copies():
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float32"}, {"block_size": 4}, {"num_layers": 3}])
-def test_what_does_not_fit_is_named_for_both_sides(change):
+def test_layout_differences_are_named_for_both_sides(change):
     ((name, value),) = change.items()
 
     with pytest.raises(errors.TransferError, match=f"{name} is .* here and {value} at prefill-0"):
@@ -125,7 +125,7 @@ def test_pools_of_other_sizes_orders_and_ranks_fit():
 
 @pytest.mark.parametrize("ours", [1, 2, 4])
 @pytest.mark.parametrize("theirs", [1, 2, 4])
-def test_the_ranks_to_ask_hold_our_heads_together(ours, theirs):
+def test_ranks_to_ask_hold_our_heads_together(ours, theirs):
     for rank in range(ours):
         here = layout(tp_size=ours, tp_rank=rank)
 

@@ -37,7 +37,7 @@ def spans_of(total):
 
 @pytest.mark.parametrize("total", [1, WAKE - 1, WAKE, WAKE + 1, 2 * WAKE + 3, 20 * WAKE])
 @pytest.mark.parametrize("is_summed", [False, True])
-def test_spans_arrive_whole_and_words_after_them(ends, total, is_summed):
+def test_spans_arrive_whole_and_messages_after_them(ends, total, is_summed):
     link, far = ends
     sent = memoryview(bytearray(range(251)) * (total // 251 + 2))
     received = memoryview(bytearray(len(sent)))
@@ -58,7 +58,7 @@ def test_spans_arrive_whole_and_words_after_them(ends, total, is_summed):
 
 
 @pytest.mark.parametrize("num_first", [1, WAKE - 1, WAKE + 1, 2 * WAKE - 1, 2 * WAKE + 1])
-def test_a_sender_who_is_slow_at_any_point_is_waited_for(ends, num_first):
+def test_receiver_waits_for_a_slow_sender_at_any_point(ends, num_first):
     """The rest is sent when the kernel has acknowledged the first, so that both come for themselves."""
     link, far = ends
     body = bytes(range(256)) * (3 * WAKE // 256)
@@ -82,7 +82,7 @@ def test_a_sender_who_is_slow_at_any_point_is_waited_for(ends, num_first):
 
 
 @pytest.mark.parametrize("num_sent", [1, WAKE + 1, 3 * WAKE - 1])
-def test_a_sender_who_goes_before_the_end_is_an_error_at_once(ends, num_sent):
+def test_sender_that_closes_early_is_an_error_at_once(ends, num_sent):
     link, far = ends
     far.sendall(bytes(num_sent))
     far.shutdown(socket.SHUT_WR)
@@ -92,7 +92,7 @@ def test_a_sender_who_goes_before_the_end_is_an_error_at_once(ends, num_sent):
         link.receive_spans(received, [(0, 3 * WAKE)], TimeLimit(30), is_summed=False)
 
 
-def test_a_sender_who_stops_is_an_error_when_the_time_is_over(ends):
+def test_sender_that_stalls_is_an_error_at_the_time_limit(ends):
     link, far = ends
     far.sendall(bytes(WAKE + 1))
     received = memoryview(bytearray(3 * WAKE))

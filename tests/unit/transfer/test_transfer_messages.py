@@ -18,12 +18,12 @@ def test_pieces_are_little_endian():
 
 
 @pytest.mark.parametrize("body", [b"", b"x" * 15, bytes(16 * (messages.MAX_PIECES + 1))])
-def test_what_are_no_pieces_is_refused(body):
+def test_malformed_pieces_are_refused(body):
     with pytest.raises(errors.RemoteProtocolError, match="pieces of 16 bytes"):
         messages.unpack(body, 1000)
 
 
 @pytest.mark.parametrize("span", [(0, 0), (999, 2), (1000, 1), (2**64 - 1, 2**64 - 1)])
-def test_what_is_not_in_the_pool_is_refused(span):
+def test_pieces_outside_a_pool_are_refused(span):
     with pytest.raises(errors.RemoteProtocolError, match="not within a pool of 1000"):
         messages.unpack(messages.pack([(0, 1000), span]), 1000)

@@ -43,7 +43,7 @@ def is_closed(sock):
     return True
 
 
-def test_a_stranger_who_says_nothing_is_dropped(serve, monkeypatch):
+def test_silent_pending_connection_is_dropped(serve, monkeypatch):
     monkeypatch.setattr(server, "GREETING_LIMIT_S", 0.05)
     dial = serve()
 
@@ -67,7 +67,7 @@ def enter(dial):
     return link
 
 
-def test_one_peer_more_than_there_are_places_is_told_so(serve):
+def test_connection_beyond_the_limit_is_refused_with_the_reason(serve):
     dial = serve(max_connections=1)
     first = enter(dial)
 
@@ -76,7 +76,7 @@ def test_one_peer_more_than_there_are_places_is_told_so(serve):
     first.close()
 
 
-def test_a_peer_that_has_left_makes_room(serve):
+def test_closed_connection_makes_room_for_another(serve):
     dial = serve(max_connections=1)
 
     for _ in range(20):
@@ -86,7 +86,7 @@ def test_a_peer_that_has_left_makes_room(serve):
         link.close()
 
 
-def test_a_flood_of_strangers_takes_nobody_the_place(serve, monkeypatch):
+def test_flood_of_pending_connections_takes_no_peers_place(serve, monkeypatch):
     monkeypatch.setattr(server, "MAX_PENDING", 4)
     dial = serve(max_connections=1)
     strangers = [dial() for _ in range(40)]

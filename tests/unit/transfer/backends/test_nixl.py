@@ -21,23 +21,23 @@ WORDS = [
 
 
 @pytest.mark.parametrize("word", WORDS, ids=lambda word: type(word).__name__)
-def test_a_word_is_heard_as_it_was_said(word):
+def test_nixl_message_survives_the_wire(word):
     assert nixl_messages.decode(nixl_messages.encode(word)) == word
 
 
 @pytest.mark.parametrize("said", [b"", b"pulled", bytes(nixl_messages.MAX_BYTES + 1)])
-def test_what_is_no_word_is_refused(said):
+def test_malformed_nixl_message_is_refused(said):
     with pytest.raises(errors.RemoteProtocolError, match="expected"):
         nixl_messages.decode(said)
 
 
-def test_the_longest_notification_fits():
+def test_longest_notification_fits():
     longest = nixl_messages.NixlNotify(2**63, bytes(messages.MAX_NOTIFICATION_BYTES), 600.0)
 
     assert nixl_messages.decode(nixl_messages.encode(longest)) == longest
 
 
-def test_an_address_that_is_none_is_the_peers_mistake():
+def test_malformed_nixl_address_is_refused():
     with pytest.raises(errors.TransferError, match="NIXL's address"):
         nixl_messages.decode_address(b"127.0.0.1:80")
 
@@ -75,7 +75,7 @@ def test_many_short_pieces_are_several_stretches():
     assert lengths == [messages.MAX_PIECES, 1]
 
 
-def test_other_hosts_are_served_only_where_that_is_said(monkeypatch):
+def test_nixl_serves_other_hosts_only_if_insecure(monkeypatch):
     backend = pytest.importorskip("dynamo.transfer.backends.nixl.backend", exc_type=ImportError)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
 

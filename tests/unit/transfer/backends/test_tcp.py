@@ -9,13 +9,13 @@ from dynamo.transfer.backends import tcp
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
-def test_an_address_that_nobody_can_call_is_refused(host):
+def test_wildcard_address_is_refused(host):
     with pytest.raises(errors.ConfigError, match="by which other workers reach"):
         tcp.TcpBackend(host=host, credentials=members.with_token())
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "worker-0.example", "fe80::1"])
-def test_other_hosts_are_served_with_a_token_or_at_ones_own_risk(host):
+def test_tcp_serves_other_hosts_with_a_token_or_if_insecure(host):
     with pytest.raises(errors.ConfigError, match="give all processes a cluster token"):
         tcp.TcpBackend(host=host)
 
@@ -23,7 +23,7 @@ def test_other_hosts_are_served_with_a_token_or_at_ones_own_risk(host):
     tcp.TcpBackend(host=host, credentials=membership.Credentials(is_insecure=True))
 
 
-async def test_an_address_that_is_taken_is_one_sentence():
+async def test_used_address_is_a_config_error():
     worker = await transfer_peer.Worker("prefill-0", tcp.TcpBackend(), seed=1).start()
     port = int(worker.metadata.rpartition(b"127.0.0.1:")[2])
     other = transfer_peer.Worker("prefill-1", tcp.TcpBackend(port=port), seed=1)
@@ -40,7 +40,7 @@ async def test_an_address_that_is_taken_is_one_sentence():
     ("address", "why"),
     [(b"10.20.30.40:1234", "needs a cluster token"), (b"127.0.0.1:123456", "expected host:port")],
 )
-async def test_an_address_of_a_peer_is_checked(address, why):
+async def test_malformed_address_of_a_peer_is_refused(address, why):
     worker = await transfer_peer.Worker("prefill-0", tcp.TcpBackend(), seed=1).start()
     own = worker.metadata
     start = own.rindex(b"127.0.0.1:") - 1
