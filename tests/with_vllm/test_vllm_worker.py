@@ -2,7 +2,10 @@
 
 import importlib.util
 import os
+import pathlib
 import signal
+import sys
+import tempfile
 
 import httpx
 import pytest
@@ -10,8 +13,9 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
 
-from deployment import Worker, eventually
+from deployment import Process, Worker, eventually
 
+import ports
 import processes
 import vllm_models
 from vllm_engine import ENVIRONMENT, FLAGS
@@ -76,3 +80,34 @@ def test_a_killed_worker_leaves_no_vllm_process(worker):
 
     assert len(below) >= 2
     await_gone(below)
+
+
+def test_dynamo_serve_that_is_killed_leaves_no_process_socket_or_shared_memory(tmp_path):
+    folder = pathlib.Path(tempfile.mkdtemp())  # short: vLLM's sockets lie below
+    environ = os.environ | ENVIRONMENT | {"TMPDIR": str(folder)}
+    shared_before = set(os.listdir("/dev/shm"))
+    model = vllm_models.make(tmp_path / "model")
+    port = str(ports.reserve())
+    argv = [sys.executable, "-m", "dynamo.cli", "serve", str(model), "--engine", "vllm"]
+    argv += ["--http-port", port, "--ready-timeout", str(START_S), "--worker-flags", FLAGS]
+    command = Process(argv, environ, tmp_path / "serve.log")
+    try:
+        eventually(
+            lambda: "curl " in command.log.read_text() or not command.is_running,
+            within_s=START_S,
+            what=f"ready, see {command.log}",
+        )
+        below = processes.descendants(command.pid)
+        core_of(command)
+        assert [path for path in folder.glob("dynamo-serve-*/*") if path.is_socket()]
+    finally:
+        command.kill()
+
+    assert len(below) >= 4
+    eventually(
+        lambda: not any(os.path.exists(f"/proc/{pid}") for pid in below),
+        within_s=10,
+        what=f"the end of {below}",
+    )
+    assert not [path for path in folder.iterdir() if path.name.startswith("dynamo-")]
+    assert set(os.listdir("/dev/shm")) <= shared_before

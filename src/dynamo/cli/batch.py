@@ -19,14 +19,14 @@ CONCURRENCY = 32
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked by one line."""
+    """The question of one line."""
 
     messages: list[dict[str, Any]]
     fields: dict[str, Any]
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """What came of a batch."""
+    """The counts of a batch, and the seconds that it took."""
 
     num_lines: int
     num_failed: int = 0
@@ -42,7 +42,7 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of a file. Raises ConfigError, naming the line."""
+    """Read the lines of a file. Raises ConfigError that names the line."""
     try:
         rows = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -51,7 +51,7 @@ def read(path: Path) -> list[Line]:
 
 
 def parse(row: str, source: str) -> Line:
-    """One line. Raises ConfigError."""
+    """Parse one line; `source` names it in the ConfigError of a wrong one."""
     expected = f'{source}: expected {{"text": "..."}} or {{"messages": [...]}}'
     try:
         fields = msgspec.json.decode(row, type=dict[str, Any])
@@ -72,12 +72,12 @@ async def run(
     defaults: dict[str, Any],
     now: Callable[[], float],
 ) -> tuple[list[dict[str, Any]], Summary]:
-    """Answer all lines."""
+    """Answer all lines, at most CONCURRENCY at once; return the answers in their order and the summary."""
     summary = Summary(num_lines=len(lines))
     began_at, slots = now(), asyncio.Semaphore(CONCURRENCY)
     num_done = 0
 
-    async def one(line: Line) -> dict[str, Any]:
+    async def answer_line(line: Line) -> dict[str, Any]:
         nonlocal num_done
         async with slots:
             row = await _answer(talk, line, defaults, summary)
@@ -86,13 +86,13 @@ async def run(
         return row
 
     async with asyncio.TaskGroup() as group:
-        answers = [group.create_task(one(line)) for line in lines]
+        answers = [group.create_task(answer_line(line)) for line in lines]
     summary.duration_s = now() - began_at
     return [answer.result() for answer in answers], summary
 
 
 def check_output(path: Path) -> None:
-    """Before hours of work: can answers be written there? Raises ConfigError."""
+    """Check, before hours of work, that answers can be written there. Raises ConfigError."""
     try:
         path.open("ab").close()
     except OSError as error:
@@ -100,7 +100,7 @@ def check_output(path: Path) -> None:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One line for each."""
+    """Write one line of JSON for each answer."""
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
@@ -124,7 +124,7 @@ async def _answer(
 
 
 def show_progress(num_done: int, num_all: int) -> None:
-    """A bar that is rewritten; only on a terminal."""
+    """Redraw the progress bar, if the output is a terminal."""
     if not sys.stderr.isatty():
         return
     width = 30

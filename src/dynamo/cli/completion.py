@@ -21,7 +21,7 @@ _SCRIPT_BY_SHELL = {
     "zsh": ".zfunc/dynamo.zsh",
     "fish": ".config/fish/completions/dynamo.fish",
 }
-# After argcomplete's own script, whose __python_argcomplete_run it uses. Other modules complete as before: by files.
+# Follows argcomplete's own script and uses its __python_argcomplete_run. Other modules complete by files, as before.
 _PYTHON_BASH = r"""
 _dynamo_python_module() {
     local IFS=$'\013'

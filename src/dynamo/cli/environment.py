@@ -29,7 +29,7 @@ class EnvironmentConfig:
 
 
 def show(_: EnvironmentConfig) -> int:
-    """Print the report."""
+    """Print the report and return 0."""
     print(report())
     return 0
 

@@ -21,8 +21,7 @@ from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
-from dynamo.cli import answerers, background, batch, chat, serve, session
-from dynamo.cli.topology import Topology
+from dynamo.cli import batch, chat, serve, session, workers
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import service
 from dynamo.observability import logs
@@ -65,7 +64,7 @@ class RunPlan:
     model: str | None = None
     fields: dict[str, Any]  # of OpenAI's request: max_tokens ...
     output: Path | None = None
-    topology: Topology  # of the engines in this process
+    topology: workers.Topology  # of the engines in this process
     http_host: str
     http_port: int
 
@@ -89,7 +88,7 @@ def plan(options: RunConfig) -> RunPlan:
         **read_words(options.words),
         fields={name: value for name, value in fields.items() if value is not None},
         output=Path(options.output) if options.output is not None else None,
-        topology=Topology(num_answering=options.decode, num_prefill=options.prefill),
+        topology=workers.Topology(num_answering=options.decode, num_prefill=options.prefill),
         http_host=options.http_host,
         http_port=options.http_port,
     )
@@ -107,7 +106,7 @@ def read_words(words: Sequence[str]) -> dict[str, str]:
     source = fields.get("source", "text")
     if source not in SOURCES and not source.startswith(_BATCH):
         raise errors.ConfigError(f"in={source}: expected one of {', '.join(SOURCES)}")
-    answerers.check(fields.get("target", "native"))
+    workers.endpoint_of(fields.get("target", "native"))
     return fields
 
 
@@ -122,7 +121,7 @@ def run(options: RunConfig) -> int:
     if planned.answers_path:
         batch.check_output(planned.answers_path)
     clock = clocks.SystemClock()
-    with background.Background() as loop:
+    with chat.BackgroundLoop() as loop:
         context = _open_session(planned, clock)
         talk = loop.call(context.__aenter__())
         try:
@@ -142,8 +141,8 @@ def run(options: RunConfig) -> int:
 
 @contextlib.asynccontextmanager
 async def _open_session(planned: RunPlan, clock: clocks.Clock) -> AsyncIterator[session.Session]:
-    async with answerers.join(planned.target, planned.model, planned.topology) as runtime:
-        endpoint = answerers.endpoint_of(planned.target)
+    async with workers.join(planned.target, planned.model, planned.topology) as runtime:
+        endpoint = workers.endpoint_of(planned.target)
         yield await session.connect(runtime, endpoint, clock)
 
 
@@ -152,11 +151,11 @@ async def _serve_http(planned: RunPlan) -> None:
     options = frontend_config.FrontendConfig(
         http_host=planned.http_host, http_port=planned.http_port
     )
-    is_remote = answerers.is_remote(planned.target)
-    workers = "" if is_remote else f"{planned.topology.describe()}; "
+    is_remote = workers.is_remote(planned.target)
+    description = "" if is_remote else f"{planned.topology.describe()}; "
     async with (
-        answerers.join(planned.target, planned.model, planned.topology) as runtime,
+        workers.join(planned.target, planned.model, planned.topology) as runtime,
         service.Frontend(options, runtime) as frontend,
     ):
-        print(f"listening on {frontend.url}; {workers}stop: Ctrl-C", flush=True)
+        print(f"listening on {frontend.url}; {description}stop: Ctrl-C", flush=True)
         await frontend.run(process_setup.stop_on_signals())

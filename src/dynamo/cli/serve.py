@@ -26,7 +26,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors
-from dynamo.cli import topology
+from dynamo.cli import workers as cli_workers
 from dynamo.launch import allocation, children, guard, supervisor
 from dynamo.worker import engines, model_source
 
@@ -35,6 +35,7 @@ STOP_TIMEOUT_S = 35.0  # a worker drains for at most 30 s
 PROMPT = "Tell me a story about a brave cat"
 _DISCOVERY = "DYN_FILE_KV"
 _FRONTEND = "frontend"
+_SOCKET_FOLDER_CHARS = 70  # a socket's path has 107 characters at most, and vLLM appends 37
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +93,9 @@ class ServeConfig(HttpConfig):
     )
 
     @property
-    def topology(self) -> topology.Topology:
+    def topology(self) -> cli_workers.Topology:
         """The workers to start."""
-        return topology.Topology(num_answering=self.workers, num_prefill=self.prefill)
+        return cli_workers.Topology(num_answering=self.workers, num_prefill=self.prefill)
 
 
 def serve(options: ServeConfig) -> int:
@@ -106,7 +107,8 @@ def serve(options: ServeConfig) -> int:
         environ = dict(os.environ)
         folder = guardian.make_folder("dynamo-serve-")
         environ.setdefault(_DISCOVERY, str(folder / "discovery"))
-        environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # sockets of vLLM's processes
+        if len(str(folder)) <= _SOCKET_FOLDER_CHARS:
+            environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # sockets of vLLM's processes
         return asyncio.run(_Serving(options, directory, environ, guardian).run())
 
 
@@ -140,7 +142,7 @@ class _Serving:
         self._clock = clocks.SystemClock()
         self._topology = options.topology
         if model_source.task("auto", directory) == "embed":  # it has no prompts to compute apart
-            self._topology = topology.Topology(num_answering=options.workers)
+            self._topology = cli_workers.Topology(num_answering=options.workers)
         self._specs = self._make_specs()
         self._supervisor = supervisor.Supervisor(
             guardian, self._clock, say, stop_timeout_s=STOP_TIMEOUT_S

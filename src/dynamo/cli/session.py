@@ -1,4 +1,4 @@
-"""A model that can be talked to: messages in, text out as it comes. What `dynamo run` does without HTTP."""
+"""A session with one model: messages in, text out as it is generated, as `dynamo run` does it without HTTP."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,12 @@ from dynamo.preprocess import loading, preprocessor
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import client, component
 
-FIND_S = 5.0  # for the instances of an endpoint to be seen
+FIND_S = 5.0  # for discovery to show the instances of an endpoint
 Message = Mapping[str, Any]
 
 
 class Answer(NamedTuple):
-    """A complete answer."""
+    """A complete answer to a conversation."""
 
     text: str
     finish_reason: str
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 class Session:
-    """One model, behind one endpoint."""
+    """A session with the model of one endpoint."""
 
     def __init__(
         self,
@@ -50,7 +50,10 @@ class Session:
         on_text: Callable[[str], None] = lambda text: None,
         **fields: Any,
     ) -> Answer:
-        """Answer a conversation; other fields are those of OpenAI's request. Cancelling it stops the worker."""
+        """Answer a conversation; further fields are those of OpenAI's request.
+
+        `on_text` gets each piece of text as it comes. A cancelled call aborts the request in the worker.
+        """
         began_at = self._clock.now()
         body = msgspec.json.encode({"model": self.model, "messages": messages, **fields})
         prepared = await self._processor.prepare_conversation(
@@ -58,7 +61,7 @@ class Session:
         )
         request = prepared.request
         if request.sampling_options.n != 1:
-            raise errors.InvalidRequest("n: expected 1, because one answer is told here", param="n")
+            raise errors.InvalidRequest("n: expected 1, because one answer is shown", param="n")
         text, pieces, finish_reason = self._processor.make_answer_text(request), [], ""
         outputs = self._endpoint.stream(request, item_type=generate.Output)
         async with contextlib.aclosing(outputs):
@@ -82,32 +85,32 @@ class Session:
 async def connect(
     runtime: component.DistributedRuntime, name: instances.EndpointName, clock: clocks.Clock
 ) -> Session:
-    """A session with the model that is served at this endpoint. Raises NoWorkers."""
+    """Open a session with the model that is served at this endpoint. Raises NoWorkers."""
     endpoint = runtime.client(name)
     await endpoint.wait_for_instances(FIND_S)
     records = await runtime.discovery.get_prefix(f"{instances.CARDS}{name.path}/")
     if not records:
         raise errors.NoWorkers(f"{name} is served, but no model is: nothing to talk to")
     record = msgspec.json.decode(next(iter(records.values())), type=model_card.CardRecord)
-    card = await _brought(runtime, endpoint, record, clock)
+    card = await _fetch_card(runtime, endpoint, record, clock)
     processor = await asyncio.to_thread(loading.load_preprocessor, card, clock)
     return Session(endpoint, processor, card.display_name, clock)
 
 
-async def _brought(
+async def _fetch_card(
     runtime: component.DistributedRuntime,
     endpoint: client.EndpointClient,
     record: model_card.CardRecord,
     clock: clocks.Clock,
 ) -> model_card.ModelCard:
-    """With files that can be read here. Raises ConfigError."""
+    """Return the card with paths of files on this machine, fetched from the worker if needed. Raises ConfigError."""
     plane = runtime.requests
     fetcher = file_fetcher.FileFetcher(
         plane, runtime.services, file_fetcher.cache_directory(None), clock
     )
     instance = endpoint.instances.get(record.instance_id)
-    giver = file_fetcher.FileProvider.of(instance, plane.name) if instance is not None else None
-    return await fetcher.fetch_files(record.card_json, (giver,) if giver is not None else ())
+    provider = file_fetcher.FileProvider.of(instance, plane.name) if instance is not None else None
+    return await fetcher.fetch_files(record.card_json, (provider,) if provider is not None else ())
 
 
 def _write(piece: str, on_text: Callable[[str], None]) -> None:

@@ -103,7 +103,7 @@ class Guard:
 
 def live_processes(groups: Iterable[int], token: str | None = None) -> set[int]:
     """Return the processes in these groups or with this token, without zombies and this process. Linux only."""
-    found, leaders = set(), frozenset(groups)
+    pids, leaders = set(), frozenset(groups)
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
@@ -113,8 +113,8 @@ def live_processes(groups: Iterable[int], token: str | None = None) -> set[int]:
                 int(group) in leaders
                 or (token is not None and token.encode() in _read(entry, "environ"))
             ):
-                found.add(int(entry))
-    return found
+                pids.add(int(entry))
+    return pids
 
 
 def kill_group(group: int) -> bool:

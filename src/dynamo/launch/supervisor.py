@@ -65,7 +65,7 @@ class Supervisor:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether a signal or a death ends the command."""
+        """True once a signal or a death ends the command."""
         return self._stop.is_set()
 
     def stop_on(self, numbers: Iterable[int], announce: Callable[[], None] = lambda: None) -> None:

@@ -1,6 +1,8 @@
-"""The conversation in the terminal."""
+"""The conversation in the terminal, and the event loop in a thread of its own."""
 
+import asyncio
 import io
+import threading
 
 import pytest
 
@@ -112,3 +114,45 @@ def test_without_standard_input_there_is_no_prompt(monkeypatch, talk):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(errors.ConfigError, match="got nothing"):
         chat.answer_standard_input(Loop(), talk, {})
+
+
+@pytest.fixture
+def background():
+    with chat.BackgroundLoop() as loop:
+        yield loop
+
+
+def test_work_runs_in_another_thread(background):
+    async def where():
+        return threading.current_thread()
+
+    assert background.call(where()) is not threading.current_thread()
+
+
+def test_an_error_is_raised_where_it_was_called(background):
+    async def fail():
+        raise errors.EngineFailed("no")
+
+    with pytest.raises(errors.EngineFailed):
+        background.call(fail())
+
+
+def test_ctrl_c_cancels_the_work_and_waits_for_its_end(background, monkeypatch):
+    seen = []
+
+    async def wait_for_ever():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    monkeypatch.setattr(chat.concurrent.futures.Future, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        background.call(wait_for_ever())
+
+    assert seen == ["cancelled"]
+
+
+def interrupt(future):
+    raise KeyboardInterrupt

@@ -1,6 +1,6 @@
 """Which workers a command starts, and what it says of them."""
 
-from dynamo.cli.topology import Topology
+from dynamo.cli.workers import Topology
 
 
 def test_workers_that_are_alike_are_told_nothing():
