@@ -16,7 +16,7 @@ WatchExchange = Callable[[exchange.Exchange], exchange.Exchange]
 MAX_RESPONSE_BYTES = 16 * 2**20
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
-_DONE = b"[DONE]"
+_END_OF_STREAM = b"[DONE]"
 
 
 class _RequestFields(msgspec.Struct, frozen=True):
@@ -173,7 +173,12 @@ class AuditedExchange(exchange.Exchange):
 
 
 def encode_row(row: AuditRow) -> bytes:
-    """Encode a row as one line of JSON."""
+    """Encode a row as one line of JSON; an incomplete response is left out, unless it is a stream."""
+    response: list[msgspec.Raw] | msgspec.Raw | None = None
+    if row.is_stream:
+        response = _format_events(row.response)
+    elif row.is_complete and row.response:
+        response = _compact(row.response)
     return msgspec.json.encode(
         {
             "schema_version": 1,
@@ -184,19 +189,15 @@ def encode_row(row: AuditRow) -> bytes:
             "status": row.status,
             "is_complete": row.is_complete,
             "request": _compact(row.request.body),
-            "response": _format_events(row.response) if row.is_stream else _format_response(row),
+            "response": response,
         }
     )
-
-
-def _format_response(row: AuditRow) -> msgspec.Raw | None:
-    return _compact(row.response) if row.is_complete and row.response else None
 
 
 def _format_events(stream: bytes) -> list[msgspec.Raw]:
     lines = (line for event in stream.split(_EVENT_END) for line in event.split(b"\n"))
     events = (line.removeprefix(_DATA) for line in lines if line.startswith(_DATA))
-    return [_compact(data) for data in events if data != _DONE]
+    return [_compact(data) for data in events if data != _END_OF_STREAM]
 
 
 def _compact(text: bytes) -> msgspec.Raw:

@@ -34,7 +34,7 @@ class MigrationPolicy:
     wait_s: float = 5.0  # how long a request waits for a worker, if there is none
 
     def limit_of(self, card_limit: int | None) -> int:
-        """Return the limit for a model, whose card may lower it."""
+        """Return the limit for a model; its card may lower it."""
         return self.limit if card_limit is None else min(self.limit, card_limit)
 
     def judge(self, *, num_migrations: int, limit: int, seq_len: int) -> MigrationVerdict:

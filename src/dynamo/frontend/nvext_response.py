@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.preprocess import preprocessor
-from dynamo.protocols import generate, kv_transfer
+from dynamo.protocols import kv_transfer
 from dynamo.router import route
 
 CountTokens = Callable[[Any, int], None]
@@ -36,7 +36,15 @@ class NvextResponse:
 
     def apply(self, prompts: Sequence[preprocessor.Prepared]) -> Sequence[preprocessor.Prepared]:
         """Return the requests with an annotation that asks for a transfer report."""
-        return [prompt._replace(request=_ask_for_report(prompt.request)) for prompt in prompts]
+        return [
+            prompt._replace(
+                request=msgspec.structs.replace(
+                    prompt.request,
+                    annotations=(*prompt.request.annotations, kv_transfer.REPORT_ANNOTATION),
+                )
+            )
+            for prompt in prompts
+        ]
 
     def record_prefill(self, result: route.PrefillResult) -> None:
         """Record that another worker has computed the prompt, or the latest one."""
@@ -108,8 +116,3 @@ class NvextResponse:
             times["kv_transfer_time_ms"] = report.transfer_ms
             times["kv_transfer_blocks"] = report.num_blocks
         return times
-
-
-def _ask_for_report(request: generate.Request) -> generate.Request:
-    annotations = (*request.annotations, kv_transfer.REPORT_ANNOTATION)
-    return msgspec.structs.replace(request, annotations=annotations)

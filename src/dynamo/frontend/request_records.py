@@ -47,7 +47,7 @@ class RequestRecords:
     def __init__(
         self, settings: config.FrontendConfig, registry: observed.Registry, clock: clocks.Clock
     ) -> None:
-        self._dropped = registry.counter(
+        dropped = registry.counter(
             "records_dropped_total", "Rows that were not written", ("records",)
         )
         self._open_records: list[_Closable] = []
@@ -63,9 +63,19 @@ class RequestRecords:
             self._open_records.append(request_spans)
             self.enter_trace = request_spans.enter
         if settings.request_trace_options.sinks:
-            self._open_request_trace(settings.request_trace_options, clock)
+            trace_writer = row_writer.RowWriter(
+                settings.request_trace_options, encode_trace_row, dropped.labels("request_trace")
+            )
+            trace = RequestTrace(trace_writer, clock)
+            self._observers.append(trace)
+            self._open_records.append(trace)
         if settings.audit_options.sinks:
-            self._open_audit_log(settings.audit_options, is_forced=settings.audit_force_logging)
+            audit_writer = row_writer.RowWriter(
+                settings.audit_options, audit.encode_row, dropped.labels("audit")
+            )
+            audit_log = audit.AuditLog(audit_writer, is_forced=settings.audit_force_logging)
+            self._open_records.append(audit_log)
+            self.watch = audit_log.watch
 
     @property
     def observers(self) -> Sequence[metrics.RequestObserver]:
@@ -77,24 +87,12 @@ class RequestRecords:
         for records in self._open_records:
             await asyncio.to_thread(records.close)
 
-    def _open_request_trace(self, options: row_writer.RowOptions, clock: clocks.Clock) -> None:
-        dropped = self._dropped.labels("request_trace")
-        trace = RequestTrace(row_writer.RowWriter(options, encode_trace_row, dropped), clock)
-        self._observers.append(trace)
-        self._open_records.append(trace)
-
-    def _open_audit_log(self, options: row_writer.RowOptions, *, is_forced: bool) -> None:
-        writer = row_writer.RowWriter(options, audit.encode_row, self._dropped.labels("audit"))
-        log = audit.AuditLog(writer, is_forced=is_forced)
-        self._open_records.append(log)
-        self.watch = log.watch
-
 
 class RequestLog:
     """Writes a line of the log for each request that has ended."""
 
     def ended(self, request: metrics.RequestMeter) -> None:
-        """Log the request."""
+        """Write the line of a request."""
         arrival = request.arrival
         token = logs.log_context.set(
             logs.LogContext("http-request", arrival.reported_id, arrival.trace)

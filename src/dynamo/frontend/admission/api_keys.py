@@ -119,7 +119,7 @@ class ApiKeyRegistry:
 
 
 def parse_key_file(content: str) -> ApiKeyFile:
-    """Parse the TOML text of a key file. Raises ConfigError, whose message quotes no key."""
+    """Parse the TOML text of a key file. Raises ConfigError with a message that quotes no key."""
     try:
         file = msgspec.convert(tomllib.loads(content), ApiKeyFile)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:

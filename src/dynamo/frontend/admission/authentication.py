@@ -1,7 +1,7 @@
 """Authentication by API key: the key file, which is read again when it changes, and the check of every request.
 
 The file is looked at once a second, which needs no watcher and follows every way to replace a file (write in place,
-rename, a mounted secret whose link moves); SIGHUP looks at once. A file with an error changes nothing.
+rename, a mounted secret behind a link that moves); SIGHUP looks at once. A file with an error changes nothing.
 
 The check stands around the whole router, so that a route that is added later is not open by mistake. Probes and
 scrapers need no key.

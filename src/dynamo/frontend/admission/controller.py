@@ -136,7 +136,16 @@ class AdmissionController:
             api_key = self._key_file.api_keys.authenticate(client.request.headers)
             self._charge(model.name, api_key, num_tokens, client)
             reservation.accounts, reservation.num_prompt_tokens = api_key.accounts, num_tokens
-        model_permits = self._permits_of(model)
+        model_permits = self._permits.get(model.name)
+        if model_permits is None:
+            name = model.name
+            model_permits = self._permits[name] = permits.ModelPermits(
+                name,
+                self._policy,
+                lambda: self._num_free_workers(name),
+                self._metrics,
+                self._clock,
+            )
         try:
             await model_permits.acquire_permit(
                 client,
@@ -176,18 +185,6 @@ class AdmissionController:
         """Raise Forbidden if the client's API key does not allow this model."""
         if not self.may_see(client, model):
             raise errors.Forbidden(f"this key may not ask the model {model!r}")
-
-    def _permits_of(self, model: RegisteredModel) -> permits.ModelPermits:
-        name = model.name
-        if name not in self._permits:
-            self._permits[name] = permits.ModelPermits(
-                name,
-                self._policy,
-                lambda: self._num_free_workers(name),
-                self._metrics,
-                self._clock,
-            )
-        return self._permits[name]
 
     def _num_free_workers(self, name: str) -> int | None:
         """Count the model's workers that are not busy; None if no threshold is set or the model is gone."""

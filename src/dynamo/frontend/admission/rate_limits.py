@@ -158,5 +158,5 @@ def format_duration(seconds: float) -> str:
         return f"{round(seconds * 1000)}ms"
     if seconds < _MINUTE_S:
         return f"{round(seconds, 1):g}s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m{rest}s"
+    minutes, remainder_s = divmod(round(seconds), 60)
+    return f"{minutes}m{remainder_s}s"

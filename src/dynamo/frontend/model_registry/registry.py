@@ -282,6 +282,6 @@ class ModelRegistry:
         self._metrics.update_model(model.card, len(model.instances), is_ready=model.is_ready)
 
 
-def _has_same_files(card: model_card.ModelCard, other: model_card.ModelCard) -> bool:
+def _has_same_files(card: model_card.ModelCard, second: model_card.ModelCard) -> bool:
     """Return whether both cards stand for the same tokens and the same template."""
-    return card.checksums == other.checksums
+    return card.checksums == second.checksums

@@ -48,7 +48,7 @@ class Peers:
             await self._server.start_at(str(self._own_socket))
 
     async def close(self) -> None:
-        """Stop answering. Idempotent."""
+        """Stop answering peers. Does nothing if this process is alone or has stopped."""
         if self._server is not None:
             await self._server.close()
 
@@ -61,9 +61,9 @@ class Peers:
             *(self._ask(socket, method, target, body) for socket in sockets)
         )
         return {
-            socket.stem: found
-            for socket, found in zip(sockets, bodies, strict=True)
-            if found is not None
+            socket.stem: response
+            for socket, response in zip(sockets, bodies, strict=True)
+            if response is not None
         }
 
     async def _ask(self, socket: Path, method: str, target: str, body: bytes) -> bytes | None:
@@ -76,7 +76,7 @@ class Peers:
 
 
 async def _exchange(socket: Path, method: str, target: str, body: bytes) -> bytes | None:
-    """Make one HTTP/1.0 request, whose response ends with the connection; return its body if the status is 200."""
+    """Make one HTTP/1.0 request; its response ends with the connection. Return the body if the status is 200."""
     reader, writer = await asyncio.open_unix_connection(str(socket))
     try:
         head = f"{method} {target} HTTP/1.0\r\nhost: peer\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -106,7 +106,7 @@ def respond_optional(client: exchange.Exchange, body: bytes | None) -> None:
 
 
 def merge_metrics(text_by_process: Mapping[str, str]) -> str:
-    """Merge the expositions of several processes into one, whose samples have the label `http_worker`."""
+    """Merge the expositions of several processes into one; its samples have the label `http_worker`."""
     comments: dict[str, dict[str, None]] = {}  # by family; each line once, in order
     samples: dict[str, list[str]] = {}
     for process, text in text_by_process.items():
@@ -122,8 +122,8 @@ def merge_metrics(text_by_process: Mapping[str, str]) -> str:
 
 
 def _add_label(sample: str, process: str) -> str:
-    name, brace, rest = sample.partition("{")
+    name, brace, labels = sample.partition("{")
     if brace:
-        return f'{name}{{{WORKER_LABEL}="{process}",{rest}'
+        return f'{name}{{{WORKER_LABEL}="{process}",{labels}'
     name, _, value = sample.partition(" ")
     return f'{name}{{{WORKER_LABEL}="{process}"}} {value}'

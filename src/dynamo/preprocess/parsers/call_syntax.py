@@ -29,7 +29,7 @@ class CallState(enum.Enum):
     """Whether a call goes on, is complete, or turned out to be none."""
 
     OPEN = enum.auto()
-    DONE = enum.auto()
+    COMPLETE = enum.auto()
     BROKEN = enum.auto()
 
 
@@ -75,7 +75,7 @@ class BracketScanner:
         for at, char in enumerate(text):
             state = self._take(char)
             if state is not CallState.OPEN:
-                return CallExtent(at + (state is CallState.DONE), state)
+                return CallExtent(at + (state is CallState.COMPLETE), state)
         return CallExtent(len(text), CallState.OPEN)
 
     def _take(self, char: str) -> CallState:
@@ -115,7 +115,7 @@ class BracketScanner:
         elif char in ")]}":
             if self._closers.pop() != char:
                 return CallState.BROKEN
-            return CallState.OPEN if self._closers else CallState.DONE
+            return CallState.OPEN if self._closers else CallState.COMPLETE
         if self._allowed is not None and char not in self._allowed:
             return CallState.BROKEN
         return CallState.OPEN if len(self._closers) <= _MAX_DEPTH else CallState.BROKEN
@@ -138,7 +138,7 @@ class MarkerScanner:
             return CallExtent(max_used, CallState.BROKEN)
         self._num_chars += num_used
         self._tail = window[-(len(self._mark) - 1) :]
-        return CallExtent(num_used, CallState.DONE if at >= 0 else CallState.OPEN)
+        return CallExtent(num_used, CallState.COMPLETE if at >= 0 else CallState.OPEN)
 
 
 ParsedCalls = list[parser.ToolCall] | None
@@ -196,7 +196,7 @@ class NamedCallReader:
 
 
 def parse_call(name: str, arguments: str) -> parser.ToolCall | None:
-    """Return a call whose arguments are an object, or an object inside a string; None if they are not."""
+    """Return a call with arguments that are an object, or an object inside a string; None if they are not."""
     try:
         if arguments.startswith('"'):
             arguments = msgspec.json.decode(arguments, type=str)

@@ -70,8 +70,8 @@ class ToolCallParser(parser.StateMachineParser):
 
     def _end(self) -> None:
         is_after_call = self._step is ToolCallParser._read_between and not self._lead
-        rest = self._text.lstrip() if is_after_call else self._text
-        self._emit(parser.Content, self._blanks.take() + self._lead + "".join(self._body) + rest)
+        tail = self._text.lstrip() if is_after_call else self._text
+        self._emit(parser.Content, self._blanks.take() + self._lead + "".join(self._body) + tail)
 
     def _begin(self) -> bool:
         """Read the beginning of an answer, where a call may begin without a mark."""
@@ -98,20 +98,20 @@ class ToolCallParser(parser.StateMachineParser):
             self._text = self._text[cut:]
             return False
         self._emit(parser.Content, self._blanks.push(self._text[: match.start]))
-        rest = self._text[match.start + len(match.mark) :]
-        self._follow(self._blanks.take() + match.mark, match.mark, rest)
+        following = self._text[match.start + len(match.mark) :]
+        self._follow(self._blanks.take() + match.mark, match.mark, following)
         return True
 
-    def _follow(self, lead: str, mark: str, rest: str) -> None:
+    def _follow(self, lead: str, mark: str, following: str) -> None:
         """Continue after a mark: with a call, or with the text between calls."""
         if mark in self._form.opens:
-            self._enter(lead, rest)
+            self._enter(lead, following)
         else:
-            self._lead, self._text = lead, rest
+            self._lead, self._text = lead, following
             self._step = ToolCallParser._read_between
 
-    def _enter(self, lead: str, rest: str) -> None:
-        self._lead, self._text, self._body = lead, rest, []
+    def _enter(self, lead: str, following: str) -> None:
+        self._lead, self._text, self._body = lead, following, []
         self._scanner = self._form.make_scanner()
         self._step = ToolCallParser._read_call
 
@@ -122,7 +122,9 @@ class ToolCallParser(parser.StateMachineParser):
         if state is call_syntax.CallState.OPEN:
             return False
         body = "".join(self._body)
-        calls = self._form.parse(body, self._tools) if state is call_syntax.CallState.DONE else None
+        calls = (
+            self._form.parse(body, self._tools) if state is call_syntax.CallState.COMPLETE else None
+        )
         if calls is None or not self._is_meant(calls):
             self._leave(self._lead + body)
         else:
