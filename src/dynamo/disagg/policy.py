@@ -146,14 +146,12 @@ class ConditionalPolicy:
             and here.num_new < self.eff_isl_threshold
             and here.num_new < self.eff_isl_ratio_threshold * prompt_len
         )
-        return not (is_mostly_cached or self._is_prefill_busy(remote))
-
-    def _is_prefill_busy(self, remote: EstimateLoad) -> bool:
-        return (
-            self.policy != "isl_bounding"
-            and self.prefill_busy_threshold is not None
-            and remote().num_steps_ahead > self.prefill_busy_threshold
-        )
+        if is_mostly_cached:
+            return False
+        busy_threshold = self.prefill_busy_threshold
+        if self.policy == "isl_bounding" or busy_threshold is None:
+            return True
+        return remote().num_steps_ahead <= busy_threshold
 
 
 class EstimatePolicy:

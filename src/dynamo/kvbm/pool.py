@@ -20,7 +20,7 @@ Eviction takes the block that was released longest ago, and asks the eviction po
 States and their transitions are in `lifecycle`. KV events are collected in order (`take_events`).
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from dynamo.kvbm import events as event_logs
@@ -52,6 +52,8 @@ class BlockPool:
         self._stored: list[kv_events.StoredBlock | None] = [None] * num_blocks  # if registered
         self._parents: list[int | None] = [None] * num_blocks  # parent hashes of those
         self._block_by_hash: dict[int, int] = {}
+        # How many blocks the eviction policy sent to each tier; None: dropped.
+        self.num_evicted_to: Counter[kv_events.Tier | None] = Counter()
 
     @property
     def num_free(self) -> int:
@@ -173,7 +175,7 @@ class BlockPool:
         assert stored is not None, f"block {block} is inactive but not registered"
         if self._eviction is not None:
             content = RegisteredBlock(stored.block_hash, stored.tokens_hash, self._parents[block])
-            self._eviction.place_evicted(block, content)
+            self.num_evicted_to[self._eviction.place_evicted(block, content)] += 1
         self._stored[block] = None
         del self._block_by_hash[stored.block_hash]
         self._events.add_removed(stored.block_hash, self._tier)

@@ -59,6 +59,7 @@ def test_evicted_block_moves_down_tier_by_tier():
         rig.compute(name)
 
     assert rig.held == {DEVICE: {4, 5}, HOST: {2, 3}, DISK: {1}}
+    assert rig.pool.num_evicted_to == {HOST: 3}
     assert [rig.lookup(name) for name in range(1, 6)] == [content(name) for name in range(1, 6)]
 
 
@@ -91,6 +92,7 @@ def test_block_of_a_tier_without_memory_is_dropped():
 
     assert rig.lookup(1) is None
     assert rig.held == {DEVICE: {2}, HOST: set(), DISK: set()}
+    assert rig.pool.num_evicted_to == {None: 1}
 
 
 def test_prefix_is_counted_up_to_the_first_block_that_is_missing():
