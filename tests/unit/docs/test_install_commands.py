@@ -9,7 +9,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 REQUIREMENTS = [*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)]
 NAMES = {re.split(r"[\[<>=;~! ]", line)[0].lower() for line in REQUIREMENTS}
-NAMES |= {"nixl-cu12", "numpy", PROJECT["name"]}  # nixl-cu12 comes with nixl
+NAMES |= {
+    PROJECT["name"],
+    "nixl-cu12",
+    "setuptools",
+    "grpcio-tools",
+}  # what nixl brings; what builds
 SUFFIXES = {".py", ".md", ".sh", ".html", ".service", ".toml", ".txt", ".yaml"}
 FOLDERS = ("src", "docs", "tests", "benchmarks", "training", "deploy", ".ci")
 VALUE_FLAGS = {"-r", "-c", "--constraint", "--requirement", "--find-links", "--index-url"}
