@@ -79,9 +79,11 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def check(self) -> None:
         """Raise InvalidRequest unless the schema is present exactly when the type is json_schema."""
         if (self.type == "json_schema") == (self.json_schema is None):
-            found = "but it is missing" if self.json_schema is None else f"but type is {self.type}"
+            problem = (
+                "but it is missing" if self.json_schema is None else f"but type is {self.type}"
+            )
             raise errors.InvalidRequest(
-                f"response_format.json_schema: expected with type json_schema, {found}",
+                f"response_format.json_schema: expected with type json_schema, {problem}",
                 param="response_format.json_schema",
             )
 

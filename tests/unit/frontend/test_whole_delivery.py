@@ -119,7 +119,7 @@ async def test_an_engine_that_fails_is_a_500_that_says_what(rig):
     assert answer.json()["error"]["message"] == "it broke"
 
 
-async def test_a_worker_that_vanishes_is_a_503(rig):
+async def test_worker_that_vanishes_is_a_503(rig):
     def script(call, _):
         call._connection.frames.drop("was killed")
 

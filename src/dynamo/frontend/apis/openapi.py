@@ -73,8 +73,8 @@ def openapi_path(path: str) -> str:
 def _make_schemas(operations: Iterable[Operation]) -> tuple[Refs, dict[str, Any]]:
     """Return references to the schemas of all types, and the schemas by name."""
     types = list(dict.fromkeys(kind for operation in operations for kind in _types(operation)))
-    found, schemas = msgspec.json.schema_components(types, ref_template=_SCHEMAS + "{name}")
-    refs = dict(zip(types, found, strict=True))
+    references, schemas = msgspec.json.schema_components(types, ref_template=_SCHEMAS + "{name}")
+    refs = dict(zip(types, references, strict=True))
     for operation in operations:
         if operation.request is None:
             continue

@@ -173,10 +173,10 @@ class Delivery(abc.ABC):
         for place, request in rest.items():
             first = prompt_first + place
             last = first + request.sampling_options.n
-            taken = self.choices[first:last]
+            part = self.choices[first:last]
             num_moves = attempt.num_moves + 1
-            new = Attempt(self, request, taken, num_moves=num_moves, lost_instances=lost)
-            self._attempts[first:last] = [new] * len(taken)
+            new = Attempt(self, request, part, num_moves=num_moves, lost_instances=lost)
+            self._attempts[first:last] = [new] * len(part)
             attempts.append(new)
         return attempts
 

@@ -1,7 +1,7 @@
-"""From a JSON body to a typed request, or to a sentence that names the field, what was expected there and what came.
+"""JSON bodies as typed requests, or as errors that name the field, what was expected there and what came.
 
-A good body is decoded once, in C. A bad one is decoded a second time without types, and the place that the decoder
-complained of is looked up both in the types (what was expected) and in the value (what came).
+A valid body is decoded once, in C. An invalid one is decoded a second time without types, and the place in the
+decoder's message is looked up both in the types (what was expected) and in the value (what came).
 """
 
 import re
@@ -18,7 +18,7 @@ _MAX_SHOWN = 40
 
 
 class RequestDecoder(Generic[T]):
-    """Decodes bodies of one type."""
+    """Decodes the JSON bodies of one type."""
 
     def __init__(self, cls: type[T]) -> None:
         self._decoder = msgspec.json.Decoder(cls)
@@ -26,14 +26,14 @@ class RequestDecoder(Generic[T]):
         self._type = msgspec.inspect.type_info(cls)
 
     def decode(self, body: bytes) -> T:
-        """The request in this body. Raises InvalidRequest."""
+        """Return the request in this body. Raises InvalidRequest."""
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _explain(self._type, body, error) from error
 
     def convert(self, value: Any, place: str) -> T:
-        """The same, of a decoded value that stands at `place` in the body. Raises InvalidRequest."""
+        """Return the request in a decoded value that stands at `place` in the body. Raises InvalidRequest."""
         try:
             return msgspec.convert(value, self._cls)
         except msgspec.ValidationError as error:
@@ -41,7 +41,7 @@ class RequestDecoder(Generic[T]):
 
 
 def describe(value: Any) -> str:
-    """A JSON value, for a sentence about it."""
+    """Return a short description of a JSON value, for an error message."""
     match value:
         case None:
             return "null"
@@ -75,19 +75,19 @@ def _explain(
 def _locate(
     expected: msgspec.inspect.Type, value: Any, error: Exception, prefix: str
 ) -> errors.InvalidRequest:
-    """What is wrong in `value`, whose own place is `prefix`."""
+    """Return the error for the wrong part of `value`, which stands at `prefix` in the body."""
     place = _PLACE.search(str(error))
     path = list(_SEGMENT.finditer(place["path"])) if place else []
     within = "".join(segment[0] for segment in path).replace("[...]", "")
     param = (prefix + within).lstrip(".")
-    expected, found = _follow(expected, value, path)
-    return _complain(param, expected, found, in_key=bool(place and place["key"]))
+    expected, wrong = _follow(expected, value, path)
+    return _make_error(param, expected, wrong, is_key=bool(place and place["key"]))
 
 
 def _follow(
     expected: msgspec.inspect.Type, value: Any, path: list[re.Match[str]]
 ) -> tuple[msgspec.inspect.Type, Any]:
-    """The type and the value at this place. UNSET is a value that is not known."""
+    """Return type and value at the end of this path; UNSET is an unknown value."""
     for segment in path:
         inner = _alternative(expected, _container(segment))
         expected, value = _enter(inner, value, segment)
@@ -101,8 +101,8 @@ def _container(segment: re.Match[str]) -> type[msgspec.inspect.Type]:
 
 
 def _alternative(expected: msgspec.inspect.Type, kind: type[msgspec.inspect.Type]) -> Any:
-    """The one of a union's types that is of this kind."""
-    return next((one for one in _alternatives(expected) if isinstance(one, kind)), None)
+    """Return the first of a union's types that is of this kind, or None."""
+    return next((option for option in _alternatives(expected) if isinstance(option, kind)), None)
 
 
 def _alternatives(expected: msgspec.inspect.Type) -> tuple[msgspec.inspect.Type, ...]:
@@ -118,39 +118,39 @@ def _enter(inner: Any, value: Any, segment: re.Match[str]) -> tuple[msgspec.insp
     return inner.value_type, msgspec.UNSET
 
 
-def _complain(
-    param: str, expected: msgspec.inspect.Type, found: Any, *, in_key: bool
+def _make_error(
+    param: str, expected: msgspec.inspect.Type, wrong: Any, *, is_key: bool
 ) -> errors.InvalidRequest:
     struct = _alternative(expected, msgspec.inspect.StructType)
-    if struct is not None and isinstance(found, dict):
-        return _complain_of_keys(param, struct, found)
+    if struct is not None and isinstance(wrong, dict):
+        return _make_key_error(param, struct, wrong)
     if isinstance(expected, msgspec.inspect.NoneType):
         return errors.InvalidRequest(f"{param}: not supported; leave it out", param=param)
-    wanted = _phrase(expected)
-    if in_key:
+    phrase = _phrase(expected)
+    if is_key:
         table = _alternative(expected, msgspec.inspect.DictType)
-        wanted = f"keys that are {_phrase(table.key_type)}" if table else "other keys"
-    elif found is msgspec.UNSET:
-        wanted = f"values that are {wanted}"
+        phrase = f"keys that are {_phrase(table.key_type)}" if table else "other keys"
+    elif wrong is msgspec.UNSET:
+        phrase = f"values that are {phrase}"
     else:
-        wanted += f", got {describe(found)}"
-    return errors.InvalidRequest(f"{param or 'the body'}: expected {wanted}", param=param or None)
+        phrase += f", got {describe(wrong)}"
+    return errors.InvalidRequest(f"{param or 'the body'}: expected {phrase}", param=param or None)
 
 
-def _complain_of_keys(param: str, struct: Any, found: dict[str, Any]) -> errors.InvalidRequest:
+def _make_key_error(param: str, struct: Any, value: dict[str, Any]) -> errors.InvalidRequest:
     prefix = f"{param}." if param else ""
-    known = {field.encode_name for field in struct.fields}
-    if unknown := sorted(found.keys() - known):
-        names = ", ".join(f"`{prefix}{name[:_MAX_SHOWN]}`" for name in unknown[:10])
+    names = {field.encode_name for field in struct.fields}
+    if unknown := sorted(value.keys() - names):
+        listed = ", ".join(f"`{prefix}{name[:_MAX_SHOWN]}`" for name in unknown[:10])
         first = prefix + unknown[0][:_MAX_SHOWN]
-        return errors.InvalidRequest(f"Unsupported parameter(s): {names}", param=first)
+        return errors.InvalidRequest(f"Unsupported parameter(s): {listed}", param=first)
     required = [field.encode_name for field in struct.fields if field.required]
-    missing = next((prefix + name for name in required if name not in found), param)
+    missing = next((prefix + name for name in required if name not in value), param)
     return errors.InvalidRequest(f"{missing}: required, but missing", param=missing)
 
 
 def _phrase(expected: msgspec.inspect.Type) -> str:
-    """A type, in words."""
+    """Return a type in words."""
     match expected:
         case msgspec.inspect.UnionType():
             types = (t for t in expected.types if not isinstance(t, msgspec.inspect.NoneType))

@@ -10,7 +10,6 @@ import msgspec
 
 from dynamo.frontend.apis.completions import request as completion_request
 from dynamo.frontend.delivery import choices, identity, sse
-from dynamo.protocols import generate
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -105,12 +104,13 @@ class CompletionFormatter:
         return {
             "tokens": [self._token_text(report.token_id) for report in reports],
             "token_logprobs": [token and sse.finite(token.logprob) for token in logprobs],
-            "top_logprobs": [token and self._top(token) for token in logprobs],
+            "top_logprobs": [
+                token
+                and {self._token_text(top.token_id): sse.finite(top.logprob) for top in token.top}
+                for token in logprobs
+            ],
             "text_offset": [report.start for report in reports],
         }
-
-    def _top(self, token: generate.TokenLogprobs) -> dict[str, float]:
-        return {self._token_text(top.token_id): sse.finite(top.logprob) for top in token.top}
 
 
 def content_of(piece: choices.Piece | None) -> str:

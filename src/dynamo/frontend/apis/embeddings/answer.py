@@ -97,8 +97,18 @@ class EmbeddingDelivery:
             encoded = sse.encode({"object": "embedding", "index": number, "embedding": value})
             self._objects[number] = msgspec.Raw(encoded)
             self._num_missing -= 1
-        if not self._num_missing:
-            self._respond()
+        if self._num_missing:
+            return
+        self._close()
+        self._meter.record_success()
+        num_tokens = self.plan.num_tokens
+        body = {
+            "object": "list",
+            "data": self._objects,
+            "model": self.plan.model,
+            "usage": EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        }
+        self._client.respond(200, sse.encode(body), headers=self.plan.headers)
 
     def has_vectors(self, numbers: Sequence[int]) -> bool:
         """Return whether the vectors of all these inputs have come."""
@@ -110,18 +120,6 @@ class EmbeddingDelivery:
             self._close()
             self._meter.record_failure(error)
             delivery.respond_error(self._client, error, openai_errors, self.plan.headers)
-
-    def _respond(self) -> None:
-        self._close()
-        self._meter.record_success()
-        num_tokens = self.plan.num_tokens
-        body = {
-            "object": "list",
-            "data": self._objects,
-            "model": self.plan.model,
-            "usage": EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
-        }
-        self._client.respond(200, sse.encode(body), headers=self.plan.headers)
 
     def _abandon(self) -> None:
         self._close()

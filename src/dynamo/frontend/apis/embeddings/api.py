@@ -49,16 +49,20 @@ class TextEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         if not isinstance(self.input, str):
             completion_request.check_one_kind(self.input, "input")
         if len(self.prompts) > MAX_INPUTS:
-            raise _wrong(f"at most {MAX_INPUTS} inputs", str(len(self.prompts)))
+            raise _wrong_input(f"at most {MAX_INPUTS} inputs", str(len(self.prompts)))
         for number, text in enumerate(self.prompts):
             if not text:
-                raise _wrong("at least one character or token in each", f"none in number {number}")
+                raise _wrong_input(
+                    "at least one character or token in each", f"none in number {number}"
+                )
         num_chars = sum(len(text) for text in self.prompts if isinstance(text, str))
         if num_chars > MAX_CHARS:
-            raise _wrong(f"at most {MAX_CHARS} characters in all inputs together", str(num_chars))
+            raise _wrong_input(
+                f"at most {MAX_CHARS} characters in all inputs together", str(num_chars)
+            )
 
 
-def _wrong(expected: str, got: str) -> errors.InvalidRequest:
+def _wrong_input(expected: str, got: str) -> errors.InvalidRequest:
     return errors.InvalidRequest(f"input: expected {expected}, got {got}", param="input")
 
 

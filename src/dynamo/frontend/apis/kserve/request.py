@@ -1,4 +1,4 @@
-"""KServe's v2 protocol, as far as it is text in and text out: a request becomes the completion that asks the same.
+"""Requests of KServe's v2 protocol, with text in and text out: each becomes the equivalent completion request.
 
     text_input      BYTES [1]    the prompt
     streaming       BOOL [1]     optional
@@ -6,7 +6,7 @@
     text_output     BYTES [-1]   one element for each choice
     finish_reason   BYTES [-1]   likewise
 
-Tensors come as JSON here; over gRPC they are brought into this form first (`frontend.kserve.transcode`). Triton's
+Tensors come as JSON here; those of gRPC are converted to this form first (`transcode`). Triton's
 generate extension is the same without tensors.
 """
 
@@ -25,26 +25,24 @@ PLATFORM = "dynamo"
 TEXT_INPUT, STREAMING = "text_input", "streaming"
 TEXT_OUTPUT, FINISH_REASON = "text_output", "finish_reason"
 _OUTPUTS = (TEXT_OUTPUT, FINISH_REASON)
-# what a completion request has, and comes in another way or not at all
-_NO_PARAMETERS = (
+# fields of a completion request that are set in another way, or not supported
+_FORBIDDEN_PARAMETERS = (
     *("model", "prompt", "stream", "stream_options", "infer_id", "nvext"),
     *("logprobs", "return_tokens_as_token_ids"),
 )
-_NO_EFFECT = (
-    "triton_enable_empty_final_response"  # the last response of ours always says that it is
-)
+_NO_EFFECT = "triton_enable_empty_final_response"  # the last response is always marked as final
 
 
 class InferRequest(
     completion_request.CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """A completion that is answered with the caller's own id."""
+    """A completion request with the client's own id, which the answer repeats."""
 
     infer_id: str | None = None
 
 
-class Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An input."""
+class InputTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor of the request."""
 
     name: str
     datatype: str
@@ -53,24 +51,24 @@ class Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     parameters: dict[str, Any] | None = None
 
 
-class AskedOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An output that the caller wants; all are told anyhow."""
+class RequestedOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A requested output; the answer always has all outputs."""
 
     name: str
     parameters: dict[str, Any] | None = None
 
 
 class InferBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v2/models/{name}/infer`."""
+    """The body of `POST /v2/models/{name}/infer`."""
 
-    inputs: list[Tensor]
+    inputs: list[InputTensor]
     id: str | None = None
     parameters: dict[str, Any] | None = None
-    outputs: list[AskedOutput] | None = None
+    outputs: list[RequestedOutput] | None = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v2/models/{name}/generate` and `generate_stream`."""
+    """The body of `POST /v2/models/{name}/generate` and `generate_stream`."""
 
     text_input: str
     id: str | None = None
@@ -84,7 +82,7 @@ _completion_decoder = json_body.RequestDecoder(InferRequest)
 
 
 def check_version(model: str, version: str) -> None:
-    """Raises ModelNotFound for any but the one there is; "" is that one."""
+    """Raise ModelNotFound for any version but "1"; an empty version is the same."""
     if version not in ("", VERSION):
         raise model_errors.ModelNotFound(
             f"The model {model[:100]!r} has one version, {VERSION}, and no {version[:20]!r}",
@@ -93,14 +91,14 @@ def check_version(model: str, version: str) -> None:
 
 
 def decode_infer(body: bytes, *, model: str, version: str, can_stream: bool) -> InferRequest:
-    """The completion that these tensors ask for. Raises RequestError, which names the field."""
+    """Return the completion request in a body with tensors. Raises RequestError, which names the field."""
     check_version(model, version)
-    found = _infer_decoder.decode(body)
-    tensors = _by_name(found.inputs)
-    for output in found.outputs or ():
+    decoded = _infer_decoder.decode(body)
+    tensors = _collect_tensors(decoded.inputs)
+    for output in decoded.outputs or ():
         if output.name not in _OUTPUTS:
             raise _wrong("outputs", f"expected {' or '.join(_OUTPUTS)}, got {output.name!r}")
-    is_stream = STREAMING in tensors and _element(tensors[STREAMING], "BOOL", bool)
+    is_stream = STREAMING in tensors and _read_element(tensors[STREAMING], "BOOL", bool)
     if is_stream and not can_stream:
         raise _wrong(
             STREAMING,
@@ -110,37 +108,37 @@ def decode_infer(body: bytes, *, model: str, version: str, can_stream: bool) -> 
         raise _wrong(
             "inputs", f"expected a tensor {TEXT_INPUT}, got {', '.join(tensors) or 'none'}"
         )
-    text = _element(tensors[TEXT_INPUT], "BYTES", str)
-    return _build(model, text, found.parameters or {}, is_stream, found.id)
+    text = _read_element(tensors[TEXT_INPUT], "BYTES", str)
+    return _make_request(model, text, decoded.parameters or {}, is_stream, decoded.id)
 
 
 def decode_generate(body: bytes, *, model: str, version: str, can_stream: bool) -> InferRequest:
-    """The same of a body without tensors; where it can, the answer is a stream. Raises RequestError."""
+    """Return the completion request in a body without tensors, a stream with `can_stream`. Raises RequestError."""
     check_version(model, version)
-    found = _generate_decoder.decode(body)
-    parameters = dict(found.parameters or {})
-    for place, asked in (
-        ("stream", found.stream),
+    decoded = _generate_decoder.decode(body)
+    parameters = dict(decoded.parameters or {})
+    for param, is_stream in (
+        ("stream", decoded.stream),
         ("parameters.stream", parameters.pop("stream", None)),
     ):
-        if asked not in (None, can_stream):
-            raise _wrong(place, f"expected {str(can_stream).lower()} or nothing at this route")
-    return _build(model, found.text_input, parameters, can_stream, found.id)
+        if is_stream not in (None, can_stream):
+            raise _wrong(param, f"expected {str(can_stream).lower()} or nothing at this route")
+    return _make_request(model, decoded.text_input, parameters, can_stream, decoded.id)
 
 
-def _by_name(inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+def _collect_tensors(inputs: Sequence[InputTensor]) -> dict[str, InputTensor]:
     tensors = {tensor.name: tensor for tensor in inputs}
     unknown = sorted(tensors.keys() - {TEXT_INPUT, STREAMING})
     if unknown or len(tensors) < len(inputs):
-        got = f"got {unknown[0]!r}" if unknown else "got one twice"
+        actual = f"got {unknown[0]!r}" if unknown else "got one twice"
         raise _wrong(
-            "inputs", f"expected the tensors {TEXT_INPUT} and, if wanted, {STREAMING}, {got}"
+            "inputs", f"expected the tensors {TEXT_INPUT} and, if wanted, {STREAMING}, {actual}"
         )
     return tensors
 
 
-def _element(tensor: Tensor, datatype: str, kind: type) -> Any:
-    """Its one element, however deep the data is nested."""
+def _read_element(tensor: InputTensor, datatype: str, kind: type) -> Any:
+    """Return the only element of a tensor, however deep its data is nested."""
     if tensor.datatype != datatype or any(length != 1 for length in tensor.shape):
         raise _wrong(
             tensor.name,
@@ -154,15 +152,15 @@ def _element(tensor: Tensor, datatype: str, kind: type) -> Any:
     return data
 
 
-def _build(
+def _make_request(
     model: str, text: str, parameters: Mapping[str, Any], is_stream: bool, infer_id: str | None
 ) -> InferRequest:
-    taken = {name: value for name, value in parameters.items() if name != _NO_EFFECT}
-    for name in _NO_PARAMETERS:
-        if name in taken:
+    fields = {name: value for name, value in parameters.items() if name != _NO_EFFECT}
+    for name in _FORBIDDEN_PARAMETERS:
+        if name in fields:
             raise _wrong(f"parameters.{name}", "not supported; leave it out")
-    asked = {**taken, "model": model, "prompt": text, "stream": is_stream, "infer_id": infer_id}
-    request = _completion_decoder.convert(asked, "parameters")
+    fields |= {"model": model, "prompt": text, "stream": is_stream, "infer_id": infer_id}
+    request = _completion_decoder.convert(fields, "parameters")
     request.check()
     if is_stream and request.num_choices > 1:
         raise _wrong("parameters.n", f"expected 1 in a stream, got {request.num_choices}")

@@ -137,9 +137,13 @@ def convert(request: message_request.MessageCountRequest, **fields: Any) -> Mess
     for number, turn in enumerate(request.messages):
         builder.append_turn(turn, f"messages[{number}].content")
     choice, config = request.tool_choice, request.output_config
+    response_format = None
+    if config is not None and config.format is not None:
+        schema = inputs.JsonSchema(name="output", schema=config.format.schema)
+        response_format = inputs.ResponseFormat(type="json_schema", json_schema=schema)
     return MessageConversation(
         model=request.model,
-        response_format=_convert_format(config.format if config else None),
+        response_format=response_format,
         messages=builder.messages,
         tools=convert_tools(request.tools or []),
         tool_choice=convert_tool_choice(choice),
@@ -172,15 +176,6 @@ def convert_tool_choice(choice: message_request.ToolSelection | None) -> inputs.
             return "none"
         case _:
             return "auto"
-
-
-def _convert_format(
-    output_format: message_request.OutputFormat | None,
-) -> inputs.ResponseFormat | None:
-    if output_format is None:
-        return None
-    schema = inputs.JsonSchema(name="output", schema=output_format.schema)
-    return inputs.ResponseFormat(type="json_schema", json_schema=schema)
 
 
 def _convert_tool(value: dict[str, Any], place: str) -> dict[str, Any]:

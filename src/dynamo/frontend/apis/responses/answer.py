@@ -174,15 +174,17 @@ class ResponseFormatter:
             return b""
         item, place, text = self._open.item, self._open.place, "".join(self._open.texts)
         self._open = None
-        done = _complete_item(item, text, status)
-        self._items.append(done)
+        completed = _complete_item(item, text, status)
+        self._items.append(completed)
         name, key, other_fields = _TEXT_EVENTS[item["type"]]
         events = self._event(f"response.{name}.done", **place, **{key: text}, **other_fields)
         if "content" in item:
-            part = done["content"][0]
+            part = completed["content"][0]
             events += self._event("response.content_part.done", **place, part=part)
         number = place["output_index"]
-        return events + self._event("response.output_item.done", output_index=number, item=done)
+        return events + self._event(
+            "response.output_item.done", output_index=number, item=completed
+        )
 
     def _new_item(self, piece: choices.Piece, number: int) -> dict[str, Any]:
         """Return the item that a piece of this kind begins, before it has any text."""
