@@ -106,9 +106,6 @@ class ActiveBlocks:
 class _Request:
     worker: Worker
     hashes: Sequence[int]
-    isl: int
-    overlap: float
-    num_output_blocks: int = 0
     is_prefill_completed: bool = False
 
 
@@ -171,8 +168,7 @@ class ActiveSequences:
         state = self._states.get(worker)
         if state is None or request_id in self._requests:
             return
-        request = _Request(worker=worker, hashes=sequence_hashes, isl=isl, overlap=overlap)
-        self._requests[request_id] = request
+        request = self._requests[request_id] = _Request(worker=worker, hashes=sequence_hashes)
         state.request_ids.add(request_id)
         num_new_tokens = max(0, isl - int(overlap * self._block_size))
         state.load.num_requests += 1
@@ -195,13 +191,6 @@ class ActiveSequences:
         self.prefill_speed.observe(load.waiting[request_id], now - load.head_since)
         load.remove_prefill(request_id, now)
 
-    def add_output_blocks(self, request_id: str, num_blocks: int) -> None:
-        """Add blocks that the output of a request fills."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.num_output_blocks += num_blocks
-            self._states[request.worker].load.active_blocks += num_blocks
-
     def free(self, request_id: str, now: float) -> None:
         """Forget a request that has ended, for whatever reason."""
         request = self._requests.pop(request_id, None)
@@ -211,7 +200,7 @@ class ActiveSequences:
         state.request_ids.discard(request_id)
         state.load.remove_prefill(request_id, now)
         state.load.num_requests -= 1
-        num_freed = self._remove_blocks(request.worker, request.hashes) + request.num_output_blocks
+        num_freed = self._remove_blocks(request.worker, request.hashes)
         state.load.active_blocks = (
             max(0, state.load.active_blocks - num_freed) if state.request_ids else 0
         )
@@ -222,22 +211,6 @@ class ActiveSequences:
             return self._blocks.prefix_lengths(sequence_hashes)
         lengths = self._blocks.prefix_lengths(self._sample(sequence_hashes))
         return {worker: length * self._stride for worker, length in lengths.items()}
-
-    def snapshot(self, router_id: str) -> Iterator[load_events.ActiveSequenceEvent]:
-        """Yield an event for each request in flight, for a router replica that joins late."""
-        for request_id, request in self._requests.items():
-            yield load_events.ActiveSequenceEvent(
-                request_id=request_id,
-                worker_id=request.worker.instance_id,
-                dp_rank=request.worker.dp_rank,
-                router_id=router_id,
-                data=load_events.AddRequest(
-                    token_sequence=tuple(request.hashes),
-                    isl=request.isl,
-                    overlap=request.overlap,
-                    is_prefill_completed=request.is_prefill_completed,
-                ),
-            )
 
     def apply(self, event: load_events.ActiveSequenceEvent, now: float) -> None:
         """Apply an event of another router replica."""

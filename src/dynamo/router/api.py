@@ -76,14 +76,7 @@ class Prompt:
 
     @classmethod
     def from_tokens(
-        cls,
-        packed_tokens: bytes,
-        block_size: int,
-        *,
-        seed: int = blocks.SEED,
-        priority: float = 0.0,
-        deadline: float | None = None,
-        pinned: Worker | None = None,
+        cls, packed_tokens: bytes, block_size: int, seed: int = blocks.SEED
     ) -> "Prompt":
         """Make the prompt of packed tokens (`blocks.pack`); `seed` as returned by `blocks.seed_of`."""
         local_hashes = blocks.local_hashes(packed_tokens, block_size, seed)
@@ -91,9 +84,6 @@ class Prompt:
             num_tokens=blocks.count(packed_tokens),
             block_size=block_size,
             sequence_hashes=blocks.sequence_hashes(local_hashes),
-            priority=priority,
-            deadline=deadline,
-            pinned=pinned,
         )
 
 

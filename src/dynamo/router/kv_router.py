@@ -125,7 +125,7 @@ class KvRouter:
     ) -> requests.Stream:
         routed = RoutedRequest(
             key=f"{self._counts.router_id}-{next(self._numbers)}",
-            prompt=self._make_prompt(request, options.instance_id, options.allowed_instances),
+            prompt=self._make_prompt(request, options),
             request=request,
             receiver=receiver,
             options=options,
@@ -148,13 +148,9 @@ class KvRouter:
                 failed_instances.add(decision.worker.instance_id)
 
     def preview_instance(
-        self,
-        request: generate.Request,
-        *,
-        instance_id: int | None = None,
-        allowed_instances: Collection[int] | None = None,
+        self, request: generate.Request, options: route.RoutingOptions = route.DEFAULT_OPTIONS
     ) -> int:
-        _, decision = self._preview(request, instance_id, allowed_instances)
+        _, decision = self._preview(request, options)
         return decision.worker.instance_id
 
     @property
@@ -181,7 +177,7 @@ class KvRouter:
         self, request: generate.Request, options: route.RoutingOptions = route.DEFAULT_OPTIONS
     ) -> api.LoadEstimate:
         """Estimate what the request would meet at the worker that it would be sent to. Raises NoWorkers."""
-        prompt, decision = self._preview(request, options.instance_id, options.allowed_instances)
+        prompt, decision = self._preview(request, options)
         load = self.selector.active.loads[decision.worker]
         num_ahead = load.backlog(self._clock.now())
         num_cached = min(prompt.num_tokens, int(decision.overlap_blocks * self._block_size))
@@ -217,7 +213,7 @@ class KvRouter:
 
         With a `key`, the request counts as in flight until `free_request(key)`. Raises NoWorkers or Overloaded.
         """
-        prompt = Prompt.from_tokens(packed_tokens, self._block_size, seed=blocks.seed_of(lora_name))
+        prompt = Prompt.from_tokens(packed_tokens, self._block_size, blocks.seed_of(lora_name))
         if lora_name is not None:
             allowed = self.instances_with_lora(lora_name)
             prompt = dataclasses.replace(prompt, allowed_instances=allowed)
@@ -231,21 +227,13 @@ class KvRouter:
         return decision
 
     def _preview(
-        self,
-        request: generate.Request,
-        instance_id: int | None,
-        allowed_instances: Collection[int] | None,
+        self, request: generate.Request, options: route.RoutingOptions
     ) -> tuple[Prompt, Decision]:
-        prompt = self._make_prompt(request, instance_id, allowed_instances)
-        prompt = self._restrict(prompt, self._client.usable(allowed_instances))
+        prompt = self._make_prompt(request, options)
+        prompt = self._restrict(prompt, self._client.usable(options.allowed_instances))
         return prompt, self.selector.preview(prompt, self._clock.now())
 
-    def _make_prompt(
-        self,
-        request: generate.Request,
-        instance_id: int | None,
-        allowed_instances: Collection[int] | None,
-    ) -> Prompt:
+    def _make_prompt(self, request: generate.Request, options: route.RoutingOptions) -> Prompt:
         """Hash the prompt's blocks, and pin it to the worker that its caller or its session names."""
         began_at = time.perf_counter()
         seed = blocks.seed_of(request.lora_name)
@@ -256,10 +244,10 @@ class KvRouter:
             locally_hashed_at - began_at, time.perf_counter() - locally_hashed_at
         )
         pinned: api.Worker | None = None
-        if instance_id is not None:
-            pinned = api.Worker(instance_id, request.data_parallel_rank or 0)
+        if options.instance_id is not None:
+            pinned = api.Worker(options.instance_id, request.data_parallel_rank or 0)
         elif self._sessions is not None and request.session_id is not None:
-            usable = frozenset(self._client.usable(allowed_instances))
+            usable = frozenset(self._client.usable(options.allowed_instances))
             live_workers = [w for w in self.selector.active.loads if w.instance_id in usable]
             pinned = self._sessions.find_worker(request.session_id, live_workers, self._clock.now())
         return Prompt(
@@ -420,7 +408,7 @@ class _RoutedReceiver:
 
 
 class _RoutedStream:
-    """A stream whose cancellation frees the request."""
+    """A stream that frees the request when it is cancelled."""
 
     __slots__ = ("_receiver", "_stream")
 

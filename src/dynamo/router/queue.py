@@ -2,7 +2,7 @@
 
     fcfs       first come, first served
     wspt       weighted shortest processing time, aged: as if a request had come later by `AGING` × its work
-    deadline   the request whose first token is due soonest
+    deadline   the request with the earliest time for its first token
     lcfs       last come, first served: for callers that give up soon
 
 `priority` counts as seconds of earlier arrival; under wspt it divides the work as well.
@@ -65,7 +65,7 @@ class RequestQueue:
         return request_id in self._by_id
 
     def push(self, request: QueuedRequest) -> None:
-        """Add a request whose id is not in the queue. Raises Overloaded if the queue is full."""
+        """Add a request with an id that is not in the queue. Raises Overloaded if the queue is full."""
         if len(self._sorted) >= self._max_size:
             raise errors.Overloaded(
                 f"{self._max_size} requests wait for a worker already (--router-queue-size): try again later"

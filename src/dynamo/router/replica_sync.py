@@ -206,6 +206,6 @@ class ReplicaSync:
         self._apply(event)
 
     def _free(self, keys: Iterable[str]) -> None:
-        """Free requests of another router that have ended, or whose router is lost."""
+        """Free requests of another router, because they have ended or the router is lost."""
         for key in list(keys):
             self._apply(Event(request_id=key, worker_id=0, router_id="", data=load_events.Free()))

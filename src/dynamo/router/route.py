@@ -65,11 +65,7 @@ class Route(Protocol):
         ...
 
     def preview_instance(
-        self,
-        request: generate.Request,
-        *,
-        instance_id: int | None = None,
-        allowed_instances: Collection[int] | None = None,
+        self, request: generate.Request, options: RoutingOptions = DEFAULT_OPTIONS
     ) -> int:
         """Return the instance that `open_stream` would try first, without sending anything. Raises NoWorkers."""
         ...
@@ -104,15 +100,13 @@ class PushRouter:
         )
 
     def preview_instance(
-        self,
-        request: generate.Request,
-        *,
-        instance_id: int | None = None,
-        allowed_instances: Collection[int] | None = None,
+        self, request: generate.Request, options: RoutingOptions = DEFAULT_OPTIONS
     ) -> int:
         del request  # its content does not matter here
         return self._client.choose(
-            mode=self._mode, instance_id=instance_id, among=self._restrict(allowed_instances)
+            mode=self._mode,
+            instance_id=options.instance_id,
+            among=self._restrict(options.allowed_instances),
         )
 
     def _restrict(self, allowed_instances: Collection[int] | None) -> Collection[int] | None:
@@ -144,23 +138,15 @@ class LoraRoute:
         receiver: requests.Receiver,
         options: RoutingOptions = DEFAULT_OPTIONS,
     ) -> requests.Stream:
-        allowed = self._restrict(options.allowed_instances)
-        options = msgspec.structs.replace(options, allowed_instances=allowed)
-        return await self._model_route.open_stream(request, receiver, options)
+        return await self._model_route.open_stream(request, receiver, self._restrict(options))
 
     def preview_instance(
-        self,
-        request: generate.Request,
-        *,
-        instance_id: int | None = None,
-        allowed_instances: Collection[int] | None = None,
+        self, request: generate.Request, options: RoutingOptions = DEFAULT_OPTIONS
     ) -> int:
-        allowed = self._restrict(allowed_instances)
-        return self._model_route.preview_instance(
-            request, instance_id=instance_id, allowed_instances=allowed
-        )
+        return self._model_route.preview_instance(request, self._restrict(options))
 
-    def _restrict(self, allowed_instances: Collection[int] | None) -> Collection[int]:
-        if allowed_instances is None:
-            return self._instance_ids
-        return self._instance_ids.intersection(allowed_instances)
+    def _restrict(self, options: RoutingOptions) -> RoutingOptions:
+        allowed = self._instance_ids
+        if options.allowed_instances is not None:
+            allowed = allowed.intersection(options.allowed_instances)
+        return msgspec.structs.replace(options, allowed_instances=allowed)

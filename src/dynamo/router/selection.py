@@ -8,7 +8,7 @@
 
 Requests wait here while workers are busy, because only here can they still go to the worker that is free first, and
 overtake one another. Each `admit` plans anew: the queued requests, in order, select as if those before them had been
-sent; a request whose worker has room is sent. So a request that waits for the worker with its prefix keeps no other
+sent; a request is sent if its worker has room. So a request that waits for the worker with its prefix keeps no other
 request from a free worker.
 
 A prompt that a prefill worker has computed is another matter (`baselines.select_decode_worker`): nothing of it is left
@@ -105,7 +105,7 @@ class Selector:
         self.active.mark_prefill_completed(request_id, now)
 
     def free(self, request_id: str, now: float) -> None:
-        """Forget a request that has ended, or whose wait in the queue was cancelled."""
+        """Forget a request after its end, or after its wait in the queue was cancelled."""
         self.active.free(request_id, now)
         if self._queue is not None:
             self._queue.remove(request_id)

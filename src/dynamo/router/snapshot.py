@@ -1,7 +1,7 @@
 """The content of a prefix index as bytes: for a restarted router, or a replica that joins.
 
 A snapshot has, for each rank of a worker, its blocks by tier and the position in its KV events up to which they are
-known, so that the worker can replay the events since. Workers whose engines have block hashes of their own are left
+known, so that the worker can replay the events since. Workers with engines that have block hashes of their own are left
 out: without the map of these hashes, their next events could not be understood.
 """
 

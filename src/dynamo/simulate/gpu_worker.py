@@ -109,7 +109,7 @@ class Job:
 
 @dataclass(slots=True)
 class IterationResult:
-    """The jobs whose prefill or whose answer an iteration completed."""
+    """The jobs that completed their prefill or their answer in an iteration."""
 
     prefilled: list[Job] = field(default_factory=list)
     ended: list[Job] = field(default_factory=list)

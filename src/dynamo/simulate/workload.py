@@ -1,4 +1,4 @@
-"""The workload of a simulation: a recorded trace, or synthetic clients whose prompts share prefixes.
+"""The workload of a simulation: a recorded trace, or synthetic clients with prompts that share prefixes.
 
     {"timestamp": 3052, "input_length": 6758, "output_length": 500, "hash_ids": [0, 14, 15]}
 
@@ -39,7 +39,7 @@ class Workload(Protocol):
         ...
 
     def initial_arrivals(self) -> Sequence[Arrival]:
-        """Return the requests whose arrival depends on no other request, in order of time."""
+        """Return the requests that do not wait for the end of another one, in order of time."""
         ...
 
     def next_arrival(self, now: float) -> Arrival | None:
@@ -166,7 +166,7 @@ class SharedPrefixes:
         return [arrival for arrival in arrivals if arrival is not None]
 
     def next_arrival(self, now: float) -> Arrival | None:
-        """Return the next request of the client whose request has ended; None if all requests were sent."""
+        """Return the next request of a client after the end of its last; None if all requests were sent."""
         if not self._num_left:
             return None
         self._num_left -= 1

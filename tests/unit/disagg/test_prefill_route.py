@@ -44,7 +44,7 @@ class Router:
     def min_active_requests(self, allowed=None):
         return self.num_requests if allowed is None or allowed else None
 
-    def preview_instance(self, request, **options):
+    def preview_instance(self, request, options=None):
         return DECODE
 
     def estimate_load(self, request, options=route.DEFAULT_OPTIONS):

@@ -102,22 +102,10 @@ def test_stride_counts_shared_blocks_in_multiples_and_loses_none():
     assert (both, run, one, load.active_blocks) == (11 + 6, {WORKERS[0]: 4}, 10, 0)
 
 
-def test_output_blocks_count_until_their_request_ends():
-    active = tracker()
-    add(active, "a", WORKERS[0], [1, 2])
-
-    active.add_output_blocks("a", 3)
-    grown = active.loads[WORKERS[0]].active_blocks
-    active.free("a", 1.0)
-
-    assert (grown, active.loads[WORKERS[0]].active_blocks) == (5, 0)
-
-
 def test_unknown_requests_and_workers_are_ignored():
     active = tracker()
 
     active.mark_prefill_completed("?", 0.0)
-    active.add_output_blocks("?", 1)
     active.free("?", 0.0)
     add(active, "a", Worker(99), [1])
 
@@ -157,12 +145,25 @@ def test_replica_with_all_events_has_the_same_loads():
     rng, first, second = random.Random(3), tracker(), tracker()
     for i in range(50):
         chain = list(range(100 * (i % 5), 100 * (i % 5) + 5))
-        add(first, str(i), rng.choice(WORKERS), chain, isl=20, overlap=float(i % 3))
+        worker, overlap = rng.choice(WORKERS), float(i % 3)
+        add(first, str(i), worker, chain, isl=20, overlap=overlap)
+        added = load_events.AddRequest(
+            token_sequence=tuple(chain),
+            isl=20,
+            overlap=overlap,
+            is_prefill_completed=not i % 3,
+        )
+        event = load_events.ActiveSequenceEvent(
+            request_id=str(i),
+            worker_id=worker.instance_id,
+            dp_rank=worker.dp_rank,
+            router_id="r",
+            data=added,
+        )
+        second.apply(event, 2.0)
     for i in range(0, 50, 3):
         first.mark_prefill_completed(str(i), 1.0)
 
-    for event in first.snapshot("router"):
-        second.apply(event, 2.0)
     for i in range(0, 50, 2):
         first.free(str(i), 3.0)
         worker = Worker(1)

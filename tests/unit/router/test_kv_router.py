@@ -366,7 +366,7 @@ async def test_lora_adapters_have_prefixes_of_their_own(world, second, shares):
 
 
 def prompt_of(world, lora_name):
-    return world.made._make_prompt(request(*LONG, lora_name=lora_name), None, None)
+    return world.made._make_prompt(request(*LONG, lora_name=lora_name), route.DEFAULT_OPTIONS)
 
 
 async def test_queued_request_is_refused_when_the_last_worker_of_its_adapter_is_lost(world):

@@ -34,10 +34,7 @@ async def test_lora_route_intersects_with_allowed_instances(adapters):
     await adapters.until(lambda: adapters.num_calls == 3)
 
     assert len(second.calls) == 3
-    assert (
-        adapters.made.preview_instance(request(), allowed_instances=terms.allowed_instances)
-        == second.id
-    )
+    assert adapters.made.preview_instance(request(), terms) == second.id
 
 
 async def test_lora_route_without_workers_raises_no_workers(adapters):

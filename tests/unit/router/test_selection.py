@@ -40,9 +40,9 @@ def fill(made, num, *, first=0):
 def test_prompt_from_tokens_has_its_full_blocks():
     packed = blocks.pack(range(10))
 
-    made = api.Prompt.from_tokens(packed, 4, priority=2.0)
+    made = api.Prompt.from_tokens(packed, 4)
 
-    assert (made.num_tokens, len(made.sequence_hashes), made.priority) == (10, 2, 2.0)
+    assert (made.num_tokens, len(made.sequence_hashes)) == (10, 2)
     assert made.sequence_hashes == blocks.sequence_hashes(blocks.local_hashes(packed, 4))
 
 

@@ -81,7 +81,7 @@ class MockBatch:
         return len(self._open)
 
     def submit(self, request: generate.Request) -> None:
-        """Queue a request that `engine.refusal` accepts, and whose id is not in use."""
+        """Queue a request that `engine.refusal` accepts, with an id that is not in use."""
         leader: Choice | None = None
         remote = kv_transfer.remote_blocks(request.kv_transfer_params)
         seed = blocks.seed_of(request.lora_name)
@@ -134,7 +134,7 @@ class MockBatch:
         self._prefilling.append(choice)
 
     def take_newly_leased(self) -> dict[str, generate.Request]:
-        """Return the requests whose blocks were put under a lease since the last call, by id."""
+        """Return the requests with blocks that were put under a lease since the last call, by id."""
         leased, self._newly_leased = self._newly_leased, {}
         return leased
 
@@ -269,7 +269,7 @@ class MockBatch:
         self._check(choice, batch, ended)
 
     def _set_next_check(self, choice: Choice) -> None:
-        """Check it again at its last token, or at the first whose computation needs another block."""
+        """Check it again at its last token, or at the first that needs another block."""
         num_fitting = self._memory.num_slots(choice) - choice.prompt_len
         choice.next_check = min(choice.answer.length, num_fitting + 1)
 

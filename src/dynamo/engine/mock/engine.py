@@ -102,7 +102,7 @@ class MockRank:
     def _publish_lease(
         self, leased: dict[str, generate.Request], output: api.EngineOutput
     ) -> api.EngineOutput:
-        """Complete the transfer parameters of an output whose blocks are under a lease."""
+        """Complete the transfer parameters of an output with leased blocks."""
         if output.output.kv_transfer_params is None:
             return output
         published = self._exchange.publish_lease(leased[output.request_id], output.output)
@@ -110,7 +110,7 @@ class MockRank:
 
 
 class MockEngine(exchange.ExchangesKv):
-    """An `api.Engine` whose answers repeat the tokens of `cycle`, which should decode to words."""
+    """An `api.Engine` that answers with the tokens of `cycle`, which should decode to words."""
 
     def __init__(
         self,
@@ -239,12 +239,12 @@ class MockEngine(exchange.ExchangesKv):
         await self._tasks.close()
 
     def end_import(self, import_id: int, *, is_copied: bool) -> None:
-        """See `sharing.BlockOwner`."""
+        """Let the choice of an import go on, at the rank that has it."""
         for rank in self._ranks:
             rank.end_import(import_id, is_copied=is_copied)
 
     def release_lease(self, lease_id: int) -> None:
-        """See `sharing.BlockOwner`."""
+        """Free the blocks under a lease, at the rank that has it."""
         for rank in self._ranks:
             rank.release_lease(lease_id)
 

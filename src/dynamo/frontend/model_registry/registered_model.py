@@ -158,9 +158,10 @@ class RegisteredModel:
     ) -> int:
         """Return the id of the instance that would get the request. Raises NoWorkers."""
         replicas = self._pick_endpoint(instance_id, avoid)
-        return replicas.route.preview_instance(
-            request, instance_id=instance_id, allowed_instances=replicas.allowed_ids(avoid)
+        options = routing.RoutingOptions(
+            instance_id=instance_id, allowed_instances=replicas.allowed_ids(avoid)
         )
+        return replicas.route.preview_instance(request, options)
 
     def _pick_endpoint(self, instance_id: int | None, avoid: Collection[int]) -> EndpointInstances:
         """Pick the next endpoint in turn; most models have one. Raises NoWorkers."""
