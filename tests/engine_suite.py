@@ -1,9 +1,9 @@
-"""What every engine promises its host: the suite. A module that gives it an engine imports all of it.
+"""The suite of tests that every `api.Engine` passes. A test module for an engine imports all of it.
 
 Such a module (`test_engine.py`, `test_engine_vllm.py`) has the fixtures `make_engine` (called without arguments, an
-engine that has not started), `host` (a `Host`, its engine idle and without known prefixes) and `break_down` (called
-with an engine, it sees to it that this one dies, and gives the reason that it should tell, as a regular expression).
-A module whose engines are slow sets `Sink.deadline_s`.
+engine that has not started), `host` (a `Host` with an idle engine and an empty prefix cache) and `break_down` (called
+with an engine, it lets the engine die and returns the reason that the sink should receive, as a regular expression).
+A module with slow engines sets `Sink.deadline_s`.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ WORDS = tuple(range(100, 150))
 
 
 class Sink:
-    """Keeps what an engine says, and tells who waits for it."""
+    """Records what an engine sends, and wakes the tests that wait for it."""
 
     deadline_s = 20
 

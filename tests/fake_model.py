@@ -1,6 +1,6 @@
-"""A model that computes a token per step for each request that runs. No library: only the timing and memory of one.
+"""A fake model that computes a token per step for each running request, with the timing and memory of an engine.
 
-Fakes of libraries that cannot run here (`fake_sglang`, `fake_trtllm`) dress what it says in those libraries' shapes.
+Fakes of libraries that cannot run here (`fake_sglang`, `fake_trtllm`) convert its results to those libraries' types.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What every `api.LoraAdapterStore` promises.
+"""The suite of tests that every `api.LoraAdapterStore` passes.
 
 A module that imports this has fixtures `host`, `loras` (without one called poet) and `directory`, which holds an
 adapter that changes answers.

@@ -1,4 +1,4 @@
-"""What every `api.SleepController` promises. A module that imports this has fixtures `host` and `sleeper`."""
+"""The suite of tests for every `api.SleepController`. A module that imports it has fixtures `host` and `sleeper`."""
 
 import pytest
 

@@ -12,7 +12,7 @@ from dynamo.engine.native.embedder import NativeEmbedder
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks, embed
 
-pytestmark = pytest.mark.reference  # whoever makes the checkpoint takes long to import
+pytestmark = pytest.mark.reference  # transformers, which makes the checkpoint, takes long to import
 
 
 @pytest.fixture(scope="session")

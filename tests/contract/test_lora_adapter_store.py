@@ -1,4 +1,4 @@
-"""What every engine promises whose LoRA adapters come and go, over the mock engine; `tests/with_vllm` has vLLM."""
+"""The suite of LoRA adapter stores over the mock engine; `tests/with_vllm` has vLLM."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What every engine promises that can give its memory back, over the mock engine; `tests/with_vllm` has vLLM."""
+"""The suite of sleep controllers over the mock engine; `tests/with_vllm` has vLLM."""
 
 import pytest
 

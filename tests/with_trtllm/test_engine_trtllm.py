@@ -18,8 +18,8 @@ from foreign_engine import model_directory
 
 MODEL = model_directory()
 
-# The adapter tells no KV events. TensorRT-LLM cannot forget: what is cached when a test begins, nobody knows. It gives
-# no logprobs of the tokens that a prompt has, and holds back its one end token, not stop tokens. How it dies depends on
+# The adapter publishes no KV events, and TensorRT-LLM cannot clear its cache: what it holds when a test begins is
+# unknown. It gives no prompt logprobs, and holds back its one end token, not stop tokens. How it dies depends on
 # how many GPUs it has.
 del test_kv_events_store_the_blocks_of_prompt_and_answer  # noqa: F821
 del test_kv_events_never_store_more_blocks_than_the_pool_has  # noqa: F821

@@ -1,4 +1,4 @@
-"""Adapters, with real vLLM: one of random weights changes an answer, and who does not ask for it is not touched."""
+"""LoRA adapters with real vLLM: one of random weights changes its requests' answers and no others."""
 
 import importlib.util
 import json

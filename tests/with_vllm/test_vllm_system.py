@@ -69,7 +69,9 @@ class Served:
             self._await(lambda of=frontend: of.models() == [MODEL], "the model")
             self._await(lambda of=frontend: of.metric(served) == 2, "two workers")
         for worker in self.workers:
-            self._await(lambda log=worker.log: " is connected" in log.read_text(), "who prefills")
+            self._await(
+                lambda log=worker.log: " is connected" in log.read_text(), "the prefill worker"
+            )
         told = "by prefill workers of"
         self._await(lambda: told in self.frontend.log.read_text(), "the frontend's prefill worker")
 
@@ -90,7 +92,7 @@ class Served:
         return answer.json()
 
     def ask(self, token_ids, max_tokens=16, **fields):
-        """The answer and how many tokens of the prompt nobody had to compute."""
+        """Return the answer and the number of cached prompt tokens."""
         said = self.complete(token_ids, max_tokens, **fields)
         assert said["usage"]["completion_tokens"] == max_tokens
         return said["choices"][0]["text"], cached_of(said)
@@ -121,7 +123,7 @@ class Served:
         return self.frontend.metric(f'{name}{{model="{MODEL}",where="{where}"}}')
 
     def num_sent_away(self):
-        """Prompts for which somebody has turned to the prefill worker."""
+        """Return the number of prompts that the prefill worker has received."""
         logs = [process.log.read_text() for process in (self.frontend, *self.workers)]
         return sum(log.count("Prefilling remotely for request") for log in logs)
 
@@ -142,7 +144,7 @@ def body(token_ids, max_tokens, **fields):
 
 
 def cached_of(said):
-    """Tokens of the prompt that nobody had to compute."""
+    """Return the number of cached prompt tokens."""
     return said["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 

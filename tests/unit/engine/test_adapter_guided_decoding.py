@@ -1,4 +1,4 @@
-"""From an answer's shape to vLLM's structured outputs; whether XGrammar means the same is asked in tests/with_vllm."""
+"""Guided decoding as vLLM's structured outputs; `tests/with_vllm` checks that XGrammar understands them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""vLLM's KV events in our words: random histories of a block pool against what it really holds."""
+"""Translated KV events of vLLM: random histories of a block pool against the blocks that it holds."""
 
 import msgspec
 import pytest
@@ -38,8 +38,8 @@ def payload(*events, rank=0):
     return msgspec.msgpack.encode([0.5, list(events), rank])
 
 
-class Holding:
-    """Who listens: what is held by what was told."""
+class StoredHashes:
+    """A listener: the hashes that are stored according to the events."""
 
     def __init__(self):
         self.names = set()
@@ -94,7 +94,7 @@ STEPS = st.one_of(
 @given(st.lists(STEPS, max_size=40))
 @settings(deadline=None)
 def test_translated_events_follow_the_pools_blocks(steps):
-    pool, listener = Pool(), Holding()
+    pool, listener = Pool(), StoredHashes()
     translator = engine_events.EventTranslator(BLOCK)
 
     for step in steps:
@@ -223,7 +223,7 @@ def numbered(number):
 
 
 def listen(events, numbers):
-    listener = Holding()
+    listener = StoredHashes()
     for number in numbers:
         listener.hear(events.receive(number, numbered(number)))
     return listener.names

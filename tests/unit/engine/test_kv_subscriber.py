@@ -1,4 +1,4 @@
-"""The subscriber against a publisher that speaks like vLLM's: PUB that connects, ROUTER that replays."""
+"""The KV event subscriber against a publisher as vLLM's: a PUB socket that connects, a ROUTER that replays."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The native engine's answers are those of transformers, whatever runs beside a request and whatever happens to it."""
+"""Answers of the native engine equal those of transformers in any batch, after preemption and with a cached prefix."""
 
 import random
 
@@ -147,7 +147,7 @@ def test_a_preemption_does_not_change_the_answer(judge):
         engine.submit(name, prompt, max_tokens=50)
     engine.run()
 
-    assert engine.num_resumed  # somebody came back with a part of its answer
+    assert engine.num_resumed  # at least one request was preempted and resumed
     assert engine.tokens == {
         (name, 0): judge.answer(prompt, 50) for name, prompt in prompts.items()
     }

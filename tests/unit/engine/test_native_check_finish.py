@@ -1,4 +1,4 @@
-"""When an answer is over."""
+"""The finish reason of a token."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Configurations: both spellings are read, and what would be computed wrongly is refused by name."""
+"""Decoder configurations: both spellings are read, and unsupported settings are refused by name."""
 
 import json
 

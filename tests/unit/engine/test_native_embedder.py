@@ -1,4 +1,4 @@
-"""The native embedder's failures; what it does right is in the contract."""
+"""Failures of the native embedder; `tests/contract/test_embedder.py` has its results."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from dynamo.engine.native.embedder import NativeEmbedder
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks
 
-pytestmark = pytest.mark.reference  # whoever makes the checkpoint takes long to import
+pytestmark = pytest.mark.reference  # transformers, which makes the checkpoint, takes long to import
 
 
 async def test_an_unsupported_model_raises_config_error(tmp_path):

@@ -27,7 +27,7 @@ FACTS = api.EngineFacts(
 
 
 class HeldRunner:
-    """Computes a step when told to; the token it draws is the sequence's first."""
+    """Computes a step when `may_run` is released; the token that it draws is the sequence's first."""
 
     def __init__(self):
         self.may_run = threading.Semaphore(0)
@@ -67,7 +67,7 @@ class Sink:
 
 
 class HeldGrammars:
-    """Has the grammars that it is given, when it is given them."""
+    """Keeps the callbacks of compilations, for the test to call."""
 
     def __init__(self):
         self.callbacks = []
@@ -81,10 +81,10 @@ class HeldGrammars:
 
 
 class AnyText:
-    """A grammar that allows everything, and so needs nobody to ask."""
+    """A grammar that allows all tokens and has no guide."""
 
     def begin(self):
-        raise AssertionError("the runner of these tests asks nobody")
+        raise AssertionError("the runner of these tests uses no guides")
 
 
 def fake_assembly(runner):

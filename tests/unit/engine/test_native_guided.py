@@ -1,4 +1,4 @@
-"""Whatever the built-in model would rather say, a guided answer has its shape; its neighbours do not notice."""
+"""Guided answers of the built-in model follow their constraint, and other answers of the batch are unchanged."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What can be followed, what is refused and in which words, and what is kept."""
+"""Compilation of grammars: which constraints are refused, with which message, and what is cached."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""However the weights are kept, the product is the plain one, and a row of it does not depend on the others."""
+"""Matrix products in every weight layout equal the plain one, and rows do not depend on each other."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""The log probabilities of a prompt, against transformers, however the prompt is cut."""
+"""Prompt logprobs equal those of transformers, with any chunks."""
 
 import pytest
 import torch

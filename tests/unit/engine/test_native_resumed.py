@@ -1,4 +1,4 @@
-"""An answer that another worker goes on with is the one that nobody disturbed, wherever it was cut."""
+"""An answer that another worker resumes equals the uninterrupted one, wherever it was cut."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""A thought ends where its limit says, and nothing else is changed."""
+"""The thinking budget ends a thought at its limit and changes nothing else."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Tensors are taken by name and shape; what is missing, different or left over is an error that names it."""
+"""Tensors are read by name and shape; a missing, different or unused one is an error that names it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which releases of a library are taken."""
+"""The supported releases of a library."""
 
 import pytest
 

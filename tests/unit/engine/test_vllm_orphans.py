@@ -1,4 +1,4 @@
-"""A child of a worker that was killed is killed, too."""
+"""The children of a killed worker are killed, too."""
 
 import multiprocessing
 import os
@@ -38,7 +38,9 @@ def test_a_child_ends_with_its_killed_parent(monkeypatch):
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
 
-    assert here.poll(DEADLINE_S)  # the pipe's other end is closed: nobody who had it lives
+    assert here.poll(
+        DEADLINE_S
+    )  # the pipe's other end is closed: all processes that had it have ended
     with pytest.raises(EOFError):
         here.recv()
     assert child != parent.pid

@@ -1,4 +1,4 @@
-"""Which vLLM is taken: `test_installed` has the rest."""
+"""The check of the installed vLLM; `test_startup` has the rest."""
 
 import logging
 import os
