@@ -236,7 +236,7 @@ def memcpy(num_bytes: int) -> Copy:
 def pull(mine: agent.TransferAgent, peer: api.Peer, num_blocks: int, *, is_scattered: bool) -> Copy:
     chosen = random.Random(num_blocks).sample(range(LAYOUT.num_blocks), num_blocks)
     remote = chosen if is_scattered else range(num_blocks)
-    transfer = mine.prepare(api.Operation.READ, peer, range(num_blocks), remote)
+    transfer = mine.prepare(api.TransferOperation.READ, peer, range(num_blocks), remote)
 
     async def copy() -> None:
         await transfer.post(deadline_s=DEADLINE_S)

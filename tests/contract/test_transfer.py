@@ -23,7 +23,7 @@ from dynamo.transfer.backends import local
 from transfer_peer import LAYOUT, NIXL, blocks_of, content, needs_nixl
 
 ACROSS = ["shm", "tcp", "tcp-token", "tcp-tls", "shm-token", NIXL]
-READ, WRITE = api.Operation.READ, api.Operation.WRITE
+READ, WRITE = api.TransferOperation.READ, api.TransferOperation.WRITE
 WAYS = ["local", *ACROSS]
 SOON_S, LONG_S = 0.3, 30.0
 GIVEN_UP = "given up"

@@ -22,7 +22,7 @@ from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link
 from transfer_peer import LAYOUT, blocks_of, content
 
-READ = api.Operation.READ
+READ = api.TransferOperation.READ
 OPEN = membership.NO_CREDENTIALS
 LONG_S = 30.0
 GARBAGE = st.builds(

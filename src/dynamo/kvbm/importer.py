@@ -127,7 +127,7 @@ class KvImporter:
             await self._before_copy(kv_import)
         agent = await self._agent.get_started()
         copy = agent.prepare(
-            transfer.Operation.READ, peer, kv_import.local_blocks, kv_import.remote_blocks
+            transfer.TransferOperation.READ, peer, kv_import.local_blocks, kv_import.remote_blocks
         )
         try:
             await copy.post(deadline_s=self._timeout_s)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from dynamo.base import errors
 from dynamo.transfer import api, descriptors, memory, messages, plan, routes
-from dynamo.transfer.job import Job, TimeLimit
+from dynamo.transfer.job import ThreadJob, TimeLimit
 
 NUM_CONNECTING = 8  # peers to which we connect at the same time
 NUM_THREADS = 4  # transfers with one peer that run at the same time, and so its connections
@@ -25,20 +25,20 @@ class ConnectedPeer:
     """An `api.Peer`. Its threads are started when they are first needed."""
 
     def __init__(
-        self, metadata: descriptors.Metadata, backend: routes.Backend, route: routes.Route
+        self, metadata: descriptors.Metadata, backend: routes.Backend, route: routes.TransferRoute
     ) -> None:
         self.name, self.epoch, self.layout = metadata.name, metadata.epoch, metadata.layout
         self.backend, self.capabilities = backend.name, backend.capabilities
         self.route = route
         self._threads = ThreadPoolExecutor(NUM_THREADS, f"transfer-{metadata.name}")
-        self._jobs: list[Job[None]] = []
+        self._jobs: list[ThreadJob[None]] = []
         self.is_closed = False
 
-    def submit(self, work: Callable[[TimeLimit], None], *, deadline_s: float) -> Job[None]:
+    def submit(self, work: Callable[[TimeLimit], None], *, deadline_s: float) -> ThreadJob[None]:
         """Run `work` in one of the peer's threads. Raises TransferError when the peer is closed."""
         if self.is_closed:
             raise errors.TransferError(f"{self.name} is not connected any more")
-        job = Job(self._threads, work, deadline_s=deadline_s)
+        job = ThreadJob(self._threads, work, deadline_s=deadline_s)
         self._jobs = [job, *(each for each in self._jobs if each.is_running)]
         return job
 
@@ -54,9 +54,11 @@ class ConnectedPeer:
 class PreparedTransfer:
     """An `api.Transfer`."""
 
-    def __init__(self, operation: api.Operation, peer: ConnectedPeer, copies: plan.Plan) -> None:
+    def __init__(
+        self, operation: api.TransferOperation, peer: ConnectedPeer, copies: plan.Plan
+    ) -> None:
         self._operation, self._peer, self._plan = operation, peer, copies
-        self._job: Job[None] | None = None
+        self._job: ThreadJob[None] | None = None
         self._outcome: asyncio.Future[None] | None = None
         self._is_released = False
         self._quick_pattern = copies.pattern() if self._is_quick else None
@@ -204,13 +206,13 @@ class TransferAgent:
             return peer
         plan.check_fit(local.layout, remote.layout, remote.name)
         backend = self._backends[descriptors.choose_backend(local, remote)]
-        target = routes.Target(
+        target = routes.PeerTarget(
             name=remote.name,
             epoch=remote.epoch,
             address=remote.addresses[backend.name],
             num_bytes=remote.layout.num_bytes,
         )
-        job = Job(
+        job = ThreadJob(
             self._connecting,
             lambda limit: backend.connect(target, limit),
             deadline_s=deadline_s,
@@ -231,14 +233,14 @@ class TransferAgent:
 
     def prepare(
         self,
-        operation: api.Operation,
+        operation: api.TransferOperation,
         peer: api.Peer,
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
     ) -> PreparedTransfer:
         connected = self._connected(peer)
         can = connected.capabilities
-        is_read = operation is api.Operation.READ
+        is_read = operation is api.TransferOperation.READ
         if not (can.can_read if is_read else can.can_write):
             raise errors.TransferError(f"{operation} by {connected.backend} cannot be done")
         written = local_blocks if is_read else remote_blocks

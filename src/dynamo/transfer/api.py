@@ -4,7 +4,7 @@
     agent.register(Region(memory=memory, layout=layout))      # torch.frombuffer(memory, ...) is the KV cache
     hello = agent.export_metadata()                           # bytes; travels on the request plane or in discovery
     peer = await agent.connect(hello_of_peer, deadline_s=5)   # once per peer, ahead of need
-    transfer = agent.prepare(Operation.READ, peer, local_blocks, remote_blocks)
+    transfer = agent.prepare(TransferOperation.READ, peer, local_blocks, remote_blocks)
     try:
         await transfer.post(deadline_s=5, notification=b"pulled 7")
     finally:
@@ -38,7 +38,7 @@ from typing import Protocol
 from dynamo.transfer.descriptors import Layout, Region
 
 
-class Operation(enum.StrEnum):
+class TransferOperation(enum.StrEnum):
     """READ copies remote blocks into local ones, WRITE local blocks into remote ones, seen from the posting side."""
 
     READ = "read"
@@ -173,7 +173,7 @@ class Agent(Protocol):
 
     def prepare(
         self,
-        operation: Operation,
+        operation: TransferOperation,
         peer: Peer,
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],

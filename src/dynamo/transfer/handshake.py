@@ -37,8 +37,8 @@ def enter(
         )
     except errors.RemoteProtocolError as error:
         raise errors.TransferError(f"the peer {error}") from error
-    link.send(messages.Hello(name, epoch), limit)
-    link.receive(messages.Welcome, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
+    link.send(messages.AgentHello(name, epoch), limit)
+    link.receive(messages.AgentWelcome, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
 
 
 def admit(
@@ -53,10 +53,10 @@ def admit(
 
 def welcome(link: Link, *, epoch: str, limit: TimeLimit) -> str:
     """Check that an authenticated client expects this server; return its name. Raises RemoteProtocolError if not."""
-    hello = link.receive(messages.Hello, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
+    hello = link.receive(messages.AgentHello, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
     if hello.epoch != epoch:
         raise errors.RemoteProtocolError(
             "the worker has restarted since it gave out its metadata; ask for its new one"
         )
-    link.send(messages.Welcome(), limit)
+    link.send(messages.AgentWelcome(), limit)
     return hello.name

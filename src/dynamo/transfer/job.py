@@ -61,7 +61,7 @@ class TimeLimit:
                 self._interrupt = None
 
 
-class Job(Generic[T]):
+class ThreadJob(Generic[T]):
     """A job that starts with its construction, on a running loop. Cancelling `outcome` stops the work soon."""
 
     def __init__(

@@ -103,14 +103,18 @@ class Window:
 
 
 def move(
-    operation: api.Operation, local: Window, remote: Window, pattern: Pattern, limit: TimeLimit
+    operation: api.TransferOperation,
+    local: Window,
+    remote: Window,
+    pattern: Pattern,
+    limit: TimeLimit,
 ) -> None:
     """Copy all pieces of the pattern in the direction of the operation. Raises TransferError at the time limit.
 
     Nothing is checked per piece: a plan has no block outside its pools, and no window is shorter than its pool.
     """
     target, source = local, remote
-    if operation is api.Operation.WRITE:
+    if operation is api.TransferOperation.WRITE:
         target, source, pattern = remote, local, pattern.turned()
     cuts = [(slice(to, to + n), slice(of, of + n), n) for to, of, n in pattern.stencil]
     num_copied = 0

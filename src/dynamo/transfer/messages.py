@@ -2,8 +2,8 @@
 
     server                          client
                                     (first both prove that they are of one cluster: `handshake`)
-                            ◀──     Hello(its name, the epoch it expects)
-    Welcome                 ──▶
+                            ◀──     AgentHello(its name, the epoch it expects)
+    AgentWelcome            ──▶
                             ◀──     Attach                      shared memory: the answer brings a descriptor
                             ◀──     Read(pieces)                bytes follow the answer (and their checksum)
                             ◀──     Write(pieces), bytes (and their checksum)
@@ -30,12 +30,12 @@ MAX_FRAME_BYTES = 16 * MAX_PIECES + 1024
 CHECKSUM_BYTES = 8
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class AgentHello(msgspec.Struct, frozen=True, tag="hello"):
     name: str
     epoch: str
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+class AgentWelcome(msgspec.Struct, frozen=True, tag="welcome"):
     pass
 
 

@@ -30,7 +30,7 @@ class Exposed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class PeerTarget:
     """The agent to connect to."""
 
     name: str
@@ -40,10 +40,10 @@ class Target:
     """The size of its pool."""
 
 
-class Route(Protocol):
+class TransferRoute(Protocol):
     """A connection to one peer. Several threads may use it at once."""
 
-    def move(self, operation: api.Operation, pattern: Pattern, limit: TimeLimit) -> None:
+    def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
         """Copy all pieces of the pattern. Raises TransferError; then nothing is being copied any more."""
         ...
 
@@ -73,7 +73,7 @@ class Backend(Protocol):
         """Open the memory to peers; return the address, None if they cannot reach it this way. Raises ConfigError."""
         ...
 
-    def connect(self, target: Target, limit: TimeLimit) -> Route:
+    def connect(self, target: PeerTarget, limit: TimeLimit) -> TransferRoute:
         """Connect to a peer, after `listen`. Raises TransferError."""
         ...
 

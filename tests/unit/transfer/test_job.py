@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dynamo.base import errors
-from dynamo.transfer.job import MAX_DEADLINE_S, Job, TimeLimit
+from dynamo.transfer.job import MAX_DEADLINE_S, ThreadJob, TimeLimit
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def threads():
 
 
 async def test_result_comes_out(threads):
-    job = Job(threads, lambda limit: 7, deadline_s=10)
+    job = ThreadJob(threads, lambda limit: 7, deadline_s=10)
 
     assert await job.outcome == 7
     assert not job.is_running
@@ -29,7 +29,7 @@ async def test_error_comes_out(threads):
         raise errors.TransferError("the peer is gone")
 
     with pytest.raises(errors.TransferError, match="the peer is gone"):
-        await Job(threads, fail, deadline_s=10).outcome
+        await ThreadJob(threads, fail, deadline_s=10).outcome
 
 
 async def test_stop_waits_until_the_thread_has_ended(threads):
@@ -43,7 +43,7 @@ async def test_stop_waits_until_the_thread_has_ended(threads):
         left.append(True)
         limit.remaining_s()
 
-    job = Job(threads, work, deadline_s=10)
+    job = ThreadJob(threads, work, deadline_s=10)
     await asyncio.to_thread(begun.wait, 10)
 
     await job.stop()
@@ -54,7 +54,9 @@ async def test_stop_waits_until_the_thread_has_ended(threads):
 
 async def test_result_that_comes_as_its_caller_is_cancelled_is_discarded(threads):
     discarded, may_end = [], threading.Event()
-    job = Job(threads, lambda limit: may_end.wait(10), deadline_s=10, discard=discarded.append)
+    job = ThreadJob(
+        threads, lambda limit: may_end.wait(10), deadline_s=10, discard=discarded.append
+    )
     caller = asyncio.create_task(job.result())
     job.outcome.add_done_callback(lambda _: caller.cancel())  # before the caller hears of it
     await asyncio.sleep(0)  # the caller waits
@@ -68,10 +70,10 @@ async def test_result_that_comes_as_its_caller_is_cancelled_is_discarded(threads
 
 async def test_deadline_holds_while_waiting_for_a_thread(threads):
     release = threading.Event()
-    first = Job(threads, lambda limit: release.wait(10), deadline_s=10)
+    first = ThreadJob(threads, lambda limit: release.wait(10), deadline_s=10)
 
     with pytest.raises(errors.TransferError, match="other jobs were ahead of it"):
-        await Job(threads, lambda limit: None, deadline_s=0.05).outcome
+        await ThreadJob(threads, lambda limit: None, deadline_s=0.05).outcome
 
     release.set()
     await first.outcome
@@ -85,7 +87,7 @@ async def test_result_of_a_stopped_job_is_discarded(threads):
         release.wait(10)
         return "a route"
 
-    job = Job(threads, work, deadline_s=10, discard=discarded.append)
+    job = ThreadJob(threads, work, deadline_s=10, discard=discarded.append)
     await asyncio.to_thread(begun.wait, 10)
     job.outcome.cancel()
     await asyncio.sleep(0)  # its callbacks

@@ -11,7 +11,7 @@ from dynamo.transfer import api, memory
 from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.plan import Pattern
 
-READ, WRITE = api.Operation.READ, api.Operation.WRITE
+READ, WRITE = api.TransferOperation.READ, api.TransferOperation.WRITE
 MIB = 2**20
 
 

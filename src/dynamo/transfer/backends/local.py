@@ -33,7 +33,7 @@ class LocalBackend:
         self._room.present[exposed.epoch] = exposed
         return f"{self._room.id}/{exposed.epoch}"
 
-    def connect(self, target: routes.Target, limit: TimeLimit) -> "LocalRoute":
+    def connect(self, target: routes.PeerTarget, limit: TimeLimit) -> "LocalRoute":
         assert self._exposed is not None, "connect before listen"
         limit.remaining_s()
         return LocalRoute(self._room, self._exposed, target)
@@ -46,12 +46,12 @@ class LocalBackend:
 class LocalRoute:
     """A route that looks its peer up for each operation, so that a closed one is noticed."""
 
-    def __init__(self, room: Room, own: routes.Exposed, target: routes.Target) -> None:
+    def __init__(self, room: Room, own: routes.Exposed, target: routes.PeerTarget) -> None:
         self._room, self._own, self._target = room, own, target
         self._local = memory.Window(own.region.memory)
         self._remote = memory.Window(self._peer().region.memory)
 
-    def move(self, operation: api.Operation, pattern: Pattern, limit: TimeLimit) -> None:
+    def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
         self._peer()
         memory.move(operation, self._local, self._remote, pattern, limit)
 

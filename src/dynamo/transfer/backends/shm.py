@@ -43,7 +43,7 @@ class ShmBackend:
         )
         return address
 
-    def connect(self, target: routes.Target, limit: TimeLimit) -> "ShmRoute":
+    def connect(self, target: routes.PeerTarget, limit: TimeLimit) -> "ShmRoute":
         assert self._exposed is not None, "connect before listen"
         assert self._window is not None
         own = self._exposed
@@ -78,7 +78,7 @@ class ShmRoute:
     def __init__(self, local: memory.Window, remote: memory.Window, links: LinkPool) -> None:
         self._local, self._remote, self._links = local, remote, links
 
-    def move(self, operation: api.Operation, pattern: Pattern, limit: TimeLimit) -> None:
+    def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
         memory.move(operation, self._local, self._remote, pattern, limit)
 
     def notify(self, message: bytes, limit: TimeLimit) -> None:

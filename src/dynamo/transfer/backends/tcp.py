@@ -69,7 +69,7 @@ class TcpBackend:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{sock.getsockname()[1]}"
 
-    def connect(self, target: routes.Target, limit: TimeLimit) -> "TcpRoute":
+    def connect(self, target: routes.PeerTarget, limit: TimeLimit) -> "TcpRoute":
         assert self._exposed is not None, "connect before listen"
         host, port = _split(target.address)
         if self._is_open and not membership.is_loopback(host):
@@ -116,8 +116,8 @@ class TcpRoute:
     def __init__(self, memory: memoryview, links: LinkPool, *, is_summed: bool) -> None:
         self._memory, self._links, self._is_summed = memory, links, is_summed
 
-    def move(self, operation: api.Operation, pattern: Pattern, limit: TimeLimit) -> None:
-        step = self._pull if operation is api.Operation.READ else self._push
+    def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
+        step = self._pull if operation is api.TransferOperation.READ else self._push
         with self._links.borrow(limit) as link:
             for batch in _batches(pattern.pieces()):
                 step(link, batch, limit)

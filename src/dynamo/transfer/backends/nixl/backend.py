@@ -50,14 +50,14 @@ class NixlBackend:
     def listen(self, exposed: routes.Exposed) -> str:
         self._exposed, self._window = exposed, memory.Window(exposed.region.memory)
         try:
-            own = endpoint.Endpoint(exposed.epoch, self._window)
+            own = endpoint.NixlEndpoint(exposed.epoch, self._window)
             address = nixl_messages.Address(own.contact, self._window.address)
         except errors.TransferError as error:
             raise errors.ConfigError(f"NIXL cannot open this pool: {error}") from error
         self._service = server.NixlServer(own, exposed)
         return base64.b85encode(nixl_messages.encode(address)).decode()
 
-    def connect(self, target: routes.Target, limit: TimeLimit) -> "NixlRoute":
+    def connect(self, target: routes.PeerTarget, limit: TimeLimit) -> "NixlRoute":
         assert self._exposed is not None, "connect before listen"
         assert self._window is not None
         try:
@@ -82,12 +82,12 @@ class NixlRoute:
         self,
         name: str,
         window: memory.Window,
-        target: routes.Target,
+        target: routes.PeerTarget,
         address: nixl_messages.Address,
     ) -> None:
         self._name, self._window, self._target, self._address = name, window, target, address
         self._turn = threading.Lock()
-        self._endpoint: endpoint.Endpoint | None = None
+        self._endpoint: endpoint.NixlEndpoint | None = None
         self._numbers = itertools.count(1)
 
     def warm(self, limit: TimeLimit) -> None:
@@ -95,7 +95,7 @@ class NixlRoute:
         with self._borrow(limit):
             pass
 
-    def move(self, operation: api.Operation, pattern: Pattern, limit: TimeLimit) -> None:
+    def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
         with self._borrow(limit) as own:
             for stretch in stretches(pattern.pieces()):
                 limit.remaining_s()
@@ -126,7 +126,7 @@ class NixlRoute:
                     self._end()
 
     @contextmanager
-    def _borrow(self, limit: TimeLimit) -> Iterator[endpoint.Endpoint]:
+    def _borrow(self, limit: TimeLimit) -> Iterator[endpoint.NixlEndpoint]:
         while not self._turn.acquire(timeout=min(_LOOK_S, limit.remaining_s())):
             pass
         try:
@@ -145,7 +145,7 @@ class NixlRoute:
 
     def _enter(self, limit: TimeLimit) -> None:
         """Make a new endpoint and exchange greetings with the peer."""
-        self._endpoint = endpoint.Endpoint(f"{self._name}/{secrets.token_hex(8)}", self._window)
+        self._endpoint = endpoint.NixlEndpoint(f"{self._name}/{secrets.token_hex(8)}", self._window)
         try:
             self._greet(self._endpoint, limit)
         except errors.TransferError as error:
@@ -153,7 +153,7 @@ class NixlRoute:
                 f"cannot connect to {self._target.name} by NIXL: {error}"
             ) from error
 
-    def _greet(self, own: endpoint.Endpoint, limit: TimeLimit) -> None:
+    def _greet(self, own: endpoint.NixlEndpoint, limit: TimeLimit) -> None:
         if (name := own.add_peer(self._address.contact)) != self._target.epoch:
             raise errors.TransferError(f"that address is {name}'s")
         hello = nixl_messages.NixlHello(self._name, own.answer_contact)
@@ -161,7 +161,7 @@ class NixlRoute:
         if not isinstance(answer := self._receive(own, limit), nixl_messages.NixlWelcome):
             raise errors.RemoteProtocolError(f"expected a welcome, got {type(answer).__name__}")
 
-    def _receive(self, own: endpoint.Endpoint, limit: TimeLimit) -> nixl_messages.NixlMessage:
+    def _receive(self, own: endpoint.NixlEndpoint, limit: TimeLimit) -> nixl_messages.NixlMessage:
         """Return the peer's next message."""
         wait = endpoint.Wait(limit)
         while not (received := own.receive()):

@@ -29,7 +29,7 @@ _PAUSE_S = 0.0001
 T = TypeVar("T")
 
 
-class Endpoint:
+class NixlEndpoint:
     """Opens one region of ours, and knows its peers. Every method raises TransferError if NIXL fails."""
 
     def __init__(self, name: str, window: memory.Window) -> None:
@@ -73,7 +73,7 @@ class Endpoint:
 
     def move(
         self,
-        operation: api.Operation,
+        operation: api.TransferOperation,
         peer: str,
         pool_at: int,
         pieces: Sequence[Piece],
@@ -112,7 +112,7 @@ class Endpoint:
 
     def _begin(
         self,
-        operation: api.Operation,
+        operation: api.TransferOperation,
         peer: str,
         local_parts: list[tuple[int, int, int]],
         remote_parts: list[tuple[int, int, int]],

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from dynamo.base import errors
 from dynamo.transfer.backends.nixl import messages as nixl_messages
-from dynamo.transfer.backends.nixl.endpoint import Endpoint
+from dynamo.transfer.backends.nixl.endpoint import NixlEndpoint
 from dynamo.transfer.job import MAX_DEADLINE_S, TimeLimit
 from dynamo.transfer.routes import Exposed
 
@@ -27,7 +27,7 @@ _JOIN_S = 5.0
 class NixlServer:
     """Serves from construction to `close`, and owns the endpoint."""
 
-    def __init__(self, endpoint: Endpoint, exposed: Exposed) -> None:
+    def __init__(self, endpoint: NixlEndpoint, exposed: Exposed) -> None:
         self._endpoint, self._exposed = endpoint, exposed
         self._names: OrderedDict[str, str] = OrderedDict()  # the names that peers gave themselves
         self._answers: queue.SimpleQueue[tuple[str, nixl_messages.NixlMessage]] = (
