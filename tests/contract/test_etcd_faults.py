@@ -91,7 +91,7 @@ async def told_until(watch, put):
 
 
 @pytest.mark.parametrize("is_empty", [False, True], ids=["with its data", "empty"])
-async def test_a_restart_of_etcd_is_seen_by_nobody(etcd, join, is_empty):
+async def test_restart_of_etcd_changes_no_snapshot(etcd, join, is_empty):
     a, b = await join(), await join()
     await a.put("v1/a", b"a")
     await b.put("v1/b", b"b")
@@ -108,9 +108,7 @@ async def test_a_restart_of_etcd_is_seen_by_nobody(etcd, join, is_empty):
     assert await b.get_prefix("v1/") == {"v1/a": b"a", "v1/b": b"b", "v1/news": b""}
 
 
-async def test_who_does_not_come_back_with_etcd_is_forgotten_after_a_time_to_live(
-    etcd, join, owner
-):
+async def test_member_that_does_not_return_with_etcd_expires(etcd, join, owner):
     a = await join()
     await a.put("v1/a", b"")
     watch = a.watch("v1/")
@@ -124,7 +122,7 @@ async def test_who_does_not_come_back_with_etcd_is_forgotten_after_a_time_to_liv
     assert await a.get_prefix("v1/") == {"v1/a": b""}
 
 
-async def test_an_etcd_that_is_stopped_for_longer_than_a_lease_is_seen_by_nobody(etcd, join):
+async def test_etcd_stopped_for_longer_than_a_lease_changes_no_snapshot(etcd, join):
     a, b = await join(), await join()
     await a.put("v1/a", b"")
     watch = b.watch("v1/")
@@ -138,9 +136,7 @@ async def test_an_etcd_that_is_stopped_for_longer_than_a_lease_is_seen_by_nobody
     await until_there(etcd, {"v1/a", "v1/news"})
 
 
-async def test_a_process_that_is_stopped_for_longer_than_its_lease_comes_back_as_itself(
-    join, owner
-):
+async def test_process_stopped_for_longer_than_its_lease_keeps_its_id(join, owner):
     a = await join()
     watch = a.watch("v1/")
     await take(watch, 1)
@@ -152,7 +148,7 @@ async def test_a_process_that_is_stopped_for_longer_than_its_lease_comes_back_as
     assert await take(watch, 1) == [Put(key="v1/owner", value=b"here")]
 
 
-async def test_a_partitioned_member_is_forgotten_by_others_and_forgets_nobody(join, proxy):
+async def test_partitioned_member_expires_and_keeps_its_view(join, proxy):
     cut_off, other = await join(await proxy.start()), await join(lease_ttl_s=20)
     await cut_off.put("v1/cut", b"")
     await other.put("v1/other", b"")
@@ -170,9 +166,7 @@ async def test_a_partitioned_member_is_forgotten_by_others_and_forgets_nobody(jo
     assert await take(inside, 1) == [Put(key="v1/news", value=b"")]
 
 
-async def test_what_changes_during_a_partition_is_told_after_it_though_history_was_compacted(
-    etcd, join, proxy
-):
+async def test_changes_during_a_partition_arrive_after_compaction(etcd, join, proxy):
     cut_off, other = await join(await proxy.start()), await join()
     await other.put("v1/goes", b"")
     await other.put("v1/changes", b"old")
@@ -196,7 +190,7 @@ async def test_what_changes_during_a_partition_is_told_after_it_though_history_w
     [(1, connection.HistoryLost), (1_000_000, errors.Unavailable)],
     ids=["forgotten", "of another etcd"],
 )
-async def test_a_watch_from_a_revision_that_etcd_does_not_know_ends(etcd, join, revision, error):
+async def test_watch_from_an_unknown_revision_ends(etcd, join, revision, error):
     member = await join()
     for value in (b"1", b"2", b"3"):
         await member.put("k", value)
@@ -222,7 +216,7 @@ async def test_ten_thousand_changes_at_once_all_arrive(etcd, join):
     assert told == gone == {f"v1/{n:05}" for n in range(10_000)}
 
 
-async def test_two_hundred_members_join_at_once_and_leave_at_once(join):
+async def test_two_hundred_members_join_and_leave_at_once(join):
     watch = (await join()).watch("v1/")
     members = await asyncio.gather(*(join() for _ in range(200)))
     puts = (member.put(f"v1/{n}", b"") for n, member in enumerate(members))
@@ -238,7 +232,7 @@ async def test_two_hundred_members_join_at_once_and_leave_at_once(join):
     )
 
 
-async def test_of_several_endpoints_the_next_is_tried_when_one_fails(etcd, join, proxy):
+async def test_next_endpoint_is_tried_when_one_fails(etcd, join, proxy):
     first = await proxy.start()
     member = await join("127.0.0.1:1", first, etcd.address)
     await member.put("v1/a", b"")
@@ -251,7 +245,7 @@ async def test_of_several_endpoints_the_next_is_tried_when_one_fails(etcd, join,
     assert await take(watch, 1) == [Put(key="v1/b", value=b"")]
 
 
-async def test_of_a_cluster_any_one_may_die_the_leader_too(tmp_path):
+async def test_any_server_of_a_cluster_may_die(tmp_path):
     servers = [EtcdServer(tmp_path / name, name=name) for name in ("one", "two", "three")]
     try:
         for server in servers:
@@ -276,7 +270,7 @@ async def test_of_a_cluster_any_one_may_die_the_leader_too(tmp_path):
             server.stop()
 
 
-async def test_what_is_put_and_deleted_while_etcd_is_away_is_so_when_it_is_back(etcd, join):
+async def test_puts_and_deletes_during_an_outage_are_applied_after_it(etcd, join):
     a = await join()
     await a.put("v1/old", b"")
     etcd.stop()
@@ -288,7 +282,7 @@ async def test_what_is_put_and_deleted_while_etcd_is_away_is_so_when_it_is_back(
     await until_there(etcd, {"v1/new"})
 
 
-async def test_without_etcd_nobody_reads_for_ever_and_everybody_can_leave(etcd, join, monkeypatch):
+async def test_outage_blocks_neither_reads_nor_close(etcd, join, monkeypatch):
     monkeypatch.setattr("dynamo.runtime.backends.etcd.discovery.READ_TIMEOUT_S", 0.5)
     a = await join()
     await a.put("v1/a", b"")
@@ -300,9 +294,7 @@ async def test_without_etcd_nobody_reads_for_ever_and_everybody_can_leave(etcd, 
         await a.close()
 
 
-async def test_an_etcd_that_is_absent_at_the_start_is_named_once_with_what_to_do(
-    join, unused_tcp_port, caplog
-):
+async def test_absent_etcd_is_named_once_with_what_to_do(join, unused_tcp_port, caplog):
     with (
         caplog.at_level(logging.WARNING),
         pytest.raises(errors.ConfigError, match=r"no etcd within 1 s.*--discovery-backend file"),
@@ -315,7 +307,7 @@ async def test_an_etcd_that_is_absent_at_the_start_is_named_once_with_what_to_do
     assert "--discovery-backend file" in said[0]
 
 
-async def test_an_etcd_may_start_later_than_we(etcd, join):
+async def test_etcd_may_start_after_the_member(etcd, join):
     etcd.stop()
     joining = asyncio.create_task(join())
     etcd.start()
@@ -323,9 +315,7 @@ async def test_an_etcd_may_start_later_than_we(etcd, join):
     await (await joining).put("v1/a", b"")
 
 
-async def test_a_member_that_is_cancelled_while_it_waits_for_etcd_ends_at_once(
-    join, unused_tcp_port
-):
+async def test_member_cancelled_while_it_waits_for_etcd_ends_at_once(join, unused_tcp_port):
     joining = asyncio.create_task(join(f"127.0.0.1:{unused_tcp_port}"))
     await asyncio.sleep(0)
     joining.cancel()
@@ -335,7 +325,7 @@ async def test_a_member_that_is_cancelled_while_it_waits_for_etcd_ends_at_once(
     assert joining.cancelled()
 
 
-async def test_a_value_that_is_too_large_is_refused_and_harms_nothing_else(etcd, join):
+async def test_too_large_value_is_refused_alone(etcd, join):
     a = await join()
     await a.put("v1/a", b"")
     with pytest.raises(errors.ConfigError, match="expected at most 1048576 bytes"):
@@ -345,7 +335,7 @@ async def test_a_value_that_is_too_large_is_refused_and_harms_nothing_else(etcd,
     assert etcd.held().keys() == {"v1/a", "v1/b"}
 
 
-async def test_a_wrong_password_is_refused_at_once_and_the_right_one_is_not(etcd):
+async def test_wrong_password_is_refused_at_once(etcd):
     enable_users(etcd)
     for known in ({"username": "root", "password": "wrong"}, {}):
         whereto = access.EtcdAccess(addresses=(etcd.address,), **known)
@@ -359,7 +349,7 @@ async def test_a_wrong_password_is_refused_at_once_and_the_right_one_is_not(etcd
     await member.close()
 
 
-async def test_with_certificates_both_sides_know_whom_they_talk_to(tmp_path):
+async def test_certificates_authenticate_both_sides(tmp_path):
     environ = make_certificates(tmp_path)
     flags = ("--cert-file", tmp_path / "server.pem", "--key-file", tmp_path / "server.key")
     flags += ("--trusted-ca-file", tmp_path / "ca.pem", "--client-cert-auth")
@@ -379,7 +369,7 @@ async def test_with_certificates_both_sides_know_whom_they_talk_to(tmp_path):
         server.stop()
 
 
-async def test_who_is_logged_in_for_longer_than_his_token_lives_goes_on(tmp_path):
+async def test_expired_auth_token_is_renewed(tmp_path):
     subprocess.run(
         ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "key"],
         cwd=tmp_path,

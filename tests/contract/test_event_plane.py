@@ -91,7 +91,7 @@ class Ear:
         return spoken
 
 
-async def test_a_listener_hears_numbered_messages_in_order(network):
+async def test_subscriber_gets_numbered_messages_in_order(network):
     (speaker, speaker_id), (listener, _) = network.join(), network.join()
     await speaker.advertise(TOPIC)
     ear = Ear()
@@ -107,7 +107,7 @@ async def test_a_listener_hears_numbered_messages_in_order(network):
     assert {(e.topic, e.publisher) for e in ear.events} == {(TOPIC, speaker_id)}
 
 
-async def test_a_listener_hears_publishers_that_come_later(network):
+async def test_subscriber_gets_messages_of_later_publishers(network):
     (listener, _), (first, first_id) = network.join(), network.join()
     await first.advertise(TOPIC)
     ear = Ear()
@@ -122,7 +122,7 @@ async def test_a_listener_hears_publishers_that_come_later(network):
     assert {e.publisher for e in ear.events} <= {first_id, second_id}
 
 
-async def test_a_process_hears_itself(network):
+async def test_subscriber_gets_messages_of_its_own_process(network):
     plane, plane_id = network.join()
     await plane.advertise(TOPIC)
     ear = Ear()
@@ -132,7 +132,7 @@ async def test_a_process_hears_itself(network):
     assert ear.events[0].publisher == plane_id
 
 
-async def test_topics_are_heard_and_numbered_apart(network):
+async def test_topics_are_delivered_and_numbered_separately(network):
     (speaker, _), (listener, _) = network.join(), network.join()
     longer = TOPIC + "-more"  # a topic that begins with another's name is another topic
     for topic in (TOPIC, longer):
@@ -153,7 +153,7 @@ async def test_topics_are_heard_and_numbered_apart(network):
     assert {e.topic for e in longer_ear.events} == {longer}
 
 
-async def test_a_closed_subscription_hears_nothing_more_and_others_do(network):
+async def test_closed_subscription_gets_nothing_while_others_do(network):
     (speaker, _), (listener, _) = network.join(), network.join()
     await speaker.advertise(TOPIC)
     closed_ear, ear = Ear(), Ear()
@@ -170,7 +170,7 @@ async def test_a_closed_subscription_hears_nothing_more_and_others_do(network):
     assert closed_ear.events == heard_before
 
 
-async def test_a_topic_can_be_heard_again_after_its_last_listener_left(network):
+async def test_topic_can_be_subscribed_again_after_its_last_subscriber(network):
     (speaker, _), (listener, _) = network.join(), network.join()
     await speaker.advertise(TOPIC)
     ear, late_ear = Ear(), Ear()
@@ -183,7 +183,7 @@ async def test_a_topic_can_be_heard_again_after_its_last_listener_left(network):
     assert late_ear.events[0].number > ear.events[0].number
 
 
-async def test_a_listener_that_fails_harms_no_other(network):
+async def test_failing_subscriber_does_not_affect_others(network):
     told = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     (speaker, _), (listener, _) = network.join(), network.join()
@@ -202,7 +202,7 @@ async def test_a_listener_that_fails_harms_no_other(network):
     assert isinstance(told[0]["exception"], ValueError)
 
 
-async def test_what_was_not_advertised_cannot_be_published(network):
+async def test_publish_without_advertise_is_an_error(network):
     speaker, _ = network.join()
     with pytest.raises(errors.LocalProtocolError, match="advertise"):
         speaker.publish(TOPIC, b"")
@@ -211,7 +211,7 @@ async def test_what_was_not_advertised_cannot_be_published(network):
         speaker.publish(TOPIC, b"")
 
 
-async def test_who_has_left_is_not_heard_and_may_leave_twice(network):
+async def test_closed_publisher_is_silent_and_closes_twice(network):
     (speaker, _), (listener, _) = network.join(), network.join()
     await speaker.advertise(TOPIC)
     ear = Ear()
@@ -228,7 +228,7 @@ async def test_who_has_left_is_not_heard_and_may_leave_twice(network):
     assert b"too late" not in [e.payload for e in ear.events]
 
 
-async def test_who_listened_may_leave_at_any_time(network):
+async def test_subscriber_may_close_at_any_time(network):
     (speaker, _), (listener, _) = network.join(), network.join()
     await speaker.advertise(TOPIC)
     ear = Ear()

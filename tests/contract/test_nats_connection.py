@@ -58,7 +58,7 @@ def secured(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["password", "token", "nkey"])
-async def test_credentials_let_us_in_and_without_them_we_are_told(tmp_path, kind):
+async def test_credentials_are_required_and_their_absence_is_named(tmp_path, kind):
     server, environ = secured(tmp_path, kind)
     to_nats = await join(server.url, environ)
     with pytest.raises(errors.ConfigError, match=r"does not let us in.*NATS_AUTH_TOKEN"):
@@ -79,7 +79,7 @@ def secured_by_tls(tmp_path):
     return server, server.url.replace("nats://", "tls://"), certificate
 
 
-async def test_tls_is_spoken_and_a_stranger_is_not_trusted(tmp_path):
+async def test_tls_connects_and_refuses_an_unknown_authority(tmp_path):
     server, url, certificate = secured_by_tls(tmp_path)
     to_nats = await join(url, {"NATS_TLS_CA_CERT_PATH": certificate})
     with pytest.raises(errors.ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -90,7 +90,7 @@ async def test_tls_is_spoken_and_a_stranger_is_not_trusted(tmp_path):
     server.stop()
 
 
-async def test_who_gives_up_connecting_leaves_nothing_open(tmp_path):
+async def test_cancelled_connect_leaves_nothing_open(tmp_path):
     server, url, _ = secured_by_tls(tmp_path)
     before = asyncio.all_tasks()
     for hundredths in range(1, 9):  # in the midst of an attempt, or between two
@@ -102,7 +102,7 @@ async def test_who_gives_up_connecting_leaves_nothing_open(tmp_path):
     server.stop()
 
 
-async def test_nobody_there_is_one_sentence_with_the_address_and_the_way_out(tmp_path, caplog):
+async def test_absent_server_is_one_sentence_with_its_address(tmp_path, caplog):
     server = servers.NatsServer(tmp_path)
     with pytest.raises(errors.ConfigError) as info:
         await join(server.url, start_timeout_s=0.5)
@@ -112,7 +112,7 @@ async def test_nobody_there_is_one_sentence_with_the_address_and_the_way_out(tmp
     assert len(caplog.records) == 1
 
 
-async def test_a_server_that_comes_late_is_found(tmp_path):
+async def test_server_that_starts_late_is_found(tmp_path):
     server = servers.NatsServer(tmp_path)
     joining = asyncio.ensure_future(join(server.url, start_timeout_s=15))
     await asyncio.sleep(0.1)
@@ -124,14 +124,14 @@ async def test_a_server_that_comes_late_is_found(tmp_path):
     server.stop()
 
 
-async def test_what_cannot_be_heard_is_unavailable(nats_server):
+async def test_refused_subscription_is_unavailable(nats_server):
     to_nats = await join(nats_server.url)
     with pytest.raises(errors.Unavailable, match="'a b'"):
         await to_nats.subscribe("a b", lambda *what: None)
     await to_nats.close()
 
 
-async def test_what_is_said_before_leaving_is_heard(nats_server):
+async def test_message_before_close_is_delivered(nats_server):
     to_nats, other = await join(nats_server.url), await join(nats_server.url)
     heard = []
     await other.subscribe("last.words", lambda subject, reply, data: heard.append(data))
@@ -147,7 +147,7 @@ async def test_what_is_said_before_leaving_is_heard(nats_server):
     await other.close()
 
 
-async def test_workers_of_one_process_are_asked_apart(nats_server):
+async def test_workers_of_one_process_have_separate_subjects(nats_server):
     settings = component.RuntimeConfig(
         discovery_backend="mem",
         request_plane="nats",
@@ -179,7 +179,7 @@ async def test_workers_of_one_process_are_asked_apart(nats_server):
     assert replies == {0: 0, 1: 1}
 
 
-def test_without_the_extra_it_is_named():
+def test_missing_extra_is_named():
     story = (
         "import sys; sys.modules['nats'] = None\n"
         "from dynamo.base import distribution\n"
@@ -191,7 +191,7 @@ def test_without_the_extra_it_is_named():
     assert "make setup EXTRAS=nats" in done.stderr
 
 
-async def test_leaving_while_the_server_is_away_leaves_nothing_behind(tmp_path, monkeypatch):
+async def test_close_during_an_outage_leaves_nothing_behind(tmp_path, monkeypatch):
     """Not even if nats-py's attempt to connect again fails in the moment in which it is cancelled."""
     server = start(tmp_path)
     joined = await join(server.url)

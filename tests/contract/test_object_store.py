@@ -32,33 +32,33 @@ async def open_store(request, tmp_path):
 
 
 @pytest.mark.parametrize("body", [b"", b"short", BIG], ids=["empty", "short", "big"])
-async def test_what_one_stores_another_reads(open_store, body):
+async def test_stored_object_is_read_by_another_process(open_store, body):
     url = await open_store().put("sha256-abc", body)
 
     assert await open_store().get(url, timeout_s=PATIENT_S) == body
 
 
-async def test_many_may_store_the_same(open_store):
+async def test_same_object_may_be_stored_by_many(open_store):
     urls = await asyncio.gather(*(open_store().put("k", BIG) for _ in range(4)))
 
     assert len(set(urls)) == 1
     assert await open_store().get(urls[0], timeout_s=PATIENT_S) == BIG
 
 
-async def test_what_nobody_stored_is_unavailable(open_store):
+async def test_absent_object_is_unavailable(open_store):
     store = open_store()
     url = await store.put("there", b"x")
     with pytest.raises(errors.Unavailable):
         await store.get(url.replace("there", "elsewhere"), timeout_s=PATIENT_S)
 
 
-async def test_what_is_too_long_is_refused(open_store):
+async def test_too_long_object_is_refused(open_store):
     store = open_store(object_store.ObjectStoreBounds(max_object_bytes=10))
     with pytest.raises(errors.LocalProtocolError, match=r"11 bytes.*10"):
         await store.put("k", b"x" * 11)
 
 
-async def test_a_full_store_says_so(open_store):
+async def test_full_store_is_an_error(open_store):
     store = open_store(object_store.ObjectStoreBounds(max_bytes=500_000))
     with pytest.raises(errors.Unavailable):
         await store.put("k", BIG)
@@ -74,7 +74,7 @@ async def nats(tmp_path):
     server.stop()
 
 
-async def test_what_is_fresh_is_not_stored_again_and_what_grows_old_is(nats):
+async def test_only_old_objects_are_stored_again(nats):
     patient = jetstream.NatsObjectStore(nats)
     hasty = jetstream.NatsObjectStore(nats, object_store.ObjectStoreBounds(max_age_s=0.0))
     await patient.put("k", b"x")
@@ -92,7 +92,7 @@ async def _version(nats):
     return (await bucket.get_info("k")).nuid
 
 
-async def test_objects_that_nobody_needs_vanish(nats):
+async def test_unused_objects_expire(nats):
     store = jetstream.NatsObjectStore(nats, object_store.ObjectStoreBounds(max_age_s=0.5))
     url = await store.put("k", b"x")
 
@@ -104,19 +104,19 @@ async def test_objects_that_nobody_needs_vanish(nats):
                 break
 
 
-async def test_an_object_that_is_too_long_is_not_read(nats):
+async def test_too_long_object_is_not_read(nats):
     url = await jetstream.NatsObjectStore(nats).put("k", b"x" * 100)
     careful = jetstream.NatsObjectStore(nats, object_store.ObjectStoreBounds(max_object_bytes=10))
     with pytest.raises(errors.Unavailable, match="100 bytes"):
         await careful.get(url, timeout_s=PATIENT_S)
 
 
-async def test_an_address_of_another_kind_is_named(nats):
+async def test_address_of_another_store_is_named(nats):
     with pytest.raises(errors.Unavailable, match="expected an object of"):
         await jetstream.NatsObjectStore(nats).get("http://x/y", timeout_s=1)
 
 
-async def test_without_a_server_it_is_unavailable_in_time(tmp_path):
+async def test_store_without_a_server_is_unavailable_in_time(tmp_path):
     server = servers.NatsServer(tmp_path / "nats")
     server.start()
     nats = await servers.connect(server.url)
@@ -126,7 +126,7 @@ async def test_without_a_server_it_is_unavailable_in_time(tmp_path):
     await nats.close()
 
 
-async def test_without_jetstream_it_is_unavailable(tmp_path):
+async def test_store_without_jetstream_is_unavailable(tmp_path):
     server = servers.NatsServer(tmp_path / "nats", jetstream=False)
     server.start()
     nats = await servers.connect(server.url)

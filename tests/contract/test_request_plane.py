@@ -175,7 +175,7 @@ def output(*tokens):
     return generate.Output(tokens)
 
 
-async def test_outputs_come_in_order_and_then_one_end(held):
+async def test_outputs_arrive_in_order_before_one_end(held):
     plane, holder, address = held
     receiver = Recorder()
     await plane.open(address, ECHO, {"a": 1}, receiver, headers={"x": "y"})
@@ -212,7 +212,7 @@ async def test_outputs_replies_and_a_failure_keep_their_order(held):
     assert (type(error), str(error)) == (errors.EngineFailed, "six")
 
 
-async def test_a_refusal_says_which_field_is_at_fault(held):
+async def test_request_error_names_the_field(held):
     plane, holder, address = held
     receiver = Recorder()
     await plane.open(address, ECHO, None, receiver)
@@ -222,7 +222,7 @@ async def test_a_refusal_says_which_field_is_at_fault(held):
     assert (type(error), error.param) == (errors.InvalidRequest, "guided_regex")
 
 
-async def test_what_many_streams_send_in_one_turn_is_one_frame(held, monkeypatch):
+async def test_outputs_of_one_loop_turn_share_one_frame(held, monkeypatch):
     plane, holder, address = held
     receivers = [Recorder() for _ in range(50)]
     for receiver in receivers:
@@ -282,7 +282,7 @@ async def test_crossing_cancel_and_finish_are_no_error(held):
     assert holder.cancelled == []
 
 
-async def test_signal_reaches_the_handler_and_the_stream_goes_on(held):
+async def test_signal_reaches_the_handler_and_the_stream_continues(held):
     plane, holder, address = held
     receiver = Recorder()
     stream = await plane.open(address, ECHO, None, receiver)
@@ -325,7 +325,7 @@ async def test_on_cancel_is_not_called_after_finish(held):
 @pytest.mark.parametrize(
     "error", [model_errors.ContextTooLong("too long"), errors.Overloaded("busy"), KeyError("a bug")]
 )
-async def test_what_a_handler_raises_is_the_end_of_its_stream(world, error, caplog):
+async def test_error_of_a_handler_ends_its_stream(world, error, caplog):
     def handler(call):
         raise error
 
@@ -341,7 +341,7 @@ async def test_what_a_handler_raises_is_the_end_of_its_stream(world, error, capl
         assert "a bug" in caplog.text
 
 
-async def test_a_receiver_that_raises_loses_its_own_stream_only(held, caplog):
+async def test_receiver_that_raises_loses_only_its_own_stream(held, caplog):
     plane, holder, address = held
     bad, good = Recorder(), Recorder()
     bad.receive = lambda output: 1 / 0
@@ -360,7 +360,7 @@ async def test_a_receiver_that_raises_loses_its_own_stream_only(held, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_a_receiver_that_raises_at_a_reply_loses_its_stream(held, caplog):
+async def test_receiver_that_raises_at_a_reply_loses_its_stream(held, caplog):
     plane, holder, address = held
     receiver = Recorder()
     receiver.replied = lambda body: 1 / 0
@@ -374,7 +374,7 @@ async def test_a_receiver_that_raises_at_a_reply_loses_its_stream(held, caplog):
     assert caplog.text.count("Traceback") == 1
 
 
-async def test_an_on_cancel_that_raises_harms_nobody(world, caplog):
+async def test_on_cancel_that_raises_affects_no_other_stream(world, caplog):
     def handler(call):
         call.on_cancel(lambda: 1 / 0)
 
@@ -389,7 +389,7 @@ async def test_an_on_cancel_that_raises_harms_nobody(world, caplog):
     assert caplog.text.count("ZeroDivisionError") == 2
 
 
-async def test_unknown_endpoint_is_no_workers_and_names_what_is_served(held):
+async def test_unknown_endpoint_is_no_workers_and_names_the_served_ones(held):
     plane, _, address = held
     receiver = Recorder()
     await plane.open(address, "dynamo/backend/other", None, receiver)
@@ -400,7 +400,7 @@ async def test_unknown_endpoint_is_no_workers_and_names_what_is_served(held):
     assert ECHO in str(error)
 
 
-async def test_nobody_at_the_address_is_worker_lost(world):
+async def test_address_without_a_server_is_worker_lost(world):
     server = world.plane()
     address = await server.serve(ECHO, Holder())
     await server.close()
@@ -412,12 +412,12 @@ async def test_nobody_at_the_address_is_worker_lost(world):
 
 
 @pytest.mark.parametrize("address", ["", "nothing", "host:port", ":1", "127.0.0.1:99999"])
-async def test_an_address_that_is_none_is_worker_lost(world, address):
+async def test_malformed_address_is_worker_lost(world, address):
     with pytest.raises(errors.WorkerLost):
         await world.plane().open(address, ECHO, None, Recorder())
 
 
-async def test_concurrent_opens_share_one_connection_even_if_the_first_gives_up(world):
+async def test_concurrent_opens_share_one_connection_even_if_the_first_is_cancelled(world):
     peers = []
     listener = await world.network().listen(lambda: peers.append(Peer(WELCOME)) or peers[-1])
     plane = world.plane()
@@ -445,7 +445,7 @@ async def test_open_does_not_suspend_once_connected(held):
         coroutine.send(None)
 
 
-async def test_a_server_that_closes_breaks_its_streams_at_both_sides(world):
+async def test_closing_server_breaks_its_streams_at_both_sides(world):
     server, plane, holder, receiver = world.plane(), world.plane(), Holder(), Recorder()
     address = await server.serve(ECHO, holder)
     await plane.open(address, ECHO, None, receiver)
@@ -459,7 +459,7 @@ async def test_a_server_that_closes_breaks_its_streams_at_both_sides(world):
     assert holder.cancelled == holder.calls
 
 
-async def test_a_closed_plane_says_so(world):
+async def test_open_on_a_closed_plane_is_an_error(world):
     address, plane = await world.plane().serve(ECHO, Holder()), world.plane()
     await plane.close()
     await plane.close()
@@ -469,7 +469,7 @@ async def test_a_closed_plane_says_so(world):
         await plane.serve(ECHO, Holder())
 
 
-async def test_closing_ends_an_open_that_still_connects(world):
+async def test_close_ends_an_open_that_still_connects(world):
     listener = await world.network().listen(Peer)
     plane = world.plane()
     opening = asyncio.ensure_future(plane.open(listener.address, ECHO, None, Recorder()))
@@ -480,7 +480,7 @@ async def test_closing_ends_an_open_that_still_connects(world):
     listener.close()
 
 
-async def test_a_port_in_use_is_a_config_error_that_names_the_setting():
+async def test_port_in_use_is_a_config_error_that_names_the_setting():
     first = tcp.TcpRequestPlane(item_type=generate.Output)
     port = int((await first.serve(ECHO, Holder())).rpartition(":")[2])
     with pytest.raises(errors.ConfigError, match="DYN_TCP_RPC_PORT"):
@@ -488,7 +488,7 @@ async def test_a_port_in_use_is_a_config_error_that_names_the_setting():
     await first.close()
 
 
-async def test_an_asker_that_closes_cancels_its_calls(held):
+async def test_closing_caller_cancels_its_calls(held):
     plane, holder, address = held
     receiver = Recorder()
     await plane.open(address, ECHO, None, receiver)
@@ -499,7 +499,7 @@ async def test_an_asker_that_closes_cancels_its_calls(held):
     assert type(await receiver.end()) is errors.StreamBroken
 
 
-async def test_a_silent_worker_breaks_its_streams_in_time(world):
+async def test_streams_of_a_silent_worker_break_in_time(world):
     listener = await world.network().listen(lambda: Peer(WELCOME))
     receiver, loop = Recorder(), asyncio.get_running_loop()
     await world.plane(QUICK).open(listener.address, ECHO, None, receiver)
@@ -512,7 +512,7 @@ async def test_a_silent_worker_breaks_its_streams_in_time(world):
     assert loop.time() - began < 10 * QUICK.silence_s
 
 
-async def test_a_silent_asker_is_noticed(world):
+async def test_silent_caller_is_noticed(world):
     holder, peer = Holder(), Peer(HELLO, wire.Open(1, ECHO, msgspec.Raw(b"\xc0")))
     address = await world.plane(QUICK).serve(ECHO, holder)
     await world.network().connect(address, lambda: peer)
@@ -522,7 +522,7 @@ async def test_a_silent_asker_is_noticed(world):
     assert len(holder.cancelled) == 1
 
 
-async def test_heartbeats_keep_quiet_streams_alive_and_one_way_talk_too(world):
+async def test_heartbeats_keep_quiet_and_one_way_streams_alive(world):
     holder, receivers = Holder(), [Recorder(), Recorder()]
     address = await world.plane(QUICK).serve(ECHO, holder)
     plane, loop = world.plane(QUICK), asyncio.get_running_loop()
@@ -541,7 +541,7 @@ async def test_heartbeats_keep_quiet_streams_alive_and_one_way_talk_too(world):
     assert holder.cancelled == []
 
 
-async def test_a_peer_that_never_welcomes_is_worker_lost_in_time(world):
+async def test_peer_without_a_welcome_is_worker_lost_in_time(world):
     peers = []
     listener = await world.network().listen(lambda: peers.append(Peer()) or peers[-1])
     with pytest.raises(errors.WorkerLost, match="did not answer"):
@@ -552,7 +552,7 @@ async def test_a_peer_that_never_welcomes_is_worker_lost_in_time(world):
     assert type(peers[0].heard[0]) is wire.Hello
 
 
-async def test_another_version_is_refused_by_name_at_both_sides(world, caplog):
+async def test_other_protocol_version_is_refused_at_both_sides(world, caplog):
     listener = await world.network().listen(lambda: Peer(wire.Welcome(2, ())))
     with pytest.raises(errors.WorkerLost, match="version 2"):
         await world.plane().open(listener.address, ECHO, None, Recorder())
@@ -564,7 +564,7 @@ async def test_another_version_is_refused_by_name_at_both_sides(world, caplog):
     assert "version 2" in caplog.text
 
 
-async def test_the_time_limit_ends_a_stream_at_both_sides(held):
+async def test_time_limit_ends_a_stream_at_both_sides(held):
     plane, holder, address = held
     receiver = Recorder()
     await plane.open(address, ECHO, None, receiver, timeout_s=0.02)
@@ -574,7 +574,7 @@ async def test_the_time_limit_ends_a_stream_at_both_sides(held):
     assert holder.cancelled == holder.calls != []
 
 
-async def test_the_asker_ends_a_stream_whose_worker_forgets_the_time(world, monkeypatch):
+async def test_caller_enforces_a_time_limit_that_the_worker_ignores(world, monkeypatch):
     monkeypatch.setattr(client_connection, "BACKSTOP_S", 0.01)
     peers = []
     listener = await world.network().listen(lambda: peers.append(Peer(WELCOME)) or peers[-1])
@@ -590,13 +590,13 @@ async def test_the_asker_ends_a_stream_whose_worker_forgets_the_time(world, monk
     assert wire.Cancel(1) in peers[0].heard
 
 
-async def test_a_time_that_is_over_is_refused_before_it_is_sent(held):
+async def test_expired_time_limit_is_refused_before_sending(held):
     plane, _, address = held
     with pytest.raises(errors.DeadlineExceeded):
         await plane.open(address, ECHO, None, Recorder(), timeout_s=0)
 
 
-async def test_drain_finishes_what_runs_and_takes_nothing_new(world):
+async def test_drain_finishes_running_streams_and_refuses_new_ones(world):
     server, plane, holder, receiver = world.plane(), world.plane(), Holder(), Recorder()
     address = await server.serve(ECHO, holder)
     await plane.open(address, ECHO, None, receiver)
@@ -618,7 +618,7 @@ async def test_drain_finishes_what_runs_and_takes_nothing_new(world):
     assert receiver.tokens == [1]
 
 
-async def test_what_crosses_the_goodbye_is_worker_lost(world):
+async def test_stream_opened_during_the_goodbye_is_worker_lost(world):
     server, holder, peer = world.plane(), Holder(), Peer(HELLO)
     await world.network().connect(await server.serve(ECHO, holder), lambda: peer)
     async with asyncio.timeout(10):
@@ -634,7 +634,7 @@ async def test_what_crosses_the_goodbye_is_worker_lost(world):
     assert peer.heard[2].code == errors.WorkerLost.code
 
 
-async def test_drain_says_when_the_time_was_too_short(world):
+async def test_drain_reports_streams_that_exceed_its_time(world):
     server, holder = world.plane(), Holder()
     address = await server.serve(ECHO, holder)
     await world.plane().open(address, ECHO, None, Recorder())
@@ -643,7 +643,7 @@ async def test_drain_says_when_the_time_was_too_short(world):
     assert not await server.drain(0.01)
 
 
-async def test_large_bodies_cross_and_too_large_ones_are_refused_here(held):
+async def test_large_bodies_are_sent_and_too_large_ones_refused(held):
     plane, holder, address = held
     big = b"x" * (8 * 2**20)
     receiver = Recorder()
@@ -661,7 +661,7 @@ async def test_large_bodies_cross_and_too_large_ones_are_refused_here(held):
     assert msgspec.msgpack.decode(call.body) == big
 
 
-async def test_a_step_too_long_for_one_frame_is_cut_and_a_too_long_output_fails(held, monkeypatch):
+async def test_too_long_step_is_split_and_too_long_output_fails(held, monkeypatch):
     plane, holder, address = held
     receivers = [Recorder() for _ in range(9)]
     for receiver in receivers:
@@ -679,7 +679,7 @@ async def test_a_step_too_long_for_one_frame_is_cut_and_a_too_long_output_fails(
     assert holder.cancelled == [holder.calls[8]]
 
 
-async def test_more_streams_than_allowed_are_overloaded(world):
+async def test_streams_beyond_the_limit_are_overloaded(world):
     holder, plane = Holder(), world.plane()
     address = await world.plane(frame_connection.ConnectionLimits(max_streams=2)).serve(
         ECHO, holder
@@ -691,7 +691,7 @@ async def test_more_streams_than_allowed_are_overloaded(world):
     assert type(await receivers[2].end()) is errors.Overloaded
 
 
-async def test_a_thousand_streams_at_once_and_nothing_is_left(world):
+async def test_thousand_concurrent_streams_leave_nothing_behind(world):
     def handler(call):
         number = msgspec.msgpack.decode(call.body)
         call.send(output(number, number + 1))
@@ -785,9 +785,7 @@ OPEN = wire.encode(wire.Open(1, ECHO, msgspec.Raw(b"\xc0")))
         (),  # and never a word
     ],
 )
-async def test_a_peer_that_breaks_the_protocol_is_dropped_and_others_are_served(
-    world, said, caplog
-):
+async def test_peer_that_violates_the_protocol_is_dropped_alone(world, said, caplog):
     holder, peer, receiver = Holder(), Peer(*said), Recorder()
     address = await world.plane(QUICK).serve(ECHO, holder)
     plane = world.plane()
@@ -815,7 +813,7 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_others_are_served(
         (WELCOME, b"\xff\xff\xff\xff"),
     ],
 )
-async def test_a_worker_that_breaks_the_protocol_is_lost(world, said):
+async def test_worker_that_violates_the_protocol_is_lost(world, said):
     listener = await world.network().listen(lambda: Peer(*said))
     try:
         receiver = Recorder()
@@ -829,7 +827,7 @@ async def test_a_worker_that_breaks_the_protocol_is_lost(world, said):
     assert listener.address in str(error)
 
 
-async def test_strangers_fill_the_log_with_one_line_a_second(world, caplog):
+async def test_refused_connections_log_one_line_a_second(world, caplog):
     address = await world.plane().serve(ECHO, Holder())
     peers = [Peer(b"garbage garbage") for _ in range(10)]
     for peer in peers:

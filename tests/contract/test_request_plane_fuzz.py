@@ -125,7 +125,7 @@ async def run_over(kind, story, data):
 
 @settings(max_examples=60, deadline=None)
 @given(is_polite=st.booleans(), parts=st.lists(said, max_size=8))
-def test_a_server_serves_others_whatever_a_stranger_says(kind, is_polite, parts):
+def test_arbitrary_bytes_of_one_peer_do_not_affect_others(kind, is_polite, parts):
     data = wire.encode(HELLO) * is_polite + b"".join(parts)
     reply = asyncio.run(run_over(kind, serve_beside_a_stranger, data))
 
@@ -134,7 +134,7 @@ def test_a_server_serves_others_whatever_a_stranger_says(kind, is_polite, parts)
 
 @settings(max_examples=60, deadline=None)
 @given(parts=st.lists(said, max_size=8))
-def test_an_asker_always_gets_an_end_whatever_a_stranger_answers(kind, parts):
+def test_caller_gets_an_end_whatever_the_server_answers(kind, parts):
     data = wire.encode(WELCOME) + b"".join(parts)
     end = asyncio.run(run_over(kind, ask_a_stranger, data))
 
@@ -196,14 +196,14 @@ async def serve_beside_the_unproven(credentials, data):
 
 @settings(max_examples=60, deadline=None)
 @given(data=unproven)
-def test_the_unproven_reach_no_handler_and_others_are_served(credentials, data):
+def test_unauthenticated_peer_reaches_no_handler(credentials, data):
     bodies, num_answered, reply = asyncio.run(serve_beside_the_unproven(credentials, data))
 
     assert (bodies, reply) == (["well?"], "well?")
     assert num_answered < 4096
 
 
-async def test_a_flood_of_strangers_keeps_no_honest_peer_out(credentials):
+async def test_flood_of_pending_connections_locks_no_peer_out(credentials):
     limits = frame_connection.ConnectionLimits(max_pending=8, hello_s=30)
     server = tcp.TcpRequestPlane(credentials=credentials, limits=limits, item_type=generate.Output)
     address = await server.serve(ECHO, echo)
@@ -224,7 +224,7 @@ async def test_a_flood_of_strangers_keeps_no_honest_peer_out(credentials):
     assert (first, second) == (1, 2)
 
 
-async def test_strangers_without_a_word_are_dropped_in_time(credentials):
+async def test_silent_pending_connections_are_dropped_in_time(credentials):
     limits = frame_connection.ConnectionLimits(hello_s=0.1)
     server = tcp.TcpRequestPlane(credentials=credentials, limits=limits, item_type=generate.Output)
     address = await server.serve(ECHO, echo)
@@ -235,7 +235,7 @@ async def test_strangers_without_a_word_are_dropped_in_time(credentials):
     assert answers == [b""] * 5
 
 
-async def test_open_planes_bound_their_strangers_too():
+async def test_pending_connections_are_bounded_without_a_token():
     server = tcp.TcpRequestPlane(
         limits=frame_connection.ConnectionLimits(max_pending=8, hello_s=30),
         item_type=generate.Output,
@@ -271,7 +271,7 @@ OTHER_TOKEN = members.with_token("the token of another cluster")
         ("tls", "token", "cannot connect", "has no cluster token"),
     ],
 )
-async def test_who_does_not_belong_together_is_told_so_at_both_sides(
+async def test_different_tokens_are_logged_at_both_sides(
     asker, answerer, asker_hears, answerer_says, credentials_by_name, certificates, caplog
 ):
     stranger = members.with_tls(certificates, name="stranger", authority="other")
@@ -290,7 +290,7 @@ async def test_who_does_not_belong_together_is_told_so_at_both_sides(
     assert members.TOKEN not in caplog.text
 
 
-def test_an_address_off_loopback_wants_a_token_or_certificates(credentials):
+def test_address_off_loopback_needs_a_token_or_certificates(credentials):
     with pytest.raises(errors.ConfigError, match=r"DYN_TCP_RPC_HOST.*--cluster-token-file"):
         tcp.TcpRequestPlane("10.0.0.7", item_type=generate.Output)
     for shown in (credentials, membership.Credentials(is_insecure=True)):

@@ -51,7 +51,7 @@ async def factory(request):
         await nats.close()
 
 
-async def test_the_oldest_comes_first_and_is_gone_when_acknowledged(factory):
+async def test_oldest_item_comes_first_and_is_gone_when_acknowledged(factory):
     queue = await factory.open()
     for body in (b"one", b"two"):
         await queue.push(body)
@@ -66,7 +66,7 @@ async def test_the_oldest_comes_first_and_is_gone_when_acknowledged(factory):
     assert (depth_before, await queue.depth()) == (2, 0)
 
 
-async def test_who_waits_gets_what_comes(factory):
+async def test_waiting_pull_gets_the_next_item(factory):
     queue, other = await factory.open(), await factory.open()
     pulling = asyncio.ensure_future(queue.pull(PATIENT_S))
     await asyncio.sleep(0)
@@ -75,14 +75,14 @@ async def test_who_waits_gets_what_comes(factory):
     assert (await pulling).body == b"late"
 
 
-async def test_nothing_comes_of_nothing(factory):
+async def test_pull_from_an_empty_queue_returns_none(factory):
     queue = await factory.open()
 
     assert await queue.pull(NOTHING_S) is None
     assert await queue.depth() == 0
 
 
-async def test_each_item_goes_to_one_of_those_who_pull(factory):
+async def test_each_item_goes_to_one_puller(factory):
     queues = [await factory.open() for _ in range(3)]
     bodies = {b"%d" % i for i in range(60)}
 
@@ -101,7 +101,7 @@ async def test_each_item_goes_to_one_of_those_who_pull(factory):
     assert sorted(body for one in done for body in one) == sorted(bodies)
 
 
-async def test_what_is_not_acknowledged_in_time_goes_to_another(factory):
+async def test_unacknowledged_item_goes_to_another_puller(factory):
     forgetful, other = await factory.open(IMPATIENT), await factory.open(IMPATIENT)
     await forgetful.push(b"x")
     lost = await forgetful.pull(PATIENT_S)
@@ -114,7 +114,7 @@ async def test_what_is_not_acknowledged_in_time_goes_to_another(factory):
     assert await other.depth() == 0
 
 
-async def test_a_late_acknowledgement_is_good_for_all(factory):
+async def test_late_acknowledgement_removes_the_item(factory):
     queue = await factory.open(IMPATIENT)
     await queue.push(b"x")
     slow = await queue.pull(PATIENT_S)
@@ -125,7 +125,7 @@ async def test_a_late_acknowledgement_is_good_for_all(factory):
     assert await queue.depth() == 0
 
 
-async def test_what_is_given_back_is_there_at_once(factory):
+async def test_returned_item_is_available_at_once(factory):
     queue = await factory.open()
     await queue.push(b"x")
     await (await queue.pull(PATIENT_S)).give_back()
@@ -134,7 +134,7 @@ async def test_what_is_given_back_is_there_at_once(factory):
     assert (again.body, again.num_deliveries) == (b"x", 2)
 
 
-async def test_what_is_given_back_for_later_comes_later(factory):
+async def test_item_returned_with_a_delay_is_available_later(factory):
     queue = await factory.open()
     await queue.push(b"x")
     await (await queue.pull(PATIENT_S)).give_back(after_s=0.5)
@@ -143,7 +143,7 @@ async def test_what_is_given_back_for_later_comes_later(factory):
     assert (await queue.pull(PATIENT_S)).num_deliveries == 2
 
 
-async def test_what_waits_is_told_apart_from_what_somebody_works_on(factory):
+async def test_waiting_items_are_counted_apart_from_items_in_work(factory):
     queue = await factory.open()
     for body in (b"one", b"two", b"three"):
         await queue.push(body)
@@ -152,7 +152,7 @@ async def test_what_waits_is_told_apart_from_what_somebody_works_on(factory):
     assert (await queue.num_waiting(), await queue.depth()) == (2, 3)
 
 
-async def test_who_says_so_keeps_it(factory):
+async def test_extended_item_stays_with_its_puller(factory):
     queue = await factory.open(IMPATIENT)
     await queue.push(b"x")
     item = await queue.pull(PATIENT_S)
@@ -161,7 +161,7 @@ async def test_who_says_so_keeps_it(factory):
         assert await queue.pull(IMPATIENT.acknowledge_s / 4) is None
 
 
-async def test_a_full_queue_says_so_and_goes_on(factory):
+async def test_full_queue_is_an_error_and_keeps_working(factory):
     queue = await factory.open(work_queue.WorkQueueBounds(max_items=2))
     for _ in range(2):
         await queue.push(b"x")
@@ -173,7 +173,7 @@ async def test_a_full_queue_says_so_and_goes_on(factory):
     assert await queue.depth() == 2
 
 
-async def test_bytes_are_bounded_too(factory):
+async def test_queue_is_bounded_in_bytes(factory):
     queue = await factory.open(work_queue.WorkQueueBounds(max_bytes=3000, max_item_bytes=2000))
     await queue.push(b"x" * 2000)
     with pytest.raises(errors.Overloaded, match="full"):
@@ -182,7 +182,7 @@ async def test_bytes_are_bounded_too(factory):
         await queue.push(b"x" * 2001)
 
 
-async def test_the_old_vanishes(factory):
+async def test_old_items_expire(factory):
     queue = await factory.open(work_queue.WorkQueueBounds(max_age_s=0.3))
     await queue.push(b"waiting")
     await queue.push(b"in work")
@@ -195,7 +195,7 @@ async def test_the_old_vanishes(factory):
     assert await queue.pull(NOTHING_S) is None
 
 
-async def test_who_gives_up_waiting_loses_nothing(factory):
+async def test_cancelled_pull_loses_no_item(factory):
     queue = await factory.open(IMPATIENT)
     pulling = asyncio.ensure_future(queue.pull(PATIENT_S))
     await asyncio.sleep(0)
@@ -207,7 +207,7 @@ async def test_who_gives_up_waiting_loses_nothing(factory):
     assert item.body == b"x"
 
 
-async def test_the_bounds_are_those_of_whoever_came_last(nats_server):
+async def test_bounds_are_those_of_the_last_opener(nats_server):
     nats = await servers.connect(nats_server.url)
     name = f"rebound {next(NAMES)}"
     await jetstream.NatsWorkQueue.open(nats, name, work_queue.WorkQueueBounds(max_items=1))
@@ -219,7 +219,7 @@ async def test_the_bounds_are_those_of_whoever_came_last(nats_server):
     await nats.close()
 
 
-async def test_items_outlive_the_server_and_pulls_go_on(tmp_path, monkeypatch):
+async def test_items_survive_a_server_restart_and_pulls_continue(tmp_path, monkeypatch):
     monkeypatch.setattr(jetstream, "_PULL_AGAIN_S", 0.5)
     server = servers.NatsServer(tmp_path / "nats")
     server.start()
@@ -243,7 +243,7 @@ async def test_items_outlive_the_server_and_pulls_go_on(tmp_path, monkeypatch):
     server.stop()
 
 
-async def test_a_queue_that_its_server_lost_is_unavailable_until_it_is_opened_again(tmp_path):
+async def test_queue_lost_by_its_server_is_unavailable_until_reopened(tmp_path):
     server = servers.NatsServer(tmp_path / "nats")
     server.start()
     nats = await servers.connect(server.url)
@@ -260,7 +260,7 @@ async def test_a_queue_that_its_server_lost_is_unavailable_until_it_is_opened_ag
     server.stop()
 
 
-async def test_a_server_without_jetstream_is_named(tmp_path):
+async def test_server_without_jetstream_is_named(tmp_path):
     server = servers.NatsServer(tmp_path / "nats", jetstream=False)
     server.start()
     nats = await servers.connect(server.url)

@@ -84,14 +84,14 @@ def terminal(deployment):
         opened.end()
 
 
-def test_a_prompt_on_standard_input_gets_a_story(deployment):
+def test_prompt_on_standard_input_is_answered(deployment):
     answer = run(deployment, "in=stdin", "--max-tokens", "60", text="Tell me a story about a fox")
 
     assert answer.returncode == 0, answer.stderr
     assert len(answer.stdout) > 40
 
 
-def test_a_conversation_in_the_terminal(terminal):
+def test_conversation_in_the_terminal_keeps_its_history(terminal):
     person = terminal("out=mocker", "--max-tokens", "8")
     person.await_text("> ")
     person.type("hello\n")
@@ -120,7 +120,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(terminal):
     assert person.exit_code() == 0
 
 
-def test_a_batch_is_answered_line_by_line(deployment, tmp_path):
+def test_batch_is_answered_line_by_line(deployment, tmp_path):
     questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
     questions.write_text('{"text": "a", "max_tokens": 3}\n{"messages": []}\n{"text": "b"}\n')
     done = run(
@@ -134,7 +134,7 @@ def test_a_batch_is_answered_line_by_line(deployment, tmp_path):
     assert "tokens/s" in done.stdout
 
 
-def test_the_api_in_one_process(deployment):
+def test_api_is_served_in_one_process(deployment):
     port = ports.reserve()
     process = deployment.run("dynamo.cli", "run", "in=http", "out=mocker", "--http-port", str(port))
     eventually(lambda: "listening" in process.log.read_text(), within_s=30, what="listening")
@@ -147,7 +147,7 @@ def test_the_api_in_one_process(deployment):
     assert process.exit_code() == 0
 
 
-def test_workers_elsewhere_are_asked(deployment):
+def test_remote_workers_are_used(deployment):
     deployment.mocker("--endpoint", "dyn://a.b.generate", "--speedup-ratio", "100")
     arguments = ("in=stdin", "out=dyn://a.b.generate", "--max-tokens", "5")
     eventually(
@@ -169,7 +169,7 @@ def test_workers_elsewhere_are_asked(deployment):
         (("in=stdin", "/no/such/model"), 2, "no such directory"),
     ],
 )
-def test_a_mistake_is_one_sentence_at_once(deployment, arguments, exit_code, expected):
+def test_wrong_setting_is_one_sentence_at_once(deployment, arguments, exit_code, expected):
     answer = run(deployment, *arguments)
 
     assert answer.returncode == exit_code
@@ -177,7 +177,7 @@ def test_a_mistake_is_one_sentence_at_once(deployment, arguments, exit_code, exp
     assert len(answer.stderr.strip().splitlines()) == 1
 
 
-def test_prompts_can_be_computed_apart_in_one_process(deployment):
+def test_prefill_and_decode_are_split_in_one_process(deployment):
     deployment.environ["DYN_LOG"] = "debug"
     arguments = ("in=stdin", "--prefill", "1", "--decode", "2", "--max-tokens", "5")
     answer = run(deployment, *arguments, text="once upon a time " * 350)

@@ -46,7 +46,7 @@ def last_line(process: Process) -> str:
     return process.log.read_text().strip().splitlines()[-1]
 
 
-def test_the_printed_curl_line_works_and_ctrl_c_leaves_nothing(deployment):
+def test_printed_curl_line_works_and_ctrl_c_leaves_nothing(deployment):
     process = serve(deployment, ports.reserve())
     arguments = re.search(r"curl (.*?}')$", process.log.read_text(), re.DOTALL | re.MULTILINE)
     assert arguments
@@ -69,7 +69,7 @@ def test_the_printed_curl_line_works_and_ctrl_c_leaves_nothing(deployment):
     assert not any(map(is_alive, pids))
 
 
-def test_a_terminal_that_closes_ends_it_in_order(deployment):
+def test_closed_terminal_ends_all_processes_in_order(deployment):
     process = serve(deployment, ports.reserve(), *MOCK)
     pids = pids_of(process)
     process.signal(signal.SIGHUP)
@@ -87,7 +87,7 @@ def test_no_child_survives_the_sudden_death_of_its_parent(deployment):
     eventually(lambda: not any(map(is_alive, pids)), within_s=3, what="all children are gone")
 
 
-def test_a_port_in_use_is_said_in_a_sentence(deployment):
+def test_port_in_use_is_one_sentence(deployment):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         process = deployment.run("dynamo.cli", "serve", "--http-port", str(port), *MOCK)
@@ -96,7 +96,7 @@ def test_a_port_in_use_is_said_in_a_sentence(deployment):
         assert f"port {port} is in use" in last_line(process)
 
 
-def test_a_crashed_worker_is_replaced(deployment):
+def test_crashed_worker_is_replaced(deployment):
     port = ports.reserve()
     process = serve(deployment, port, *MOCK)
     frontend_pid, worker_pid = pids_of(process)[1:]
@@ -115,7 +115,7 @@ def test_a_crashed_worker_is_replaced(deployment):
     assert is_alive(frontend_pid)
 
 
-def test_a_crashed_frontend_ends_it_all(deployment):
+def test_crashed_frontend_ends_all_processes(deployment):
     process = serve(deployment, ports.reserve(), *MOCK)
     frontend_pid, worker_pid = pids_of(process)[1:]
     os.kill(frontend_pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ def test_a_crashed_frontend_ends_it_all(deployment):
         (("serve", "--worker-flags", "--no-such-flag", "--http-port", "{port}"), "--no-such-flag"),
     ],
 )
-def test_a_mistake_is_one_sentence_at_once(deployment, arguments, expected):
+def test_wrong_setting_is_one_sentence_at_once(deployment, arguments, expected):
     argv = [argument.format(port=ports.reserve()) for argument in arguments]
     process = deployment.run("dynamo.cli", *argv)
 
@@ -144,7 +144,7 @@ def test_a_mistake_is_one_sentence_at_once(deployment, arguments, expected):
     assert "Traceback" not in process.log.read_text()
 
 
-def test_prompts_can_be_computed_by_a_worker_of_their_own(deployment):
+def test_prefill_worker_computes_prompts(deployment):
     process = serve(
         deployment, ports.reserve(), "--prefill", "1", "--decode", "1",
         "--worker-flags", "--max-local-prefill-length 0",

@@ -27,7 +27,7 @@ def said(results):
     return "".join(result.as_numpy("text_output")[0].decode() for result in results)
 
 
-def test_grpc_and_http_say_the_same(deployment):
+def test_grpc_and_http_return_the_same(deployment):
     deployment.native()
     port = ports.reserve()
     frontend = deployment.frontend("--kserve-grpc-server", "--kserve-grpc-port", str(port))
@@ -54,7 +54,7 @@ def test_grpc_and_http_say_the_same(deployment):
     assert len(results) > 5
 
 
-def test_a_client_that_leaves_frees_its_worker(deployment):
+def test_disconnected_client_frees_its_worker(deployment):
     worker = deployment.mocker("--tick-ms", "20")
     port = ports.reserve()
     frontend = deployment.frontend("--kserve-grpc-server", "--kserve-grpc-port", str(port))
@@ -74,7 +74,7 @@ def test_a_client_that_leaves_frees_its_worker(deployment):
     assert "Traceback" not in frontend.log.read_text()
 
 
-def test_without_the_flag_its_library_is_not_even_loaded():
+def test_grpc_is_not_imported_without_the_flag():
     code = (
         "import sys, dynamo.frontend.service as s; print([m for m in sys.modules if m == 'grpc'])"
     )

@@ -36,9 +36,7 @@ def long_model(tmp_path):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["shm", "tcp", NIXL])
-def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(
-    split, backend, long_model
-):
+def test_32_concurrent_answers_equal_those_of_an_aggregated_worker(split, backend, long_model):
     way = ("--model", str(long_model), "--kv-transfer-backends", backend)
     named = (*way, "--model-name", MODEL)
     decode, prefill, _ = split.decode(*named), split.prefill(*named), split.alone(*way)
@@ -55,7 +53,7 @@ def test_32_answers_at_once_are_those_of_a_worker_that_computes_all_itself(
     until_idle(decode, prefill)
 
 
-def test_answers_that_are_drawn_are_those_of_a_worker_that_computes_all_itself(split):
+def test_sampled_answers_equal_those_of_an_aggregated_worker(split):
     decode, prefill, _ = split.decode(), split.prefill(), split.alone()
     split.ready(decode, models=[ALONE, MODEL])
     ways = [
@@ -71,7 +69,7 @@ def test_answers_that_are_drawn_are_those_of_a_worker_that_computes_all_itself(s
     until_idle(decode, prefill)
 
 
-def test_without_a_prefill_worker_all_is_computed_here(split):
+def test_decode_worker_computes_prompts_without_a_prefill_worker(split):
     decode = split.decode()
     split.frontend.await_models([MODEL])
 
@@ -80,7 +78,7 @@ def test_without_a_prefill_worker_all_is_computed_here(split):
     assert prefills(decode, "local") == 1
 
 
-def test_a_prefill_worker_is_no_model(split):
+def test_prefill_worker_alone_serves_no_model(split):
     prefill = split.prefill()
     eventually(
         lambda: "serving storyteller" in prefill.log.read_text(), within_s=30, what="it serves"
@@ -92,7 +90,7 @@ def test_a_prefill_worker_is_no_model(split):
     split.frontend.await_models([], within_s=10)
 
 
-def test_a_worker_without_flags_uses_prefill_workers_as_well(split):
+def test_worker_without_a_mode_uses_prefill_workers(split):
     decode, _ = split.deployment.native(*ALWAYS), split.prefill()
     split.ready(decode)
 
@@ -101,7 +99,7 @@ def test_a_worker_without_flags_uses_prefill_workers_as_well(split):
     assert prefills(decode, "remote") == 1
 
 
-def test_prefill_workers_die_and_come_back_and_no_request_is_lost(split):
+def test_restarting_prefill_workers_lose_no_request(split):
     decode, doomed = split.decode("--prefill-timeout-s", "5"), split.prefill()
     split.ready(decode)
     prompts = [prompt(300, i) for i in range(80)]
@@ -126,7 +124,7 @@ def test_prefill_workers_die_and_come_back_and_no_request_is_lost(split):
     until_idle(decode, newborn)
 
 
-def test_a_prefill_worker_that_is_told_to_stop_hands_over_what_it_has_begun(split):
+def test_terminated_prefill_worker_waits_until_its_blocks_are_read(split):
     decode, leaving = split.decode(), split.prefill()
     split.ready(decode)
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
@@ -143,7 +141,7 @@ def test_a_prefill_worker_that_is_told_to_stop_hands_over_what_it_has_begun(spli
     until_idle(decode)
 
 
-def test_a_prompt_whose_worker_dies_is_given_to_another(split):
+def test_prompt_of_a_dead_prefill_worker_goes_to_another(split):
     decode, doomed, _ = split.decode(), split.prefill(), split.prefill()
     split.ready(decode, num_prefill=2)
     doomed.signal(signal.SIGSTOP)
@@ -161,7 +159,7 @@ def test_a_prompt_whose_worker_dies_is_given_to_another(split):
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp", NIXL])
-def test_a_prefill_worker_that_stands_still_delays_and_loses_nothing(split, backend):
+def test_stopped_prefill_worker_delays_but_loses_no_request(split, backend):
     way = ("--kv-transfer-backends", backend, "--kv-transfer-timeout-s", "1")
     decode, stuck = split.decode(*way), split.prefill(*way, "--kv-hold-s", "8")
     split.ready(decode)
@@ -177,7 +175,7 @@ def test_a_prefill_worker_that_stands_still_delays_and_loses_nothing(split, back
     until_idle(stuck, within_s=25)
 
 
-def test_blocks_held_for_a_decode_worker_that_dies_are_freed(split):
+def test_blocks_leased_to_a_dead_decode_worker_are_freed(split):
     decode, prefill = split.decode(), split.prefill(*SHORT_HOLD)
     split.ready(decode)
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
@@ -191,7 +189,7 @@ def test_blocks_held_for_a_decode_worker_that_dies_are_freed(split):
     until_idle(prefill, within_s=HOLD_S + 10)
 
 
-def test_clients_that_go_away_at_any_point_leave_no_block_behind(split):
+def test_disconnected_clients_leave_no_block_leased(split):
     decode, prefill = split.decode(), split.prefill(*SHORT_HOLD)
     split.ready(decode)
     body = {"model": MODEL, "max_tokens": 50, "stream": True, "nvext": {"ignore_eos": True}}

@@ -48,7 +48,7 @@ def stage(request):
     return STAGES[request.param]
 
 
-def test_the_only_prefill_worker_is_killed(split, stage):
+def test_answers_survive_the_death_of_the_only_prefill_worker(split, stage):
     (prefill,), (decode,) = start(split, stage, 1, 1)
     with asking(split, prompts_of(1)) as answers:
         stage.reached([prefill], [decode])
@@ -60,7 +60,7 @@ def test_the_only_prefill_worker_is_killed(split, stage):
     until_idle(decode)
 
 
-def test_memory_that_is_mapped_can_be_copied_when_its_worker_is_dead(split):
+def test_mapped_blocks_are_copied_after_their_worker_died(split):
     (prefill,), (decode,) = start(split, MAPPED, 1, 1)
     with asking(split, prompts_of(1)) as answers:
         MAPPED.reached([prefill], [decode])
@@ -71,7 +71,7 @@ def test_memory_that_is_mapped_can_be_copied_when_its_worker_is_dead(split):
     until_idle(decode)
 
 
-def test_one_of_two_prefill_workers_is_killed(split, stage):
+def test_answers_survive_the_death_of_one_prefill_worker(split, stage):
     workers, (decode,) = start(split, stage, 2, 1)
     with asking(split, prompts_of(2)) as answers:
         stage.reached(workers, [decode])
@@ -86,7 +86,7 @@ def test_one_of_two_prefill_workers_is_killed(split, stage):
     until_idle(decode, other, within_s=HOLD_S + 20)
 
 
-def test_a_decode_worker_is_killed(split, stage):
+def test_answers_survive_the_death_of_a_decode_worker(split, stage):
     (prefill,), decode = start(split, stage, 1, 2)
     with asking(split, prompts_of(3)) as answers:
         stage.reached([prefill], decode)
@@ -99,7 +99,7 @@ def test_a_decode_worker_is_killed(split, stage):
 
 
 @pytest.mark.parametrize("where", ["computed", "copied"])
-def test_a_prefill_and_a_decode_worker_are_killed_at_once(split, where):
+def test_answers_survive_the_death_of_both_kinds_at_once(split, where):
     stage = STAGES[where]
     prefill, decode = start(split, stage, 2, 2)
     with asking(split, prompts_of(4)) as answers:
@@ -112,7 +112,7 @@ def test_a_prefill_and_a_decode_worker_are_killed_at_once(split, where):
     until_idle(decode[1], prefill[1], within_s=HOLD_S + 30)
 
 
-def test_clients_go_away(split, stage):
+def test_disconnected_clients_leave_no_block_in_use(split, stage):
     (prefill,), (decode,) = start(split, stage, 1, 1)
     questions = [Question(split.frontend, one) for one in prompts_of(5)]
     stage.reached([prefill], [decode])
@@ -130,7 +130,7 @@ def many_prompts(seed):
     return [one for turn in range(3) for one in prompts_of(f"{seed} {turn}")]
 
 
-def test_where_the_queue_is_full_prompts_are_computed_here(split):
+def test_full_prefill_queue_means_local_prefill(split):
     prefill = split.prefill(*SLOW, "--max-num-seqs", "1")
     decode = split.decode(*QUICK, "--max-prefill-queue-size", "1")
     split.ready(decode)
@@ -144,7 +144,7 @@ def test_where_the_queue_is_full_prompts_are_computed_here(split):
     until_idle(decode, prefill)
 
 
-def test_a_prefill_worker_that_refuses_more_does_not_get_it(split):
+def test_refusing_prefill_worker_gets_no_more_prompts(split):
     prefill = split.prefill(*SLOW, "--engine-request-limit", "1")
     decode = split.decode(*QUICK)
     split.ready(decode)
@@ -157,7 +157,7 @@ def test_a_prefill_worker_that_refuses_more_does_not_get_it(split):
     until_idle(decode, prefill)
 
 
-def test_a_copy_that_takes_too_long_is_given_up(split):
+def test_slow_copy_is_given_up(split):
     prefill = split.prefill("--kv-hold-s", "100")
     decode = split.decode(*SLOW_LINK, "--kv-transfer-timeout-s", "1")  # time for all to be sent
     split.ready(decode)
@@ -168,7 +168,7 @@ def test_a_copy_that_takes_too_long_is_given_up(split):
     until_idle(decode, prefill, within_s=20)  # it is told that nobody comes for them
 
 
-def test_every_other_copy_fails(split):
+def test_answers_survive_failing_copies(split):
     prefill = split.prefill("--kv-hold-s", "100")
     decode = split.decode(*QUICK, "--kv-transfer-fail-every", "2")
     split.ready(decode)
@@ -197,9 +197,7 @@ async def cards(deployment):
         return await runtime.discovery.get_prefix(f"{instances.CARDS}dynamo/prefill/generate/")
 
 
-def test_what_is_told_of_a_worker_that_has_restarted_is_of_no_use_and_does_no_harm(
-    split, deployment
-):
+def test_stale_metadata_of_a_restarted_worker_is_harmless(split, deployment):
     first = split.prefill(*QUICK)
     decode = split.decode(*QUICK)
     split.ready(decode)
@@ -228,7 +226,7 @@ def serves(worker):
     return "serving storyteller" in worker.log.read_text()
 
 
-def test_500_requests_while_a_worker_is_killed_every_two_seconds(split):
+def test_500_requests_survive_a_killed_worker_every_two_seconds(split):
     paced = ("--speedup-ratio", "1", "--kv-hold-s", str(HOLD_S))
     kinds = {"prefill": split.prefill, "decode": split.decode}
     workers = {kind: [make(*paced) for _ in range(2)] for kind, make in kinds.items()}

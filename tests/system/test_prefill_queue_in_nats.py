@@ -54,7 +54,7 @@ def has_taken(worker):
     return worker.metric("kvstats_active_blocks") > 0
 
 
-def test_a_prompt_whose_worker_is_killed_comes_to_another_and_the_answers_are_the_same(mixed):
+def test_job_of_a_killed_worker_goes_to_another(mixed):
     decode, _ = mixed.decode(*BY_QUEUE), mixed.alone()
     doomed, other = mixed.prefill(*BY_QUEUE), mixed.prefill(*BY_QUEUE)
     mixed.frontend.await_models([ALONE, MODEL], within_s=90)
@@ -74,7 +74,7 @@ def test_a_prompt_whose_worker_is_killed_comes_to_another_and_the_answers_are_th
     until_idle(decode, other)
 
 
-def test_a_worker_that_is_told_to_stop_hands_its_tickets_back_and_finishes(split):
+def test_terminated_worker_returns_its_jobs_and_finishes(split):
     decode, leaving, other = split.decode(*BY_QUEUE), split.prefill(*BY_QUEUE), split.prefill(*BY_QUEUE)  # fmt: skip
     split.ready(decode, num_prefill=2)
     with concurrent.futures.ThreadPoolExecutor(24) as threads:
@@ -88,7 +88,7 @@ def test_a_worker_that_is_told_to_stop_hands_its_tickets_back_and_finishes(split
     until_idle(decode, other)
 
 
-def test_without_its_server_prompts_are_computed_here_and_then_elsewhere_again(split, nats):
+def test_prompts_are_computed_locally_during_an_outage_of_nats(split, nats):
     decode, prefill = split.decode(*BY_QUEUE), split.prefill(*BY_QUEUE)
     split.ready(decode)
     split.ask(prompt(300))
@@ -112,7 +112,7 @@ def test_without_its_server_prompts_are_computed_here_and_then_elsewhere_again(s
     until_idle(decode, prefill)
 
 
-def test_clients_that_leave_and_a_decode_worker_that_dies_leave_nothing_behind(split):
+def test_lost_clients_and_decode_workers_leave_nothing_behind(split):
     decode, prefill = split.decode(*BY_QUEUE), split.prefill(*BY_QUEUE, *SHORT_HOLD)
     split.ready(decode)
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
@@ -128,7 +128,7 @@ def test_clients_that_leave_and_a_decode_worker_that_dies_leave_nothing_behind(s
     assert prefills(newborn, "remote") == 1
 
 
-def test_a_queue_that_is_asked_for_without_a_server_is_one_sentence(deployment):
+def test_queue_without_a_server_is_one_sentence(deployment):
     deployment.environ |= {"NATS_SERVER": "nats://127.0.0.1:1", "DYN_NATS_START_TIMEOUT_SECS": "1"}
     worker = deployment.native("--is-prefill-worker", *BY_QUEUE)
     worker.may_end = True

@@ -17,7 +17,7 @@ def routed(frontend):
     return {where: int(number) for where, number in ROUTED.findall(page)}
 
 
-def test_a_prompt_stays_while_the_prefill_worker_computes_another(deployment):
+def test_prompt_stays_local_while_the_prefill_worker_is_busy(deployment):
     frontend = deployment.frontend(
         "--router-mode", "kv", "--router-conditional-disagg", "--router-conditional-disagg-config", CONDITION
     )  # fmt: skip

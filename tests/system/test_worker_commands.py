@@ -21,7 +21,7 @@ def run(deployment, *argv):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_help_is_quick_and_needs_no_torch(deployment, module):
+def test_help_is_quick_and_imports_no_torch(deployment, module):
     began_at = time.monotonic()
     answer = run(deployment, "-X", "importtime", "-m", module, "--help")
 
@@ -42,7 +42,7 @@ def test_help_is_quick_and_needs_no_torch(deployment, module):
         (("--system-port", "many"), "a whole number"),
     ],
 )
-def test_a_mistake_is_one_sentence(deployment, module, arguments, expected):
+def test_wrong_setting_is_one_sentence(deployment, module, arguments, expected):
     answer = run(deployment, "-m", module, *arguments)
 
     assert answer.returncode == 2
@@ -50,7 +50,7 @@ def test_a_mistake_is_one_sentence(deployment, module, arguments, expected):
     assert len(answer.stderr.strip().splitlines()) == 1
 
 
-def test_an_engine_that_is_not_installed_says_what_to_install(deployment):
+def test_missing_engine_names_its_extra(deployment):
     script = (
         "import sys, runpy\n"
         "sys.modules['torch'] = None\n"
