@@ -1,4 +1,4 @@
-"""What keys and the gate cost a request: `python -m benchmarks.admission`. CPU time, best and median of 7 rounds."""
+"""The CPU time of API keys and permits per request, best and median of 7 rounds: `python -m benchmarks.admission`."""
 
 import asyncio
 import time
@@ -20,25 +20,25 @@ class Caller:
         """It does not."""
 
 
-def ask_with_key(book: api_keys.ApiKeyRegistry) -> None:
-    """What the door and the desk do for each request of a key with limits, whose tenant has some too."""
+def ask_with_key(registry: api_keys.ApiKeyRegistry) -> None:
+    """Do what admission does for each request of a key with limits, and of a tenant with limits."""
     headers, now = {"authorization": "Bearer sk-12345678-777"}, time.monotonic
     for _ in range(NUM_REQUESTS):
-        guest = book.authenticate(headers)
-        rate_limits.charge_request(guest.accounts, now())
-        rate_limits.limit_headers(guest.accounts, now())
-        guest = book.authenticate(headers)
-        rate_limits.start_response(guest.accounts, 100, now())
-        rate_limits.limit_headers(guest.accounts, now())
-        rate_limits.finish_response(guest.accounts, 100, now())
+        api_key = registry.authenticate(headers)
+        rate_limits.charge_request(api_key.accounts, now())
+        rate_limits.limit_headers(api_key.accounts, now())
+        api_key = registry.authenticate(headers)
+        rate_limits.start_response(api_key.accounts, 100, now())
+        rate_limits.limit_headers(api_key.accounts, now())
+        rate_limits.finish_response(api_key.accounts, 100, now())
 
 
-async def pass_gate(entry: permits.ModelPermits) -> None:
-    """In and out, with room."""
+async def acquire_and_release(permits_of_model: permits.ModelPermits) -> None:
+    """Acquire and release permits of which there are enough."""
     caller = Caller()
     for _ in range(NUM_REQUESTS):
-        await entry.acquire_permit(caller, priority=0, num_tokens=1, ignores_load=False)
-        entry.release_permit()
+        await permits_of_model.acquire_permit(caller, priority=0, num_tokens=1, ignores_load=False)
+        permits_of_model.release_permit()
 
 
 def measure(name: str, work: Callable[[], None]) -> None:
@@ -58,13 +58,15 @@ def main() -> None:
         f'[[keys]]\nname = "k{i}"\nkey = "sk-12345678-{i}"\ntenant = "t"\n{PLENTY}'
         for i in range(1000)
     )
-    book = api_keys.ApiKeyRegistry()
-    book.replace_keys(api_keys.parse_key_file(f"[tenants.t]\n{PLENTY}{entries}"), time.monotonic())
+    registry = api_keys.ApiKeyRegistry()
+    registry.replace_keys(
+        api_keys.parse_key_file(f"[tenants.t]\n{PLENTY}{entries}"), time.monotonic()
+    )
     counts = metrics.AdmissionMetrics(observed.Registry("bench"))
     rules = permits.AdmissionPolicy(concurrency_limit=64, queue_limit=8, queue_timeout_s=1)
-    entry = permits.ModelPermits("m", rules, lambda: None, counts, clock.SystemClock())
-    measure("key, tenant, limits, headers", lambda: ask_with_key(book))
-    measure("gate", lambda: asyncio.run(pass_gate(entry)))
+    permits_of_model = permits.ModelPermits("m", rules, lambda: None, counts, clock.SystemClock())
+    measure("key, tenant, limits, headers", lambda: ask_with_key(registry))
+    measure("permit", lambda: asyncio.run(acquire_and_release(permits_of_model)))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The HTTP door: the APIs of OpenAI and Anthropic in front of whatever workers are alive."""
+"""The HTTP server in front of the workers, with the APIs of OpenAI, Anthropic and KServe."""

@@ -1,4 +1,4 @@
-"""Admission as clients meet it: keys, limits, busy workers and the line, over real HTTP."""
+"""Admission as clients meet it, over HTTP: API keys, rate limits, busy workers and the waiting queue."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Keys and limits hold on the younger roads too: vectors, and KServe over HTTP and gRPC."""
+"""API keys and limits apply to embeddings and to KServe over HTTP and gRPC."""
 
 import numpy
 import pytest

@@ -1,4 +1,4 @@
-"""The gate: room, order, patience."""
+"""Permits of a model: limits, order of the queue, and its timeout."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from dynamo.testing import clock as virtual
 
 
 class Caller:
-    """Of an exchange, what the gate needs."""
+    """The part of an exchange that permits use."""
 
     def on_disconnect(self, callback):
         self.leave = callback

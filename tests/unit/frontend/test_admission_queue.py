@@ -1,4 +1,4 @@
-"""The line, against a plain list that is sorted each time."""
+"""The waiting queue, compared with a plain list that is sorted each time."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,22 +17,22 @@ ACTIONS = st.lists(
 
 @given(actions=ACTIONS, limit=st.integers(0, 6))
 def test_queue_is_sorted_by_priority_then_arrival(actions, limit):
-    line, joined, waiting = queue.WaitingQueue(limit), [], []
+    waiting_queue, positions, waiting = queue.WaitingQueue(limit), [], []
     for number, (action, value, num_tokens) in enumerate(actions):
-        if action == "join" and not line.is_full:
-            joined.append(line.append(number, priority=value, num_tokens=num_tokens))
+        if action == "join" and not waiting_queue.is_full:
+            positions.append(waiting_queue.append(number, priority=value, num_tokens=num_tokens))
             waiting.append((-value, number, num_tokens))
             waiting.sort()
-        elif action == "leave" and joined:
-            ticket = joined[value % len(joined)]
-            held = [one for one in waiting if one[1] == ticket.waiter]
-            assert line.remove(ticket) == bool(held)
+        elif action == "leave" and positions:
+            position = positions[value % len(positions)]
+            held = [one for one in waiting if one[1] == position.waiter]
+            assert waiting_queue.remove(position) == bool(held)
             waiting = [one for one in waiting if one not in held]
         elif action == "next" and waiting:
-            assert line.pop_first().waiter == waiting.pop(0)[1]
-        assert len(line) == len(waiting) <= limit
-        assert line.is_full == (len(waiting) == limit)
-        assert line.num_tokens == sum(one[2] for one in waiting)
+            assert waiting_queue.pop_first().waiter == waiting.pop(0)[1]
+        assert len(waiting_queue) == len(waiting) <= limit
+        assert waiting_queue.is_full == (len(waiting) == limit)
+        assert waiting_queue.num_tokens == sum(one[2] for one in waiting)
 
 
 @given(
@@ -48,20 +48,20 @@ def test_admissible_requests_are_bounded_by_the_tightest_limit(inside, limit, fr
 
 
 def test_wait_is_estimated_from_recent_completions():
-    pace = queue.CompletionRate()
-    unknown = pace.estimate_wait_s(100, 0.0)
+    rate = queue.CompletionRate()
+    unknown = rate.estimate_wait_s(100, 0.0)
     for second in range(100):
-        pace.record_completion(2.0 * second)
+        rate.record_completion(2.0 * second)
 
     assert unknown == 1
-    assert 18 <= pace.estimate_wait_s(9, 198.0) <= 22
-    assert pace.estimate_wait_s(1000, 198.0) == 60
-    assert pace.estimate_wait_s(0, 198.0) >= 1
+    assert 18 <= rate.estimate_wait_s(9, 198.0) <= 22
+    assert rate.estimate_wait_s(1000, 198.0) == 60
+    assert rate.estimate_wait_s(0, 198.0) >= 1
 
 
 def test_estimated_wait_grows_while_nothing_ends():
-    pace = queue.CompletionRate()
+    rate = queue.CompletionRate()
     for second in range(3):
-        pace.record_completion(float(second))
+        rate.record_completion(float(second))
 
-    assert pace.estimate_wait_s(0, 33.0) == 11
+    assert rate.estimate_wait_s(0, 33.0) == 11

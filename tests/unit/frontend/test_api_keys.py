@@ -1,4 +1,4 @@
-"""The file of keys, and who is who."""
+"""The file of API keys, and the key of a request."""
 
 import hashlib
 
@@ -26,10 +26,10 @@ admin = true
 """
 
 
-def book_of(content=FILE):
-    book = api_keys.ApiKeyRegistry()
-    book.replace_keys(api_keys.parse_key_file(content), 0.0)
-    return book
+def registry_of(content=FILE):
+    registry = api_keys.ApiKeyRegistry()
+    registry.replace_keys(api_keys.parse_key_file(content), 0.0)
+    return registry
 
 
 @pytest.mark.parametrize(
@@ -42,19 +42,19 @@ def book_of(content=FILE):
     ],
 )
 def test_key_is_read_from_either_header(headers):
-    guest = book_of().authenticate(headers)
+    api_key = registry_of().authenticate(headers)
 
-    assert guest.entry.name == "alice"
-    assert [one.name for one in guest.accounts] == ["key 'alice'", "tenant 'acme'"]
-    assert guest.allows_model("m")
-    assert not guest.allows_model("other")
+    assert api_key.entry.name == "alice"
+    assert [account.name for account in api_key.accounts] == ["key 'alice'", "tenant 'acme'"]
+    assert api_key.allows_model("m")
+    assert not api_key.allows_model("other")
 
 
 def test_admin_key_without_models_allows_all_models():
-    guest = book_of().authenticate({"x-api-key": "sk-bob-0123456789"})
+    api_key = registry_of().authenticate({"x-api-key": "sk-bob-0123456789"})
 
-    assert guest.entry.admin
-    assert guest.allows_model("anything")
+    assert api_key.entry.admin
+    assert api_key.allows_model("anything")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_admin_key_without_models_allows_all_models():
 )
 def test_request_without_a_valid_key_is_unauthenticated(headers, words):
     with pytest.raises(errors.Unauthenticated, match=words) as caught:
-        book_of().authenticate(headers)
+        registry_of().authenticate(headers)
 
     assert "sk-" not in str(caught.value)
 
@@ -97,19 +97,19 @@ def test_error_of_a_key_file_names_the_fault_without_keys(content, words):
 
 
 def test_new_key_file_keeps_usage_and_drops_missing_keys():
-    book = book_of()
-    guest = book.authenticate({"x-api-key": SECRET})
-    guest.accounts[0].num_streams = 3
-    book.replace_keys(
+    registry = registry_of()
+    api_key = registry.authenticate({"x-api-key": SECRET})
+    api_key.accounts[0].num_streams = 3
+    registry.replace_keys(
         api_keys.parse_key_file(
             FILE.replace("requests_per_minute = 5", "").split('[[keys]]\nname = "bob')[0]
         ),
         1.0,
     )
-    again = book.authenticate({"x-api-key": SECRET})
+    again = registry.authenticate({"x-api-key": SECRET})
 
     assert again.accounts[0].num_streams == 3
     assert again.accounts[0].requests is None
-    assert len(book) == 1
+    assert len(registry) == 1
     with pytest.raises(errors.Unauthenticated):
-        book.authenticate({"x-api-key": "sk-bob-0123456789"})
+        registry.authenticate({"x-api-key": "sk-bob-0123456789"})

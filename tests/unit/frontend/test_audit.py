@@ -1,4 +1,4 @@
-"""The audit log has what was said, of those who allow it, and no key."""
+"""The audit log has requests and responses of the clients that allow it, and no key."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Who is busy."""
+"""Busy workers, by their reported load."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""All workers are asked to forget what they cached."""
+"""The route that clears the prefix caches of all workers."""
 
 from frontend_rig import Worker
 

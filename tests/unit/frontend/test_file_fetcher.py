@@ -1,4 +1,4 @@
-"""Where a model's files come from, and that none is used which is not the one."""
+"""The sources of a model's files, and that no file with another checksum is used."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""What is counted, under the original's names."""
+"""The frontend's metrics, under the original's names."""
 
 import pytest
 from frontend_rig import outputs

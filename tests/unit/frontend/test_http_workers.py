@@ -1,4 +1,4 @@
-"""The port that a parent holds for its children. What the processes do is in the system tests."""
+"""The port that a parent holds for its children. The system tests run the processes."""
 
 import socket
 

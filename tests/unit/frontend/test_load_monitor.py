@@ -1,4 +1,4 @@
-"""Hearing of load, over the event plane in memory."""
+"""The load monitor, over the event plane in memory."""
 
 import asyncio
 from types import SimpleNamespace

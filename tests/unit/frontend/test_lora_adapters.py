@@ -1,4 +1,4 @@
-"""LoRA adapters are models: they come and go with the workers that have them, and are asked there."""
+"""LoRA adapters are models: they come and go with the workers that have them."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""A worker is lost in mid-answer: the client cannot tell, wherever that was and whatever it asked for."""
+"""A worker is lost during an answer: the client sees the same answer, whatever it requested."""
 
 import asyncio
 import json

@@ -1,3 +1,5 @@
+"""The policy of migration, and the requests for the rest of an answer."""
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st

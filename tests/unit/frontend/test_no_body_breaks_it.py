@@ -1,4 +1,4 @@
-"""Whatever is sent to the younger APIs, the answer is an answer or says what is wrong; never a 5xx."""
+"""Every body that is sent to an API is answered or refused with a reason, never with a 5xx."""
 
 import msgspec
 import pytest

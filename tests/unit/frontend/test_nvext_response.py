@@ -1,4 +1,4 @@
-"""What a caller may be told beside its answer: worker, times, usage so far."""
+"""The nvext object of responses: worker, times and usage."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Prefill workers come and go, and the frontend asks them while they are there."""
+"""Prefill workers come and go, and are used while they are registered."""
 
 import pytest
 from frontend_rig import Worker, outputs

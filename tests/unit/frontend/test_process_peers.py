@@ -1,4 +1,4 @@
-"""Processes that ask each other, here as objects of one process over real sockets."""
+"""Processes that ask each other, here as objects of one process over real sockets; their merged metrics."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ def refuse(caller):
 
 @pytest.fixture
 async def three(tmp_path):
-    """Siblings by name, each with its routes."""
+    """Peers by name, each with its routes."""
     async with contextlib.AsyncExitStack() as stack:
         made = {}
         for name in "123":

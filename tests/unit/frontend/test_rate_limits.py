@@ -1,4 +1,4 @@
-"""Buckets and accounts: nobody gets more than its share, and nobody waits for nothing."""
+"""Token buckets and accounts: no key exceeds its limits, and no request waits without need."""
 
 import pytest
 from hypothesis import given

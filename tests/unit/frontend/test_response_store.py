@@ -1,4 +1,4 @@
-"""Answers are kept within bounds."""
+"""Stored responses stay within bounds."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Headers and hints that say where a request goes, and how urgent it is."""
+"""Headers and hints that name the worker of a request, and its priority."""
 
 import pytest
 

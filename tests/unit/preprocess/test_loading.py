@@ -1,4 +1,4 @@
-"""Which file of a model says what."""
+"""Loading a preprocessor: the files of a model, and what each defines."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Prompts cut at special tokens: the same ids as uncut ones, and bounded memory of them."""
+"""Prompts cut at special tokens have the same ids as uncut ones; the cache is bounded."""
 
 import functools
 import itertools

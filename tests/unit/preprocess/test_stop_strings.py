@@ -1,4 +1,4 @@
-"""Stop strings against the naive way: look at the whole text after each character."""
+"""Stop strings, compared with a naive search of the whole text after each character."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Chat templates: what they may use, and what becomes of those that fail."""
+"""Chat templates: what they may use, and how their failures are reported."""
 
 import time
 from datetime import datetime

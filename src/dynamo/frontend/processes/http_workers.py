@@ -3,7 +3,7 @@
 The parent binds the port alone, so that a second start fails with a sentence, and only then marks it as shared. It
 never listens. The children listen, and the kernel distributes connections over them by a hash of the address, which
 spreads a burst evenly; with one socket that all accept from, the first process to wake would take most of it. The
-children share nothing but discovery, and ask each other for what only one knows (`siblings`).
+children share nothing but discovery, and ask each other for what only one knows (`peers`).
 
 A child that dies is restarted, each time after a longer pause and not for ever. One that finds a wrong setting ends
 all.

@@ -1,4 +1,4 @@
-"""What the tests of parsers share: tools, samples as models write them, and ways to feed a text."""
+"""The tools, samples and feeding functions that tests of parsers share."""
 
 from dynamo.preprocess.parsers import formats, parser
 

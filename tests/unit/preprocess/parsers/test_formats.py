@@ -1,4 +1,4 @@
-"""Which format a model's chat template speaks of."""
+"""The answer format that a model's chat template shows."""
 
 import pytest
 

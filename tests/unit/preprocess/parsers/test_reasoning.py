@@ -1,4 +1,4 @@
-"""Reasoning in each format, and what only looks like it."""
+"""Reasoning in each format, and text that only resembles it."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Calls in each format, as models write them, and what only looks like one."""
+"""Tool calls in each format, as models write them, and text that only resembles one."""
 
 import itertools
 
