@@ -109,9 +109,13 @@ def make_host(
     make_card: host.MakeCard | None = None,
     counters: metrics.WorkerMetrics | None = None,
     engine_prefix: str | None = None,
+    clock: clocks.Clock | None = None,
 ) -> host.Host:
-    """Make the host of the model in `directory` from these settings; `engine_prefix` as in `WorkerMetrics`."""
-    clock = clocks.SystemClock()
+    """Make the host of the model in `directory` from these settings; `engine_prefix` as in `WorkerMetrics`.
+
+    All time of the worker is that of `clock`, by default the machine's.
+    """
+    clock = clock or clocks.SystemClock()
     counters = counters or metrics.WorkerMetrics(
         worker.endpoint_name, clock, engine_prefix=engine_prefix
     )

@@ -57,7 +57,7 @@ def say(monkeypatch, talk):
     return say
 
 
-def test_what_was_said_stays_in_the_conversation(say, talk):
+def test_answers_stay_in_the_conversation(say, talk):
     say("one", "two")
 
     assert talk.seen == [["one"], ["one", "answer 1", "two"]]
@@ -83,7 +83,7 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(say, talk, capsys):
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), model_errors.ContextTooLong("too long")])
-def test_a_question_without_an_answer_is_forgotten(say, talk, failure):
+def test_question_without_an_answer_is_not_in_the_conversation(say, talk, failure):
     talk.failure = failure
     say("one", "two")
 

@@ -3,11 +3,11 @@
 from dynamo.cli.workers import Topology
 
 
-def test_workers_that_are_alike_are_told_nothing():
+def test_workers_of_one_kind_have_no_mode():
     assert Topology(num_answering=2).modes == {"worker 1": None, "worker 2": None}
 
 
-def test_workers_that_divide_the_work_are_told_how_and_prefill_comes_first():
+def test_prefill_workers_come_before_decode_workers():
     modes = Topology(num_answering=2, num_prefill=1).modes
 
     assert list(modes.items()) == [
@@ -17,7 +17,7 @@ def test_workers_that_divide_the_work_are_told_how_and_prefill_comes_first():
     ]
 
 
-def test_it_is_described_in_a_line():
+def test_topology_is_described_in_a_line():
     assert Topology().describe() == "aggregated: 1 worker, computing prompts and answers"
     assert Topology(num_answering=2, num_prefill=1).describe() == (
         "disaggregated: long prompts are computed by 1 prefill worker, answers by 2 decode workers"

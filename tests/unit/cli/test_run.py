@@ -30,6 +30,6 @@ def test_words_may_come_in_any_order(words, expected):
         (["in=text", "in=http"], "'in=http' is one too many"),
     ],
 )
-def test_words_that_mean_nothing_are_refused(words, message):
+def test_unknown_words_are_refused(words, message):
     with pytest.raises(errors.ConfigError, match=message):
         run.read_words(words)

@@ -62,7 +62,7 @@ def take(exported, clock, taken):
     return call_trace.traced(taken.append, exported, 1.0, clock)
 
 
-def test_what_is_logged_while_a_call_is_taken_names_it():
+def test_log_lines_of_a_call_name_its_request():
     seen = []
     take = call_trace.logged(lambda _: seen.append(logs.log_context.get()))
     take(call(**HEADERS))
@@ -91,7 +91,7 @@ def test_a_call_is_a_span_with_prefill_and_decode(take, taken, exported, clock):
     assert first.num_finished == 1
 
 
-def test_after_the_first_token_nothing_stands_between(take, taken):
+def test_later_tokens_go_to_the_call_directly(take, taken):
     inner = call(**HEADERS)
     take(inner)
     taken[0].send(OUTPUT)
@@ -99,7 +99,7 @@ def test_after_the_first_token_nothing_stands_between(take, taken):
     assert taken[0].send == inner.send
 
 
-def test_a_call_that_fails_or_is_cancelled_says_so(take, taken, exported):
+def test_span_of_a_failed_or_cancelled_call_has_the_reason(take, taken, exported):
     failing, leaving = call(**HEADERS), call(**HEADERS)
     take(failing)
     take(leaving)
@@ -112,7 +112,7 @@ def test_a_call_that_fails_or_is_cancelled_says_so(take, taken, exported):
     assert told == ["left"]
 
 
-def test_a_call_that_is_not_sampled_goes_through_as_it_is(take, taken, exported):
+def test_call_that_is_not_sampled_is_unchanged(take, taken, exported):
     quiet = call(traceparent=f"00-{'a' * 32}-{'b' * 16}-00")
     take(quiet)
 

@@ -35,7 +35,7 @@ async def asked():
     made.verdict.cancel()
 
 
-async def test_an_engine_that_does_not_answer_is_given_up(asked):
+async def test_engine_that_does_not_answer_the_probe_counts_as_dead(asked):
     await asked.clock.advance(12.9)
     was_patient = not asked.verdict.done()
     await asked.clock.advance(0.2)
@@ -53,7 +53,7 @@ async def test_an_engine_that_does_not_answer_is_given_up(asked):
         lambda call: call.finish(),
     ],
 )
-async def test_whatever_it_says_it_lives(asked, answer):
+async def test_any_answer_to_the_probe_shows_a_live_engine(asked, answer):
     asked.answer = answer
     await asked.clock.advance(35)
 
@@ -61,7 +61,7 @@ async def test_whatever_it_says_it_lives(asked, answer):
     assert len(asked.calls) == 3
 
 
-async def test_one_that_gets_on_with_something_is_not_asked(asked):
+async def test_engine_with_progress_is_not_probed(asked):
     for number in range(10):
         asked.load = make_load(10 + number)
         await asked.clock.advance(5)
@@ -69,7 +69,7 @@ async def test_one_that_gets_on_with_something_is_not_asked(asked):
     assert not asked.calls
 
 
-async def test_one_that_gets_on_while_it_is_asked_is_left_alone(asked):
+async def test_engine_with_progress_during_the_probe_is_alive(asked):
     await asked.clock.advance(11)
     asked.load = make_load(7)
     await asked.clock.advance(5)
@@ -78,7 +78,7 @@ async def test_one_that_gets_on_while_it_is_asked_is_left_alone(asked):
     assert not asked.verdict.done()
 
 
-async def test_the_question_is_one_token_of_one(asked):
+async def test_probe_asks_for_one_token(asked):
     await asked.clock.advance(11)
     (question,) = asked.calls
 

@@ -35,7 +35,7 @@ def test_files_are_named_by_size_and_checksum(directory):
     )
 
 
-def test_weights_are_no_affair_of_a_frontend(directory):
+def test_weights_are_not_on_the_card(directory):
     assert set(build(directory).files) == {"config.json", "tokenizer.json"}
 
 
@@ -65,14 +65,14 @@ def test_a_model_with_a_chat_template_chats(directory, file, content):
     assert model_card.ModelType.CHAT in build(directory).model_type
 
 
-def test_how_answers_are_to_be_read_is_on_the_card(directory):
+def test_parsers_of_answers_are_on_the_card(directory):
     told = build(directory, tool_call_parser="hermes", reasoning_parser="none").runtime_config
 
     assert (told.tool_call_parser, told.reasoning_parser) == ("hermes", "none")
     assert build(directory).runtime_config.tool_call_parser is None
 
 
-def test_a_worker_may_say_how_often_its_requests_move(directory):
+def test_migration_limit_of_the_worker_is_on_the_card(directory):
     assert build(directory, migration_limit=1).migration_limit == 1
     assert build(directory).migration_limit is None
 
@@ -83,7 +83,7 @@ def test_a_tokenizer_config_that_is_no_json_is_named(directory):
         build(directory)
 
 
-def test_an_adapter_is_on_the_card_and_must_not_be_called_as_its_model(directory):
+def test_adapter_with_the_name_of_its_model_is_refused(directory):
     facts = dataclasses.replace(FACTS, lora_names=("poet",))
 
     assert card.build(directory, name="m", facts=facts, created=5).lora_names == ("poet",)
@@ -166,7 +166,7 @@ async def sharing(file_path, store=None):
         await shared.close()
 
 
-async def test_a_file_is_given_in_parts_and_ends_with_nothing(file_path):
+async def test_file_is_served_in_parts_and_ends_with_an_empty_one(file_path):
     async with sharing(file_path) as (_, ask):
         first = await ask("tokenizer.json", 0)
         second = await ask("tokenizer.json", len(first))
@@ -179,7 +179,7 @@ async def test_a_file_is_given_in_parts_and_ends_with_nothing(file_path):
 @pytest.mark.parametrize(
     ("name", "offset"), [("model.safetensors", 0), ("../secret", 0), ("tokenizer.json", -1)]
 )
-async def test_what_the_card_does_not_name_is_not_given(file_path, name, offset):
+async def test_file_that_is_not_on_the_card_is_not_served(file_path, name, offset):
     async with sharing(file_path) as (_, ask):
         with pytest.raises(errors.RemoteProtocolError, match="on the card"):
             await ask(name, offset)
@@ -206,7 +206,7 @@ async def test_with_a_store_the_card_says_where_its_files_are(file_path):
     assert store.bodies == {file.checksum.replace(":", "-"): BODY}
 
 
-async def test_a_store_that_takes_nothing_is_told_and_the_worker_gives_the_file(file_path, caplog):
+async def test_failing_store_is_logged_and_the_worker_serves_the_file(file_path, caplog):
     store = Store()
     store.error = errors.Overloaded("it is full")
     async with sharing(file_path, store) as (card, ask):

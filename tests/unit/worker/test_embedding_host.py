@@ -107,7 +107,7 @@ async def test_calls_share_a_batch(calls, embedder):
     assert [[item.dimensions for item in batch] for batch in embedder.batches] == [[None, 1]]
 
 
-async def test_the_embedder_is_spared_what_nobody_waits_for(calls, embedder):
+async def test_input_of_a_cancelled_call_is_not_embedded(calls, embedder):
     embedder.may_answer.clear()
     gone, there = make_call([1] * 6, [2] * 6), make_call([3])
     calls.handle(gone)
@@ -147,7 +147,7 @@ async def test_more_calls_than_the_limit_are_refused(calls, embedder):
     assert isinstance(refused.error, errors.Overloaded)
 
 
-async def test_more_tokens_than_memory_is_meant_for_are_refused(calls, embedder, monkeypatch):
+async def test_call_beyond_the_bound_of_waiting_tokens_is_refused(calls, embedder, monkeypatch):
     monkeypatch.setattr(embedding_host, "MAX_WAITING_TOKENS", 10)
     embedder.may_answer.clear()
     calls.handle(make_call([1] * 6, [1] * 6))
@@ -182,7 +182,7 @@ async def test_more_tokens_than_memory_is_meant_for_are_refused(calls, embedder,
         ),
     ],
 )
-async def test_what_would_harm_others_in_its_batch_is_refused(calls, body, kind, message):
+async def test_request_that_would_harm_its_batch_is_refused(calls, body, kind, message):
     call = FakeCall(body)
 
     calls.handle(call)
@@ -235,7 +235,7 @@ async def ask(asker, *texts):
     )
 
 
-async def test_it_answers_and_its_card_tells_of_its_vectors(world):
+async def test_embedding_host_answers_and_publishes_its_dimensions(world):
     host, asker = world
     found = await host.start()
 
@@ -248,7 +248,7 @@ async def test_it_answers_and_its_card_tells_of_its_vectors(world):
     assert list(found.files) == ["config.json"]
 
 
-async def test_its_system_port_tells_whether_it_is_ready(world):
+async def test_embedding_host_shows_on_its_system_port_whether_it_is_ready(world):
     host, _ = world
     port = await host.open_system_port("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
@@ -261,7 +261,7 @@ async def test_its_system_port_tells_whether_it_is_ready(world):
     assert 'dynamo_endpoint="embed"' in metrics.text
 
 
-async def test_it_serves_until_it_is_told_to_stop_and_then_is_found_no_more(world):
+async def test_stopped_embedding_host_is_not_in_discovery(world):
     host, asker = world
     await host.start()
     stop = asyncio.Event()

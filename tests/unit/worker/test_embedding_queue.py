@@ -35,7 +35,7 @@ def test_an_input_beyond_the_budget_has_a_batch_of_its_own():
     assert drain(queue) == [[(1, 0)], [(1, 2), (1, 1)]]
 
 
-def test_what_was_dropped_is_not_computed():
+def test_dropped_call_is_in_no_batch():
     queue = embedding_queue.EmbeddingQueue(max_batch_tokens=10)
     queue.add(1, [5, 5])
     queue.add(2, [3])

@@ -35,7 +35,7 @@ def test_an_engine_without_its_extra_says_what_to_install(monkeypatch, tmp_path)
         engines.build("native", tmp_path, native.NativeConfig())
 
 
-def test_torch_is_told_to_wait_asleep_before_it_is_loaded(monkeypatch, tmp_path):
+def test_wait_policy_of_torch_is_set_before_the_import(monkeypatch, tmp_path):
     environment = {}
     monkeypatch.setattr(os, "environ", environment)
     told = []
@@ -46,7 +46,7 @@ def test_torch_is_told_to_wait_asleep_before_it_is_loaded(monkeypatch, tmp_path)
     assert [one["OMP_WAIT_POLICY"] for one in told] == ["PASSIVE"]
 
 
-def test_a_wait_policy_that_the_user_set_stays(monkeypatch, tmp_path):
+def test_wait_policy_of_the_user_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "ACTIVE"})
     monkeypatch.setattr(engines, "_load", lambda *_: _engine)
 
@@ -55,7 +55,7 @@ def test_a_wait_policy_that_the_user_set_stays(monkeypatch, tmp_path):
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
-def test_an_engine_is_told_what_it_wants_to_know(monkeypatch, tmp_path):
+def test_engine_gets_the_build_arguments_of_its_kind(monkeypatch, tmp_path):
     told = {}
     monkeypatch.setattr(engines, "_load_part", lambda *_: lambda *_, **beside: told.update(beside))
 
@@ -64,7 +64,7 @@ def test_an_engine_is_told_what_it_wants_to_know(monkeypatch, tmp_path):
     assert told == {"model_name": "tiny"}
 
 
-def test_what_is_installed_is_judged_before_it_is_loaded(monkeypatch, tmp_path):
+def test_installed_version_is_checked_before_the_import(monkeypatch, tmp_path):
     def refuse():
         raise errors.ConfigError("too old")
 

@@ -175,7 +175,7 @@ async def address(world):
     return next(iter(client.instances.values())).transport["memory"]
 
 
-async def test_a_stopped_worker_leaves_first_and_finishes_what_runs(world):
+async def test_stopped_worker_leaves_discovery_and_finishes_running_requests(world):
     await world.host.start()
     receiver, _ = await world.ask()
     stopping = asyncio.create_task(world.host.stop(5))
@@ -191,7 +191,7 @@ async def test_a_stopped_worker_leaves_first_and_finishes_what_runs(world):
     assert world.engine.num_stopped == 1
 
 
-async def test_a_worker_that_holds_blocks_for_others_waits_until_they_are_read(world):
+async def test_stopping_worker_waits_until_its_exported_blocks_are_read(world):
     is_asked, is_read = asyncio.Event(), asyncio.Event()
 
     class Exports:
@@ -212,7 +212,7 @@ async def test_a_worker_that_holds_blocks_for_others_waits_until_they_are_read(w
     assert world.engine.num_stopped == 1
 
 
-async def test_a_worker_whose_blocks_nobody_reads_waits_for_its_time_only(world, caplog):
+async def test_stopping_worker_waits_for_exported_blocks_until_its_deadline(world, caplog):
     class Exports:
         async def wait_until_released(self):
             await asyncio.Event().wait()
@@ -237,7 +237,7 @@ async def test_a_dead_engine_fails_its_requests_and_ends_the_worker(world):
     assert isinstance(await receiver.end, errors.WorkerLost)
 
 
-async def test_what_does_not_finish_in_time_is_given_back(world):
+async def test_request_that_exceeds_the_drain_is_handed_over(world):
     await world.host.start()
     receiver, _ = await world.ask()
     world.host.outputs([output()])
@@ -304,7 +304,7 @@ async def until_not_found(world):
             await asyncio.sleep(0)
 
 
-async def test_a_worker_that_is_put_to_sleep_leaves_first_and_comes_back_awake(asleep):
+async def test_sleeping_worker_leaves_discovery_and_returns_when_woken(asleep):
     meanwhile = await asleep.keys()
     woken = await asleep.tell("wake_up")
     asleep.engine.submitted.clear()
@@ -319,7 +319,7 @@ async def test_a_worker_that_is_put_to_sleep_leaves_first_and_comes_back_awake(a
     assert await asleep.health() == 200
 
 
-async def test_a_worker_that_sleeps_stops_when_it_is_told(asleep):
+async def test_sleeping_worker_can_be_stopped(asleep):
     await asleep.host.stop(5)
 
     assert asleep.engine.num_stopped == 1
@@ -341,7 +341,7 @@ async def test_a_worker_whose_engine_fails_to_sleep_ends(worlds):
         await world.host.run_until(asyncio.Event())
 
 
-async def test_a_canary_asks_no_engine_that_sleeps(worlds):
+async def test_sleeping_engine_is_not_probed(worlds):
     asked = asyncio.Event()
     check = canary.HealthCheck(wait_s=0, answer_s=60)
     options = host.HostOptions(request_limit=8, drain_timeout_s=0, health_check=check)
@@ -364,7 +364,7 @@ async def test_a_worker_that_cannot_sleep_has_no_route_for_it(world):
     assert (await world.tell("sleep")).status_code == 404
 
 
-async def test_kv_events_reach_whoever_listens(world):
+async def test_kv_events_reach_subscribers(world):
     heard = []
     await world.asker.events.subscribe("dynamo/backend/kv_events", heard.extend)
     await world.host.start()
@@ -474,7 +474,7 @@ async def fleet_world():
         await built.fleet.stop(1)
 
 
-async def test_each_is_an_instance_of_its_own(fleet_world):
+async def test_each_host_of_a_fleet_is_an_instance(fleet_world):
     assert len(set(fleet_world.built)) == 3
     assert len(await fleet_world.known()) == 3
 
@@ -484,7 +484,7 @@ async def test_each_is_an_instance_of_its_own(fleet_world):
     assert [len(engine.submitted) for engine in fleet_world.engines] == [0, 1, 0]
 
 
-async def test_counts_and_load_are_those_of_all(fleet_world):
+async def test_metrics_of_a_fleet_are_those_of_all_hosts(fleet_world):
     await fleet_world.ask(fleet_world.built[0])
     await fleet_world.ask(fleet_world.built[2])
     await until(lambda: fleet_world.engines[0].submitted and fleet_world.engines[2].submitted)
@@ -502,7 +502,7 @@ async def test_counts_and_load_are_those_of_all(fleet_world):
     assert [value for name, value in samples.items() if "requests_total{" in name] == ["2.0"]
 
 
-async def test_they_are_told_to_stop_together(fleet_world):
+async def test_hosts_of_a_fleet_stop_together(fleet_world):
     stop = asyncio.Event()
     running = asyncio.create_task(fleet_world.fleet.run_until(stop))
     stop.set()
@@ -514,7 +514,7 @@ async def test_they_are_told_to_stop_together(fleet_world):
     assert await fleet_world.known() == {}
 
 
-async def test_one_engine_that_dies_ends_all(fleet_world):
+async def test_death_of_one_engine_ends_the_fleet(fleet_world):
     running = asyncio.create_task(fleet_world.fleet.run_until(asyncio.Event()))
     fleet_world.engines[1].sink.died(errors.EngineFailed("out of order"))
 

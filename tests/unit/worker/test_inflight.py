@@ -53,7 +53,7 @@ def test_a_request_goes_to_the_engine_and_its_outputs_come_back(table, engine):
     assert len(table) == 0
 
 
-async def test_who_leaves_waits_for_what_runs_and_sends_others_elsewhere(table):
+async def test_draining_worker_finishes_running_requests_and_refuses_new_ones(table):
     asleep = errors.WorkerLost("asleep")
     running = take(table)
     leaving = asyncio.create_task(table.drain(asleep, 60))
@@ -69,7 +69,7 @@ async def test_who_leaves_waits_for_what_runs_and_sends_others_elsewhere(table):
     assert (running.num_finished, running.error) == (1, None)
 
 
-async def test_who_leaves_gives_back_what_does_not_end_in_time_and_may_come_back(table, engine):
+async def test_drain_hands_over_late_requests_and_can_be_reopened(table, engine):
     call = take(table)
     await table.drain(errors.WorkerLost("asleep"), 0)
 
@@ -114,7 +114,7 @@ def test_a_choice_that_ended_as_it_was_cancelled_is_counted_once(table, engine):
     assert (engine.aborted, call.num_finished, len(table)) == ([], 0, 1)
 
 
-def test_a_caller_that_leaves_stops_the_engine_and_hears_nothing_more(table, engine):
+def test_cancelled_call_is_aborted_in_the_engine_and_gets_nothing_more(table, engine):
     call = take(table)
     call.cancel()
     table.outputs([output()])
@@ -152,7 +152,7 @@ def test_more_than_the_limit_is_refused(table, engine):
     assert len(engine.submitted) == 2
 
 
-def test_what_the_engine_refuses_fails_the_call_and_is_forgotten(table, engine):
+def test_request_that_the_engine_refuses_fails_its_call(table, engine):
     engine.refusal = model_errors.ContextTooLong("too long")
     call = take(table)
 
@@ -160,7 +160,7 @@ def test_what_the_engine_refuses_fails_the_call_and_is_forgotten(table, engine):
     assert len(table) == 0
 
 
-def test_what_the_engine_gives_up_fails_the_call_once(table):
+def test_request_that_the_engine_gives_up_fails_its_call_once(table):
     call = take(table)
     table.failed("r", errors.EngineFailed("no"))
     table.failed("r", errors.EngineFailed("no"))
@@ -168,7 +168,7 @@ def test_what_the_engine_gives_up_fails_the_call_once(table):
     assert isinstance(call.error, errors.EngineFailed)
 
 
-def test_what_is_given_back_may_be_asked_elsewhere(table, engine):
+def test_request_that_is_handed_over_fails_as_worker_lost(table, engine):
     running = take(table)
     table.hand_over(errors.WorkerLost("out of memory"))
     late = take(table)

@@ -60,7 +60,7 @@ def test_events_are_numbered_across_steps_without_holes(publisher, plane):
     assert {topic for topic, _ in plane.published} == {"dynamo/backend/kv_events"}
 
 
-async def test_where_the_numbers_are_is_told_every_second(publisher, plane):
+async def test_next_event_number_is_published_every_second(publisher, plane):
     publisher.publish_kv_events([kv_events.Cleared()])
     clock = virtual.VirtualClock()
     async with tasks.Tasks() as running:
@@ -76,7 +76,7 @@ def replay(publisher, *positions):
     return list(publisher.replay(request))
 
 
-def test_who_missed_little_gets_what_was_missed(publisher):
+def test_subscriber_that_missed_few_events_gets_them_again(publisher):
     publisher.publish_kv_events([kv_events.Cleared(), kv_events.Removed(block_hashes=(1,))])
     parts = replay(publisher, kv_events.Position(5, 1))
 
@@ -90,7 +90,7 @@ def test_who_missed_little_gets_what_was_missed(publisher):
     [(), (kv_events.Position(4, 1),), (kv_events.Position(5, 9),)],
     ids=["heard nothing", "heard an earlier life", "heard what was not told"],
 )
-def test_who_missed_much_gets_what_is_held(publisher, positions):
+def test_subscriber_that_missed_many_events_gets_a_snapshot(publisher, positions):
     stored = kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(1, 2),))
     publisher.publish_kv_events([kv_events.Cleared(), stored])
     parts = replay(publisher, *positions)
@@ -102,7 +102,7 @@ def test_who_missed_much_gets_what_is_held(publisher, positions):
     ]
 
 
-def test_every_rank_is_replayed_and_a_large_one_in_parts(publisher):
+def test_replay_covers_every_rank_and_splits_large_ones(publisher):
     blocks = tuple(kv_events.StoredBlock(i, i) for i in range(1, 5001))
     for dp_rank in (0, 1):
         publisher.publish_kv_events(
@@ -123,13 +123,13 @@ async def publish_load(publisher, measure, *, for_s):
         await clock.advance(for_s)
 
 
-async def test_a_load_that_does_not_change_is_told_once_a_second(publisher, plane):
+async def test_unchanged_load_is_published_once_a_second(publisher, plane):
     await publish_load(publisher, lambda: [make_load()], for_s=2.5)
 
     assert len(plane.published) == 3  # at 0 s, and after each second
 
 
-async def test_a_load_that_changed_is_told_at_the_next_look(publisher, plane):
+async def test_changed_load_is_published_at_the_next_measurement(publisher, plane):
     loads = iter([make_load(n)] for n in range(10))
     await publish_load(publisher, lambda: next(loads), for_s=0.25)
     told = [msgspec.msgpack.decode(p, type=load.LoadEvent) for _, p in plane.published]
@@ -186,12 +186,12 @@ def recorded(events):
 
 
 @given(EVENTS)
-def test_what_is_held_is_told_as_events_that_lead_there(events):
+def test_snapshot_describes_all_blocks_held(events):
     assert state(recorded(events).snapshot()) == state(events)
 
 
 @given(EVENTS)
-def test_parents_are_told_before_their_children(events):
+def test_snapshot_names_parents_before_children(events):
     told = {tier: set() for tier in kv_events.TIERS}
     held = state(events)
     for event in recorded(events).snapshot():
@@ -201,13 +201,13 @@ def test_parents_are_told_before_their_children(events):
 
 
 @given(EVENTS, st.integers(0, 25))
-def test_what_was_missed_is_told_from_any_number_that_is_known(events, event_id):
+def test_events_are_returned_from_any_remembered_number(events, event_id):
     known = event_id <= len(events)
 
     assert recorded(events).since(event_id) == (events[event_id:] if known else None)
 
 
-def test_numbers_go_on_across_steps():
+def test_event_numbers_continue_across_steps():
     log = kv_event_publisher.KvEventLog()
 
     assert [log.append([kv_events.Cleared()] * n) for n in (2, 0, 3)] == [0, 2, 2]
@@ -225,7 +225,7 @@ def test_old_events_are_forgotten_by_number_and_by_size():
     assert large.since(2) == [large_event]
 
 
-def test_events_after_the_call_change_nothing_in_what_is_being_told():
+def test_events_after_the_call_do_not_change_the_snapshot():
     log = recorded([stored([1, 2], 0, kv_events.DEVICE)])
     telling = log.snapshot()
     log.append([kv_events.Cleared()])
@@ -233,7 +233,7 @@ def test_events_after_the_call_change_nothing_in_what_is_being_told():
     assert len(list(telling)) == 1
 
 
-def test_an_engine_that_names_a_block_its_own_parent_stops_nobody():
+def test_block_that_is_its_own_parent_is_described_once():
     loop = kv_events.Stored(parent_hash=7, blocks=(kv_events.StoredBlock(7, 1),))
 
     assert list(recorded([loop]).snapshot()) == [loop]

@@ -31,13 +31,13 @@ async def facts_of(directory, config):
         await engine.stop()
 
 
-async def test_it_has_the_context_of_the_model(directory):
+async def test_mock_engine_has_the_context_length_of_the_model(directory):
     facts = await facts_of(directory, '{"max_position_embeddings": 512}')
 
     assert facts.context_length == 512
 
 
-async def test_a_model_that_does_not_say_gets_a_usual_context(directory):
+async def test_model_without_a_context_length_gets_the_usual_one(directory):
     facts = await facts_of(directory, "{}")
 
     assert facts.context_length == mocking.DEFAULT_CONTEXT
@@ -54,7 +54,7 @@ def build_all(directory, **settings):
     return mocking.build_all(directory, mock.MockConfig(**settings))
 
 
-def test_as_many_are_made_as_are_wanted_and_they_share_their_words(directory, monkeypatch):
+def test_engines_of_one_process_share_the_text_of_their_answers(directory, monkeypatch):
     read = []
     monkeypatch.setattr(
         mocking.tokenize,
@@ -66,7 +66,7 @@ def test_as_many_are_made_as_are_wanted_and_they_share_their_words(directory, mo
     assert len(read) == 1
 
 
-def test_one_is_one_whatever_the_number(directory):
+def test_build_makes_one_engine_whatever_the_number(directory):
     (directory / "config.json").write_text("{}")
 
     assert mocking.build(directory, mock.MockConfig(num_workers=3)) is not None

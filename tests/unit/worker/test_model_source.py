@@ -34,7 +34,7 @@ def refusal(model):
     return str(caught.value)
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path):
+def test_existing_directory_is_the_model(tmp_path):
     assert model_source.resolve(str(fill(tmp_path))) == tmp_path
     assert model_source.display_name(str(tmp_path)) == tmp_path.name
 
@@ -50,7 +50,7 @@ def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(model, monkeypa
     assert f"no such directory: {model}" in refusal(model)
 
 
-def test_a_file_is_no_model(tmp_path):
+def test_file_instead_of_a_directory_is_refused(tmp_path):
     (tmp_path / "model.gguf").write_text("")
 
     assert "is a file" in refusal(str(tmp_path / "model.gguf"))
@@ -115,9 +115,7 @@ def test_the_built_in_model_is_called_storyteller():
         ("generate", {"config.json": "{}", "modules.json": "[]"}, "generate"),
     ],
 )
-def test_what_to_do_with_a_model_is_what_was_asked_or_what_its_files_speak_for(
-    tmp_path, asked, files, expected
-):
+def test_task_is_the_requested_one_or_found_in_the_files(tmp_path, asked, files, expected):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
 

@@ -19,23 +19,23 @@ def load(*argv, **environ):
         (("--endpoint", "dyn://a.b.c"), {"DYN_NAMESPACE": "prod"}, ("a", "b", "c")),
     ],
 )
-def test_where_it_serves(argv, environ, expected):
+def test_endpoint_follows_from_role_and_flags(argv, environ, expected):
     assert load(*argv, **environ).endpoint_name == instances.EndpointName(*expected)
 
 
-def test_an_endpoint_that_is_none_is_refused():
+def test_malformed_endpoint_is_refused():
     with pytest.raises(errors.ConfigError, match="expected dyn://namespace"):
         _ = load("--endpoint", "a.b.c").endpoint_name
 
 
-def test_an_engine_is_asked_only_if_that_is_wanted():
+def test_health_check_is_off_by_default():
     wanted = load(DYN_HEALTH_CHECK_ENABLED="true", DYN_CANARY_WAIT_TIME="5")
 
     assert load().health_check is None
     assert wanted.health_check == canary.HealthCheck(wait_s=5.0, answer_s=3.0)
 
 
-def test_names_of_other_servers_are_understood():
+def test_flags_of_other_servers_are_aliases():
     told = load("--model-path", "/m", "--served-model-name", "n")
 
     assert (told.model, told.model_name) == ("/m", "n")

@@ -40,7 +40,7 @@ async def get(port, path):
     return int(head.split()[1]), body
 
 
-async def test_a_ready_worker_says_so(port):
+async def test_ready_worker_is_live_and_healthy(port):
     status, body = await get(port, "/health")
 
     assert status == 200

@@ -33,7 +33,7 @@ def run(monkeypatch):
         (["--engine-request-limit", "0"], "--engine-request-limit: expected at least 1, got 0"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_2(run, capsys, argv, says):
+def test_configuration_error_is_one_sentence_and_exit_code_2(run, capsys, argv, says):
     assert run(*argv) == 2
     assert capsys.readouterr().err == f"python -m dynamo.mocker: {says}\n"
 
@@ -46,7 +46,7 @@ def test_a_mistake_is_one_sentence_and_2(run, capsys, argv, says):
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_a_failure_has_its_code(run, monkeypatch, failure, expected):
+def test_engine_failure_and_bug_exit_with_1(run, monkeypatch, failure, expected):
     def fail(*_, **__):
         raise failure
 
@@ -72,7 +72,7 @@ def test_a_model_that_no_frontend_could_read_is_not_served(run, capsys, tmp_path
         ({"is_prefill_worker": True, "prefill_queue": "queue"}, 404),
     ],
 )
-async def test_a_worker_may_sleep_unless_a_queue_gives_it_work(fields, status):
+async def test_worker_that_takes_from_a_queue_cannot_sleep(fields, status):
     """409: not before it is ready."""
     engine = MockEngine(MockConfig(), cycle=TokenCycle((1, 2)), context_length=64)
     async with await component.DistributedRuntime.in_memory(
