@@ -234,8 +234,8 @@ async def test_a_lost_message_breaks_the_link_by_name(server, monkeypatch):
 async def test_a_quiet_link_is_probed_for_a_while_and_lives(server, monkeypatch):
     monkeypatch.setattr(nats_requests, "PROBE_S", 0.01)
     said = []
-    say = nats_requests.NatsNetwork.say
-    monkeypatch.setattr(nats_requests.NatsNetwork, "say", lambda *a: (said.append(a[3]), say(*a)))
+    say = nats_requests.NatsNetwork.send
+    monkeypatch.setattr(nats_requests.NatsNetwork, "send", lambda *a: (said.append(a[3]), say(*a)))
     async with asking(server, UNHURRIED) as (asker, address, calls, receiver, _):
         said.clear()
         await until(lambda: said.count(envelope.PROBE) == 10)
@@ -273,11 +273,11 @@ async def test_a_killed_worker_is_noticed_by_a_probe(server):
         worker.kill()
         worker.join()
         error = await asyncio.wait_for(receiver.over, WITHIN_S)
-        with pytest.raises(errors.WorkerLost, match="nobody"):
+        with pytest.raises(errors.WorkerLost, match="no subscriber"):
             await asker.open(address, ECHO, None, Receiver())
 
     assert type(error) is errors.StreamBroken
-    assert "nobody hears" in str(error)
+    assert "no subscriber" in str(error)
 
 
 async def test_events_go_on_after_a_restart_and_numbers_show_the_gap(server):
@@ -305,7 +305,7 @@ async def test_events_go_on_after_a_restart_and_numbers_show_the_gap(server):
 
 
 async def test_a_listener_that_is_too_slow_misses_messages_and_numbers_show_it(server, monkeypatch):
-    monkeypatch.setattr(connection, "_UNHEARD_MESSAGES", 10)
+    monkeypatch.setattr(connection, "_SUBSCRIPTION_MESSAGES", 10)
     heard = []
     async with joined(server) as (_, to_nats):
         plane = events.NatsEventPlane(to_nats, 1)

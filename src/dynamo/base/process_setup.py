@@ -31,7 +31,7 @@ def collect_garbage_rarely() -> None:
 
 
 def unfreeze_garbage() -> None:
-    """Let the collector look at all objects again, for a process whose modules must be taken apart in order at exit."""
+    """Let the collector look at all objects again, for a process that must take its modules apart in order at exit."""
     gc.unfreeze()
 
 

@@ -1,12 +1,12 @@
-"""The long-lived tasks of a process: each has a name, and one that dies takes the process with it, loudly.
+"""The long-lived tasks of a process: each has a name, and one that dies ends the process with its error.
 
     async with Tasks() as tasks:
         tasks.start("watch models", models.watch())
         ...
     # leaving cancels all that still run, and waits for them
 
-A task that ends by an error is told to the loop's exception handler at once, which logs it, and is raised by
-`run_until`, even if it died before that was called: nothing dies in silence.
+A task that ends by an error is reported at once to the loop's exception handler, which logs it, and its error is raised
+by `run_until`, even if it died before that was called: no task dies in silence.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ _CANCEL_AGAIN_S = 5.0  # longer than it takes to clean up
 
 
 class Tasks:
-    """Whoever starts tasks owns one of these and closes it."""
+    """The tasks of one owner, which closes them."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
-        self._error: BaseException | None = None  # what the first one died of
+        self._error: BaseException | None = None  # of the first task that died
         self._died = asyncio.Event()
 
     async def __aenter__(self) -> "Tasks":
@@ -37,18 +37,18 @@ class Tasks:
         await self.close()
 
     def start(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run it until it ends or we close."""
+        """Run a coroutine as a task until it ends or `close` cancels it."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def close(self) -> None:
-        """Cancel all and wait until they are gone, those too that they start while they go."""
+        """Cancel all tasks and wait until they are gone, those too that they start meanwhile."""
         await cancel(self._running)
 
     async def run_until(self, stop: asyncio.Event) -> None:
-        """Wait for `stop`. Raises what a task died of, if one dies first."""
+        """Wait for `stop`. Raises the error of a task that dies first."""
         waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._died)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -75,13 +75,14 @@ class Tasks:
 
 
 async def cancel(running: set[asyncio.Task[Any]]) -> None:
-    """Cancel all of this set, to which they may add while they go, and wait until nothing is left of it.
+    """Cancel all tasks of a set, to which they may add meanwhile, and wait until it is empty.
 
-    Again after a while: `asyncio.wait_for` loses a cancellation that comes in the moment in which its wait is over
+    They are cancelled again after a while: `asyncio.wait_for`
+    loses a cancellation that comes in the moment in which its wait is over
     (before Python 3.12, https://github.com/python/cpython/issues/81839).
     """
     while tasks := list(running):
         for task in tasks:
             task.cancel()
-        over, _ = await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
-        running -= over
+        done, _ = await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
+        running -= done

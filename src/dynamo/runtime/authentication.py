@@ -2,11 +2,11 @@
 
 One `ConnectionAuthenticator` serves each use of the cluster's credentials (`base.membership`), with a key of its own:
 
-- the request plane, whose connections begin as a `ClientHandshake` or `ServerHandshake`. A handshake stands in the
+- the request plane: its connections begin as a `ClientHandshake` or `ServerHandshake`. A handshake stands in the
   place of the connection's protocol, and hands the transport over when the peer has proven itself. From then on it is
   gone, so it costs nothing per frame;
-- transfers, whose blocking sockets call `authenticate_server` and `authenticate_client`;
-- the event plane, whose ZeroMQ sockets take `curve_secret` for CURVE.
+- transfers: their blocking sockets call `authenticate_server` and `authenticate_client`;
+- the event plane: its ZeroMQ sockets take `curve_secret` for CURVE.
 
 Pending connections are cheap: each holds some bytes for a few seconds, and a listener has a limited number. When that
 is reached, a new one replaces the oldest of the host that has most of them, so that a flood from one host displaces
@@ -280,7 +280,7 @@ class ServerHandshake(Handshake):
 
 
 class PendingConnections:
-    """The connections of one listener whose peers have not proven themselves yet, the oldest first."""
+    """The connections of one listener that have not proven themselves yet, the oldest first."""
 
     def __init__(
         self,

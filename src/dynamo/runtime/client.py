@@ -272,7 +272,7 @@ class EndpointClient:
 
 
 class _WatchedReceiver:
-    """A receiver whose instance is reported down if it is lost in the middle; costs nothing per item."""
+    """A receiver that reports its instance down if it is lost in the middle; costs nothing per item."""
 
     __slots__ = ("_client", "_instance_id", "_receiver", "receive", "replied")
 

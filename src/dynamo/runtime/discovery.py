@@ -1,9 +1,9 @@
-"""The seam to whatever knows who is alive and what they serve.
+"""Discovery: the records of all living processes, such as the endpoints that they serve.
 
-A process holds one *lease*: what it puts vanishes when it closes, when it dies, or when its lease is lost for
+A process holds one *lease*: the keys that it puts vanish when it closes, when it dies, or when its lease is lost for
 longer than the time to live. Keys are `/`-separated paths (see `protocols.instances`), values are small bytes (JSON).
 
-Implementations: `backends.memory_discovery` (one process), `backends.file` (one host, the default),
+Implementations: `backends.memory` (one process), `backends.file` (one host, the default),
 `backends.etcd` (several hosts).
 `tests/contract/test_discovery.py` runs one suite over all of them.
 """
@@ -39,20 +39,20 @@ class Discovery(Protocol):
         ...
 
     async def delete(self, key: str) -> None:
-        """Remove a key of ours; one that is not there is no error."""
+        """Remove a key of this process; a missing one is no error."""
         ...
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
-        """All living keys that begin with `prefix`."""
+        """Return all living keys that begin with `prefix`, with their values."""
         ...
 
     def watch(self, prefix: str) -> AsyncIterator[Change]:
-        """First a Put for each living key under `prefix`, then every change, in order; ends only by cancellation.
+        """Iterate over a Put for each living key under `prefix`, then every change in order; ends only by cancellation.
 
         A dead owner's keys are deleted within the backend's time to live. Intermediate values may be skipped.
         """
         ...
 
     async def close(self) -> None:
-        """Give up the lease: our keys vanish at once."""
+        """Give up the lease: the keys of this process vanish at once."""
         ...

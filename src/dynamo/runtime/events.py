@@ -1,10 +1,10 @@
-"""The seam for what one process tells to whoever listens: KV events, load, life cycle.
+"""The event plane: messages that a process publishes to all present listeners of a topic, such as load or life cycle.
 
-Nothing is promised about delivery, so each publisher numbers its messages on a topic from 0, and a listener that sees
-a hole knows that it missed something. What is repaired, and how, is the listener's affair.
+Delivery is not promised, so each publisher numbers its messages on a topic from 0, and a listener that sees a gap knows
+that it missed some. How they are recovered is the listener's affair.
 
-Implementations: `backends.memory_events`, `backends.zmq` (the default: each publisher binds a socket and writes its
-address into discovery), `backends.nats.events`. `tests/contract/test_event_plane.py` runs one suite over all of them.
+Implementations: `backends.memory`, `backends.zmq` (the default: each publisher binds a socket and writes its address
+into discovery), `backends.nats.events`. `tests/contract/test_event_plane.py` runs one suite over all of them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class Event:
     """One message as a listener gets it."""
 
     topic: str
-    publisher: int  # instance id of who said it
+    publisher: int  # instance id
     number: int  # counts from 0 for each publisher and topic
     payload: bytes
 
@@ -26,10 +26,10 @@ Listener = Callable[[list[Event]], None]
 
 
 class Subscription(Protocol):
-    """A standing wish to hear a topic."""
+    """A listener's subscription to a topic."""
 
     async def close(self) -> None:
-        """Hear nothing more."""
+        """Deliver no more events to the listener."""
         ...
 
 
@@ -41,13 +41,13 @@ class EventPlane(Protocol):
         ...
 
     def publish(self, topic: str, payload: bytes) -> None:
-        """Say it to whoever listens now. Never waits: if a listener is too slow, it misses messages."""
+        """Send a message to all present listeners. Never waits: a listener that is too slow misses messages."""
         ...
 
     async def subscribe(self, topic: str, listener: Listener) -> Subscription:
-        """Hear all publishers of `topic`, those that come later too; batches come on the event loop's thread."""
+        """Hear all present and future publishers of `topic`; batches come on the event loop's thread."""
         ...
 
     async def close(self) -> None:
-        """Leave; our channels vanish from discovery."""
+        """Leave; this process's channels vanish from discovery."""
         ...

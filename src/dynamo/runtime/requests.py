@@ -53,7 +53,7 @@ class Stream(Protocol):
         ...
 
     def send_signal(self, signal: int) -> None:
-        """Send the handler a number whose meaning the endpoint defines. Does nothing if the stream is over."""
+        """Send the handler a number with a meaning that the endpoint defines. Does nothing if the stream is over."""
         ...
 
 
@@ -142,7 +142,7 @@ class RequestPlane(Protocol):
 
 
 class ItemReceiver(Generic[T]):
-    """A receiver whose items and replies can be awaited, in order; replies are decoded as `item_type`.
+    """A receiver from which items and replies can be awaited, in order; replies are decoded as `item_type`.
 
     At most `max_buffered` of them wait for their reader. The plane cannot slow a server down, so a reader that falls
     further behind gets Overloaded after those that wait.

@@ -1,14 +1,14 @@
 """Discovery for one host, the default: a directory, and nothing to install or start.
 
-`lease_directory` knows the disk and who is dead. This module decides when to look at it, and tells the watches:
+`lease_directory` knows the disk and finds dead owners. This module decides when to look at it, and reports to watches:
 
-- the file system's notifications (`watchfiles`, a thread) tell of keys that come, change and go, within about 50 ms;
-- every `POLL_S` all leases are tried, because a lock that the kernel drops notifies nobody: so a process that is
-  killed is noticed within that time by everybody who lives;
+- the file system's notifications (`watchfiles`, a thread) report keys that come, change and go, within about 50 ms;
+- every `POLL_S` all leases are tried, because a lock that the kernel drops causes no notification: so all living
+  processes notice within that time that one was killed;
 - every `KEYS_EVERY` polls (each, where there are no notifications) the keys are listed as well.
 
 A look at the disk is a *round*; it runs on a worker thread, one at a time, and is shared by all watches of the process.
-While the disk cannot be read, the watches keep what they know: a full disk must not look like the death of all workers.
+While the disk cannot be read, the watches keep their keys: a full disk must not look like the death of all workers.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from dynamo.runtime.discovery import Change
 POLL_S = 0.5
 KEYS_EVERY = 10
 POLLS_TO_SETTLE = 3  # until a new notifier has surely begun, each poll lists the keys
-_STEP_MS = 20  # how often the notifying thread looks whether there is something to tell, or whether to stop
-_DEBOUNCE_MS = 200  # how long a storm of changes may hold back the telling
+_STEP_MS = 20  # how often the notifying thread checks for changes and for its stop
+_DEBOUNCE_MS = 200  # how long a storm of changes may delay the notification
 
 log = logging.getLogger(__name__)
 
 
 def default_directory(environ: Mapping[str, str]) -> Path:
-    """DYN_FILE_KV; else `dynamo` in the user's runtime directory; else a directory per user among temporary files."""
+    """Return DYN_FILE_KV; else `dynamo` in the user's runtime directory; else one per user among temporary files."""
     if environ.get("DYN_FILE_KV"):
         return Path(environ["DYN_FILE_KV"]).expanduser()
     runtime = environ.get("XDG_RUNTIME_DIR")
@@ -56,13 +56,13 @@ class FileDiscovery:
         self._changed = asyncio.Event()
         self._notifier = _Notifier(directory.keys, self._changed)
         self._polls = 0  # since the notifier began
-        self._trouble = ""  # what the log was told last
+        self._last_error = ""  # the last logged error
 
     @classmethod
     async def open(
         cls, directory: Path, instance_id: int, *, time: clock.Clock | None = None
     ) -> "FileDiscovery":
-        """Take a lease in `directory`, which is made if need be. Raises ConfigError."""
+        """Take a lease in `directory`, which is created if it is missing. Raises ConfigError."""
         leases = lease_directory.LeaseDirectory(directory, f"{instance_id:x}")
         await asyncio.to_thread(leases.acquire)
         self = cls(leases, time or clock.SystemClock())
@@ -92,12 +92,12 @@ class FileDiscovery:
         await asyncio.to_thread(self._directory.release)
 
     async def _follow(self) -> None:
-        """Look whenever there may be something to see."""
+        """Scan the directory whenever it may have changed."""
         while True:
-            is_told = await self._wait_for_change()
+            is_notified = await self._wait_for_change()
             self._polls += 1
             is_due = self._polls <= POLLS_TO_SETTLE or self._polls % KEYS_EVERY == 0
-            with_keys = is_told or is_due or not self._notifier.is_working
+            with_keys = is_notified or is_due or not self._notifier.is_working
             await self._look_or_log(with_keys=with_keys)
 
     async def _wait_for_change(self) -> bool:
@@ -110,24 +110,24 @@ class FileDiscovery:
         return True
 
     async def _look_or_log(self, *, with_keys: bool) -> None:
-        """One round; trouble with the disk goes to the log, once."""
+        """Scan once; an error of the disk is logged, once for each kind."""
         try:
             await self._look(with_keys=with_keys)
-            self._trouble = ""
+            self._last_error = ""
         except errors.ConfigError as error:
-            if str(error) != self._trouble:
-                self._trouble = str(error)
+            if str(error) != self._last_error:
+                self._last_error = str(error)
                 log.warning("%s", error)
 
     async def _look(self, *, with_keys: bool) -> None:
-        """One round. Raises ConfigError if the disk does not let us."""
+        """Scan once. Raises ConfigError if the disk does not allow it."""
         async with self._round:
             if await asyncio.to_thread(self._directory.restore):
                 await self._notify_anew()
             self._view.replace(await asyncio.to_thread(self._directory.scan, with_keys=with_keys))
 
     async def _notify_anew(self) -> None:
-        """The directory is another than the one that we hear of."""
+        """Start a notifier for the directory that took the place of the watched one."""
         await asyncio.to_thread(self._notifier.stop)
         self._notifier = _Notifier(self._directory.keys, self._changed)
         self._polls = 0
@@ -148,7 +148,7 @@ class _Notifier:
         self._thread.start()
 
     def stop(self) -> None:
-        """Waits for the thread, a few hundredths of a second."""
+        """Stop the thread and wait for it, a few hundredths of a second."""
         self._stop.set()
         self._thread.join()
 

@@ -3,8 +3,8 @@
 A `FrameConnection` belongs to one handler, which knows what the frames mean: `client_connection.ClientConnection` or
 `server_connection.ServerConnection`.
 
-Silence is counted in ticks of a timer, not on a clock: a process whose own loop stood still for some seconds sees one
-tick and then reads what arrived meanwhile, so it does not take its own pause for the peer's. Only a connection with
+Silence is counted in ticks of a timer, not on a clock: a process sees one tick after its own loop stood still for some
+seconds, and then reads what arrived meanwhile, so it does not take its own pause for the peer's. Only a connection with
 open streams is watched; the client speaks at least every second tick, so that each side hears from a living peer. An
 idle connection costs nothing; that it is dead is found out with the first stream that is opened there.
 """

@@ -5,17 +5,17 @@
                          a line of JSON that names the lease and the value's size, then the value
 
 **Alive or dead.** The owner holds an exclusive `flock` on its lease. The kernel drops it when the process dies, however
-it dies, so whoever gets a *shared* lock has proof of death, without a clock and without a timeout. Sweepers share that
-lock, so several may remove a dead owner's keys and lease side by side, and none takes another for the owner, while a
-new owner of the same name has to wait. Since the name may then mean another file, everybody checks after locking that
-the name still leads to the file that it locked.
+it dies, so a *shared* lock is proof of its death, without a clock and without a timeout. Sweepers share that lock, so
+several may remove a dead owner's keys and lease side by side, and none takes another for the owner, while a
+new owner of the same name has to wait. Since the name may then mean another file, each process checks after locking
+that the name still leads to the locked file.
 
-**Order.** An owner has its lease before its first key. A scan reads keys before leases. So a key whose lease is not
-there has no owner: it is hidden and removed. Should that have been wrong (somebody deleted files by hand), the owner
-puts back what is missing at its next `restore`.
+**Order.** An owner has its lease before its first key. A scan reads keys before leases. So a key without its lease
+has no owner: it is hidden and removed. Should that have been wrong (files were deleted by hand), the owner puts back
+the missing ones at its next `restore`.
 
-Keys are written under another name and renamed: a reader sees the old value or the new one. What is unreadable all the
-same is ignored with a line in the log. All methods may be called from any thread. A child made by `fork` without
+Keys are written under another name and renamed: a reader sees the old value or the new one. An unreadable file is
+ignored with a line in the log. All methods may be called from any thread. A child made by `fork` without
 `exec` keeps its parent's lease alive.
 """
 
@@ -66,7 +66,7 @@ class _Record:
 
 
 def file_name(key: str) -> str:
-    """A key as the name of a file; all but letters and digits is percent-encoded. Raises LocalProtocolError."""
+    """Return a key as a file name; all but letters and digits is percent-encoded. Raises LocalProtocolError."""
     name = _NO_LETTER.sub(lambda byte: b"%%%02X" % ord(byte[0]), key.encode()).decode()
     if not 0 < len(name) <= NAME_LIMIT:
         raise errors.LocalProtocolError(
@@ -77,18 +77,20 @@ def file_name(key: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """The inverse of `file_name`."""
+    """Return the key of a file name; the inverse of `file_name`."""
     return urllib.parse.unquote(name)
 
 
 def prepare(root: Path) -> None:
-    """Make the directory, for its owner only. Raises ConfigError if it is, or can be changed by, somebody else's."""
-    with _disk_trouble_told(root):
+    """Create the directory, for its owner only. Raises ConfigError if another user owns it or can write to it."""
+    with _translate_disk_errors(root):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        strangers = {os.lstat(root).st_uid, os.stat(root).st_uid} - {os.getuid()}  # a link's, too
-        if strangers:
+        foreign_owners = {os.lstat(root).st_uid, os.stat(root).st_uid} - {
+            os.getuid()
+        }  # a link's, too
+        if foreign_owners:
             raise errors.ConfigError(
-                f"discovery directory {root} belongs to user {max(strangers)}, expected {os.getuid()}:"
+                f"discovery directory {root} belongs to user {max(foreign_owners)}, expected {os.getuid()}:"
                 " set DYN_FILE_KV to a directory of your own"
             )
         if os.stat(root).st_mode & stat.S_IWOTH:
@@ -100,7 +102,7 @@ def prepare(root: Path) -> None:
 
 
 class LeaseDirectory:
-    """One owner's view of the directory: its lease, its keys, and everybody's living keys."""
+    """One owner's view of the directory: its lease, its keys, and the living keys of all owners."""
 
     def __init__(self, root: Path, lease: str) -> None:
         self.keys = root / "keys"
@@ -109,21 +111,21 @@ class LeaseDirectory:
         self._lease = lease
         self._lease_fd: int | None = None
         self._keys_inode = 0
-        self._own: dict[str, bytes] = {}  # by file name; to put back
+        self._own: dict[str, bytes] = {}  # this owner's values by file name; to put back
         self._records: dict[str, _Record] = {}  # by file name
-        self._ignored: set[str] = set()  # leases that the log has told of
+        self._ignored: set[str] = set()  # leases already reported in the log
         self._mutex = threading.Lock()
 
     def acquire(self) -> None:
-        """Make the directory and take our lease, clear of what an earlier owner left. Raises ConfigError."""
-        with self._mutex, _disk_trouble_told(self._root):
+        """Create the directory and take the lease, without keys of an earlier owner. Raises ConfigError."""
+        with self._mutex, _translate_disk_errors(self._root):
             self._lease_fd = self._lock_lease()
             self._keys_inode = os.stat(self.keys).st_ino
             self._read_keys()
             self._sweep()
 
     def release(self) -> None:
-        """Remove our keys and our lease. What the disk does not let us remove is dead all the same."""
+        """Remove this owner's keys and lease; files that the disk keeps are dead all the same."""
         with self._mutex:
             if self._lease_fd is None:
                 return
@@ -147,25 +149,25 @@ class LeaseDirectory:
                 f"value of {key!r} has {len(value)} bytes, expected at most {VALUE_LIMIT}"
             )
         name = file_name(key)
-        with self._mutex, _disk_trouble_told(self._root):
+        with self._mutex, _translate_disk_errors(self._root):
             if self._lease_fd is None:
                 raise errors.LocalProtocolError(f"put {key!r}: this discovery is closed")
             self._write(name, value)
             self._own[name] = value
 
     def remove(self, key: str) -> None:
-        """Remove a key of ours, if it is there. Raises ConfigError if the disk refuses it."""
+        """Remove a key of this owner, if it is there. Raises ConfigError if the disk refuses it."""
         name = file_name(key)
-        with self._mutex, _disk_trouble_told(self._root):
+        with self._mutex, _translate_disk_errors(self._root):
             if self._own.pop(name, None) is not None:
                 self._remove_own(name)
 
     def restore(self) -> bool:
-        """Put back what somebody deleted of ours; says whether `keys` is another directory than before.
+        """Put back this owner's deleted files; return True if `keys` is another directory than before.
 
         Raises ConfigError.
         """
-        with self._mutex, _disk_trouble_told(self._root):
+        with self._mutex, _translate_disk_errors(self._root):
             if self._lease_fd is None:
                 return False
             if not _is_file(self._lease_fd, self._leases / self._lease):
@@ -176,15 +178,15 @@ class LeaseDirectory:
             for name, value in self._own.items():
                 if not (self.keys / name).exists():
                     self._write(name, value)
-            known, self._keys_inode = self._keys_inode, os.stat(self.keys).st_ino
-            return known != self._keys_inode
+            previous, self._keys_inode = self._keys_inode, os.stat(self.keys).st_ino
+            return previous != self._keys_inode
 
     def scan(self, *, with_keys: bool) -> dict[str, bytes]:
-        """The living keys and their values; the dead's are removed from the disk. Raises ConfigError.
+        """Return the living keys and their values, and remove those of dead owners from the disk. Raises ConfigError.
 
         Without `with_keys` only the leases are looked at, and the keys are those of the last scan.
         """
-        with self._mutex, _disk_trouble_told(self._root):
+        with self._mutex, _translate_disk_errors(self._root):
             if with_keys:
                 self._read_keys()
             self._sweep()
@@ -219,7 +221,7 @@ class LeaseDirectory:
 
     def _remove_own(self, name: str) -> None:
         path = self.keys / name
-        with contextlib.suppress(FileNotFoundError):  # somebody was quicker
+        with contextlib.suppress(FileNotFoundError):  # removed by another process
             if _read(path).lease == self._lease:  # else another owner wrote it since
                 path.unlink()
 
@@ -240,13 +242,15 @@ class LeaseDirectory:
         self._records = records
 
     def _sweep(self) -> None:
-        """Forget the records of the dead, and remove what they left on the disk."""
+        """Remove the records and files of dead owners."""
         names_by_lease: dict[str, list[str]] = {lease: [] for lease in os.listdir(self._leases)}
         for name, record in self._records.items():
             if record.lease is not None:
                 names_by_lease.setdefault(record.lease, []).append(name)
-        ours = names_by_lease.pop(self._lease, ())
-        self._remove_dead([name for name in ours if name not in self._own])  # of an earlier life
+        own_names = names_by_lease.pop(self._lease, ())
+        self._remove_dead(
+            [name for name in own_names if name not in self._own]
+        )  # of an earlier life
         for lease, names in names_by_lease.items():
             try:
                 self._sweep_if_dead(lease, names)
@@ -265,7 +269,7 @@ class LeaseDirectory:
         try:
             if not _try_lock(descriptor, fcntl.LOCK_SH):
                 return  # its owner lives
-            # None of them is a new owner's: we read them before we opened the lease.
+            # None of them belongs to a new owner: they were read before the lease was opened.
             self._remove_dead(names)
             (self.keys / f"{_TEMPORARY}{lease}").unlink(missing_ok=True)
             if _is_file(descriptor, path):
@@ -282,7 +286,7 @@ class LeaseDirectory:
 
 
 @contextlib.contextmanager
-def _disk_trouble_told(root: Path) -> Iterator[None]:
+def _translate_disk_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -301,7 +305,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_file(descriptor: int, path: str | Path) -> bool:
-    """Whether the name still leads to the file that is open."""
+    """Return True if the name still leads to the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError:
@@ -313,7 +317,7 @@ def _stamp(status: os.stat_result) -> Stamp:
 
 
 def _read(path: Path) -> _Record:
-    """The file as a record; one that is no key file is told to the log and recorded as nobody's."""
+    """Read a file as a record; one that is no key file is logged and recorded without an owner."""
     lease, value, stamp = None, b"", _stamp(os.lstat(path))
     try:
         descriptor = os.open(path, os.O_RDONLY | _OPEN_SAFELY)

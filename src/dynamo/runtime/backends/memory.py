@@ -3,7 +3,7 @@
 Discovery: members that share a `MemoryRegistry` see each other. Requests: the same connections that TCP has, over pipes
 in memory; what is written is delivered in a later turn of the event loop, as a socket would do. Events: planes that
 share a `MemoryBus` hear each other; what is published within one turn of the event loop comes as one batch in the next,
-and a listener whose batch is full misses what comes after, as it would on a network. The work queue has no timers: an
+and a listener with a full batch misses later events, as it would on a network. The work queue has no timers: an
 item has a time from which it is free, in the future while a process works on it.
 """
 

@@ -351,7 +351,7 @@ class ServerConnection:
     def _drop_item(
         self, number: int, ended: tuple[int, ...], error: errors.LocalProtocolError
     ) -> bytes:
-        """Fail the stream whose one item is too long for the wire; the others end as they should."""
+        """Fail a stream with an item that is too long for the wire; the others end as they should."""
         call = self._calls.get(number)
         if call is not None:
             call.cancel()

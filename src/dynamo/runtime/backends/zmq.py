@@ -4,15 +4,15 @@ A process that publishes binds one PUB socket and writes its address under each 
 `v1/event_channels/{topic}/{instance id, hexadecimal}`. A listener watches that prefix and connects its one SUB socket
 to every address there. A message is `[topic, number (u64, big-endian), publisher id (same), payload]`.
 
-**What may be missed.** A connection takes a moment after discovery told of it, and what is published before is heard by
-nobody: the first number that a listener sees need not be 0. A listener that falls behind misses messages once
+**What may be missed.** A connection takes a moment after discovery told of it, and what is published before reaches no
+listener: the first number that a listener sees need not be 0. A listener that falls behind misses messages once
 `HIGH_WATER` of them wait. Numbers show both.
 
 **One thread receives** for all topics (`zmq_receiver`). The PUB socket belongs to the loop's thread.
 
 **With a cluster token** all is authenticated and encrypted by ZeroMQ's CURVE. All publishers have one key pair, made of
 the token. Its public half is never sent either, and a listener without it cannot say the first word of CURVE's
-handshake, so that the token is what a listener proves, too. Listeners have keys of the moment.
+handshake, so a listener proves that it knows the token, too. Listeners have temporary keys.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from dynamo.runtime.backends.zmq_receiver import (
 from dynamo.runtime.discovery import Discovery, Put
 from dynamo.runtime.events import Event, Listener
 
-_SUBSCRIPTION_LIMIT = 4096  # what a listener may say at once
+_SUBSCRIPTION_LIMIT = 4096  # bytes that a listener may send at once
 _WILDCARDS = ("", "*", "0.0.0.0", "::")
 
 log = logging.getLogger(__name__)
 
 
 def check_host(host: str, credentials: membership.Credentials) -> None:
-    """Raises ConfigError for a host that is no address to give to others, or is open to strangers."""
+    """Raise ConfigError for a host that peers cannot connect to, or that is open to the whole network."""
     if host in _WILDCARDS:
         raise errors.ConfigError(
             f"event plane host {host!r}: expected an address that other processes can connect to"
@@ -111,7 +111,7 @@ class ZmqEventPlane:
         return subscription
 
     async def unsubscribe(self, subscription: "ZmqSubscription") -> None:
-        """What `ZmqSubscription.close` calls."""
+        """Remove a subscription; called by its `close`."""
         audience = self._audience_by_topic.get(subscription.topic)
         if audience is None or subscription not in audience.subscriptions or not self._receiver:
             return
@@ -137,23 +137,23 @@ class ZmqEventPlane:
         self._context.term()
 
     async def _follow(self, topic: str, receiver: "EventReceiver") -> None:
-        """Stay connected to all who publish `topic`."""
+        """Stay connected to all publishers of `topic`."""
         addresses: dict[str, str] = {}
         try:
             async for change in self._discovery.watch(f"{instances.EVENT_CHANNELS}{topic}/"):
-                known = addresses.pop(change.key, None)
+                old_address = addresses.pop(change.key, None)
                 address = _address(change, topic) if isinstance(change, Put) else None
                 if address is not None:
                     addresses[change.key] = address
                     receiver.connect(address)
-                if known is not None:
-                    receiver.disconnect(known)
+                if old_address is not None:
+                    receiver.disconnect(old_address)
         finally:
             for address in addresses.values():
                 receiver.disconnect(address)
 
     def _deliver(self, batch: list[Event]) -> None:
-        """On the loop: each listener in a callback of its own, so that one that fails harms no other."""
+        """Call each listener on the loop in a callback of its own, so that one that fails harms no other."""
         by_topic = collections.defaultdict(list)
         for event in batch:
             by_topic[event.topic].append(event)
@@ -161,13 +161,13 @@ class ZmqEventPlane:
         for topic, events in by_topic.items():
             audience = self._audience_by_topic.get(topic)
             for subscription in audience.subscriptions if audience else ():
-                loop.call_soon(subscription.hear, events)
+                loop.call_soon(subscription.deliver, events)
         if self._receiver is not None:
             loop.call_soon(self._receiver.resume)
 
 
 class ZmqSubscription:
-    """One listener's wish to hear one topic."""
+    """One listener's subscription to one topic."""
 
     def __init__(self, plane: ZmqEventPlane, topic: str, listener: Listener) -> None:
         self.topic = topic
@@ -175,7 +175,7 @@ class ZmqSubscription:
         self._listener = listener
         self._is_open = True
 
-    def hear(self, events: list[Event]) -> None:
+    def deliver(self, events: list[Event]) -> None:
         if self._is_open:
             self._listener(events)
 
@@ -185,7 +185,7 @@ class ZmqSubscription:
 
 
 class _Audience:
-    """Who listens to a topic, and the task that keeps them connected to its publishers."""
+    """The subscriptions to a topic, and the task that keeps them connected to its publishers."""
 
     def __init__(self, follow: asyncio.Task[None]) -> None:
         self.follow = follow
@@ -241,13 +241,13 @@ class _Publisher:
 
 
 def _address(channel: Put, topic: str) -> str | None:
-    """Where to connect; None, and a line in the log, if this record does not say."""
+    """Return the address of a publisher; None, with a line in the log, if its record has none."""
     try:
         record = msgspec.json.decode(channel.value, type=instances.EventChannel)
     except msgspec.DecodeError as error:
         log.warning("ignoring event channel %s: %s", channel.key, error)
         return None
-    if record.topic != topic:  # one that is a part of ours
+    if record.topic != topic:  # a longer topic that begins like this one
         return None
     if "zmq" not in record.transport:
         log.warning("ignoring event channel %s: not by zmq: %s", channel.key, record.transport)

@@ -2,7 +2,7 @@
 
 zmq's own asyncio sockets cost more per message than all else here. The thread hands over what has come as one batch,
 and takes the next only when the loop has taken that one. So a busy loop gets large batches, and what does not fit waits
-in zmq, whose queues are bounded, not in ours. The loop talks to it through a queue of commands and a socket to wake it.
+in zmq's bounded queues, not here. The loop talks to it through a queue of commands and a socket to wake it.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class EventReceiver:
         if secret is not None:
             self._encrypt(secret)
         self._topic_by_name: dict[bytes, str] = {}
-        self._refused: set[str] = set()  # publishers whose handshake failed
+        self._refused: set[str] = set()  # publishers that failed the handshake
         self._early: collections.deque[list[bytes]] = collections.deque()  # see `_leave`
         self._is_waiting = False  # for `resume`
         self._is_running = True

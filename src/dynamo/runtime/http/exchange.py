@@ -1,4 +1,4 @@
-"""One request and its answer, as a handler sees them.
+"""One HTTP request and its response, as a handler sees them, and the router that finds the handler.
 
 A handler may answer at once (`respond`), or begin a stream and let callbacks write to it long after the handler has
 returned. Nothing here waits: `write` hands bytes to the transport, and a client that does not read is cut off by the
@@ -54,15 +54,15 @@ class Wire(Protocol):
 class Exchange:
     """Answer exactly once: `respond`, or `start_stream`, any number of `write`s and `end`.
 
-    Once the client is gone (`is_closed`) all of them do nothing, so nobody needs to check first.
+    Once the client is gone (`is_closed`) all of them do nothing, so no check is needed before.
     """
 
     __slots__ = (
         "_closed",
-        "_done",
         "_head",
         "_is_chunked",
         "_is_lost",
+        "_on_complete",
         "_on_lost",
         "_streaming",
         "_wire",
@@ -70,11 +70,11 @@ class Exchange:
         "request",
     )
 
-    def __init__(self, request: Request, wire: Wire, done: Callable[[], None]) -> None:
+    def __init__(self, request: Request, wire: Wire, on_complete: Callable[[], None]) -> None:
         self.request = request
-        self.headers: Headers = ()  # of every answer to it, whoever gives it
+        self.headers: Headers = ()  # of every response to it
         self._wire = wire
-        self._done = done
+        self._on_complete = on_complete
         self._on_lost: Callable[[], None] | None = None
         self._head = b""  # waits for the first chunk
         self._is_chunked = not request.is_http_1_0 and request.method != "HEAD"
@@ -158,7 +158,7 @@ class Exchange:
             callback()
 
     def _framed(self, chunk: bytes) -> bytes:
-        """What is to be sent for `chunk`, behind the head if that still waits."""
+        """Return the bytes to send for `chunk`, behind the head if that still waits."""
         head, self._head = self._head, b""
         if self._is_chunked and chunk:
             return b"%b%x\r\n%b\r\n" % (head, len(chunk), chunk)
@@ -167,7 +167,7 @@ class Exchange:
     def _finish(self) -> None:
         self._closed = True
         self._on_lost = None
-        self._done()
+        self._on_complete()
 
     def _make_head(self, status: int, content_type: str, headers: Headers) -> bytes:
         head = _first_lines(status, content_type, int(time.time()))
@@ -182,7 +182,7 @@ class Exchange:
 
 @lru_cache(maxsize=16)
 def _first_lines(status: int, content_type: str, second: int) -> str:
-    """What the answers of one second have in common."""
+    """Return the lines that the responses of one second have in common."""
     return (
         f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}\r\n"
         f"content-type: {content_type}\r\n"

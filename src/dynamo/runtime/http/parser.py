@@ -72,7 +72,7 @@ class RequestParser:
         return self._midway
 
     def feed(self, data: bytes) -> list[Request | Refusal]:
-        """What became complete with `data`, in order."""
+        """Return the requests that became complete with `data`, in order."""
         if self._dead:
             return []
         self._ready = []
@@ -134,8 +134,8 @@ class RequestParser:
         if self._head_bytes > self._limit.header_bytes:
             raise self._head_too_large()
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
-        known = self._headers.get(key)
-        self._headers[key] = text if known is None else f"{known}, {text}"
+        earlier = self._headers.get(key)
+        self._headers[key] = text if earlier is None else f"{earlier}, {text}"
 
     def on_headers_complete(self) -> None:
         self._in_body = True

@@ -69,9 +69,9 @@ class HttpServer:
         port_flag: str = "--http-port",
         shares_port: bool = False,
     ) -> int:
-        """Listen; gives the port, which the system chooses for 0. Raises ConfigError, naming `port_flag`.
+        """Listen and return the port, which the system chooses for 0. Raises ConfigError, naming `port_flag`.
 
-        The kernel deals connections out to all who listen with `shares_port`.
+        The kernel deals connections out to all processes that listen with `shares_port`.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -95,7 +95,7 @@ class HttpServer:
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is being answered; says whether that came in time.
+        """Wait until no request is being answered; return False if some were after `timeout_s`.
 
         New requests are still taken (the handler may refuse them); each connection closes after its next answer.
         """
@@ -121,11 +121,11 @@ class HttpServer:
         await tasks.cancel(self.answering)
 
     def exchange_began(self) -> None:
-        """For a connection."""
+        """Count an exchange that begins; called by its connection."""
         self._num_active += 1
 
     def exchange_ended(self) -> None:
-        """For a connection."""
+        """Count an exchange that is over; called by its connection."""
         self._num_active -= 1
         if self._num_active == 0:
             self._idle.set()
@@ -219,13 +219,13 @@ class _Connection(asyncio.Protocol):
             self._server.flush_soon(self)
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the waiting bytes."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             self._transport.write(waiting[0] if len(waiting) == 1 else b"".join(waiting))
 
     def _drop(self) -> None:
-        """Nobody listens any more."""
+        """Forget all requests, because the client is gone."""
         self._pending.clear()
         self._waiting = []
         exchange, self._active = self._active, None

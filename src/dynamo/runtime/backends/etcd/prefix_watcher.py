@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 class OutageGrace:
     """The decision which keys to believe dead after an outage of etcd, without clock or network; it feeds a view.
 
-    An etcd that comes back may have lost everything, or have ended leases whose holders could not reach it. Those
-    holders live, and put their keys back within moments. So for a while after each outage, between `begin` and `end`,
-    a missing key is shown as it was. A request to an instance that is really dead fails at its connection and goes to
-    another; to forget all living instances would leave none to ask.
+    An etcd that comes back may have lost everything, or have ended leases because their holders could not reach it.
+    Those holders live, and put their keys back within moments. So for a while after each outage, between `begin` and
+    `end`, a missing key is shown as it was. A request to an instance that is really dead fails at its connection and
+    goes to another; to forget all living instances would leave none to ask.
     """
 
     def __init__(self, view: key_view.KeyView) -> None:

@@ -2,12 +2,12 @@
 
 nats-py connects again by itself and restores the subscriptions. What it cannot do is here:
 
-- `publish` does not wait. What is said within a turn of the event loop goes into an *outbox*, and one task hands it to
-  nats-py, whose own `publish` may have to wait for the server. The outbox is bounded; what does not fit is lost, and
-  whoever reads finds a number missing.
-- What was to be said while there is no server is thrown away instead of being said late: the links that said it are
-  over by then (`on_lost`), and events that are old mislead.
-- A server that is absent at start is waited for, within bounds; one that does not know us is an error at once.
+- `publish` does not wait. Messages go into an *outbox*, and one task hands them to nats-py, where
+  `publish` may have to wait for the server. The outbox is bounded; messages that do not fit are lost, and their reader
+  finds a number missing.
+- Messages that are published while there is no server are dropped, not sent late: the connections that sent them are
+  over by then (`on_lost`), and old events mislead.
+- At start, an absent server is waited for, within bounds; one that refuses the credentials is an error at once.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from dynamo.base import clock, errors, tasks
 from dynamo.runtime.backends.nats.access import NatsAccess
 
 log = logging.getLogger(__name__)
-Hear = Callable[[str, str, bytes], None]
-"""Takes subject, reply subject and data. Empty data is the server's word that nobody hears what was said."""
+OnMessage = Callable[[str, str, bytes], None]
+"""Takes subject, reply subject and data. Empty data is the server's report that the subject has no subscriber."""
 
 OUTBOX_BYTES = (
     128 * 2**20
 )  # twice what a link may have waiting, so that links are dropped by name first
 _PENDING_BYTES = 2 * 2**20  # what nats-py may hold before its publish waits for the socket
-_UNHEARD_MESSAGES = 65_536  # that wait for one subscription before it misses some
-_UNHEARD_BYTES = 128 * 2**20
+_SUBSCRIPTION_MESSAGES = 65_536  # that wait for one subscription before it misses some
+_SUBSCRIPTION_BYTES = 128 * 2**20
 _PING_S = 2  # a server that does not answer three of them is left
 _AGAIN_S = 0.25  # between attempts to connect
 _CLOSE_S = 2.0
@@ -58,7 +58,7 @@ class NatsConnection:
         self._is_connected = asyncio.Event()
         self._refusal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_lost: list[Callable[[str], None]] = []
-        self._trouble = ""  # what the log was told last
+        self._last_problem = ""  # the last logged one
         self._subscriptions: set[SubjectSubscription] = set()
         self._is_joined = False  # once, at least
         self._lost_at = self.clock.now()  # the server, the last time
@@ -75,7 +75,7 @@ class NatsConnection:
         start_timeout_s: float,
         time: clock.Clock | None = None,
     ) -> "NatsConnection":
-        """Connect, and try again for a while if nobody is there yet. Raises ConfigError."""
+        """Connect, and try again for `start_timeout_s` if there is no server yet. Raises ConfigError."""
         self = cls(access, name, time or clock.SystemClock())
         connecting = asyncio.ensure_future(self._connect())
         try:
@@ -86,39 +86,39 @@ class NatsConnection:
             )
             self._check_connected(connecting, start_timeout_s)
         except BaseException:
-            await _end(connecting)  # first, or it would begin one more, which nobody closes
+            await _end(connecting)  # first, or it would begin a connection that is never closed
             await self.close()
             raise
         self._is_joined = True
         self._is_connected.set()
-        self._tasks.start("speak to NATS", self._speak())
+        self._tasks.start("send to NATS", self._send_outbox())
         return self
 
     @property
     def max_message_bytes(self) -> int:
-        """What this server takes in one message."""
+        """The bytes that this server takes in one message."""
         return self._client.max_payload
 
     @property
     def backlog_bytes(self) -> int:
-        """What the server has not taken yet."""
+        """The bytes in the outbox, which the server has not taken yet."""
         return self._backlog
 
     @property
     def jetstream(self) -> JetStreamContext:
-        """Streams that outlive processes, for `work_queue` and `object_store`."""
+        """JetStream, for `jetstream.NatsWorkQueue` and `NatsObjectStore`."""
         return self._client.jetstream()
 
     def on_lost(self, listener: Callable[[str], None]) -> None:
-        """Call this with the reason whenever the server is gone: what was said may not have been heard."""
+        """Call this with the reason whenever the server is lost: sent messages may not have arrived."""
         self._on_lost.append(listener)
 
     def is_back_since(self, duration_s: float) -> bool:
-        """Was the server away, and found again so little time ago? Others may not have found it yet."""
+        """Return True if the server came back within the last `duration_s`: others may not have found it yet."""
         return self._back_at is not None and self.clock.now() < self._back_at + duration_s
 
     async def wait_connected(self, limit_s: float) -> None:
-        """Until there is a server. Raises Unavailable if there is none so long after it was lost."""
+        """Wait until connected. Raises Unavailable if the server has been lost for `limit_s`."""
         try:
             async with self.clock.timeout(self._lost_at + limit_s - self.clock.now()):
                 await self._is_connected.wait()
@@ -128,17 +128,17 @@ class NatsConnection:
             ) from None
 
     def publish(self, subject: str, data: bytes, reply: str = "") -> None:
-        """Say it to whoever hears `subject`. Never waits; what cannot be said is lost."""
+        """Send a message to the subscribers of `subject`. Never waits; a message that cannot be sent is lost."""
         if not self._is_connected.is_set() or self._backlog + len(data) > OUTBOX_BYTES:
             return
         self._backlog += len(data)
         self._outbox.append((subject, reply, data))
         self._has_work.set()
 
-    async def subscribe(self, subject: str, hear: Hear) -> "SubjectSubscription":
-        """Hear what is said to `subject`; after a server's restart, too. Raises Unavailable."""
+    async def subscribe(self, subject: str, on_message: OnMessage) -> "SubjectSubscription":
+        """Subscribe to `subject`, for this server's restarts too. Raises Unavailable."""
 
-        subscription = SubjectSubscription(subject, hear, self._subscriptions)
+        subscription = SubjectSubscription(subject, on_message, self._subscriptions)
         try:
             await subscription.begin(self._client)
         except nats.errors.Error as error:
@@ -149,12 +149,12 @@ class NatsConnection:
         return subscription
 
     async def close(self) -> None:
-        """Say what waits to be said, and leave; bounded in time."""
+        """Send the outbox and disconnect; bounded in time."""
         self._is_closing = True
         try:
             async with self.clock.timeout(_CLOSE_S):
                 while self._outbox and self._is_connected.is_set():
-                    await self._say_all()
+                    await self._send_pending()
                 await self._tasks.close()
                 await self._client.close()
         except (TimeoutError, nats.errors.Error, OSError) as error:
@@ -165,10 +165,10 @@ class NatsConnection:
             await _end(connecting)
 
     async def _settle(self) -> None:
-        """Until the server knows what we want to hear: else the first words to us could be too early.
+        """Wait until the server knows the subscription: else the first messages to it could be lost.
 
-        One that is gone meanwhile is told again when it is back. Asked twice, because nats-py writes the question past
-        what waits to be written: the first answer may come before the server has heard of the subscription.
+        A server that is lost meanwhile gets it again when it is back. Flushed twice, because nats-py writes a ping past
+        its pending messages: the first pong may come before the server has got the subscription.
         """
         if self._is_connected.is_set():
             with contextlib.suppress(nats.errors.Error, OSError):
@@ -181,7 +181,7 @@ class NatsConnection:
         await self._client.connect(
             list(access.urls),
             name=self._name,
-            error_cb=self._troubled,
+            error_cb=self._report_error,
             disconnected_cb=self._lost,
             reconnected_cb=self._found,
             closed_cb=self._dismissed,
@@ -206,39 +206,40 @@ class NatsConnection:
             )
         if not connecting.done():
             raise errors.ConfigError(
-                f"no NATS server at {self.addresses} (NATS_SERVER) within {waited_s:g} s: {self._trouble}; {_WITHOUT}"
+                f"no NATS server at {self.addresses} (NATS_SERVER) within {waited_s:g} s:"
+                f" {self._last_problem}; {_WITHOUT}"
             )
         if (error := connecting.exception()) is not None:
             raise errors.ConfigError(f"NATS at {self.addresses}: {error}") from error
 
-    async def _speak(self) -> None:
-        """Hand what is to be said to nats-py."""
+    async def _send_outbox(self) -> None:
+        """Hand the messages of the outbox to nats-py."""
         while True:
             await self._has_work.wait()
             self._has_work.clear()
-            await self._say_all()
+            await self._send_pending()
 
-    async def _say_all(self) -> None:
+    async def _send_pending(self) -> None:
         while self._outbox:
             subject, reply, data = self._outbox.popleft()
             self._backlog -= len(data)
             try:
                 await self._client.publish(subject, data, reply)
             except (nats.errors.Error, OSError) as error:
-                self._complain(f"could not say {len(data)} bytes to {subject}: {error}")
+                self._log_problem(f"could not send {len(data)} bytes to {subject}: {error}")
 
-    async def _troubled(self, error: Exception) -> None:
+    async def _report_error(self, error: Exception) -> None:
         if "authorization violation" in str(error).lower() and not self._is_connected.is_set():
             if not self._refusal.done():
                 self._refusal.set_result(None)
             return
-        self._complain(f"{type(error).__name__} {error}".strip())
+        self._log_problem(f"{type(error).__name__} {error}".strip())
 
-    def _complain(self, trouble: str) -> None:
-        """Into the log, once for each kind of trouble that lasts."""
-        if trouble != self._trouble:
-            self._trouble = trouble
-            log.warning("NATS at %s: %s", self.addresses, trouble)
+    def _log_problem(self, problem: str) -> None:
+        """Log a problem, once for each kind that lasts."""
+        if problem != self._last_problem:
+            self._last_problem = problem
+            log.warning("NATS at %s: %s", self.addresses, problem)
 
     async def _lost(self) -> None:
         if not self._is_connected.is_set():
@@ -253,7 +254,7 @@ class NatsConnection:
             listener(f"NATS at {self.addresses} is gone")
 
     async def _dismissed(self) -> None:
-        """nats-py ends for good after some of the server's complaints; a process that serves must not."""
+        """Connect anew, because nats-py ends for good after some errors of the server."""
         if not self._is_closing and self._is_joined:
             self._tasks.start("join NATS again", self._join_again())
 
@@ -266,48 +267,50 @@ class NatsConnection:
         await self._found()
 
     async def _found(self) -> None:
-        self._trouble = ""
+        self._last_problem = ""
         self._back_at = self.clock.now()
         self._is_connected.set()
         log.warning("NATS at %s is back", self.addresses)
 
 
 async def _end(connecting: asyncio.Task[None]) -> None:
-    """Until it is over: `asyncio.wait_for`, which nats-py uses, may swallow a cancellation that comes late."""
+    """Cancel a task until it is over: `asyncio.wait_for`, which nats-py uses, may swallow a late cancellation."""
     while not connecting.done():
         connecting.cancel()
         await asyncio.wait((connecting,), timeout=_AGAIN_S)
 
 
 class SubjectSubscription:
-    """A standing wish to hear a subject; `living` holds all of them."""
+    """A subscription to a subject; `living` holds all of them."""
 
-    def __init__(self, subject: str, hear: Hear, living: "set[SubjectSubscription]") -> None:
+    def __init__(
+        self, subject: str, on_message: OnMessage, living: "set[SubjectSubscription]"
+    ) -> None:
         self._subject = subject
-        self._hear = hear
+        self._on_message = on_message
         self._living = living
         self._at_client: NatsSubscription | None = None
 
     async def begin(self, client: Client) -> None:
-        """At this client, which restores it by itself when its server restarts."""
+        """Subscribe at this client, which restores it by itself when its server restarts."""
 
-        async def heard(message: Msg) -> None:
-            self._hear(message.subject, message.reply, message.data)
+        async def deliver(message: Msg) -> None:
+            self._on_message(message.subject, message.reply, message.data)
 
         self._at_client = await client.subscribe(
             self._subject,
-            cb=heard,
-            pending_msgs_limit=_UNHEARD_MESSAGES,
-            pending_bytes_limit=_UNHEARD_BYTES,
+            cb=deliver,
+            pending_msgs_limit=_SUBSCRIPTION_MESSAGES,
+            pending_bytes_limit=_SUBSCRIPTION_BYTES,
         )
         self._living.add(self)
 
     async def close(self) -> None:
-        """Hear nothing more. Idempotent."""
+        """Unsubscribe. Idempotent."""
         self._living.discard(self)
         if self._at_client is None:
             return
         try:
             await self._at_client.unsubscribe()
         except nats.errors.Error:
-            log.debug("%s was heard no more already", self._subject)
+            log.debug("%s was unsubscribed already", self._subject)

@@ -1,12 +1,12 @@
-"""What stands around the bytes of a link when NATS carries them: whether a message is missing, and where the link ends.
+"""The envelope of a connection's bytes in NATS messages: it shows missing messages and the end of the connection.
 
 NATS keeps the order of a subject, but loses what a server had in memory when it died and what a slow subscriber
 did not take. A stream of bytes with a hole would be decoded into wrong tokens. So each side numbers its messages
-from 0, and a link of which one is missing is over.
+from 0, and a connection with a missing message is over.
 
     kind (u8: 0 open, 1 bytes, 2 close, 3 probe) · number (u64, big-endian) · bytes
 
-A probe says nothing and has no number of its own: it is there for the server, who answers it where nobody hears.
+A probe is empty and has no number of its own: the server answers it where the subject has no subscriber.
 """
 
 import struct
@@ -19,7 +19,7 @@ HEADER = struct.Struct(">BQ")
 
 
 class Kind(IntEnum):
-    """What a message means to its link."""
+    """The meaning of a message to its connection."""
 
     OPEN = 0
     BYTES = 1
@@ -31,18 +31,18 @@ PROBE = HEADER.pack(Kind.PROBE, 0)
 
 
 class Writer:
-    """Numbers what one side says."""
+    """Numbers the messages of one side."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def wrap(self, kind: Kind, data: bytes | memoryview = b"") -> bytes:
-        """One message."""
+        """Return one message with the next number."""
         number, self._next = self._next, self._next + 1
         return HEADER.pack(kind, number) + data
 
     def split(self, data: bytes, max_message_bytes: int) -> Iterator[bytes]:
-        """As many messages as a server needs that takes none longer than this."""
+        """Yield the data as messages of at most `max_message_bytes`."""
         room = max_message_bytes - HEADER.size
         if len(data) <= room:
             yield self.wrap(Kind.BYTES, data)
@@ -53,13 +53,13 @@ class Writer:
 
 
 class Reader:
-    """Checks what one side hears."""
+    """Checks the messages that one side receives."""
 
     def __init__(self) -> None:
         self._next = 0
 
     def unwrap(self, message: bytes) -> tuple[Kind, bytes]:
-        """Raises RemoteProtocolError if it is not the next message of this link."""
+        """Return kind and data. Raises RemoteProtocolError if it is not the next message of this connection."""
         kind, number = header(message)
         if kind is Kind.PROBE:
             return kind, b""
@@ -72,7 +72,7 @@ class Reader:
 
 
 def header(message: bytes) -> tuple[Kind, int]:
-    """Kind and number. Raises RemoteProtocolError."""
+    """Return kind and number of a message. Raises RemoteProtocolError."""
     try:
         kind, number = HEADER.unpack_from(message)
         return Kind(kind), number
