@@ -87,16 +87,16 @@ def measure(settings: DisaggConfig, num_nodes: int) -> Case:
     points = {
         pool.name: [
             point
-            for concurrency in _powers_of_two(settings.concurrency)
-            if _is_in_time(
-                point := disagg.measure(
+            for exponent in range(settings.concurrency.bit_length())
+            for point in [
+                disagg.measure(
                     pool,
-                    concurrency,
+                    2**exponent,
                     num_prompt=settings.prompt_tokens,
                     num_output=settings.output_tokens,
-                ),
-                settings,
-            )
+                )
+            ]
+            if not settings.max_ttft_s or point.mean_ttft <= settings.max_ttft_s
         ]
         for pool in pools(settings, num_nodes)
     }
@@ -183,11 +183,3 @@ def _ttfts(points: Sequence[disagg.Point]) -> str:
     if not points:
         return "-"
     return f"{points[0].mean_ttft:.1f} to {max(point.mean_ttft for point in points):.1f}"
-
-
-def _is_in_time(point: disagg.Point, settings: DisaggConfig) -> bool:
-    return not settings.max_ttft_s or point.mean_ttft <= settings.max_ttft_s
-
-
-def _powers_of_two(limit: int) -> list[int]:
-    return [2**i for i in range(limit.bit_length())]

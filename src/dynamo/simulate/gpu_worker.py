@@ -160,27 +160,21 @@ class GpuWorker:
         for job, num_tokens in self._chunks:
             job.num_computed += num_tokens
             if job.num_computed == job.num_prompt:
-                self._end_prefill(job, now, result)
-        self._end_jobs(now, result)
-        self._begin(now)
-        return result
-
-    def _end_prefill(self, job: Job, now: float, result: IterationResult) -> None:
-        self._prefilling.popleft()
-        job.first_token_at, job.num_written = now, 1
-        result.prefilled.append(job)
-        if self._is_prefill_only:
-            self._num_free += self._tokens_needed(job)
-        else:
-            self._decoding.append(job)
-
-    def _end_jobs(self, now: float, result: IterationResult) -> None:
+                self._prefilling.popleft()
+                job.first_token_at, job.num_written = now, 1
+                result.prefilled.append(job)
+                if self._is_prefill_only:
+                    self._num_free += self._tokens_needed(job)
+                else:
+                    self._decoding.append(job)
         result.ended = [job for job in self._decoding if job.num_written >= job.num_output]
         for job in result.ended:
             job.ended_at = now
             self._num_free += self._tokens_needed(job)
         if result.ended:
             self._decoding = [job for job in self._decoding if job.num_written < job.num_output]
+        self._begin(now)
+        return result
 
     def _begin(self, now: float) -> None:
         self._admit_jobs()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from dynamo.protocols import kv_events
 from dynamo.router import api, prefix_index, selection
-from dynamo.simulate.workers import CacheChange, SimulatedWorker
+from dynamo.simulate.workers import SimulatedWorker
 from dynamo.simulate.workload import Arrival, Workload
 
 _ARRIVAL = operator.attrgetter("at")
@@ -83,7 +83,16 @@ class Simulation:
         """Route requests that arrive at one time: all are queued before the first is sent, as in one turn of a loop."""
         now = turn[0].at
         for arrival in turn:
-            request_id, prompt = self._open_request(arrival), self._prompt(arrival)
+            request_id, outcomes = next(self._ids), self._record.outcomes
+            self._open[request_id] = outcome = Outcome(arrival=arrival)
+            outcomes.append(outcome)
+            if len(outcomes) % _REPORT_EVERY == 0:
+                self._on_progress(len(outcomes))
+            prompt = api.Prompt(
+                num_tokens=arrival.num_tokens,
+                block_size=self._workload.block_size,
+                sequence_hashes=arrival.names,
+            )
             if len(turn) > 1 and self._selector.can_wait:
                 self._selector.enqueue(request_id, prompt, now)
             elif (decision := self._selector.select(request_id, prompt, now)) is not None:
@@ -91,24 +100,9 @@ class Simulation:
         self._admit(now)
         self._record.max_waiting = max(self._record.max_waiting, self._selector.num_waiting)
 
-    def _open_request(self, arrival: Arrival) -> str:
-        request_id, outcomes = next(self._ids), self._record.outcomes
-        self._open[request_id] = outcome = Outcome(arrival=arrival)
-        outcomes.append(outcome)
-        if len(outcomes) % _REPORT_EVERY == 0:
-            self._on_progress(len(outcomes))
-        return request_id
-
     def _admit(self, now: float) -> None:
         for request_id, decision in self._selector.admit(now):
             self._send(request_id, decision.worker, now)
-
-    def _prompt(self, arrival: Arrival) -> api.Prompt:
-        return api.Prompt(
-            num_tokens=arrival.num_tokens,
-            block_size=self._workload.block_size,
-            sequence_hashes=arrival.names,
-        )
 
     def _send(self, request_id: str, worker: api.Worker, now: float) -> None:
         outcome = self._open[request_id]
@@ -125,30 +119,23 @@ class Simulation:
 
     def _step(self, now: float, worker: api.Worker) -> None:
         result = self._workers[worker].advance(now)
-        self._update_index(worker, result.changes)
+        for is_stored, names in result.changes:  # the router's index follows without delay
+            if is_stored:
+                self._index.add_blocks(worker, kv_events.DEVICE, names)
+            else:
+                self._index.remove_blocks(worker, kv_events.DEVICE, names)
         for request_id, num_cached in result.first_outputs:
             outcome = self._open[request_id]
             outcome.first_output_at, outcome.num_cached = now, num_cached
             self._selector.mark_prefill_completed(request_id, now)
         self._schedule_step(worker, math.inf)
-        self._end_requests(result.ended, now)
-
-    def _update_index(self, worker: api.Worker, changes: Sequence[CacheChange]) -> None:
-        """Apply changes of a cache to the router's index, without delay."""
-        for is_stored, names in changes:
-            if is_stored:
-                self._index.add_blocks(worker, kv_events.DEVICE, names)
-            else:
-                self._index.remove_blocks(worker, kv_events.DEVICE, names)
-
-    def _end_requests(self, request_ids: Sequence[str], now: float) -> None:
-        for request_id in request_ids:
+        for request_id in result.ended:
             self._selector.free(request_id, now)
             del self._open[request_id]
         self._admit(now)
         turn = [
             arrival
-            for _ in request_ids
+            for _ in result.ended
             if (arrival := self._workload.next_arrival(now)) is not None
         ]
         if turn:

@@ -133,7 +133,8 @@ class BatchWorker:
 
     def submit(self, request_id: str, arrival: Arrival, now: float) -> None:
         """Queue a request for the next step; an idle worker begins one at once."""
-        packed = self._make_tokens(arrival)
+        names = [blocks.pack((name,)) * self._block_size for name in arrival.names]
+        packed = b"".join(names)[: arrival.num_tokens * blocks.TOKEN_BYTES]
         hashes = blocks.sequence_hashes(blocks.local_hashes(packed, self._block_size))
         self._name_by_hash.update(zip(hashes, arrival.names, strict=False))
         self._batch.submit(
@@ -168,10 +169,6 @@ class BatchWorker:
             num_decoding=plan.num_decoding,
             active_share=plan.active_share,
         )
-
-    def _make_tokens(self, arrival: Arrival) -> bytes:
-        packed = b"".join([blocks.pack((name,)) * self._block_size for name in arrival.names])
-        return packed[: arrival.num_tokens * blocks.TOKEN_BYTES]
 
     def _translate(self, events: Sequence[kv_events.KvEvent]) -> Iterator[CacheChange]:
         """Translate KV events to the workload's block names; blocks of answers have none, and are left out."""

@@ -6,10 +6,10 @@ is a line of a trace in Mooncake's format: milliseconds, tokens, and an id for e
 mean that the prompts are equal up to there.
 """
 
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -127,7 +127,10 @@ def spread_arrivals(trace: Trace) -> Trace:
 
     Some traces are recorded in steps of seconds; such bursts make the order of a queue matter more than it would.
     """
-    groups = [list(group) for _, group in groupby(trace.arrivals, key=lambda arrival: arrival.at)]
+    groups = [
+        list(group)
+        for _, group in itertools.groupby(trace.arrivals, key=lambda arrival: arrival.at)
+    ]
     ends = [group[0].at for group in groups[1:]] + [2 * groups[-1][0].at - groups[-2][0].at]
     arrivals = [
         replace(arrival, at=arrival.at + (end - arrival.at) * i / len(group))
@@ -158,7 +161,7 @@ class SharedPrefixes:
         self._num_left = num_requests
         self._concurrency = concurrency
         self._random = random.Random(seed)
-        self._fresh = self._fresh_names(num_prefixes)
+        self._own_names = itertools.count(num_prefixes * (prefix_tokens // block_size))
 
     def initial_arrivals(self) -> Sequence[Arrival]:
         """Return the first request of each client."""
@@ -175,13 +178,7 @@ class SharedPrefixes:
         num_shared = num_prefix // self.block_size
         num_blocks = -(-(num_prefix + num_suffix) // self.block_size)
         names = [prefix * num_shared + i for i in range(num_shared)]
-        names += (next(self._fresh) for _ in range(num_blocks - num_shared))
+        names += (next(self._own_names) for _ in range(num_blocks - num_shared))
         return Arrival(
             at=now, num_tokens=num_prefix + num_suffix, num_output=num_output, names=names
         )
-
-    def _fresh_names(self, num_prefixes: int) -> Iterator[int]:
-        name = num_prefixes * (self._lengths[0] // self.block_size)
-        while True:
-            yield name
-            name += 1

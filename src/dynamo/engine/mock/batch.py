@@ -210,18 +210,16 @@ class MockBatch:
         full, self._full = self._full, []
         for choice in full:
             while choice.block_ids and not self._memory.add_block(choice):
-                victim = self._select_victim()
+                if self._limits.preempts_newest:
+                    victim = (self._prefilling or self._decoding)[-1]
+                else:
+                    victim = (self._decoding or self._prefilling)[0]
                 self._withdraw(victim)
                 self._waiting.insert(0, victim)
                 has_preempted = True
             if choice.block_ids:  # it was not preempted itself
                 self._set_next_check(choice)
         return has_preempted
-
-    def _select_victim(self) -> Choice:
-        if self._limits.preempts_newest:
-            return (self._prefilling or self._decoding)[-1]
-        return (self._decoding or self._prefilling)[0]
 
     def _admit(self, num_left: int) -> None:
         while self._waiting and num_left > 0 and self._num_running < self._limits.max_num_seqs:

@@ -132,9 +132,24 @@ class MockEngine(exchange.ExchangesKv):
             lease_s=settings.kv_hold_s,
             before_copy=_link(settings, self._clock).wait,
         )
-        timing = _timing(settings, profile)
+        timing = Timing(
+            speedup_ratio=settings.speedup_ratio,
+            decode_speedup_ratio=settings.decode_speedup_ratio,
+            tick_ms=settings.tick_ms,
+            profile=profile,
+            num_cache_tokens=settings.num_gpu_blocks_override * settings.block_size,
+        )
         share_ids = itertools.count(1)  # of leases and imports
-        self._memories = [_memory(settings, cycle) for _ in range(settings.data_parallel_size)]
+        self._memories = [
+            MockMemory(
+                cycle,
+                num_blocks=settings.num_gpu_blocks_override,
+                block_size=settings.block_size,
+                prefix_caching=settings.enable_prefix_caching,
+                watermark=settings.watermark,
+            )
+            for _ in range(settings.data_parallel_size)
+        ]
         self._ranks = [
             MockRank(
                 number,
@@ -264,14 +279,13 @@ class MockEngine(exchange.ExchangesKv):
         try:
             await rank.run(self._sink)
         except Exception as error:  # noqa: BLE001 - supervises the engine's task: reports to the sink
-            self._report_death(error)
-
-    def _report_death(self, error: Exception) -> None:
-        if self._death is not None:
-            return  # another rank has failed before
-        self._death = errors.EngineFailed(f"the mock engine died: {type(error).__name__}: {error}")
-        self._death.__cause__ = error
-        self._sink.died(self._death)
+            if self._death is not None:
+                return  # another rank has failed before
+            self._death = errors.EngineFailed(
+                f"the mock engine died: {type(error).__name__}: {error}"
+            )
+            self._death.__cause__ = error
+            self._sink.died(self._death)
 
 
 def _facts(settings: MockConfig, context_length: int) -> api.EngineFacts:
@@ -289,16 +303,6 @@ def _facts(settings: MockConfig, context_length: int) -> api.EngineFacts:
     )
 
 
-def _timing(settings: MockConfig, profile: Profile | None) -> Timing:
-    return Timing(
-        speedup_ratio=settings.speedup_ratio,
-        decode_speedup_ratio=settings.decode_speedup_ratio,
-        tick_ms=settings.tick_ms,
-        profile=profile,
-        num_cache_tokens=settings.num_gpu_blocks_override * settings.block_size,
-    )
-
-
 def _link(settings: MockConfig, clock: clocks.Clock) -> kv_link.KvLink:
     return kv_link.KvLink(
         clock,
@@ -306,16 +310,6 @@ def _link(settings: MockConfig, clock: clocks.Clock) -> kv_link.KvLink:
         bytes_per_block=settings.kv_bytes_per_token * settings.block_size,
         limit_s=settings.kv_transfer_timeout_s,
         fail_every=settings.kv_transfer_fail_every,
-    )
-
-
-def _memory(settings: MockConfig, cycle: TokenCycle) -> MockMemory:
-    return MockMemory(
-        cycle,
-        num_blocks=settings.num_gpu_blocks_override,
-        block_size=settings.block_size,
-        prefix_caching=settings.enable_prefix_caching,
-        watermark=settings.watermark,
     )
 
 

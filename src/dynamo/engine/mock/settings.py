@@ -117,9 +117,15 @@ def merge_extra_args(settings: MockConfig) -> MockConfig:
     if path is None:
         return settings
     where = f"--extra-engine-args {path}"
-    values = _read_object(where, path)
+    try:
+        content: Any = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise errors.ConfigError(f"{where}: expected a readable JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise errors.ConfigError(f"{where}: expected a JSON object")
     field_names = {field.name for field in dataclasses.fields(MockConfig)} - {"extra_engine_args"}
-    values = {_EARLIER_NAMES.get(name, name): value for name, value in values.items()}
+    arguments: dict[str, Any] = content
+    values = {_EARLIER_NAMES.get(name, name): value for name, value in arguments.items()}
     unknown = sorted(values.keys() - field_names)
     if unknown:
         raise errors.ConfigError(
@@ -129,16 +135,6 @@ def merge_extra_args(settings: MockConfig) -> MockConfig:
         return msgspec.convert(dataclasses.asdict(settings) | values, MockConfig)
     except msgspec.ValidationError as error:
         raise errors.ConfigError(f"{where}: {error}") from error
-
-
-def _read_object(where: str, path: str) -> dict[str, Any]:
-    try:
-        content = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise errors.ConfigError(f"{where}: expected a readable JSON file: {error}") from error
-    if not isinstance(content, dict):
-        raise errors.ConfigError(f"{where}: expected a JSON object")
-    return content
 
 
 def _flag(name: str) -> str:
