@@ -25,7 +25,7 @@ def says(*texts_and_logprobs):
     return script
 
 
-async def test_the_answers_with_the_best_mean_are_told_best_first(rig):
+async def test_answers_with_the_best_mean_logprob_come_best_first(rig):
     rig.one.script = says(("aaaa", -0.5), ("b", -1.0), ("ccccccccc", -0.25))
     body = (await rig.complete(best_of=3, n=2)).json()
 
@@ -43,7 +43,7 @@ async def test_one_of_each_prompt_with_its_log_probabilities(rig):
     assert body["choices"][0]["logprobs"]["token_logprobs"] == [-1.0]
 
 
-async def test_as_many_as_are_told_need_no_choice(rig):
+async def test_best_of_equal_to_n_selects_nothing(rig):
     rig.one.script = outputs("a", None) + outputs("a") + outputs("bc", index=1)
     body = (await rig.complete(best_of=2, n=2)).json()
 

@@ -73,7 +73,7 @@ def test_what_can_be_honoured_or_asks_for_nothing_is_taken(harmless):
     assert decode(**harmless).model == "m"
 
 
-def test_log_probabilities_are_asked_for_by_two_fields():
+def test_log_probabilities_need_two_fields():
     assert decode(logprobs=True).num_logprobs == 0
     assert decode(logprobs=True, top_logprobs=20).num_logprobs == 20
     assert decode(logprobs=False).num_logprobs is None

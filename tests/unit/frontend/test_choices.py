@@ -33,7 +33,7 @@ def told(reports):
     return "".join(chr(report.token_id) for report in reports)
 
 
-def test_without_stop_strings_each_token_is_told_with_its_text():
+def test_without_stop_strings_each_token_is_reported_with_its_text():
     one = choice()
     text, reports = one.read(said("ab"))
 
@@ -52,7 +52,7 @@ def test_a_held_token_waits_with_its_text():
     assert [report.start for report in second[1]] == [1, 2, 3]
 
 
-def test_the_token_that_ended_the_choice_is_not_told():
+def test_token_that_ended_the_choice_is_not_delivered():
     one = choice()
     text, reports = one.read(said("abZ", generate.FinishReason.EOS))
 
@@ -61,13 +61,13 @@ def test_the_token_that_ended_the_choice_is_not_told():
     assert one.text.num_tokens == 3
 
 
-def test_the_last_token_of_the_length_is_told():
+def test_last_token_before_the_length_limit_is_delivered():
     text, reports = choice().read(said("abZ", generate.FinishReason.LENGTH))
 
     assert (text, told(reports)) == ("abZ", "abZ")
 
 
-def test_what_waited_is_told_at_the_end():
+def test_held_back_text_is_delivered_at_the_end():
     one = choice("bcd")
     one.read(said("ab"))
     text, reports = one.read(said("c", generate.FinishReason.LENGTH))

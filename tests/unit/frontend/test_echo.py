@@ -70,7 +70,7 @@ async def test_a_text_can_be_scored_and_nothing_written(rig):
     assert rig.one.requests[0].stop_conditions.max_tokens == 1
 
 
-async def test_without_logprobs_the_prompt_is_told_as_it_came(rig):
+async def test_prompt_is_echoed_unchanged_without_logprobs(rig):
     rig.one.script = one_token
     body = (await rig.complete("abc", echo=True, max_tokens=0)).json()
 
@@ -110,7 +110,7 @@ async def test_a_stream_begins_with_the_prompt_and_what_it_is_worth(rig):
     assert chunks[1]["logprobs"]["text_offset"] == [3]
 
 
-async def test_an_engine_that_cannot_tell_of_a_prompt_is_not_asked_to(rig):
+async def test_prompt_logprobs_are_refused_if_the_engine_has_none(rig):
     blind = model_card.ModelRuntimeConfig(supports_prompt_logprobs=False)
     await rig.worker("blind", runtime_config=blind)
     answer = await rig.client.post(

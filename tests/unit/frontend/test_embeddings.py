@@ -136,7 +136,7 @@ async def test_a_model_for_embeddings_is_listed_and_does_not_chat(rig):
         assert "'e' makes embeddings, not text" in answer.json()["error"]["message"]
 
 
-async def test_a_model_for_text_does_not_embed_and_says_who_does(rig):
+async def test_text_model_refuses_embeddings_and_names_the_option_for_them(rig):
     await rig.worker("m")
 
     answer = await rig.embed("a", model="m")
@@ -145,7 +145,7 @@ async def test_a_model_for_text_does_not_embed_and_says_who_does(rig):
     assert "--task embed" in answer.json()["error"]["message"]
 
 
-async def test_clearing_caches_asks_only_those_who_have_some(rig):
+async def test_clearing_caches_skips_workers_without_a_cache(rig):
     answer = await rig.client.post("/clear_kv_blocks")
 
     assert answer.json() == {"message": "No active worker groups found"}
@@ -160,7 +160,7 @@ async def test_a_large_request_is_shared_by_the_workers(rig):
     assert [len(one.requests[0].inputs) for one in (rig.one, other)] in ([5, 4], [4, 5])
 
 
-async def test_a_client_that_leaves_is_told_to_the_worker(rig):
+async def test_disconnected_client_cancels_the_request_at_the_worker(rig):
     rig.one.script = lambda call, request: None
     task = rig.start_task(rig.embed("a"))
     await rig.until(lambda: rig.one.calls)

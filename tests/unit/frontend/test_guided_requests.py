@@ -53,7 +53,7 @@ async def test_a_guided_chat_and_completion_reach_the_worker(able):
     assert asked(able.h).thoughts is None
 
 
-async def test_an_engine_that_cannot_be_guided_is_not_asked(able):
+async def test_guided_request_is_refused_if_the_engine_has_no_grammars(able):
     for fields in (
         {"guided_grammar": 'start: "a"'},
         {"response_format": {"type": "json_object"}},
@@ -105,7 +105,7 @@ async def test_a_forced_call_comes_as_a_call(able, model, text, choice):
     assert call["function"] == {"name": "look", "arguments": "{}"}
 
 
-async def test_forced_calls_are_told_one_by_one_as_they_come(able):
+async def test_forced_calls_are_streamed_one_by_one(able):
     able.none.script = outputs("<think>hm</think>\n" + ARRAY, "eos")
     answer = await able.chat(model="none", tools=TOOLS, tool_choice="required", stream=True)
     *chunks, done = events(answer.text)
@@ -119,7 +119,7 @@ async def test_forced_calls_are_told_one_by_one_as_they_come(able):
     assert done == "[DONE]"
 
 
-async def test_one_call_at_most_if_they_may_not_be_parallel(able):
+async def test_at_most_one_call_without_parallel_tool_calls(able):
     able.none.script = outputs(ARRAY, "eos")
     answer = await able.chat(
         model="none", tools=TOOLS, tool_choice="required", parallel_tool_calls=False
@@ -154,7 +154,7 @@ async def test_messages_and_responses_force_calls_too(able, client):
     ]
 
 
-async def test_a_response_tells_the_format_that_was_asked_for(able, client):
+async def test_response_repeats_the_requested_format(able, client):
     able.h.script = outputs('{"a": 1}', "eos")
     schema = {"type": "object", "properties": {"b": {}, "a": {}}}
     form = {"type": "json_schema", "name": "pet", "schema": schema, "strict": True}

@@ -5,7 +5,7 @@ import pytest
 QUERY = {"annotations": ["query_instance_id"]}
 
 
-async def test_the_worker_and_the_prompt_are_told_and_nobody_is_asked(rig):
+async def test_instance_query_answers_worker_and_tokens_without_a_request(rig):
     answer = await rig.complete("hi", stream=True, nvext=QUERY)
     counted = await rig.metrics()
 
@@ -18,7 +18,7 @@ async def test_the_worker_and_the_prompt_are_told_and_nobody_is_asked(rig):
     assert counted['dynamo_frontend_inflight_requests{model="m"}'] == 0
 
 
-async def test_what_was_told_can_be_sent_back(rig):
+async def test_instance_and_tokens_of_the_answer_can_be_sent_back(rig):
     other = await rig.worker()
     chosen = {"backend_instance_id": other.instance.instance_id, "token_data": [104, 105]}
     told = await rig.complete("", stream=True, nvext=QUERY | chosen)

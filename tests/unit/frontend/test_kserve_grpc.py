@@ -211,7 +211,7 @@ async def test_raw_bytes_that_are_no_text_are_refused(stub, raw):
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_failure_in_the_middle_is_told_in_the_stream(rig, client):
+async def test_failure_in_the_middle_is_the_last_event_of_the_stream(rig, client):
     def say(call, _):
         call.send(outputs("h", None)[0])
         call.fail(errors.EngineFailed("no memory"))
@@ -223,7 +223,7 @@ async def test_a_failure_in_the_middle_is_told_in_the_stream(rig, client):
     assert "no memory" in str(results[-1][1])
 
 
-async def test_a_client_that_leaves_is_told_to_the_worker(rig, stub):
+async def test_disconnected_client_cancels_the_request_at_the_worker(rig, stub):
     rig.one.script = lambda call, _: call.send(outputs("h", None)[0])
     waiting = stub.ModelInfer(request())
     asking = rig.start_task(waiting_for(waiting))
@@ -240,7 +240,7 @@ async def waiting_for(call):
         await call
 
 
-async def test_a_stream_whose_client_leaves_is_told_to_the_worker(rig, stub):
+async def test_disconnected_stream_cancels_the_request_at_the_worker(rig, stub):
     rig.one.script = lambda call, _: call.send(outputs("h", None)[0])
     call = stub.ModelStreamInfer()
     asked = request()
@@ -356,7 +356,7 @@ async def test_without_the_library_the_flag_says_what_to_install(bare, monkeypat
         await bare.start(kserve_grpc_server=True)
 
 
-async def test_an_answer_that_nobody_reads_is_bounded(monkeypatch):
+async def test_unread_answer_is_bounded(monkeypatch):
     monkeypatch.setattr(inference, "MAX_QUEUED_EVENTS", 2)
     asked = exchange.Request(
         method="POST", path="/", query="", headers={}, body=b"", peer="somebody"

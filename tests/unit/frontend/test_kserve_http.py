@@ -167,7 +167,7 @@ async def test_what_is_wrong_without_tensors_is_too(rig, path, fields, message):
         ("GET", "/v2/nothing", 404),
     ],
 )
-async def test_what_is_not_there_is_told_in_the_protocols_words(rig, method, path, status):
+async def test_missing_model_or_route_is_an_error_in_the_protocols_form(rig, method, path, status):
     answer = await rig.client.request(method, path, json={"inputs": [tensor()]})
 
     assert answer.status_code == status

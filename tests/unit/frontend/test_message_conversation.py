@@ -94,7 +94,7 @@ def test_a_tool_may_fail_or_say_nothing(said, text):
     assert (message["content"], message["is_error"]) == (text, True)
 
 
-def test_thoughts_are_told_apart_from_what_was_said():
+def test_reasoning_is_separate_from_content():
     content = [
         {"type": "thinking", "thinking": "hm", "signature": ""},
         {"type": "redacted_thinking", "data": "xyz"},
@@ -158,7 +158,7 @@ def test_the_choice_of_a_tool_is_that_of_a_chat(choice, in_chat):
         ({"type": "enabled", "budget_tokens": 1024}, True),
     ],
 )
-def test_the_model_thinks_only_if_asked_to(thinking, thinks):
+def test_model_thinks_only_on_request(thinking, thinks):
     request = decode(thinking=thinking, max_tokens=2000)
 
     assert request.template_args == {"enable_thinking": thinks}

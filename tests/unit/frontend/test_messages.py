@@ -141,7 +141,9 @@ async def test_a_prompt_beyond_the_context_can_be_counted(rig):
         ({"model": "q"}, 404, "not_found_error", "'q' does not exist"),
     ],
 )
-async def test_a_wrong_request_is_told_in_anthropics_shape(rig, path, fields, status, kind, words):
+async def test_invalid_request_is_answered_in_anthropics_form(
+    rig, path, fields, status, kind, words
+):
     body = {"model": "m", "messages": SAY, **fields} | ({"max_tokens": 1} if path == PATH else {})
     answer = await rig.client.post(path, json=body)
 

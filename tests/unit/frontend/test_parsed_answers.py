@@ -171,7 +171,7 @@ async def test_after_reasoning_a_stream_without_tools_is_as_quick_as_any(parsed,
     assert len(slow) == len("<think>a</think>b") + 1  # and the last
 
 
-async def test_log_probabilities_are_told_for_every_token(parsed):
+async def test_log_probabilities_are_reported_for_every_token(parsed):
     parsed.two.script = [
         generate.Output((one,), logprobs=(generate.TokenLogprobs(-1.0),))
         for one in b"<think>a</think>b"

@@ -90,7 +90,7 @@ async def test_blocks_open_and_close_one_after_the_other(client, rig):
     ]
 
 
-async def test_thoughts_that_nobody_asked_for_are_counted_and_not_told(client, rig):
+async def test_unrequested_thinking_is_counted_but_not_shown(client, rig):
     message = await ask(client)
     async with client.messages.stream(
         model="p", max_tokens=2000, messages=SAY, tools=TOOLS

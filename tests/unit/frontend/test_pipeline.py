@@ -37,7 +37,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (COMPLETIONS, {"model": "m"}, 400, "prompt", "prompt"),
     ],
 )  # fmt: skip
-async def test_a_wrong_request_is_told_what_is_wrong(rig, path, body, status, param, words):
+async def test_invalid_request_names_the_wrong_field(rig, path, body, status, param, words):
     answer = await rig.client.post(path, json=body)
     error = answer.json()["error"]
 

@@ -63,7 +63,7 @@ def test_what_is_wrong_or_unsupported_is_named(fields, param, words):
     assert words in str(caught.value)
 
 
-def test_an_answer_is_kept_unless_they_say_no():
+def test_answer_is_stored_unless_store_is_false():
     assert [decode(**said).is_stored for said in ({}, {"store": True}, {"store": False})] == [
         True,
         True,

@@ -79,7 +79,7 @@ async def test_the_headers_of_a_stream(rig):
     assert answer.headers["transfer-encoding"] == "chunked"
 
 
-async def test_usage_comes_last_if_asked_for_and_null_in_every_other_chunk(rig):
+async def test_requested_usage_comes_last_and_is_null_in_other_chunks(rig):
     rig.one.script = [
         generate.Output((104,), cached_tokens=3),
         generate.Output((256,), generate.FinishReason.EOS),
@@ -149,7 +149,7 @@ async def test_what_looked_like_a_stop_string_comes_out_in_the_end(rig):
     assert "".join(filter(None, contents(answer.text))) == "abST"
 
 
-async def test_choices_of_one_prompt_are_told_apart(rig):
+async def test_choices_of_one_prompt_have_their_own_index(rig):
     rig.one.script = [
         one for pair in zip(outputs("abc"), outputs("xyz", index=1), strict=True) for one in pair
     ]

@@ -7,7 +7,7 @@ async def tokenize(rig, **fields):
     return await rig.client.post("/tokenize", json=fields)
 
 
-async def test_a_text_is_told_in_tokens(rig):
+async def test_tokenize_returns_the_tokens_of_a_text(rig):
     answer = await tokenize(rig, model="m", prompt="hi")
 
     assert answer.json() == {
@@ -19,7 +19,7 @@ async def test_a_text_is_told_in_tokens(rig):
     assert answer.headers["x-request-id"]
 
 
-async def test_a_conversation_is_told_as_its_answer_counts_it(rig):
+async def test_tokenize_counts_a_conversation_as_its_usage_does(rig):
     messages = [{"role": "user", "content": "hi"}]
     told = (await tokenize(rig, model="m", messages=messages, return_token_strs=True)).json()
     usage = (await rig.chat("hi")).json()["usage"]
@@ -28,7 +28,7 @@ async def test_a_conversation_is_told_as_its_answer_counts_it(rig):
     assert told["token_strs"] == ["u", "s", "e", "r", ":", "Ġ", "h", "i", "Ċ"]
 
 
-async def test_tokens_are_told_as_text_special_ones_too(rig):
+async def test_detokenize_includes_special_tokens(rig):
     answer = await rig.client.post("/detokenize", json={"model": "m", "tokens": [104, 105, 256]})
 
     assert answer.json() == {"prompt": "hi<end>"}

@@ -100,7 +100,7 @@ async def test_completion_logprobs_have_openais_four_lists(rig):
     }
 
 
-async def test_the_tokens_behind_a_stop_string_are_not_told(rig):
+async def test_tokens_of_a_stop_string_are_not_reported(rig):
     rig.one.script = [
         generate.Output((ord(char),), logprobs=report(-float(at)))
         for at, char in enumerate("abENDc", 1)

@@ -23,7 +23,7 @@ PLAIN = frozenset({"messages"})
         ("xhigh", BOTH, {"enable_thinking": True, "reasoning_effort": "xhigh"}),
     ],
 )
-def test_a_template_is_told_what_it_reads(asked, variables, told):
+def test_effort_sets_the_variables_that_the_template_reads(asked, variables, told):
     found = thinking.make_template_args(asked, variables, can_think=True, param="reasoning_effort")
 
     assert found == told
@@ -38,12 +38,14 @@ def test_a_template_is_told_what_it_reads(asked, variables, told):
         ("none", GPT_OSS, True, "not to think"),
     ],
 )
-def test_a_template_that_cannot_be_told_is_an_error(asked, variables, can_think, words):
+def test_effort_is_refused_if_the_template_reads_no_variable_for_it(
+    asked, variables, can_think, words
+):
     with pytest.raises(errors.InvalidRequest, match=words) as caught:
         thinking.make_template_args(asked, variables, can_think=can_think, param="reasoning.effort")
 
     assert caught.value.param == "reasoning.effort"
 
 
-def test_who_never_thinks_may_be_asked_not_to():
+def test_effort_none_is_accepted_by_a_model_that_never_thinks():
     assert thinking.make_template_args("none", PLAIN, can_think=False, param="x") == {}

@@ -92,7 +92,7 @@ def test_a_response_format_is_a_schema(fields, expected):
     assert (told and told.json) == expected
 
 
-def test_the_library_that_is_wanted_is_told_however_a_shape_is_asked_for():
+def test_guided_backend_is_passed_on_with_each_kind_of_guide():
     shaped = guide(response_format={"type": "json_object"}, guided_decoding_backend="x")
     called = guide(
         tools=[tool("f")], tool_choice="required", nvext={"guided_decoding_backend": "x"}

@@ -19,7 +19,7 @@ def join(request, name):
 
 
 @pytest.mark.parametrize("name", infill.FORMATS)
-def test_both_stand_in_the_text_as_they_came(name):
+def test_prompt_and_suffix_are_in_the_text_unchanged(name):
     (text,) = join(completion(suffix="{c} d"), name)
 
     assert text.count("a {b}") == text.count("{c} d") == 1

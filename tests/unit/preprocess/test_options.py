@@ -43,7 +43,7 @@ def test_the_request_counts_more_than_its_nvext_and_that_more_than_the_model():
     assert (sampling.temperature, sampling.min_p) == (0, 0)
 
 
-def test_all_tokens_are_asked_for_by_minus_one():
+def test_top_k_of_minus_one_means_all_tokens():
     assert options.make_sampling(asked(top_k=-1), MODEL, VOCAB).top_k == 0
 
 

@@ -265,7 +265,7 @@ async def test_a_token_that_does_not_exist_is_named(byte_level_model, make):
     assert caught.value.param == "nvext.token_data"
 
 
-async def test_an_effort_is_told_to_the_template_and_its_own_words_count_more(byte_level):
+async def test_template_kwargs_of_the_request_override_the_effort(byte_level):
     model = made_of(byte_level, "{{ reasoning_effort }} {{ enable_thinking }}")
     told = await model.prepare_conversation(chat(reasoning_effort="low"), "r")
     over = await model.prepare_conversation(

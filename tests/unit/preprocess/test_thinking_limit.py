@@ -30,12 +30,12 @@ def message():
     return conversation.decode(json.dumps(body).encode())
 
 
-def test_nobody_is_limited_unasked():
+def test_request_without_a_thinking_limit_has_none():
     assert thinking.make_limit(chat(), "p", THINK, IDS) is None
 
 
 @pytest.mark.parametrize(("prompt", "is_open"), [("p", False), ("p<think>\n", True)])
-def test_the_marks_are_told_as_tokens(prompt, is_open):
+def test_thinking_limit_names_the_marks_as_tokens(prompt, is_open):
     found = thinking.make_limit(chat(max_thinking_tokens=7), prompt, THINK, IDS)
 
     assert found == generate.ThinkingLimit(
