@@ -1,4 +1,4 @@
-"""A collector of traces: takes OTLP over HTTP on loopback, and remembers the spans."""
+"""A collector of traces for tests: receives OTLP over HTTP on loopback, and keeps the spans."""
 
 import contextlib
 import gzip
@@ -9,7 +9,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 
 class Collector:
-    """What came."""
+    """The received spans."""
 
     def __init__(self, port):
         self.endpoint = f"http://127.0.0.1:{port}/v1/traces"
@@ -28,7 +28,7 @@ class Collector:
             self._came.notify_all()
 
     def await_names(self, *names, within_s=10):
-        """Wait until spans of these names came; gives them by name."""
+        """Wait until spans of these names have arrived, and return them by name."""
         with self._came:
             assert self._came.wait_for(lambda: set(names) <= self.names, within_s), self.names
         return {span.name: span for span in self.spans}
@@ -40,7 +40,7 @@ class Collector:
 
 @contextlib.contextmanager
 def running():
-    """Until the end of the block."""
+    """Run a collector until the end of the block."""
 
     class Handler(server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -68,5 +68,5 @@ def running():
 
 
 def attributes(span):
-    """Of one span, as plain values."""
+    """Return the attributes of a span as plain values."""
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}

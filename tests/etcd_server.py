@@ -1,4 +1,4 @@
-"""A real etcd for tests: on ports of its own, with data that can be kept or lost."""
+"""A real etcd for tests, on ports of its own, with data that can be kept or lost."""
 
 import base64
 import pathlib
@@ -17,7 +17,7 @@ START_S = 30.0  # on a busy machine; usually one second
 
 
 class EtcdServer:
-    """Started by `start`; ended, however it is, by `stop`. Skips the test if there is no etcd on the machine."""
+    """An etcd process. Skips the test if etcd is not installed."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class EtcdServer:
         host: str = "127.0.0.1",
         before: Sequence[str] = (),
     ) -> None:
-        """`before` stands before the command, to run it elsewhere, at the address `host`."""
+        """`before` precedes the command, to run it in another network namespace at the address `host`."""
         if shutil.which("etcd") is None:
             pytest.skip("etcd is not installed: as root on Debian, tests/install_services.sh")
         self.port = ports.reserve()
@@ -67,7 +67,7 @@ class EtcdServer:
             self._process = None
 
     def lose_data(self) -> None:
-        """While it is stopped."""
+        """Delete the data of the stopped server."""
         shutil.rmtree(self._directory / "data")
 
     def freeze(self) -> None:
@@ -77,13 +77,13 @@ class EtcdServer:
         self._process.send_signal(signal.SIGCONT)
 
     def call(self, path: str, **body: object) -> dict:
-        """Its HTTP interface, without any client library."""
+        """Call etcd's HTTP interface, without a client library."""
         answer = httpx.post(f"{self.url}/v3/{path}", json=body, timeout=10)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def held(self) -> dict[str, bytes]:
-        """All that it holds."""
+        """Return all keys with their values."""
         nul = base64.b64encode(b"\0").decode()
         pairs = self.call("kv/range", key=nul, range_end=nul).get("kvs", [])
         decode = base64.b64decode
@@ -94,7 +94,7 @@ class EtcdServer:
         self.call("kv/deleterange", key=nul, range_end=nul)
 
     def compact(self) -> None:
-        """Forget all history up to now."""
+        """Compact the history up to now."""
         nul = base64.b64encode(b"\0").decode()
         revision = self.call("kv/range", key=nul)["header"]["revision"]
         self.call("kv/compaction", revision=revision)

@@ -1,4 +1,4 @@
-"""The built-in model's engine, stepped by hand, for tests of guided answers."""
+"""The built-in model's engine, stepped by the test, for guided answers."""
 
 import pathlib
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 
 
 class Storyteller:
-    """Answers all requests that it is given in one batch."""
+    """An engine that answers all submitted requests in one batch."""
 
     def __init__(self) -> None:
         self.parts = assemble(STORYTELLER, NativeConfig(threads=1, num_gpu_blocks_override=2000))

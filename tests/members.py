@@ -1,4 +1,4 @@
-"""Processes of one cluster, and strangers: tokens and certificates to test with."""
+"""Cluster tokens and certificates for tests: of members, and of peers outside the cluster."""
 
 import pathlib
 import subprocess
@@ -14,7 +14,7 @@ def with_token(token: str = TOKEN) -> membership.Credentials:
 
 
 def make_certificates(folder: pathlib.Path) -> None:
-    """As docs/security.md makes them: an authority, a member of the cluster, and a stranger with another authority."""
+    """Make certificates as docs/security.md does: an authority, a member, and a peer of another authority."""
 
     def make(name: str, *flags: str) -> None:
         paths = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]
@@ -27,7 +27,7 @@ def make_certificates(folder: pathlib.Path) -> None:
 
 
 def flags(folder: pathlib.Path, name: str = "member", authority: str = "authority") -> dict:
-    """The settings of who has these certificates."""
+    """Return the settings of a process with these certificates."""
     return {
         "cluster_tls_cert_path": str(folder / f"{name}.pem"),
         "cluster_tls_key_path": str(folder / f"{name}.key"),

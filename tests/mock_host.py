@@ -1,4 +1,4 @@
-"""The mock engine under a suite: the fixture `host`."""
+"""The fixture `host`: a worker host with the mock engine."""
 
 import pytest
 from test_engine import make_mock

@@ -1,4 +1,4 @@
-"""A real NATS server for tests: on a port of its own, with a store that can be kept or lost."""
+"""A real NATS server for tests, on a port of its own, with a store that can be kept or lost."""
 
 import pathlib
 import shutil
@@ -17,7 +17,7 @@ START_S = 30.0  # on a busy machine; usually 20 ms
 
 
 class NatsServer:
-    """Started by `start`; ended, however it is, by `stop`. Skips the test if there is none on the machine."""
+    """A nats-server process. Skips the test if nats-server is not installed."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class NatsServer:
         host: str = "127.0.0.1",
         before: Sequence[str] = (),
     ) -> None:
-        """`before` stands before the command, to run it elsewhere, at the address `host`."""
+        """`before` precedes the command, to run it in another network namespace at the address `host`."""
         if shutil.which("nats-server") is None:
             pytest.skip(
                 "nats-server is not installed: as root on Debian, tests/install_services.sh"
@@ -51,14 +51,14 @@ class NatsServer:
             time.sleep(0.005)
 
     def stop(self) -> None:
-        """As kill -9 does."""
+        """Kill the server, as kill -9 does."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def reload(self) -> None:
-        """Have it read its configuration again."""
+        """Make the server read its configuration again."""
         self._process.send_signal(signal.SIGHUP)
 
     def freeze(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes below a process: an engine may have several, and one that is killed leaves them."""
+"""The descendants of a process: an engine may have several, which survive it if it is killed."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import signal
 
 
 def descendants(pid: int) -> set[int]:
-    """Of this process, at any depth, as of now."""
+    """Return the process ids of all present descendants, at any depth."""
     parents = {}
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -21,7 +21,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def kill(pids: set[int]) -> None:
-    """All of them, those that are gone too."""
+    """Kill these processes; ids of processes that have ended are ignored."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
-"""A road between a client and a server that can be cut, or swallow all that is sent, as a broken network does."""
+"""A TCP proxy that can break its connections, or drop all bytes, as a broken network does."""
 
 import asyncio
 
 
 class TcpProxy:
-    """Listens on a port of its own and leads to `port` of this host."""
+    """A proxy on a port of its own in front of `port` of this host."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -15,22 +15,22 @@ class TcpProxy:
         self._flows.set()
 
     async def start(self) -> str:
-        """Its address."""
+        """Listen, and return the address."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         host, port = self._server.sockets[0].getsockname()
         return f"{host}:{port}"
 
     def drop(self) -> None:
-        """From now on nothing arrives, and nobody is told."""
+        """Drop all bytes from now on, without an error at either side."""
         self._flows.clear()
 
     def heal(self) -> None:
-        """What was dropped is lost: connections of that time break, new ones work."""
+        """Break the connections whose bytes were dropped, and let new ones work."""
         self.cut()
         self._flows.set()
 
     def cut(self) -> None:
-        """Break the connections that there are."""
+        """Break all open connections."""
         for writer in self._writers:
             writer.transport.abort()
 
