@@ -1,6 +1,6 @@
-"""What holds for every test: no example of a property is timed, because the machine may be busy with others.
+"""Settings of every test: examples of properties have no deadline, because the machine may be busy.
 
-A suite that several modules import says what went wrong as their own tests do.
+Assertions of suites that several modules import are rewritten as those of their own tests.
 """
 
 import hypothesis

@@ -1,8 +1,8 @@
-"""Ports for processes that a test starts, which nobody else gets meanwhile.
+"""Ports for processes that a test starts, which no other process gets meanwhile.
 
-A port that was free a moment ago may be anybody's by the time a process has started. So it stays bound here, unheard:
-the system gives a bound port to nobody who asks for any, neither to listen nor to connect from, but a process that
-names it may listen there, as both of us allow the address to be used again (SO_REUSEADDR, which all servers set).
+A port that was free a moment ago may be taken by the time a process has started. So it stays bound here, without
+listening: the system gives a bound port to no process that asks for any port, to listen or to connect from, but one
+that names it may listen there, because both allow the address to be used again (SO_REUSEADDR, which all servers set).
 """
 
 import collections
