@@ -76,7 +76,7 @@ def measure(policy: str, model: Path, path: Path, conc: int, requests: int) -> t
     ]
 
 
-def predict(policy: str, shape: config.SimulateConfig) -> simulation.Summary:
+def predict(policy: str, shape: config.SimulateConfig) -> simulation.PolicySummary:
     """The same, in virtual time."""
     router = router_config.RouterConfig()
     return simulated.run(shape, router, None, policy, lambda _: None, time.perf_counter)

@@ -13,13 +13,13 @@ from matplotlib import axes, figure
 
 from dynamo.simulate.disagg_report import Case
 from dynamo.simulate.screen import COLUMNS, cells
-from dynamo.simulate.simulation import Summary
+from dynamo.simulate.simulation import PolicySummary
 
-Plot = Callable[[axes.Axes, Sequence[Summary]], None]
+Plot = Callable[[axes.Axes, Sequence[PolicySummary]], None]
 _STYLE = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:right}img{max-width:100%}"
 
 
-def write_report(summaries: Sequence[Summary], caption: str, directory: Path) -> Path:
+def write_report(summaries: Sequence[PolicySummary], caption: str, directory: Path) -> Path:
     """Write ttft.png, hit_rate.png, balance.png and report.html, which contains them; return the path of the page."""
     directory.mkdir(parents=True, exist_ok=True)
     pictures = {
@@ -64,7 +64,7 @@ def _disagg_gains(ax: axes.Axes, case: Case) -> None:
     _finish(ax)
 
 
-def _draw(summaries: Sequence[Summary], plot: Plot) -> bytes:
+def _draw(summaries: Sequence[PolicySummary], plot: Plot) -> bytes:
     canvas = figure.Figure(figsize=(9, 5), dpi=110, layout="constrained")
     plot(canvas.add_subplot(), summaries)
     buffer = io.BytesIO()
@@ -72,7 +72,7 @@ def _draw(summaries: Sequence[Summary], plot: Plot) -> bytes:
     return buffer.getvalue()
 
 
-def _ttft(ax: axes.Axes, summaries: Sequence[Summary]) -> None:
+def _ttft(ax: axes.Axes, summaries: Sequence[PolicySummary]) -> None:
     """Draw the share of requests that had their first token within a time."""
     for summary in summaries:
         ttfts = [max(ttft, 1e-4) for ttft in summary.curves.ttfts]
@@ -83,7 +83,7 @@ def _ttft(ax: axes.Axes, summaries: Sequence[Summary]) -> None:
     _finish(ax)
 
 
-def _hit_rate(ax: axes.Axes, summaries: Sequence[Summary]) -> None:
+def _hit_rate(ax: axes.Axes, summaries: Sequence[PolicySummary]) -> None:
     for summary in summaries:
         times, rates = zip(*summary.curves.hit_rates, strict=True)
         ax.plot(
@@ -94,7 +94,7 @@ def _hit_rate(ax: axes.Axes, summaries: Sequence[Summary]) -> None:
     _finish(ax)
 
 
-def _balance(ax: axes.Axes, summaries: Sequence[Summary]) -> None:
+def _balance(ax: axes.Axes, summaries: Sequence[PolicySummary]) -> None:
     for summary in summaries:
         shares = summary.curves.shares
         ax.plot(
@@ -118,7 +118,7 @@ def _finish(ax: axes.Axes) -> None:
     ax.legend(fontsize="small")
 
 
-def _page(summaries: Sequence[Summary], caption: str, pictures: Sequence[bytes]) -> str:
+def _page(summaries: Sequence[PolicySummary], caption: str, pictures: Sequence[bytes]) -> str:
     head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(summary)) + "</tr>"

@@ -10,7 +10,7 @@ from dynamo.base import errors
 from dynamo.router import api, prefix_index, worker_load
 from dynamo.router import config as router_config
 from dynamo.simulate.config import SimulateConfig
-from dynamo.simulate.simulation import Simulation, Summary, summarise
+from dynamo.simulate.simulation import PolicySummary, Simulation, summarise
 from dynamo.simulate.workers import BatchWorker, FcfsWorker, SimulatedWorker
 from dynamo.simulate.workload import SharedPrefixes, Trace, Workload, read_trace, spread_arrivals
 
@@ -46,7 +46,7 @@ def run(
     policy: str,
     on_progress: OnProgress,
     now: Callable[[], float],
-) -> Summary:
+) -> PolicySummary:
     """Simulate one policy. `now` is a clock that measures the real time of the simulation."""
     workload = trace if trace is not None else _synthetic_workload(config)
     index = prefix_index.PrefixIndex()

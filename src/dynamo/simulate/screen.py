@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich import box, console, progress, table
 
 from dynamo.simulate.routing import OnProgress
-from dynamo.simulate.simulation import Summary
+from dynamo.simulate.simulation import PolicySummary
 
 # TTFT: mean; cached: share of prompt tokens; balance: work of the busiest worker over the mean; queue: longest queue in
 # the router; speed: simulated over real time
@@ -18,7 +18,7 @@ COLUMNS = (
 _WIDTH = 100  # where there is no terminal
 
 
-def cells(summary: Summary) -> tuple[str, ...]:
+def cells(summary: PolicySummary) -> tuple[str, ...]:
     """Return a row of the table with `COLUMNS`."""
     return (
         summary.policy,
@@ -42,7 +42,7 @@ def progress_bar(policy: str, num_requests: int) -> Iterator[OnProgress]:
         yield lambda num_done: display.update(task, completed=num_done)
 
 
-def print_summaries(summaries: Sequence[Summary], caption: str) -> None:
+def print_summaries(summaries: Sequence[PolicySummary], caption: str) -> None:
     """Print a table with a row for each policy."""
     print_table(COLUMNS, [cells(summary) for summary in summaries], caption)
 

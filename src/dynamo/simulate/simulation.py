@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from dynamo.protocols import kv_events
 from dynamo.router import api, prefix_index, selection
 from dynamo.simulate.workers import SimulatedWorker
-from dynamo.simulate.workload import Arrival, Workload
+from dynamo.simulate.workload import SimulatedRequest, Workload
 
 _ARRIVAL = operator.attrgetter("at")
 _REPORT_EVERY = 100
@@ -24,7 +24,7 @@ _REPORT_EVERY = 100
 class Outcome:
     """The course of one request."""
 
-    arrival: Arrival
+    arrival: SimulatedRequest
     worker: api.Worker | None = None
     sent_at: float = 0.0
     first_output_at: float = 0.0
@@ -79,7 +79,7 @@ class Simulation:
         self._on_progress(len(self._record.outcomes))
         return self._record
 
-    def _arrive(self, turn: Sequence[Arrival]) -> None:
+    def _arrive(self, turn: Sequence[SimulatedRequest]) -> None:
         """Route requests that arrive at one time: all are queued before the first is sent, as in one turn of a loop."""
         now = turn[0].at
         for arrival in turn:
@@ -154,7 +154,7 @@ class Curves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class PolicySummary:
     """The figures of one policy. Times are seconds, shares are from 0 to 1."""
 
     policy: str
@@ -173,11 +173,11 @@ class Summary:
 
 def summarise(
     policy: str, record: RunRecord, workers: Sequence[api.Worker], elapsed_s: float
-) -> Summary:
+) -> PolicySummary:
     """Compute the figures of a run with at least one request."""
     ttfts = sorted(outcome.ttft for outcome in record.outcomes)
     shares = _shares(record, workers)
-    return Summary(
+    return PolicySummary(
         policy=policy,
         num_requests=len(ttfts),
         mean_ttft=statistics.fmean(ttfts),

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from dynamo.engine.mock import answers, batch, memory, timing
 from dynamo.protocols import blocks, generate, kv_events
 from dynamo.router import worker_load
-from dynamo.simulate.workload import Arrival
+from dynamo.simulate.workload import SimulatedRequest
 
 
 class CacheChange(NamedTuple):
@@ -28,7 +28,7 @@ class CacheChange(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepResult:
+class WorkerStepResult:
     """The results of one step of a worker."""
 
     first_outputs: list[tuple[str, int]] = field(default_factory=list)  # id, cached prompt tokens
@@ -39,7 +39,7 @@ class StepResult:
 class SimulatedWorker(Protocol):
     """The engine of one simulated worker."""
 
-    def submit(self, request_id: str, arrival: Arrival, now: float) -> None:
+    def submit(self, request_id: str, arrival: SimulatedRequest, now: float) -> None:
         """Queue a request; an idle worker begins it at once."""
         ...
 
@@ -48,7 +48,7 @@ class SimulatedWorker(Protocol):
         """Return the time at which the current step ends; infinity if the worker is idle."""
         ...
 
-    def advance(self, now: float) -> StepResult:
+    def advance(self, now: float) -> WorkerStepResult:
         """End the step at `next_time`, and begin the next one."""
         ...
 
@@ -61,20 +61,20 @@ class FcfsWorker:
         self._rate = tokens_per_s
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._queue: deque[tuple[str, Arrival]] = deque()
+        self._queue: deque[tuple[str, SimulatedRequest]] = deque()
         self._cache: OrderedDict[int, None] = OrderedDict()  # touched longest ago first
         self._num_cached = 0  # tokens of the request that is being computed
 
-    def submit(self, request_id: str, arrival: Arrival, now: float) -> None:
+    def submit(self, request_id: str, arrival: SimulatedRequest, now: float) -> None:
         """Queue a request; an idle worker begins it at once."""
         self._queue.append((request_id, arrival))
         if len(self._queue) == 1:
             self._start(now)
 
-    def advance(self, now: float) -> StepResult:
+    def advance(self, now: float) -> WorkerStepResult:
         """End the first request of the queue, and begin the next one."""
         request_id, arrival = self._queue.popleft()
-        result = StepResult(
+        result = WorkerStepResult(
             first_outputs=[(request_id, self._num_cached)],
             ended=[request_id],
             changes=[
@@ -131,7 +131,7 @@ class BatchWorker:
         )
         self._batch = batch.MockBatch(cycle, self._memory, limits)
 
-    def submit(self, request_id: str, arrival: Arrival, now: float) -> None:
+    def submit(self, request_id: str, arrival: SimulatedRequest, now: float) -> None:
         """Queue a request for the next step; an idle worker begins one at once."""
         names = [blocks.pack((name,)) * self._block_size for name in arrival.names]
         packed = b"".join(names)[: arrival.num_tokens * blocks.TOKEN_BYTES]
@@ -148,9 +148,9 @@ class BatchWorker:
         if self.next_time == math.inf:
             self._begin(now)
 
-    def advance(self, now: float) -> StepResult:
+    def advance(self, now: float) -> WorkerStepResult:
         """End the step at `next_time`, and begin the next one."""
-        result = StepResult()
+        result = WorkerStepResult()
         for request_id, output in self._batch.commit():
             if output.cached_tokens is not None:
                 result.first_outputs.append((request_id, output.cached_tokens))

@@ -21,7 +21,7 @@ TRACE_BLOCK_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class SimulatedRequest:
     """One request. `names` are its blocks, the last of which may be partly filled."""
 
     at: float  # seconds since the beginning
@@ -38,11 +38,11 @@ class Workload(Protocol):
         """Return the tokens of a block."""
         ...
 
-    def initial_arrivals(self) -> Sequence[Arrival]:
+    def initial_arrivals(self) -> Sequence[SimulatedRequest]:
         """Return the requests that do not wait for the end of another one, in order of time."""
         ...
 
-    def next_arrival(self, now: float) -> Arrival | None:
+    def next_arrival(self, now: float) -> SimulatedRequest | None:
         """Return the request that arrives because another one has ended; None if none does."""
         ...
 
@@ -51,14 +51,14 @@ class Workload(Protocol):
 class Trace:
     """Requests at their recorded times."""
 
-    arrivals: Sequence[Arrival]
+    arrivals: Sequence[SimulatedRequest]
     block_size: int = TRACE_BLOCK_SIZE
 
-    def initial_arrivals(self) -> Sequence[Arrival]:
+    def initial_arrivals(self) -> Sequence[SimulatedRequest]:
         """Return all requests of the trace."""
         return self.arrivals
 
-    def next_arrival(self, now: float) -> Arrival | None:
+    def next_arrival(self, now: float) -> SimulatedRequest | None:
         """Return None: no request of a trace waits for the end of another."""
         return None
 
@@ -82,7 +82,7 @@ class _Line(msgspec.Struct):
 
 def read_trace(path: Path, *, limit: int | None = None) -> Trace:
     """Read a trace file, at most `limit` lines of it. Raises ConfigError, which names file and line."""
-    arrivals: list[Arrival] = []
+    arrivals: list[SimulatedRequest] = []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -97,7 +97,7 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
     return Trace(arrivals)
 
 
-def _read_line(line: bytes, where: str, earlier: Sequence[Arrival]) -> Arrival:
+def _read_line(line: bytes, where: str, earlier: Sequence[SimulatedRequest]) -> SimulatedRequest:
     try:
         row = msgspec.json.decode(line, type=_Line)
     except msgspec.MsgspecError as error:
@@ -117,7 +117,7 @@ def _read_line(line: bytes, where: str, earlier: Sequence[Arrival]) -> Arrival:
     at = row.timestamp / 1000
     if earlier and at < earlier[-1].at:
         raise errors.ConfigError(f"{where}: expected times in rising order, got {row.timestamp}")
-    return Arrival(
+    return SimulatedRequest(
         at=at, num_tokens=row.input_length, num_output=max(1, row.output_length), names=row.hash_ids
     )
 
@@ -163,12 +163,12 @@ class SharedPrefixes:
         self._random = random.Random(seed)
         self._own_names = itertools.count(num_prefixes * (prefix_tokens // block_size))
 
-    def initial_arrivals(self) -> Sequence[Arrival]:
+    def initial_arrivals(self) -> Sequence[SimulatedRequest]:
         """Return the first request of each client."""
         arrivals = (self.next_arrival(0.0) for _ in range(self._concurrency))
         return [arrival for arrival in arrivals if arrival is not None]
 
-    def next_arrival(self, now: float) -> Arrival | None:
+    def next_arrival(self, now: float) -> SimulatedRequest | None:
         """Return the next request of a client after the end of its last; None if all requests were sent."""
         if not self._num_left:
             return None
@@ -179,6 +179,6 @@ class SharedPrefixes:
         num_blocks = -(-(num_prefix + num_suffix) // self.block_size)
         names = [prefix * num_shared + i for i in range(num_shared)]
         names += (next(self._own_names) for _ in range(num_blocks - num_shared))
-        return Arrival(
+        return SimulatedRequest(
             at=now, num_tokens=num_prefix + num_suffix, num_output=num_output, names=names
         )

@@ -115,7 +115,9 @@ def test_index_equals_the_simulated_caches():
     selector.set_workers(dict.fromkeys(caches, Capacity()))
     chains = [tuple(100 * i + j for j in range(rng.randrange(1, 6))) for i in range(8)]
     arrivals = [
-        workload.Arrival(at=float(at), num_tokens=100, num_output=1, names=rng.choice(chains))
+        workload.SimulatedRequest(
+            at=float(at), num_tokens=100, num_output=1, names=rng.choice(chains)
+        )
         for at in range(200)
     ]
 
@@ -139,7 +141,7 @@ def test_requests_wait_in_the_router_when_workers_are_full():
     workers = {Worker(0): FcfsWorker(tokens_per_s=16.0, num_blocks=0, block_size=16)}
     selector.set_workers({Worker(0): Capacity(max_num_batched_tokens=16)})
     arrivals = [
-        workload.Arrival(
+        workload.SimulatedRequest(
             at=float(at), num_tokens=160, num_output=1, names=range(10 * at, 10 * at + 10)
         )
         for at in range(3)

@@ -8,11 +8,11 @@ import pytest
 from dynamo.engine.mock import timing
 from dynamo.router.worker_load import Capacity
 from dynamo.simulate.workers import BatchWorker, FcfsWorker
-from dynamo.simulate.workload import Arrival
+from dynamo.simulate.workload import SimulatedRequest
 
 
 def arrival(*names, num_tokens=None, num_output=1):
-    return Arrival(
+    return SimulatedRequest(
         at=0.0, num_tokens=num_tokens or 16 * len(names), num_output=num_output, names=names
     )
 

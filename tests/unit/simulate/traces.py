@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dynamo.simulate.workload import TRACE_BLOCK_SIZE, Arrival, Trace, read_trace
+from dynamo.simulate.workload import TRACE_BLOCK_SIZE, SimulatedRequest, Trace, read_trace
 
 RECORDED = (
     pathlib.Path(__file__).parents[4] / "shared/data/traces/mooncake_conversation_trace.jsonl"
@@ -23,7 +23,9 @@ def conversations(num_requests):
         history = rng.choice(open_[-40:])
         history += [next(fresh) for _ in range(rng.randrange(2, 20))]
         size = TRACE_BLOCK_SIZE * len(history)
-        arrivals.append(Arrival(at=0.3 * i, num_tokens=size, num_output=10, names=tuple(history)))
+        arrivals.append(
+            SimulatedRequest(at=0.3 * i, num_tokens=size, num_output=10, names=tuple(history))
+        )
     return Trace(arrivals)
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from dynamo.engine import api
 from dynamo.engine.mock.answers import TokenCycle
-from dynamo.engine.mock.memory import Choice, MockMemory
+from dynamo.engine.mock.memory import MockChoice, MockMemory
 from dynamo.kvbm import sharing
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
@@ -53,19 +53,19 @@ class MockBatch:
         cycle: TokenCycle,
         memory: MockMemory,
         limits: BatchLimits,
-        shared: sharing.SharedBlocks[Choice] | None = None,
+        shared: sharing.SharedBlocks[MockChoice] | None = None,
     ) -> None:
         self._cycle = cycle
         self._memory = memory
         self._limits = limits
         self._shared = shared or sharing.SharedBlocks(memory.pool, memory.block_size)
         self._newly_leased: dict[str, generate.Request] = {}
-        self._waiting: list[Choice] = []
-        self._prefilling: list[Choice] = []  # in order of admission, like all below
-        self._decoding: list[Choice] = []
-        self._full: list[Choice] = []  # decoding, but the next token needs another block
-        self._planned: list[tuple[Choice, int]] = []
-        self._open: dict[str, list[Choice]] = {}
+        self._waiting: list[MockChoice] = []
+        self._prefilling: list[MockChoice] = []  # in order of admission, like all below
+        self._decoding: list[MockChoice] = []
+        self._full: list[MockChoice] = []  # decoding, but the next token needs another block
+        self._planned: list[tuple[MockChoice, int]] = []
+        self._open: dict[str, list[MockChoice]] = {}
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
 
@@ -82,12 +82,12 @@ class MockBatch:
 
     def submit(self, request: generate.Request) -> None:
         """Queue a request that `engine.refusal` accepts, with an id that is not in use."""
-        leader: Choice | None = None
+        leader: MockChoice | None = None
         remote = kv_transfer.remote_blocks(request.kv_transfer_params)
         seed = blocks.seed_of(request.lora_name)
         choices = self._open[request.id] = []
         for index in range(request.sampling_options.n):
-            choice = Choice(
+            choice = MockChoice(
                 request=request,
                 index=index,
                 answer=self._cycle.answer(request, index, self._limits.context_length),
@@ -189,7 +189,7 @@ class MockBatch:
         """Return the outputs of the planned step: a token for each choice that decodes or completes its prompt."""
         size = len(self._cycle)
         batch: list[api.EngineOutput] = []
-        ended: list[Choice] = []
+        ended: list[MockChoice] = []
         for choice in self._decoding:
             num_output = choice.num_output = choice.num_output + 1
             if num_output == choice.next_check:
@@ -246,7 +246,7 @@ class MockBatch:
     def _num_running(self) -> int:
         return len(self._prefilling) + len(self._decoding) + self._shared.num_importing
 
-    def _plan_prefill(self, choice: Choice, num_left: int) -> int:
+    def _plan_prefill(self, choice: MockChoice, num_left: int) -> int:
         """Plan the next part of a prompt; return its tokens. Choices that are planned later share its blocks."""
         num_tokens = min(num_left, choice.num_tokens - choice.num_computed)
         if num_tokens > 0:
@@ -255,7 +255,11 @@ class MockBatch:
         return num_tokens
 
     def _commit_prefill(
-        self, choice: Choice, num_tokens: int, batch: list[api.EngineOutput], ended: list[Choice]
+        self,
+        choice: MockChoice,
+        num_tokens: int,
+        batch: list[api.EngineOutput],
+        ended: list[MockChoice],
     ) -> None:
         choice.num_computed += num_tokens
         if choice.num_computed < choice.num_tokens:
@@ -266,12 +270,14 @@ class MockBatch:
         self._set_next_check(choice)
         self._check(choice, batch, ended)
 
-    def _set_next_check(self, choice: Choice) -> None:
+    def _set_next_check(self, choice: MockChoice) -> None:
         """Check it again at its last token, or at the first that needs another block."""
         num_fitting = self._memory.num_slots(choice) - choice.prompt_len
         choice.next_check = min(choice.answer.length, num_fitting + 1)
 
-    def _check(self, choice: Choice, batch: list[api.EngineOutput], ended: list[Choice]) -> None:
+    def _check(
+        self, choice: MockChoice, batch: list[api.EngineOutput], ended: list[MockChoice]
+    ) -> None:
         """Append the output of a choice that begins, ends or has filled its blocks."""
         answer = choice.answer
         output = choice.outputs[(answer.start + choice.num_output - 1) % len(choice.outputs)]
@@ -294,21 +300,21 @@ class MockBatch:
         self._memory.commit(choice, choice.num_tokens - 1)  # the last is not computed yet
         batch.append(api.EngineOutput(choice.request.id, output))
 
-    def _lease_blocks(self, choice: Choice) -> kv_transfer.KvTransferParams | None:
+    def _lease_blocks(self, choice: MockChoice) -> kv_transfer.KvTransferParams | None:
         """Put its blocks under a lease, if it was computed for another engine."""
         if not kv_transfer.is_prefill_only(choice.request.kv_transfer_params):
             return None
         self._newly_leased[choice.request.id] = choice.request
         return self._shared.lease_blocks(choice.block_ids)
 
-    def _end(self, choice: Choice) -> None:
+    def _end(self, choice: MockChoice) -> None:
         self._withdraw(choice)
         choices = self._open[choice.request.id]
         choices.remove(choice)
         if not choices:
             del self._open[choice.request.id]
 
-    def _withdraw(self, choice: Choice) -> None:
+    def _withdraw(self, choice: MockChoice) -> None:
         """Remove a choice from all queues and free its blocks; during an import, when the copy has ended."""
         if choice.is_importing:
             choice.is_aborted = True

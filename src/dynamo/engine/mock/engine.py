@@ -18,7 +18,7 @@ from dynamo.engine import api, refusal
 from dynamo.engine.mock import kv_link
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.batch import BatchLimits, MockBatch, StepPlan
-from dynamo.engine.mock.memory import Choice, MockMemory
+from dynamo.engine.mock.memory import MockChoice, MockMemory
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.mock.timing import Profile, Timing
 from dynamo.kvbm import exchange, local_agent, sharing
@@ -328,7 +328,7 @@ def _batch(
         chunked_prefill=settings.enable_chunked_prefill,
         preempts_newest=settings.preemption_mode == "lifo",
     )
-    shared: sharing.SharedBlocks[Choice] = sharing.SharedBlocks(
+    shared: sharing.SharedBlocks[MockChoice] = sharing.SharedBlocks(
         memory.pool, memory.block_size, first_block=rank * facts.total_kv_blocks, ids=share_ids
     )
     return MockBatch(cycle, memory, limits, shared)

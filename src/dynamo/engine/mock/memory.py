@@ -13,14 +13,14 @@ from dynamo.protocols import blocks, generate, kv_transfer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Choice:
+class MockChoice:
     """One choice of one request, with its blocks."""
 
     request: generate.Request
     index: int
     answer: MockAnswer
     outputs: Sequence[generate.Output]  # one for each token of the cycle
-    leader: "Choice | None"  # the choice that reports the cached tokens; None: this one
+    leader: "MockChoice | None"  # the choice that reports the cached tokens; None: this one
     prompt_len: int
     seed: int = blocks.SEED  # of its block hashes
     num_output: int = 0
@@ -68,7 +68,7 @@ class MockMemory:
         """Keep each block's hash in the first 8 bytes of its memory; written only if other engines may copy it."""
         self._names, self._is_exported = names, is_exported
 
-    def is_import_intact(self, choice: Choice) -> bool:
+    def is_import_intact(self, choice: MockChoice) -> bool:
         """Return True if no block that was copied for the choice has the hash of another block."""
         if self._names is None:
             return True
@@ -76,7 +76,7 @@ class MockMemory:
         copied = {i: self._names[choice.block_ids[i] * self.block_size] for i in new}
         return all(name in (0, choice.sequence_hashes[i]) for i, name in copied.items())
 
-    def admit(self, choice: Choice, *, is_alone: bool, max_new: int | None = None) -> bool:
+    def admit(self, choice: MockChoice, *, is_alone: bool, max_new: int | None = None) -> bool:
         """Allocate blocks for all its tokens; return False if too few are free or over `max_new` tokens are new."""
         self._hash_blocks(choice)
         num_usable = (choice.num_tokens - 1) // self.block_size
@@ -94,17 +94,17 @@ class MockMemory:
         choice.num_computed = len(cached) * self.block_size
         return True
 
-    def add_block(self, choice: Choice) -> bool:
+    def add_block(self, choice: MockChoice) -> bool:
         """Allocate one more block; return False if none is free."""
         fresh = self.pool.allocate(1)
         choice.block_ids += fresh or ()
         return fresh is not None
 
-    def num_slots(self, choice: Choice) -> int:
+    def num_slots(self, choice: MockChoice) -> int:
         """Return the number of tokens for which the choice has blocks."""
         return len(choice.block_ids) * self.block_size
 
-    def commit(self, choice: Choice, num_computed: int) -> None:
+    def commit(self, choice: MockChoice, num_computed: int) -> None:
         """Register the blocks that these tokens fill, so that other prompts find them."""
         num_full = num_computed // self.block_size
         if not self.prefix_caching or num_full == choice.num_committed:
@@ -117,12 +117,12 @@ class MockMemory:
                 self._names[choice.block_ids[i] * self.block_size] = choice.sequence_hashes[i]
         choice.num_committed = num_full
 
-    def release(self, choice: Choice) -> None:
+    def release(self, choice: MockChoice) -> None:
         """Return all its blocks to the pool."""
         self.pool.release(choice.block_ids)
         choice.block_ids = []
 
-    def _hash_blocks(self, choice: Choice) -> None:
+    def _hash_blocks(self, choice: MockChoice) -> None:
         """Compute the hashes of the full blocks that were added since the last call."""
         if not self.prefix_caching:
             return
