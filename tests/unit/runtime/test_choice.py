@@ -21,12 +21,12 @@ def test_round_robin_asks_each_once_before_anyone_twice(ids, last):
     assert sorted(asked) == ids
 
 
-def test_round_robin_goes_on_when_the_last_one_has_left():
+def test_round_robin_continues_after_the_last_chosen_instance_left():
     assert choice.round_robin([10, 30], 20) == 30
     assert choice.round_robin([10, 30], 30) == 10
 
 
-def test_at_random_all_have_the_same_chance_and_a_seed_repeats_it():
+def test_random_choice_is_uniform_and_reproducible_by_seed():
     draws = [choice.at_random([1, 2, 3], random.Random(7).randrange) for _ in range(2)]
     draw = random.Random(7).randrange
     counts = Counter(choice.at_random([1, 2, 3], draw) for _ in range(3000))
@@ -35,24 +35,24 @@ def test_at_random_all_have_the_same_chance_and_a_seed_repeats_it():
     assert all(900 < counts[i] < 1100 for i in (1, 2, 3))
 
 
-def test_candidates_are_all_when_nothing_is_known():
+def test_all_instances_are_candidates_without_failures():
     ids = (1, 2, 3)
 
     assert choice.candidates(ids, {}, 0.0, ()) is ids
 
 
-def test_who_is_down_is_left_out_until_its_time_has_passed():
+def test_failed_instance_is_no_candidate_until_its_deadline():
     assert choice.candidates((1, 2, 3), {2: 5.0}, 4.9, ()) == [1, 3]
     assert choice.candidates((1, 2, 3), {2: 5.0}, 5.0, ()) == [1, 2, 3]
 
 
-def test_who_is_down_is_asked_when_nobody_else_is_left():
+def test_failed_instances_are_candidates_if_no_other_is_left():
     assert choice.candidates((1, 2), {1: 5.0, 2: 5.0}, 4.0, ()) == [1, 2]
     assert choice.candidates((1, 2), {2: 5.0}, 4.0, {1}) == [2]
 
 
 @given(ids_, st.data())
-def test_nobody_is_asked_twice(ids, data):
+def test_tried_instances_are_never_candidates_again(ids, data):
     tried = data.draw(st.sets(st.sampled_from(ids)))
     down = data.draw(st.dictionaries(st.sampled_from(ids), st.floats(0, 10)))
     found = choice.candidates(ids, down, 5.0, tried)

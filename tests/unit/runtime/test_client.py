@@ -102,13 +102,13 @@ async def test_round_robin_goes_round(world):
     assert asked == [[10], [20], [30], [10]]
 
 
-async def test_random_asks_whom_the_draw_says(world):
+async def test_random_mode_uses_the_drawn_instance(world):
     await world.put(10, 20, 30)
 
     assert await world.ask(mode="random") == [30]
 
 
-async def test_direct_asks_nobody_else(world):
+async def test_direct_request_uses_only_the_named_instance(world):
     await world.put(10, 20)
     world.plane.dead = {20}
     with pytest.raises(errors.WorkerLost):
@@ -120,7 +120,7 @@ async def test_direct_asks_nobody_else(world):
     assert await world.ask(instance_id=10) == [10]
 
 
-async def test_what_is_opened_is_what_was_asked(world):
+async def test_stream_is_opened_with_the_given_arguments(world):
     await world.put(10)
     receiver = Receiver()
     stream = await world.client.open({"a": 1}, receiver, headers={"b": "c"}, timeout_s=2.0)
@@ -128,12 +128,12 @@ async def test_what_is_opened_is_what_was_asked(world):
     assert stream == ("10", "dynamo/backend/generate", {"a": 1}, {"b": "c"}, 2.0)
 
 
-async def test_nobody_serves_it_says_what_to_start(world):
+async def test_error_without_instances_says_what_to_start(world):
     with pytest.raises(errors.NoWorkers, match=r"dyn://dynamo\.backend\.generate: start a worker"):
         await world.ask()
 
 
-async def test_one_that_cannot_be_reached_is_passed_over_and_then_left_out(world):
+async def test_unreachable_instance_is_skipped_for_some_seconds(world):
     await world.put(10, 20)
     world.plane.dead = {10}
 
@@ -143,7 +143,7 @@ async def test_one_that_cannot_be_reached_is_passed_over_and_then_left_out(world
     assert await world.ask() == [10, 20]
 
 
-async def test_when_all_are_lost_each_is_tried_once_and_the_error_says_why(world):
+async def test_request_tries_each_lost_instance_once_and_raises_the_cause(world):
     await world.put(10, 20)
     world.plane.dead = {10, 20}
     for _ in range(2):  # those that are down are tried again, as nobody else is left
@@ -155,7 +155,7 @@ async def test_when_all_are_lost_each_is_tried_once_and_the_error_says_why(world
     assert len(await world.ask()) == 1
 
 
-async def test_one_that_breaks_in_mid_answer_is_left_out_until_discovery_tells_of_it(world):
+async def test_instance_of_a_broken_stream_is_skipped_until_it_registers_again(world):
     await world.put(10, 20)
     receiver = Receiver()
     await world.client.open(None, receiver)
@@ -172,7 +172,7 @@ async def test_one_that_breaks_in_mid_answer_is_left_out_until_discovery_tells_o
     assert await world.ask() == [10]
 
 
-async def test_one_request_sees_whether_it_is_back_while_the_others_keep_away(world):
+async def test_only_one_request_tries_a_failed_instance_again(world):
     await world.put(10, 20)
     world.plane.dead = {10}
     await world.ask()
@@ -190,7 +190,7 @@ async def test_one_request_sees_whether_it_is_back_while_the_others_keep_away(wo
 
 
 @pytest.mark.parametrize("error", [None, errors.Overloaded("busy"), errors.EngineFailed("oh")])
-async def test_an_end_that_is_no_loss_changes_nothing(world, error):
+async def test_stream_end_without_a_loss_keeps_the_instance(world, error):
     await world.put(10, 20)
     await world.client.open(None, Receiver())
     world.plane.receivers[0].ended(error)
@@ -198,7 +198,7 @@ async def test_an_end_that_is_no_loss_changes_nothing(world, error):
     assert [await world.ask(), await world.ask()] == [[20], [10]]
 
 
-async def test_instances_come_and_go_and_listeners_hear_of_it(world):
+async def test_listeners_are_called_with_changed_instances(world):
     await world.put(10, 20)
     await world.delete(10)
 
@@ -206,7 +206,7 @@ async def test_instances_come_and_go_and_listeners_hear_of_it(world):
     assert list(world.client.instances) == [20]
 
 
-async def test_what_makes_no_sense_in_discovery_is_ignored_and_logged(world, caplog):
+async def test_malformed_instance_record_is_ignored_and_logged(world, caplog):
     prefix = f"{instances.INSTANCES}{NAME.path}/"
     await world.registry.put(prefix + "a", b"no json")
     await world.registry.put(prefix + "not-hex", b"{}")
@@ -217,7 +217,7 @@ async def test_what_makes_no_sense_in_discovery_is_ignored_and_logged(world, cap
     assert len(caplog.records) == 3
 
 
-async def test_wait_for_instances_returns_when_one_comes(world):
+async def test_wait_for_instances_returns_when_an_instance_registers(world):
     waiting = asyncio.ensure_future(world.client.wait_for_instances(10))
     await world.settle()
     was_done = waiting.done()

@@ -49,7 +49,7 @@ async def pair():
         yield worker, frontend
 
 
-async def test_what_one_registers_the_other_finds_and_asks(pair):
+async def test_registered_instance_answers_another_runtime(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD.record_for)
     client, receiver = frontend.client(NAME), Receiver()
@@ -61,7 +61,7 @@ async def test_what_one_registers_the_other_finds_and_asks(pair):
     assert client.instances == {worker.instance_id: instance}
 
 
-async def test_what_is_withdrawn_is_not_found_until_it_is_restored(pair):
+async def test_withdrawn_instance_is_hidden_until_it_is_restored(pair):
     worker, frontend = pair
     await worker.register(NAME, echo, CARD.record_for)
     before = await frontend.discovery.get_prefix("v1/")
@@ -79,7 +79,7 @@ async def test_what_is_withdrawn_is_not_found_until_it_is_restored(pair):
     assert await frontend.discovery.get_prefix("v1/") == {}
 
 
-async def test_a_card_stands_beside_its_instance(pair):
+async def test_model_card_is_registered_with_its_instance(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD.record_for)
     records = await frontend.discovery.get_prefix(instances.CARDS)
@@ -89,7 +89,7 @@ async def test_a_card_stands_beside_its_instance(pair):
     assert record.instance_id == worker.instance_id
 
 
-async def test_a_card_can_change_while_it_can_be_found(pair):
+async def test_registered_model_card_can_be_replaced_unless_withdrawn(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD.record_for)
     poetic = msgspec.structs.replace(CARD, lora_names=("poet",))
@@ -111,7 +111,7 @@ async def test_a_card_can_change_while_it_can_be_found(pair):
     assert await found() == [poetic]
 
 
-async def test_who_leaves_does_not_come_back_by_a_changed_card(pair):
+async def test_replaced_card_does_not_register_a_deregistered_instance(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD.record_for)
     await worker.deregister()
@@ -121,7 +121,7 @@ async def test_who_leaves_does_not_come_back_by_a_changed_card(pair):
     assert await frontend.discovery.get_prefix("v1/") == {}
 
 
-async def test_deregister_takes_all_keys_back_and_still_answers(pair):
+async def test_deregistered_instance_has_no_keys_but_still_answers(pair):
     worker, frontend = pair
     await worker.register(NAME, echo, CARD.record_for)
     instance = await worker.register(OTHER, echo)
@@ -133,7 +133,7 @@ async def test_deregister_takes_all_keys_back_and_still_answers(pair):
     assert await receiver.over is None
 
 
-async def test_drain_vanishes_first_and_then_waits(pair):
+async def test_draining_instance_deregisters_before_it_waits(pair):
     worker, frontend = pair
     calls = []
     await worker.register(NAME, calls.append, CARD.record_for)
@@ -153,7 +153,7 @@ async def test_drain_vanishes_first_and_then_waits(pair):
     assert await receiver.over is None
 
 
-async def test_in_the_grace_period_it_is_found_no_more_but_takes_what_comes(pair):
+async def test_draining_instance_accepts_requests_during_its_grace_period(pair):
     worker, frontend = pair
     instance = await worker.register(NAME, echo, CARD.record_for)
     draining = asyncio.ensure_future(worker.drain(5, grace_s=60))
@@ -166,7 +166,7 @@ async def test_in_the_grace_period_it_is_found_no_more_but_takes_what_comes(pair
     draining.cancel()
 
 
-async def test_close_leaves_nothing_behind():
+async def test_closed_runtime_leaves_no_keys_or_tasks():
     cluster = MemoryCluster()
     runtime = await DistributedRuntime.in_memory(cluster, item_type=generate.Output)
     await runtime.register(NAME, echo, CARD.record_for)
@@ -179,7 +179,7 @@ async def test_close_leaves_nothing_behind():
     await other.close()
 
 
-async def test_by_default_it_is_a_directory_tcp_and_zmq(tmp_path):
+async def test_default_backends_are_file_discovery_and_tcp(tmp_path):
     settings = RuntimeConfig(file_kv=str(tmp_path))
     async with (
         await DistributedRuntime.open(settings, item_type=generate.Output) as worker,
@@ -204,7 +204,7 @@ async def test_by_default_it_is_a_directory_tcp_and_zmq(tmp_path):
         ({"DYN_TCP_RPC_PORT": "any"}, "DYN_TCP_RPC_PORT.*whole number"),
     ],
 )
-def test_what_is_not_supported_is_refused_with_what_is(environ, says):
+def test_unsupported_backend_is_refused_with_the_supported_ones(environ, says):
     with pytest.raises(errors.ConfigError, match=says):
         config.load(RuntimeConfig, prog="test", argv=[], environ=environ)
 
@@ -224,14 +224,14 @@ def test_a_process_inherits_the_flags():
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
-async def test_an_address_that_nobody_can_reach_is_refused(host):
+async def test_unreachable_advertised_host_is_refused(host):
     with pytest.raises(errors.ConfigError, match="DYN_TCP_RPC_HOST"):
         await DistributedRuntime.open(
             RuntimeConfig(tcp_rpc_host=host, discovery_backend="mem"), item_type=generate.Output
         )
 
 
-async def test_a_sibling_is_an_instance_of_its_own_under_the_same_lease(pair):
+async def test_sibling_runtime_registers_a_separate_instance(pair):
     worker, frontend = pair
     sibling = worker.sibling()
     both = [await one.register(NAME, echo) for one in (worker, sibling)]

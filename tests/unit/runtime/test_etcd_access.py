@@ -26,12 +26,12 @@ def test_an_endpoint_is_read(endpoint, address):
     "endpoint",
     ["ftp://etcd:1", "http://", "http://etcd:port", "http://etcd:70000", "http://etcd/kv"],
 )
-def test_what_is_no_endpoint_is_refused_by_name(endpoint):
+def test_malformed_endpoint_is_refused_with_its_variable(endpoint):
     with pytest.raises(errors.ConfigError, match="ETCD_ENDPOINTS: expected http://host:port"):
         access.read([endpoint], {})
 
 
-def test_a_password_in_an_endpoint_is_refused_and_not_repeated():
+def test_password_in_an_endpoint_is_refused_without_printing_the_password():
     with pytest.raises(errors.ConfigError, match="ETCD_AUTH_PASSWORD") as refused:
         access.read(["http://dynamo:s3cret@etcd:2379"], {})
 
@@ -43,12 +43,12 @@ def test_no_endpoint_at_all_is_refused():
         access.read([], {})
 
 
-def test_some_with_tls_and_some_without_are_refused():
+def test_mixed_http_and_https_endpoints_are_refused():
     with pytest.raises(errors.ConfigError, match="got both"):
         access.read(["http://a", "https://b"], {})
 
 
-def test_credentials_are_read_and_never_shown():
+def test_credentials_are_read_but_not_in_the_repr():
     environ = {"ETCD_AUTH_USERNAME": "dynamo", "ETCD_AUTH_PASSWORD": "s3cret"}
     whereto = access.read(["etcd"], environ)
 
@@ -65,7 +65,7 @@ def test_half_of_a_pair_is_refused(variable):
         access.read(["etcd"], {variable: "x"})
 
 
-def test_certificates_are_read_from_their_files(tmp_path):
+def test_certificates_are_read_from_the_configured_files(tmp_path):
     environ = {}
     for name in ("CA", "CLIENT_CERT", "CLIENT_KEY"):
         (tmp_path / name).write_text(name)
@@ -76,10 +76,10 @@ def test_certificates_are_read_from_their_files(tmp_path):
     assert "CLIENT_KEY" not in repr(whereto)
 
 
-def test_https_alone_trusts_whom_the_system_trusts():
+def test_https_without_certificates_uses_the_system_trust_store():
     assert access.read(["https://etcd"], {}).tls == access.EtcdTls()
 
 
-def test_a_certificate_that_cannot_be_read_is_refused_by_the_name_of_its_variable(tmp_path):
+def test_unreadable_certificate_is_refused_with_its_variable(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"ETCD_AUTH_CA=.*expected a readable PEM file"):
         access.read(["etcd"], {"ETCD_AUTH_CA": str(tmp_path / "absent")})

@@ -28,30 +28,30 @@ def shown_after(*steps):
     return shown.get_prefix("")
 
 
-def test_without_an_outage_what_is_gone_is_gone():
+def test_deleted_key_is_removed_when_there_was_no_outage():
     assert shown_after({"a": b"1", "b": b"2"}, {"a": b"1"}) == {"a": b"1"}
     assert shown_after({"a": b"1"}, Delete(key="a")) == {}
 
 
-def test_after_an_outage_who_is_missing_is_shown_as_he_was():
+def test_missing_key_is_kept_after_an_outage():
     before = {"a": b"1", "b": b"2"}
 
     assert shown_after(before, "begin", {"a": b"3"}) == {"a": b"3", "b": b"2"}
     assert shown_after(before, "begin", before, Delete(key="b")) == before
 
 
-def test_who_comes_back_stays_and_who_does_not_is_forgotten():
+def test_missing_keys_are_removed_at_the_end_of_the_grace_period():
     steps = ({"a": b"1", "b": b"2"}, "begin", {}, Put(key="a", value=b"1"), "end")
 
     assert shown_after(*steps) == {"a": b"1"}
 
 
-def test_who_leaves_after_the_time_of_grace_is_gone_at_once():
+def test_key_deleted_after_the_grace_period_is_removed_at_once():
     assert shown_after({"a": b"1"}, "begin", {"a": b"1"}, "end", Delete(key="a")) == {}
 
 
 @given(STEPS)
-def test_once_the_grace_is_over_the_view_is_what_etcd_says(steps):
+def test_view_equals_etcd_after_the_grace_period(steps):
     truth = {}
     for step in steps:
         if isinstance(step, dict):
@@ -65,7 +65,7 @@ def test_once_the_grace_is_over_the_view_is_what_etcd_says(steps):
 
 
 @given(LIVING, STEPS)
-def test_during_the_grace_nobody_is_forgotten(before, steps):
+def test_no_key_is_removed_during_the_grace_period(before, steps):
     during = [step for step in steps if step != "end"]
 
     assert shown_after(before, "begin", *during).keys() >= before.keys()

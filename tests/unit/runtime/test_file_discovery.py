@@ -96,9 +96,7 @@ async def test_a_directory_that_is_removed_comes_back_with_the_keys(join, tmp_pa
     assert await take(watch) == Put(key="c", value=b"3")
 
 
-async def test_while_the_disk_is_in_trouble_a_watch_keeps_what_it_knows(
-    join, tmp_path, monkeypatch, caplog
-):
+async def test_watch_reports_no_deletion_while_the_disk_fails(join, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(file, "POLL_S", 0.01)
     a, b = await join(1), await join(2)
     await a.put("k", b"1")
@@ -127,14 +125,14 @@ async def test_while_the_disk_is_in_trouble_a_watch_keeps_what_it_knows(
     assert 1 <= caplog.text.count("Input/output error") <= 2  # once for each member
 
 
-async def test_two_members_cannot_have_one_id(join, monkeypatch):
+async def test_second_member_with_the_same_id_is_refused(join, monkeypatch):
     monkeypatch.setattr("dynamo.runtime.backends.lease_directory._LOCK_RETRY_S", 0)
     await join(1)
     with pytest.raises(errors.ConfigError, match="instance id of its own"):
         await join(1)
 
 
-async def test_leaving_is_prompt_and_leaves_no_thread_and_no_task(tmp_path):
+async def test_closed_discovery_leaves_no_threads_tasks_or_files(tmp_path):
     threads_before = set(threading.enumerate())
     member = await file.FileDiscovery.open(tmp_path / "kv", 1)
     watch = member.watch("")

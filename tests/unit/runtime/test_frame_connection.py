@@ -85,7 +85,7 @@ async def test_a_peer_that_is_too_slow_is_dropped(made):
     assert "too slow" in end.losses[0]
 
 
-async def test_what_one_turn_writes_is_sent_at_once(made):
+async def test_frames_of_one_loop_turn_are_sent_in_one_write(made):
     own, _, transport = made
     own.write(b"one")
     own.write(b"two")
@@ -94,7 +94,7 @@ async def test_what_one_turn_writes_is_sent_at_once(made):
     assert transport.writes == [b"onetwo"]
 
 
-async def test_closing_sends_what_waits(made):
+async def test_close_sends_buffered_frames(made):
     own, _, transport = made
     own.write(b"last words")
     closing = asyncio.ensure_future(own.close())
@@ -115,7 +115,7 @@ async def test_the_end_is_said_once(made):
     assert not own.was_dropped
 
 
-async def test_nothing_is_received_after_the_link_is_dropped(made):
+async def test_no_frame_is_received_after_the_connection_is_dropped(made):
     own, end, _ = made
     end.handle_frame = lambda frame: (end.frames.append(frame), own.drop("enough"))
     own.data_received(wire.encode(wire.Ping(1)) + wire.encode(wire.Ping(2)))

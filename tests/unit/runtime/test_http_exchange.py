@@ -38,7 +38,7 @@ def head_and_body(text):
     return head.decode().split("\r\n"), body
 
 
-def test_an_answer_is_one_write_with_its_length():
+def test_response_is_one_write_with_its_content_length():
     rig = Rig()
     rig.exchange.respond(404, b"gone", content_type="text/plain", headers=(("x-a", "b"),))
     head, body = head_and_body(rig.wire.text)
@@ -52,7 +52,7 @@ def test_an_answer_is_one_write_with_its_length():
     assert rig.num_done == 1
 
 
-def test_an_answer_to_head_has_the_length_and_no_body():
+def test_response_to_head_has_a_content_length_but_no_body():
     rig = Rig(method="HEAD")
     rig.exchange.respond(200, b"{}")
     head, body = head_and_body(rig.wire.text)
@@ -61,7 +61,7 @@ def test_an_answer_to_head_has_the_length_and_no_body():
     assert body == b""
 
 
-def test_the_head_of_a_stream_goes_out_with_its_first_piece():
+def test_stream_head_is_sent_with_the_first_chunk():
     rig = Rig()
     rig.exchange.start_stream(200, content_type="text/event-stream")
     before = list(rig.wire.writes)
@@ -74,7 +74,7 @@ def test_the_head_of_a_stream_goes_out_with_its_first_piece():
     assert body == b"9\r\ndata: 1\n\n\r\n"
 
 
-def test_each_later_piece_is_one_chunk_and_the_last_comes_with_the_end():
+def test_last_chunk_is_sent_with_the_end_of_the_stream():
     rig = Rig()
     rig.exchange.start_stream(200, content_type="text/plain")
     rig.exchange.write(b"a")
@@ -85,7 +85,7 @@ def test_each_later_piece_is_one_chunk_and_the_last_comes_with_the_end():
     assert rig.num_done == 1
 
 
-def test_an_empty_piece_would_end_a_chunked_body_so_nothing_is_sent():
+def test_empty_piece_is_not_sent_as_a_chunk():
     rig = Rig()
     rig.exchange.start_stream(200, content_type="text/plain")
     rig.exchange.write(b"")
@@ -101,7 +101,7 @@ def test_a_stream_without_pieces_is_complete_too():
     assert head_and_body(rig.wire.text)[1] == b"0\r\n\r\n"
 
 
-def test_a_stream_to_an_old_client_ends_with_its_connection():
+def test_stream_to_an_http_1_0_client_ends_by_closing_the_connection():
     rig = Rig(is_http_1_0=True, keeps_alive=True)
     rig.exchange.start_stream(200, content_type="text/plain")
     rig.exchange.write(b"a")
@@ -115,14 +115,14 @@ def test_a_stream_to_an_old_client_ends_with_its_connection():
     assert not rig.exchange.request.keeps_alive
 
 
-def test_an_old_client_is_told_that_its_connection_stays():
+def test_response_to_an_http_1_0_client_says_keep_alive():
     rig = Rig(is_http_1_0=True, keeps_alive=True)
     rig.exchange.respond(200, b"")
 
     assert "connection: keep-alive" in head_and_body(rig.wire.text)[0]
 
 
-def test_a_stream_to_head_is_only_its_head():
+def test_stream_in_response_to_head_has_no_body():
     rig = Rig(method="HEAD")
     rig.exchange.start_stream(200, content_type="text/plain")
     rig.exchange.write(b"a")
@@ -132,7 +132,7 @@ def test_a_stream_to_head_is_only_its_head():
     assert head_and_body(rig.wire.text)[1] == b""
 
 
-def test_what_comes_after_the_end_is_dropped():
+def test_writes_after_the_end_are_dropped():
     rig = Rig()
     rig.exchange.respond(200, b"1")
     rig.exchange.respond(200, b"2")
@@ -153,7 +153,7 @@ def test_a_second_status_for_a_stream_is_a_bug_of_ours():
         rig.exchange.start_stream(200, content_type="text/plain")
 
 
-def test_a_disconnect_is_told_once_and_closes():
+def test_disconnect_calls_its_listener_once():
     rig, told = Rig(), []
     rig.exchange.on_disconnect(lambda: told.append(1))
     rig.exchange.disconnected()

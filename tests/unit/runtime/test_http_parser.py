@@ -60,19 +60,19 @@ def test_the_path_of_a_target(target, path):
         (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n", True, True),
     ],
 )
-def test_what_the_version_says(head, is_http_1_0, keeps_alive):
+def test_http_version_decides_whether_the_connection_is_kept(head, is_http_1_0, keeps_alive):
     (request,) = parse(head + b"\r\n")
 
     assert (request.is_http_1_0, request.keeps_alive) == (is_http_1_0, keeps_alive)
 
 
-def test_several_requests_in_one_piece_come_in_order():
+def test_pipelined_requests_are_parsed_in_order():
     paths = [r.path for r in parse(b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\nGET /3 HT")]
 
     assert paths == ["/1", "/2"]
 
 
-def test_an_offer_of_another_protocol_is_answered_in_this_one_and_is_the_last():
+def test_upgrade_offer_is_ignored_and_ends_the_connection():
     (request,) = parse(
         b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"
     )
@@ -102,7 +102,7 @@ def test_an_offer_of_another_protocol_is_answered_in_this_one_and_is_the_last():
         (b"POST / HTTP/1.1\r\nExpect: wonders\r\n\r\n", 417),
     ],
 )
-def test_what_is_refused_is_refused_once_and_then_nothing_is_read(data, status):
+def test_nothing_is_parsed_after_a_refused_request(data, status):
     refusal, *rest = parse(data, b"GET / HTTP/1.1\r\n\r\n")
 
     assert refusal.status == status
@@ -110,7 +110,7 @@ def test_what_is_refused_is_refused_once_and_then_nothing_is_read(data, status):
     assert rest == []
 
 
-def test_a_header_line_without_end_is_refused_before_it_is_swallowed():
+def test_endless_header_line_is_refused_once():
     reader = parser.RequestParser(SMALL, "")
     reader.feed(b"GET / HTTP/1.1\r\na: ")
     items = [item for _ in range(30) for item in reader.feed(b"b" * 100)]
@@ -125,7 +125,7 @@ def test_a_long_body_does_not_count_as_head():
     assert len(request.body) == 5000
 
 
-def test_a_client_that_waits_for_continue_is_noticed_until_its_body_comes():
+def test_wants_continue_is_true_until_the_body_arrives():
     reader = parser.RequestParser(SMALL, "")
     reader.feed(b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
     before = reader.wants_continue
@@ -152,7 +152,7 @@ PIECES = st.sampled_from(
 
 
 @given(st.lists(PIECES, max_size=30))
-def test_almost_http_never_raises_and_does_not_depend_on_how_it_is_cut(pieces):
+def test_malformed_input_parses_alike_however_split(pieces):
     def facts(items):
         return [
             (item.path, item.body) if isinstance(item, parser.Request) else item.status
@@ -163,7 +163,7 @@ def test_almost_http_never_raises_and_does_not_depend_on_how_it_is_cut(pieces):
 
 
 @given(st.binary(max_size=100), st.integers(1, 20))
-def test_a_request_is_the_same_however_it_is_cut(body, step):
+def test_request_parses_alike_however_split(body, step):
     data = b"POST /p HTTP/1.1\r\nA: b\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     (whole,) = parse(data)
     (cut,) = parse(*[data[i : i + step] for i in range(0, len(data), step)])

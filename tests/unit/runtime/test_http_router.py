@@ -43,7 +43,7 @@ def ask(method, path):
         ("GET", "/models/deep/b", "deep"),
     ],
 )
-def test_the_handler_of_method_and_path_is_called(method, path, name):
+def test_router_calls_the_handler_of_method_and_path(method, path, name):
     called, text = ask(method, path)
 
     assert called == [name]
@@ -60,7 +60,7 @@ def test_an_unknown_path_is_named():
     }
 
 
-def test_a_wrong_method_is_told_the_right_ones():
+def test_wrong_method_gets_405_with_the_allowed_methods():
     called, text = ask("DELETE", "/models")
 
     assert called == []

@@ -60,7 +60,7 @@ def hello(exchange):
     exchange.respond(200, b"hello " + exchange.request.path.encode())
 
 
-async def test_a_request_is_answered_and_the_connection_used_again():
+async def test_connection_is_reused_for_the_next_request():
     async with serving(hello) as running, connected(running) as (reader, writer):
         for path in (b"/1", b"/2"):
             writer.write(b"GET " + path + b" HTTP/1.1\r\n\r\n")
@@ -71,7 +71,7 @@ async def test_a_request_is_answered_and_the_connection_used_again():
             assert body == b"hello " + path
 
 
-async def test_requests_of_one_connection_are_answered_in_order_however_long_each_takes():
+async def test_pipelined_requests_are_answered_in_order():
     gates = [asyncio.Event(), asyncio.Event(), asyncio.Event()]
 
     async def handle(exchange):
@@ -91,7 +91,7 @@ async def test_requests_of_one_connection_are_answered_in_order_however_long_eac
     assert text.index(b"<2>") < text.index(b"<1>") < text.index(b"<0>")
 
 
-async def test_a_thousand_requests_in_one_write_are_all_answered():
+async def test_thousand_requests_in_one_write_are_all_answered():
     async with serving(hello) as running:
         text = await talk(running, b"GET /x HTTP/1.1\r\n\r\n" * 999 + last("/end"))
 
@@ -118,7 +118,7 @@ async def test_a_stream_written_from_callbacks_after_the_handler_returned():
     assert rest == b"3\r\ntwo\r\n0\r\n\r\n"
 
 
-async def test_pieces_of_one_turn_are_joined_and_stay_in_order():
+async def test_chunks_of_one_loop_turn_stay_in_order():
     async def handle(exchange):
         exchange.start_stream(200, content_type="text/plain")
         for piece in (b"1", b"2", b"3"):
@@ -170,7 +170,7 @@ async def test_the_body_may_be_waited_for_with_continue():
         (b"POST / HTTP/1.1\r\ncontent-length: 1\r\nexpect: gold\r\n\r\n", b"417"),
     ],
 )
-async def test_what_is_refused_gets_a_status_and_the_connection_closes(data, status):
+async def test_refused_request_gets_a_status_and_closes_its_connection(data, status):
     async with serving(hello) as running:
         text = await talk(running, data)
 
@@ -178,7 +178,7 @@ async def test_what_is_refused_gets_a_status_and_the_connection_closes(data, sta
     assert b"connection: close" in text
 
 
-async def test_a_client_that_sends_its_refused_body_anyway_still_reads_the_answer():
+async def test_client_that_sends_a_refused_body_still_reads_the_response():
     async with serving(hello, parser.HttpLimits(body_bytes=1000)) as running:
         data = b"POST / HTTP/1.1\r\ncontent-length: 4000000\r\n\r\n" + b"x" * 4_000_000
         text = await talk(running, data)
@@ -186,14 +186,14 @@ async def test_a_client_that_sends_its_refused_body_anyway_still_reads_the_answe
     assert text.startswith(b"HTTP/1.1 413 ")
 
 
-async def test_what_was_right_before_the_nonsense_is_answered_first():
+async def test_valid_request_before_a_malformed_one_is_answered_first():
     async with serving(hello) as running:
         text = await talk(running, b"GET /a HTTP/1.1\r\n\r\nnonsense\r\n\r\n")
 
     assert text.index(b"hello /a") < text.index(b"HTTP/1.1 400 ")
 
 
-async def test_the_application_shapes_what_the_server_refuses():
+async def test_application_formats_error_responses_of_the_server():
     def shaped(status, message, path):
         del message
         return f"<{status} {path}>".encode()
@@ -254,7 +254,7 @@ async def test_a_slow_answer_is_not_cut_off_by_the_limits_for_requests():
     assert text.endswith(b"late")
 
 
-async def test_a_client_that_does_not_read_its_stream_is_cut_off():
+async def test_client_that_does_not_read_its_stream_is_disconnected():
     gone, kept = [], []
 
     def handle(exchange):
@@ -303,7 +303,7 @@ async def test_a_client_that_goes_away_is_noticed_at_once():
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_a_bug_in_a_handler_is_a_500_and_a_traceback_in_the_log(kind, caplog):
+async def test_exception_in_a_handler_is_a_500_and_is_logged(kind, caplog):
     def broken(exchange):
         raise RuntimeError("secret")
 
@@ -318,7 +318,7 @@ async def test_a_bug_in_a_handler_is_a_500_and_a_traceback_in_the_log(kind, capl
     assert "secret" in caplog.text
 
 
-async def test_a_bug_in_a_stream_breaks_it_off_so_that_it_cannot_pass_for_complete(caplog):
+async def test_exception_in_a_stream_leaves_the_response_incomplete(caplog):
     def broken(exchange):
         exchange.start_stream(200, content_type="text/plain")
         exchange.write(b"x")
@@ -332,7 +332,7 @@ async def test_a_bug_in_a_stream_breaks_it_off_so_that_it_cannot_pass_for_comple
     assert "secret" in caplog.text
 
 
-async def test_several_hundred_idle_connections_disturb_nobody():
+async def test_request_is_answered_beside_300_idle_connections():
     async with serving(hello) as running, contextlib.AsyncExitStack() as stack:
         for _ in range(300):
             await stack.enter_async_context(connected(running))
@@ -341,7 +341,7 @@ async def test_several_hundred_idle_connections_disturb_nobody():
     assert text.endswith(b"hello /")
 
 
-async def test_one_connection_too_many_is_told_so():
+async def test_connection_over_the_limit_gets_a_503():
     async with serving(hello, parser.HttpLimits(num_connections=1)) as running, connected(running):
         await until(lambda: running.connections)
         async with connected(running) as (reader, _):
@@ -350,7 +350,7 @@ async def test_one_connection_too_many_is_told_so():
     assert text.startswith(b"HTTP/1.1 503 ")
 
 
-async def test_draining_waits_for_what_is_being_answered():
+async def test_drain_waits_for_running_responses():
     kept = []
     async with serving(kept.append) as running, connected(running) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -366,7 +366,7 @@ async def test_draining_waits_for_what_is_being_answered():
         assert text.endswith(b"done")
 
 
-async def test_draining_says_when_it_was_not_enough():
+async def test_drain_returns_false_at_its_time_limit():
     kept = []
     async with serving(kept.append) as running, connected(running) as (_, writer):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -375,12 +375,12 @@ async def test_draining_says_when_it_was_not_enough():
         assert not await running.drain(0.01)
 
 
-async def test_draining_with_nothing_to_do_is_done():
+async def test_drain_of_an_idle_server_succeeds():
     async with serving(hello) as running:
         assert await running.drain(5)
 
 
-async def test_while_draining_each_connection_closes_after_its_answer():
+async def test_connection_closes_after_its_response_during_a_drain():
     async with serving(hello) as running:
         await running.drain(5)
         text = await talk(running, b"GET / HTTP/1.1\r\n\r\n")
@@ -388,7 +388,7 @@ async def test_while_draining_each_connection_closes_after_its_answer():
     assert b"connection: close" in text
 
 
-async def test_a_port_in_use_is_one_sentence_that_says_what_to_do():
+async def test_error_for_a_port_in_use_says_what_to_do():
     async with serving(hello) as running:
         with pytest.raises(errors.ConfigError) as caught:
             await server.HttpServer(hello).start("127.0.0.1", running.port)
@@ -414,7 +414,7 @@ def certificate(tmp_path_factory):
     return folder
 
 
-async def test_it_speaks_tls(certificate):
+async def test_server_answers_over_tls(certificate):
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
     trust = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
@@ -434,7 +434,7 @@ async def test_it_speaks_tls(certificate):
     max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(st.binary(min_size=1, max_size=200), max_size=4))
-async def test_garbage_is_answered_or_cut_off_and_the_next_client_is_served(pieces):
+async def test_server_still_answers_after_malformed_input(pieces):
     async with serving(hello, QUICK) as running:
         with contextlib.suppress(ConnectionError):
             await talk(running, b"".join(pieces))

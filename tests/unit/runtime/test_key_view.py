@@ -67,14 +67,14 @@ async def follow(steps):
 
 @settings(max_examples=50)
 @given(STEPS)
-def test_a_watcher_that_listens_now_and_then_ends_with_what_is(steps):
+def test_slow_watcher_ends_with_the_current_keys(steps):
     known, truth, shown = asyncio.run(follow(steps))
 
     assert shown == truth
     assert known == {key: value for key, value in truth.items() if key.startswith("a/")}
 
 
-async def test_a_key_that_came_and_went_unseen_is_not_told():
+async def test_key_removed_before_it_was_read_is_not_reported():
     seen = key_view.KeyView()
     watch = seen.watch("")
     seen.put("first", b"")

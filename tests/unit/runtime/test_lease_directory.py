@@ -44,7 +44,7 @@ def abandon(root, key, lease="dead"):
 
 @settings(max_examples=50)
 @given(st.text(min_size=1, max_size=20))
-def test_a_key_becomes_a_plain_file_name_and_back(key):
+def test_key_is_recovered_from_its_file_name(key):
     name = lease_directory.file_name(key)
 
     assert lease_directory.key_of(name) == key
@@ -52,7 +52,7 @@ def test_a_key_becomes_a_plain_file_name_and_back(key):
     assert name.replace("%", "").isalnum()
 
 
-def test_a_file_name_is_written_as_the_real_one_writes_it():
+def test_file_name_is_percent_encoded_like_dynamos():
     assert lease_directory.file_name("v1/kv_events-x") == "v1%2Fkv%5Fevents%2Dx"
 
 
@@ -72,7 +72,7 @@ def test_a_value_that_is_too_large_is_refused(join):
     assert a.scan(with_keys=True) == {KEY: bytes(limit)}
 
 
-def test_the_directory_is_for_its_owner_only(join, root):
+def test_directory_is_accessible_only_to_its_user(join, root):
     join("a").write(KEY, b"")
 
     assert root.stat().st_mode & 0o777 == 0o700
@@ -87,7 +87,7 @@ def test_a_directory_of_another_user_is_refused(root, monkeypatch):
         lease_directory.prepare(root)
 
 
-def test_a_directory_that_everybody_may_write_is_refused(root):
+def test_world_writable_directory_is_refused(root):
     root.mkdir()
     root.chmod(0o777)
     with pytest.raises(errors.ConfigError, match="chmod o-w"):
@@ -100,14 +100,14 @@ def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path):
         lease_directory.prepare(tmp_path / "file" / "kv")
 
 
-def test_two_living_owners_cannot_have_one_lease(join, monkeypatch):
+def test_second_living_owner_of_a_lease_is_refused(join, monkeypatch):
     monkeypatch.setattr(lease_directory, "_LOCK_RETRY_S", 0)
     join("a")
     with pytest.raises(errors.ConfigError, match="give each process an instance id of its own"):
         join("a")
 
 
-def test_the_lease_of_one_who_died_can_be_taken_without_its_keys(root, join):
+def test_lease_of_a_dead_owner_can_be_acquired_without_its_keys(root, join):
     abandon(root, KEY, "a")
     a = join("a")
     a.write("new", b"1")
@@ -117,7 +117,7 @@ def test_the_lease_of_one_who_died_can_be_taken_without_its_keys(root, join):
     assert a.scan(with_keys=True) == {"new": b"1"}
 
 
-def test_what_the_dead_leave_is_hidden_and_removed(root, join):
+def test_keys_of_a_dead_owner_are_hidden_and_removed(root, join):
     path = abandon(root, KEY)
     (root / "keys" / ".new-dead").touch()  # it was about to write
     a = join("a")
@@ -140,7 +140,7 @@ def test_a_look_at_the_leases_alone_finds_the_dead(root, join):
     assert a.scan(with_keys=False) == {}
 
 
-def test_a_key_whose_lease_is_not_there_has_no_owner(root, join):
+def test_key_without_a_lease_file_is_removed(root, join):
     path = abandon(root, KEY)
     (root / "leases" / "dead").unlink()
 
@@ -157,7 +157,7 @@ def test_the_living_are_left_alone(join):
     assert b.scan(with_keys=True) == {KEY: b"1"}
 
 
-def test_a_key_that_a_living_owner_took_over_survives_the_dead_one(root, join):
+def test_key_rewritten_by_a_living_owner_survives_the_sweep(root, join):
     abandon(root, KEY)
     reader, heir = lease_directory.LeaseDirectory(root, "reader"), join("heir")
     reader._read_keys()  # it has seen the dead one's file, and not yet that its owner is dead
@@ -171,7 +171,7 @@ def test_a_key_that_a_living_owner_took_over_survives_the_dead_one(root, join):
     "content",
     [b"", b"{", b"\xff\xfe\n", b"null\n", b'{"lease":"a"}\n', b'{"lease":"a","size":9}\nhalf'],
 )
-def test_a_file_that_is_no_key_file_is_ignored_and_told_once(root, join, caplog, content):
+def test_malformed_key_file_is_ignored_and_logged_once(root, join, caplog, content):
     a = join("a")
     a.write("good", b"1")
     (root / "keys" / lease_directory.file_name("bad")).write_bytes(content)
@@ -182,7 +182,7 @@ def test_a_file_that_is_no_key_file_is_ignored_and_told_once(root, join, caplog,
     assert "ignoring" in caplog.text
 
 
-def test_what_is_not_even_a_file_is_ignored(root, join, caplog):
+def test_directories_links_and_pipes_are_ignored(root, join, caplog):
     a = join("a")
     for parent in (root / "keys", root / "leases"):
         (parent / "directory").mkdir()
@@ -197,7 +197,7 @@ def test_what_is_not_even_a_file_is_ignored(root, join, caplog):
     assert pathlib.Path("/etc/passwd").exists()
 
 
-def test_two_values_of_one_size_written_at_once_are_told_apart(join):
+def test_consecutive_values_of_equal_size_are_all_read(join):
     a, b = join("a"), join("b")
     seen = []
     for i in range(50):
@@ -207,7 +207,7 @@ def test_two_values_of_one_size_written_at_once_are_told_apart(join):
     assert seen == [b"%02d" % i for i in range(50)]
 
 
-def test_an_owner_puts_back_what_somebody_removed(root, join):
+def test_owner_restores_removed_keys(root, join):
     a = join("a")
     a.write(KEY, b"1")
     assert a.restore() is False
@@ -218,7 +218,7 @@ def test_an_owner_puts_back_what_somebody_removed(root, join):
     assert join("b").scan(with_keys=True) == {KEY: b"1"}
 
 
-def test_one_who_has_left_puts_nothing_back(root, join):
+def test_released_owner_restores_no_keys(root, join):
     a = join("a")
     a.write(KEY, b"1")
     a.release()
@@ -227,7 +227,7 @@ def test_one_who_has_left_puts_nothing_back(root, join):
     assert not list(root.glob("*/*"))
 
 
-def test_a_disk_that_takes_no_more_is_told_with_what_to_do(root, join, monkeypatch):
+def test_error_for_a_full_disk_names_the_setting(root, join, monkeypatch):
     a = join("a")
 
     def refuse(self, content):
@@ -238,7 +238,7 @@ def test_a_disk_that_takes_no_more_is_told_with_what_to_do(root, join, monkeypat
         a.write(KEY, b"1")
 
 
-def test_many_sweepers_side_by_side_remove_the_dead_and_nothing_else(root, join):
+def test_concurrent_sweepers_remove_only_keys_of_dead_owners(root, join):
     sweepers = [join(f"sweeper{i}") for i in range(4)]
     living = join("living")
     living.write("alive", b"1")

@@ -3,7 +3,7 @@ import asyncio
 from dynamo.runtime.backends import memory
 
 
-async def test_what_is_published_in_one_turn_comes_as_one_batch():
+async def test_events_of_one_loop_turn_arrive_in_one_batch():
     plane = memory.MemoryEventPlane(memory.MemoryBus(), 1)
     await plane.advertise("t")
     batches = []
@@ -17,7 +17,7 @@ async def test_what_is_published_in_one_turn_comes_as_one_batch():
     assert [[e.payload for e in batch] for batch in batches] == [[b"0", b"1", b"2"]]
 
 
-async def test_a_listener_that_is_too_slow_misses_messages_and_can_see_it():
+async def test_slow_listener_sees_missed_events_in_the_numbers():
     plane = memory.MemoryEventPlane(memory.MemoryBus(), 1)
     await plane.advertise("t")
     heard = []

@@ -34,7 +34,7 @@ def test_secrets_are_not_shown():
         ("nats://me:hush@host:many", "got 'nats://…@host:many'"),
     ],
 )
-def test_what_is_no_server_is_refused(server, says):
+def test_malformed_server_address_is_refused(server, says):
     with pytest.raises(errors.ConfigError, match=f"NATS_SERVER: .*{says}") as info:
         access.read((server,), {})
 

@@ -17,7 +17,7 @@ def said(datas):
 
 
 @given(writes)
-def test_bytes_come_whole_and_in_messages_that_fit(datas):
+def test_bytes_are_split_into_messages_under_the_limit(datas):
     messages, reader = said(datas), envelope.Reader()
     heard = [reader.unwrap(message) for message in messages]
 
@@ -45,7 +45,7 @@ def test_a_message_that_is_missing_doubled_or_displaced_is_noticed(datas, data):
 
 
 @given(st.binary(max_size=12))
-def test_what_is_no_message_is_refused_by_name(message):
+def test_malformed_message_raises_a_protocol_error(message):
     try:
         kind, _ = envelope.Reader().unwrap(message)
     except errors.RemoteProtocolError:

@@ -12,7 +12,7 @@ NOWHERE = component.RuntimeConfig(
 )
 
 
-async def test_parts_of_a_process_share_queues_by_name_and_one_store():
+async def test_runtimes_of_a_cluster_share_queues_and_the_object_store():
     cluster = component.MemoryCluster()
     async with (
         await component.DistributedRuntime.in_memory(cluster, item_type=generate.Output) as one,
@@ -27,14 +27,14 @@ async def test_parts_of_a_process_share_queues_by_name_and_one_store():
     assert (item.body, other, body) == (b"x", None, b"y")
 
 
-async def test_who_does_not_use_nats_needs_no_server():
+async def test_runtime_without_nats_opens_without_an_object_store():
     async with await component.DistributedRuntime.open(
         NOWHERE, item_type=generate.Output
     ) as runtime:
         assert runtime.services.object_store() is None
 
 
-async def test_who_wants_a_queue_without_a_server_is_told_how_to_do_without():
+async def test_error_for_a_queue_without_nats_names_the_alternative():
     async with await component.DistributedRuntime.open(
         NOWHERE, item_type=generate.Output
     ) as runtime:

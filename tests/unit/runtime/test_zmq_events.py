@@ -69,7 +69,7 @@ def frames(number, payload=b"", topic=TOPIC):
     return [topic.encode(), number.to_bytes(8, "big"), (255).to_bytes(8, "big"), payload]
 
 
-async def test_a_publisher_is_in_discovery_until_it_leaves(join, cluster):
+async def test_publisher_is_in_discovery_until_it_closes(join, cluster):
     plane = join(0xAB)
     await plane.advertise(TOPIC)
     key = "v1/event_channels/dynamo/backend/kv-events/ab"
@@ -81,7 +81,7 @@ async def test_a_publisher_is_in_discovery_until_it_leaves(join, cluster):
     assert cluster.view.get_prefix("") == {}
 
 
-async def test_malformed_messages_are_dropped_and_told(join, stranger, caplog):
+async def test_malformed_messages_are_dropped_and_logged(join, stranger, caplog):
     batches = await hear(join(1))
     await asyncio.to_thread(stranger.recv)  # the subscription has arrived
     for malformed in (
@@ -109,7 +109,7 @@ async def test_a_topic_that_begins_like_ours_is_not_ours(join, stranger):
     assert [e.payload for e in await take(batches)] == [b"ours"]
 
 
-async def test_a_loop_that_was_busy_gets_one_large_batch(join, stranger):
+async def test_busy_loop_receives_large_batches(join, stranger):
     batches = await hear(join(1))
     await asyncio.to_thread(stranger.recv)
     stranger.send_multipart(frames(0))
@@ -126,7 +126,7 @@ async def test_a_loop_that_was_busy_gets_one_large_batch(join, stranger):
     assert num_batches < 500
 
 
-async def test_what_is_too_long_cannot_be_published(join):
+async def test_payload_over_the_limit_cannot_be_published(join):
     plane = join(1)
     await plane.advertise(TOPIC)
     with pytest.raises(errors.LocalProtocolError, match="expected at most"):
@@ -142,7 +142,7 @@ async def test_what_is_too_long_cannot_be_published(join):
         b'{"type":"EventChannel","topic":"dynamo/backend/kv-events","instance_id":1,"transport":{"zmq":"nowhere"}}',
     ],
 )
-async def test_a_channel_that_cannot_be_heard_is_told_and_harms_no_other(
+async def test_invalid_event_channel_is_logged_and_others_still_arrive(
     join, cluster, stranger, caplog, value
 ):
     discovery = memory.MemoryDiscovery(cluster)
@@ -157,7 +157,7 @@ async def test_a_channel_that_cannot_be_heard_is_told_and_harms_no_other(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", ""])
-def test_a_host_that_nobody_can_connect_to_is_refused(join, host):
+def test_unreachable_host_is_refused(join, host):
     with pytest.raises(errors.ConfigError, match="that other processes can connect to"):
         join(1, host=host)
 
@@ -168,7 +168,7 @@ async def test_a_host_that_is_not_ours_is_refused(join):
         await plane.advertise(TOPIC)
 
 
-async def test_leaving_leaves_no_thread_and_no_task(join):
+async def test_closed_event_plane_leaves_no_threads_or_tasks(join):
     threads_before = set(threading.enumerate())
     plane = join(1)
     await plane.advertise(TOPIC)
@@ -200,7 +200,7 @@ async def until_logged(caplog, text):
 
 
 @pytest.mark.parametrize("shown", [OTHER_TOKEN, membership.NO_CREDENTIALS], ids=["other", "none"])
-async def test_a_publisher_without_our_token_is_not_heard_and_told_of(join, shown, caplog):
+async def test_publisher_with_another_token_is_ignored_and_logged(join, shown, caplog):
     stranger, honest = join(1, credentials=shown), join(2, credentials=WITH_TOKEN)
     for publisher in (stranger, honest):
         await publisher.advertise(TOPIC)
@@ -214,7 +214,7 @@ async def test_a_publisher_without_our_token_is_not_heard_and_told_of(join, show
     assert members.TOKEN not in caplog.text
 
 
-async def test_a_listener_with_another_token_hears_nothing(join, caplog):
+async def test_listener_with_another_token_receives_nothing(join, caplog):
     publisher = join(1, credentials=WITH_TOKEN)
     await publisher.advertise(TOPIC)
     deaf = await hear(join(2, credentials=OTHER_TOKEN))
@@ -253,7 +253,7 @@ async def test_a_stranger_is_shut_out_in_the_handshake(join, cluster, knows_curv
 
 
 @pytest.mark.parametrize("shown", [WITH_TOKEN, membership.NO_CREDENTIALS], ids=["token", "open"])
-async def test_noise_at_the_publishers_socket_harms_nobody(join, cluster, shown):
+async def test_publisher_survives_malformed_bytes_at_its_socket(join, cluster, shown):
     publisher = join(1, credentials=shown)
     await publisher.advertise(TOPIC)
     record = msgspec.json.decode(next(iter(cluster.view.get_prefix("").values())))
