@@ -100,7 +100,12 @@ def load_parts(
     )
     path = flags.pop("config")
     values = _from_file(path, fields, hints) if path else {}
-    values |= _from_environment(os.environ if environ is None else environ, fields, hints)
+    environ = os.environ if environ is None else environ
+    values |= {
+        name: _read(field, hints[name], environ[variable], variable)
+        for name, field in fields.items()
+        if (variable := field.metadata["env"]) and variable in environ
+    }
     values |= {
         name: _read(
             fields[name],
@@ -278,18 +283,6 @@ def _from_file(path: str, fields: Mapping[str, Any], hints: Mapping[str, Any]) -
     }
 
 
-def _from_environment(
-    environ: Mapping[str, str],
-    fields: Mapping[str, dataclasses.Field[Any]],
-    hints: Mapping[str, Any],
-) -> dict[str, Any]:
-    return {
-        name: _read(field, hints[name], environ[variable], variable)
-        for name, field in fields.items()
-        if (variable := field.metadata["env"]) and variable in environ
-    }
-
-
 def _read(field: dataclasses.Field[Any], hint: Any, value: Any, source: str) -> Any:
     """Return `value` with the field's type. Raises ConfigError that names the source."""
     parsed = _parse(hint, value, source)
@@ -305,7 +298,11 @@ def _parse(hint: Any, value: Any, source: str) -> Any:
     """Return `value` (text, or what TOML or argparse made of it) as the field's type. Raises ConfigError."""
     kind = _plain(hint)
     if kind is bool:
-        return _parse_bool(value, source)
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in _TRUE | _FALSE:
+            return value.lower() in _TRUE
+        raise errors.ConfigError(f"{source}: expected true or false, got {value!r}")
     if typing.get_origin(kind) is typing.Literal:
         if value not in typing.get_args(kind):
             raise errors.ConfigError(
@@ -313,7 +310,10 @@ def _parse(hint: Any, value: Any, source: str) -> Any:
             )
         return value
     if typing.get_origin(kind) is tuple:
-        return _parse_list(value, source)
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+            raise errors.ConfigError(f"{source}: expected a list of texts, got {value!r}")
+        return tuple(part.strip() for part in parts if part.strip())
     return _parse_plain(kind, value, source)
 
 
@@ -327,18 +327,3 @@ def _parse_plain(kind: type, value: Any, source: str) -> Any:
         return value
     expected = {int: "a whole number", float: "a number", str: "a text"}.get(kind, kind.__name__)
     raise errors.ConfigError(f"{source}: expected {expected}, got {value!r}")
-
-
-def _parse_list(value: Any, source: str) -> tuple[str, ...]:
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise errors.ConfigError(f"{source}: expected a list of texts, got {value!r}")
-    return tuple(part.strip() for part in parts if part.strip())
-
-
-def _parse_bool(value: Any, source: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in _TRUE | _FALSE:
-        return value.lower() in _TRUE
-    raise errors.ConfigError(f"{source}: expected true or false, got {value!r}")
