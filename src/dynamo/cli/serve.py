@@ -18,7 +18,6 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,16 +188,16 @@ class _Serving:
             resources = allocator.acquire(
                 num_cores=options.cores_per_worker, num_devices=options.devices_per_worker
             )
+            role = ("--disaggregation-mode", mode) if mode is not None else ()
+            flags = ["--model", str(self._directory), "--model-name", self._name, *role]
+            flags += shlex.split(options.worker_flags)
             specs[name] = children.ChildSpec(
-                name=name, argv=self._worker_argv(mode), environ=self._environ, resources=resources
+                name=name,
+                argv=[sys.executable, "-m", f"dynamo.{options.engine}", *flags],
+                environ=self._environ,
+                resources=resources,
             )
         return specs
-
-    def _worker_argv(self, mode: str | None) -> Sequence[str]:
-        role = ("--disaggregation-mode", mode) if mode is not None else ()
-        flags = ["--model", str(self._directory), "--model-name", self._name, *role]
-        module = f"dynamo.{self._options.engine}"
-        return [sys.executable, "-m", module, *flags, *shlex.split(self._options.worker_flags)]
 
     async def _wait_until_ready(self) -> bool:
         """Wait until the frontend lists the model; False if a signal came first. Raises ChildDied."""
