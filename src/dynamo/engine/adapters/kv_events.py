@@ -146,8 +146,10 @@ class EventTranslator:
             self._group = event.group_idx
         if event.group_idx not in (None, self._group) or not event.block_hashes:
             return ()
-        parent = self._find_hash(event.parent_block_hash)
-        is_orphan = parent is None and event.parent_block_hash is not None
+        parent_id = event.parent_block_hash
+        copies = (tier.get(parent_id) for tier in self._cached.values() if parent_id is not None)
+        parent = next((cached.block_hash for cached in copies if cached is not None), None)
+        is_orphan = parent is None and parent_id is not None
         if is_orphan or not self._is_hashable(event):
             self.num_dropped += len(event.block_hashes)
             return ()
@@ -160,7 +162,11 @@ class EventTranslator:
             cached.setdefault(engine_hash, _CachedBlock(block_hash, 0)).num_copies += 1
         stored = tuple(map(kv_events.StoredBlock, hashes, local))
         event_stored = kv_events.Stored(parent_hash=parent, blocks=stored, tier=tier)
-        return event_stored, *self._drop_oldest(tier)
+        oldest = list(itertools.islice(cached, max(0, len(cached) - self._max_blocks)))
+        if not oldest:
+            return (event_stored,)
+        removed = tuple(cached.pop(engine_hash).block_hash for engine_hash in oldest)
+        return event_stored, kv_events.Removed(block_hashes=removed, tier=tier)
 
     def _remove(self, event: BlockRemoved) -> Sequence[kv_events.KvEvent]:
         if event.group_idx not in (None, self._group):
@@ -178,12 +184,6 @@ class EventTranslator:
             and all((keys or covered) == covered for keys in event.extra_keys or ())
         )
 
-    def _find_hash(self, engine_hash: EngineHash | None) -> int | None:
-        if engine_hash is None:
-            return None
-        tiers = self._cached.values()
-        return next((tier[engine_hash].block_hash for tier in tiers if engine_hash in tier), None)
-
     def _drop_copy(self, tier: kv_events.Tier, engine_hash: EngineHash) -> int | None:
         """Count a removed copy; return our hash of the block if that was the last one."""
         cached = self._cached[tier].get(engine_hash)
@@ -191,12 +191,6 @@ class EventTranslator:
             return None
         cached.num_copies -= 1
         return None if cached.num_copies else self._cached[tier].pop(engine_hash).block_hash
-
-    def _drop_oldest(self, tier: kv_events.Tier) -> Sequence[kv_events.KvEvent]:
-        cached = self._cached[tier]
-        oldest = list(itertools.islice(cached, max(0, len(cached) - self._max_blocks)))
-        removed = tuple(cached.pop(engine_hash).block_hash for engine_hash in oldest)
-        return (kv_events.Removed(block_hashes=removed, tier=tier),) if removed else ()
 
 
 class RankBatches:

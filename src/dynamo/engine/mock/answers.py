@@ -53,7 +53,12 @@ class TokenCycle:
         length = min(room, conditions.max_tokens or room)
         eos = () if conditions.ignore_eos else request.eos_token_ids
         stops = self._token_set.intersection((*eos, *conditions.stop_token_ids))
-        position = self._find(stops, start, max(1, conditions.min_tokens), length)
+        position = None  # of the token that ends the answer, counted from 1
+        if stops:
+            first = max(1, conditions.min_tokens)
+            positions = range(first, min(length, first + len(self) - 1) + 1)
+            tokens, size = self.token_ids, len(self)
+            position = next((p for p in positions if tokens[(start + p - 1) % size] in stops), None)
         if position is None:
             return MockAnswer(
                 start=start, length=length, finish_reason=generate.FinishReason.LENGTH
@@ -75,14 +80,6 @@ class TokenCycle:
         if num is None:
             return None
         return (self._logprobs(num),) * (request.prompt_len - 1)
-
-    def _find(self, stops: frozenset[int], start: int, first: int, last: int) -> int | None:
-        """Return the first position from `first` to `last` (counted from 1) with a token that ends the answer."""
-        if not stops:
-            return None
-        tokens, size = self.token_ids, len(self)
-        positions = range(first, min(last, first + size - 1) + 1)
-        return next((p for p in positions if tokens[(start + p - 1) % size] in stops), None)
 
     def _prepare(self, index: int, num_logprobs: int | None) -> tuple[generate.Output, ...]:
         """Make the output for each token. All tokens are equally likely, and their log probabilities say so."""

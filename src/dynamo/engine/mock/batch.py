@@ -288,24 +288,21 @@ class MockBatch:
                 prompt_logprobs=self._cycle.prompt_logprobs(choice.request),
             )
         if choice.num_output == answer.length:
+            leased = None
+            if kv_transfer.is_prefill_only(choice.request.kv_transfer_params):
+                self._newly_leased[choice.request.id] = choice.request
+                leased = self._shared.lease_blocks(choice.block_ids)
             output = msgspec.structs.replace(
                 output,
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
-                kv_transfer_params=self._lease_blocks(choice),
+                kv_transfer_params=leased,
             )
             ended.append(choice)
         elif choice.num_output == choice.next_check:
             self._full.append(choice)
         self._memory.commit(choice, choice.num_tokens - 1)  # the last is not computed yet
         batch.append(api.EngineOutput(choice.request.id, output))
-
-    def _lease_blocks(self, choice: MockChoice) -> kv_transfer.KvTransferParams | None:
-        """Put its blocks under a lease, if it was computed for another engine."""
-        if not kv_transfer.is_prefill_only(choice.request.kv_transfer_params):
-            return None
-        self._newly_leased[choice.request.id] = choice.request
-        return self._shared.lease_blocks(choice.block_ids)
 
     def _end(self, choice: MockChoice) -> None:
         self._withdraw(choice)

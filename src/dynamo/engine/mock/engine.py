@@ -94,19 +94,13 @@ class MockRank:
         await self._clock.sleep(max(0.0, self._due - now))
         outputs = self.batch.commit()
         if leased := self.batch.take_newly_leased():
-            outputs = [self._publish_lease(leased, output) for output in outputs]
+            for i, (request_id, output) in enumerate(outputs):
+                if output.kv_transfer_params is not None:
+                    published = self._exchange.publish_lease(leased[request_id], output)
+                    outputs[i] = api.EngineOutput(request_id, published)
         if outputs:
             sink.outputs(outputs)
         self.publish_events(sink)
-
-    def _publish_lease(
-        self, leased: dict[str, generate.Request], output: api.EngineOutput
-    ) -> api.EngineOutput:
-        """Complete the transfer parameters of an output with leased blocks."""
-        if output.output.kv_transfer_params is None:
-            return output
-        published = self._exchange.publish_lease(leased[output.request_id], output.output)
-        return api.EngineOutput(output.request_id, published)
 
 
 class MockEngine(exchange.ExchangesKv):

@@ -56,7 +56,10 @@ class EngineLoop:
         """Run steps and commands until `stop` is called."""
         while not self._is_stopping:
             has_computed = self._scheduler.has_work and self.step()
-            self._run_commands(must_wait=not (has_computed and self._scheduler.has_work))
+            if not (has_computed and self._scheduler.has_work):
+                self._commands.get()()  # wait for one
+            while not self._commands.empty():
+                self._commands.get()()
             self.load = self._scheduler.load()
 
     def step(self) -> bool:
@@ -101,13 +104,6 @@ class EngineLoop:
     def stop(self) -> None:
         """End `run` before the next step."""
         self._commands.put(self._end_run)
-
-    def _run_commands(self, *, must_wait: bool) -> None:
-        """Run all queued commands; with `must_wait` wait for at least one."""
-        if must_wait:
-            self._commands.get()()
-        while not self._commands.empty():
-            self._commands.get()()
 
     def _abort(self, request_id: str) -> None:
         self._forget(self._scheduler.abort(request_id))

@@ -30,7 +30,11 @@ class Paging:
 
     def admit(self, sequence: Sequence, *, keep_free: int) -> bool:
         """Allocate blocks for all tokens of a sequence; return False if fewer than `keep_free` would remain free."""
-        cached = self._match(sequence)
+        cached: list[int] = []
+        if self.prefix_caching and not sequence.wants_prompt_logprobs:
+            self._hash(sequence)
+            num_usable = (len(sequence.token_ids) - 1) // self.block_size
+            cached = self.pool.match_prefix(sequence.sequence_hashes[:num_usable])
         num_fresh = -(-len(sequence.token_ids) // self.block_size) - len(cached)
         num_available = self.pool.num_free - keep_free
         fresh = self.pool.allocate(num_fresh) if num_fresh <= num_available else None
@@ -77,13 +81,6 @@ class Paging:
     def take_events(self) -> list[kv_events.KvEvent]:
         """Return the KV events since the last call."""
         return self.pool.take_events()
-
-    def _match(self, sequence: Sequence) -> list[int]:
-        if not self.prefix_caching or sequence.wants_prompt_logprobs:
-            return []
-        self._hash(sequence)
-        num_usable = (len(sequence.token_ids) - 1) // self.block_size
-        return self.pool.match_prefix(sequence.sequence_hashes[:num_usable])
 
     def _hash(self, sequence: Sequence) -> None:
         """Compute the hashes of full blocks that were added to the sequence."""

@@ -55,7 +55,10 @@ class Sampler:
         states = [self._state(sequence) for sequence in sequences]
         with torch.inference_mode():
             adjusted = self.adjust(logits, states)
-            guides = self._guides_of(states) if self._guides else {}
+            guides: dict[int, Guide] = {}  # of the rows that follow a grammar
+            if self._guides:
+                guide_by_row = enumerate(map(self._guides.get, sequences))
+                guides = {i: guide for i, guide in guide_by_row if guide is not None}
             if guides:
                 may_end = [states[i].may_end for i in guides]
                 adjusted = apply_guides(adjusted, guides, may_end)
@@ -95,11 +98,6 @@ class Sampler:
                 for token_id in sequence.token_ids[sequence.answer_start :]:
                     guide.advance(token_id)  # of a resumed answer
         return state
-
-    def _guides_of(self, states: list[SamplingState]) -> dict[int, Guide]:
-        """Return the guides of those rows that follow a grammar, by row."""
-        guides = {i: self._guides.get(state.sequence) for i, state in enumerate(states)}
-        return {i: guide for i, guide in guides.items() if guide is not None}
 
     def _penalize(self, logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
         counts = [self._count(state.sequence, logits) for state in states]

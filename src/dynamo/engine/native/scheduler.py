@@ -179,7 +179,10 @@ class Scheduler:
     def schedule(self) -> tuple[Chunk, ...]:
         """Return the chunks of the next step; empty only while all sequences wait for imports or leased blocks."""
         num_waiting = len(self._waiting)
-        chunks = self._decode()
+        chunks: list[Chunk] = []
+        for sequence in [s for s in self._running if _num_uncomputed(s) == 1]:
+            if sequence.block_ids and self._grow(sequence):
+                _add_chunk(chunks, sequence, 1)
         num_left = self._limits.max_num_batched_tokens - len(chunks)
         begun = [s for s in self._running if _num_uncomputed(s) > 1]
         for sequence in begun:
@@ -212,12 +215,15 @@ class Scheduler:
     def load(self) -> load.ForwardPassMetrics:
         """Return the current load. Slots are sequences: a request has one for each choice."""
         hit_rate = self._num_cached_tokens / max(1, self._num_prompt_tokens)
+        # A decoding sequence has one uncomputed token, which is none of a prompt.
+        begun = (n for s in self._running if (n := _num_uncomputed(s)) > 1)
+        num_prefill_tokens = sum(begun) + sum(map(_num_uncomputed, self._waiting))
         return load.ForwardPassMetrics(
             worker_stats=load.WorkerStats(
                 request_active_slots=len(self._running),
                 request_total_slots=self._limits.max_num_seqs,
                 num_requests_waiting=len(self._waiting) + self._shared.num_importing,
-                active_prefill_tokens=self._num_prefill_tokens(),
+                active_prefill_tokens=num_prefill_tokens,
             ),
             kv_stats=load.KvStats(
                 kv_active_blocks=self._paging.num_active,
@@ -225,18 +231,6 @@ class Scheduler:
                 gpu_prefix_cache_hit_rate=hit_rate,
             ),
         )
-
-    def _num_prefill_tokens(self) -> int:
-        """Count uncomputed tokens of prompts: a decoding sequence has one uncomputed token, which is not counted."""
-        unfinished = (n for s in self._running if (n := _num_uncomputed(s)) > 1)
-        return sum(unfinished) + sum(map(_num_uncomputed, self._waiting))
-
-    def _decode(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        for sequence in [s for s in self._running if _num_uncomputed(s) == 1]:
-            if sequence.block_ids and self._grow(sequence):
-                _add_chunk(chunks, sequence, 1)
-        return chunks
 
     def _grow(self, sequence: Sequence) -> bool:
         """Allocate a block for the next token, if need be by preempting sequences of lower rank.
@@ -254,7 +248,9 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], num_left: int) -> None:
         i = 0
-        while i < len(self._waiting) and num_left and self._has_slot():
+        while i < len(self._waiting) and num_left:
+            if len(self._running) + self._shared.num_importing >= self._limits.max_num_seqs:
+                break
             sequence = self._waiting[i]
             if self._must_wait_for_leader(sequence):
                 i += 1
@@ -271,9 +267,6 @@ class Scheduler:
             if not self._shared.begin_import(sequence):
                 bisect.insort(self._running, sequence, key=_rank)
                 num_left -= _add_chunk(chunks, sequence, num_left)
-
-    def _has_slot(self) -> bool:
-        return len(self._running) + self._shared.num_importing < self._limits.max_num_seqs
 
     def _must_wait_for_leader(self, sequence: Sequence) -> bool:
         """Return whether a choice waits until the first one has computed the prompt, or reports its logprobs."""

@@ -42,11 +42,7 @@ def choose(
     largest = 2 * model.hidden_size * model.intermediate_size  # gate and up are one matrix
     if largest < SPLIT_WEIGHTS:
         return ThreadChoice(1, "the model's matrices are too small to be split")
-    return ThreadChoice(_limit_cores(cpu_max, cores), "all cores that this process may use")
-
-
-def _limit_cores(cpu_max: str, cores: int) -> int:
     quota, _, period = cpu_max.partition(" ")
-    if not (quota.isdigit() and period.strip().isdigit()):  # "max 100000"
-        return cores
-    return min(cores, max(1, int(quota) // int(period)))
+    if quota.isdigit() and period.strip().isdigit():  # without a limit it is "max 100000"
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return ThreadChoice(cores, "all cores that this process may use")

@@ -101,7 +101,11 @@ class KvTransferEngine:
             # Each choice would fetch the blocks, and the first fetch frees them.
             self._engine.submit(msgspec.structs.replace(request, kv_transfer_params=None))
         else:
-            self._begin_import(request)
+            _exporting_engine(request)  # raises, if its parameters are of another connector
+            self._engine.submit(request)
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(FIRST_TOKEN_S, self._expire, request.id)
+            self._imports[request.id] = _Import(request, loop.time(), timer)
 
     def abort(self, request_id: str) -> None:
         """Abort a request, with its import."""
@@ -176,13 +180,6 @@ class KvTransferEngine:
         self._report(kv_import, None)
         cached = _connector_fields(kv_import.request).get(_CACHED)
         return msgspec.structs.replace(output, cached_tokens=cached)
-
-    def _begin_import(self, request: generate.Request) -> None:
-        _exporting_engine(request)  # raises, if its parameters are of another connector
-        self._engine.submit(request)
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(FIRST_TOKEN_S, self._expire, request.id)
-        self._imports[request.id] = _Import(request, loop.time(), timer)
 
     def _expire(self, request_id: str) -> None:
         kv_import = self._forget(request_id)
