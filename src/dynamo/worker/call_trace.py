@@ -48,6 +48,7 @@ def traced(
         def export(accepted_at: float, first_at: float | None, error: str | None) -> None:
             now = clock.now()
             wall = tracing.wall_clock(now, clock.wall())
+            request_id = call.headers.get("x-request-id")
             root = tracing.Span(
                 name=_SPAN,
                 context=trace,
@@ -55,7 +56,7 @@ def traced(
                 started_at=wall(accepted_at),
                 ended_at=wall(now),
                 kind="server",
-                attributes=_attributes(call.headers),
+                attributes={} if request_id is None else {"x_request_id": request_id},
                 error=error,
             )
             stages = (("prefill", accepted_at, first_at), ("decode", first_at, now))
@@ -64,11 +65,6 @@ def traced(
         handler(TimedCall(call, clock.now, export))
 
     return handle
-
-
-def _attributes(headers: Mapping[str, str]) -> dict[str, tracing.AttributeValue]:
-    request_id = headers.get("x-request-id")
-    return {} if request_id is None else {"x_request_id": request_id}
 
 
 class TimedCall:

@@ -53,12 +53,15 @@ def build(
         raise errors.ConfigError(
             f"a LoRA adapter is called {name!r}, and so is its model: clients could not ask for it; rename one"
         )
+    model_types: tuple[model_card.ModelType, ...] = (model_card.ModelType.COMPLETIONS,)
+    if _has_chat_template(directory):
+        model_types = (model_card.ModelType.CHAT, *model_types)
     return model_card.ModelCard(
         display_name=name,
         source_path=str(directory),
         context_length=facts.context_length,
         kv_cache_block_size=facts.kv_block_size,
-        model_type=_model_types(directory),
+        model_type=model_types,
         migration_limit=migration_limit,
         files=describe_files(directory),
         runtime_config=model_card.ModelRuntimeConfig(
@@ -109,13 +112,6 @@ def describe(path: Path) -> model_card.ModelFile:
     return model_card.ModelFile(
         path=str(path), checksum=f"sha256:{hashlib.sha256(content).hexdigest()}", size=len(content)
     )
-
-
-def _model_types(directory: Path) -> tuple[model_card.ModelType, ...]:
-    """Return chat and completions, or completions alone for a model without a chat template."""
-    if _has_chat_template(directory):
-        return (model_card.ModelType.CHAT, model_card.ModelType.COMPLETIONS)
-    return (model_card.ModelType.COMPLETIONS,)
 
 
 def _has_chat_template(directory: Path) -> bool:

@@ -62,7 +62,11 @@ class InFlight:
             self._entry_by_id[request.id] = _Entry(
                 call, set(range(request.sampling_options.n)), accepted_at
             )
-            self._submit(request)
+            try:
+                self._engine.submit(request)
+            except errors.DynamoError:
+                del self._entry_by_id[request.id]
+                raise
         except errors.DynamoError as error:
             self._metrics.request_ended(self._clock.now() - accepted_at, error)
             _logger.debug("refused a request: %s", error)
@@ -121,13 +125,6 @@ class InFlight:
             self._num_renamed += 1
             request = msgspec.structs.replace(request, id=f"{request.id}#{self._num_renamed}")
         return request
-
-    def _submit(self, request: generate.Request) -> None:
-        try:
-            self._engine.submit(request)
-        except errors.DynamoError:
-            del self._entry_by_id[request.id]
-            raise
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._entry_by_id:

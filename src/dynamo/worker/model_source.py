@@ -103,8 +103,12 @@ def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
             "(a private one needs HF_TOKEN)"
         ) from error
     except _HUB_FAILURES as error:
+        innermost: BaseException = error
+        while innermost.__cause__ is not None:
+            innermost = innermost.__cause__
+        reason = " ".join(str(innermost).split()) or type(innermost).__name__
         raise errors.ConfigError(
-            f"model {name!r} is not in the local cache and cannot be downloaded: {_reason(error)}; "
+            f"model {name!r} is not in the local cache and cannot be downloaded: {reason}; "
             "give a model directory, or none for the built-in model"
         ) from error
 
@@ -116,10 +120,3 @@ def _snapshot(name: str, patterns: tuple[str, ...], *, cached: bool) -> str:
         etag_timeout=HUB_TIMEOUT_S,
         local_files_only=cached,
     )
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of the innermost cause."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
