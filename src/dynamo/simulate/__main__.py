@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == ["disagg"]:
-            _simulate_disagg(config.load(disagg_report.DisaggConfig, prog=_PROG, argv=argv))
+            settings = config.load(disagg_report.DisaggConfig, prog=_PROG, argv=argv)
+            plots = _load_plots(settings.output)
+            disagg_report.run(settings, None if plots is None else plots.write_disagg)
         else:
             parts = (SimulateConfig, router_config.RouterConfig)
             _simulate_routing(*config.load_parts(parts, prog=_PROG, argv=argv))
@@ -47,11 +49,6 @@ def _simulate_routing(settings: SimulateConfig, router: router_config.RouterConf
     if plots is not None and settings.output is not None:
         page = plots.write_report(summaries, caption, Path(settings.output))
         sys.stdout.write(f"wrote {page}\n")
-
-
-def _simulate_disagg(settings: disagg_report.DisaggConfig) -> None:
-    plots = _load_plots(settings.output)
-    disagg_report.run(settings, None if plots is None else plots.write_disagg)
 
 
 def _load_plots(output: str | None) -> ModuleType | None:

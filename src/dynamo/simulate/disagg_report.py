@@ -152,10 +152,12 @@ COLUMNS = (
 
 def rows(case: Case) -> list[tuple[str, ...]]:
     """Return the rows of the table with `COLUMNS`."""
-    return [
-        (str(case.num_nodes), name, *_gains(ratios), _ttfts(case.points[name]))
-        for name, ratios in case.ratios.items()
-    ]
+    lines = []
+    for name, ratios in case.ratios.items():
+        ttfts = [point.mean_ttft for point in case.points[name]]
+        column = f"{ttfts[0]:.1f} to {max(ttfts):.1f}" if ttfts else "-"
+        lines.append((str(case.num_nodes), name, *_gains(ratios), column))
+    return lines
 
 
 def _gains(ratios: Sequence[disagg.Ratio]) -> tuple[str, ...]:
@@ -177,9 +179,3 @@ def _gain_at(ratios: Sequence[disagg.Ratio], speed: float) -> str:
     if not ratios[0].per_user <= speed <= ratios[-1].per_user:
         return "-"
     return f"{min(ratios, key=lambda each: abs(each.per_user - speed)).ratio:.2f}"
-
-
-def _ttfts(points: Sequence[disagg.Point]) -> str:
-    if not points:
-        return "-"
-    return f"{points[0].mean_ttft:.1f} to {max(point.mean_ttft for point in points):.1f}"

@@ -74,19 +74,18 @@ class GpuGroup:
         """
         bandwidth = self.size * self.gpu.bytes_per_s
         decoding_s = 2 * self.model.num_parameters * num_decoding / (self.size * self.gpu.flops)
+        all_reduces_s = 0.0
+        if self.size > 1:
+            num_tokens = num_prompt_tokens + num_decoding
+            num_bytes = num_tokens * self.model.hidden_size * self.model.activation_bytes
+            over_links = 2 * (self.size - 1) / self.size * num_bytes / self.gpu.link_bytes_per_s
+            all_reduces_s = 2 * self.model.num_layers * (self.gpu.all_reduce_s + over_links)
         return (
             self.gpu.overhead_s
             + max(self.model.weight_bytes / bandwidth, prompts_s + decoding_s)
             + num_read * self.model.kv_bytes / bandwidth
-            + self._all_reduces_s(num_prompt_tokens + num_decoding)
+            + all_reduces_s
         )
-
-    def _all_reduces_s(self, num_tokens: int) -> float:
-        if self.size == 1:
-            return 0.0
-        num_bytes = num_tokens * self.model.hidden_size * self.model.activation_bytes
-        over_links = 2 * (self.size - 1) / self.size * num_bytes / self.gpu.link_bytes_per_s
-        return 2 * self.model.num_layers * (self.gpu.all_reduce_s + over_links)
 
 
 @dataclass(slots=True, kw_only=True)

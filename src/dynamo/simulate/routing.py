@@ -57,7 +57,10 @@ def run(
         draw=random.Random(config.seed).random,
     )
     workers = _make_workers(config, workload)
-    selector.set_workers(dict.fromkeys(workers, _routed_capacity(config, workload.block_size)))
+    capacity = _capacity(config, workload.block_size)
+    if config.engine == "fcfs":  # without decode it never runs out of blocks in use
+        capacity = worker_load.Capacity(max_num_batched_tokens=config.max_num_batched_tokens)
+    selector.set_workers(dict.fromkeys(workers, capacity))
     began_at = now()
     record = Simulation(workload, workers, selector, index, on_progress).run()
     return summarise(policy, record, list(workers), now() - began_at)
@@ -93,13 +96,6 @@ def _make_workers(
         )
         for worker in ids
     }
-
-
-def _routed_capacity(config: SimulateConfig, block_size: int) -> worker_load.Capacity:
-    """Return the capacity that the router knows. A worker without decode never runs out of blocks in use."""
-    if config.engine == "batch":
-        return _capacity(config, block_size)
-    return worker_load.Capacity(max_num_batched_tokens=config.max_num_batched_tokens)
 
 
 def _capacity(config: SimulateConfig, block_size: int) -> worker_load.Capacity:

@@ -176,7 +176,11 @@ def summarise(
 ) -> PolicySummary:
     """Compute the figures of a run with at least one request."""
     ttfts = sorted(outcome.ttft for outcome in record.outcomes)
-    shares = _shares(record, workers)
+    computed: Counter[api.Worker | None] = Counter()
+    for outcome in record.outcomes:
+        computed[outcome.worker] += outcome.arrival.num_tokens - outcome.num_cached
+    mean = computed.total() / len(workers)
+    shares = sorted((computed[worker] / mean if mean else 1.0 for worker in workers), reverse=True)
     return PolicySummary(
         policy=policy,
         num_requests=len(ttfts),
@@ -196,14 +200,6 @@ def summarise(
 
 def _quantile(rising: Sequence[float], share: float) -> float:
     return rising[min(len(rising) - 1, int(share * len(rising)))]
-
-
-def _shares(record: RunRecord, workers: Sequence[api.Worker]) -> list[float]:
-    computed: Counter[api.Worker | None] = Counter()
-    for outcome in record.outcomes:
-        computed[outcome.worker] += outcome.arrival.num_tokens - outcome.num_cached
-    mean = computed.total() / len(workers)
-    return sorted((computed[worker] / mean if mean else 1.0 for worker in workers), reverse=True)
 
 
 def _hit_rates(record: RunRecord, num_parts: int = 60) -> list[tuple[float, float]]:

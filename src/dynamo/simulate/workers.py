@@ -74,13 +74,15 @@ class FcfsWorker:
     def advance(self, now: float) -> WorkerStepResult:
         """End the first request of the queue, and begin the next one."""
         request_id, arrival = self._queue.popleft()
+        for name in reversed(arrival.names):
+            self._cache[name] = None
+            self._cache.move_to_end(name)
+        num_over = len(self._cache) - self._num_blocks if self._num_blocks else 0
+        evicted = [self._cache.popitem(last=False)[0] for _ in range(num_over)]
         result = WorkerStepResult(
             first_outputs=[(request_id, self._num_cached)],
             ended=[request_id],
-            changes=[
-                CacheChange(True, arrival.names),
-                CacheChange(False, self._touch(arrival.names)),
-            ],
+            changes=[CacheChange(True, arrival.names), CacheChange(False, evicted)],
         )
         self.next_time = math.inf
         if self._queue:
@@ -94,15 +96,6 @@ class FcfsWorker:
             num_found += 1
         self._num_cached = min(num_found * self._block_size, arrival.num_tokens)
         self.next_time = now + (arrival.num_tokens - self._num_cached) / self._rate
-
-    def _touch(self, names: Sequence[int]) -> list[int]:
-        """Mark blocks as used now; return the blocks that are evicted for them."""
-        cache = self._cache
-        for name in reversed(names):
-            cache[name] = None
-            cache.move_to_end(name)
-        num_over = len(cache) - self._num_blocks if self._num_blocks else 0
-        return [cache.popitem(last=False)[0] for _ in range(num_over)]
 
 
 _ANSWER_TOKENS = range(2**31, 2**31 + 64)  # never part of a prompt
