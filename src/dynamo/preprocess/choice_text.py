@@ -39,7 +39,9 @@ class ChoiceText:
         if output.finish_reason is not None:
             text += self._detokenizer.finish()
         if self._stops is not None and len(self._tokens) > self._min_tokens:
-            return self._push_to_stops(self._stops, text, output.finish_reason is not None)
+            text, self.stop_reason = self._stops.push(text)
+            if output.finish_reason is not None and self.stop_reason is None:
+                text += self._stops.flush()
         return text
 
     @property
@@ -56,12 +58,6 @@ class ChoiceText:
     def num_held(self) -> int:
         """Return the number of characters that are held back, because they may become a stop string."""
         return self._stops.num_held if self._stops is not None else 0
-
-    def _push_to_stops(self, stops: stop_strings.StopStrings, text: str, is_last: bool) -> str:
-        text, self.stop_reason = stops.push(text)
-        if is_last and self.stop_reason is None:
-            text += stops.flush()
-        return text
 
 
 def visible_ids(output: generate.Output) -> Sequence[int]:

@@ -16,7 +16,7 @@ import codecs
 import copy
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from dynamo.preprocess import tokenize
 from dynamo.protocols import blocks
@@ -165,28 +165,21 @@ class WindowDetokenizer:
 
 def _table_of(tokenizer: tokenize.Tokenizer) -> tuple[list[Piece], bool]:
     """Return the table, and whether the space that begins a text is dropped; an empty table if there is none."""
-    steps = _steps(tokenizer.decoder_definition)
-    kinds = [step["type"] for step in steps]
+    definition = tokenizer.decoder_definition
+    steps = definition["decoders"] if definition.get("type") == "Sequence" else [definition]
+    kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         read, drops_space = _byte_level, False
-    elif kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and _is_sentencepiece(steps):
+    elif (
+        kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
+        and (steps[0]["pattern"], steps[0]["content"]) == ({"String": "▁"}, " ")
+        and steps[3:] in ([], [{"type": "Strip", "content": " ", "start": 1, "stop": 0}])
+    ):
         read, drops_space = _sentencepiece, len(steps) == 4
     else:
         return [], False
     table = [_piece(read(token)) for token in tokenizer.tokens]
     return (table, drops_space) if _agrees(tokenizer, table, drops_space) else ([], False)
-
-
-def _steps(definition: dict[str, Any]) -> list[dict[str, Any]]:
-    if definition.get("type") == "Sequence":
-        return list(definition["decoders"])
-    return [definition] if definition else [{"type": "none"}]
-
-
-def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
-    replaces = steps[0]["pattern"] == {"String": "▁"} and steps[0]["content"] == " "
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    return replaces and steps[3:] in ([], [strip])
 
 
 class _ByteAlphabet(dict[int, int]):

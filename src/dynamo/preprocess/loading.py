@@ -34,7 +34,12 @@ class ModelFiles:
                 f"{error.strerror}; the model's files must be on this machine under the same path"
             ) from error
         if named:
-            self._check(named, content)
+            checksum = "sha256:" + hashlib.sha256(content).hexdigest()
+            if checksum != named.checksum:
+                raise errors.ConfigError(
+                    f"model {self._card.display_name!r}: {named.path} is not the file that its worker serves: "
+                    f"expected {named.checksum}, got {checksum}; copy the worker's file here"
+                )
         return content
 
     def read_text(self, name: str) -> str | None:
@@ -54,14 +59,6 @@ class ModelFiles:
             return msgspec.json.decode(content, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise errors.ConfigError(f"{name}: expected a JSON object: {error}") from error
-
-    def _check(self, named: model_card.ModelFile, content: bytes) -> None:
-        checksum = "sha256:" + hashlib.sha256(content).hexdigest()
-        if checksum != named.checksum:
-            raise errors.ConfigError(
-                f"model {self._card.display_name!r}: {named.path} is not the file that its worker serves: "
-                f"expected {named.checksum}, got {checksum}; copy the worker's file here"
-            )
 
 
 def load_preprocessor(
@@ -87,12 +84,22 @@ def load_preprocessor(
         files.read_json("generation_config.json"),
     )
     tokenizer_config = files.read_json("tokenizer_config.json")
-    source = _template_source(files, tokenizer_config)
+    plain, with_tools = _by_use(
+        files.read_text("chat_template.jinja")
+        or files.read_json("chat_template.json").get("chat_template")
+        or tokenizer_config.get("chat_template")
+        or ""
+    )
     special_tokens = _special_tokens(tokenizer_config)
+    chat_template = None
+    if plain:
+        chat_template = template.ChatTemplate(
+            plain, source_with_tools=with_tools, special_tokens=special_tokens, clock=clock
+        )
     vocab_size = config.get("vocab_size")
     return preprocessor.Preprocessor(
         tokenizer=tokenizer,
-        chat_template=_chat_template(source, special_tokens, clock),
+        chat_template=chat_template,
         context_length=card.context_length,
         vocab_size=vocab_size if type(vocab_size) is int else tokenizer.num_ids,
         eos_token_ids=options.collect_eos_token_ids(
@@ -102,7 +109,7 @@ def load_preprocessor(
         answer_format=formats.select_format(
             card.runtime_config.tool_call_parser,
             card.runtime_config.reasoning_parser,
-            template="\n".join(filter(None, _by_use(source))),
+            template="\n".join(filter(None, (plain, with_tools))),
         ),
         infill_format=card.runtime_config.infill_format,
     )
@@ -116,26 +123,6 @@ def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
     return tokens
-
-
-def _template_source(files: ModelFiles, tokenizer_config: dict[str, Any]) -> Any:
-    return (
-        files.read_text("chat_template.jinja")
-        or files.read_json("chat_template.json").get("chat_template")
-        or tokenizer_config.get("chat_template")
-        or ""
-    )
-
-
-def _chat_template(
-    source: Any, special_tokens: dict[str, str], clock: clock.Clock
-) -> template.ChatTemplate | None:
-    plain, with_tools = _by_use(source)
-    if not plain:
-        return None
-    return template.ChatTemplate(
-        plain, source_with_tools=with_tools, special_tokens=special_tokens, clock=clock
-    )
 
 
 def _by_use(source: Any) -> tuple[str, str | None]:

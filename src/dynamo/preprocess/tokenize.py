@@ -102,7 +102,11 @@ class Tokenizer:
             max_bytes=cache_bytes,
         )
         self.decoder_definition = parts.decoder or {}  # how tokens become text
-        self.tokens = _by_id(self._tokenizer.get_vocab())  # as the vocabulary writes them
+        vocabulary = self._tokenizer.get_vocab()
+        # By id, as the vocabulary writes them; an id that does not exist has an empty one.
+        self.tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
+        for token, token_id in vocabulary.items():
+            self.tokens[token_id] = token
 
     @property
     def num_ids(self) -> int:
@@ -200,11 +204,3 @@ def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
             begin, num_chars = end, 0
         num_chars += len(text)
     yield texts[begin:]
-
-
-def _by_id(vocabulary: dict[str, int]) -> list[str]:
-    """Return the tokens in the order of their ids; an id that does not exist has an empty one."""
-    tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
-    for token, token_id in vocabulary.items():
-        tokens[token_id] = token
-    return tokens

@@ -125,17 +125,16 @@ class ToolCallParser(parser.StateMachineParser):
         calls = (
             self._form.parse(body, self._tools) if state is call_syntax.CallState.COMPLETE else None
         )
-        if calls is None or not self._is_meant(calls):
+        # An answer may be JSON: without a mark, only calls of known tools are meant as calls.
+        if calls is None or not (
+            self._lead.strip() or all(call.name in self._tools for call in calls)
+        ):
             self._leave(self._lead + body)
         else:
             self._events += calls
             self._lead, self._body = "", []
             self._step = ToolCallParser._read_between
         return True
-
-    def _is_meant(self, calls: list[parser.ToolCall]) -> bool:
-        """Return whether calls are meant: without a mark, only those of known tools, since an answer may be JSON."""
-        return bool(self._lead.strip()) or all(call.name in self._tools for call in calls)
 
     def _read_between(self) -> bool:
         """Read the text after a section mark, which is then the lead, or after a call, without a lead."""
