@@ -83,7 +83,9 @@ class Plan:
     def pattern(self) -> Pattern:
         """Return the pattern of pieces; in most plans the stencil is one layer, repeated for each."""
         if self._is_split:
-            return Pattern(self._slab_origins(), self._head_pieces())
+            slabs = self._run_pieces(self._single_blocks(), self.local.slab_bytes)
+            by_layer = Pattern(self._layer_origins(), slabs).pieces()
+            return Pattern([(local, remote) for local, remote, _ in by_layer], self._head_pieces())
         if self._has_order(Order.BLOCK_MAJOR):
             return Pattern([(0, 0)], self._run_pieces(self.runs, self.local.block_bytes))
         can_join = self._has_order(Order.LAYER_MAJOR)
@@ -120,11 +122,6 @@ class Plan:
 
     def _layer_origins(self) -> list[Origin]:
         return list(zip(_layer_offsets(self.local), _layer_offsets(self.remote), strict=True))
-
-    def _slab_origins(self) -> list[Origin]:
-        slabs = self._run_pieces(self._single_blocks(), self.local.slab_bytes)
-        by_layer = Pattern(self._layer_origins(), slabs)
-        return [(local, remote) for local, remote, _ in by_layer.pieces()]
 
 
 def make(

@@ -150,27 +150,30 @@ class TransferServer:
             )
 
     def _answer(self, link: Link, sender: str, request: msgspec.Struct) -> None:
+        memory = self._exposed.region.memory
         match request:
             case messages.Read():
-                self._read(link, request)
+                limit, spans = (
+                    TimeLimit(request.timeout_s),
+                    messages.unpack(request.pieces, len(memory)),
+                )
+                link.send(messages.Done(), limit, is_more=True)
+                link.send_spans(memory, spans, limit, is_summed=request.is_summed)
             case messages.Write():
-                self._write(link, request)
+                limit, spans = (
+                    TimeLimit(request.timeout_s),
+                    messages.unpack(request.pieces, len(memory)),
+                )
+                link.receive_spans(memory, spans, limit, is_summed=request.is_summed)
+                link.send(messages.Done(), limit)
             case messages.Notify():
                 self._notify(link, sender, request)
             case messages.Attach():
-                self._attach(link)
-
-    def _read(self, link: Link, request: messages.Read) -> None:
-        limit, memory = TimeLimit(request.timeout_s), self._exposed.region.memory
-        spans = messages.unpack(request.pieces, len(memory))
-        link.send(messages.Done(), limit, is_more=True)
-        link.send_spans(memory, spans, limit, is_summed=request.is_summed)
-
-    def _write(self, link: Link, request: messages.Write) -> None:
-        limit, memory = TimeLimit(request.timeout_s), self._exposed.region.memory
-        spans = messages.unpack(request.pieces, len(memory))
-        link.receive_spans(memory, spans, limit, is_summed=request.is_summed)
-        link.send(messages.Done(), limit)
+                if self._exposed.shared is None:
+                    raise errors.RemoteProtocolError("this pool cannot be mapped")
+                limit = TimeLimit(GREETING_LIMIT_S)
+                link.send(messages.Done(), limit)
+                link.send_descriptor(self._exposed.shared.fd, limit)
 
     def _notify(self, link: Link, sender: str, request: messages.Notify) -> None:
         limit = TimeLimit(request.timeout_s)
@@ -180,13 +183,6 @@ class TransferServer:
             self._refuse(link, error)
         else:
             link.send(messages.Done(), limit)
-
-    def _attach(self, link: Link) -> None:
-        limit = TimeLimit(GREETING_LIMIT_S)
-        if self._exposed.shared is None:
-            raise errors.RemoteProtocolError("this pool cannot be mapped")
-        link.send(messages.Done(), limit)
-        link.send_descriptor(self._exposed.shared.fd, limit)
 
     @staticmethod
     def _refuse(link: Link, error: errors.DynamoError) -> None:

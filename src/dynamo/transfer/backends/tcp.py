@@ -7,7 +7,6 @@ both ends (`handshake`).
 import functools
 import itertools
 import socket
-from collections.abc import Iterator
 
 from dynamo.base import errors, membership
 from dynamo.transfer import api, handshake, messages, routes, server
@@ -71,7 +70,12 @@ class TcpBackend:
 
     def connect(self, target: routes.PeerTarget, limit: TimeLimit) -> "TcpRoute":
         assert self._exposed is not None, "connect before listen"
-        host, port = _split(target.address)
+        host, _, port = target.address.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise errors.TransferError(
+                f"expected host:port as a worker's address, got {target.address!r}"
+            )
+        host = host.strip("[]")
         if self._is_open and not membership.is_loopback(host):
             raise errors.TransferError(
                 f"{target.name} is on another host ({host}), which needs a cluster token, and we have none"
@@ -88,7 +92,7 @@ class TcpBackend:
             )
 
         make_link = functools.partial(self._link, is_server=False)
-        links = LinkPool(lambda limit: _connect(host, port, limit, make_link), greet)
+        links = LinkPool(lambda limit: _connect(host, int(port), limit, make_link), greet)
         links.warm(limit)
         is_bare = self._credentials.tls is None and not membership.is_loopback(host)
         is_summed = self._is_always_summed or is_bare
@@ -119,7 +123,8 @@ class TcpRoute:
     def move(self, operation: api.TransferOperation, pattern: Pattern, limit: TimeLimit) -> None:
         step = self._pull if operation is api.TransferOperation.READ else self._push
         with self._links.borrow(limit) as link:
-            for batch in _batches(pattern.pieces()):
+            pieces = pattern.pieces()
+            while batch := list(itertools.islice(pieces, messages.MAX_PIECES)):
                 step(link, batch, limit)
 
     def notify(self, message: bytes, limit: TimeLimit) -> None:
@@ -138,11 +143,6 @@ class TcpRoute:
         link.send(request, limit, is_more=True)
         link.send_spans(self._memory, _local(batch), limit, is_summed=self._is_summed)
         link.receive(messages.Done, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
-
-
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    while batch := list(itertools.islice(pieces, messages.MAX_PIECES)):
-        yield batch
 
 
 def _local(batch: list[Piece]) -> list[messages.Span]:
@@ -174,10 +174,3 @@ def _tune(sock: socket.socket, host: str) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if membership.is_loopback(host):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise errors.TransferError(f"expected host:port as a worker's address, got {address!r}")
-    return host.strip("[]"), int(port)

@@ -33,7 +33,10 @@ class NixlEndpoint:
     """Opens one region of ours, and knows its peers. Every method raises TransferError if NIXL fails."""
 
     def __init__(self, name: str, window: memory.Window) -> None:
-        _hush()
+        log = logging.getLogger("nixl")  # by itself it writes to standard output
+        log.handlers.clear()
+        log.propagate = True
+        log.setLevel(logging.WARNING)
         self._window = window
         self._handle: Any = None  # here and in no frame, because a traceback would keep it alive
         self._agent: Any = None
@@ -140,11 +143,3 @@ class Wait:
         """Pause before the next poll. Raises TransferError at the time limit."""
         self._limit.remaining_s()
         time.sleep(_PAUSE_S if time.monotonic() > self._is_eager_until else 0)
-
-
-def _hush() -> None:
-    """Let NIXL log like this process: by itself it writes to standard output."""
-    log = logging.getLogger("nixl")
-    log.handlers.clear()
-    log.propagate = True
-    log.setLevel(logging.WARNING)
