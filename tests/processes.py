@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import signal
+from collections.abc import Iterable
 
 
 def descendants(pid: int) -> set[int]:
@@ -18,6 +19,21 @@ def descendants(pid: int) -> set[int]:
         found |= more
         below |= more
     return below
+
+
+def shared_files(pids: Iterable[int]) -> set[str]:
+    """Return the paths in /dev/shm that these processes map or have open; processes that have ended are ignored."""
+    paths = set()
+    for pid in pids:
+        process = pathlib.Path(f"/proc/{pid}")
+        with contextlib.suppress(OSError):
+            for line in (process / "maps").read_text().splitlines():
+                paths.add(line.partition(" /")[2])
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    paths.add(str(descriptor.readlink())[1:])
+    return {f"/{path}" for path in paths if path.startswith("dev/shm/")}
 
 
 def kill(pids: set[int]) -> None:

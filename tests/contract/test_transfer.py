@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import members
+import processes
 import transfer_peer
 from dynamo.base import errors
 from dynamo.transfer import api, descriptors
@@ -412,11 +413,12 @@ async def test_killed_peer_leaves_nothing_behind():
     async with connected("shm") as (_, process, _):
         address = descriptors.decode(process.metadata).addresses["shm"]
         had = address in sockets.read_text()
+        shared_files = processes.shared_files([process.pid])
         process.kill()
         has = address in sockets.read_text()
 
     assert (had, has) == (True, False)
-    assert not [name for name in os.listdir("/dev/shm") if "dynamo" in name]
+    assert not [path for path in shared_files if os.path.exists(path)]
 
 
 @pytest.mark.parametrize("backend", ACROSS)

@@ -15,6 +15,7 @@ import pytest
 from deployment import Process, eventually
 
 import ports
+import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
 
@@ -32,7 +33,7 @@ class Command:
         folder.mkdir()
         self.folder = folder
         self.port = ports.reserve()
-        self.shared_before = set(os.listdir("/dev/shm"))
+        self.shared_before = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
         deployment.environ |= {"TMPDIR": str(folder)}
         argv = ("dynamo.cli", "serve", "--http-port", str(self.port), *flags)
         self.process: Process = deployment.run(*argv)
@@ -58,8 +59,16 @@ class Command:
                 left: list[object] = []
             except OSError:
                 left = [f"port {self.port}"]
-        shared = set(os.listdir("/dev/shm")) - self.shared_before
-        return left + self.pids() + list(self.folder.iterdir()) + sorted(shared)
+        pids = self.pids()
+        return left + pids + list(self.folder.iterdir()) + sorted(self.shared_files(pids))
+
+    def shared_files(self, pids: list[int]) -> set[str]:
+        """New files in /dev/shm, but for those that processes of other tests use."""
+        new = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} - self.shared_before
+        if not new:
+            return new
+        everyone = {int(path.name) for path in pathlib.Path("/proc").glob("[0-9]*")}
+        return new - processes.shared_files(everyone - set(pids))
 
     def await_nothing(self, within_s: float = 10.0) -> None:
         eventually(lambda: not self.remains(), within_s=within_s, what=f"gone: {self.remains()}")

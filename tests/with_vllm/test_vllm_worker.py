@@ -82,14 +82,6 @@ def test_a_killed_worker_leaves_no_vllm_process(worker):
     await_gone(below)
 
 
-def shared_by(pids):
-    """The files in /dev/shm that these processes map."""
-    lines = [
-        line for pid in pids for line in pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()
-    ]
-    return {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
-
-
 def test_dynamo_serve_that_is_killed_leaves_no_process_socket_or_shared_memory(tmp_path):
     folder = pathlib.Path(tempfile.mkdtemp())  # short: vLLM's sockets lie below
     environ = os.environ | ENVIRONMENT | {"TMPDIR": str(folder)}
@@ -107,7 +99,7 @@ def test_dynamo_serve_that_is_killed_leaves_no_process_socket_or_shared_memory(t
         below = processes.descendants(command.pid)
         core_of(command)
         assert [path for path in folder.glob("dynamo-serve-*/*") if path.is_socket()]
-        shared_files = shared_by(below)
+        shared_files = processes.shared_files(below)
     finally:
         command.kill()
 
