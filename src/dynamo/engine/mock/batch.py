@@ -198,8 +198,16 @@ class MockBatch:
                 output = choice.outputs[(choice.answer.start + num_output - 1) % size]
                 batch.append(api.EngineOutput(choice.request.id, output))
         for choice, num_tokens in self._planned:
-            if choice.block_ids:  # else it was aborted since
-                self._commit_prefill(choice, num_tokens, batch, ended)
+            if not choice.block_ids:  # it was aborted since
+                continue
+            choice.num_computed += num_tokens
+            if choice.num_computed < choice.num_tokens:
+                continue
+            self._prefilling.remove(choice)
+            self._decoding.append(choice)
+            choice.num_output += 1
+            self._set_next_check(choice)
+            self._check(choice, batch, ended)
         for choice in ended:
             self._end(choice)
         return batch
@@ -253,22 +261,6 @@ class MockBatch:
             self._planned.append((choice, num_tokens))
             self._memory.commit(choice, choice.num_computed + num_tokens)
         return num_tokens
-
-    def _commit_prefill(
-        self,
-        choice: MockChoice,
-        num_tokens: int,
-        batch: list[api.EngineOutput],
-        ended: list[MockChoice],
-    ) -> None:
-        choice.num_computed += num_tokens
-        if choice.num_computed < choice.num_tokens:
-            return
-        self._prefilling.remove(choice)
-        self._decoding.append(choice)
-        choice.num_output += 1
-        self._set_next_check(choice)
-        self._check(choice, batch, ended)
 
     def _set_next_check(self, choice: MockChoice) -> None:
         """Check it again at its last token, or at the first that needs another block."""

@@ -124,7 +124,13 @@ class MockEngine(exchange.ExchangesKv):
             functools.partial(local_agent.make_agent, "mocker", settings, room),
             timeout_s=settings.kv_transfer_timeout_s,
             lease_s=settings.kv_hold_s,
-            before_copy=_link(settings, self._clock).wait,
+            before_copy=kv_link.KvLink(
+                self._clock,
+                bytes_per_second=settings.kv_transfer_bandwidth * 1e9,
+                bytes_per_block=settings.kv_bytes_per_token * settings.block_size,
+                limit_s=settings.kv_transfer_timeout_s,
+                fail_every=settings.kv_transfer_fail_every,
+            ).wait,
         )
         timing = Timing(
             speedup_ratio=settings.speedup_ratio,
@@ -294,16 +300,6 @@ def _facts(settings: MockConfig, context_length: int) -> api.EngineFacts:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         data_parallel_size=settings.data_parallel_size,
         lora_names=settings.lora_names,
-    )
-
-
-def _link(settings: MockConfig, clock: clocks.Clock) -> kv_link.KvLink:
-    return kv_link.KvLink(
-        clock,
-        bytes_per_second=settings.kv_transfer_bandwidth * 1e9,
-        bytes_per_block=settings.kv_bytes_per_token * settings.block_size,
-        limit_s=settings.kv_transfer_timeout_s,
-        fail_every=settings.kv_transfer_fail_every,
     )
 
 
