@@ -11,7 +11,6 @@ by `run_until`, even if it died before that was called: no task dies in silence.
 
 import asyncio
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any
 
 _CANCEL_AGAIN_S = 5.0  # longer than it takes to clean up
@@ -28,12 +27,7 @@ class Tasks:
     async def __aenter__(self) -> "Tasks":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def start(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 TOKEN_VARIABLE = "DYN_LAUNCH_TOKENS"  # of this guard and of those around it, separated by commas
 _POLL_S = 1.0  # how often /dev/shm is listed
@@ -64,12 +63,7 @@ class Guard:
     def __enter__(self) -> "Guard":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._lifeline)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_CLOSE_S)

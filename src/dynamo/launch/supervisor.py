@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from types import TracebackType
 
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
@@ -46,12 +45,7 @@ class Supervisor:
     async def __aenter__(self) -> "Supervisor":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stop.set()
         await asyncio.gather(
             *(child.stop(self._stop_timeout_s) for child in self._child_by_name.values())
