@@ -30,11 +30,6 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(_YOUNG_OBJECTS, _OLDER_EVERY, _OLDEST_EVERY)
 
 
-def unfreeze_garbage() -> None:
-    """Let the collector look at all objects again, for a process that must take its modules apart in order at exit."""
-    gc.unfreeze()
-
-
 def reserve_open_files(num_connections: int) -> int:
     """Raise this process's limit of open files as far as needed and allowed; return how many connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

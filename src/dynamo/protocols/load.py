@@ -28,11 +28,6 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_total_blocks: int
     gpu_prefix_cache_hit_rate: float = 0.0  # cached prompt tokens / prompt tokens, since the start
 
-    @property
-    def gpu_cache_usage_perc(self) -> float:
-        """Return active blocks as a share of all, 0 to 1 (the name is the original's)."""
-        return self.kv_active_blocks / self.kv_total_blocks if self.kv_total_blocks else 0.0
-
 
 class ForwardPassMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one engine, or of one of its data-parallel ranks, after a step."""

@@ -176,12 +176,6 @@ def check_fit(local: Layout, remote: Layout, peer: str) -> None:
         raise errors.TransferError(f"the pools do not fit: {'; '.join(differences)}")
 
 
-def ranks_to_ask(layout: Layout, tp_size: int) -> range:
-    """Return the ranks of a worker with `tp_size` ranks that hold heads of `layout`."""
-    share = layout.num_kv_heads // tp_size
-    return range(layout.heads.start // share, (layout.heads.stop - 1) // share + 1)
-
-
 def _check_inside(blocks: Sequence[int], layout: Layout, side: str) -> None:
     if blocks and not (min(blocks) >= 0 and max(blocks) < layout.num_blocks):
         outside = next(block for block in blocks if not 0 <= block < layout.num_blocks)

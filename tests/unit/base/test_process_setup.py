@@ -63,14 +63,6 @@ def test_objects_that_exist_at_the_start_are_never_scanned():
     assert not any(one is lasting for one in gc.get_objects())
 
 
-@pytest.mark.usefixtures("settings")
-def test_unfreezing_lets_the_collector_scan_all_objects():
-    process_setup.collect_garbage_rarely()
-    process_setup.unfreeze_garbage()
-
-    assert gc.get_freeze_count() == 0
-
-
 @pytest.mark.parametrize(
     ("before", "after", "room"),
     [

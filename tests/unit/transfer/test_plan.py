@@ -121,16 +121,3 @@ def test_pools_of_other_sizes_orders_and_ranks_fit():
     there = layout(num_blocks=5, order=Order.BLOCK_MAJOR, tp_size=2, tp_rank=1)
 
     plan.check_fit(SHAPE, there, "prefill-0")
-
-
-@pytest.mark.parametrize("ours", [1, 2, 4])
-@pytest.mark.parametrize("theirs", [1, 2, 4])
-def test_ranks_to_ask_hold_our_heads_together(ours, theirs):
-    for rank in range(ours):
-        here = layout(tp_size=ours, tp_rank=rank)
-
-        asked = plan.ranks_to_ask(here, theirs)
-
-        held = [set(layout(tp_size=theirs, tp_rank=r).heads) & set(here.heads) for r in asked]
-        assert all(held)
-        assert set().union(*held) == set(here.heads)
