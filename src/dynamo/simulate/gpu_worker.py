@@ -177,7 +177,14 @@ class GpuWorker:
 
     def _begin(self, now: float) -> None:
         self._admit_jobs()
-        self._chunks = list(self._plan_chunks(self._max_num_tokens - len(self._decoding)))
+        self._chunks = []
+        num_left = self._max_num_tokens - len(self._decoding)
+        for job in self._prefilling:
+            num_tokens = min(num_left, job.num_prompt - job.num_computed)
+            if num_tokens <= 0:
+                break
+            self._chunks.append((job, num_tokens))
+            num_left -= num_tokens
         self.next_time = math.inf
         if not self._chunks and not self._decoding:
             return
@@ -201,16 +208,6 @@ class GpuWorker:
             num_running += 1
             has_prompt = job.num_computed == job.num_prompt
             (self._decoding if has_prompt else self._prefilling).append(job)
-
-    def _plan_chunks(self, num_left: int) -> list[tuple[Job, int]]:
-        chunks = []
-        for job in self._prefilling:
-            num_tokens = min(num_left, job.num_prompt - job.num_computed)
-            if num_tokens <= 0:
-                break
-            chunks.append((job, num_tokens))
-            num_left -= num_tokens
-        return chunks
 
     def _tokens_needed(self, job: Job) -> int:
         return job.num_prompt + (0 if self._is_prefill_only else job.num_output)

@@ -94,7 +94,13 @@ class Link:
             )
         body = bytearray(length)
         self._receive([memoryview(body)], limit or TimeLimit(GREETING_LIMIT_S))
-        return _decode(bytes(body), kinds)
+        try:
+            message = _decoder(kinds).decode(bytes(body))
+        except msgspec.DecodeError as error:
+            raise errors.RemoteProtocolError(f"expected another message: {error}") from error
+        if isinstance(message, messages.Refused):
+            raise errors.TransferError(f"the peer refused: {message.reason}")
+        return cast("M", message)
 
     def send_spans(
         self,
@@ -323,16 +329,6 @@ class LinkPool:
             idle, self._idle = self._idle, []
         for link in idle:
             link.close()
-
-
-def _decode(body: bytes, kinds: tuple[type[M], ...]) -> M:
-    try:
-        message = _decoder(kinds).decode(body)
-    except msgspec.DecodeError as error:
-        raise errors.RemoteProtocolError(f"expected another message: {error}") from error
-    if isinstance(message, messages.Refused):
-        raise errors.TransferError(f"the peer refused: {message.reason}")
-    return cast("M", message)
 
 
 @functools.cache

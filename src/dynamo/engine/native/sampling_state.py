@@ -123,18 +123,15 @@ class ThinkingBudget:
         """Return the token that ends the thought if the budget is used up, else None."""
         for token in self._sequence.token_ids[self._num_read :]:
             self._num_read += 1
-            self._read(token)
+            if token in self._limit.close_ids:
+                self._is_over = True
+            elif self._is_open:
+                self._num_thought += 1
+            elif token in self._limit.open_ids:
+                self._is_open = True
+            elif self._num_read - self._sequence.answer_start > MAX_LEADING_TOKENS:
+                self._is_over = True
         is_thinking = self._is_open and not self._is_over
         if is_thinking and self._num_thought >= self._limit.max_tokens:
             return self._limit.close_ids[0]
         return None
-
-    def _read(self, token: int) -> None:
-        if token in self._limit.close_ids:
-            self._is_over = True
-        elif self._is_open:
-            self._num_thought += 1
-        elif token in self._limit.open_ids:
-            self._is_open = True
-        elif self._num_read - self._sequence.answer_start > MAX_LEADING_TOKENS:
-            self._is_over = True

@@ -57,22 +57,19 @@ class NixlServer:
     def _turn(self) -> None:
         for peer, body in self._endpoint.receive():
             try:
-                self._answer(peer, nixl_messages.decode(body))
+                match nixl_messages.decode(body):
+                    case nixl_messages.NixlHello() as hello:
+                        self._admit(peer, hello)
+                    case nixl_messages.NixlNotify() as notification:
+                        self._accept_notification(peer, notification)
+                    case nixl_messages.NixlBye():
+                        self._forget(peer)
+                    case _:
+                        log.debug("%s sent an answer without a request", peer)
             except errors.DynamoError as error:
                 log.warning("ignored a message of %s to %s: %s", peer, self._exposed.name, error)
         while not self._answers.empty():
             self._send(*self._answers.get())
-
-    def _answer(self, peer: str, message: nixl_messages.NixlMessage) -> None:
-        match message:
-            case nixl_messages.NixlHello():
-                self._admit(peer, message)
-            case nixl_messages.NixlNotify():
-                self._accept_notification(peer, message)
-            case nixl_messages.NixlBye():
-                self._forget(peer)
-            case _:
-                log.debug("%s sent an answer without a request", peer)
 
     def _admit(self, peer: str, hello: nixl_messages.NixlHello) -> None:
         if (name := self._endpoint.add_peer(hello.contact)) != peer:
