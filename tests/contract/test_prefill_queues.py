@@ -9,6 +9,7 @@ import pytest
 
 import kv_params
 import nats_server as servers
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.disagg import job_consumer, metrics, prefill_queue, shared_queue
 from dynamo.observability import metrics as registries
@@ -36,7 +37,7 @@ class Worker:
         self.consumer = None
         if join is not None:
             self.consumer = job_consumer.PrefillJobConsumer(
-                join, runtime.requests, runtime.instance_id, self.counts
+                join, runtime.requests, runtime.instance_id, self.counts, clocks.SystemClock()
             )
 
     async def start(self):
@@ -96,11 +97,17 @@ class Rig:
         self.client = self.runtime.client(PREFILL)
         if self.kind == "direct":
             self.queue = prefill_queue.DirectQueue(
-                self.connected, self.client, self.counts.retries.inc
+                self.connected, self.client, clocks.SystemClock(), self.counts.retries.inc
             )
         else:
             self.queue = shared_queue.SharedQueue(
-                self.join, self.connected, self.client, self.runtime.requests, LEASES, self.counts
+                self.join,
+                self.connected,
+                self.client,
+                self.runtime.requests,
+                LEASES,
+                self.counts,
+                clocks.SystemClock(),
             )
             await self.queue.start()
         for _ in range(num_workers):

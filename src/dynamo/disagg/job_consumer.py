@@ -10,10 +10,12 @@ nothing more, and gives back the jobs that still arrive.
 """
 
 import asyncio
+import contextlib
 import logging
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.disagg import metrics, shared_queue
 from dynamo.runtime import requests, work_queue
@@ -38,11 +40,13 @@ class PrefillJobConsumer:
         plane: requests.RequestPlane,
         instance_id: int,
         counters: metrics.PrefillJobMetrics,
+        clock: clocks.Clock,
     ) -> None:
         self._join = join
         self._plane = plane
         self._instance_id = instance_id
         self._counters = counters
+        self._clock = clock
         self._is_leaving = False
         self._consumers: list[asyncio.Task[None]] = []
         self._tasks = tasks.Tasks()
@@ -62,7 +66,9 @@ class PrefillJobConsumer:
         """Wait for the jobs that end in time, and end."""
         self._is_leaving = True
         if self._consumers:
-            await asyncio.wait(self._consumers, timeout=CLOSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with self._clock.timeout(CLOSE_S):
+                    await asyncio.wait(self._consumers)
         await self._tasks.close()
 
     async def _consume(self, queue: work_queue.WorkQueue) -> None:
@@ -73,7 +79,7 @@ class PrefillJobConsumer:
                     await self._handle_job(item)
             except errors.Unavailable as error:
                 _logger.warning("the prefill queue: %s", error)
-                await asyncio.sleep(REJOIN_S)
+                await self._clock.sleep(REJOIN_S)
                 queue = await self._rejoin(queue)
         await queue.close()
 
@@ -92,7 +98,7 @@ class PrefillJobConsumer:
         if self._is_leaving:
             await self._give_back(item)
             return
-        extending = self._tasks.start("keep a prefill job", _keep_item(item))
+        extending = self._tasks.start("keep a prefill job", self._keep_item(item))
         try:
             is_over = await self._request_lease(item)
         except (errors.DynamoError, msgspec.DecodeError, KeyError) as error:
@@ -105,7 +111,9 @@ class PrefillJobConsumer:
             self._counters.done.inc()
         else:
             await self._give_back(item)
-            await asyncio.sleep(PAUSE_S)  # so that other workers, which may get the lease, take it
+            await self._clock.sleep(
+                PAUSE_S
+            )  # so that other workers, which may get the lease, take it
 
     async def _give_back(self, item: work_queue.WorkItem, *, after_s: float = 0.0) -> None:
         await item.give_back(after_s=after_s)
@@ -134,11 +142,10 @@ class PrefillJobConsumer:
             timeout_s=LEASE_S,
         )
 
-
-async def _keep_item(item: work_queue.WorkItem) -> None:
-    while True:
-        await asyncio.sleep(shared_queue.BOUNDS.acknowledge_s / 3)
-        try:
-            await item.keep()
-        except errors.Unavailable as error:
-            _logger.debug("could not keep a prefill job: %s", error)
+    async def _keep_item(self, item: work_queue.WorkItem) -> None:
+        while True:
+            await self._clock.sleep(shared_queue.BOUNDS.acknowledge_s / 3)
+            try:
+                await item.keep()
+            except errors.Unavailable as error:
+                _logger.debug("could not keep a prefill job: %s", error)

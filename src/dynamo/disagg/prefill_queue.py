@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.protocols import generate, kv_transfer
 from dynamo.runtime import client
@@ -90,11 +91,13 @@ class DirectQueue:
         self,
         workers: Callable[[], Sequence[int]],
         endpoint: client.EndpointClient,
+        clock: clocks.Clock,
         on_retry: Callable[[], None] = lambda: None,
     ) -> None:
         """`workers` returns the ids of connected prefill workers; `on_retry` is called for each retry."""
         self._workers = workers
         self._client = endpoint
+        self._clock = clock
         self._on_retry = on_retry
         self._num_sent: collections.Counter[int] = collections.Counter()  # and not ended, by worker
 
@@ -110,7 +113,7 @@ class DirectQueue:
         """Send the prompt to the least loaded worker. See `PrefillQueue.prefill`."""
         tried: list[int] = []
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._clock.timeout(timeout_s):
                 while True:
                     ids = self._usable(tried)
                     if not ids:

@@ -166,7 +166,7 @@ class PrefillRoute:
         )
         timeout_s = min(self._rules.prefill_timeout_s, options.timeout_s or math.inf)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._clock.timeout(timeout_s):
                 return await self._prefill_with_retry(
                     prefill, request, msgspec.structs.replace(options, timeout_s=timeout_s)
                 )
@@ -227,7 +227,7 @@ class PrefillRoute:
         if request.lora_name is None:  # for an adapter, only the candidates have it
             candidates = candidates or self._decoders
         try:
-            async with asyncio.timeout(DELIVERY_S):
+            async with self._clock.timeout(DELIVERY_S):
                 return await self._decode.open_stream(
                     msgspec.structs.replace(request, kv_transfer_params=params),
                     receiver,

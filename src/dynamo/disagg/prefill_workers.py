@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
 from dynamo.protocols import instances, kv_transfer, model_card
@@ -31,6 +32,7 @@ class PrefillWorkers:
         endpoint: instances.EndpointName,
         registry: discovery.Discovery,
         engine: api.KvTransferPeer,
+        clock: clocks.Clock,
         *,
         is_usable: Callable[[model_card.ModelCard], bool],
     ) -> None:
@@ -38,6 +40,7 @@ class PrefillWorkers:
         self._prefix = f"{instances.CARDS}{endpoint.path}/"
         self._registry = registry
         self._engine = engine
+        self._clock = clock
         self._is_usable = is_usable
         self._metadata: dict[int, bytes] = {}
         self._lora_names: dict[int, tuple[str, ...]] = {}
@@ -103,13 +106,13 @@ class PrefillWorkers:
 
     async def _connect(self, instance_id: int, metadata: bytes, pause_s: float) -> None:
         """Try until it succeeds; the task is cancelled when the worker is gone."""
-        await asyncio.sleep(pause_s)
+        await self._clock.sleep(pause_s)
         while True:
             try:
                 engine_id = await self._engine.connect_peer(metadata, deadline_s=CONNECT_S)
             except errors.TransferError as error:
                 _logger.warning("prefill worker %x cannot be used: %s", instance_id, error)
-                await asyncio.sleep(RETRY_S)
+                await self._clock.sleep(RETRY_S)
             else:
                 self._engine_ids[instance_id] = engine_id
                 _logger.info("prefill worker %x is connected", instance_id)

@@ -9,19 +9,20 @@ parameters, and computes the prompt itself. So a failure costs a request time at
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.disagg import config, engine_sink, metrics, policy, prefill_queue, prefill_workers
+from dynamo.disagg import engine_sink, metrics, policy, prefill_queue, prefill_workers
 from dynamo.engine import api
 from dynamo.kvbm import sharing
 from dynamo.protocols import blocks, generate, kv_transfer, load
 from dynamo.router import api as routing
 from dynamo.router import worker_load
-from dynamo.runtime import discovery
 
 _logger = logging.getLogger(__name__)
 
@@ -45,22 +46,23 @@ class RemotePrefillEngine:
         workers: prefill_workers.PrefillWorkers,
         counters: metrics.DisaggMetrics,
         *,
-        registry: discovery.Discovery,
-        model: str,
+        follow_limits: Callable[[policy.LengthPolicy], Coroutine[Any, Any, None]],
         prefill_policy: policy.PrefillPolicy,
         prefill_timeout_s: float,
+        clock: clocks.Clock,
     ) -> None:
-        """Limits of a `policy.LengthPolicy` hold as long as `registry` has no others for this model."""
+        """`follow_limits` keeps the limits of a `policy.LengthPolicy` as discovery has them, until it is cancelled."""
         assert engine.capabilities.kv_transfer is not None
         self._engine, self._transfer = engine, engine.capabilities.kv_transfer
         self.capabilities = engine.capabilities
         self._queue = queue
         self._workers = workers
         self._counters = counters
-        self._registry, self._model = registry, model
+        self._follow_limits = follow_limits
         self._policy = prefill_policy
         self._prefill_pace, self._copy_pace = worker_load.PrefillSpeed(), worker_load.PrefillSpeed()
         self._prefill_timeout_s = prefill_timeout_s
+        self._clock = clock
         self._cached = engine_sink.CachedPrefixes()
         self._block_size = 1
         self._remote: dict[str, _RemotePrompt] = {}  # by request id
@@ -75,7 +77,7 @@ class RemotePrefillEngine:
         self._block_size = facts.kv_block_size
         self._workers.start()
         if isinstance(self._policy, policy.LengthPolicy):
-            following = config.follow_limits(self._registry, self._model, self._policy)
+            following = self._follow_limits(self._policy)
             self._tasks.start("watch limits of local prefill", following)
         return facts
 
@@ -212,8 +214,7 @@ class RemotePrefillEngine:
 
     async def _prefill(self, request: generate.Request) -> kv_transfer.KvTransferParams | None:
         """Return where the prompt's blocks are; None if no prefill worker has computed them."""
-        now = asyncio.get_running_loop().time
-        began_at = now()
+        began_at = self._clock.now()
         is_alone = len(self._remote) == 1
         try:
             params = await self._queue.prefill(
@@ -222,7 +223,7 @@ class RemotePrefillEngine:
         except errors.DynamoError as error:
             self._fall_back(request.id, error)
             return None
-        duration_s = now() - began_at
+        duration_s = self._clock.now() - began_at
         self._counters.prefill_s.observe(duration_s)
         if is_alone:  # no other prompt of ours was ahead of it
             compute_s = max(0.0, duration_s - policy.HANDOFF_S)

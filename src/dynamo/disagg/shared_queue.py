@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors, ids, tasks
 from dynamo.disagg import metrics, prefill_queue
 from dynamo.protocols import generate, instances, kv_transfer
@@ -98,6 +99,7 @@ class SharedQueue:
         plane: requests.RequestPlane,
         endpoint: str,
         counters: metrics.DisaggMetrics,
+        clock: clocks.Clock,
     ) -> None:
         """`workers` returns the ids of connected prefill workers; leases are requested at `endpoint` of `plane`."""
         self._join = join
@@ -106,6 +108,7 @@ class SharedQueue:
         self._plane = plane
         self._endpoint = endpoint
         self._counters = counters
+        self._clock = clock
         self._work: work_queue.WorkQueue | None = None  # while it can be used
         self._transport: dict[str, str] = {}
         self._prompts: dict[str, _Prompt] = {}  # by job number
@@ -143,7 +146,7 @@ class SharedQueue:
         if self._work is None or not self._is_reachable or not self._has_worker():
             return None
         num_ours = len(self._waiting_prompts())
-        is_stale = self._counted_at < asyncio.get_running_loop().time() - _STALE_S
+        is_stale = self._counted_at < self._clock.now() - _STALE_S
         return num_ours if is_stale else max(num_ours, self._num_waiting)
 
     async def prefill(
@@ -153,7 +156,7 @@ class SharedQueue:
         number = next(self._numbers)
         prompt = self._prompts[number] = _Prompt(_new_future())
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._clock.timeout(timeout_s):
                 await self._push_job(number)
                 return await self._prefill_by_lease(prompt, request, timeout_s)
         except TimeoutError:
@@ -183,7 +186,7 @@ class SharedQueue:
             raise errors.NoWorkers(_NO_WORKER)
         job = PrefillJob(number=number, endpoint=self._endpoint, transport=self._transport)
         try:
-            async with asyncio.timeout(PUSH_S):
+            async with self._clock.timeout(PUSH_S):
                 await self._work.push(_encode(job))
         except TimeoutError:
             self._is_reachable = False
@@ -243,8 +246,8 @@ class SharedQueue:
                 self._is_reachable = False
             else:
                 self._is_reachable = True
-                self._counted_at = asyncio.get_running_loop().time()
-            await asyncio.sleep(COUNT_S)
+                self._counted_at = self._clock.now()
+            await self._clock.sleep(COUNT_S)
 
 
 def queue_name(endpoint: instances.EndpointName, model: str, checksums: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ decode    `importer`   blocks are copied from `peers`, the engines that hold the
 
 from collections.abc import Callable
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.kvbm.exporter import KvExporter
 from dynamo.kvbm.importer import BeforeCopy, KvImporter
@@ -22,6 +23,7 @@ class KvExchange:
     def __init__(
         self,
         make_agent: MakeAgent,
+        clock: clocks.Clock,
         *,
         timeout_s: float,
         lease_s: float,
@@ -31,11 +33,11 @@ class KvExchange:
 
         `before_copy` simulates a slow or failing network: it may wait, or raise TransferError.
         """
-        self._exporter = KvExporter(lease_s=lease_s)
+        self._exporter = KvExporter(clock, lease_s=lease_s)
         self._agent = LocalAgent(make_agent, self._exporter.handle_notification)
-        self._peers = PeerEngines(self._agent, remember_s=lease_s)
+        self._peers = PeerEngines(self._agent, clock, remember_s=lease_s)
         self._importer = KvImporter(
-            self._agent, self._peers, timeout_s=timeout_s, before_copy=before_copy
+            self._agent, self._peers, clock, timeout_s=timeout_s, before_copy=before_copy
         )
         self.enable_export = self._agent.enable_export
         self.on_import = self._importer.on_import

@@ -11,6 +11,7 @@ import logging
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.kvbm.sharing import BlockOwner
 from dynamo.protocols import generate, kv_transfer
 from dynamo.transfer import descriptors
@@ -22,11 +23,12 @@ _logger = logging.getLogger(__name__)
 class KvExporter:
     """The leases of one engine. Used on the event loop only."""
 
-    def __init__(self, *, lease_s: float) -> None:
+    def __init__(self, clock: clocks.Clock, *, lease_s: float) -> None:
         """`lease_s`: seconds that blocks are kept for the importing engine."""
+        self._clock = clock
         self._lease_s = lease_s
         self._owner: BlockOwner | None = None
-        self._timers: dict[int, asyncio.TimerHandle] = {}  # by lease id
+        self._timers: dict[int, clocks.Timer] = {}  # by lease id
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -55,8 +57,7 @@ class KvExporter:
             request.id, kv_transfer.to_log(request.kv_transfer_params),
         )  # fmt: skip
         lease_id = remote.remote_hold_id
-        event_loop = asyncio.get_running_loop()
-        self._timers[lease_id] = event_loop.call_later(self._lease_s, self._expire, lease_id)
+        self._timers[lease_id] = self._clock.call_later(self._lease_s, self._expire, lease_id)
         self._is_idle.clear()
         params = kv_transfer.KvTransferParams(do_remote_prefill=True, remote=remote)
         return msgspec.structs.replace(output, kv_transfer_params=params)

@@ -6,11 +6,11 @@ Copied blocks may be used only if they were certainly still under lease when the
 parameters say how long the lease lasts from when they arrive, and a copy that ends later counts as failed.
 """
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.kvbm.exporter import release_message
 from dynamo.kvbm.local_agent import LocalAgent
@@ -30,7 +30,7 @@ class _Expected:
 
     request: generate.Request
     remote: kv_transfer.RemoteBlocks
-    lease_ends_at: float  # by the event loop's clock
+    lease_ends_at: float  # by the importer's clock
 
 
 class KvImporter:
@@ -40,12 +40,14 @@ class KvImporter:
         self,
         agent: LocalAgent,
         peers: PeerEngines,
+        clock: clocks.Clock,
         *,
         timeout_s: float,
         before_copy: BeforeCopy | None,
     ) -> None:
         """`timeout_s` bounds each copy. `before_copy` simulates a slow or failing network: it may wait, or raise."""
         self._agent, self._peers, self._timeout_s = agent, peers, timeout_s
+        self._clock = clock
         self._before_copy = before_copy
         self._owner: BlockOwner | None = None
         self._expected: dict[str, _Expected] = {}  # by request id
@@ -63,7 +65,7 @@ class KvImporter:
 
     def expect_import(self, request: generate.Request, remote: kv_transfer.RemoteBlocks) -> None:
         """Allow an import for this request; the time of its lease runs from now."""
-        lease_ends_at = asyncio.get_running_loop().time() + remote.remote_hold_s
+        lease_ends_at = self._clock.now() + remote.remote_hold_s
         self._expected[request.id] = _Expected(request, remote, lease_ends_at)
 
     def abort_import(self, request_id: str) -> None:
@@ -89,7 +91,7 @@ class KvImporter:
         await self._tasks.close()
 
     async def _run_import(self, kv_import: KvImport) -> None:
-        began_at = asyncio.get_running_loop().time()
+        began_at = self._clock.now()
         error: errors.DynamoError | None = errors.Cancelled("the engine stops")
         try:
             await self._copy_in_time(kv_import)
@@ -99,7 +101,7 @@ class KvImporter:
         finally:
             assert self._owner is not None
             self._owner.end_import(kv_import.import_id, is_copied=error is None)
-        duration_s = asyncio.get_running_loop().time() - began_at
+        duration_s = self._clock.now() - began_at
         self._finish_import(kv_import, error, duration_s)
         if not isinstance(error, errors.Cancelled):
             await self._release_lease(kv_import.remote)
@@ -115,12 +117,12 @@ class KvImporter:
         if expected is None or expected.request is not request:
             raise errors.Cancelled("the request was aborted before its blocks were copied")
         del self._expected[request.id]
-        _check_lease(expected.lease_ends_at)
+        self._check_lease(expected.lease_ends_at)
         if not kv_import.local_blocks:
             return
         async with self._peers.use_connection(kv_import.remote.remote_engine_id) as peer:
             await self._copy(peer, kv_import)
-        _check_lease(expected.lease_ends_at)
+        self._check_lease(expected.lease_ends_at)
 
     async def _copy(self, peer: transfer.Peer, kv_import: KvImport) -> None:
         if self._before_copy is not None:
@@ -183,7 +185,6 @@ class KvImporter:
         for listener in self._listeners:
             listener(report)
 
-
-def _check_lease(lease_ends_at: float) -> None:
-    if asyncio.get_running_loop().time() > lease_ends_at:
-        raise errors.TransferError("it took so long that the blocks may be held no more")
+    def _check_lease(self, lease_ends_at: float) -> None:
+        if self._clock.now() > lease_ends_at:
+            raise errors.TransferError("it took so long that the blocks may be held no more")

@@ -6,12 +6,12 @@ An engine that leaves may still be computing prompts for us, and keeps their blo
 is closed when it is idle, but its address is remembered for as long as the engine may hold a lease.
 """
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.kvbm.local_agent import LocalAgent
 from dynamo.transfer import api as transfer
@@ -27,15 +27,16 @@ class _PeerEngine:
     metadata: bytes
     connection: transfer.Peer | None
     num_users: int = 0  # copies and notifications that run
-    forget_timer: asyncio.TimerHandle | None = None  # the engine has left
+    forget_timer: clocks.Timer | None = None  # the engine has left
 
 
 class PeerEngines:
     """The exporting engines, by engine id. Used on the event loop only."""
 
-    def __init__(self, agent: LocalAgent, *, remember_s: float) -> None:
+    def __init__(self, agent: LocalAgent, clock: clocks.Clock, *, remember_s: float) -> None:
         """`remember_s`: seconds during which blocks can still be imported from an engine that has left."""
         self._agent = agent
+        self._clock = clock
         self._remember_s = remember_s
         self._engines: dict[str, _PeerEngine] = {}
 
@@ -58,8 +59,9 @@ class PeerEngines:
         engine = self._engines.get(engine_id)
         if engine is None or engine.forget_timer is not None:
             return
-        loop = asyncio.get_running_loop()
-        engine.forget_timer = loop.call_later(self._remember_s, self._engines.pop, engine_id, None)
+        engine.forget_timer = self._clock.call_later(
+            self._remember_s, self._engines.pop, engine_id, None
+        )
         await self._close_if_idle(engine)
 
     @contextlib.asynccontextmanager

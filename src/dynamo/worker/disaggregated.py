@@ -11,8 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.disagg import (
+    config,
     job_consumer,
     metrics,
     policy,
@@ -41,6 +43,7 @@ def prepare_role(
     worker: settings.WorkerConfig,
     runtime: component.DistributedRuntime,
     registry: registries.Registry,
+    clock: clocks.Clock,
     *,
     model: str,
     directory: Path,
@@ -64,14 +67,14 @@ def prepare_role(
     if not worker.is_prefill:
         is_usable = _prefill_worker_filter(worker, model, checksums)
         workers = prefill_workers.PrefillWorkers(
-            worker.prefill_endpoint_name, runtime.discovery, transfer, is_usable=is_usable
+            worker.prefill_endpoint_name, runtime.discovery, transfer, clock, is_usable=is_usable
         )
-        return _decode_role(engine, workers, worker, runtime, registry, join, model=model)
+        return _decode_role(engine, workers, worker, runtime, registry, clock, join, model=model)
     if worker.prefill_queue == "direct":
         return WorkerRole(engine)
     counters = metrics.PrefillJobMetrics(registry)
     consumer = job_consumer.PrefillJobConsumer(
-        join, runtime.requests, runtime.instance_id, counters
+        join, runtime.requests, runtime.instance_id, counters, clock
     )
     return WorkerRole(engine, (consumer,))
 
@@ -110,6 +113,7 @@ def _decode_role(
     worker: settings.WorkerConfig,
     runtime: component.DistributedRuntime,
     registry: registries.Registry,
+    clock: clocks.Clock,
     join: shared_queue.JoinQueue,
     *,
     model: str,
@@ -128,21 +132,22 @@ def _decode_role(
             runtime.requests,
             leases.path,
             counters,
+            clock,
         )
         hooks = (queue,)
     else:
         queue = prefill_queue.DirectQueue(
-            lambda: workers.connected, prefill_client, counters.retries.inc
+            lambda: workers.connected, prefill_client, clock, counters.retries.inc
         )
     remote = remote_prefill.RemotePrefillEngine(
         engine,
         queue,
         workers,
         counters,
-        registry=runtime.discovery,
-        model=model,
+        follow_limits=functools.partial(config.follow_limits, runtime.discovery, model),
         prefill_policy=_prefill_policy(worker),
         prefill_timeout_s=worker.prefill_timeout_s,
+        clock=clock,
     )
     return WorkerRole(remote, hooks)
 

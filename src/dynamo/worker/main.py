@@ -125,6 +125,7 @@ def make_host(
         worker,
         runtime,
         counters.registry,
+        clock,
         model=_model_name(worker),
         directory=directory,
     )

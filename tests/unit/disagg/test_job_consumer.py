@@ -9,6 +9,7 @@ from dynamo.disagg import job_consumer, metrics
 from dynamo.observability import metrics as registries
 from dynamo.protocols import generate
 from dynamo.runtime import component
+from dynamo.testing import clock as clocks
 
 
 class Item:
@@ -52,20 +53,20 @@ class Work:
 class World:
     def __init__(self):
         self.joined, self.refusals = [], []
+        self.clock = clocks.VirtualClock()
 
     async def start(self, monkeypatch):
-        for name, value in (
-            ("NUM_JOBS", 1),
-            ("PULL_S", 60.0),
-            ("REJOIN_S", 0.01),
-            ("CLOSE_S", 0.05),
-        ):
+        for name, value in (("NUM_JOBS", 1), ("PULL_S", 60.0)):
             monkeypatch.setattr(job_consumer, name, value)
         self.runtime = await component.DistributedRuntime.in_memory(
             component.MemoryCluster(), item_type=generate.Output
         )
         self.consumer = job_consumer.PrefillJobConsumer(
-            self.join, self.runtime.requests, 1, metrics.PrefillJobMetrics(registries.Registry("x"))
+            self.join,
+            self.runtime.requests,
+            1,
+            metrics.PrefillJobMetrics(registries.Registry("x")),
+            self.clock,
         )
         await self.consumer.start()
         return self
@@ -81,7 +82,9 @@ class World:
 async def world(monkeypatch):
     world = await World().start(monkeypatch)
     yield world
-    await world.consumer.close()
+    closing = asyncio.ensure_future(world.consumer.close())
+    await world.clock.advance(job_consumer.CLOSE_S)
+    await closing
     await world.runtime.close()
 
 
@@ -96,7 +99,10 @@ async def test_lost_queue_is_joined_again(world):
     world.joined[0].things.put_nowait(errors.Unavailable("the stream is gone"))
     world.joined[0].things.put_nowait(errors.Unavailable("it still is"))
     world.joined[0].things.put_nowait(errors.Unavailable("and still"))
-    await until(lambda: len(world.joined) == 2)
+    await world.clock.advance(2 * job_consumer.REJOIN_S)
+    assert len(world.joined) == 1
+    await world.clock.advance(job_consumer.REJOIN_S)
+    assert len(world.joined) == 2
     item = Item()
     world.joined[1].things.put_nowait(item)
     await until(lambda: item.given_back_after is not None)
@@ -126,7 +132,7 @@ async def test_job_without_a_reachable_decode_worker_is_dropped_after_some_deliv
 
 
 async def test_consumer_can_be_closed_before_it_starts():
-    consumer = job_consumer.PrefillJobConsumer(None, None, 1, None)
+    consumer = job_consumer.PrefillJobConsumer(None, None, 1, None, clocks.VirtualClock())
 
     await consumer.leave()
     await consumer.close()

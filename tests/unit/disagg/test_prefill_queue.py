@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 import kv_params
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.disagg import prefill_queue
 from dynamo.protocols import blocks, generate, kv_transfer, model_errors
@@ -28,7 +29,9 @@ class Workers:
 
     def __init__(self, *ids):
         self.ids, self.asked, self.streams, self.num_retried = list(ids), [], [], 0
-        self.queue = prefill_queue.DirectQueue(lambda: self.ids, self, self.retried)
+        self.queue = prefill_queue.DirectQueue(
+            lambda: self.ids, self, clocks.SystemClock(), self.retried
+        )
 
     def retried(self):
         self.num_retried += 1

@@ -70,7 +70,7 @@ class Router:
 
 class World:
     def __init__(self, *, is_enforced=False, timeout_s=5.0):
-        self.registry = registries.Registry("x")
+        self.registry, self.clock = registries.Registry("x"), clocks.VirtualClock()
         self.decode, self.prefill = Router(DECODE, PLAIN), Router(PREFILL, OTHER_PREFILL)
         self.prefill.script = [PARAMS]
         self.made = prefill_route.PrefillRoute(
@@ -78,7 +78,7 @@ class World:
             policy.LengthPolicy(policy.LocalPrefillLimits(max_local_prefill_length=8)),
             prefill_route.PrefillRules(prefill_timeout_s=timeout_s, is_enforced=is_enforced),
             metrics.ModelPrefillRouteMetrics(metrics.PrefillRouteMetrics(self.registry), "M"),
-            clocks.VirtualClock(),
+            self.clock,
         )
         self.made.set_model_cards({DECODE: card(model_card.WorkerType.DECODE), PLAIN: card()})
         self.made.set_prefill_router(self.prefill)
@@ -222,18 +222,21 @@ async def forever(options):
 
 
 async def test_late_remote_prompt_is_computed_by_the_answering_worker():
-    world = World(timeout_s=0.01)
+    world = World(timeout_s=5.0)
     world.prefill.script = [forever]
-    await world.open()
+    opening = asyncio.ensure_future(world.open())
+    await world.clock.advance(5.0)
+    await opening
 
     assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
     assert world.count("routed_prefill_fallbacks_total", reason="late") == 1
 
 
-async def test_undelivered_prompt_is_computed_by_the_answering_worker(world, monkeypatch):
-    monkeypatch.setattr(prefill_route, "DELIVERY_S", 0.01)
+async def test_undelivered_prompt_is_computed_by_the_answering_worker(world):
     world.decode.script = [forever]
-    await world.open()
+    opening = asyncio.ensure_future(world.open())
+    await world.clock.advance(prefill_route.DELIVERY_S)
+    await opening
 
     assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
     assert world.count("routed_prefill_fallbacks_total", reason="undelivered") == 1

@@ -10,6 +10,7 @@ from dynamo.base import errors
 from dynamo.disagg import prefill_workers
 from dynamo.protocols import instances, kv_transfer, model_card
 from dynamo.runtime.backends import memory
+from dynamo.testing import clock as clocks
 
 ENDPOINT = instances.EndpointName("dynamo", "prefill", "generate")
 
@@ -34,11 +35,13 @@ class Engine:
 class World:
     def __init__(self):
         self.engine = Engine()
+        self.clock = clocks.VirtualClock()
         self.registry = memory.MemoryDiscovery(memory.MemoryRegistry())
         self.workers = prefill_workers.PrefillWorkers(
             ENDPOINT,
             self.registry,
             self.engine,
+            self.clock,
             is_usable=lambda card: card.display_name == "m",
         )
         self.workers.start()
@@ -80,11 +83,6 @@ async def world():
     await world.workers.close()
 
 
-@pytest.fixture
-def at_once(monkeypatch):
-    monkeypatch.setattr(prefill_workers, "RETRY_S", 0.0)
-
-
 async def test_worker_is_used_from_its_connection_until_it_is_gone(world):
     await world.join(0x1F)
     await until(lambda: world.workers.connected == [0x1F])
@@ -94,21 +92,25 @@ async def test_worker_is_used_from_its_connection_until_it_is_gone(world):
     assert world.engine.gone == ["e1"]
 
 
-async def test_unreachable_worker_is_tried_again(world, at_once):
+async def test_unreachable_worker_is_tried_again(world):
     world.engine.unreachable.add(b"e1")
     await world.join(1)
-    await until(lambda: world.engine.num_tried >= 2)
+    await until(lambda: world.engine.num_tried == 1)
+    await world.clock.advance(prefill_workers.RETRY_S)
+    assert world.engine.num_tried == 2
     assert not world.workers.connected
 
     world.engine.unreachable.clear()
+    await world.clock.advance(prefill_workers.RETRY_S)
     await until(lambda: world.workers.connected == [1])
 
 
-async def test_worker_with_a_failed_copy_is_used_again_after_a_new_connection(world, at_once):
+async def test_worker_with_a_failed_copy_is_used_again_after_a_new_connection(world):
     await world.join(1)
     await until(lambda: world.workers.connected == [1])
     world.workers.reconnect("e1")
     assert not world.workers.connected
+    await world.clock.advance(prefill_workers.RETRY_S)
 
     await until(lambda: world.workers.connected == [1])
     assert world.engine.connected == ["e1", "e1"]

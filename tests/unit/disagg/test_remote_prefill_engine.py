@@ -1,13 +1,15 @@
 """The engine that lets prefill workers compute long prompts, in front of one that does what the test says."""
 
 import asyncio
+import functools
 
 import msgspec
 import pytest
 
 import kv_params
+from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.disagg import metrics, policy, remote_prefill
+from dynamo.disagg import config, metrics, policy, remote_prefill
 from dynamo.engine import api
 from dynamo.kvbm import sharing
 from dynamo.observability import metrics as registries
@@ -132,11 +134,11 @@ class World:
             self.queue,
             self.workers,
             metrics.DisaggMetrics(self.counts),
-            registry=self.registry,
-            model="m",
+            follow_limits=functools.partial(config.follow_limits, self.registry, "m"),
             prefill_policy=prefill_policy
             or policy.LengthPolicy(policy.LocalPrefillLimits(max_local_prefill_length=8)),
             prefill_timeout_s=5,
+            clock=clocks.SystemClock(),
         )
         assert await self.remote.start(self.sink) is FACTS
 

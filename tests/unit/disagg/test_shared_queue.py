@@ -10,6 +10,7 @@ from dynamo.disagg import metrics, shared_queue
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate
 from dynamo.runtime import component, requests
+from dynamo.testing import clock as clocks
 
 REQUEST = generate.Request(id="r", model="m", token_ids=blocks.pack([1, 2, 3]))
 
@@ -49,6 +50,7 @@ class Client:
 class World:
     async def start(self, *ids):
         self.work, self.client = Work(), Client(*ids)
+        self.clock = clocks.VirtualClock()
         self.runtime = await component.DistributedRuntime.in_memory(
             component.MemoryCluster(), item_type=generate.Output
         )
@@ -59,6 +61,7 @@ class World:
             self.runtime.requests,
             "leases",
             metrics.DisaggMetrics(registries.Registry("x")),
+            self.clock,
         )
         await self.queue.start()
         return self
@@ -69,7 +72,7 @@ class World:
     async def until_size(self, expected):
         async with asyncio.timeout(20):
             while self.queue.size != expected:
-                await asyncio.sleep(0.01)
+                await self.clock.advance(shared_queue.COUNT_S)
 
 
 @pytest.fixture
@@ -86,10 +89,11 @@ async def test_size_counts_prompts_of_other_decode_workers(world):
     await world.until_size(7)
 
 
-async def test_size_ignores_an_old_count(world, monkeypatch):
+async def test_size_ignores_an_old_count(world):
     world.work.waiting = 7
     await world.until_size(7)
-    monkeypatch.setattr(shared_queue, "_STALE_S", 0.0)
+    await world.clock.advance(shared_queue.COUNT_S)  # the last count that a reader has requested
+    await world.clock.advance(shared_queue._STALE_S + shared_queue.COUNT_S)
 
     assert world.queue.size == 0
 
@@ -105,11 +109,12 @@ async def test_unreachable_queue_has_no_size_until_it_is_back(world, caplog):
     assert caplog.text.count("NATS is gone") == 1
 
 
-async def test_push_that_hangs_fails_soon(world, monkeypatch):
-    monkeypatch.setattr(shared_queue, "PUSH_S", 0.02)
+async def test_push_that_hangs_fails_soon(world):
     world.work.is_stuck = True
-    with pytest.raises(errors.Unavailable, match=r"within 0\.02 s"):
-        await world.queue.prefill(REQUEST, timeout_s=20)
+    pushing = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
+    await world.clock.advance(shared_queue.PUSH_S)
+    with pytest.raises(errors.Unavailable, match="within 1 s"):
+        await pushing
 
     assert world.queue.size is None
 

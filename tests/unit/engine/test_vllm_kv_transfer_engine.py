@@ -1,6 +1,5 @@
 """The engine around vLLM's that imports prompts, over one that does what the test says."""
 
-import asyncio
 import os
 
 import pytest
@@ -10,6 +9,7 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.adapters.vllm import connectors, kv_transfer_engine
 from dynamo.protocols import blocks, generate, kv_transfer
+from dynamo.testing import clock as clocks
 
 PLACE = connectors.decode_params({
     "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_engine_id": "e_dp0",
@@ -70,8 +70,9 @@ class Sink:
 class World:
     def __init__(self, **options):
         self.inner, self.sink, self.reports = Engine(), Sink(), []
+        self.clock = clocks.VirtualClock()
         options = {"engine_id": "me", "connector": connectors.NIXL} | options
-        self.engine = kv_transfer_engine.KvTransferEngine(self.inner, **options)
+        self.engine = kv_transfer_engine.KvTransferEngine(self.inner, self.clock, **options)
         self.engine.on_import(self.reports.append)
 
     async def start(self):
@@ -185,32 +186,24 @@ async def test_refusal_of_the_second_submission_reaches_the_sink(world):
     assert world.sink.heard == [("a", world.inner.refusal)]
 
 
-async def test_import_fails_after_its_time_limit(monkeypatch):
-    monkeypatch.setattr(kv_transfer_engine, "FIRST_TOKEN_S", 0.0)
-    world = await World().start()
-    told = asyncio.Event()
-    world.engine.on_import(lambda report: told.set())
-
+async def test_import_fails_after_its_time_limit(world):
     world.engine.submit(made())
-    await told.wait()
-    await asyncio.sleep(0)
+    await world.clock.advance(kv_transfer_engine.FIRST_TOKEN_S - 0.01)
+    assert world.reports == []
+    await world.clock.advance(0.01)
 
     assert world.inner.done == [made(), ("abort", "a"), made(None)]
     assert isinstance(world.reports[0].error, errors.DeadlineExceeded)
 
 
-async def test_aborted_request_ends_its_import(monkeypatch):
-    monkeypatch.setattr(kv_transfer_engine, "FIRST_TOKEN_S", 0.0)
-    world = await World().start()
-
+async def test_aborted_request_ends_its_import(world):
     world.engine.submit(made())
     world.engine.abort("a")
     world.engine.submit(made())
     world.engine.abort_choice("a", 0)
     world.engine.submit(made())
     await world.engine.stop()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await world.clock.advance(kv_transfer_engine.FIRST_TOKEN_S)
 
     assert world.inner.done[1::2] == [("abort", "a"), ("abort", "a", 0), "stop"]
     assert world.reports == []

@@ -6,6 +6,7 @@ import pytest
 
 from dynamo.kvbm import exporter as exporters
 from dynamo.protocols import generate, kv_transfer
+from dynamo.testing import clock as clocks
 from dynamo.transfer import descriptors
 
 LONG_S, DEADLINE_S = 60, 10
@@ -40,8 +41,8 @@ async def exporter(owner):
     exporter.close()
 
 
-def made(owner, hold_s=LONG_S):
-    exporter = exporters.KvExporter(lease_s=hold_s)
+def made(owner, clock=None):
+    exporter = exporters.KvExporter(clock or clocks.VirtualClock(), lease_s=LONG_S)
     exporter.set_owner(owner)
     return exporter
 
@@ -91,8 +92,12 @@ async def test_released_leases_free_their_blocks_and_end_the_wait(exporter, owne
 
 
 async def test_expired_lease_frees_its_blocks(owner, caplog):
-    exporter = made(owner, hold_s=0)
+    clock = clocks.VirtualClock()
+    exporter = made(owner, clock)
     hold(exporter)
+    await clock.advance(LONG_S - 0.01)
+    assert owner.released == []
+    await clock.advance(0.01)
     await asyncio.wait_for(exporter.wait_until_released(), DEADLINE_S)
 
     assert owner.released == [3]

@@ -5,6 +5,7 @@ import base64
 import pytest
 from worker_fakes import FakeEngine
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.disagg import job_consumer, policy, remote_prefill, shared_queue
 from dynamo.engine import api
@@ -50,7 +51,7 @@ async def role(engine, tmp_path, **fields):
     ) as runtime:
         registry = metrics.Registry("x")
         return disaggregated.prepare_role(
-            engine, worker, runtime, registry, model="m", directory=tmp_path
+            engine, worker, runtime, registry, clocks.SystemClock(), model="m", directory=tmp_path
         )
 
 

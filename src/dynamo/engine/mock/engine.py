@@ -122,6 +122,7 @@ class MockEngine(exchange.ExchangesKv):
         self._clock = clock or clocks.SystemClock()
         self._exchange = exchange.KvExchange(
             functools.partial(local_agent.make_agent, "mocker", settings, room),
+            self._clock,
             timeout_s=settings.kv_transfer_timeout_s,
             lease_s=settings.kv_hold_s,
             before_copy=kv_link.KvLink(

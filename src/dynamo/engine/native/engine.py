@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api, refusal
 from dynamo.engine.native import guided_decoding, scheduler
@@ -222,6 +223,7 @@ class NativeEngine(exchanges.ExchangesKv):
         self._settings = settings
         self._exchange = exchanges.KvExchange(
             functools.partial(local_agent.make_agent, "native", settings, room),
+            clocks.SystemClock(),
             timeout_s=settings.kv_transfer_timeout_s,
             lease_s=settings.kv_hold_s,
         )

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.adapters import guided_decoding, kv_subscriber, startup, streams
@@ -43,6 +44,7 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
     port = startup.find_free_ports(args.data_parallel_size)
     return kv_transfer_engine.KvTransferEngine(
         engine,
+        clocks.SystemClock(),
         engine_id=transfer.engine_id,
         connector=transfer.kv_connector,
         environment=connectors.side_channel(os.environ, port),

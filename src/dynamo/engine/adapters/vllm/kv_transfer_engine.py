@@ -11,7 +11,6 @@ A prompt for which no blocks come, because vLLM reports a failure or because not
 to vLLM again, to be computed here. That is possible as long as nothing has been answered.
 """
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.kvbm import sharing
@@ -45,7 +45,7 @@ class _Import:
 
     request: generate.Request
     began_at: float
-    timer: asyncio.TimerHandle
+    timer: clocks.Timer
 
 
 class KvTransferEngine:
@@ -54,6 +54,7 @@ class KvTransferEngine:
     def __init__(
         self,
         engine: api.Engine,
+        clock: clocks.Clock,
         *,
         engine_id: str,
         connector: str,
@@ -61,6 +62,7 @@ class KvTransferEngine:
     ) -> None:
         """`environment` is set while the engine starts: its processes inherit it."""
         self._engine = engine
+        self._clock = clock
         self.load, self.clear_kv_blocks = engine.load, engine.clear_kv_blocks
         self._environment = environment
         self._metadata = msgspec.json.encode(_Metadata(engine_id, connector))
@@ -103,9 +105,8 @@ class KvTransferEngine:
         else:
             _exporting_engine(request)  # raises, if its parameters are of another connector
             self._engine.submit(request)
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(FIRST_TOKEN_S, self._expire, request.id)
-            self._imports[request.id] = _Import(request, loop.time(), timer)
+            timer = self._clock.call_later(FIRST_TOKEN_S, self._expire, request.id)
+            self._imports[request.id] = _Import(request, self._clock.now(), timer)
 
     def abort(self, request_id: str) -> None:
         """Abort a request, with its import."""
@@ -210,7 +211,7 @@ class KvTransferEngine:
             request_id=kv_import.request.id,
             engine_id=_exporting_engine(kv_import.request),
             num_blocks=_num_blocks(_connector_fields(kv_import.request)),
-            duration_s=asyncio.get_running_loop().time() - kv_import.began_at,
+            duration_s=self._clock.now() - kv_import.began_at,
             error=error,
         )
         for listener in self._listeners:
