@@ -6,7 +6,7 @@ import pytest
 from dynamo.base import clock
 
 
-def test_the_system_clock_tells_the_machines_time():
+def test_system_clock_returns_the_time_of_the_machine():
     system = clock.SystemClock()
     before, now, after = time.monotonic(), system.now(), time.monotonic()
 
@@ -14,7 +14,7 @@ def test_the_system_clock_tells_the_machines_time():
     assert abs(system.wall() - time.time()) < 60
 
 
-async def test_the_system_clock_sleeps_as_long_as_it_is_told():
+async def test_system_clock_sleeps_for_the_given_seconds():
     system = clock.SystemClock()
     began = system.now()
     await system.sleep(0.005)

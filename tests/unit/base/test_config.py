@@ -31,11 +31,11 @@ def toml(tmp_path, text):
     return "--config", str(path)
 
 
-def test_defaults_hold_where_nothing_is_said():
+def test_unset_options_have_their_defaults():
     assert load() == DoorConfig()
 
 
-def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path):
+def test_flags_override_the_environment_which_overrides_the_file(tmp_path):
     file = toml(tmp_path, 'port = 1\nmode = "direct"\nwait_s = 2\n')
     loaded = load(*file, "--port", "3", T_PORT="2", T_MODE="random")
 
@@ -52,7 +52,7 @@ def test_every_type_can_be_given_by_flag():
     )
 
 
-def test_a_file_may_hold_every_type(tmp_path):
+def test_file_may_set_options_of_every_type(tmp_path):
     file = toml(
         tmp_path, 'model = "m"\nport = 1\nwait_s = 2.5\nquiet = true\nnames = ["a"]\nlimit = 4\n'
     )
@@ -69,7 +69,7 @@ def test_truth_in_the_environment_has_several_spellings(text, expected):
     assert load(T_QUIET=text).quiet is expected
 
 
-def test_a_flag_can_take_back_what_the_environment_says():
+def test_negated_flag_overrides_the_environment():
     assert load("--no-quiet", T_QUIET="1").quiet is False
 
 
@@ -90,7 +90,7 @@ def test_a_flag_can_take_back_what_the_environment_says():
         (["--port"], {}, "--port: expected one argument"),
     ],
 )
-def test_what_is_wrong_is_refused_in_one_sentence(argv, environ, says):
+def test_invalid_option_is_refused_in_one_sentence(argv, environ, says):
     with pytest.raises(errors.ConfigError) as refusal:
         load(*argv, **environ)
 
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_refused_in_one_sentence(argv, environ, says):
         ("port = ", "expected a readable TOML file"),
     ],
 )
-def test_a_file_with_a_mistake_is_refused_in_one_sentence(tmp_path, text, says):
+def test_invalid_file_is_refused_in_one_sentence(tmp_path, text, says):
     file = toml(tmp_path, text)
     with pytest.raises(errors.ConfigError) as refusal:
         load(*file)
@@ -122,7 +122,7 @@ def test_a_file_with_a_mistake_is_refused_in_one_sentence(tmp_path, text, says):
     assert says.format(path=file[1]) in str(refusal.value)
 
 
-def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path):
+def test_missing_or_binary_file_is_refused(tmp_path):
     binary = tmp_path / "door.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "none.toml", binary):
@@ -130,7 +130,7 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path):
             load("--config", str(path))
 
 
-def test_help_tells_the_flag_its_default_and_its_variable(capsys):
+def test_help_shows_each_flag_with_default_and_variable(capsys):
     with pytest.raises(SystemExit) as leaving:
         load("--help")
     text = " ".join(capsys.readouterr().out.split())
@@ -147,7 +147,7 @@ class EngineSettings:
     num_slots: int = config.option(4, aliases=("--slots",), help="how many")
 
 
-def test_an_alias_means_the_same():
+def test_alias_sets_the_same_option():
     (settings,) = config.load_parts((EngineSettings,), prog="p", argv=["--slots", "7"], environ={})
 
     assert settings.num_slots == 7
@@ -185,7 +185,7 @@ def test_help_groups_the_flags_by_the_class_that_declares_them(capsys):
     assert text.count("--port N") == 1
 
 
-def test_a_flag_like_no_other_has_no_suggestion():
+def test_unknown_flag_without_a_similar_one_has_no_suggestion():
     with pytest.raises(errors.ConfigError, match=r"--foo \(see --help\)"):
         load("--foo")
 
@@ -209,7 +209,7 @@ def load_with_guest(*argv, **environ):
     return config.load_parts((HostConfig, GuestConfig), prog="host", argv=argv, environ=environ)
 
 
-def test_what_nobody_declares_goes_whole_and_in_order_to_who_takes_the_rest():
+def test_undeclared_arguments_are_passed_on_in_order():
     host, guest = load_with_guest(
         "--theirs", "1,2", "--port", "3", "-x", '{"a": 1}', "--volume=5", "--also=b", "-1"
     )
@@ -218,13 +218,13 @@ def test_what_nobody_declares_goes_whole_and_in_order_to_who_takes_the_rest():
     assert guest.rest == ("--theirs", "1,2", "-x", '{"a": 1}', "--also=b", "-1")
 
 
-def test_the_rest_may_stand_in_the_file(tmp_path):
+def test_passed_on_arguments_may_be_set_in_the_file(tmp_path):
     _, guest = load_with_guest(*toml(tmp_path, 'rest = ["--theirs", "1,2"]'))
 
     assert guest.rest == ("--theirs", "1,2")
 
 
-def test_help_says_whose_flags_are_taken_as_well(capsys):
+def test_help_names_the_program_that_gets_undeclared_flags(capsys):
     with pytest.raises(SystemExit):
         load_with_guest("--help")
 
@@ -258,7 +258,7 @@ class WithWords:
     words: tuple[str, ...] = config.option((), flag="", help="words")
 
 
-def test_words_without_a_flag_keep_their_commas_and_order():
+def test_positional_arguments_keep_order_and_commas():
     loaded = config.load(WithWords, prog="p", argv=["a,b", "c"], environ={})
 
     assert loaded.words == ("a,b", "c")

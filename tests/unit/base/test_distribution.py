@@ -13,7 +13,7 @@ def no_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(distribution, "_ROOT", tmp_path)
 
 
-def test_the_version_is_that_of_pyproject():
+def test_version_equals_the_one_in_pyproject():
     project = tomllib.loads((distribution._ROOT / "pyproject.toml").read_text())["project"]
 
     assert (distribution.NAME, distribution.version()) == (project["name"], project["version"])
@@ -28,11 +28,11 @@ def test_outside_a_checkout_pip_installs_an_extra():
     assert distribution.install_command("etcd") == "pip install 'dynamo-serving[etcd]'"
 
 
-def test_a_module_whose_packages_are_installed_is_imported():
+def test_module_with_installed_packages_is_imported():
     assert distribution.load_extra("dynamo.base.errors", feature="x", extra="x") is errors
 
 
-def test_a_missing_package_is_a_config_error_that_names_the_extra(monkeypatch, tmp_path):
+def test_missing_package_raises_a_config_error_with_its_extra(monkeypatch, tmp_path):
     (tmp_path / "part_of_ours.py").write_text("import a_package_of_an_extra\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -43,10 +43,10 @@ def test_a_missing_package_is_a_config_error_that_names_the_extra(monkeypatch, t
         distribution.load_extra("part_of_ours", feature="the part", extra="more")
 
 
-def test_a_missing_module_of_this_distribution_is_no_config_error():
+def test_missing_own_module_raises_no_config_error():
     with pytest.raises(ModuleNotFoundError):
         distribution.load_extra("dynamo.nowhere", feature="x", extra="x")
 
 
-def test_the_distribution_is_found_by_importlib():
+def test_importlib_finds_the_distribution():
     assert importlib.metadata.version("dynamo-serving")

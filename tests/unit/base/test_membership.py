@@ -21,12 +21,12 @@ def read(environ=None, **settings):
     return membership.read(membership.ClusterConfig(**settings), environ or {})
 
 
-def test_without_settings_nothing_is_shown():
+def test_no_settings_give_no_credentials():
     assert read() == membership.NO_CREDENTIALS
     assert membership.NO_CREDENTIALS.derive_key("transfer") is None
 
 
-def test_a_token_is_the_same_from_a_file_and_from_the_environment(tmp_path):
+def test_token_from_a_file_equals_token_from_the_environment(tmp_path):
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n")
     by_file = read(cluster_token_file=str(path))
@@ -37,7 +37,7 @@ def test_a_token_is_the_same_from_a_file_and_from_the_environment(tmp_path):
     assert by_file.derive_key("transfer") != by_file.derive_key("request plane")
 
 
-def test_a_token_is_never_shown():
+def test_token_is_in_no_repr():
     shown = read({"DYN_CLUSTER_TOKEN": TOKEN})
 
     assert TOKEN not in repr(shown)
@@ -49,7 +49,7 @@ def test_no_flag_takes_the_token_itself():
 
 
 @pytest.mark.parametrize("token", ["tiny!", "x" * 15, "x" * 4097], ids=len)
-def test_a_token_too_short_or_too_long_is_refused_and_not_repeated(token, tmp_path):
+def test_token_of_wrong_length_is_refused_without_printing_the_token(token, tmp_path):
     (tmp_path / "token").write_text(token)
     for ask in (
         {"environ": {"DYN_CLUSTER_TOKEN": token}},
@@ -61,20 +61,20 @@ def test_a_token_too_short_or_too_long_is_refused_and_not_repeated(token, tmp_pa
         assert token not in str(refused.value)
 
 
-def test_an_empty_token_file_is_refused(tmp_path):
+def test_empty_token_file_is_refused(tmp_path):
     (tmp_path / "token").write_text("\n")
     with pytest.raises(errors.ConfigError, match="got 0"):
         read(cluster_token_file=str(tmp_path / "token"))
 
 
-def test_a_token_file_that_is_not_there_is_named(tmp_path):
+def test_missing_token_file_is_named_in_the_error(tmp_path):
     with pytest.raises(
         errors.ConfigError, match=r"--cluster-token-file .*nothing: expected a file"
     ):
         read(cluster_token_file=str(tmp_path / "nothing"))
 
 
-def test_two_tokens_are_one_too_many(tmp_path):
+def test_two_token_sources_are_refused(tmp_path):
     with pytest.raises(errors.ConfigError, match="got both"):
         read({"DYN_CLUSTER_TOKEN": TOKEN}, cluster_token_file=str(tmp_path))
 
@@ -86,7 +86,7 @@ def test_certificates_are_wanted_whole(certificates):
             read(**{other: path for other, path in paths.items() if other != name})
 
 
-def test_a_file_that_is_no_certificate_is_named(certificates, tmp_path):
+def test_invalid_certificate_file_is_named_in_the_error(certificates, tmp_path):
     (tmp_path / "junk.pem").write_text("junk")
     paths = members.flags(certificates) | {"cluster_tls_ca_cert_path": str(tmp_path / "junk.pem")}
 
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_certificate_is_named(certificates, tmp_path):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
-def test_loopback_needs_nothing(host):
+def test_loopback_address_needs_no_credentials(host):
     membership.check_address(host, "it", membership.NO_CREDENTIALS)
     membership.check_token_address(host, "it", membership.NO_CREDENTIALS)
 

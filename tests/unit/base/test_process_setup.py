@@ -74,7 +74,7 @@ def test_objects_that_exist_at_the_start_are_never_scanned():
         ((64, 64), 64, 1),
     ],
 )
-def test_open_file_limit_is_raised_as_far_as_needed_and_allowed(monkeypatch, before, after, room):
+def test_open_file_limit_is_raised_up_to_the_hard_limit(monkeypatch, before, after, room):
     limits = [before]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
@@ -84,7 +84,7 @@ def test_open_file_limit_is_raised_as_far_as_needed_and_allowed(monkeypatch, bef
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_first_signal_sets_the_event_and_the_second_ends_the_process(number):
+def test_second_signal_ends_the_process(number):
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)

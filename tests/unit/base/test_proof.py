@@ -40,7 +40,9 @@ def feed(exchange, data, portion):
 
 
 @given(key=keys, portion=st.integers(1, 80), asker=nonces, answerer=nonces)
-def test_who_shares_the_key_is_let_in_whatever_the_portions(key, portion, asker, answerer):
+def test_peers_with_the_same_key_are_accepted_however_bytes_are_split(
+    key, portion, asker, answerer
+):
     talk = Conversation(key, key, (asker, answerer))
     said = talk.run(portion)
 
@@ -49,7 +51,7 @@ def test_who_shares_the_key_is_let_in_whatever_the_portions(key, portion, asker,
 
 
 @given(ours=keys, theirs=keys)
-def test_another_key_is_refused_by_the_answerer_who_then_has_proven_nothing(ours, theirs):
+def test_server_refuses_another_key_before_it_sends_its_proof(ours, theirs):
     talk = Conversation(ours + b"1", theirs + b"2")
     with pytest.raises(errors.RemoteProtocolError, match="another cluster token"):
         talk.run()
@@ -71,7 +73,7 @@ def test_no_bytes_that_a_stranger_may_say_open_a_door(said):
 
 
 @given(said=st.binary(max_size=200))
-def test_nor_do_they_after_the_greeting(said):
+def test_random_bytes_after_the_greeting_complete_no_exchange(said):
     for steps in (proof.client_steps(KEY, bytes(32)), proof.server_steps(KEY, bytes(32))):
         exchange = proof.Exchange(steps)
         try:
@@ -83,7 +85,7 @@ def test_nor_do_they_after_the_greeting(said):
 
 
 @given(cut=st.integers(0, 71))
-def test_who_breaks_off_has_proven_nothing(cut):
+def test_truncated_proof_completes_no_exchange(cut):
     whole = Conversation().run()
     answerer = proof.Exchange(proof.server_steps(KEY, bytes([1]) * 32))
     answerer.feed(whole["asker"][:cut])
@@ -92,7 +94,7 @@ def test_who_breaks_off_has_proven_nothing(cut):
 
 
 @given(nonce=nonces.filter(lambda nonce: nonce not in RECORDED))
-def test_a_recorded_conversation_opens_nothing_at_another_nonce(nonce):
+def test_replayed_proof_is_refused_for_another_nonce(nonce):
     recorded = Conversation().run()
     answerer = proof.Exchange(proof.server_steps(KEY, nonce))
     asker = proof.Exchange(proof.client_steps(KEY, nonce))
@@ -103,7 +105,7 @@ def test_a_recorded_conversation_opens_nothing_at_another_nonce(nonce):
         asker.feed(recorded["answerer"])
 
 
-def test_an_asker_whose_own_words_come_back_is_not_deceived():
+def test_caller_refuses_its_own_proof_sent_back():
     asker = proof.Exchange(proof.client_steps(KEY, bytes(32)))
     own_proof = asker.feed(asker.first_output)
 
@@ -111,7 +113,7 @@ def test_an_asker_whose_own_words_come_back_is_not_deceived():
         asker.feed(own_proof)
 
 
-def test_an_answerer_cannot_be_had_to_prove_what_an_asker_must():
+def test_server_cannot_be_used_to_forge_a_callers_proof():
     """A stranger opens two connections and hands each what the other says."""
     first = proof.Exchange(proof.server_steps(KEY, bytes([1]) * 32))
     second = proof.Exchange(proof.server_steps(KEY, bytes([2]) * 32))
@@ -123,7 +125,7 @@ def test_an_answerer_cannot_be_had_to_prove_what_an_asker_must():
     assert not second.is_complete
 
 
-def test_a_proof_for_one_purpose_is_none_for_another():
+def test_proof_for_another_purpose_is_refused():
     of_requests, of_transfers = (
         proof.derive_key(b"token", what) for what in ("requests", "transfer")
     )
@@ -132,7 +134,7 @@ def test_a_proof_for_one_purpose_is_none_for_another():
         Conversation(of_requests, of_transfers).run()
 
 
-def test_what_follows_the_proof_is_kept():
+def test_bytes_after_the_proof_are_kept():
     whole = Conversation().run()
     answerer = proof.Exchange(proof.server_steps(KEY, bytes([1]) * 32))
     answerer.feed(whole["asker"] + b"Hello")
@@ -140,7 +142,7 @@ def test_what_follows_the_proof_is_kept():
     assert (answerer.is_complete, answerer.remainder) == (True, b"Hello")
 
 
-def test_keys_are_derived_as_rfc_5869_says():
+def test_keys_are_derived_as_in_rfc_5869():
     """Extract, then the first block of expand."""
     secret = hmac.new(b"pydynamo cluster token", b"token", hashlib.sha256).digest()
     expected = hmac.new(secret, b"transfer\x01", hashlib.sha256).digest()
@@ -148,7 +150,7 @@ def test_keys_are_derived_as_rfc_5869_says():
     assert proof.derive_key(b"token", "transfer") == expected
 
 
-def test_a_peer_that_does_not_greet_has_no_token():
+def test_peer_without_a_greeting_is_reported_as_having_no_token():
     answerer = proof.Exchange(proof.server_steps(KEY, bytes(32)))
 
     with pytest.raises(errors.RemoteProtocolError, match="has no cluster token"):

@@ -21,7 +21,7 @@ async def told():
     return contexts
 
 
-async def test_leaving_cancels_what_still_runs():
+async def test_leaving_the_block_cancels_running_tasks():
     async with tasks.Tasks() as running:
         task = running.start("wait", for_ever())
 
@@ -32,7 +32,7 @@ async def test_leaving_cancels_what_still_runs():
     assert len(running) == 0
 
 
-async def test_leaving_cancels_what_a_task_starts_while_it_goes():
+async def test_close_cancels_tasks_started_by_cancelled_tasks():
     running = tasks.Tasks()
     started = []
 
@@ -49,7 +49,7 @@ async def test_leaving_cancels_what_a_task_starts_while_it_goes():
     assert started[0].cancelled()
 
 
-async def test_run_until_returns_when_told_to_stop():
+async def test_run_until_returns_when_its_event_is_set():
     stop = asyncio.Event()
     async with tasks.Tasks() as running:
         running.start("stop", asyncio.sleep(0)).add_done_callback(lambda _: stop.set())
@@ -58,7 +58,7 @@ async def test_run_until_returns_when_told_to_stop():
     assert stop.is_set()
 
 
-async def test_run_until_raises_what_a_task_died_of(told):
+async def test_run_until_raises_the_exception_of_a_failed_task(told):
     async with tasks.Tasks() as running:
         running.start("victim", die())
         with pytest.raises(ValueError, match="dead"):
@@ -77,7 +77,7 @@ async def test_run_until_raises_even_if_the_task_died_before(told):
     assert len(told) == 1
 
 
-async def test_a_task_that_ends_or_is_cancelled_did_not_die(told):
+async def test_ended_or_cancelled_task_is_no_failure(told):
     async with tasks.Tasks() as running:
         done = running.start("done", asyncio.sleep(0))
         cancelled = running.start("cancelled", for_ever())
@@ -90,7 +90,7 @@ async def test_a_task_that_ends_or_is_cancelled_did_not_die(told):
     assert told == []
 
 
-async def test_a_cancellation_that_is_lost_is_said_again(monkeypatch):
+async def test_swallowed_cancellation_is_repeated(monkeypatch):
     monkeypatch.setattr(tasks, "_CANCEL_AGAIN_S", 0.01)
     begun, owner, num_lost = asyncio.Event(), tasks.Tasks(), 0
 
