@@ -26,14 +26,14 @@ async def test_models_are_listed(rig):
 
 
 @pytest.mark.parametrize("path", ["/v1/models/org/name", "/v1/models/org%2Fname"])
-async def test_a_model_whose_name_has_a_slash_is_found(rig, path):
+async def test_model_name_may_contain_a_slash(rig, path):
     await rig.worker("org/name")
     answer = await rig.client.get(path)
 
     assert answer.json()["id"] == "org/name"
 
 
-async def test_an_unknown_model_is_named_with_what_is_served(rig):
+async def test_error_for_an_unknown_model_lists_the_served_models(rig):
     answer = await rig.client.get("/v1/models/nope")
 
     assert answer.status_code == 404
@@ -82,7 +82,7 @@ async def test_unhealthy_but_alive_without_an_instance(bare):
         ("POST", "/clear_kv_blocks"),
     ],
 )
-async def test_answers_that_are_not_generated_tell_their_requests_id_too(rig, method, path):
+async def test_every_response_has_its_request_id(rig, method, path):
     named = await rig.client.request(method, path, headers={"x-request-id": "mine"})
     unnamed = await rig.client.request(method, path)
 
@@ -90,7 +90,7 @@ async def test_answers_that_are_not_generated_tell_their_requests_id_too(rig, me
     assert unnamed.headers["x-request-id"] not in ("", "mine")
 
 
-async def test_the_status_page_names_models_and_escapes_them_and_its_links_lead_somewhere(rig):
+async def test_status_page_escapes_model_names_and_has_working_links(rig):
     await rig.worker("<b>")
     answer = await rig.client.get("/")
 
@@ -123,7 +123,7 @@ def test_every_route_that_takes_a_body_is_in_the_documentation():
         ("POST", "/v1/rerank", 404),
     ],
 )
-async def test_a_wrong_method_or_path_is_an_error_in_openais_shape(rig, method, path, status):
+async def test_wrong_method_or_path_is_an_openai_error(rig, method, path, status):
     answer = await rig.client.request(method, path)
     error = answer.json()["error"]
 
@@ -133,14 +133,14 @@ async def test_a_wrong_method_or_path_is_an_error_in_openais_shape(rig, method, 
     assert ("allow" in answer.headers) == (status == 405)
 
 
-async def test_a_wrong_content_type_is_refused(rig):
+async def test_wrong_content_type_is_refused(rig):
     answer = await rig.client.post("/v1/completions", data={"model": "m"})
 
     assert answer.status_code == 415
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
-async def test_a_body_beyond_the_limit_is_refused_in_openais_shape(bare):
+async def test_body_over_the_limit_is_an_openai_error(bare):
     await bare.start(http_body_limit_mb=1)
     answer = await bare.client.post("/v1/completions", content=b"x" * (2**20 + 1))
 

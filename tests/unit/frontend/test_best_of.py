@@ -34,7 +34,7 @@ async def test_answers_with_the_best_mean_logprob_come_best_first(rig):
     assert body["usage"]["completion_tokens"] == 14
 
 
-async def test_one_of_each_prompt_with_its_log_probabilities(rig):
+async def test_best_of_returns_the_likeliest_choice_of_each_prompt(rig):
     rig.one.script = says(("a", -2.0), ("b", -1.0))
     body = (await rig.complete(["x", "y"], best_of=2, logprobs=0)).json()
 
@@ -43,7 +43,7 @@ async def test_one_of_each_prompt_with_its_log_probabilities(rig):
     assert body["choices"][0]["logprobs"]["token_logprobs"] == [-1.0]
 
 
-async def test_best_of_equal_to_n_selects_nothing(rig):
+async def test_best_of_equal_to_n_returns_all_choices(rig):
     rig.one.script = outputs("a", None) + outputs("a") + outputs("bc", index=1)
     body = (await rig.complete(best_of=2, n=2)).json()
 
@@ -51,7 +51,7 @@ async def test_best_of_equal_to_n_selects_nothing(rig):
     assert rig.one.requests[0].output_options.logprobs is None
 
 
-async def test_an_engine_without_log_probabilities_cannot_choose(rig):
+async def test_best_of_is_refused_if_the_engine_has_no_logprobs(rig):
     await rig.worker("blind", runtime_config=model_card.ModelRuntimeConfig(supports_logprobs=False))
     answer = await rig.client.post(
         "/v1/completions", json={"model": "blind", "prompt": "x", "best_of": 2}

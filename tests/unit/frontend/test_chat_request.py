@@ -32,7 +32,7 @@ def refused_message(**message):
     return refused_fields(messages=[USER, message])
 
 
-def test_a_request_is_read():
+def test_chat_request_is_decoded():
     request = decode(stream=True, stream_options={"include_usage": True}, n=2, stop="x", top_p=0.5)
 
     assert request.messages == [USER]
@@ -40,7 +40,7 @@ def test_a_request_is_read():
     assert (request.num_choices, request.stop_strings, request.top_p) == (2, ("x",), 0.5)
 
 
-def test_what_is_not_said_has_its_default():
+def test_absent_fields_have_their_defaults():
     request = decode()
 
     assert (request.num_choices, request.stop_strings, request.include_usage) == (1, (), False)
@@ -69,7 +69,7 @@ def test_what_is_not_said_has_its_default():
         {"nvext": {"top_k": 5, "annotations": ["request_id"], "backend_instance_id": 7}},
     ],
 )
-def test_what_can_be_honoured_or_asks_for_nothing_is_taken(harmless):
+def test_harmless_chat_fields_are_accepted(harmless):
     assert decode(**harmless).model == "m"
 
 
@@ -177,7 +177,7 @@ def test_keys_of_logit_bias_are_token_ids():
         ("foo", 1, "Unsupported parameter(s): `foo`"),
     ],
 )
-def test_a_wrong_field_is_named_with_what_was_expected_and_what_came(field, value, message):
+def test_error_for_an_invalid_field_has_expected_and_actual_value(field, value, message):
     assert refused_fields(**{field: value}) == (field, message)
 
 
@@ -281,7 +281,7 @@ def test_a_wrong_field_is_named_with_what_was_expected_and_what_came(field, valu
         ({"a - at `$.nvext.x`": 1}, "a - at `$.nvext.x`", "Unsupported parameter(s): `a - at `$.nvext.x``"),
     ],
 )  # fmt: skip
-def test_a_place_inside_a_field_is_named(fields, param, message):
+def test_error_names_the_path_inside_a_field(fields, param, message):
     assert refused_fields(**fields) == (param, message)
 
 
@@ -302,7 +302,7 @@ def test_a_place_inside_a_field_is_named(fields, param, message):
         (b'{"messages": ' + b"[" * 100_000, None, "the body is nested too deeply"),
     ],
 )
-def test_a_body_that_is_no_request_is_refused_in_a_sentence(body, param, sentence):
+def test_malformed_body_is_refused_in_one_sentence(body, param, sentence):
     assert refused(body) == (param, sentence)
 
 
@@ -331,7 +331,7 @@ def test_a_body_that_is_no_request_is_refused_in_a_sentence(body, param, sentenc
             "messages[1].tool_calls[0].function.arguments", "expected a string of JSON, got 5"),
     ],
 )  # fmt: skip
-def test_a_wrong_message_is_named(message, param, sentence):
+def test_invalid_message_is_named(message, param, sentence):
     named, text = refused_message(**message)
 
     assert named == param
@@ -362,7 +362,7 @@ def test_messages_of_every_kind_are_taken(message):
         ({"type": "function", "function": {"name": ""}}, "tools[1].function.name"),
     ],
 )
-def test_a_wrong_tool_is_named(tool, param):
+def test_invalid_tool_is_named(tool, param):
     assert refused_fields(tools=[TOOL, tool])[0] == param
 
 
@@ -405,14 +405,14 @@ def test_any_bytes_are_invalid(body):
 
 
 @given(cut=st.integers(0, 200), junk=st.binary(max_size=4))
-def test_a_body_cut_or_spoiled_anywhere_is_a_request_or_invalid(cut, junk):
+def test_mutated_body_decodes_or_raises_invalid_request(cut, junk):
     whole = msgspec.json.encode({"model": "m", "messages": [USER], "stop": ["a"], "n": 1})
 
     assert is_request_or_invalid(whole[:cut] + junk + whole[cut:])
     assert is_request_or_invalid(whole[:cut])
 
 
-def test_a_priority_at_the_root_is_vllms_and_counts_more():
+def test_root_priority_overrides_nvext_with_vllms_sign():
     hints = {"agent_hints": {"priority": 7}}
 
     assert decode(nvext=hints).scheduling_priority == 7
@@ -420,7 +420,7 @@ def test_a_priority_at_the_root_is_vllms_and_counts_more():
     assert decode().scheduling_priority == 0
 
 
-def test_the_session_is_named_by_its_control_or_else_by_its_context():
+def test_session_control_overrides_agent_context_for_the_session_id():
     control, context = {"session_id": "a"}, {"session_id": "b", "trajectory_final": True}
 
     assert decode(nvext={"session_control": control, "agent_context": context}).session_id == "a"

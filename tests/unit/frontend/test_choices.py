@@ -42,7 +42,7 @@ def test_without_stop_strings_each_token_is_reported_with_its_text():
     assert [report.logprobs.logprob for report in reports] == [-97, -98]
 
 
-def test_a_held_token_waits_with_its_text():
+def test_held_back_token_is_reported_with_its_text():
     one = choice("bcd")
     first = one.read(said("ab"))
     second = one.read(said("ce"))
@@ -75,14 +75,14 @@ def test_held_back_text_is_delivered_at_the_end():
     assert (text, told(reports)) == ("bc", "bc")
 
 
-def test_an_engine_without_logprobs_gives_text_and_no_reports():
+def test_choice_without_logprobs_has_no_token_reports():
     text, reports = choice().read(generate.Output(tuple(b"ab")))
 
     assert (text, reports) == ("ab", [])
 
 
 @pytest.mark.parametrize("has_logprobs", [False, True])
-def test_a_stop_string_ends_the_choice(has_logprobs):
+def test_stop_string_ends_the_choice(has_logprobs):
     one = choice("b", has_logprobs=has_logprobs)
     text, _ = one.read(said("abc"))
 
@@ -95,7 +95,7 @@ def test_a_stop_string_ends_the_choice(has_logprobs):
     st.lists(st.text("abX", min_size=1, max_size=3), max_size=2),
     st.data(),
 )
-def test_with_and_without_logprobs_the_text_is_the_same_and_the_reports_spell_it(text, stops, data):
+def test_logprobs_do_not_change_the_text(text, stops, data):
     plain, reporting = choice(*stops, has_logprobs=False), choice(*stops)
     got, spelled, at = ["", ""], "", 0
     while at < len(text) and not plain.is_over:

@@ -101,7 +101,7 @@ async def claude(rig):
 
 
 @pytest.mark.parametrize("name", TAKEN_BY_CHATS)
-async def test_a_chat_takes(gpt, name):
+async def test_chat_accepts_the_parameter(gpt, name):
     fields = {name: TAKEN_BY_CHATS[name]}
     answer = await gpt.chat.completions.create(model="m", messages=SAY, **fields)
 
@@ -109,7 +109,7 @@ async def test_a_chat_takes(gpt, name):
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_CHATS)
-async def test_a_chat_refuses_by_name(gpt, name):
+async def test_chat_refuses_the_parameter_by_name(gpt, name):
     fields = {name: REFUSED_BY_CHATS[name]}
     with pytest.raises(openai.BadRequestError) as caught:
         await gpt.chat.completions.create(model="m", messages=SAY, **fields)
@@ -119,21 +119,21 @@ async def test_a_chat_refuses_by_name(gpt, name):
 
 
 @pytest.mark.parametrize("name", TAKEN_BY_COMPLETIONS)
-async def test_a_completion_takes(gpt, name):
+async def test_completion_accepts_the_parameter(gpt, name):
     fields = {name: TAKEN_BY_COMPLETIONS[name]}
     answer = await gpt.completions.create(model="m", prompt="hi ", **fields)
 
     assert answer.choices[0].text == ("hi hello" if name == "echo" else "hello")
 
 
-async def test_a_completion_refuses_a_suffix(gpt):
+async def test_completion_refuses_a_suffix(gpt):
     with pytest.raises(openai.BadRequestError) as caught:
         await gpt.completions.create(model="m", prompt="hi", suffix="s")
 
     assert caught.value.param == "suffix"
 
 
-async def test_a_model_that_can_fills_in_before_a_suffix(gpt, rig):
+async def test_infill_model_completes_before_a_suffix(gpt, rig):
     able = model_card.ModelRuntimeConfig(infill_format="codestral")
     worker = await rig.worker("coder", runtime_config=able)
     answer = await gpt.completions.create(model="coder", prompt="hi", suffix="s")
@@ -143,14 +143,14 @@ async def test_a_model_that_can_fills_in_before_a_suffix(gpt, rig):
 
 
 @pytest.mark.parametrize("prompt", ["hi", ["hi", "hi"], [104, 105], [[104, 105], [104]]])
-async def test_a_prompt_has_four_forms(gpt, prompt):
+async def test_completion_prompt_has_four_forms(gpt, prompt):
     answer = await gpt.completions.create(model="m", prompt=prompt)
 
     assert len(answer.choices) == (2 if prompt in (["hi", "hi"], [[104, 105], [104]]) else 1)
 
 
 @pytest.mark.parametrize("name", TAKEN_BY_MESSAGES)
-async def test_a_message_takes(claude, name):
+async def test_message_accepts_the_parameter(claude, name):
     fields = {name: TAKEN_BY_MESSAGES[name]}
     answer = await claude.messages.create(model="m", max_tokens=9, messages=SAY, **fields)
 
@@ -159,7 +159,7 @@ async def test_a_message_takes(claude, name):
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p"])
-async def test_a_message_takes_what_only_older_clients_send(claude, rig, name):
+async def test_message_accepts_parameters_of_older_clients(claude, rig, name):
     await claude.messages.create(
         model="m", max_tokens=9, messages=SAY, extra_body={name: {"top_k": 7}.get(name, 0.25)}
     )
@@ -168,7 +168,7 @@ async def test_a_message_takes_what_only_older_clients_send(claude, rig, name):
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_MESSAGES)
-async def test_a_message_refuses_by_name(claude, name):
+async def test_message_refuses_the_parameter_by_name(claude, name):
     fields = {name: REFUSED_BY_MESSAGES[name]}
     with pytest.raises(anthropic.BadRequestError, match=name):
         await claude.messages.create(model="m", max_tokens=9, messages=SAY, extra_body=fields)
@@ -181,7 +181,7 @@ async def test_a_message_refuses_by_name(claude, name):
         {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}},
     ],
 )
-async def test_images_and_documents_are_refused_and_cache_marks_are_not(claude, block):
+async def test_message_with_an_image_or_document_is_refused(claude, block):
     text = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     taken = [{"role": "user", "content": [text]}]
     await claude.messages.create(model="m", max_tokens=9, messages=taken)
@@ -197,7 +197,7 @@ async def test_servers_of_tools_are_refused(claude, fields):
         await claude.messages.create(model="m", max_tokens=9, messages=SAY, extra_body=fields)
 
 
-async def test_a_request_has_the_callers_id_everywhere(rig):
+async def test_completion_stream_keeps_the_request_id_of_the_caller(rig):
     answer = await rig.client.post(
         "/v1/completions",
         json={

@@ -25,7 +25,7 @@ def decode(prompt="x", **fields):
         ([[1, 2], [3]], [[1, 2], [3]]),
     ],
 )
-def test_a_prompt_has_four_forms(prompt, prompts):
+def test_prompt_is_decoded_from_four_forms(prompt, prompts):
     assert decode(prompt).prompts == prompts
 
 
@@ -61,7 +61,7 @@ def test_a_prompt_has_four_forms(prompt, prompts):
         ({"messages": []}, "messages", "Unsupported parameter(s): `messages`"),
     ],
 )
-def test_a_wrong_field_is_named(fields, param, sentence):
+def test_invalid_completion_field_is_named(fields, param, sentence):
     with pytest.raises(errors.InvalidRequest) as caught:
         decode(**fields)
 
@@ -69,7 +69,7 @@ def test_a_wrong_field_is_named(fields, param, sentence):
     assert sentence in str(caught.value)
 
 
-def test_a_missing_prompt_is_named():
+def test_missing_prompt_is_named():
     with pytest.raises(errors.InvalidRequest, match="prompt: required, but missing"):
         openai_completions.decode(b'{"model": "m"}')
 
@@ -84,7 +84,7 @@ def test_a_missing_prompt_is_named():
         {"logprobs": 0, "echo": True},
     ],
 )
-def test_what_can_be_honoured_or_asks_for_nothing_is_taken(harmless):
+def test_harmless_completion_fields_are_accepted(harmless):
     assert decode(**harmless).prompts == ["x"]
 
 

@@ -23,14 +23,14 @@ async def test_routes_and_descriptions_come_from_one_list(rig):
     assert len(pairs) == len(OPERATIONS)
 
 
-async def test_the_document_is_served(rig):
+async def test_openapi_document_is_served(rig):
     answer = await rig.client.get("/openapi.json")
 
     assert answer.json()["paths"].keys() == DOCUMENT["paths"].keys()
     assert answer.json()["openapi"] == "3.1.0"
 
 
-def test_it_is_openapi():
+def test_openapi_document_is_valid():
     ids = [one["operationId"] for path in DOCUMENT["paths"].values() for one in path.values()]
     references = set()
 
@@ -52,7 +52,7 @@ def test_it_is_openapi():
         jsonschema_rs.meta.validate(schema)
 
 
-def test_limits_are_those_of_the_decoder():
+def test_described_limits_equal_those_of_the_decoder():
     fields = DOCUMENT["components"]["schemas"]["ChatRequest"]["properties"]
 
     assert {"type": "number", "minimum": 0, "maximum": 2} in fields["temperature"]["anyOf"]
@@ -110,7 +110,7 @@ async def test_examples_are_answered(rig, operation):
     assert answer.status_code == 200, answer.text
 
 
-async def test_the_page_names_every_route_and_loads_nothing(rig):
+async def test_page_lists_every_route_without_external_resources(rig):
     answer = await rig.client.get("/docs")
 
     for path in DOCUMENT["paths"]:
@@ -122,14 +122,14 @@ async def test_the_page_names_every_route_and_loads_nothing(rig):
     assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
-def test_the_page_escapes_the_host_and_the_model():
+def test_page_escapes_host_and_model():
     evil = "<script>alert(1)</script>"
     page = description.make_page(DOCUMENT, host=evil, model=evil).decode()
 
     assert "<script>" not in page
 
 
-def test_an_answer_without_a_schema_is_described_by_its_media_type():
+def test_response_without_a_schema_is_described_by_its_media_type():
     described = DOCUMENT["paths"]["/metrics"]["get"]["responses"]
 
     assert [*described] == ["200"]

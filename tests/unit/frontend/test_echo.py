@@ -43,7 +43,7 @@ def one_token(call, request):
     call.finish()
 
 
-async def test_with_logprobs_the_prompt_has_its_own(rig):
+async def test_echoed_prompt_has_logprobs(rig):
     rig.one.script = scored
     body = (await rig.complete("ab", echo=True, logprobs=1)).json()
     (choice,) = body["choices"]
@@ -58,7 +58,7 @@ async def test_with_logprobs_the_prompt_has_its_own(rig):
     assert body["usage"]["completion_tokens"] == 2
 
 
-async def test_a_text_can_be_scored_and_nothing_written(rig):
+async def test_text_is_scored_without_generating_tokens(rig):
     rig.one.script = one_token
     body = (await rig.complete("abc", echo=True, logprobs=0, max_tokens=0)).json()
     (choice,) = body["choices"]
@@ -80,7 +80,7 @@ async def test_prompt_is_echoed_unchanged_without_logprobs(rig):
 
 
 @pytest.mark.parametrize("prompt", [["ab", "cd"], [[97, 98], [99, 100]]])
-async def test_each_prompt_of_several_and_each_choice_has_its_own(rig, prompt):
+async def test_each_choice_echoes_its_own_prompt_with_logprobs(rig, prompt):
     rig.one.script = scored
     body = (await rig.complete(prompt, n=2, echo=True, logprobs=0)).json()
 
@@ -91,7 +91,7 @@ async def test_each_prompt_of_several_and_each_choice_has_its_own(rig, prompt):
     ]
 
 
-async def test_special_tokens_of_a_prompt_of_ids_are_a_part_of_its_text(rig):
+async def test_echo_of_token_ids_includes_special_tokens(rig):
     rig.one.script = one_token
     body = (await rig.complete([256, 97], echo=True, logprobs=0, max_tokens=0)).json()
     (choice,) = body["choices"]
@@ -100,7 +100,7 @@ async def test_special_tokens_of_a_prompt_of_ids_are_a_part_of_its_text(rig):
     assert choice["logprobs"]["text_offset"] == [0, 5]
 
 
-async def test_a_stream_begins_with_the_prompt_and_what_it_is_worth(rig):
+async def test_first_chunk_of_a_stream_echoes_the_prompt_with_logprobs(rig):
     rig.one.script = scored
     answer = await rig.complete("ab", echo=True, logprobs=0, stream=True)
     chunks = [event["choices"][0] for event in events(answer.text) if event != "[DONE]"]

@@ -13,16 +13,16 @@ ANY = model_card.EmbeddingFacts(dimensions=8, can_shorten=True)
 SOME = model_card.EmbeddingFacts(dimensions=8, can_shorten=True, lengths=(2, 4))
 
 
-def test_a_small_request_goes_to_one_worker():
+def test_small_request_goes_to_one_worker():
     assert embeddings.split_inputs([5, 6, 7], num_workers=4) == [[0, 1, 2]]
 
 
-def test_a_large_one_is_dealt_out_by_length():
+def test_large_request_is_split_by_length():
     assert embeddings.split_inputs([100, 900, 800, 90], num_workers=2) == [[0, 1], [2, 3]]
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=50), st.integers(0, 8))
-def test_every_input_is_in_one_share_and_no_worker_has_two(lengths, num_workers):
+def test_each_input_is_in_exactly_one_share(lengths, num_workers):
     shares = embeddings.split_inputs(lengths, num_workers)
 
     assert sorted(n for share in shares for n in share) == list(range(len(lengths)))
@@ -34,7 +34,7 @@ def test_every_input_is_in_one_share_and_no_worker_has_two(lengths, num_workers)
     ("facts", "asked"),
     [(PLAIN, None), (PLAIN, 8), (ANY, 1), (ANY, 7), (ANY, 8), (SOME, 2), (SOME, 8)],
 )
-def test_what_the_model_can_do_is_allowed(facts, asked):
+def test_supported_dimensions_are_accepted(facts, asked):
     embeddings.check_dimensions(asked, facts)
 
 

@@ -32,7 +32,7 @@ def vectors(answer):
     return [one["embedding"] for one in answer.json()["data"]]
 
 
-async def test_texts_become_vectors_in_their_order(rig):
+async def test_vectors_are_in_the_order_of_the_texts(rig):
     answer = await rig.embed("abc", "d")
 
     assert answer.json() == {
@@ -51,7 +51,7 @@ async def test_texts_become_vectors_in_their_order(rig):
     ("given", "expected"),
     [("abc", ["abc"]), ([97, 98], ["ab"]), ([[97], [98, 99]], ["a", "bc"])],
 )
-async def test_an_input_is_a_text_or_tokens_one_or_many(rig, given, expected):
+async def test_input_may_be_texts_or_token_lists(rig, given, expected):
     await rig.client.post("/v1/embeddings", json={"model": "e", "input": given})
 
     assert rig.one.prompts == expected
@@ -64,7 +64,7 @@ async def test_base64_is_the_vector_in_32_bit_floats(rig):
 
 
 @pytest.mark.parametrize("encoding", [openai.omit, "float", "base64"])
-async def test_the_official_client_gets_the_same_numbers_in_each_encoding(client, encoding):
+async def test_openai_client_gets_the_same_vectors_in_each_encoding(client, encoding):
     answer = await client.embeddings.create(
         model="e", input=["abc", "d"], encoding_format=encoding, user="me"
     )
@@ -76,7 +76,7 @@ async def test_the_official_client_gets_the_same_numbers_in_each_encoding(client
     assert answer.usage.total_tokens == 4
 
 
-async def test_a_model_whose_vectors_can_be_shortened_does_it(bare, model_dir):
+async def test_model_with_shortenable_vectors_shortens_its_vectors(bare, model_dir):
     await bare.start()
     facts = model_card.EmbeddingFacts(dimensions=4, can_shorten=True)
     await bare.embedder(embedding=facts)
@@ -105,7 +105,7 @@ async def test_a_model_whose_vectors_can_be_shortened_does_it(bare, model_dir):
         ({"input": "a", "truncate": True}, "truncate", "truncate"),
     ],
 )
-async def test_what_is_wrong_is_a_400_that_names_it(rig, body, param, message):
+async def test_invalid_embedding_field_is_a_400_with_its_name(rig, body, param, message):
     answer = await rig.client.post("/v1/embeddings", json={"model": "e", **body})
 
     error = answer.json()["error"]
@@ -114,18 +114,18 @@ async def test_what_is_wrong_is_a_400_that_names_it(rig, body, param, message):
     assert not rig.one.calls
 
 
-async def test_an_input_as_long_as_the_context_is_embedded(rig):
+async def test_input_as_long_as_the_context_is_embedded(rig):
     assert vectors(await rig.embed("x" * 200)) == [[200, 120, 0, 0]]
 
 
-async def test_an_unknown_model_is_a_404(rig):
+async def test_unknown_embedding_model_is_a_404(rig):
     answer = await rig.embed("a", model="other")
 
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
-async def test_a_model_for_embeddings_is_listed_and_does_not_chat(rig):
+async def test_embedding_model_refuses_chats(rig):
     listed = (await rig.client.get("/v1/models")).json()
     chat = await rig.chat(model="e")
     completion = await rig.complete(model="e")
@@ -136,7 +136,7 @@ async def test_a_model_for_embeddings_is_listed_and_does_not_chat(rig):
         assert "'e' makes embeddings, not text" in answer.json()["error"]["message"]
 
 
-async def test_text_model_refuses_embeddings_and_names_the_option_for_them(rig):
+async def test_text_model_refuses_embeddings_with_the_task_option(rig):
     await rig.worker("m")
 
     answer = await rig.embed("a", model="m")
@@ -151,7 +151,7 @@ async def test_clearing_caches_skips_workers_without_a_cache(rig):
     assert answer.json() == {"message": "No active worker groups found"}
 
 
-async def test_a_large_request_is_shared_by_the_workers(rig):
+async def test_large_request_is_split_among_workers(rig):
     other = await rig.embedder()
 
     answer = await rig.embed(*("x" * 190 for _ in range(8)), "y")
@@ -186,7 +186,7 @@ async def test_disconnected_client_cancels_the_request_at_the_worker(rig):
         (lambda call, _: call.reply(embed.Vectors((0, 0), embed.pack([0] * 8))), 500),
     ],
 )
-async def test_a_worker_that_fails_or_talks_nonsense_is_an_error(rig, script, status):
+async def test_failure_or_malformed_reply_of_a_worker_is_an_error(rig, script, status):
     rig.one.script = script
 
     answer = await rig.embed("a", "b")
@@ -195,7 +195,7 @@ async def test_a_worker_that_fails_or_talks_nonsense_is_an_error(rig, script, st
     assert answer.json()["error"]["message"]
 
 
-async def test_one_failed_share_ends_the_others(rig):
+async def test_failed_share_cancels_the_other_shares(rig):
     other = await rig.embedder()
     rig.one.script = lambda call, request: None
     other.script = lambda call, request: call.fail(errors.EngineFailed("no memory"))
@@ -206,7 +206,7 @@ async def test_one_failed_share_ends_the_others(rig):
     await rig.until(lambda: rig.one.num_cancelled == len(rig.one.calls))
 
 
-async def test_what_ended_is_counted_under_its_endpoint(rig):
+async def test_embedding_requests_are_counted_under_their_endpoint(rig):
     await rig.embed("abc")
     await rig.embed("")
 
@@ -217,7 +217,7 @@ async def test_what_ended_is_counted_under_its_endpoint(rig):
     assert found['dynamo_frontend_inflight_requests{model="e"}'] == 0
 
 
-async def test_the_limits_are_those_of_openai():
+async def test_embedding_limits_equal_openais():
     body = json.dumps({"model": "e", "input": ["a"] * embeddings.MAX_INPUTS}).encode()
 
     assert len(embeddings.decode(body).prompts) == 2048

@@ -40,7 +40,7 @@ def asked(worker):
     return worker.requests[-1].sampling_options.guided_decoding
 
 
-async def test_a_guided_chat_and_completion_reach_the_worker(able):
+async def test_guided_decoding_options_reach_the_worker(able):
     await able.chat(model="h", guided_regex="a+")
     await able.complete(model="none", nvext={"guided_choice": ["a", "b"]})
 
@@ -66,7 +66,7 @@ async def test_guided_request_is_refused_if_the_engine_has_no_grammars(able):
     assert able.one.requests == []
 
 
-async def test_what_the_worker_says_of_a_grammar_names_the_parameter(able, client):
+async def test_grammar_error_of_the_worker_names_the_callers_parameter(able, client):
     able.h.script = lambda call, request: call.fail(
         errors.InvalidRequest("bad", param=request.sampling_options.guided_decoding.param)
     )
@@ -94,7 +94,7 @@ async def test_what_the_worker_says_of_a_grammar_names_the_parameter(able, clien
     ("model", "text"), [("h", CALL), ("none", '[{"name": "look", "arguments": {}}]')]
 )
 @pytest.mark.parametrize("choice", ["required", NAMED])
-async def test_a_forced_call_comes_as_a_call(able, model, text, choice):
+async def test_forced_tool_call_is_returned_as_a_tool_call(able, model, text, choice):
     getattr(able, model).script = outputs(text, "eos")
     body = (await able.chat(model=model, tools=TOOLS, tool_choice=choice)).json()
     (told,) = body["choices"]
@@ -105,7 +105,7 @@ async def test_a_forced_call_comes_as_a_call(able, model, text, choice):
     assert call["function"] == {"name": "look", "arguments": "{}"}
 
 
-async def test_forced_calls_are_streamed_one_by_one(able):
+async def test_forced_tool_calls_are_streamed_separately(able):
     able.none.script = outputs("<think>hm</think>\n" + ARRAY, "eos")
     answer = await able.chat(model="none", tools=TOOLS, tool_choice="required", stream=True)
     *chunks, done = events(answer.text)
@@ -119,7 +119,7 @@ async def test_forced_calls_are_streamed_one_by_one(able):
     assert done == "[DONE]"
 
 
-async def test_at_most_one_call_without_parallel_tool_calls(able):
+async def test_parallel_tool_calls_false_limits_the_answer_to_one_call(able):
     able.none.script = outputs(ARRAY, "eos")
     answer = await able.chat(
         model="none", tools=TOOLS, tool_choice="required", parallel_tool_calls=False
@@ -129,7 +129,7 @@ async def test_at_most_one_call_without_parallel_tool_calls(able):
     assert asked(able.none).calls.max_calls == 1
 
 
-async def test_messages_and_responses_force_calls_too(able, client):
+async def test_messages_and_responses_can_force_tool_calls(able, client):
     able.h.script = outputs(CALL, "eos")
     async with anthropic.AsyncAnthropic(base_url=able.frontend.url, api_key="none") as claude:
         message = await claude.messages.create(

@@ -12,7 +12,7 @@ def said(text, kind="output_text"):
     return [{"type": kind, "text": text, "annotations": [], "logprobs": []}]
 
 
-def test_a_text_is_the_users():
+def test_text_input_is_a_user_message():
     assert input_items.convert_items("hi") == [{"role": "user", "content": "hi"}]
 
 
@@ -32,7 +32,7 @@ def test_messages_may_be_short_or_long():
     ]
 
 
-def test_a_turn_of_the_assistant_is_one_message():
+def test_items_of_an_assistant_turn_become_one_message():
     items = [
         {"type": "reasoning", "id": "r", "summary": [], "content": said("hm", "reasoning_text")},
         {"role": "assistant", "content": said("let me see")},
@@ -82,7 +82,7 @@ def test_thoughts_that_are_only_summarized_are_left_out():
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(item, param, words):
+def test_error_for_an_invalid_item_names_its_path(item, param, words):
     with pytest.raises(errors.InvalidRequest) as caught:
         input_items.convert_items([item])
 
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_named(item, param, words):
     assert words in str(caught.value)
 
 
-def test_tools_become_those_of_a_chat():
+def test_response_tools_are_converted_to_chat_tools():
     tools = [
         {"type": "function", "name": "f", "description": "does", "parameters": {"type": "object"}, "strict": True},
         {"type": "function", "name": "g"},
@@ -114,7 +114,7 @@ def test_tools_become_those_of_a_chat():
         ({"type": "function", "name": "f", "y": 1}, "tools[0].y"),
     ],
 )
-def test_a_wrong_tool_is_named(tool, param):
+def test_invalid_response_tool_is_named(tool, param):
     with pytest.raises(errors.InvalidRequest) as caught:
         input_items.convert_tools([tool])
 

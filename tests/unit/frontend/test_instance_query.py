@@ -29,7 +29,7 @@ async def test_instance_and_tokens_of_the_answer_can_be_sent_back(rig):
 
 
 @pytest.mark.parametrize("instance_id", [12345])
-async def test_a_worker_that_is_not_there_is_none(rig, instance_id):
+async def test_query_for_an_absent_worker_is_a_503(rig, instance_id):
     nvext = QUERY | {"backend_instance_id": instance_id}
     answer = await rig.chat(stream=True, nvext=nvext)
 

@@ -84,7 +84,7 @@ async def stream(client, *asked):
     return [pair async for pair in client.stream_infer(ask())]
 
 
-async def test_a_text_is_answered(rig, client):
+async def test_text_request_is_answered(rig, client):
     result = await client.infer(
         "m", [text_input("hällo")], request_id="7", parameters={"max_tokens": 5, "seed": 3}
     )
@@ -108,7 +108,7 @@ async def test_contents_that_are_not_raw_are_answered_likewise(stub):
     assert (answer.model_name, answer.model_version, answer.id) == ("m", "1", "x")
 
 
-async def test_a_stream_comes_piece_by_piece_and_says_which_is_the_last(client):
+async def test_last_message_of_a_stream_is_marked_final(client):
     results = await stream(client, ([text_input(), streaming()], {"request_id": "7"}))
 
     assert all(error is None for _, error in results)
@@ -119,7 +119,7 @@ async def test_a_stream_comes_piece_by_piece_and_says_which_is_the_last(client):
     assert {result.get_response().id for result, _ in results} == {"7"}
 
 
-async def test_a_stream_answers_at_once_what_did_not_ask_for_pieces(client):
+async def test_non_streaming_request_in_a_stream_gets_one_message(client):
     ((result, error),) = await stream(client, ([text_input(), streaming(False)], {}))
 
     assert error is None
@@ -146,7 +146,7 @@ async def test_requests_of_one_stream_do_not_wait_for_each_other(rig, client):
     assert sorted(map(str, found.values())) == ["['first']", "['second']"]
 
 
-async def test_a_request_that_fails_does_not_end_its_stream(client):
+async def test_failed_request_does_not_end_its_stream(client):
     results = await stream(
         client,
         ([text_input()], {"parameters": {"temperature": 9}}),
@@ -187,7 +187,7 @@ async def test_errors_are_status_codes_with_a_sentence(
         (errors.DeadlineExceeded("late"), "DEADLINE_EXCEEDED"),
     ],
 )
-async def test_a_worker_that_fails_is_a_status_code(rig, client, error, code):
+async def test_worker_failure_is_a_grpc_status_code(rig, client, error, code):
     rig.one.script = lambda call, _: call.fail(error)
 
     with pytest.raises(utils.InferenceServerException) as caught:
@@ -256,7 +256,7 @@ async def test_disconnected_stream_cancels_the_request_at_the_worker(rig, stub):
     assert list(first.infer_response.outputs[0].contents.bytes_contents) == [b"h"]
 
 
-async def test_a_message_beyond_the_limit_is_refused(bare):
+async def test_message_over_the_limit_is_refused(bare):
     await bare.start(kserve_grpc_server=True, kserve_grpc_port=0, http_body_limit_mb=1)
     await bare.worker()
     async with triton.InferenceServerClient(f"127.0.0.1:{bare.frontend.grpc_port}") as client:
@@ -266,7 +266,7 @@ async def test_a_message_beyond_the_limit_is_refused(bare):
     assert caught.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
 
 
-async def test_server_and_models_describe_themselves(client):
+async def test_server_and_models_have_metadata(client):
     assert await client.is_server_live()
     assert await client.is_server_ready()
     assert await client.is_model_ready("m")
@@ -288,7 +288,7 @@ async def test_server_and_models_describe_themselves(client):
         await client.get_model_config("other")
 
 
-async def test_a_drained_server_takes_nothing_new(rig, client):
+async def test_drained_server_refuses_new_requests(rig, client):
     await rig.frontend.drain()
 
     with pytest.raises(utils.InferenceServerException) as caught:
@@ -297,7 +297,7 @@ async def test_a_drained_server_takes_nothing_new(rig, client):
     assert caught.value.status() == "StatusCode.UNAVAILABLE"
 
 
-async def test_it_speaks_tls_with_the_certificate_of_http(bare, tmp_path):
+async def test_grpc_server_uses_the_tls_certificate_of_http(bare, tmp_path):
     chain, key = certificate(tmp_path)
     await bare.start(
         kserve_grpc_server=True,
@@ -313,7 +313,7 @@ async def test_it_speaks_tls_with_the_certificate_of_http(bare, tmp_path):
         assert await client.is_server_live()
 
 
-async def test_a_server_that_asks_for_certificates_asks_grpc_clients_too(bare, tmp_path):
+async def test_client_certificates_are_required_of_grpc_clients(bare, tmp_path):
     chain, key = certificate(tmp_path)
     await bare.start(
         kserve_grpc_server=True,
@@ -343,13 +343,13 @@ async def test_several_processes_need_a_grpc_port_to_share(bare):
         await bare.start(kserve_grpc_server=True, kserve_grpc_port=0, http_workers=2)
 
 
-async def test_a_port_that_is_taken_is_a_sentence(rig, bare):
+async def test_grpc_port_in_use_raises_a_config_error(rig, bare):
     taken = rig.frontend.grpc_port
     with pytest.raises(errors.ConfigError, match="--kserve-grpc-port: cannot listen"):
         await bare.start(kserve_grpc_server=True, kserve_grpc_port=taken)
 
 
-async def test_without_the_library_the_flag_says_what_to_install(bare, monkeypatch):
+async def test_error_without_grpc_says_what_to_install(bare, monkeypatch):
     monkeypatch.delitem(sys.modules, "dynamo.frontend.apis.kserve.grpc_server", raising=False)
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(errors.ConfigError, match=r"make setup EXTRAS=kserve"):
@@ -374,7 +374,7 @@ async def test_unread_answer_is_bounded(monkeypatch):
         [one async for one in caller.iterate_answer()]
 
 
-async def test_a_client_that_leaves_while_much_is_written_leaves_no_trace(rig, stub, caplog):
+async def test_client_that_disconnects_during_writes_causes_no_traceback(rig, stub, caplog):
     rig.one.script = lambda call, _: [call.send(one) for one in outputs("h" * 190, None)]
     asked = request()
     asked.parameters["max_tokens"].int64_param = 195

@@ -19,7 +19,7 @@ async def infer(rig, *inputs, path=INFER, **fields):
     return await rig.client.post(path, json={"inputs": inputs or [tensor()], **fields})
 
 
-async def test_text_goes_in_as_a_tensor_and_comes_out_as_one(rig):
+async def test_text_input_and_output_are_tensors(rig):
     answer = await infer(rig, id="seven", parameters={"max_tokens": 5})
 
     assert answer.json() == {
@@ -35,7 +35,7 @@ async def test_text_goes_in_as_a_tensor_and_comes_out_as_one(rig):
     assert rig.one.requests[0].stop_conditions.max_tokens == 5
 
 
-async def test_parameters_are_those_of_a_completion(rig):
+async def test_parameters_equal_those_of_completions(rig):
     parameters = {"temperature": 0.5, "seed": 3, "stop": "x", "top_k": 7, "ignore_eos": True}
 
     await infer(rig, parameters=parameters)
@@ -72,7 +72,7 @@ async def test_generate_needs_no_tensors(rig):
     }
 
 
-async def test_generate_stream_tells_piece_by_piece_and_then_why_it_ended(rig):
+async def test_generate_stream_ends_with_the_finish_reason(rig):
     answer = await rig.client.post(GENERATE + "_stream", json={"text_input": "hi"})
 
     told = events(answer.text)
@@ -81,7 +81,7 @@ async def test_generate_stream_tells_piece_by_piece_and_then_why_it_ended(rig):
     assert [one.get("finish_reason") for one in told[-2:]] == [None, "length"]
 
 
-async def test_infer_stream_tells_tensors_piece_by_piece(rig):
+async def test_infer_stream_sends_tensors(rig):
     whole = await infer(rig, tensor(), flag(False), path=INFER + "_stream")
     answer = await infer(rig, tensor(), flag(True), path=INFER + "_stream", id="7")
 
@@ -93,11 +93,11 @@ async def test_infer_stream_tells_tensors_piece_by_piece(rig):
 
 
 @pytest.mark.parametrize("path", ["/v2/models/m/versions/1/infer", INFER])
-async def test_the_one_version_may_be_named(rig, path):
+async def test_request_may_name_version_1(rig, path):
     assert (await infer(rig, path=path)).status_code == 200
 
 
-async def test_a_models_name_may_have_slashes(bare):
+async def test_kserve_model_name_may_contain_slashes(bare):
     await bare.start()
     await bare.worker("org/m-7b")
 
@@ -126,7 +126,7 @@ async def test_a_models_name_may_have_slashes(bare):
         ({"inputs": [tensor("x" * 300)]}, "maximum context length is 200"),
     ],
 )
-async def test_what_is_wrong_is_a_400_with_a_sentence(rig, fields, message):
+async def test_invalid_infer_request_is_a_400(rig, fields, message):
     answer = await rig.client.post(INFER, json=fields)
 
     assert answer.status_code == 400
@@ -147,7 +147,7 @@ async def test_what_is_wrong_is_a_400_with_a_sentence(rig, fields, message):
         (GENERATE, {"text_input": 5}, "text_input"),
     ],
 )
-async def test_what_is_wrong_without_tensors_is_too(rig, path, fields, message):
+async def test_invalid_generate_request_is_a_400(rig, path, fields, message):
     answer = await rig.client.post(path, json={"text_input": "hi", **fields})
 
     assert answer.status_code == 400
@@ -182,7 +182,7 @@ async def test_binary_tensors_are_refused(rig):
     assert "binary" in answer.json()["error"]
 
 
-async def test_the_server_and_its_models_describe_themselves(rig):
+async def test_server_and_models_have_http_metadata(rig):
     server = (await rig.client.get("/v2")).json()
     model = (await rig.client.get("/v2/models/m")).json()
     config = (await rig.client.get("/v2/models/m/config")).json()
@@ -204,14 +204,14 @@ async def test_without_a_model_the_server_is_not_ready(bare):
     assert (await bare.client.get("/v2/models/m/ready")).status_code == 503
 
 
-async def test_a_draining_server_is_not_ready(rig):
+async def test_draining_server_is_not_ready(rig):
     await rig.frontend.drain()
 
     assert (await rig.client.get("/v2/health/ready")).status_code == 503
     assert (await infer(rig)).status_code == 503
 
 
-async def test_a_model_that_only_embeds_is_refused(bare):
+async def test_embedding_model_is_refused(bare):
     await bare.start()
     await bare.embedder()
 
@@ -222,7 +222,7 @@ async def test_a_model_that_only_embeds_is_refused(bare):
     assert "makes embeddings, not text" in answer.json()["error"]
 
 
-async def test_it_is_counted_as_the_completion_that_it_is(rig):
+async def test_infer_request_is_counted_as_a_completion(rig):
     await infer(rig)
 
     found = await rig.metrics()

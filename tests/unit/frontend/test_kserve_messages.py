@@ -69,7 +69,7 @@ def test_data_types_have_the_published_numbers():
         assert published[value.name].number == value.number
 
 
-def test_client_reads_what_the_server_writes():
+def test_client_decodes_messages_of_the_server():
     ours = kserve_pb2.ModelInferRequest(model_name="m", raw_input_contents=[b"x"])
     ours.parameters["seed"].int64_param = 7
 

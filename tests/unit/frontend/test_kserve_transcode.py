@@ -20,7 +20,7 @@ def raw_request(raw):
 
 
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=4))
-def test_raw_elements_are_read_as_tritons_client_writes_them(texts):
+def test_raw_elements_of_tritons_client_are_decoded(texts):
     array = numpy.array([text.encode() for text in texts], dtype=object)
     raw = utils.serialize_byte_tensor(array).item()
 
@@ -30,7 +30,7 @@ def test_raw_elements_are_read_as_tritons_client_writes_them(texts):
 
 
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=4))
-def test_raw_elements_are_written_as_tritons_client_reads_them(texts):
+def test_tritons_client_decodes_raw_elements(texts):
     outputs = [{"name": "text_output", "data": texts}]
     told = {"model_name": "m", "model_version": "1", "outputs": outputs}
 

@@ -26,7 +26,7 @@ def result(**fields):
     return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", **fields}]}
 
 
-def test_a_request_becomes_the_chat_that_asks_the_same():
+def test_message_request_is_converted_to_a_chat_request():
     request = (
         decode(
             system="be kind", stop_sequences=["END", "STOP"], temperature=0.5, top_p=0.9, top_k=3,
@@ -54,17 +54,17 @@ def test_system_and_turns_may_be_blocks():
     ]
 
 
-def test_turns_of_one_role_are_one():
+def test_consecutive_turns_of_a_role_are_merged():
     messages = decode(messages=[SAY, SAY, SAY]).messages
 
     assert messages == [{"role": "user", "content": "hi\nhi\nhi"}]
 
 
-def test_a_system_turn_may_stand_in_the_middle():
+def test_system_turn_may_be_in_the_middle():
     assert chat(SAY, {"role": "system", "content": "x"})[1:] == [{"role": "system", "content": "x"}]
 
 
-def test_tools_that_were_used_come_before_what_the_user_says():
+def test_tool_results_precede_the_text_of_the_user():
     called = {"role": "assistant", "content": [{"type": "text", "text": "let me see"}, USE]}
     told = result(content=[{"type": "text", "text": "sunny"}], is_error=False)
 
@@ -87,7 +87,7 @@ def test_tools_that_were_used_come_before_what_the_user_says():
 @pytest.mark.parametrize(
     ("said", "text"), [({"content": "no"}, "no"), ({}, ""), ({"content": []}, "")]
 )
-def test_a_tool_may_fail_or_say_nothing(said, text):
+def test_failed_tool_result_may_be_empty(said, text):
     called = {"role": "assistant", "content": [USE]}
     message = chat(called, result(is_error=True, **said))[1]
 
@@ -131,7 +131,7 @@ def test_reasoning_is_separate_from_content():
         ({"n": 2}, "n", "Unsupported parameter(s): `n`"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_or_unsupported_is_named(fields, param, words):
+def test_error_for_an_invalid_message_field_names_the_field(fields, param, words):
     with pytest.raises(errors.InvalidRequest) as caught:
         decode(**fields)
 
@@ -142,7 +142,7 @@ def test_what_is_wrong_or_unsupported_is_named(fields, param, words):
 @pytest.mark.parametrize(
     ("choice", "in_chat"), [("auto", "auto"), ("none", "none"), ("any", "required")]
 )
-def test_the_choice_of_a_tool_is_that_of_a_chat(choice, in_chat):
+def test_tool_choice_is_converted_to_that_of_a_chat(choice, in_chat):
     named = decode(tool_choice={"type": "tool", "name": "f"})
 
     assert decode(tool_choice={"type": choice}).tool_choice == in_chat
@@ -164,7 +164,7 @@ def test_model_thinks_only_on_request(thinking, thinks):
     assert request.template_args == {"enable_thinking": thinks}
 
 
-def test_tools_become_those_of_a_chat():
+def test_message_tools_are_converted_to_chat_tools():
     schema = {"type": "object", "properties": {}}
     request = (
         decode(
@@ -196,7 +196,7 @@ def test_tools_become_those_of_a_chat():
         ({"name": "f", "input_schema": {}, "defer_loading": True}, "tools[0].defer_loading"),
     ],
 )
-def test_a_wrong_tool_is_named(tool, param):
+def test_invalid_message_tool_is_named(tool, param):
     with pytest.raises(errors.InvalidRequest) as caught:
         decode(tools=[tool])
 
@@ -223,7 +223,7 @@ def test_there_are_not_too_many_tools():
         (USE, ".type", "got 'tool_use'"),
     ],
 )  # fmt: skip
-def test_a_wrong_block_is_named(block, param, words):
+def test_invalid_content_block_is_named(block, param, words):
     content = [{"type": "text", "text": "x"}, block]
     with pytest.raises(errors.InvalidRequest) as caught:
         decode(messages=[{"role": "user", "content": content}])
@@ -232,7 +232,7 @@ def test_a_wrong_block_is_named(block, param, words):
     assert words in str(caught.value)
 
 
-def test_an_image_in_a_tools_result_is_named():
+def test_image_in_a_tool_result_is_named():
     called = {"role": "assistant", "content": [USE]}
     with pytest.raises(errors.InvalidRequest) as caught:
         chat(called, result(content=[{"type": "image"}]))
@@ -240,7 +240,7 @@ def test_an_image_in_a_tools_result_is_named():
     assert caught.value.param == "messages[1].content[0].content[0].type"
 
 
-def test_counting_needs_no_length_and_refuses_what_does_not_count():
+def test_token_count_request_refuses_max_tokens():
     body = {"model": "m", "messages": [SAY]}
 
     assert message_request.decode_count(json.dumps(body).encode()).model == "m"
@@ -248,7 +248,7 @@ def test_counting_needs_no_length_and_refuses_what_does_not_count():
         message_request.decode_count(json.dumps(LEAST).encode())
 
 
-def test_an_effort_is_the_chats_and_keeps_its_name():
+def test_effort_is_converted_with_its_parameter_name():
     request = decode(output_config={"effort": "low"})
 
     assert request.reasoning_effort == "low"

@@ -22,7 +22,7 @@ from dynamo.protocols import model_errors
         (errors.EngineFailed("x"), 500, "api_error"),
     ],
 )
-def test_an_error_has_its_status_and_type(error, status, kind):
+def test_error_class_decides_status_and_type(error, status, kind):
     assert anthropic_errors.status_of(error) == status
     assert json.loads(anthropic_errors.body_of(error)) == {
         "type": "error",
@@ -39,5 +39,5 @@ def test_an_error_has_its_status_and_type(error, status, kind):
         (500, "api_error"),
     ],
 )
-def test_what_the_server_refuses_has_a_type_too(status, kind):
+def test_status_of_a_server_refusal_decides_the_error_type(status, kind):
     assert json.loads(anthropic_errors.refusal(status, "x"))["error"]["type"] == kind

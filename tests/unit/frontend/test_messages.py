@@ -35,7 +35,7 @@ def typed(text):
     ]
 
 
-async def test_an_answer_whole(rig):
+async def test_whole_message_has_all_fields(rig):
     rig.one.script = outputs("hello", "eos")
     answer = await ask(rig, system="be kind")
     body = answer.json()
@@ -60,7 +60,7 @@ async def test_an_answer_whole(rig):
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
-async def test_a_stream_to_the_byte(rig):
+async def test_message_stream_is_exact_to_the_byte(rig):
     rig.one.script = [
         generate.Output((ord("a"),), cached_tokens=4),
         generate.Output((ord('"'),)),
@@ -90,7 +90,7 @@ async def test_a_stream_to_the_byte(rig):
     )  # fmt: skip
 
 
-async def test_a_stream_of_nothing_has_no_block(rig):
+async def test_stream_without_text_has_no_content_block(rig):
     rig.one.script = [generate.Output((256,), generate.FinishReason.EOS)]
     found = typed((await ask(rig, stream=True)).text)
 
@@ -100,7 +100,7 @@ async def test_a_stream_of_nothing_has_no_block(rig):
 
 
 @pytest.mark.parametrize("step", [1, 3, 20])
-async def test_a_stop_sequence_is_named_and_stops_the_worker(rig, step):
+async def test_stop_sequence_ends_the_message(rig, step):
     text = b"one STOP two"
     rig.one.script = [
         generate.Output(tuple(text[at : at + step])) for at in range(0, len(text), step)
@@ -127,7 +127,7 @@ async def test_all_counts_agree(rig):
     assert found[-2][1]["usage"] | {"service_tier": "standard"} == whole
 
 
-async def test_a_prompt_beyond_the_context_can_be_counted(rig):
+async def test_prompt_longer_than_the_context_can_be_counted(rig):
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}
 
     assert (await rig.client.post(PATH + "/count_tokens", json=body)).json()["input_tokens"] == 307
@@ -154,7 +154,7 @@ async def test_invalid_request_is_answered_in_anthropics_form(
     assert words in answer.json()["error"]["message"]
 
 
-async def test_what_the_server_refuses_is_in_anthropics_shape(bare):
+async def test_refusal_by_the_http_server_is_an_anthropic_error(bare):
     await bare.start(http_body_limit_mb=1)
     wrong_method = await bare.client.get(PATH)
     too_large = await bare.client.post(PATH, content=b"x" * (2**20 + 1))
@@ -175,7 +175,7 @@ async def test_beyond_the_context_is_a_bad_request(rig):
     assert "maximum context length is 200 tokens" in answer.json()["error"]["message"]
 
 
-async def test_an_overloaded_worker_is_a_529_that_says_when(rig):
+async def test_overloaded_worker_is_a_529_with_retry_after(rig):
     rig.one.script = lambda call, _: call.fail(errors.Overloaded("all slots are taken"))
     answer = await ask(rig, stream=True)
 
@@ -184,7 +184,7 @@ async def test_an_overloaded_worker_is_a_529_that_says_when(rig):
     assert answer.headers["retry-after"] == "1"
 
 
-async def test_an_error_in_a_stream_is_its_last_event(rig):
+async def test_error_in_a_stream_is_the_last_event(rig):
     def script(call, _):
         call.send(generate.Output((104,)))
         call.fail(errors.EngineFailed("out of memory"))
@@ -218,7 +218,7 @@ async def test_requests_are_counted_by_endpoint(rig):
     assert total("unknown", "unary", "error", "validation") == 1
 
 
-async def test_the_client_gets_a_message(client):
+async def test_anthropic_client_gets_a_message(client):
     message = await client.messages.create(
         model="m", max_tokens=9, system="x", messages=SAY, stop_sequences=["zz"],
         metadata={"user_id": "u"}, thinking={"type": "disabled"},
@@ -231,7 +231,7 @@ async def test_the_client_gets_a_message(client):
     assert message._request_id
 
 
-async def test_the_client_streams(client):
+async def test_anthropic_client_streams_a_message(client):
     async with client.messages.stream(model="m", max_tokens=9, messages=SAY) as stream:
         said = [text async for text in stream.text_stream]
         message = await stream.get_final_message()
@@ -242,7 +242,7 @@ async def test_the_client_streams(client):
     assert message.usage.output_tokens == 5
 
 
-async def test_the_client_goes_on_with_what_it_got(client, rig):
+async def test_anthropic_client_can_send_a_received_message_back(client, rig):
     first = await client.messages.create(model="m", max_tokens=9, messages=SAY)
     turns = [*SAY, {"role": "assistant", "content": first.content}, *SAY]
     await client.messages.create(model="m", max_tokens=9, messages=turns)
@@ -250,13 +250,13 @@ async def test_the_client_goes_on_with_what_it_got(client, rig):
     assert rig.one.prompts[1] == "user: hi\nassistant: hello\nuser: hi\n"
 
 
-async def test_the_client_counts(client):
+async def test_anthropic_client_counts_tokens(client):
     counted = await client.messages.count_tokens(model="m", messages=SAY)
 
     assert counted.input_tokens == 9
 
 
-async def test_the_client_knows_our_errors(client, rig):
+async def test_anthropic_client_raises_the_matching_error_class(client, rig):
     with pytest.raises(anthropic.NotFoundError):
         await client.messages.create(model="q", max_tokens=9, messages=SAY)
     with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
@@ -269,7 +269,7 @@ async def test_the_client_knows_our_errors(client, rig):
     assert caught.value.status_code == 529
 
 
-async def test_the_client_raises_an_error_within_a_stream(client, rig):
+async def test_anthropic_client_raises_an_error_within_a_stream(client, rig):
     def script(call, _):
         call.send(generate.Output((104,)))
         call.fail(errors.EngineFailed("out of memory"))

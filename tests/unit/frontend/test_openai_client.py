@@ -18,7 +18,7 @@ async def client(rig):
         yield made
 
 
-async def test_a_chat(client):
+async def test_client_gets_a_chat_completion(client):
     answer = await client.chat.completions.create(model="m", messages=SAY)
 
     assert answer.choices[0].message.content == "hello"
@@ -27,7 +27,7 @@ async def test_a_chat(client):
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
-async def test_a_chat_stream(client):
+async def test_client_streams_a_chat_completion(client):
     stream = await client.chat.completions.create(
         model="m", messages=SAY, stream=True, stream_options={"include_usage": True}
     )
@@ -39,7 +39,7 @@ async def test_a_chat_stream(client):
     assert chunks[-1].usage.completion_tokens == 5
 
 
-async def test_a_completion_and_its_stream(client):
+async def test_client_gets_and_streams_a_completion(client):
     whole = await client.completions.create(model="m", prompt="x")
     stream = await client.completions.create(model="m", prompt="x", stream=True)
     pieces = [chunk.choices[0].text async for chunk in stream]
@@ -69,7 +69,7 @@ async def test_models(client):
     assert (await client.models.retrieve("m")).id == "m"
 
 
-async def test_an_unknown_model_is_not_found(client):
+async def test_unknown_model_raises_not_found(client):
     with pytest.raises(openai.NotFoundError) as caught:
         await client.chat.completions.create(model="q", messages=SAY)
 
@@ -77,7 +77,7 @@ async def test_an_unknown_model_is_not_found(client):
     assert caught.value.param == "model"
 
 
-async def test_a_bad_value_is_a_bad_request(client):
+async def test_invalid_value_raises_bad_request(client):
     with pytest.raises(openai.BadRequestError, match="temperature"):
         await client.chat.completions.create(model="m", messages=SAY, temperature=9)
 
@@ -91,7 +91,7 @@ async def test_no_worker_is_a_server_error_that_clients_retry(client, rig):
     assert caught.value.status_code == 503
 
 
-async def test_an_error_within_a_stream_is_raised(client, rig):
+async def test_error_within_a_stream_is_raised(client, rig):
     def script(call, _):
         call.send(generate.Output((104,)))
         call.fail(errors.EngineFailed("out of memory"))

@@ -37,13 +37,13 @@ def test_each_error_has_a_status_and_a_name(error, status, kind, code):
     }
 
 
-def test_the_field_is_named():
+def test_error_names_the_field():
     body = json.loads(openai_errors.body_of(errors.InvalidRequest("no", param="n")))
 
     assert body["error"]["param"] == "n"
 
 
-def test_an_error_that_is_no_class_of_ours_has_the_same_shape():
+def test_unexpected_exception_has_the_same_error_format():
     body = json.loads(openai_errors.encode("no such path", type="invalid_request_error"))
 
     assert body == {

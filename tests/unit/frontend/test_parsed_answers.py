@@ -43,7 +43,7 @@ def without_ids(calls):
     return [{key: value for key, value in call.items() if key != "id"} for call in calls]
 
 
-async def test_a_whole_answer(parsed):
+async def test_whole_answer_is_parsed(parsed):
     parsed.two.script = outputs(CALLS, "eos")
     body = (await parsed.chat(model="p", tools=TOOLS)).json()
     message = body["choices"][0]["message"]
@@ -61,7 +61,7 @@ async def test_a_whole_answer(parsed):
     }
 
 
-async def test_a_streamed_answer(parsed):
+async def test_streamed_answer_is_parsed(parsed):
     parsed.two.script = outputs(CALLS, "eos")
     answer = await parsed.chat(
         model="p", tools=TOOLS, stream=True, stream_options={"include_usage": True}
@@ -81,7 +81,7 @@ async def test_a_streamed_answer(parsed):
     assert found[-1] == "[DONE]"
 
 
-async def test_an_answer_that_only_calls_has_no_content(parsed):
+async def test_answer_with_only_tool_calls_has_no_content(parsed):
     parsed.two.script = outputs(ONLY_CALL, "eos")
     whole = (await parsed.chat(model="p", tools=TOOLS)).json()["choices"][0]["message"]
     told = deltas((await parsed.chat(model="p", tools=TOOLS, stream=True)).text)
@@ -90,7 +90,7 @@ async def test_an_answer_that_only_calls_has_no_content(parsed):
     assert [sorted(delta) for delta in told] == [["role", "tool_calls"], []]
 
 
-async def test_without_tools_a_call_is_content_and_reasoning_still_is_none(parsed):
+async def test_tool_call_is_content_if_no_tools_are_allowed(parsed):
     parsed.two.script = outputs("<think>hm</think>" + ONLY_CALL, "eos")
 
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -100,7 +100,7 @@ async def test_without_tools_a_call_is_content_and_reasoning_still_is_none(parse
         assert body["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_call_that_the_limit_cut_is_content(parsed):
+async def test_truncated_tool_call_is_content(parsed):
     parsed.two.script = outputs(ONLY_CALL[:30], "length")
     choice = (await parsed.chat(model="p", tools=TOOLS)).json()["choices"][0]
 
@@ -110,7 +110,7 @@ async def test_a_call_that_the_limit_cut_is_content(parsed):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_call_at_a_time_ends_the_answer_and_the_work(parsed, stream):
+async def test_answer_ends_after_one_call_without_parallel_calls(parsed, stream):
     parsed.two.script = outputs(CALLS, None)
     answer = await parsed.chat(model="p", tools=TOOLS, parallel_tool_calls=False, stream=stream)
     await parsed.until(lambda: parsed.two.num_cancelled == 1)
@@ -129,7 +129,7 @@ async def test_tools_for_a_model_without_a_known_way_to_call_are_refused(rig):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-async def test_a_call_that_must_come_is_not_promised_by_an_engine_that_cannot(parsed, choice):
+async def test_forced_tool_call_is_refused_if_the_engine_cannot_enforce_one(parsed, choice):
     answer = await parsed.chat(model="p", tools=TOOLS, tool_choice=choice)
 
     assert answer.status_code == 400
@@ -200,7 +200,7 @@ async def test_choices_are_parsed_each_by_itself(parsed):
     assert body["choices"][0]["message"]["reasoning_content"] == "a"
 
 
-async def test_the_official_client(parsed):
+async def test_openai_client_reads_parsed_answers(parsed):
     parsed.two.script = outputs(CALLS, "eos")
     ask = {"model": "p", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     async with openai.AsyncOpenAI(
@@ -222,7 +222,7 @@ async def test_the_official_client(parsed):
     assert "tool_calls.function.arguments.done" in kinds
 
 
-async def test_a_conversation_goes_on_with_the_result_of_a_call(parsed):
+async def test_conversation_continues_with_a_tool_result(parsed):
     parsed.two.script = outputs(ONLY_CALL, "eos")
     called = (await parsed.chat(model="p", tools=TOOLS)).json()["choices"][0]["message"]
     parsed.two.script = outputs("done", "eos")

@@ -35,7 +35,7 @@ async def ask(client, **fields):
     )
 
 
-async def test_an_answer_has_a_block_for_each_kind(client, rig):
+async def test_message_has_a_block_of_each_kind(client, rig):
     message = await ask(client, thinking=THINKING)
     thought, said, *calls = message.content
 
@@ -49,7 +49,7 @@ async def test_an_answer_has_a_block_for_each_kind(client, rig):
     assert message.usage.output_tokens == len(SAID) + 1
 
 
-async def test_a_stream_is_the_same_answer(client):
+async def test_streamed_message_equals_the_whole_message(client):
     whole = await ask(client, thinking=THINKING)
     fields = {"model": "p", "max_tokens": 2000, "messages": SAY, "tools": TOOLS}
     async with client.messages.stream(**fields, thinking=THINKING) as stream:
@@ -66,7 +66,7 @@ async def test_a_stream_is_the_same_answer(client):
     assert streamed.usage.output_tokens == whole.usage.output_tokens
 
 
-async def test_blocks_open_and_close_one_after_the_other(client, rig):
+async def test_content_blocks_are_streamed_sequentially(client, rig):
     answer = await rig.client.post(
         "/v1/messages",
         json={"model": "p", "max_tokens": 2000, "messages": SAY, "tools": TOOLS, "thinking": THINKING, "stream": True},
@@ -102,14 +102,14 @@ async def test_unrequested_thinking_is_counted_but_not_shown(client, rig):
     assert message.usage.output_tokens == len(SAID) + 1
 
 
-async def test_one_call_may_be_enough(client, rig):
+async def test_disabled_parallel_tool_use_limits_a_message_to_one_call(client, rig):
     message = await ask(client, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
 
     assert [block.type for block in message.content] == ["text", "tool_use"]
     assert message.stop_reason == "tool_use"
 
 
-async def test_the_conversation_goes_on_with_the_tools_results(client, rig):
+async def test_messages_continue_with_tool_results(client, rig):
     message = await ask(client, thinking=THINKING)
     results = [
         {"type": "tool_result", "tool_use_id": block.id, "content": "sun"}

@@ -59,7 +59,7 @@ WORDS = [step.format("output_text") for step in PART]
 CALL = [step.format("function_call_arguments") for step in PART if "content_part" not in step]
 
 
-async def test_an_answer_has_an_item_for_each_kind(client):
+async def test_response_has_an_item_of_each_kind(client):
     response = await client.responses.create(model="p", input="hi", tools=TOOLS)
 
     assert summary(response.output) == ALL
@@ -70,7 +70,7 @@ async def test_an_answer_has_an_item_for_each_kind(client):
     assert response.usage.output_tokens_details.reasoning_tokens > 0
 
 
-async def test_a_stream_is_the_same_answer(client):
+async def test_streamed_response_equals_the_whole_response(client):
     async with client.responses.stream(model="p", input="hi", tools=TOOLS) as stream:
         kinds = [event.type async for event in stream]
         response = await stream.get_final_response()
@@ -82,7 +82,7 @@ async def test_a_stream_is_the_same_answer(client):
     ]
 
 
-async def test_the_numbers_in_a_stream_fit(rig, client):
+async def test_sequence_numbers_of_a_stream_are_consistent(rig, client):
     answer = await rig.client.post(
         "/v1/responses", json={"model": "p", "input": "hi", "tools": TOOLS, "stream": True}
     )
@@ -100,7 +100,7 @@ async def test_the_numbers_in_a_stream_fit(rig, client):
             assert output[event["output_index"]]["id"] == event["item_id"]
 
 
-async def test_an_answer_that_is_cut_off_in_a_thought_has_one_incomplete_item(rig, client):
+async def test_response_truncated_in_reasoning_has_one_incomplete_item(rig, client):
     rig.two.script = outputs("<think>hm", "length")
     response = await client.responses.create(model="p", input="hi")
 
@@ -108,7 +108,7 @@ async def test_an_answer_that_is_cut_off_in_a_thought_has_one_incomplete_item(ri
     assert response.output[0].status == response.status == "incomplete"
 
 
-async def test_the_conversation_goes_on_with_the_tools_results(rig, client):
+async def test_responses_continue_with_tool_results(rig, client):
     first = await client.responses.create(model="p", input="hi", tools=TOOLS)
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "sun"}
@@ -123,7 +123,7 @@ async def test_the_conversation_goes_on_with_the_tools_results(rig, client):
     assert rig.two.prompts[1] == "user: hi\nassistant: I look.\ntool: sun\ntool: sun\n"
 
 
-async def test_one_call_may_be_enough(client):
+async def test_parallel_tool_calls_false_limits_a_response_to_one_call(client):
     response = await client.responses.create(
         model="p", input="hi", tools=TOOLS, parallel_tool_calls=False
     )

@@ -51,7 +51,7 @@ async def test_invalid_request_names_the_wrong_field(rig, path, body, status, pa
 @pytest.mark.parametrize(
     ("body", "words"), [(b"", "empty"), (b'{"model": "m"', "JSON"), (b"\xff", "JSON"), (b"[]", "object")]
 )  # fmt: skip
-async def test_a_body_that_is_no_object_is_refused(rig, body, words):
+async def test_body_other_than_an_object_is_refused(rig, body, words):
     headers = {"content-type": "application/json"}
     answer = await rig.client.post(CHAT, content=body, headers=headers)
 
@@ -76,7 +76,7 @@ async def test_more_alternatives_than_the_engine_has_are_refused(rig):
     assert "at most 1" in answer.json()["error"]["message"]
 
 
-async def test_before_any_worker_it_is_a_503_that_says_so(bare):
+async def test_request_before_any_worker_is_a_503(bare):
     await bare.start()
     answer = await bare.chat()
 
@@ -85,7 +85,7 @@ async def test_before_any_worker_it_is_a_503_that_says_so(bare):
     assert answer.headers["retry-after"] == "1"
 
 
-async def test_after_the_last_worker_it_is_a_503_that_says_so(rig):
+async def test_request_after_the_last_worker_left_is_a_503(rig):
     await rig.one.runtime.close()
     await rig.until(lambda: not rig.instances)
     answer = await rig.chat()
@@ -95,7 +95,7 @@ async def test_after_the_last_worker_it_is_a_503_that_says_so(rig):
     assert "retry-after" in answer.headers
 
 
-async def test_a_new_worker_serves_again(rig):
+async def test_new_worker_serves_again(rig):
     await rig.one.runtime.close()
     await rig.until(lambda: not rig.instances)
     await rig.worker()
@@ -120,7 +120,7 @@ async def test_models_at_one_endpoint_get_their_own_requests(rig):
     assert {request.model for request in other.requests} == {"other"}
 
 
-async def test_a_request_can_name_its_instance(rig):
+async def test_request_can_name_an_instance(rig):
     two = await rig.worker()
     for _ in range(3):
         await rig.chat(nvext={"backend_instance_id": two.runtime.instance_id})
@@ -128,14 +128,14 @@ async def test_a_request_can_name_its_instance(rig):
     assert len(two.requests) == 3
 
 
-async def test_an_instance_that_is_not_there_is_a_503(rig):
+async def test_request_for_an_absent_instance_is_a_503(rig):
     answer = await rig.chat(nvext={"backend_instance_id": 1})
 
     assert answer.status_code == 503
 
 
 @pytest.mark.parametrize("name", ["x-request-id", "x-dynamo-request-id"])
-async def test_the_callers_request_id_comes_back_and_goes_to_the_worker(rig, name):
+async def test_request_id_of_the_caller_is_returned_and_sent_to_the_worker(rig, name):
     answer = await rig.client.post(
         CHAT, json={"model": "m", "messages": SAY}, headers={name: "mine-1"}
     )
@@ -145,7 +145,7 @@ async def test_the_callers_request_id_comes_back_and_goes_to_the_worker(rig, nam
     assert rig.one.calls[0].headers["x-request-id"] == "mine-1"
 
 
-async def test_a_strange_request_id_is_replaced(rig):
+async def test_malformed_request_id_is_replaced(rig):
     answer = await rig.client.post(
         CHAT, json={"model": "m", "messages": SAY}, headers={"x-request-id": "a b"}
     )
@@ -153,7 +153,7 @@ async def test_a_strange_request_id_is_replaced(rig):
     assert answer.headers["x-request-id"] == answer.json()["id"].removeprefix("chatcmpl-")
 
 
-async def test_a_refused_request_has_an_id_too(rig):
+async def test_refused_request_has_an_id(rig):
     assert (await rig.chat(n=0)).headers["x-request-id"]
 
 
@@ -210,7 +210,7 @@ async def test_no_bytes_are_answered_by_a_5xx(rig, body):
     assert answer.status_code == 400
 
 
-def test_the_rigs_card_is_what_a_worker_writes(model_dir):
+def test_card_of_the_test_rig_lists_the_files_of_a_worker(model_dir):
     assert set(card_of(model_dir).files) == {
         "config.json",
         "tokenizer.json",

@@ -32,7 +32,7 @@ def typed(text):
     return found
 
 
-async def test_an_answer_whole(rig):
+async def test_whole_response_has_all_fields(rig):
     rig.one.script = outputs("hello", "eos")
     body = (await ask(rig, instructions="be kind", metadata={"a": "b"}, max_output_tokens=9)).json()
     number = body["id"].removeprefix("resp_")
@@ -90,14 +90,14 @@ async def test_an_answer_whole(rig):
     assert rig.one.requests[0].stop_conditions.max_tokens == 9
 
 
-async def test_an_answer_that_was_cut_off_says_so(rig):
+async def test_truncated_response_is_incomplete(rig):
     body = (await ask(rig)).json()
 
     assert body["status"] == body["output"][0]["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-async def test_a_stream_in_order(rig):
+async def test_stream_events_are_in_order(rig):
     rig.one.script = [
         generate.Output((ord("a"),)),
         generate.Output((ord('"'),)),
@@ -133,7 +133,7 @@ async def test_a_stream_in_order(rig):
     assert last["usage"]["output_tokens"] == 3
 
 
-async def test_a_piece_of_text_to_the_byte(rig):
+async def test_text_delta_event_is_exact_to_the_byte(rig):
     rig.one.script = outputs("ab", "eos")
     text = (await ask(rig, stream=True)).text
     item_id = typed(text)[-1]["response"]["output"][0]["id"]
@@ -145,14 +145,14 @@ async def test_a_piece_of_text_to_the_byte(rig):
     ) in text
 
 
-async def test_a_stream_that_was_cut_off_says_so(rig):
+async def test_truncated_stream_ends_with_response_incomplete(rig):
     last = typed((await ask(rig, stream=True)).text)[-1]
 
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-async def test_a_stream_that_fails_says_so_with_what_was_said(rig):
+async def test_failed_stream_ends_with_the_partial_response(rig):
     def script(call, _):
         call.send(generate.Output((104,)))
         call.fail(errors.EngineFailed("out of memory"))
@@ -166,7 +166,7 @@ async def test_a_stream_that_fails_says_so_with_what_was_said(rig):
     assert last["response"]["output"][0]["content"][0]["text"] == "h"
 
 
-async def test_a_conversation_goes_on_without_its_instructions(rig):
+async def test_instructions_are_not_inherited_from_the_previous_response(rig):
     rig.one.script = outputs("hello", "eos")
     first = (await ask(rig, instructions="be kind")).json()
     second = (await ask(rig, input="and?", previous_response_id=first["id"])).json()
@@ -182,7 +182,7 @@ async def test_a_conversation_goes_on_without_its_instructions(rig):
     )
 
 
-async def test_a_kept_answer_can_be_shown_and_deleted(rig):
+async def test_stored_response_can_be_retrieved_and_deleted(rig):
     body = (await ask(rig)).json()
     where = f"{PATH}/{body['id']}"
     shown = await rig.client.get(where)
@@ -201,14 +201,14 @@ async def test_a_kept_answer_can_be_shown_and_deleted(rig):
     }
 
 
-async def test_an_answer_that_may_not_be_kept_is_not(rig):
+async def test_response_with_store_false_is_not_stored(rig):
     body = (await ask(rig, store=False)).json()
 
     assert body["store"] is False
     assert (await rig.client.get(f"{PATH}/{body['id']}")).status_code == 404
 
 
-async def test_the_number_of_kept_answers_is_bounded(bare):
+async def test_number_of_stored_responses_is_bounded(bare):
     await bare.start(response_store_items=1)
     await bare.worker()
     ids = [(await ask(bare)).json()["id"] for _ in range(2)]
@@ -217,7 +217,7 @@ async def test_the_number_of_kept_answers_is_bounded(bare):
 
 
 @pytest.mark.parametrize("path", [PATH, PATH + "/input_tokens"])
-async def test_to_go_on_from_what_is_not_kept_is_refused(rig, path):
+async def test_unknown_previous_response_is_refused(rig, path):
     answer = await ask(rig, path, previous_response_id="resp_x")
 
     assert answer.status_code == 400
@@ -225,7 +225,7 @@ async def test_to_go_on_from_what_is_not_kept_is_refused(rig, path):
     assert answer.json()["error"]["param"] == "previous_response_id"
 
 
-async def test_input_tokens_are_those_of_usage(rig):
+async def test_counted_input_tokens_equal_those_of_usage(rig):
     rig.one.script = outputs("hello", "eos")
     first = (await ask(rig, instructions="x")).json()
     fields = {"previous_response_id": first["id"], "instructions": "y"}
@@ -244,7 +244,7 @@ async def test_input_tokens_are_those_of_usage(rig):
         ({"model": "q"}, 404, "model"),
     ],
 )  # fmt: skip
-async def test_what_is_wrong_is_named(rig, fields, status, param):
+async def test_error_for_an_invalid_response_field_names_the_field(rig, fields, status, param):
     answer = await ask(rig, **fields)
 
     assert answer.status_code == status
@@ -267,7 +267,7 @@ async def test_requests_are_counted_by_endpoint(rig):
     ] == 1
 
 
-async def test_the_client_goes_on_shows_deletes_and_counts(client, rig):
+async def test_openai_client_continues_retrieves_counts_and_deletes(client, rig):
     rig.one.script = outputs("hello", "eos")
     first = await client.responses.create(model="m", input="hi", temperature=0.5)
     second = await client.responses.create(
@@ -285,7 +285,7 @@ async def test_the_client_goes_on_shows_deletes_and_counts(client, rig):
         await client.responses.create(model="m", input="x", previous_response_id=first.id)
 
 
-async def test_the_client_sends_back_what_it_got(client, rig):
+async def test_openai_client_can_send_received_items_back(client, rig):
     rig.one.script = outputs("hello", "eos")
     first = await client.responses.create(model="m", input="hi")
     say = {"role": "user", "content": "hi"}
@@ -294,7 +294,7 @@ async def test_the_client_sends_back_what_it_got(client, rig):
     assert rig.one.prompts[1] == "user: hi\nassistant: hello\nuser: hi\n"
 
 
-async def test_the_client_streams(client, rig):
+async def test_openai_client_streams_a_response(client, rig):
     rig.one.script = outputs("hello", "eos")
     async with client.responses.stream(model="m", input="hi") as stream:
         said = [event.delta async for event in stream if event.type == "response.output_text.delta"]

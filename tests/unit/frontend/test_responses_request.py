@@ -25,7 +25,7 @@ def decode(**fields):
         {"reasoning": None, "conversation": None, "prompt": None},
     ],
 )
-def test_what_can_be_honoured_or_asks_for_nothing_is_taken(harmless):
+def test_harmless_response_fields_are_accepted(harmless):
     assert decode(**harmless).model == "m"
 
 
@@ -55,7 +55,7 @@ def test_what_can_be_honoured_or_asks_for_nothing_is_taken(harmless):
         ({"messages": []}, "messages", "Unsupported parameter(s): `messages`"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_or_unsupported_is_named(fields, param, words):
+def test_error_for_an_unsupported_response_field_names_the_field(fields, param, words):
     with pytest.raises(errors.InvalidRequest) as caught:
         decode(**fields)
 
@@ -71,7 +71,7 @@ def test_answer_is_stored_unless_store_is_false():
     ]
 
 
-def test_counting_takes_what_makes_the_prompt():
+def test_token_count_request_has_only_prompt_fields():
     body = json.dumps({**LEAST, "instructions": "x", "previous_response_id": "y"}).encode()
 
     assert responses_request.decode_count(body).instructions == "x"
@@ -80,7 +80,7 @@ def test_counting_takes_what_makes_the_prompt():
 
 
 @pytest.mark.parametrize("missing", ["name", "schema"])
-def test_a_schema_comes_with_its_name(missing):
+def test_schema_keeps_its_name(missing):
     form = {"type": "json_schema", "name": "pet", "schema": {}}
     del form[missing]
 
@@ -89,7 +89,7 @@ def test_a_schema_comes_with_its_name(missing):
     assert caught.value.param == f"text.format.{missing}"
 
 
-def test_format_and_tool_choice_are_those_of_a_chat():
+def test_format_and_tool_choice_are_converted_to_those_of_a_chat():
     form = {"type": "json_schema", "name": "pet", "schema": {"type": "object"}}
     request = decode(text={"format": form}, tool_choice={"type": "function", "name": "f"})
 

@@ -30,7 +30,7 @@ def texts(text, index=0):
     ]
 
 
-async def test_a_chat_stream_to_the_byte(rig):
+async def test_chat_stream_is_exact_to_the_byte(rig):
     rig.one.script = [
         generate.Output((ord("a"),)),
         generate.Output((ord('"'),)),
@@ -53,7 +53,7 @@ async def test_a_chat_stream_to_the_byte(rig):
     )  # fmt: skip
 
 
-async def test_a_completion_stream_to_the_byte(rig):
+async def test_completion_stream_is_exact_to_the_byte(rig):
     rig.one.script = outputs("ab", "eos")
     answer = await rig.complete(stream=True)
     head = json.loads(answer.text.partition("\n\n")[0].removeprefix("data: "))
@@ -71,7 +71,7 @@ async def test_a_completion_stream_to_the_byte(rig):
     )  # fmt: skip
 
 
-async def test_the_headers_of_a_stream(rig):
+async def test_stream_has_event_stream_headers(rig):
     answer = await rig.chat(stream=True)
 
     assert answer.headers["content-type"] == "text/event-stream"
@@ -104,7 +104,7 @@ async def test_without_asking_no_chunk_speaks_of_usage(rig):
     assert not any("usage" in event for event in found[:-1])
 
 
-async def test_a_character_of_several_tokens_is_one_chunk(rig):
+async def test_character_of_several_tokens_is_one_chunk(rig):
     await rig.complete("é")
     byte_ids = blocks.unpack(rig.one.requests[0].token_ids)
     rig.one.script = [
@@ -118,7 +118,7 @@ async def test_a_character_of_several_tokens_is_one_chunk(rig):
     assert contents(answer.text) == ["é", "!", None]
 
 
-async def test_a_stream_of_nothing_still_has_a_role_and_a_reason(rig):
+async def test_stream_without_text_has_a_role_and_finish_reason(rig):
     rig.one.script = [generate.Output((256,), generate.FinishReason.EOS)]
     found = events((await rig.chat(stream=True)).text)
 
@@ -128,7 +128,7 @@ async def test_a_stream_of_nothing_still_has_a_role_and_a_reason(rig):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
-async def test_a_stop_string_over_any_border_ends_the_text_and_the_work(rig, step):
+async def test_stop_string_across_outputs_ends_the_stream(rig, step):
     text = b"one STOP two"
     rig.one.script = [
         generate.Output(tuple(text[at : at + step])) for at in range(0, len(text), step)
@@ -142,14 +142,14 @@ async def test_a_stop_string_over_any_border_ends_the_text_and_the_work(rig, ste
     assert found[-1] == "[DONE]"
 
 
-async def test_what_looked_like_a_stop_string_comes_out_in_the_end(rig):
+async def test_prefix_of_a_stop_string_is_sent_at_the_end(rig):
     rig.one.script = outputs("abST", "length")
     answer = await rig.chat(stream=True, stop=["STOP"])
 
     assert "".join(filter(None, contents(answer.text))) == "abST"
 
 
-async def test_choices_of_one_prompt_have_their_own_index(rig):
+async def test_choices_of_a_prompt_have_distinct_indices(rig):
     rig.one.script = [
         one for pair in zip(outputs("abc"), outputs("xyz", index=1), strict=True) for one in pair
     ]
@@ -173,7 +173,7 @@ async def test_each_choice_of_a_chat_begins_with_its_role(rig):
     assert roles == [0, 1]
 
 
-async def test_a_choice_that_met_its_stop_string_does_not_end_the_other(rig):
+async def test_stop_string_of_a_choice_does_not_end_other_choices(rig):
     rig.one.script = [
         generate.Output(tuple(b"aXbbb")),
         generate.Output(tuple(b"cc"), index=1),
@@ -187,7 +187,7 @@ async def test_a_choice_that_met_its_stop_string_does_not_end_the_other(rig):
     assert texts(answer.text, 1) == ["cc", "dd", ""]
 
 
-async def test_several_prompts_are_several_requests_and_one_answer(rig):
+async def test_several_prompts_are_merged_into_one_stream(rig):
     def script(call, request):
         letter = {"p": "P", "q": "Q"}[bytes(request.token_ids[:1]).decode()]
         for index in range(2):
@@ -236,7 +236,7 @@ async def test_chat_logprobs_come_with_their_text(rig):
     assert rig.one.requests[0].output_options.logprobs == 2
 
 
-async def test_an_error_before_the_first_token_has_its_status(rig):
+async def test_error_before_the_first_token_has_an_http_status(rig):
     rig.one.script = lambda call, _: call.fail(errors.Overloaded("all slots are taken"))
     answer = await rig.chat(stream=True)
 
@@ -245,7 +245,7 @@ async def test_an_error_before_the_first_token_has_its_status(rig):
     assert answer.headers["retry-after"] == "1"
 
 
-async def test_an_error_after_the_first_token_is_an_event_and_there_is_no_done(rig):
+async def test_error_after_the_first_token_is_the_last_event(rig):
     def script(call, _):
         call.send(generate.Output((104,)))
         call.fail(errors.EngineFailed("out of memory"))
@@ -265,7 +265,7 @@ async def test_an_error_after_the_first_token_is_an_event_and_there_is_no_done(r
     }
 
 
-async def test_a_worker_that_ends_too_early_is_an_error(rig):
+async def test_worker_stream_without_a_finish_reason_is_an_error(rig):
     def script(call, _):
         call.send(generate.Output((104,)))
         call.finish()
@@ -276,7 +276,7 @@ async def test_a_worker_that_ends_too_early_is_an_error(rig):
     assert found[-1]["error"]["code"] == "stream_broken"
 
 
-async def test_one_failed_prompt_fails_the_answer_and_stops_the_others(rig):
+async def test_failed_prompt_cancels_the_other_prompts(rig):
     def script(call, request):
         if request.id.endswith("-1"):
             call.fail(errors.EngineFailed("no"))
@@ -288,7 +288,7 @@ async def test_one_failed_prompt_fails_the_answer_and_stops_the_others(rig):
     assert answer.status_code == 500
 
 
-async def test_a_client_that_goes_away_stops_the_worker_at_once(rig):
+async def test_disconnected_client_of_a_stream_cancels_the_worker(rig):
     rig.one.script = [generate.Output((104,))]
     async with rig.client.stream(
         "POST",

@@ -58,7 +58,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("fields", ASKED)
-async def test_a_chat(rig, fields):
+async def test_chat_response_matches_openais_schema(rig, fields):
     rig.one.script = reporting()
     whole = (await rig.chat(**fields)).json()
     usage = {"include_usage": True}
@@ -75,7 +75,7 @@ async def test_a_chat(rig, fields):
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"best_of": 1, "echo": True}])
-async def test_a_completion(rig, fields):
+async def test_completion_response_matches_openais_schema(rig, fields):
     rig.one.script = reporting()
     whole = (await rig.complete(**fields)).json()
     stream = await rig.complete(stream=True, stream_options={"include_usage": True}, **fields)
@@ -94,7 +94,7 @@ def lenient(event):
     return event
 
 
-async def test_a_response(rig):
+async def test_response_matches_openais_schema(rig):
     asked = {"model": "m", "input": "hi", "metadata": {"k": "v"}}
     whole = (await rig.client.post("/v1/responses", json=asked)).json()
     stream = await rig.client.post("/v1/responses", json=asked | {"stream": True})
@@ -104,7 +104,7 @@ async def test_a_response(rig):
         check(_EVENT, json.loads(part.partition("data: ")[2]))
 
 
-async def test_a_message(rig):
+async def test_message_matches_anthropics_schema(rig):
     asked = {
         "model": "m",
         "max_tokens": 9,
@@ -120,7 +120,7 @@ async def test_a_message(rig):
         check(_MESSAGE_EVENT, json.loads(part.partition("data: ")[2]))
 
 
-async def test_a_model_and_an_error(rig):
+async def test_model_list_and_error_match_openais_schema(rig):
     check(openai.types.Model, (await rig.client.get("/v1/models/m")).json())
     error = (await rig.chat(temperature=9)).json()
 

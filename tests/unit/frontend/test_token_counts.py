@@ -34,7 +34,7 @@ async def test_detokenize_includes_special_tokens(rig):
     assert answer.json() == {"prompt": "hi<end>"}
 
 
-async def test_the_model_may_be_left_out_where_it_is_the_only_one(rig):
+async def test_model_is_optional_if_only_one_is_served(rig):
     alone = await tokenize(rig, prompt="hi")
     await rig.worker("other")
     one_of_two = await tokenize(rig, prompt="hi")
@@ -63,7 +63,7 @@ async def test_the_model_may_be_left_out_where_it_is_the_only_one(rig):
         ("/detokenize", {"model": "m"}, 400, "tokens"),
     ],
 )
-async def test_what_is_wrong_is_named(rig, path, body, status, param):
+async def test_error_for_an_invalid_count_request_names_the_field(rig, path, body, status, param):
     answer = await rig.client.post(path, json=body)
 
     assert answer.status_code == status

@@ -10,7 +10,7 @@ def report(logprob, *top):
     return (generate.TokenLogprobs(logprob, tuple(generate.TopLogprob(*one) for one in top)),)
 
 
-async def test_a_chat_answer_whole(rig):
+async def test_whole_chat_response_has_all_fields(rig):
     rig.one.script = outputs("hello", "eos")
     answer = await rig.chat("hi")
     body = answer.json()
@@ -40,7 +40,7 @@ async def test_a_chat_answer_whole(rig):
     assert rig.one.prompts == ["user: hi\n"]
 
 
-async def test_a_completion_whole(rig):
+async def test_whole_completion_has_all_fields(rig):
     rig.one.script = outputs("ab")
     body = (await rig.complete("once")).json()
 
@@ -52,7 +52,7 @@ async def test_a_completion_whole(rig):
     assert rig.one.prompts == ["once"]
 
 
-async def test_a_stop_string_is_not_in_the_answer_and_its_worker_is_stopped(rig):
+async def test_stop_string_is_cut_from_the_answer(rig):
     rig.one.script = [generate.Output(tuple(b"one END two"))]
     body = (await rig.chat(stop="END")).json()
     await rig.until(lambda: rig.one.num_cancelled == 1)
@@ -111,7 +111,7 @@ async def test_tokens_of_a_stop_string_are_not_reported(rig):
     assert [one["token"] for one in told] == ["a", "b"]
 
 
-async def test_an_engine_that_fails_is_a_500_that_says_what(rig):
+async def test_engine_failure_is_a_500_with_its_message(rig):
     rig.one.script = lambda call, _: call.fail(errors.EngineFailed("it broke"))
     answer = await rig.chat()
 
@@ -130,7 +130,7 @@ async def test_worker_that_vanishes_is_a_503(rig):
     assert answer.json()["error"]["code"] == "stream_broken"
 
 
-async def test_a_client_that_goes_away_while_it_waits_stops_the_worker(rig):
+async def test_disconnected_client_of_a_whole_answer_cancels_the_worker(rig):
     rig.one.script = lambda call, _: None
     asking = rig.client.build_request("POST", "/v1/completions", json={"model": "m", "prompt": "x"})
     waiting = rig.start_task(rig.client.send(asking))
@@ -141,7 +141,7 @@ async def test_a_client_that_goes_away_while_it_waits_stops_the_worker(rig):
     assert (await rig.metrics())["dynamo_frontend_disconnected_clients"] == 1
 
 
-async def test_an_answer_that_takes_too_long_is_a_504(bare):
+async def test_answer_over_the_time_limit_is_a_504(bare):
     await bare.start(request_timeout_secs=0.05)
     worker = await bare.worker()
     worker.script = lambda call, _: None  # takes it, and never answers
@@ -152,7 +152,7 @@ async def test_an_answer_that_takes_too_long_is_a_504(bare):
     assert worker.num_cancelled == 1
 
 
-async def test_a_choice_that_we_end_ends_at_the_engine_too(rig):
+async def test_choice_ended_by_the_frontend_is_cancelled_at_the_engine(rig):
     rig.one.script = outputs("aXbb", None, 1)
     asked = rig.start_task(rig.complete(prompt=["p", "q"], n=2, stop="X"))
     await rig.until(lambda: rig.one.cancelled_choices == [1, 1])
