@@ -42,6 +42,13 @@ class KvExporter:
         """Complete the last output of an exported prompt with all that its reader needs, and start the time limit."""
         assert output.kv_transfer_params is not None
         assert output.kv_transfer_params.remote is not None
+        first_token = None
+        params = request.kv_transfer_params
+        if params is not None and params.do_first_token:
+            logprobs = output.logprobs[0] if output.logprobs else None
+            first_token = kv_transfer.FirstToken(
+                output.token_ids[0], logprobs, output.cached_tokens
+            )
         host, _, port = me.addresses.get("tcp", ":0").rpartition(":")
         remote = msgspec.structs.replace(
             output.kv_transfer_params.remote,
@@ -50,7 +57,7 @@ class KvExporter:
             remote_port=int(port),
             remote_hold_s=self._lease_s,
             tp_size=me.layout.tp_size,
-            first_token=_first_token(request, output),
+            first_token=first_token,
         )
         _logger.debug(
             "request_finished(%s), request_status=FINISHED_LENGTH_CAPPED, kv_transfer_params=%s",
@@ -102,16 +109,3 @@ class KvExporter:
 def release_message(remote: kv_transfer.RemoteBlocks) -> bytes:
     """Return the notification by which the importing engine releases the lease."""
     return f"{_RELEASE}{remote.remote_hold_id}".encode()
-
-
-def _first_token(
-    request: generate.Request, output: generate.Output
-) -> kv_transfer.FirstToken | None:
-    params = request.kv_transfer_params
-    if params is None or not params.do_first_token:
-        return None
-    return kv_transfer.FirstToken(
-        output.token_ids[0],
-        output.logprobs[0] if output.logprobs else None,
-        output.cached_tokens,
-    )

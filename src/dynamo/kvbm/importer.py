@@ -121,23 +121,23 @@ class KvImporter:
         if not kv_import.local_blocks:
             return
         async with self._peers.use_connection(kv_import.remote.remote_engine_id) as peer:
-            await self._copy(peer, kv_import)
+            if self._before_copy is not None:
+                await self._before_copy(kv_import)
+            agent = await self._agent.get_started()
+            copy = agent.prepare(
+                transfer.TransferOperation.READ,
+                peer,
+                kv_import.local_blocks,
+                kv_import.remote_blocks,
+            )
+            try:
+                await copy.post(deadline_s=self._timeout_s)
+            except errors.TransferError:
+                await self._peers.discard_connection(peer)
+                raise
+            finally:
+                await copy.release()
         self._check_lease(expected.lease_ends_at)
-
-    async def _copy(self, peer: transfer.Peer, kv_import: KvImport) -> None:
-        if self._before_copy is not None:
-            await self._before_copy(kv_import)
-        agent = await self._agent.get_started()
-        copy = agent.prepare(
-            transfer.TransferOperation.READ, peer, kv_import.local_blocks, kv_import.remote_blocks
-        )
-        try:
-            await copy.post(deadline_s=self._timeout_s)
-        except errors.TransferError:
-            await self._peers.discard_connection(peer)
-            raise
-        finally:
-            await copy.release()
 
     async def _release_lease(self, remote: kv_transfer.RemoteBlocks) -> None:
         """Notify the exporting engine; if that fails, its own time limit frees the blocks."""
