@@ -94,7 +94,7 @@ async def serves_again(asker, address, calls):
     return await receiver.over is None and receiver.tokens == [1]
 
 
-async def test_a_killed_server_breaks_streams_by_name_and_comes_back(server):
+async def test_killed_server_breaks_streams_until_its_restart(server):
     async with asking(server) as (asker, address, calls, receiver, _):
         cancelled = asyncio.Event()
         calls[0].on_cancel(cancelled.set)
@@ -145,7 +145,7 @@ async def test_an_open_waits_for_a_server_that_restarts(server):
         assert await opening
 
 
-async def test_who_finds_a_restarted_server_later_than_we_is_waited_for(server, monkeypatch):
+async def test_request_waits_for_a_peer_that_reconnects_later(server, monkeypatch):
     monkeypatch.setattr(nats_requests, "RETURN_S", WITHIN_S)
     calls, number = [], next(IDS)
     async with joined(server, UNHURRIED) as (asker, to_nats):
@@ -173,7 +173,7 @@ async def test_who_finds_a_restarted_server_later_than_we_is_waited_for(server, 
         await other.close()
 
 
-async def test_a_server_that_stops_breaks_streams_by_silence_and_may_go_on(server):
+async def test_frozen_server_breaks_streams_at_the_silence_limit(server):
     async with asking(server) as (asker, address, calls, receiver, _):
         server.freeze()
         error = await asyncio.wait_for(receiver.over, WITHIN_S)
@@ -231,7 +231,7 @@ async def test_a_lost_message_breaks_the_link_by_name(server, monkeypatch):
         assert await serves_again(asker, address, calls)
 
 
-async def test_a_quiet_link_is_probed_for_a_while_and_lives(server, monkeypatch):
+async def test_idle_stream_stops_probing_but_stays_open(server, monkeypatch):
     monkeypatch.setattr(nats_requests, "PROBE_S", 0.01)
     said = []
     say = nats_requests.NatsNetwork.send
@@ -280,7 +280,7 @@ async def test_a_killed_worker_is_noticed_by_a_probe(server):
     assert "no subscriber" in str(error)
 
 
-async def test_events_go_on_after_a_restart_and_numbers_show_the_gap(server):
+async def test_event_numbers_show_the_gap_after_a_server_restart(server):
     heard = []
     async with joined(server) as (_, one), joined(server) as (_, other):
         speaker, listener = events.NatsEventPlane(one, 1), events.NatsEventPlane(other, 2)
@@ -304,7 +304,7 @@ async def test_events_go_on_after_a_restart_and_numbers_show_the_gap(server):
     assert numbers[1] > 1
 
 
-async def test_a_listener_that_is_too_slow_misses_messages_and_numbers_show_it(server, monkeypatch):
+async def test_event_numbers_show_messages_missed_by_a_slow_listener(server, monkeypatch):
     monkeypatch.setattr(connection, "_SUBSCRIPTION_MESSAGES", 10)
     heard = []
     async with joined(server) as (_, to_nats):
@@ -323,7 +323,7 @@ async def test_a_listener_that_is_too_slow_misses_messages_and_numbers_show_it(s
     assert len(numbers) < numbers[-1] + 1
 
 
-async def test_who_is_too_slow_for_the_whole_outbox_is_dropped(server, monkeypatch):
+async def test_stream_breaks_when_its_outbox_is_full(server, monkeypatch):
     monkeypatch.setattr(connection, "OUTBOX_BYTES", 1000)
     async with asking(server) as (_, _, calls, receiver, _):
         for turn in range(20):

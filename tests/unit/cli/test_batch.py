@@ -22,24 +22,24 @@ def parse(row):
     return batch.parse(row, "f:1")
 
 
-def test_a_text_is_a_message_of_the_user():
+def test_text_line_is_a_user_message():
     assert parse('{"text": "hi", "max_tokens": 4}') == batch.Line(
         messages=[{"role": "user", "content": "hi"}], fields={"max_tokens": 4}
     )
 
 
 @pytest.mark.parametrize("row", ["no json", "[]", "{}", '{"text": 1}', '{"messages": "x"}'])
-def test_a_bad_line_is_named(row):
+def test_invalid_line_is_named(row):
     with pytest.raises(errors.ConfigError, match="f:1: expected"):
         parse(row)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"in=batch:.*none.jsonl"):
         batch.read(tmp_path / "none.jsonl")
 
 
-async def test_answers_come_in_order_and_failures_do_not_stop_the_rest():
+async def test_failed_request_does_not_stop_later_requests():
     lines = [parse(json.dumps({"text": text})) for text in ("a", "fail", "b")]
     times = iter((10.0, 12.0))
     rows, summary = await batch.run(
@@ -52,6 +52,6 @@ async def test_answers_come_in_order_and_failures_do_not_stop_the_rest():
     assert str(summary) == "3 lines, 1 failed, 4 tokens in 2.0 s: 2.0 tokens/s"
 
 
-def test_an_output_that_cannot_be_written_is_known_before_the_work(tmp_path):
+def test_unwritable_output_is_refused(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"--output .*: cannot be written: No such file"):
         batch.check_output(tmp_path / "none" / "answers.jsonl")

@@ -75,7 +75,7 @@ def test_exit_leaves(say, talk):
     assert talk.seen == []
 
 
-def test_ctrl_c_at_the_prompt_says_how_to_leave(say, talk, capsys):
+def test_ctrl_c_at_the_prompt_prints_how_to_leave(say, talk, capsys):
     say(KeyboardInterrupt(), "one")
 
     assert "Ctrl-D leaves" in capsys.readouterr().out.partition("\n")[2]
@@ -129,7 +129,7 @@ def test_work_runs_in_another_thread(background):
     assert background.call(where()) is not threading.current_thread()
 
 
-def test_an_error_is_raised_where_it_was_called(background):
+def test_error_of_a_request_is_raised_at_its_call(background):
     async def fail():
         raise errors.EngineFailed("no")
 

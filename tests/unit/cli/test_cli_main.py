@@ -33,7 +33,7 @@ def test_the_version_is_printed(monkeypatch, capsys):
         (("serve", "--engine", "warp"), "native, mocker"),
     ],
 )
-def test_a_wrong_argument_is_one_sentence(monkeypatch, capsys, arguments, expected):
+def test_error_for_an_invalid_argument_is_one_sentence(monkeypatch, capsys, arguments, expected):
     code, _, err = run(monkeypatch, capsys, *arguments)
 
     assert code == 2
@@ -45,7 +45,7 @@ def test_a_wrong_argument_is_one_sentence(monkeypatch, capsys, arguments, expect
     ("error", "expected"),
     [(errors.ConfigError("no such directory: x"), 2), (errors.EngineFailed("out of memory"), 1)],
 )
-def test_our_errors_are_one_sentence(monkeypatch, capsys, error, expected):
+def test_dynamo_errors_are_printed_as_one_sentence(monkeypatch, capsys, error, expected):
     def fail(options):
         raise error
 
@@ -56,7 +56,7 @@ def test_our_errors_are_one_sentence(monkeypatch, capsys, error, expected):
     assert err == f"dynamo: {error}\n"
 
 
-def test_the_environment_hides_secrets(monkeypatch, capsys):
+def test_env_command_hides_secrets(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hush")
     monkeypatch.setenv("DYN_LOG", "debug")
     code, out, _ = run(monkeypatch, capsys, "env")
@@ -66,7 +66,7 @@ def test_the_environment_hides_secrets(monkeypatch, capsys):
     assert "DYN_LOG" in out
 
 
-def test_an_interrupt_ends_it_without_ending_the_interpreter(monkeypatch, capsys):
+def test_interrupt_exits_with_code_130(monkeypatch, capsys):
     def interrupted(options):
         raise KeyboardInterrupt
 

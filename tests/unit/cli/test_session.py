@@ -75,7 +75,7 @@ ASKED = [{"role": "user", "content": "hi"}]
     ("end", "expected"),
     [(generate.FinishReason.EOS, "stop"), (generate.FinishReason.LENGTH, "length")],
 )
-async def test_text_is_told_as_it_comes(end, expected):
+async def test_text_is_passed_on_as_each_output_arrives(end, expected):
     pieces = []
     endpoint = Endpoint(said("a"), said("bc", end))
     answer = await talk(endpoint).chat(ASKED, pieces.append)
@@ -84,7 +84,7 @@ async def test_text_is_told_as_it_comes(end, expected):
     assert answer[:4] == ("abc", expected, 1, 3)
 
 
-async def test_a_stop_string_ends_the_stream():
+async def test_stop_string_ends_the_stream():
     endpoint = Endpoint(said("a!b"), said("never told"), is_silent=True)
     answer = await talk(endpoint).chat(ASKED)
 
@@ -92,7 +92,7 @@ async def test_a_stop_string_ends_the_stream():
     assert endpoint.is_closed
 
 
-async def test_a_lost_worker_is_an_error():
+async def test_lost_worker_raises_an_error():
     endpoint = Endpoint(said("a"), error=errors.StreamBroken("gone"))
     with pytest.raises(errors.StreamBroken):
         await talk(endpoint).chat(ASKED)
@@ -109,17 +109,17 @@ async def test_cancelling_stops_the_worker():
     assert endpoint.is_closed
 
 
-async def test_a_wrong_field_is_named():
+async def test_error_for_an_invalid_field_names_the_field():
     with pytest.raises(errors.InvalidRequest, match="temperature"):
         await talk(Endpoint()).chat(ASKED, temperature=99)
 
 
-async def test_several_answers_would_be_told_as_one_and_are_refused():
+async def test_request_for_several_choices_is_refused():
     with pytest.raises(errors.InvalidRequest, match="n: expected 1"):
         await talk(Endpoint()).chat(ASKED, n=2)
 
 
-async def test_a_reader_who_has_gone_ends_the_stream():
+async def test_closed_reader_ends_the_stream():
     def write(piece):
         raise BrokenPipeError(32, "Broken pipe")
 

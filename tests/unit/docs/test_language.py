@@ -62,6 +62,6 @@ def test_a_share_is_of_all_that_could_be_found(sources):
     assert share == pytest.approx(100 * 2 / 3)
 
 
-def test_nothing_at_all_is_a_share_of_zero(tmp_path):
+def test_empty_tree_has_a_share_of_zero(tmp_path):
     for measure in language.MEASURES.values():
         assert language.share(measure, language.read(tmp_path)) == (0, [])

@@ -43,7 +43,7 @@ def resumed(teller, request, whole, cut, choice=0):
 @pytest.mark.parametrize("way", WAYS)
 @settings(deadline=None, max_examples=8)
 @given(data=st.data())
-def test_an_answer_resumed_at_any_token_is_the_same(teller, way, data):
+def test_answer_resumed_at_any_token_is_unchanged(teller, way, data):
     request = teller.request("a", QUESTION, stop=LIMITS, **WAYS[way])
     whole = answer(teller, request)
     cut = data.draw(st.integers(0, len(whole) - 1))
@@ -51,7 +51,7 @@ def test_an_answer_resumed_at_any_token_is_the_same(teller, way, data):
     assert resumed(teller, request, whole, cut) == whole
 
 
-def test_a_resumed_choice_keeps_its_place_in_the_draw(teller):
+def test_resumed_choice_continues_its_random_sequence(teller):
     together = teller.request("n", QUESTION, stop=LIMITS, n=2, temperature=1.0, seed=3)
     alone = msgspec.structs.replace(
         together, sampling_options=msgspec.structs.replace(together.sampling_options, n=1)
@@ -64,7 +64,7 @@ def test_a_resumed_choice_keeps_its_place_in_the_draw(teller):
 
 @settings(deadline=None, max_examples=8)
 @given(data=st.data())
-def test_a_resumed_guided_answer_continues_in_its_grammar(teller, data):
+def test_resumed_guided_answer_continues_the_grammar(teller, data):
     request = teller.request("g", QUESTION, SHAPE, temperature=1.0, seed=5)
     whole = answer(teller, request)
     cut = data.draw(st.integers(0, len(whole) - 1))
@@ -73,7 +73,7 @@ def test_a_resumed_guided_answer_continues_in_its_grammar(teller, data):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 7])
-def test_a_resumed_thought_keeps_its_budget(teller, cut):
+def test_resumed_reasoning_keeps_the_thinking_budget(teller, cut):
     limit = generate.ThinkingLimit(max_tokens=6, close_ids=(9,), is_open=True)
     request = teller.request("t", QUESTION, stop=LIMITS, temperature=0.0)
     request = msgspec.structs.replace(request, thinking=limit)

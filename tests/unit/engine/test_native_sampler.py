@@ -139,7 +139,7 @@ def test_a_seed_is_reproducible_in_any_batch_and_after_preemption(kind):
     assert len(set(alone)) > 5
 
 
-def test_seeds_choices_and_places_draw_apart():
+def test_seed_choice_and_position_change_the_draw():
     def draws(**changes):
         return [
             sample(LOGITS.unsqueeze(0), make_sequence(output=[9] * i, **({"seed": 1} | changes)))[0]

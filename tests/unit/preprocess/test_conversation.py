@@ -23,7 +23,7 @@ def adapt(message, **rest):
     return adapted
 
 
-def test_a_plain_message_stays_as_it_is():
+def test_plain_message_is_unchanged():
     assert adapt(USER) is USER
 
 
@@ -34,19 +34,19 @@ def test_text_parts_are_joined_by_lines():
 
 
 @pytest.mark.parametrize(("knows", "role"), [(False, "system"), (True, "developer")])
-def test_a_developer_is_the_system_to_a_template_that_does_not_know_developers(knows, role):
+def test_developer_role_becomes_system_if_the_template_lacks_developers(knows, role):
     message = {"role": "developer", "content": "Be brief"}
 
     assert adapt(message, knows_developer=knows) == {"role": role, "content": "Be brief"}
 
 
-def test_what_is_null_is_absent_except_content():
+def test_null_fields_other_than_content_are_removed():
     message = {"role": "assistant", "content": None, "tool_calls": None, "name": None}
 
     assert adapt(message) == {"role": "assistant", "content": None}
 
 
-def test_an_empty_list_of_tool_calls_is_absent():
+def test_empty_list_of_tool_calls_is_removed():
     message = {"role": "assistant", "content": "Hi", "tool_calls": []}
 
     assert adapt(message) == {"role": "assistant", "content": "Hi"}

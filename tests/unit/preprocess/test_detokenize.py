@@ -99,7 +99,7 @@ def test_tokenizer_without_a_table_is_decoded_by_a_window(no_table):
     )
 
 
-def test_window_stays_short_while_nothing_is_certain(byte_level):
+def test_window_stays_short_during_incomplete_characters(byte_level):
     half = byte_level.id_of("ð")  # the first byte of an emoji
     window = detokenize.WindowDetokenizer(byte_level, (), byte_level.special_ids)
     pieces = [window.push((half,)) for _ in range(300)]

@@ -6,13 +6,13 @@ from dynamo.base import errors
 from dynamo.preprocess import options
 
 
-def test_what_the_file_says_is_read_and_the_rest_left_open():
+def test_known_fields_of_the_generation_config_are_read():
     config = {"temperature": 0.6, "top_k": 20, "do_sample": True, "transformers_version": "4.51.0"}
 
     assert options.read_defaults(config) == options.GenerationDefaults(temperature=0.6, top_k=20)
 
 
-def test_a_wrong_value_names_its_file():
+def test_error_for_an_invalid_value_names_the_file():
     with pytest.raises(errors.ConfigError, match=r"generation_config\.json.*temperature"):
         options.read_defaults({"temperature": "hot"})
 

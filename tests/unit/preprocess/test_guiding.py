@@ -59,7 +59,7 @@ def test_a_guided_field_at_the_root_or_in_nvext(fields, expected):
     assert guide(**fields) == guide(nvext=fields) == guiding.from_fields(completion) == told
 
 
-def test_the_root_counts_more_than_nvext():
+def test_root_field_overrides_nvext():
     told = guide(guided_regex="a", nvext={"guided_regex": "b", "guided_decoding_backend": "auto"})
 
     assert (told.regex, told.backend) == ("a", "auto")
@@ -86,7 +86,7 @@ def test_the_root_counts_more_than_nvext():
         ),
     ],
 )
-def test_a_response_format_is_a_schema(fields, expected):
+def test_response_format_becomes_a_schema(fields, expected):
     told = guide(**fields)
 
     assert (told and told.json) == expected
@@ -101,7 +101,7 @@ def test_guided_backend_is_passed_on_with_each_kind_of_guide():
     assert shaped.backend == called.backend == "x"
 
 
-def test_calls_that_must_come_name_their_tools():
+def test_required_tool_choice_guides_by_the_schemas_of_all_tools():
     with_schema = tool("f", parameters={"properties": {"a": NUMBER}})
     told = guide(tools=[with_schema, tool("g")], tool_choice="required")
     f, g = told.calls.tools
@@ -114,7 +114,7 @@ def test_calls_that_must_come_name_their_tools():
     assert told.calls.max_calls == guiding.MAX_CALLS
 
 
-def test_a_named_function_is_called_once_and_nothing_else():
+def test_named_function_is_called_exactly_once():
     named = {"type": "function", "function": {"name": "g"}}
     told = guide(tools=[tool("f"), tool("g")], tool_choice=named)
     alone = guide(tools=[tool("f")], tool_choice="required", parallel_tool_calls=False)
@@ -123,14 +123,14 @@ def test_a_named_function_is_called_once_and_nothing_else():
     assert told.calls.max_calls == alone.calls.max_calls == 1
 
 
-def test_a_response_format_means_nothing_where_a_call_must_come():
+def test_required_tool_call_overrides_the_response_format():
     told = guide(tools=[tool("f")], tool_choice="required", response_format={"type": "json_object"})
 
     assert told.calls is not None
     assert told.json is None
 
 
-def test_a_model_whose_calls_have_marks_may_choose_between_a_call_and_a_text_of_the_shape():
+def test_marked_tool_calls_can_be_combined_with_a_guided_text():
     asked = chat(tools=[tool("f")], response_format={"type": "json_object"})
     told = guiding.from_conversation(asked, HERMES)
 
@@ -158,7 +158,7 @@ def test_a_model_whose_calls_have_marks_may_choose_between_a_call_and_a_text_of_
         ({"tools": [tool("f", parameters={"type": "array"})], "tool_choice": "required"}, "tools", "'object'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_together_is_refused(fields, param, words):
+def test_conflicting_guided_fields_are_refused(fields, param, words):
     error = refused(**fields)
 
     assert error.param == param
@@ -175,7 +175,7 @@ def test_what_cannot_be_together_is_refused(fields, param, words):
         ("deepseek_r1", "Hi", generate.GuidedReasoning(closes=("</think>",))),
     ],
 )
-def test_thoughts_may_stand_before_an_answer_as_the_prompt_has_it(parser, prompt, expected):
+def test_prompt_decides_how_reasoning_precedes_a_guided_answer(parser, prompt, expected):
     form = formats.select_format("none", parser or "none", "")
 
     assert form.thoughts(prompt, may_think=True) == expected
@@ -195,7 +195,7 @@ def test_an_answer_in_channels_cannot_be_guided():
 
 @pytest.mark.parametrize("name", ["hermes", "pythonic", "none"])
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_forced_calls_are_read_as_they_are_written(name, step):
+def test_parser_reads_calls_in_the_forced_format(name, step):
     form = formats.select_format(name, "none", "").forced
     calls = [f'{{"name": "f", "arguments": {{"a": {number}}}}}' for number in range(3)]
     text = form.frame.begin + form.frame.between.join(calls) + form.frame.end

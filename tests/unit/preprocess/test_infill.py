@@ -36,7 +36,7 @@ def test_each_prompt_has_the_suffix():
 
 @pytest.mark.parametrize("suffix", [None, ""])
 @pytest.mark.parametrize("name", [None, "none", "qwen"])
-def test_without_a_suffix_nothing_is_changed(name, suffix):
+def test_prompt_without_a_suffix_is_unchanged(name, suffix):
     assert join(completion(suffix=suffix), name) == ["a {b}"]
 
 
@@ -44,14 +44,14 @@ def test_without_a_suffix_nothing_is_changed(name, suffix):
     ("prompt", "name", "words"),
     [("a", None, "--dyn-infill-format"), ("a", "none", "not known to"), ([1], "qwen", "token ids")],
 )
-def test_what_cannot_be_filled_in_is_named(prompt, name, words):
+def test_error_for_an_unsupported_infill_names_the_suffix(prompt, name, words):
     with pytest.raises(errors.InvalidRequest, match=words) as caught:
         join(completion(prompt, suffix="z"), name)
 
     assert caught.value.param == "suffix"
 
 
-def test_a_format_that_is_not_known_is_refused_with_those_that_are():
+def test_unknown_infill_format_is_refused_with_the_known_formats():
     infill.check("none")
     with pytest.raises(errors.ConfigError, match=r"expected one of codegemma, .*'zzz'"):
         infill.check("zzz")

@@ -22,12 +22,12 @@ def nvext(**fields):
     return inputs.NvExt(**fields)
 
 
-def test_nothing_said_is_openais_defaults():
+def test_request_without_options_has_openais_defaults():
     assert options.make_sampling(asked(), NOTHING, VOCAB) == generate.SamplingOptions()
     assert options.make_stop_conditions(asked(), 7, VOCAB) == generate.StopConditions(max_tokens=7)
 
 
-def test_the_models_files_say_what_a_request_does_not():
+def test_model_defaults_apply_to_absent_request_fields():
     expected = generate.SamplingOptions(
         temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.1
     )
@@ -35,7 +35,7 @@ def test_the_models_files_say_what_a_request_does_not():
     assert options.make_sampling(asked(), MODEL, VOCAB) == expected
 
 
-def test_the_request_counts_more_than_its_nvext_and_that_more_than_the_model():
+def test_request_overrides_nvext_which_overrides_the_model():
     request = asked(top_k=3, nvext=nvext(top_k=5, repetition_penalty=1.5), temperature=0, min_p=0)
     sampling = options.make_sampling(request, MODEL, VOCAB)
 
@@ -53,7 +53,7 @@ def test_greedy_sampling_is_temperature_zero():
     assert options.make_sampling(request, MODEL, VOCAB).temperature == 0
 
 
-def test_the_rest_is_passed_on():
+def test_other_options_are_passed_on():
     request = asked(n=3, presence_penalty=1, frequency_penalty=-1, seed=5, logit_bias={7: -100.0})
     expected = generate.SamplingOptions(
         n=3, presence_penalty=1, frequency_penalty=-1, seed=5, logit_bias={7: -100.0}
@@ -71,7 +71,7 @@ def test_stop_conditions(stop, expected):
     )
 
 
-def test_the_root_can_switch_off_what_nvext_switches_on():
+def test_root_field_can_disable_an_nvext_option():
     request = asked(ignore_eos=False, nvext=nvext(ignore_eos=True))
 
     assert not options.make_stop_conditions(request, 7, VOCAB).ignore_eos
@@ -86,7 +86,7 @@ def test_the_root_can_switch_off_what_nvext_switches_on():
         ({"logit_bias": {5: 1.0, -1: 1.0}}, "logit_bias"),
     ],
 )
-def test_what_the_model_does_not_have_is_refused_by_name(fields, param):
+def test_token_outside_the_vocabulary_is_refused_with_its_parameter(fields, param):
     read = options.make_sampling if param == "logit_bias" else options.make_stop_conditions
     limit = NOTHING if param == "logit_bias" else 7
     with pytest.raises(errors.InvalidRequest, match=param) as caught:

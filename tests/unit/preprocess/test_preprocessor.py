@@ -110,13 +110,13 @@ async def test_template_arguments_and_annotations_are_passed_on(byte_level_model
     assert prepared.request.annotations == ("formatted_prompt",)
 
 
-async def test_no_tools_are_none_to_a_template(byte_level):
+async def test_empty_tool_list_is_none_in_the_template(byte_level):
     model = made_of(byte_level, "{{ tools is none }}")
 
     assert (await model.prepare_conversation(chat(tools=[]), "r")).prompt == "True"
 
 
-async def test_a_completion_begins_as_the_tokenizer_wants(sentencepiece_like):
+async def test_completion_prompt_gets_the_tokenizers_special_tokens(sentencepiece_like):
     (prepared,) = await completions.prepare(made_of(sentencepiece_like), completion("The cat"), "r")
     first = blocks.unpack(prepared.request.token_ids)[0]
 
@@ -125,7 +125,7 @@ async def test_a_completion_begins_as_the_tokenizer_wants(sentencepiece_like):
     assert (prepared.request.id, prepared.prompt) == ("r", "The cat")
 
 
-async def test_token_ids_are_taken_as_they_are(byte_level_model):
+async def test_token_ids_of_a_prompt_are_unchanged(byte_level_model):
     (prepared,) = await completions.prepare(byte_level_model, completion([5, 6], logprobs=3), "r")
 
     assert blocks.unpack(prepared.request.token_ids) == [5, 6]
@@ -144,14 +144,14 @@ async def test_several_prompts_are_several_requests(byte_level_model, prompts):
     ("prompt", "sentence"),
     [("", "at least one token"), ([[]], "at least one token"), ([10**6], "token ids from 0 to")],
 )
-async def test_prompts_that_are_none_are_refused(byte_level_model, prompt, sentence):
+async def test_invalid_prompt_is_refused(byte_level_model, prompt, sentence):
     with pytest.raises(errors.InvalidRequest, match=sentence) as caught:
         await completions.prepare(byte_level_model, completion(prompt), "r")
 
     assert caught.value.param == "prompt"
 
 
-async def test_an_answer_continues_its_prompt(sentencepiece_like):
+async def test_detokenized_answer_continues_the_prompt(sentencepiece_like):
     model = made_of(sentencepiece_like)
     (prepared,) = await completions.prepare(model, completion("The brave"), "r")
     token_ids = blocks.unpack(sentencepiece_like.encode_now(["cat"], add_special_tokens=False)[0])
@@ -162,7 +162,7 @@ async def test_an_answer_continues_its_prompt(sentencepiece_like):
     assert text == " cat"
 
 
-async def test_a_long_prompt_is_the_same_from_its_thread(byte_level):
+async def test_long_prompt_tokenized_in_a_thread_has_the_same_tokens(byte_level):
     model = made_of(byte_level)
     model.context_length = 10**6
     text = "The quick brown fox. " * (tokenize.LONG_TEXT // 10)
@@ -218,7 +218,7 @@ async def test_any_chat_is_prepared_or_refused(any_model, messages, fields):
     assert again == prepared.request
 
 
-async def test_a_raw_prompt_passes_by_the_template(byte_level_model, byte_level):
+async def test_raw_prompt_skips_the_template(byte_level_model, byte_level):
     prepared = await byte_level_model.prepare_conversation(
         chat(nvext={"use_raw_prompt": True}), "r"
     )
@@ -234,7 +234,7 @@ async def test_a_raw_prompt_passes_by_the_template(byte_level_model, byte_level)
         [{"role": "assistant", "content": None}],
     ],
 )
-async def test_a_raw_prompt_is_one_message_with_a_text(byte_level_model, messages):
+async def test_raw_prompt_must_be_one_text_message(byte_level_model, messages):
     with pytest.raises(errors.InvalidRequest, match="one message with a text") as caught:
         await byte_level_model.prepare_conversation(
             chat(messages=messages, nvext={"use_raw_prompt": True}), "r"
@@ -254,7 +254,7 @@ async def test_tokens_that_were_made_elsewhere_are_the_prompt(byte_level_model):
 
 
 @pytest.mark.parametrize("make", ["chat", "completion"])
-async def test_a_token_that_does_not_exist_is_named(byte_level_model, make):
+async def test_unknown_token_id_is_named(byte_level_model, make):
     prepare, request = {
         "chat": (chats.prepare, chat),
         "completion": (completions.prepare, lambda **f: completion("x", **f)),
@@ -295,7 +295,7 @@ async def test_to_choose_the_best_takes_log_probabilities(byte_level_model):
     assert scored.request.stop_conditions.max_tokens == 1
 
 
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(byte_level_model):
+async def test_text_that_cannot_fit_is_refused_without_tokenizing(byte_level_model):
     most = max(options.MIN_TEXT_CHARS, CONTEXT * options.CHARS_PER_TOKEN)
     text = "x" * (most + 1)
     asked = chat(messages=[{"role": "user", "content": text}])
@@ -313,7 +313,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(byte_lev
         assert caught.value.param == param
 
 
-async def test_a_long_text_is_tokenized_as_long_as_it_might_fit(byte_level_model):
+async def test_long_text_that_might_fit_is_tokenized(byte_level_model):
     packed = await byte_level_model.tokenize_text("cat " * 20_000, add_special_tokens=True)
 
     assert blocks.count(packed) > CONTEXT
@@ -321,7 +321,7 @@ async def test_a_long_text_is_tokenized_as_long_as_it_might_fit(byte_level_model
         byte_level_model.detokenize([7] * (options.MIN_TEXT_CHARS + 1))
 
 
-async def test_more_messages_than_tokens_are_refused_before_they_are_rendered(byte_level_model):
+async def test_chat_with_more_messages_than_tokens_is_refused_without_rendering(byte_level_model):
     asked = chat(messages=[{"role": "user", "content": ""}] * (CONTEXT + 1))
 
     with pytest.raises(model_errors.ContextTooLong, match=f"has {CONTEXT + 1} parts"):

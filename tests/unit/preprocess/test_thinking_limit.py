@@ -51,7 +51,7 @@ def test_thinking_limit_names_the_marks_as_tokens(prompt, is_open):
         (formats.AnswerFormat(reasoning=formats.REASONING_FORMATS["gpt_oss"]), IDS),
     ],
 )
-def test_what_cannot_be_held_is_refused_unless_it_is_a_wish(form, ids):
+def test_unenforceable_thinking_limit_is_refused_unless_optional(form, ids):
     with pytest.raises(errors.InvalidRequest, match="no token of this model") as caught:
         thinking.make_limit(chat(max_thinking_tokens=7), "p", form, ids)
 
@@ -59,5 +59,5 @@ def test_what_cannot_be_held_is_refused_unless_it_is_a_wish(form, ids):
     assert thinking.make_limit(message(), "p", form, ids) is None
 
 
-def test_the_budget_of_a_message_is_the_limit():
+def test_thinking_budget_of_a_message_is_the_limit():
     assert thinking.make_limit(message(), "p", THINK, IDS).max_tokens == 2000

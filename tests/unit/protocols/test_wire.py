@@ -71,7 +71,7 @@ def test_wrong_bytes_are_a_remote_protocol_error_or_not_yet_a_frame(data, places
 
 
 @given(st.binary(max_size=100))
-def test_a_wrong_body_is_a_remote_protocol_error(body):
+def test_random_body_decodes_or_raises_remote_protocol_error(body):
     try:
         frame = decode(body)
     except errors.RemoteProtocolError:
@@ -81,35 +81,35 @@ def test_a_wrong_body_is_a_remote_protocol_error(body):
 
 
 @pytest.mark.parametrize("length", [wire.MAX_FRAME_BYTES + 1, 2**32 - 1])
-def test_a_giant_length_is_refused_before_its_bytes_come(length):
+def test_frame_over_the_limit_is_refused_by_its_length(length):
     with pytest.raises(errors.RemoteProtocolError, match=str(length)):
         wire.FrameReader().feed(length.to_bytes(4, "big"))
 
 
-def test_the_limit_of_a_reader_can_be_raised():
+def test_limit_of_a_reader_can_be_raised():
     reader, frame = wire.FrameReader(8), wire.Goodbye("more than eight bytes")
     reader.max_frame_bytes = 100
 
     assert reader.feed(wire.encode(frame)) == [frame]
 
 
-def test_a_frame_too_long_for_any_peer_is_our_error():
+def test_sending_a_frame_over_the_limit_raises_local_protocol_error():
     with pytest.raises(errors.LocalProtocolError, match="Goodbye"):
         wire.encode(wire.Goodbye("x" * wire.MAX_FRAME_BYTES))
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_time_limit_must_be_one(timeout_s):
+def test_invalid_time_limit_is_refused(timeout_s):
     frame = wire.Open(1, "a/b/c", msgspec.Raw(b"\xc0"), {}, timeout_s)
     with pytest.raises(errors.RemoteProtocolError):
         decode(wire.encode(frame)[4:])
 
 
-def test_a_newer_peer_may_append_fields():
+def test_fields_appended_by_a_newer_peer_are_ignored():
     assert decode(msgspec.msgpack.encode([3, 7, None, "new"])) == wire.Cancel(7)
 
 
-def test_a_token_costs_few_bytes():
+def test_encoded_token_has_few_bytes():
     step = wire.Step((wire.StepItem(1, generate.Output((5,))),) * 100)
 
     assert len(wire.encode(step)) < 100 * 15
@@ -125,7 +125,7 @@ def test_a_token_costs_few_bytes():
         errors.EngineFailed("boom"),
     ],
 )
-def test_all_that_a_client_is_told_of_an_error_crosses_the_wire(error):
+def test_error_details_for_the_client_are_sent(error):
     (frame,) = wire.FrameReader().feed(wire.encode(wire.Fail.of(3, error)))
     arrived = frame.error
 
@@ -135,7 +135,7 @@ def test_all_that_a_client_is_told_of_an_error_crosses_the_wire(error):
         assert arrived.retry_after_s == max(0.0, error.retry_after_s)
 
 
-def test_an_error_of_a_peer_that_tells_less_is_still_an_error():
+def test_error_without_optional_details_is_decoded():
     old = msgspec.msgpack.encode([6, 3, "overloaded", "busy"])
     arrived = decode(old).error
 

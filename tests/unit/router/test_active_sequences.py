@@ -55,7 +55,7 @@ class Naive:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_it_equals_a_naive_model_after_any_history(data):
+def test_tracker_equals_a_naive_model_after_any_history(data):
     active, naive = tracker(), Naive()
     for _ in range(data.draw(st.integers(0, 25))):
         request_id = data.draw(st.sampled_from("abcdef"))
@@ -202,7 +202,7 @@ def test_replica_applies_completed_prefill():
     assert (before, active.loads[WORKERS[0]].prefill_tokens) == (4, 0)
 
 
-def test_names_that_are_no_chain_break_nothing():
+def test_inconsistent_hash_chains_leave_no_load():
     active = tracker()
     for i, chain in enumerate(((1, 2, 2, 1), (2, 1), (2, 2), (1, 3, 1))):
         told = load_events.AddRequest(token_sequence=chain, isl=4)

@@ -105,7 +105,7 @@ TREE_STEP = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(TREE_STEP, max_size=30), st.integers(1, 8))
-def test_names_that_are_no_chain_break_nothing(steps, max_blocks):
+def test_inconsistent_hash_chains_leave_an_empty_tree_after_a_sweep(steps, max_blocks):
     store = prefix_tree.PrefixTree(max_blocks)
     for name, *arguments in steps:
         getattr(store, name)(*arguments)

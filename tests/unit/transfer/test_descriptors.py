@@ -15,7 +15,7 @@ METADATA = Metadata(
 )
 
 
-def test_metadata_comes_out_as_it_went_in():
+def test_metadata_is_unchanged_by_encoding_and_decoding():
     body = descriptors.encode(METADATA)
 
     assert descriptors.decode(body) == METADATA

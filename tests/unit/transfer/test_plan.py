@@ -78,7 +78,7 @@ def test_every_byte_goes_where_the_layouts_say(local, remote, order, other, rank
 
 
 @given(BLOCKS, BLOCKS)
-def test_runs_are_the_pairs_again_and_cannot_be_merged_further(local, remote):
+def test_runs_cover_the_pairs_and_are_maximal(local, remote):
     pairs = list(zip(local, remote, strict=False))
 
     runs = list(plan.merge(*zip(*pairs, strict=True)))
@@ -96,7 +96,7 @@ def test_runs_are_the_pairs_again_and_cannot_be_merged_further(local, remote):
         (Order.LAYER_MAJOR, Order.BLOCK_MAJOR, 4 * 2),
     ],
 )
-def test_neighbours_become_one_copy_where_both_pools_let_them(order, other, num_pieces):
+def test_adjacent_blocks_become_one_copy_if_adjacent_in_both_pools(order, other, num_pieces):
     made = plan.make(layout(order=order), layout(order=other), [0, 1, 2, 6], [3, 4, 5, 7])
 
     assert made.num_pieces == len(list(made.pattern().pieces())) == num_pieces

@@ -9,7 +9,7 @@ from dynamo.transfer import messages
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 500)), min_size=1))
-def test_pieces_come_out_as_they_went_in(spans):
+def test_spans_are_unchanged_by_packing_and_unpacking(spans):
     assert messages.unpack(messages.pack(spans), 1000) == spans
 
 

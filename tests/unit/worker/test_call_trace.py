@@ -71,7 +71,7 @@ def test_log_lines_of_a_call_name_its_request():
     assert logs.log_context.get() is None
 
 
-def test_a_call_is_a_span_with_prefill_and_decode(take, taken, exported, clock):
+def test_call_has_a_span_with_prefill_and_decode(take, taken, exported, clock):
     first = call(**HEADERS)
     take(first)
     clock.at = 2.0

@@ -39,7 +39,7 @@ def test_weights_are_not_on_the_card(directory):
     assert set(build(directory).files) == {"config.json", "tokenizer.json"}
 
 
-def test_the_engine_s_facts_are_on_the_card(directory):
+def test_card_has_the_facts_of_the_engine(directory):
     built = build(directory)
 
     assert (built.display_name, built.created) == ("m", 5)
@@ -48,7 +48,7 @@ def test_the_engine_s_facts_are_on_the_card(directory):
     assert built.runtime_config.total_kv_blocks == FACTS.total_kv_blocks
 
 
-def test_a_model_without_a_chat_template_only_completes(directory):
+def test_model_without_a_chat_template_has_no_chat_api(directory):
     assert build(directory).model_type == (model_card.ModelType.COMPLETIONS,)
 
 
@@ -59,7 +59,7 @@ def test_a_model_without_a_chat_template_only_completes(directory):
         ("tokenizer_config.json", json.dumps({"chat_template": "{{ messages }}"})),
     ],
 )
-def test_a_model_with_a_chat_template_chats(directory, file, content):
+def test_model_with_a_chat_template_has_the_chat_api(directory, file, content):
     (directory / file).write_text(content)
 
     assert model_card.ModelType.CHAT in build(directory).model_type
@@ -77,7 +77,7 @@ def test_migration_limit_of_the_worker_is_on_the_card(directory):
     assert build(directory).migration_limit is None
 
 
-def test_a_tokenizer_config_that_is_no_json_is_named(directory):
+def test_malformed_tokenizer_config_is_named(directory):
     (directory / "tokenizer_config.json").write_text("{")
     with pytest.raises(errors.ConfigError, match=r"tokenizer_config.json: expected a JSON object"):
         build(directory)
@@ -185,19 +185,19 @@ async def test_file_that_is_not_on_the_card_is_not_served(file_path, name, offse
             await ask(name, offset)
 
 
-async def test_a_file_that_is_gone_is_unavailable(file_path):
+async def test_missing_file_raises_unavailable(file_path):
     async with sharing(file_path) as (_, ask):
         file_path.unlink()
         with pytest.raises(errors.Unavailable, match="cannot read its own"):
             await ask("tokenizer.json", 0)
 
 
-async def test_without_a_store_the_card_stays_as_it_is(file_path):
+async def test_card_without_an_object_store_is_unchanged(file_path):
     async with sharing(file_path) as (card, _):
         assert card == card_of(file_path)
 
 
-async def test_with_a_store_the_card_says_where_its_files_are(file_path):
+async def test_card_with_an_object_store_has_urls_of_its_files(file_path):
     store = Store()
     async with sharing(file_path, store) as (card, _):
         file = card.files["tokenizer.json"]

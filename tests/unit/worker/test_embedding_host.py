@@ -86,7 +86,7 @@ async def until(condition):
             await asyncio.sleep(0)
 
 
-async def test_a_call_gets_its_vectors_in_as_many_replies_as_there_are_batches(calls, embedder):
+async def test_call_gets_one_reply_for_each_batch(calls, embedder):
     call = make_call([1], [2, 2, 2, 2], [3, 3])
 
     calls.handle(call)
@@ -122,7 +122,7 @@ async def test_input_of_a_cancelled_call_is_not_embedded(calls, embedder):
     assert len(embedder.batches) == 2
 
 
-async def test_a_batch_that_fails_fails_its_calls_and_no_other(calls, embedder):
+async def test_failed_batch_fails_only_its_calls(calls, embedder):
     embedder.error = errors.EngineFailed("no memory")
     failed, later = make_call([1]), make_call([2])
     calls.handle(failed)
@@ -248,7 +248,7 @@ async def test_embedding_host_answers_and_publishes_its_dimensions(world):
     assert list(found.files) == ["config.json"]
 
 
-async def test_embedding_host_shows_on_its_system_port_whether_it_is_ready(world):
+async def test_system_port_of_an_embedding_host_reports_readiness(world):
     host, _ = world
     port = await host.open_system_port("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:

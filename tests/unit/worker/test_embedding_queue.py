@@ -13,7 +13,7 @@ def drain(queue):
     return batches
 
 
-def test_calls_take_turns_so_that_a_short_one_is_soon_done():
+def test_calls_take_turns_in_the_queue():
     queue = embedding_queue.EmbeddingQueue(max_batch_tokens=20)
     queue.add(1, [5] * 8)
     queue.add(2, [5])
@@ -21,14 +21,14 @@ def test_calls_take_turns_so_that_a_short_one_is_soon_done():
     assert queue.take_batch() == [(1, 7), (2, 0), (1, 6), (1, 5)]
 
 
-def test_the_longest_inputs_of_a_call_come_first():
+def test_longest_inputs_of_a_call_are_first():
     queue = embedding_queue.EmbeddingQueue(max_batch_tokens=100)
     queue.add(1, [3, 9, 5])
 
     assert queue.take_batch() == [(1, 1), (1, 2), (1, 0)]
 
 
-def test_an_input_beyond_the_budget_has_a_batch_of_its_own():
+def test_input_over_the_budget_is_alone_in_a_batch():
     queue = embedding_queue.EmbeddingQueue(max_batch_tokens=10)
     queue.add(1, [50, 4, 4])
 
@@ -49,7 +49,7 @@ def test_dropped_call_is_in_no_batch():
 @given(
     st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=90), max_size=6), st.integers(1, 60)
 )
-def test_every_input_is_in_one_batch_and_batches_keep_their_bounds(calls, budget):
+def test_each_input_is_in_exactly_one_batch(calls, budget):
     queue = embedding_queue.EmbeddingQueue(budget)
     for call_id, lengths in enumerate(calls):
         queue.add(call_id, lengths)

@@ -11,7 +11,7 @@ from dynamo.engine.native import settings as native
 from dynamo.worker import engines
 
 
-def test_an_unknown_engine_is_refused_with_those_that_there_are():
+def test_unknown_engine_is_refused_with_the_known_engines():
     with pytest.raises(
         errors.ConfigError, match="'warp'; there are native, mocker, vllm, sglang, trtllm"
     ):
@@ -26,7 +26,7 @@ def test_each_engine_brings_its_settings(name, expected):
     assert engines.settings_of(name) is expected
 
 
-def test_an_engine_without_its_extra_says_what_to_install(monkeypatch, tmp_path):
+def test_error_for_an_engine_without_an_extra_says_what_to_install(monkeypatch, tmp_path):
     def fail(module):
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
@@ -76,7 +76,7 @@ def test_installed_version_is_checked_before_the_import(monkeypatch, tmp_path):
     assert loaded == [engines.KIND_BY_NAME["vllm"].check]
 
 
-def test_an_engine_without_an_embedder_says_which_has_one(tmp_path):
+def test_error_for_an_engine_without_an_embedder_names_one_with_it(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"python -m dynamo\.native"):
         engines.build_embedder("vllm", tmp_path, vllm.VllmConfig())
 

@@ -126,7 +126,7 @@ def output(end=None):
     return api.EngineOutput("r", generate.Output((7,), end))
 
 
-async def test_a_started_worker_is_found_with_its_card(world):
+async def test_started_worker_is_in_discovery_with_a_card(world):
     card = await world.host.start()
     keys = await world.keys()
 
@@ -135,7 +135,7 @@ async def test_a_started_worker_is_found_with_its_card(world):
     assert [key for key in keys if key.startswith("v1/instances/dynamo/backend/clear_kv_blocks/")]
 
 
-async def test_a_request_is_answered_over_the_planes(world):
+async def test_request_is_answered_over_the_request_plane(world):
     await world.host.start()
     receiver, _ = await world.ask()
     world.host.outputs([output()])
@@ -145,7 +145,7 @@ async def test_a_request_is_answered_over_the_planes(world):
     assert len(receiver.received) == 2
 
 
-async def test_a_cancelled_request_is_aborted_in_the_engine(world):
+async def test_cancelled_request_is_aborted_in_the_engine(world):
     await world.host.start()
     _, stream = await world.ask()
     stream.cancel()
@@ -225,7 +225,7 @@ async def test_stopping_worker_waits_for_exported_blocks_until_its_deadline(worl
     assert "no worker copied them" in caplog.text
 
 
-async def test_a_dead_engine_fails_its_requests_and_ends_the_worker(world):
+async def test_dead_engine_ends_the_worker(world):
     await world.host.start()
     receiver, _ = await world.ask()
     serving = asyncio.create_task(world.host.run_until(asyncio.Event()))
@@ -248,7 +248,7 @@ async def test_request_that_exceeds_the_drain_is_handed_over(world):
     assert receiver.received == [output().output]
 
 
-async def test_an_engine_that_hangs_ends_the_worker(worlds, monkeypatch):
+async def test_hanging_engine_ends_the_worker(worlds, monkeypatch):
     monkeypatch.setattr(host, "ENGINE_STOP_S", 0)
     check = canary.HealthCheck(wait_s=0, answer_s=0)
     world = await worlds(host.HostOptions(request_limit=8, health_check=check))
@@ -325,7 +325,7 @@ async def test_sleeping_worker_can_be_stopped(asleep):
     assert asleep.engine.num_stopped == 1
 
 
-async def test_a_worker_whose_engine_fails_to_sleep_ends(worlds):
+async def test_worker_ends_if_the_engine_fails_to_sleep(worlds):
     async def fail(level):
         raise OSError("no memory")
 
@@ -358,7 +358,7 @@ async def test_sleeping_engine_is_not_probed(worlds):
     assert not asked.is_set()
 
 
-async def test_a_worker_that_cannot_sleep_has_no_route_for_it(world):
+async def test_worker_without_sleep_support_has_no_sleep_route(world):
     world.port = await world.host.open_system_port("127.0.0.1", 0)
 
     assert (await world.tell("sleep")).status_code == 404
@@ -374,7 +374,7 @@ async def test_kv_events_reach_subscribers(world):
     assert heard[0].publisher == world.runtime.instance_id
 
 
-async def test_an_engine_that_does_not_start_is_not_registered(world):
+async def test_worker_is_not_registered_if_the_engine_fails_to_start(world):
     async def fail(sink):
         raise errors.ConfigError("no such device")
 

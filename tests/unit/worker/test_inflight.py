@@ -43,7 +43,7 @@ def output(request_id="r", token=7, *, end=None, index=0):
     return api.EngineOutput(request_id, generate.Output((token,), end, index))
 
 
-def test_a_request_goes_to_the_engine_and_its_outputs_come_back(table, engine):
+def test_outputs_of_the_engine_are_sent_to_the_call(table, engine):
     call = take(table)
     table.outputs([output(token=7), output(token=8, end=END)])
 
@@ -83,7 +83,7 @@ async def test_drain_hands_over_late_requests_and_can_be_reopened(table, engine)
     assert len(table) == 1
 
 
-def test_a_call_ends_when_all_its_choices_ended(table):
+def test_call_ends_after_the_last_choice(table):
     call = take(table, make_request(n=2))
     table.outputs([output(end=END, index=1)])
     assert call.num_finished == 0
@@ -93,7 +93,7 @@ def test_a_call_ends_when_all_its_choices_ended(table):
     assert call.num_finished == 1
 
 
-def test_a_choice_that_is_cancelled_ends_at_the_engine_and_counts_as_ended(table, engine):
+def test_cancelled_choice_is_aborted_in_the_engine(table, engine):
     call = take(table, make_request(n=2))
     call.cancel_choice(1)
     call.cancel_choice(1)
@@ -106,7 +106,7 @@ def test_a_choice_that_is_cancelled_ends_at_the_engine_and_counts_as_ended(table
     assert call.num_finished == 1
 
 
-def test_a_choice_that_ended_as_it_was_cancelled_is_counted_once(table, engine):
+def test_choice_that_ends_during_cancellation_is_counted_once(table, engine):
     call = take(table, make_request(n=2))
     table.outputs([output(end=END, index=1)])
     call.cancel_choice(1)
@@ -114,7 +114,7 @@ def test_a_choice_that_ended_as_it_was_cancelled_is_counted_once(table, engine):
     assert (engine.aborted, call.num_finished, len(table)) == ([], 0, 1)
 
 
-def test_cancelled_call_is_aborted_in_the_engine_and_gets_nothing_more(table, engine):
+def test_cancelled_call_is_aborted_in_the_engine(table, engine):
     call = take(table)
     call.cancel()
     table.outputs([output()])
@@ -124,7 +124,7 @@ def test_cancelled_call_is_aborted_in_the_engine_and_gets_nothing_more(table, en
     assert len(table) == 0
 
 
-def test_a_cancellation_after_the_end_is_ignored(table, engine):
+def test_cancellation_after_the_end_is_ignored(table, engine):
     call = take(table)
     table.outputs([output(end=END)])
     call.cancel()
@@ -189,7 +189,7 @@ def test_request_that_is_handed_over_fails_as_worker_lost(table, engine):
         (generate.Request(id="r", model="m", token_ids=b"12345"), errors.InvalidRequest),
     ],
 )
-def test_a_malformed_request_fails_by_name(table, engine, body, expected):
+def test_malformed_request_does_not_reach_the_engine(table, engine, body, expected):
     call = FakeCall(body)
     table.handle(call)
 

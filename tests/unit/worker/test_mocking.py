@@ -44,7 +44,7 @@ async def test_model_without_a_context_length_gets_the_usual_one(directory):
 
 
 @pytest.mark.parametrize("config", ["no json", "[]"])
-async def test_a_broken_configuration_is_refused(directory, config):
+async def test_malformed_configuration_is_refused(directory, config):
     with pytest.raises(errors.ConfigError, match=r"config.json: expected a JSON object"):
         await facts_of(directory, config)
 
@@ -76,7 +76,7 @@ def test_build_makes_one_engine_whatever_the_number(directory):
     ("content", "message"),
     [(None, "p.json: cannot be read: No such file"), ("{}", "p.json: expected a JSON object")],
 )
-def test_a_profile_that_cannot_be_read_is_refused(directory, content, message):
+def test_unreadable_profile_is_refused(directory, content, message):
     path = directory / "p.json"
     if content is not None:
         path.write_text(content)

@@ -39,12 +39,12 @@ def test_existing_directory_is_the_model(tmp_path):
     assert model_source.display_name(str(tmp_path)) == tmp_path.name
 
 
-def test_a_directory_that_holds_no_model_says_what_is_missing(tmp_path):
+def test_error_for_a_directory_without_a_model_names_the_missing_file(tmp_path):
     assert "config.json and tokenizer.json missing" in refusal(str(tmp_path))
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./model", "~/no-such-model", "a/b/c"])
-def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(model, monkeypatch):
+def test_missing_path_is_not_searched_on_the_hub(model, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail_with(AssertionError()))
 
     assert f"no such directory: {model}" in refusal(model)
@@ -56,7 +56,7 @@ def test_file_instead_of_a_directory_is_refused(tmp_path):
     assert "is a file" in refusal(str(tmp_path / "model.gguf"))
 
 
-def test_a_cached_model_needs_no_network(tmp_path, monkeypatch):
+def test_cached_model_needs_no_network(tmp_path, monkeypatch):
     fill(tmp_path)
 
     def snapshot_download(name, *, local_files_only, **options):
@@ -84,14 +84,14 @@ def test_offline_is_respected(monkeypatch):
         (hub_error(hub_errors.GatedRepoError), "set HF_TOKEN"),
     ],
 )
-def test_a_hub_that_refuses_is_one_sentence(monkeypatch, failure, expected):
+def test_refusal_by_the_hub_is_one_sentence(monkeypatch, failure, expected):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail_with(failure))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
 
     assert expected in refusal("org/model")
 
 
-def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, unused_tcp_port, tmp_path):
+def test_unreachable_hub_is_reported(monkeypatch, unused_tcp_port, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(
         huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{unused_tcp_port}"
@@ -101,7 +101,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, unused_tcp_po
     assert "cannot be downloaded" in refusal("org/no-such-model")
 
 
-def test_the_built_in_model_is_called_storyteller():
+def test_built_in_model_is_named_storyteller():
     assert model_source.display_name(None) == "storyteller"
 
 

@@ -42,7 +42,7 @@ def test_flags_of_other_servers_are_aliases():
 
 
 @pytest.mark.parametrize("flag", ["--dyn-tool-call-parser", "--dyn-reasoning-parser"])
-def test_a_parser_that_is_not_known_is_refused_with_those_that_are(flag):
+def test_unknown_parser_is_refused_with_the_known_parsers(flag):
     load(flag, "none").check()
 
     with pytest.raises(errors.ConfigError, match=f"{flag}: expected one of .*granite.*'zzz'"):

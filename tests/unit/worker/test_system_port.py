@@ -51,7 +51,7 @@ async def test_ready_worker_is_live_and_healthy(port):
     }
 
 
-async def test_a_worker_that_is_not_ready_lives_but_is_not_healthy(port, worker):
+async def test_worker_that_is_not_ready_is_live_but_unhealthy(port, worker):
     worker.is_ready = False
     health, body = await get(port, "/health")
     live, _ = await get(port, "/live")

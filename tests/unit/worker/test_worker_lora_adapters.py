@@ -280,7 +280,7 @@ def body(name="poet", uri="file:///adapters/poet"):
 
 
 @pytest.mark.parametrize("path", ["/v1/loras", "/loras"])
-async def test_an_adapter_is_loaded_shown_and_unloaded(client, commanded, path):
+async def test_adapter_is_loaded_listed_and_unloaded(client, commanded, path):
     loaded = await client.post(path, json=body())
     shown = await client.get(path)
     unloaded = await client.delete(f"{path}/poet")
@@ -293,7 +293,7 @@ async def test_an_adapter_is_loaded_shown_and_unloaded(client, commanded, path):
 
 
 @pytest.mark.parametrize("path", ["/v1/loras", "/loras"])
-async def test_a_name_may_have_slashes_and_blanks(client, commanded, path):
+async def test_adapter_name_may_contain_slashes_and_spaces(client, commanded, path):
     await client.delete(f"{path}/house/a%20poet/loras/2")
 
     assert commanded.calls == [("unload", "house/a poet/loras/2")]

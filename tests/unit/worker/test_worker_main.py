@@ -55,7 +55,7 @@ def test_engine_failure_and_bug_exit_with_1(run, monkeypatch, failure, expected)
     assert run() == expected
 
 
-def test_a_model_that_no_frontend_could_read_is_not_served(run, capsys, tmp_path):
+def test_model_with_an_invalid_chat_template_is_refused(run, capsys, tmp_path):
     directory = shutil.copytree(model_source.built_in(), tmp_path / "model")
     (directory / "chat_template.jinja").write_text("{% if %}")
     memory = ("--discovery-backend=mem", "--request-plane=memory", "--event-plane=memory")
