@@ -61,7 +61,7 @@ def test_logs_of_frontend_and_worker_name_the_request(deployment):
     for row, name in ((at_door, "http-request"), (at_worker, "handle_payload")):
         assert (row["level"], row["span_name"], row["x_request_id"]) == ("DEBUG", name, "mine")
         assert row["trace_id"] == TRACE
-    assert at_worker["message"].startswith("took ")
+    assert at_worker["message"].startswith("accepted ")
 
 
 def test_queued_rows_are_written_when_a_frontend_stops(deployment, tmp_path):
