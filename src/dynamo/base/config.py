@@ -10,17 +10,19 @@ An option is declared once, with its name, variable, type, default and help:
 and `load(FrontendConfig, prog="python -m dynamo.frontend")` reads `--config FILE` (TOML), then `DYN_HTTP_PORT`, then
 `--http-port`; the later wins. Unknown keys, values of the wrong type and numbers out of range are refused in one
 sentence (ConfigError). Types: str, int, float, bool (`--flag`, `--no-flag`), Literal choices, tuple[str, ...]
-(comma-separated, or the flag several times), each also `| None`.
+(comma-separated, a JSON list, or the flag several times), each also `| None`.
 
 `python -m dynamo.x` and the subcommands of `dynamo` declare their options in this way. A shell asks each of them for
 completions by argcomplete's protocol, which `load` answers before it does anything else.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib
 import inspect
+import json
 import os
 import sys
 import tomllib
@@ -89,6 +91,8 @@ def load_parts(
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Any, ...]:
     """Return several configurations, read as `load` does; the docstring of the first heads the help."""
+    argv = sys.argv[1:] if argv is None else argv
+    _check_blanks(argv)
     fields = {field.name: field for part in parts for field in dataclasses.fields(part)}
     hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
     rest_of = next((name for name, field in fields.items() if _takes_rest(field)), None)
@@ -96,7 +100,7 @@ def load_parts(
     complete(parser)
     texts = {_flag_of(f) for f in fields.values() if f.metadata.get("takes_flags")}
     flags, further_arguments = parser.parse(
-        _join_texts(sys.argv[1:] if argv is None else argv, texts), takes_rest=rest_of is not None
+        _join_texts(argv, texts), takes_rest=rest_of is not None
     )
     path = flags.pop("config")
     values = _from_file(path, fields, hints) if path else {}
@@ -122,6 +126,16 @@ def load_parts(
         part(**{f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values})
         for part in parts
     )
+
+
+def _check_blanks(argv: Sequence[str]) -> None:
+    """Raise ConfigError for an argument of blanks that is not the value of a flag: a shell passed it by mistake."""
+    for number, (before, word) in enumerate(zip(("", *argv), argv, strict=False), 1):
+        if word and not word.strip() and (not before.startswith("-") or "=" in before):
+            raise errors.ConfigError(
+                f"argument {number}, after {before or 'the command'!r}, is only blanks: a comment or a blank after a"
+                " backslash? A backslash continues a line only as its last character"
+            )
 
 
 def _join_texts(argv: Sequence[str], flags: set[str]) -> list[str]:
@@ -310,7 +324,12 @@ def _parse(hint: Any, value: Any, source: str) -> Any:
             )
         return value
     if typing.get_origin(kind) is tuple:
-        parts = value.split(",") if isinstance(value, str) else value
+        parts = value
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            with contextlib.suppress(ValueError, RecursionError):
+                parts = json.loads(value)
+        elif isinstance(value, str):
+            parts = value.split(",")
         if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
             raise errors.ConfigError(f"{source}: expected a list of texts, got {value!r}")
         return tuple(part.strip() for part in parts if part.strip())

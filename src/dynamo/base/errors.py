@@ -14,6 +14,7 @@
     │   └── NoWorkers                no instance serves this endpoint
     ├── WorkerLost               try another instance → migrate
     │   └── StreamBroken             the connection broke in the middle of a response
+    │       └── WorkerDied               because the worker's process or engine ended
     ├── TransferError            a copy between processes failed → do without it
     ├── DeadlineExceeded         the time limit of the request passed → 504
     ├── EngineFailed             the handler's machinery failed or died → 500
@@ -132,6 +133,12 @@ class StreamBroken(WorkerLost):
     """The connection to the worker broke before its response was complete."""
 
     code = "stream_broken"
+
+
+class WorkerDied(StreamBroken):
+    """The worker's process or its engine ended before its response was complete; the request may be the reason."""
+
+    code = "worker_died"
 
 
 class TransferError(DynamoError):

@@ -4,25 +4,41 @@ The token proves that a peer belongs to the cluster (`proof`); certificates prov
 On loopback nothing is required; any other address is refused without one of them, unless the user says `--insecure`.
 
 The token comes from a file or from the environment, because every user of a machine can read the flags of a process.
+
+With discovery by files a process without either takes the *local token*: a secret in the discovery directory, which
+the first process makes and only this user can read. So other users of the host are kept out without any setting. It
+does not open an address off loopback: no process of another host could have it.
 """
 
 import ipaddress
+import os
 import ssl
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from dynamo.base import config, errors, proof
+from dynamo.base import config, errors, local_users, proof
 
 TOKEN_VARIABLE = "DYN_CLUSTER_TOKEN"
 MIN_TOKEN_BYTES = 16
 MAX_TOKEN_BYTES = 4096
+_LOCAL_TOKEN = "token"  # the name of its file
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that it can be combined with other bases
 class ClusterConfig:
-    """Settings of the connections between the processes of one cluster: address and credentials."""
+    """Settings of the connections between the processes of one cluster: how they meet, address and credentials."""
 
+    discovery_backend: Literal["file", "etcd", "mem"] = config.option(
+        "file",
+        env="DYN_DISCOVERY_BACKEND",
+        help="how processes find each other: by a directory of this host, by etcd, or within one process only",
+    )
+    file_kv: str | None = config.option(
+        None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"
+    )
     tcp_rpc_host: str = config.option(
         "127.0.0.1", env="DYN_TCP_RPC_HOST", help="address by which others reach this process"
     )
@@ -48,7 +64,8 @@ class ClusterConfig:
     insecure: bool = config.option(
         False,
         env="DYN_INSECURE",
-        help="listen on any address without a token or certificates: whoever reaches it is served",
+        help="listen on any address without a token or certificates: whoever reaches it is served, other users of this"
+        " host too",
     )
 
 
@@ -67,6 +84,12 @@ class Credentials:
     token: bytes | None = field(default=None, repr=False)
     tls: Tls | None = None
     is_insecure: bool = False
+    is_local: bool = False  # the token is that of the discovery directory
+
+    @property
+    def has_cluster_token(self) -> bool:
+        """True if the processes of other hosts can have the token."""
+        return self.token is not None and not self.is_local
 
     def derive_key(self, purpose: str) -> bytes | None:
         """Return the token's key for one purpose; None without a token."""
@@ -77,12 +100,41 @@ NO_CREDENTIALS = Credentials()
 
 
 def read(settings: ClusterConfig, environ: Mapping[str, str]) -> Credentials:
-    """Read the credentials that the settings and the environment name. Raises ConfigError."""
-    return Credentials(
-        token=_token(settings.cluster_token_file, environ.get(TOKEN_VARIABLE)),
-        tls=_tls(settings),
-        is_insecure=settings.insecure,
+    """Read the credentials that the settings and the environment name, or the local token. Raises ConfigError."""
+    token = _token(settings.cluster_token_file, environ.get(TOKEN_VARIABLE))
+    has_local_token = (
+        token is None and settings.discovery_backend == "file" and not settings.insecure
     )
+    if has_local_token:
+        token = share_local_token(discovery_directory(settings.file_kv, environ))
+    return Credentials(
+        token=token, tls=_tls(settings), is_insecure=settings.insecure, is_local=has_local_token
+    )
+
+
+def discovery_directory(file_kv: str | None, environ: Mapping[str, str]) -> Path:
+    """Return `file_kv` or DYN_FILE_KV; else one in the user's runtime directory, or among temporary files."""
+    if path := file_kv or environ.get("DYN_FILE_KV"):
+        return Path(path).expanduser()
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "dynamo"
+    return Path(tempfile.gettempdir()) / f"dynamo-{os.getuid()}"
+
+
+def share_local_token(directory: Path, proposal: bytes | None = None) -> bytes:
+    """Return the local token of a discovery directory, which is made if it is missing.
+
+    `proposal` is the token to put there if none is. Raises ConfigError.
+    """
+    try:
+        local_users.make_private_directory(directory)
+        return local_users.share_secret(directory / _LOCAL_TOKEN, proposal)
+    except OSError as error:
+        raise errors.ConfigError(
+            f"discovery directory {directory}: {error}; expected a directory that we can write and that has space:"
+            " see to it, or set DYN_FILE_KV to another"
+        ) from error
 
 
 def is_loopback(host: str) -> bool:
@@ -95,7 +147,7 @@ def is_loopback(host: str) -> bool:
 
 def check_address(host: str, service: str, credentials: Credentials) -> None:
     """Raise ConfigError if processes outside the cluster could use `service` on this address."""
-    is_protected = credentials.token is not None or credentials.tls is not None
+    is_protected = credentials.has_cluster_token or credentials.tls is not None
     if not (is_protected or credentials.is_insecure or is_loopback(host)):
         raise errors.ConfigError(
             f"{service} on {host} would be open to its whole network: give all processes a cluster token"
@@ -105,7 +157,7 @@ def check_address(host: str, service: str, credentials: Credentials) -> None:
 
 def check_token_address(host: str, service: str, credentials: Credentials) -> None:
     """Raise ConfigError as `check_address` does, for a service that does not use TLS."""
-    if credentials.token is None and not (credentials.is_insecure or is_loopback(host)):
+    if not (credentials.has_cluster_token or credentials.is_insecure or is_loopback(host)):
         raise errors.ConfigError(
             f"{service} on {host} would be open to its whole network: give all processes a cluster token"
             " (--cluster-token-file; certificates do not cover it), or say --insecure"

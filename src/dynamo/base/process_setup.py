@@ -10,10 +10,15 @@ accept a connection to refuse it, nor reach a worker.
 """
 
 import asyncio
+import atexit
+import ctypes
 import gc
 import os
 import resource
 import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 RESERVED_FILES = 200  # for connections to workers, the planes, logs and libraries
 _YOUNG_OBJECTS = 10_000  # some MB, until they are looked through
@@ -54,3 +59,31 @@ def stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, handle_signal, number)
     return stop
+
+
+def end_now(exit_code: int) -> NoReturn:
+    """End this process with its exit handlers, but without Python's last look at every object.
+
+    After a large library such as torch was imported, that look takes seconds.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def dies_with(parent: int) -> Callable[[], None] | None:
+    """Return what a new child calls to be killed with its parent; None where the kernel does not offer it."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+
+    def bind() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died in between
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return bind

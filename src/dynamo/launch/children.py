@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynamo.base import clock as clocks
-from dynamo.base import processes, tasks
+from dynamo.base import process_setup, tasks
 from dynamo.launch import allocation, guard
 
 _LINE_BYTES = 2**20
@@ -157,7 +157,7 @@ async def start(
 
 def _before_exec(guardian: guard.Guard, cores: Sequence[int]) -> Callable[[], None]:
     """Return what a child does between fork and exec: tell the guard, so that no moment is left without one."""
-    die_with_parent = processes.dies_with(os.getpid())
+    die_with_parent = process_setup.dies_with(os.getpid())
 
     def prepare() -> None:
         if die_with_parent is not None:

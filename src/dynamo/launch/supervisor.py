@@ -6,8 +6,8 @@
         ...
         await supervisor.run()
 
-A child that dies is restarted after a growing pause (`restarts`). It ends the command if the others need it or if it
-has died too often. The first signal stops all children in order, a second one kills them.
+A child that dies is restarted after a growing pause. It ends the command if it has died too
+often. The first signal stops all children in order, a second one kills them.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from dynamo.base import clock as clocks
 from dynamo.base import tasks
-from dynamo.launch import children, guard, restarts
+from dynamo.launch import children, guard
 
 _PROBE_INTERVAL_S = 0.1
 
@@ -56,11 +56,6 @@ class Supervisor:
     def child_by_name(self) -> Mapping[str, children.Child]:
         """The latest process of each child."""
         return self._child_by_name
-
-    @property
-    def is_stopping(self) -> bool:
-        """True once a signal or a death ends the command."""
-        return self._stop.is_set()
 
     def stop_on(self, numbers: Iterable[int], announce: Callable[[], None] = lambda: None) -> None:
         """Stop at the first of these signals, after calling `announce`; kill all children at the next one."""
@@ -112,14 +107,9 @@ class Supervisor:
                     await self._stop.wait()
         return False
 
-    def watch(
-        self, name: str, *, is_restarted: bool, fatal_codes: frozenset[int] = frozenset()
-    ) -> None:
-        """Watch a child from now on: restart it when it dies, or stop all with its death.
-
-        An exit code in `fatal_codes` always stops all.
-        """
-        self._running.start(f"watch {name}", self._watch(name, is_restarted, fatal_codes))
+    def watch(self, name: str, *, fatal_codes: frozenset[int] = frozenset()) -> None:
+        """Watch a child from now on: restart it when it dies; an exit code in `fatal_codes` stops all."""
+        self._running.start(f"watch {name}", self._watch(name, fatal_codes))
 
     async def run(self) -> None:
         """Wait until a signal comes. Raises ChildDied if a child died that cannot be restarted."""
@@ -127,15 +117,15 @@ class Supervisor:
         if self._death is not None:
             raise self._death
 
-    async def _watch(self, name: str, is_restarted: bool, fatal_codes: frozenset[int]) -> None:
-        policy = restarts.RestartPolicy()
+    async def _watch(self, name: str, fatal_codes: frozenset[int]) -> None:
+        policy = RestartPolicy()
         while True:
             child = self._child_by_name[name]
             death = await child.death()
             if self._stop.is_set():
                 return
             pause_s = policy.pause_s(self._clock.now() - child.started_at)
-            if not is_restarted or death.exit_code in fatal_codes or pause_s is None:
+            if death.exit_code in fatal_codes or pause_s is None:
                 self._death = death
                 self._stop.set()
                 return
@@ -144,3 +134,24 @@ class Supervisor:
             if self._stop.is_set():
                 return
             await self.start(child.spec)
+
+
+FIRST_PAUSE_S = 0.5  # doubled each time
+MAX_RESTARTS = 5
+STABLE_S = 60.0  # a process that ran longer starts with the first pause again
+
+
+class RestartPolicy:
+    """Counts the deaths of one process."""
+
+    def __init__(self) -> None:
+        self._num_restarts = 0
+
+    def pause_s(self, ran_s: float) -> float | None:
+        """Return the seconds to wait before the next start of a process that ran `ran_s`; None to give up."""
+        if ran_s > STABLE_S:
+            self._num_restarts = 0
+        if self._num_restarts == MAX_RESTARTS:
+            return None
+        self._num_restarts += 1
+        return FIRST_PAUSE_S * 2.0 ** (self._num_restarts - 1)

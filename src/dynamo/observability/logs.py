@@ -16,14 +16,15 @@ import datetime
 import logging
 import os
 import sys
+import threading
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
-from dynamo.base import errors
+from dynamo.base import errors, variables
 from dynamo.protocols import trace_context
 
 _OFF = logging.CRITICAL + 10
@@ -37,6 +38,10 @@ _LEVELS = {
     "off": _OFF,
 }
 _COLOURS = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
+_PEER_S = 1.0
+_MAX_PEERS = 1024
+# What a peer sent may stand in a message: it cannot begin a line of its own, nor speak to the terminal.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F)} | {0x09: "\t", 0x0A: "\n    "}
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -63,7 +68,10 @@ log_context: contextvars.ContextVar[LogContext | None] = contextvars.ContextVar(
 
 
 def configure(environ: Mapping[str, str] = os.environ, stream: TextIO | None = None) -> None:
-    """Send the logs of this process to `stream`, None: standard error. Raises ConfigError for a bad setting."""
+    """Send the logs of this process to `stream`, None: standard error, and name DYN_* variables that nothing reads.
+
+    Raises ConfigError for a bad setting.
+    """
     stream = stream or sys.stderr
     default, by_module = _levels(environ)
     in_local_time = _is_on(environ, "DYN_LOG_USE_LOCAL_TZ")
@@ -80,6 +88,8 @@ def configure(environ: Mapping[str, str] = os.environ, stream: TextIO | None = N
     logging.getLogger("dynamo").setLevel(default)
     for module, level in by_module.items():
         logging.getLogger(module).setLevel(level)
+    if unknown := variables.describe_unknown(environ):
+        logging.getLogger(__name__).warning("%s", unknown)
 
 
 def parse_levels(text: str) -> tuple[int | None, dict[str, int]]:
@@ -140,6 +150,43 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "").lower() in _TRUE
 
 
+class PeerLog:
+    """The log lines that peers cause: at most one a second for each, and the number of those that were left out.
+
+    So an attacker can neither fill the disk nor hide what another peer does. May be called from any thread.
+    """
+
+    def __init__(self, logger: logging.Logger, now: Callable[[], float]) -> None:
+        self._logger, self._now = logger, now
+        self._lock = threading.Lock()
+        self._logged: dict[
+            str, tuple[float, int]
+        ] = {}  # by peer: when, and lines since; oldest first
+
+    def warning(self, peer: str, message: str, *arguments: object) -> None:
+        """Log a warning about `peer`, by which its lines are counted: its host, not a name that it chose."""
+        with self._lock:
+            now = self._now()
+            if peer not in self._logged and len(self._logged) >= _MAX_PEERS:
+                oldest = next(iter(self._logged))
+                if now - self._logged[oldest][0] >= _PEER_S:
+                    del self._logged[oldest]
+                else:
+                    peer = ""  # so many at once count as one
+            logged_at, num_left_out = self._logged.get(peer, (float("-inf"), 0))
+            if now - logged_at < _PEER_S:
+                self._logged[peer] = (logged_at, num_left_out + 1)
+                return
+            self._logged.pop(peer, None)
+            self._logged[peer] = (now, 0)
+        if num_left_out:
+            message, arguments = (
+                f"{message} (%d lines like this were left out)",
+                (*arguments, num_left_out),
+            )
+        self._logger.warning(message, *arguments)
+
+
 class _Formatter(logging.Formatter):
     """The timestamp of both formatters."""
 
@@ -165,7 +212,8 @@ class TextFormatter(_Formatter):
         level = f"{record.levelname:>5}"
         if self._colour and record.levelname in _COLOURS:
             level = f"\x1b[{_COLOURS[record.levelname]}m{level}\x1b[0m"
-        line = f"{self._timestamp(record)} {level} {record.name}: {record.getMessage()}"
+        message = record.getMessage().translate(_CONTROLS)
+        line = f"{self._timestamp(record)} {level} {record.name}: {message}"
         if context := log_context.get():
             line += "".join(f" {name}={value}" for name, value in context.fields().items())
         if record.exc_info:

@@ -6,13 +6,15 @@ counts without the locks and checks of prometheus_client, which cost ten times a
 writes and renders a fast metric: the event loop's.
 """
 
-import abc
+import functools
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
 
 import prometheus_client
 from prometheus_client import core
+
+from dynamo.base import clock
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
@@ -80,12 +82,20 @@ class FastNumber:
 C = TypeVar("C", FastHistogram, FastNumber)
 
 
-class FastFamily(abc.ABC, Generic[C]):
+class FastFamily(Generic[C]):
     """All fast metrics of one name. Callers keep what `labels` returns: the lookup costs more than the update."""
 
-    def __init__(self, name: str, text: str, label_names: Sequence[str]) -> None:
-        self._name, self._text = name, text
-        self._label_names = tuple(label_names)
+    def __init__(
+        self,
+        name: str,
+        label_names: Sequence[str],
+        make_child: Callable[[], C],
+        make_family: Callable[[], core.Metric],
+    ) -> None:
+        """`make_family` returns an empty family of prometheus_client, to which the samples are added."""
+        self._name, self._label_names = name, tuple(label_names)
+        self._make_child: Callable[[], C] = make_child
+        self._make_family = make_family
         self._children: dict[tuple[str, ...], C] = {}
 
     def labels(self, *values: str) -> C:
@@ -99,50 +109,14 @@ class FastFamily(abc.ABC, Generic[C]):
             child = self._children[values] = self._make_child()
         return child
 
-    @abc.abstractmethod
-    def _make_child(self) -> C:
-        """Make the metric of one set of label values."""
-
-    @abc.abstractmethod
     def collect(self) -> Iterable[core.Metric]:
         """Return the samples, as prometheus_client asks a collector for them."""
-
-
-class FastHistogramFamily(FastFamily[FastHistogram]):
-    """Fast histograms of one name, with the same bucket bounds."""
-
-    def __init__(
-        self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float]
-    ) -> None:
-        super().__init__(name, text, label_names)
-        self._bounds = tuple(bounds)
-
-    def _make_child(self) -> FastHistogram:
-        return FastHistogram(self._bounds)
-
-    def collect(self) -> Iterable[core.Metric]:
-        family = core.HistogramMetricFamily(self._name, self._text, labels=self._label_names)
+        family: Any = self._make_family()
         for values, child in self._children.items():
-            family.add_metric(values, buckets=child.cumulative(), sum_value=child.sum)
-        yield family
-
-
-class FastNumberFamily(FastFamily[FastNumber]):
-    """Fast counters or gauges of one name."""
-
-    def __init__(
-        self, name: str, text: str, label_names: Sequence[str], *, is_counter: bool
-    ) -> None:
-        super().__init__(name, text, label_names)
-        self._kind = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
-
-    def _make_child(self) -> FastNumber:
-        return FastNumber()
-
-    def collect(self) -> Iterable[core.Metric]:
-        family = self._kind(self._name, self._text, labels=self._label_names)
-        for values, child in self._children.items():
-            family.add_metric(values, child.value)
+            if isinstance(child, FastHistogram):
+                family.add_metric(values, buckets=child.cumulative(), sum_value=child.sum)
+            else:
+                family.add_metric(values, child.value)
         yield family
 
 
@@ -183,24 +157,26 @@ class Registry:
 
     def fast_histogram(
         self, name: str, text: str, labels: Sequence[str] = (), *, buckets: Sequence[float]
-    ) -> FastHistogramFamily:
+    ) -> FastFamily[FastHistogram]:
         """Register a histogram that the event loop's thread updates per token."""
-        family = FastHistogramFamily(f"{self._prefix}_{name}", text, labels, buckets)
-        self._registry.register(family)
-        return family
+        return self._register(
+            name, text, labels, lambda: FastHistogram(buckets), core.HistogramMetricFamily
+        )
 
-    def fast_counter(self, name: str, text: str, labels: Sequence[str]) -> FastNumberFamily:
+    def fast_counter(self, name: str, text: str, labels: Sequence[str]) -> FastFamily[FastNumber]:
         """Register a counter (NAME_total) that the event loop's thread updates several times per request."""
-        return self._fast_numbers(name, text, labels, is_counter=True)
+        return self._register(name, text, labels, FastNumber, core.CounterMetricFamily)
 
-    def fast_gauge(self, name: str, text: str, labels: Sequence[str]) -> FastNumberFamily:
+    def fast_gauge(self, name: str, text: str, labels: Sequence[str]) -> FastFamily[FastNumber]:
         """Register a gauge that the event loop's thread updates several times per request."""
-        return self._fast_numbers(name, text, labels, is_counter=False)
+        return self._register(name, text, labels, FastNumber, core.GaugeMetricFamily)
 
-    def _fast_numbers(
-        self, name: str, text: str, labels: Sequence[str], *, is_counter: bool
-    ) -> FastNumberFamily:
-        family = FastNumberFamily(f"{self._prefix}_{name}", text, labels, is_counter=is_counter)
+    def _register(
+        self, name: str, text: str, labels: Sequence[str], make_child: Callable[[], C], kind: Any
+    ) -> FastFamily[C]:
+        full_name = f"{self._prefix}_{name}"
+        make_family = functools.partial(kind, full_name, text, labels=tuple(labels))
+        family = FastFamily(full_name, labels, make_child, make_family)
         self._registry.register(family)
         return family
 
@@ -223,3 +199,39 @@ class _PrefixedFamilies:
 def render_foreign(prefix: str) -> bytes:
     """Return the exposition of metrics that other libraries (vLLM) count in this process, of names with this prefix."""
     return prometheus_client.generate_latest(_PrefixedFamilies(prometheus_client.REGISTRY, prefix))
+
+
+PERIOD_S = 0.1
+STALL_S = 0.1
+_DELAY_BUCKETS = (0, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+
+
+class LoopDelay:
+    """The delay of the event loop: how much later than asked it runs a task, which every stream of the process feels.
+
+    Ten times a second a task sleeps for `PERIOD_S` and records how much later it woke. A delay of more than `STALL_S`
+    is a stall: something blocked the loop, and all streams of the process stood still.
+    """
+
+    def __init__(self, registry: Registry, time: clock.Clock) -> None:
+        self._clock = time
+        family = registry.fast_histogram(
+            "event_loop_delay_seconds",
+            "Seconds by which the event loop ran a task later than asked",
+            (),
+            buckets=_DELAY_BUCKETS,
+        )
+        self._delay = family.labels()
+        self._stalls = registry.counter(
+            "event_loop_stall_total", f"Times the event loop was more than {STALL_S:g} s late"
+        )
+
+    async def watch(self) -> NoReturn:
+        """Measure until the task is cancelled."""
+        while True:
+            began_at = self._clock.now()
+            await self._clock.sleep(PERIOD_S)
+            delay_s = max(0.0, self._clock.now() - began_at - PERIOD_S)
+            self._delay.observe(delay_s)
+            if delay_s > STALL_S:
+                self._stalls.inc()

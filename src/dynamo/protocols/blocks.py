@@ -46,9 +46,13 @@ def count(packed: bytes) -> int:
     return len(packed) // TOKEN_BYTES
 
 
-def seed_of(lora_name: str | None) -> int:
-    """Return the seed of the local hashes under a LoRA adapter (None: under the base model)."""
-    return SEED if lora_name is None else xxhash.xxh3_64_intdigest(lora_name.encode(), SEED)
+def seed_of(lora_name: str | None, cache_salt: str | None = None) -> int:
+    """Return the seed of the local hashes under a LoRA adapter (None: the base model) and a salt (None: without).
+
+    Blocks under different salts have different hashes, so that no request finds another tenant's blocks.
+    """
+    seed = SEED if lora_name is None else xxhash.xxh3_64_intdigest(lora_name.encode(), SEED)
+    return seed if cache_salt is None else xxhash.xxh3_64_intdigest(cache_salt.encode(), seed)
 
 
 def local_hashes(packed: bytes, block_size: int, seed: int = SEED) -> list[int]:

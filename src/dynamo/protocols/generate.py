@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from dynamo.protocols import blocks, kv_transfer, logprobs
+from dynamo.protocols import blocks, kv_transfer
 
 
 class FinishReason(StrEnum):
@@ -128,6 +128,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     annotations: tuple[str, ...] = ()
     priority: int = 0
     lora_name: str | None = None
+    cache_salt: str | None = None  # only requests with the same salt share cached blocks
     data_parallel_rank: int | None = None
     thinking: ThinkingLimit | None = None
     session_id: str | None = None  # the conversation that the request belongs to
@@ -139,13 +140,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     )
 
     @property
+    def hash_seed(self) -> int:
+        """The seed of the local hashes of its blocks."""
+        return blocks.seed_of(self.lora_name, self.cache_salt)
+
+    @property
     def prompt_len(self) -> int:
         """The number of tokens in the prompt."""
         return blocks.count(self.token_ids)
 
 
-TopLogprob = logprobs.TopLogprob
-TokenLogprobs = logprobs.TokenLogprobs
+TopLogprob = kv_transfer.TopLogprob
+TokenLogprobs = kv_transfer.TokenLogprobs
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -164,3 +170,6 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_reason: int | str | None = None  # the stop token id that ended the choice
     kv_transfer_params: kv_transfer.KvTransferParams | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    tier_tokens: tuple[tuple[str, int], ...] | None = (
+        None  # of `cached_tokens`, those of slower tiers
+    )

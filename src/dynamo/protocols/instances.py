@@ -2,6 +2,7 @@
 
     instance key      v1/instances/{namespace}/{component}/{endpoint}/{instance id, hexadecimal}
     model card key    v1/mdc/{namespace}/{component}/{endpoint}/{instance id, hexadecimal}
+    start of a worker v1/starts/{instance id, hexadecimal}
     event channel     v1/event_channels/{namespace}/{component}/{event}/{instance id, hexadecimal}
 
 An endpoint is written `dyn://namespace.component.endpoint`.
@@ -15,6 +16,7 @@ from dynamo.base import errors
 
 INSTANCES = "v1/instances/"
 CARDS = "v1/mdc/"
+STARTS = "v1/starts/"  # of workers that load their model, with a `WorkerStart`
 EVENT_CHANNELS = "v1/event_channels/"
 CLEAR_KV_BLOCKS = "clear_kv_blocks"  # an endpoint that each worker serves besides its own
 KV_EVENTS_REPLAY = "kv_events_replay"  # likewise
@@ -85,3 +87,11 @@ class EventChannel(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     def key(self) -> str:
         """The key of this record in discovery."""
         return f"{EVENT_CHANNELS}{self.topic}/{self.instance_id:x}"
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that is starting, or waking up, and its estimate of how long that takes in all."""
+
+    model: str
+    namespace: str
+    estimate_s: float

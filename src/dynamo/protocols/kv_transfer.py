@@ -20,18 +20,36 @@ from typing import Annotated, Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.protocols import logprobs as logprob_types
+
+
+class TopLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A token that could have been chosen, and its natural-log probability."""
+
+    token_id: int
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The chosen token's log probability, and the likeliest tokens, best first (the chosen one may be among them)."""
+
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
 
 LEASE_S = 60.0  # seconds from the end of the prefill; longer than any import waits
 REPORT_ANNOTATION = "kv_transfer_report"  # of a request: send a `TransferReport` with its outputs
 METADATA_KEY = "kv_transfer_metadata"  # of an engine's agent, in a card's runtime data; base64
+LOCAL_LENGTH_KEY = (
+    "max_local_prefill_length"  # there too: the worker's own limit of local prefills, in tokens
+)
+IMPORTS_KEY = "kv_transfer_imports"  # there too: true for a worker of no set role that can copy blocks from others
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     """The first token of the answer, drawn by the engine that computed the prompt."""
 
     token_id: Annotated[int, msgspec.Meta(ge=0)]
-    logprobs: logprob_types.TokenLogprobs | None = None  # if the request asked for them
+    logprobs: TokenLogprobs | None = None  # if the request asked for them
     cached_tokens: int | None = None  # prompt tokens found in the prefill engine's cache
 
 

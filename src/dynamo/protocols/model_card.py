@@ -64,6 +64,7 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_default
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
+    supports_cache_salt: bool = True
     supports_guided: bool = False  # structured output
     runtime_data: dict[str, Any] = {}
 
@@ -89,6 +90,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     migration_limit: int | None = None  # most migrations of a request; None: the frontend's limit
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
     embedding: EmbeddingFacts | None = None
+    aliases: tuple[str, ...] = ()  # further names under which clients may ask for the model
     lora_names: tuple[str, ...] = ()  # loaded adapters; clients see each as a model
     created: int = 0  # seconds since 1970
     user_data: dict[str, Any] = {}

@@ -1,9 +1,11 @@
 """Errors of requests to language models, added to the tree of `base.errors`; they cross the wire like the others.
 
-RequestError
-├── ContextTooLong           prompt and requested answer exceed the context     400
-├── ModelNotFound            no worker serves a model of this name              404
-└── ResponseNotFound         the stored response to continue from is not kept   400
+DynamoError
+├── RequestError
+│   ├── ContextTooLong           prompt and requested answer exceed the context     400
+│   ├── ModelNotFound            no worker serves a model of this name              404
+│   └── ResponseNotFound         the stored response to continue from is not kept   400
+└── SuspectRequest           workers died while they had it: ask no other       500
 """
 
 from dynamo.base import errors
@@ -25,3 +27,9 @@ class ResponseNotFound(errors.RequestError):
     """The stored response to continue from is not kept, or not any more."""
 
     code = "previous_response_not_found"
+
+
+class SuspectRequest(errors.DynamoError):
+    """Workers died while they had the request, so that no other gets it."""
+
+    code = "suspect_request"

@@ -11,6 +11,9 @@ by naming it in `Step.ended` or by `Fail`. One `Step` frame carries the items of
 connection: the cost of many small items, such as tokens, is the number of frames. All items of a connection have one
 type, which the decoder is made for; replies are decoded by their readers.
 
+An address may pass to another process while discovery still names the former one. So a client names the instance that
+it means with each connection and each stream, and another instance refuses.
+
 `FrameReader` takes bytes as they come and gives frames; what is malformed, too long or of an unknown kind is a
 RemoteProtocolError, and nothing else is ever raised.
 """
@@ -28,6 +31,8 @@ VERSION = 1
 MAX_FRAME_BYTES = 32 * 2**20  # DYN_TCP_MAX_MESSAGE_SIZE of the original
 MAX_TIMEOUT_S = 1e8
 _LENGTH = struct.Struct(">I")
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""The errors that msgspec raises for a peer's bytes."""
 T = TypeVar("T")
 
 
@@ -36,6 +41,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
     version: int
     peer: str  # a name of the client, for the log
+    instance: int = 0  # the instance that is meant; another one refuses; 0: any
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -53,6 +59,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=2):
     body: msgspec.Raw
     headers: dict[str, str] = {}
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    instance: int = 0  # the instance that is meant, as in `Hello`
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -158,7 +165,7 @@ def make_decoder(item_type: Any = Any) -> Decode:
     def decode_frame(body: bytes) -> Frame:
         try:
             return decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise errors.RemoteProtocolError(
                 f"expected a frame of the request plane: {error}"
             ) from error

@@ -22,13 +22,14 @@ from collections.abc import Callable
 from typing import cast
 
 from dynamo.base import clock, errors, membership, proof
+from dynamo.observability import logs
 from dynamo.protocols import wire
 
 REQUEST_PLANE = "request plane"
 EVENT_PLANE = "event plane"
 TRANSFER = "transfer"
 MakeProtocol = Callable[[], asyncio.Protocol]
-_LOG_INTERVAL_S = 1.0
+DROPPED = "dropped a connection to the request plane: the peer %s"
 
 _log = logging.getLogger(__name__)
 
@@ -93,21 +94,6 @@ def _run_steps(
 
 def _nonce() -> bytes:
     return secrets.token_bytes(proof.NONCE_BYTES)
-
-
-class RateLimitedLog:
-    """A log of dropped connections, with at most one line per second."""
-
-    def __init__(self, time: clock.Clock) -> None:
-        self._clock = time
-        self._logged_at = float("-inf")
-
-    def log_dropped_peer(self, reason: str) -> None:
-        """Log `reason`, which continues a sentence that begins with "the peer"."""
-        now = self._clock.now()
-        if now - self._logged_at >= _LOG_INTERVAL_S:
-            self._logged_at = now
-            _log.warning("dropped a connection to the request plane: the peer %s", reason)
 
 
 class Handshake(asyncio.Protocol, abc.ABC):
@@ -244,7 +230,7 @@ class ServerHandshake(Handshake):
 
     def report_failure(self, reason: str) -> None:
         if self._stop_waiting():
-            self._pending.log.log_dropped_peer(reason)
+            self._pending.log.warning(self.host, DROPPED, reason)
 
     def _stop_waiting(self) -> bool:
         """Leave the pending connections; return False if this one had left already."""
@@ -294,7 +280,7 @@ class PendingConnections:
         """`limit_s`: seconds that a peer has for TLS and its proof."""
         self.authenticator, self.make_protocol = authenticator, make_protocol
         self.limit_s, self.clock = limit_s, time
-        self.log = RateLimitedLog(time)
+        self.log = logs.PeerLog(_log, time.now)
         self._max_pending = max_pending
         self._handshakes: dict[ServerHandshake, None] = {}
 

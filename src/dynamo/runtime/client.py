@@ -10,21 +10,32 @@ cheapest per item.
 """
 
 import asyncio
+import bisect
+import functools
 import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import msgspec
 
 from dynamo.base import clock, errors, tasks
 from dynamo.protocols import instances
-from dynamo.runtime import choice, discovery, requests
+from dynamo.runtime import discovery, requests
 
 Mode = Literal["round-robin", "random"]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _decode_instance = msgspec.json.Decoder(instances.Instance).decode
+
+
+class RequestOptions(TypedDict, total=False):
+    """The choice of the instance for a request (see `EndpointClient.open`), and the request's metadata and limit."""
+
+    mode: Mode
+    instance_id: int | None
+    headers: Mapping[str, str] | None
+    timeout_s: float | None
 
 
 class EndpointClient:
@@ -81,7 +92,7 @@ class EndpointClient:
         except TimeoutError:
             raise self._no_workers(None) from None
 
-    async def open(
+    async def open(  # noqa: PLR0913 (the constraints of one request, all but two with a default)
         self,
         body: Any,
         receiver: requests.Receiver,
@@ -92,11 +103,14 @@ class EndpointClient:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         on_asked: Callable[[int], None] | None = None,
+        alternatives: Callable[[], Collection[int]] | None = None,
     ) -> requests.Stream:
         """Open a stream to `instance_id`, or to the instance that `mode` chooses (`among` these, if given).
 
         Each instance is tried at most once. `on_asked` gets the id of the one that took the request, before anything
-        comes back. Raises NoWorkers; and WorkerLost if `instance_id` is given and cannot be reached.
+        comes back. `alternatives` returns the instances that can take the request over: an instance that is silent is
+        given up only for one of them, or when it has left discovery; without it, always. Raises NoWorkers; and
+        WorkerLost if `instance_id` is given and cannot be reached.
         """
         lost_by_id: dict[int, errors.WorkerLost] = {}
         while (chosen := self._choose(mode, instance_id, among, lost_by_id)) is not None:
@@ -108,8 +122,12 @@ class EndpointClient:
                     self._path,
                     body,
                     _WatchedReceiver(receiver, self, chosen),
+                    instance_id=chosen,
                     headers=headers,
                     timeout_s=timeout_s,
+                    may_move=None
+                    if alternatives is None
+                    else functools.partial(self._has_alternative, chosen, alternatives),
                 )
             except errors.WorkerLost as error:
                 self.report_down(chosen)
@@ -128,24 +146,14 @@ class EndpointClient:
         request: Any,
         *,
         reply_type: type[T],
-        mode: Mode = "round-robin",
-        instance_id: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> T:
         """Send a request and return its one reply, decoded as `reply_type`. Chooses and raises as `open`.
 
         Also raises the error that the handler failed with, and RemoteProtocolError if the reply has another type.
         """
         receiver: requests.ItemReceiver[T] = requests.ItemReceiver(reply_type)
-        stream = await self.open(
-            request,
-            receiver,
-            mode=mode,
-            instance_id=instance_id,
-            headers=headers,
-            timeout_s=timeout_s,
-        )
+        stream = await self.open(request, receiver, **options)
         try:
             return await receiver.only_item()
         finally:
@@ -156,11 +164,8 @@ class EndpointClient:
         request: Any,
         *,
         item_type: type[T],
-        mode: Mode = "round-robin",
-        instance_id: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
         max_buffered: int = requests.MAX_BUFFERED_ITEMS,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[T, None]:
         """Send a request when the iteration begins, and iterate over its items or replies. Raises as `call`.
 
@@ -171,14 +176,7 @@ class EndpointClient:
         receiver: requests.ItemReceiver[T] = requests.ItemReceiver(
             item_type, max_buffered=max_buffered
         )
-        stream = await self.open(
-            request,
-            receiver,
-            mode=mode,
-            instance_id=instance_id,
-            headers=headers,
-            timeout_s=timeout_s,
-        )
+        stream = await self.open(request, receiver, **options)
         try:
             while True:
                 try:
@@ -212,7 +210,17 @@ class EndpointClient:
     ) -> Sequence[int]:
         """Return the ids worth trying now: present, of `among` if given, not `tried`, and not down unless all are."""
         present = self._ids if among is None else [i for i in self._ids if i in among]
-        return choice.candidates(present, self._down_until, self._clock.now(), tried)
+        return candidates(present, self._down_until, self._clock.now(), tried)
+
+    def _has_alternative(
+        self, instance_id: int, alternatives: Callable[[], Collection[int]]
+    ) -> bool:
+        """Return whether another instance is there that is not known to be down, or this one has left."""
+        present = self._instances
+        return instance_id not in present or any(
+            other != instance_id and other in present and other not in self._down_until
+            for other in alternatives()
+        )
 
     def _choose(
         self,
@@ -227,8 +235,8 @@ class EndpointClient:
         if not ids:
             return None
         if mode == "random":
-            return choice.at_random(ids, self._draw)
-        self._last_chosen = choice.round_robin(ids, self._last_chosen)
+            return at_random(ids, self._draw)
+        self._last_chosen = round_robin(ids, self._last_chosen)
         return self._last_chosen
 
     def _no_workers(self, instance_id: int | None, *lost: errors.WorkerLost) -> errors.NoWorkers:
@@ -248,7 +256,10 @@ class EndpointClient:
             digits = change.key.removeprefix(prefix)
             try:
                 self._apply(int(digits, 16), change)
-            except ValueError as error:  # msgspec's errors are of this class
+            except (
+                ValueError,
+                RecursionError,
+            ) as error:  # msgspec's other errors are of this class
                 _log.warning("ignored %s in discovery: %s", change.key, error)
 
     def _apply(self, instance_id: int, change: discovery.Change) -> None:
@@ -289,3 +300,23 @@ class _WatchedReceiver:
         if isinstance(error, errors.WorkerLost):
             self._client.report_down(self._instance_id)
         self._receiver.ended(error)
+
+
+def round_robin(ids: Sequence[int], last: int) -> int:
+    """Return the id after `last`, which need not be present any more."""
+    return ids[bisect.bisect_right(ids, last) % len(ids)]
+
+
+def at_random(ids: Sequence[int], draw: Callable[[int], int]) -> int:
+    """Return any id; `draw(n)` returns a random number below `n`."""
+    return ids[draw(len(ids))]
+
+
+def candidates(
+    ids: Sequence[int], down_until: Mapping[int, float], now: float, tried: Collection[int]
+) -> Sequence[int]:
+    """Return the ids that are not tried yet and not known to be down; if all the rest are down, those."""
+    if not tried and not down_until:
+        return ids
+    untried = [i for i in ids if i not in tried]
+    return [i for i in untried if down_until.get(i, now) <= now] or untried

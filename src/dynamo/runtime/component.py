@@ -11,24 +11,23 @@ hosts many workers makes one `sibling` for each, because a lease and a listener 
 """
 
 import asyncio
+import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from dynamo.base import clock, config, distribution, errors, ids, membership
+from dynamo.base import clock, config, distribution, errors, ids, membership, process_setup, tasks
 from dynamo.observability import tracing
 from dynamo.protocols import instances
 from dynamo.runtime import client, discovery, events, naming, requests, services
-from dynamo.runtime.backends import file, memory, tcp, zmq
+from dynamo.runtime.backends import file, frame_connection, memory, multiplex, tcp, zmq
 from dynamo.runtime.backends.etcd import access as etcd_access
-
-if TYPE_CHECKING:  # it needs the packages of an extra
-    from dynamo.runtime.backends.nats import planes as nats_planes
+from dynamo.runtime.backends.nats import services as nats_services
 
 Attachment = Callable[[instances.Instance], tuple[str, msgspec.Struct]]
 """Returns key and value of a further record that discovery holds with an instance."""
@@ -43,11 +42,6 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
     namespace: str = config.option(
         "dynamo", env="DYN_NAMESPACE", help="namespace of the endpoints of this process"
     )
-    discovery_backend: Literal["file", "etcd", "mem"] = config.option(
-        "file",
-        env="DYN_DISCOVERY_BACKEND",
-        help="how processes find each other: by a directory of this host, by etcd, or within one process only",
-    )
     etcd_endpoints: tuple[str, ...] = config.option(
         ("http://localhost:2379",),
         env="ETCD_ENDPOINTS",
@@ -58,9 +52,6 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
         env="DYN_ETCD_START_TIMEOUT_SECS",
         help="seconds for which a starting process waits for etcd",
         least=1,
-    )
-    file_kv: str | None = config.option(
-        None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"
     )
     request_plane: Literal["tcp", "nats", "memory"] = config.option(
         "tcp", env="DYN_REQUEST_PLANE", help="transport of requests between processes"
@@ -85,6 +76,13 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
         help="port on which this process takes requests of others; 0: a free one",
         least=0,
         most=65535,
+    )
+    request_silence_secs: float = config.option(
+        requests.SILENCE_LIMIT_S,
+        env="DYN_REQUEST_SILENCE_SECS",
+        help="seconds after which a worker that is silent while it answers is given up; more where processes of a busy"
+        " machine get no CPU for longer",
+        least=0.1,
     )
     inhibited_duration_secs: float = config.option(
         5.0,
@@ -149,7 +147,7 @@ class DistributedRuntime:
         time = time or clock.SystemClock()
         credentials = membership.read(settings, os.environ)
         instance_id = ids.new_instance_id()
-        nats_services = services.NatsServices(
+        nats = nats_services.NatsServices(
             settings.nats_server,
             namespace=settings.namespace,
             instance_id=instance_id,
@@ -157,9 +155,10 @@ class DistributedRuntime:
             time=time,
         )
         uses_nats = "nats" in (settings.request_plane, settings.event_plane)
-        nats = await nats_services.connect() if uses_nats else None
+        if uses_nats:
+            await nats.connect()
         parts = _Parts(settings, cluster, credentials, nats, instance_id, item_type, time)
-        plane = parts.new_plane()  # raises for an unusable address before discovery is open
+        plane = parts.new_plane(instance_id)  # before discovery: it may refuse its address
         if settings.event_plane == "zmq":
             zmq.check_host(settings.tcp_rpc_host, credentials)
         registry = await parts.open_discovery()
@@ -169,7 +168,7 @@ class DistributedRuntime:
             registry=registry,
             plane=plane,
             event_plane=parts.new_event_plane(registry),
-            process_services=cluster.services if is_memory_only else nats_services,
+            process_services=cluster.services if is_memory_only else nats,
             parts=parts,
         )
 
@@ -188,10 +187,11 @@ class DistributedRuntime:
 
         It shares this runtime's lease and event plane.
         """
+        instance_id = ids.new_instance_id()
         return DistributedRuntime(
-            instance_id=ids.new_instance_id(),
+            instance_id=instance_id,
             registry=self.discovery,
-            plane=self._parts.new_plane(),
+            plane=self._parts.new_plane(instance_id),
             event_plane=self.events,
             process_services=self.services,
             parts=self._parts,
@@ -311,24 +311,34 @@ class _Parts:
     settings: RuntimeConfig
     cluster: MemoryCluster
     credentials: membership.Credentials
-    nats: "nats_planes.NatsPlanes | None"
+    nats: nats_services.NatsServices  # connected if a plane uses it
     instance_id: ids.InstanceId
     item_type: Any
     time: clock.Clock
 
-    def new_plane(self) -> requests.RequestPlane:
+    def new_plane(self, instance_id: ids.InstanceId) -> requests.RequestPlane:
+        silence_s = self.settings.request_silence_secs
+        limits = frame_connection.ConnectionLimits(
+            silence_s=silence_s, connect_s=max(silence_s, requests.SILENCE_LIMIT_S)
+        )
         if self.settings.request_plane == "memory":
-            return memory.MemoryRequestPlane(
-                self.cluster.network, item_type=self.item_type, time=self.time
+            return multiplex.MultiplexedPlane(
+                self.cluster.network,
+                limits,
+                item_type=self.item_type,
+                time=self.time,
+                instance_id=instance_id,
             )
-        if self.settings.request_plane == "nats" and self.nats is not None:
-            return self.nats.new_requests(self.item_type)
+        if self.settings.request_plane == "nats":
+            return self.nats.new_requests(self.item_type, limits, instance_id=instance_id)
         return tcp.TcpRequestPlane(
             self.settings.tcp_rpc_host,
             self.settings.tcp_rpc_port,
+            limits,
             credentials=self.credentials,
             item_type=self.item_type,
             time=self.time,
+            instance_id=instance_id,
         )
 
     async def open_discovery(self) -> discovery.Discovery:
@@ -345,20 +355,77 @@ class _Parts:
                 time=self.time,
             )
             return registry
-        folder = self.settings.file_kv
-        environ = {"DYN_FILE_KV": folder} if folder else os.environ
         return await file.FileDiscovery.open(
-            file.default_directory(environ), self.instance_id, time=self.time
+            membership.discovery_directory(self.settings.file_kv, os.environ),
+            self.instance_id,
+            local_token=self.credentials.token if self.credentials.is_local else None,
+            time=self.time,
         )
 
     def new_event_plane(self, registry: discovery.Discovery) -> events.EventPlane:
         if self.settings.event_plane == "memory":
             return memory.MemoryEventPlane(self.cluster.bus, self.instance_id)
-        if self.settings.event_plane == "nats" and self.nats is not None:
-            return self.nats.events
+        if self.settings.event_plane == "nats":
+            return self.nats.new_events()
         return zmq.ZmqEventPlane(
             registry,
             self.instance_id,
             host=self.settings.tcp_rpc_host,
             credentials=self.credentials,
         )
+
+
+DRAIN_S = 30.0
+Main = Callable[..., Coroutine[Any, Any, Any]]
+
+
+def dynamo_worker() -> Callable[[Main], Callable[..., None]]:
+    """Decorate `async def main(runtime, ...)`: the result is a function that runs it as a process of the cluster.
+
+    The settings come from DYN_* variables. SIGTERM or SIGINT takes the process out of discovery, lets open requests end
+    (30 s at most), and cancels `main`; a second signal ends the process at once. Raises ConfigError.
+    """
+
+    def decorate(main: Main) -> Callable[..., None]:
+        @functools.wraps(main)
+        def run(*args: Any, **keywords: Any) -> None:
+            asyncio.run(_run(main, args, keywords))
+
+        return run
+
+    return decorate
+
+
+async def _run(main: Main, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    settings = config.load(RuntimeConfig, prog="dynamo", argv=())
+    async with await DistributedRuntime.open(settings) as runtime, tasks.Tasks() as own:
+        stop = process_setup.stop_on_signals()
+        running = own.start("the user's main", main(runtime, *args, **keywords))
+        running.add_done_callback(lambda _: stop.set())
+        await own.run_until(stop)
+        await runtime.drain(DRAIN_S if not running.done() else 0.0)
+
+
+def dynamo_endpoint(
+    request_type: Any, response_type: Any
+) -> Callable[[Callable[[Any], AsyncIterator[Any]]], Callable[[Any], AsyncIterator[Any]]]:
+    """Decorate a handler of `serve_endpoint`, to check its requests and the items of its answers against these types.
+
+    The handler gets an object of `request_type`. A request of another shape fails by InvalidRequest.
+    """
+
+    def decorate(
+        handler: Callable[[Any], AsyncIterator[Any]],
+    ) -> Callable[[Any], AsyncIterator[Any]]:
+        @functools.wraps(handler)
+        async def checked(request: Any) -> AsyncIterator[Any]:
+            try:
+                value = msgspec.convert(request, request_type)
+            except msgspec.ValidationError as error:
+                raise errors.InvalidRequest(f"the request does not fit: {error}") from error
+            async for item in handler(value):
+                yield msgspec.convert(msgspec.to_builtins(item), response_type)
+
+        return checked
+
+    return decorate

@@ -8,6 +8,7 @@ Implementations: `backends.memory` (one process), `backends.file` (one host, the
 `tests/contract/test_discovery.py` runs one suite over all of them.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -56,3 +57,83 @@ class Discovery(Protocol):
     async def close(self) -> None:
         """Give up the lease: the keys of this process vanish at once."""
         ...
+
+
+class KeyView:
+    """The living keys as one process knows them, and the watches on them; each backend feeds one. For one thread.
+
+    A watch never falls behind without bound: its pending changes are kept by key, so a key that changes five times
+    while the watcher is busy is reported once, and one that came and went unseen is not reported at all.
+    """
+
+    def __init__(self) -> None:
+        self._value_by_key: dict[str, bytes] = {}
+        self._watches: set[_Watch] = set()
+
+    def get_prefix(self, prefix: str) -> dict[str, bytes]:
+        """Return all keys that begin with `prefix`, with their values."""
+        return {k: value for k, value in self._value_by_key.items() if k.startswith(prefix)}
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set the value of a key; the same value again is no change."""
+        if self._value_by_key.get(key) == value:
+            return
+        self._value_by_key[key] = value
+        self._report(Put(key=key, value=value))
+
+    def remove(self, key: str) -> None:
+        """Remove a key; one that is not there is no change."""
+        if self._value_by_key.pop(key, None) is not None:
+            self._report(Delete(key=key))
+
+    def replace(self, living: Mapping[str, bytes]) -> None:
+        """Make `living` all the keys there are."""
+        for key in self._value_by_key.keys() - living.keys():
+            self.remove(key)
+        for key, value in living.items():
+            self.put(key, value)
+
+    async def watch(self, prefix: str) -> AsyncIterator[Change]:
+        """Iterate over a Put for each key under `prefix`, then over every change; ends only by cancellation."""
+        watch = _Watch(prefix)
+        for key, value in self._value_by_key.items():
+            watch.add_change(Put(key=key, value=value))
+        self._watches.add(watch)
+        try:
+            while True:
+                yield await watch.next_change()
+        finally:
+            self._watches.discard(watch)
+
+    def _report(self, change: Change) -> None:
+        for watch in self._watches:
+            watch.add_change(change)
+
+
+class _Watch:
+    """The keys that one watcher knows, and its pending changes."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._reported_keys: set[str] = set()
+        self._pending: dict[str, Change] = {}  # in the order to be reported
+        self._filled = asyncio.Event()
+
+    def add_change(self, change: Change) -> None:
+        if not change.key.startswith(self._prefix):
+            return
+        self._pending.pop(change.key, None)
+        if isinstance(change, Put) or change.key in self._reported_keys:
+            self._pending[change.key] = change
+            self._filled.set()
+
+    async def next_change(self) -> Change:
+        while not self._pending:
+            self._filled.clear()
+            await self._filled.wait()
+        change = self._pending.pop(next(iter(self._pending)))
+        if isinstance(change, Put):
+            self._reported_keys.add(change.key)
+        else:
+            self._reported_keys.discard(change.key)
+        return change

@@ -7,9 +7,12 @@ Implementations: `backends.memory`, `backends.zmq` (the default: each publisher 
 into discovery), `backends.nats.events`. `tests/contract/test_event_plane.py` runs one suite over all of them.
 """
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+from dynamo.base import errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,63 @@ class EventPlane(Protocol):
         """Hear all present and future publishers of `topic`; batches come on the event loop's thread."""
         ...
 
+    def reconnect(self, topic: str, publisher: int) -> None:
+        """Connect to a publisher anew, because it is silent; without an effect where no connection is its own."""
+        ...
+
     async def close(self) -> None:
         """Leave; this process's channels vanish from discovery."""
         ...
+
+
+class PublishedTopics:
+    """The topics that a process has advertised, and the next number of each."""
+
+    def __init__(self) -> None:
+        self._next_number_by_topic: dict[str, int] = {}
+
+    def add(self, topic: str) -> None:
+        self._next_number_by_topic.setdefault(topic, 0)
+
+    def take_number(self, topic: str) -> int:
+        """Return the number of the message that is published now. Raises LocalProtocolError for an unknown topic."""
+        number = self._next_number_by_topic.get(topic)
+        if number is None:
+            raise errors.LocalProtocolError(f"publish to {topic!r}: advertise the topic first")
+        self._next_number_by_topic[topic] = number + 1
+        return number
+
+
+class BatchedSubscription:
+    """A subscription that hands its listener as one batch what came within a turn of the event loop.
+
+    Of more than `max_events` in one turn the later ones are lost.
+    """
+
+    def __init__(self, topic: str, listener: Listener, *, max_events: int) -> None:
+        self.topic = topic
+        self.on_close: Callable[[], Awaitable[None]] | None = (
+            None  # ends the delivery at its source
+        )
+        self._listener = listener
+        self._max_events = max_events
+        self._batch: list[Event] = []
+        self._is_open = True
+
+    def add_event(self, event: Event) -> None:
+        """Take an event for the next batch."""
+        if not self._batch:
+            asyncio.get_running_loop().call_soon(self._deliver)
+        if len(self._batch) < self._max_events:
+            self._batch.append(event)
+
+    async def close(self) -> None:
+        self._is_open = False
+        if self.on_close is not None:
+            on_close, self.on_close = self.on_close, None
+            await on_close()
+
+    def _deliver(self) -> None:
+        batch, self._batch = self._batch, []
+        if self._is_open:
+            self._listener(batch)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dynamo.base import errors, tasks
-from dynamo.protocols import instances
+from dynamo.protocols import instances, wire
 from dynamo.runtime import client as clients
 from dynamo.runtime import requests
 
@@ -160,7 +160,11 @@ async def _items(
 
 async def _answer(call: requests.Call, handler: Generate) -> None:
     try:
-        async for item in handler(msgspec.msgpack.decode(call.body)):
+        try:
+            request = msgspec.msgpack.decode(call.body)
+        except wire.DECODE_ERRORS as error:
+            raise errors.InvalidRequest(f"expected a request in msgpack: {error}") from error
+        async for item in handler(request):
             call.reply(item)
     except errors.DynamoError as error:
         call.fail(error)

@@ -12,7 +12,8 @@ Implementations: `backends.memory` (one process), `backends.tcp` (the default; o
 processes) and `backends.nats.requests`. `tests/contract/test_request_plane.py` runs one suite over all of them.
 
 Promises: a stream ends exactly once at each side. A peer that breaks, stalls or is silent ends all its streams by
-StreamBroken within `SILENCE_LIMIT_S`; nothing waits for ever. All callbacks come on the event loop's thread.
+StreamBroken, a silent server within `SILENCE_LIMIT_S` (or as set), a silent client later; nothing waits for ever. All
+callbacks come on the event loop's thread.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from dynamo.base import errors
+from dynamo.protocols import wire
 
 SILENCE_LIMIT_S = 3.0
 MAX_BUFFERED_ITEMS = 16_384
@@ -126,10 +128,16 @@ class RequestPlane(Protocol):
         body: Any,
         receiver: Receiver,
         *,
+        instance_id: int | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        may_move: Callable[[], bool] | None = None,
     ) -> Stream:
-        """Open a stream. Raises WorkerLost if the peer cannot be reached, within a bounded time."""
+        """Open a stream. Raises WorkerLost if the peer cannot be reached, within a bounded time.
+
+        With `instance_id` another instance that has the address now refuses: WorkerLost.
+        A peer that is silent is given up as soon as `may_move` returns True; without it, at the limit.
+        """
         ...
 
     async def drain(self, timeout_s: float) -> bool:
@@ -193,7 +201,7 @@ class ItemReceiver(Generic[T]):
         if isinstance(item, msgspec.Raw):
             try:
                 return self._decode(item)  # type: ignore[no-any-return]
-            except msgspec.DecodeError as error:
+            except wire.DECODE_ERRORS as error:
                 raise errors.RemoteProtocolError(
                     f"expected {self._type_name} in the answer: {error}"
                 ) from error
@@ -219,13 +227,16 @@ async def call(
     *,
     reply_type: type[T],
     timeout_s: float,
+    instance_id: int | None = None,
 ) -> T:
-    """Send a request to an endpoint at an address and return its one reply.
+    """Send a request to an endpoint at an address and return its one reply; `instance_id` as in `RequestPlane.open`.
 
     Raises the error that it failed with, or RemoteProtocolError. `EndpointClient.call` also chooses the instance.
     """
     receiver: ItemReceiver[T] = ItemReceiver(reply_type)
-    stream = await plane.open(address, endpoint, request, receiver, timeout_s=timeout_s)
+    stream = await plane.open(
+        address, endpoint, request, receiver, instance_id=instance_id, timeout_s=timeout_s
+    )
     try:
         return await receiver.only_item()
     finally:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from dynamo.base import errors
-from dynamo.transfer import api, descriptors, memory, messages, plan, routes
+from dynamo.transfer import api, descriptors, memory, messages, plan
 from dynamo.transfer.job import ThreadJob, TimeLimit
 
 NUM_CONNECTING = 8  # peers to which we connect at the same time
@@ -22,13 +22,17 @@ QUICK_PIECES = 128
 
 
 class ConnectedPeer:
-    """An `api.Peer`. Its threads are started when they are first needed."""
+    """Another agent, connected. Its threads are started when they are first needed.
+
+    `name` is the name that the peer gave itself: not unique, and no proof of anything. `epoch` is new with each start
+    of the peer, so two peers of one name differ in it. `backend` is the name of the backend that reaches the peer.
+    """
 
     def __init__(
-        self, metadata: descriptors.Metadata, backend: routes.Backend, route: routes.TransferRoute
+        self, metadata: descriptors.Metadata, backend: api.Backend, route: api.TransferRoute
     ) -> None:
         self.name, self.epoch, self.layout = metadata.name, metadata.epoch, metadata.layout
-        self.backend, self.capabilities = backend.name, backend.capabilities
+        self.backend, self.is_same_host = backend.name, backend.is_same_host
         self.route = route
         self._threads = ThreadPoolExecutor(NUM_THREADS, f"transfer-{metadata.name}")
         self._jobs: list[ThreadJob[None]] = []
@@ -52,47 +56,49 @@ class ConnectedPeer:
 
 
 class PreparedTransfer:
-    """An `api.Transfer`."""
+    """A prepared copy. It may be posted again when it is done, but runs once at a time."""
 
     def __init__(
         self, operation: api.TransferOperation, peer: ConnectedPeer, copies: plan.Plan
     ) -> None:
         self._operation, self._peer, self._plan = operation, peer, copies
         self._job: ThreadJob[None] | None = None
-        self._outcome: asyncio.Future[None] | None = None
         self._is_released = False
         self._quick_pattern = copies.pattern() if self._is_quick else None
 
     @property
     def num_bytes(self) -> int:
+        """Bytes that the transfer moves."""
         return self._plan.num_bytes
 
     @property
     def num_pieces(self) -> int:
+        """Contiguous copies that the transfer makes, after neighbours were merged."""
         return self._plan.num_pieces
 
     def post(self, *, deadline_s: float, notification: bytes | None = None) -> asyncio.Future[None]:
-        if self._is_released or self.poll() is api.State.RUNNING:
+        """Begin the transfer. Await the future, or add a done callback.
+
+        It fails with TransferError. Cancelling it stops the copy soon; `release` waits until it has.
+        """
+        if self._is_released or self.is_running:
             state = "released" if self._is_released else "running"
             raise errors.LocalProtocolError(f"cannot post a transfer that is {state}")
         check_message(notification or b"")
         quick = self._quick_pattern
         if quick is not None and notification is None and not self._peer.is_closed:
-            self._job, self._outcome = None, self._move_now(quick, TimeLimit(deadline_s))
-        else:
-            self._job = self._peer.submit(self._work(notification), deadline_s=deadline_s)
-            self._outcome = self._job.outcome
-        return self._outcome
+            self._job = None
+            return self._move_now(quick, TimeLimit(deadline_s))
+        self._job = self._peer.submit(self._work(notification), deadline_s=deadline_s)
+        return self._job.outcome
 
-    def poll(self) -> api.State:
-        if self._outcome is None:
-            return api.State.PREPARED
-        if self._job is not None and self._job.is_running:
-            return api.State.RUNNING
-        is_done = self._outcome.done() and not self._outcome.cancelled()
-        return api.State.DONE if is_done and not self._outcome.exception() else api.State.FAILED
+    @property
+    def is_running(self) -> bool:
+        """True while the blocks belong to the transfer."""
+        return self._job is not None and self._job.is_running
 
     async def release(self) -> None:
+        """Stop a running transfer, and wait until nothing touches the blocks. Idempotent; it cannot be posted again."""
         self._is_released = True
         if self._job is not None:
             await self._job.stop()
@@ -100,7 +106,7 @@ class PreparedTransfer:
     @property
     def _is_quick(self) -> bool:
         return (
-            self._peer.capabilities.is_same_host
+            self._peer.is_same_host
             and self.num_bytes <= QUICK_BYTES
             and self.num_pieces <= QUICK_PIECES
         )
@@ -135,13 +141,16 @@ def check_message(message: bytes) -> None:
 
 
 class TransferAgent:
-    """An `api.Agent` over backends. Belongs to the event loop on which it is started."""
+    """The transfer agent of one pool. Belongs to the event loop on which it is started.
+
+    Its name is for people to read, and need not be unique.
+    """
 
     def __init__(
         self,
         name: str,
         *,
-        backends: Sequence[routes.Backend],
+        backends: Sequence[api.Backend],
         on_notification: api.OnNotification | None = None,
     ) -> None:
         self.name = name
@@ -157,6 +166,10 @@ class TransferAgent:
         self._is_closed = False
 
     def allocate(self, num_bytes: int) -> memoryview:
+        """Return zeroed memory that peers on this host can map; its pages are provided as they are first written.
+
+        At most once per agent. Raises ConfigError if there is too little memory.
+        """
         if self._shared is not None:
             raise errors.LocalProtocolError(f"{self.name} has allocated its memory already")
         if not memory.CAN_SHARE or "shm" not in self._backends:
@@ -165,6 +178,10 @@ class TransferAgent:
         return self._shared.memory
 
     def register(self, region: descriptors.Region) -> None:
+        """Open this memory to peers, once. Memory that did not come from `allocate` is not served by shm.
+
+        Raises ConfigError if it is shorter than its layout.
+        """
         if self._region is not None:
             raise errors.LocalProtocolError(f"{self.name} has registered its memory already")
         if fault := descriptors.find_fault(region.layout):
@@ -177,15 +194,16 @@ class TransferAgent:
         self._region = region
 
     async def start(self) -> None:
+        """Listen for peers and their notifications. After `register`. Raises ConfigError if an address is taken."""
         if self._region is None:
             raise errors.LocalProtocolError("start: there is no registered memory; register first")
         self._loop = asyncio.get_running_loop()
-        is_shared = self._shared is not None and self._shared.memory is self._region.memory
-        exposed = routes.Exposed(
+        shared = self._shared
+        exposed = api.Exposed(
             name=self.name,
             epoch=self.epoch,
             region=self._region,
-            shared=self._shared if is_shared else None,
+            descriptor=shared.fd if shared and shared.memory is self._region.memory else None,
             deliver=self._deliver,
         )
         addresses = {name: backend.listen(exposed) for name, backend in self._backends.items()}
@@ -198,15 +216,23 @@ class TransferAgent:
         )
 
     def export_metadata(self) -> bytes:
+        """Return the metadata for a peer's `connect`, at most `descriptors.MAX_METADATA_BYTES`. After `start`."""
         return descriptors.encode(self._started())
 
     async def connect(self, metadata: bytes, *, deadline_s: float) -> ConnectedPeer:
+        """Import a peer's metadata and connect by the best backend. To be called ahead of need.
+
+        A peer of the same epoch that is connected already is returned again, without any message to it.
+
+        Raises TransferError: not metadata, a layout that does not fit (both are named), no common backend, no answer,
+        the wrong cluster token, or an agent that has restarted since it exported this.
+        """
         local, remote = self._started(), descriptors.decode(metadata)
         if peer := self._peer_by_epoch.get(remote.epoch):
             return peer
         plan.check_fit(local.layout, remote.layout, remote.name)
         backend = self._backends[descriptors.choose_backend(local, remote)]
-        target = routes.PeerTarget(
+        target = api.PeerTarget(
             name=remote.name,
             epoch=remote.epoch,
             address=remote.addresses[backend.name],
@@ -227,38 +253,42 @@ class TransferAgent:
             await new.close()
         return peer
 
-    async def disconnect(self, peer: api.Peer) -> None:
+    async def disconnect(self, peer: ConnectedPeer) -> None:
+        """Close what `connect` opened; transfers that run with this peer fail. Idempotent."""
         if self._peer_by_epoch.get(peer.epoch) is peer:
             await self._peer_by_epoch.pop(peer.epoch).close()
 
     def prepare(
         self,
         operation: api.TransferOperation,
-        peer: api.Peer,
+        peer: ConnectedPeer,
         local_blocks: Sequence[int],
         remote_blocks: Sequence[int],
     ) -> PreparedTransfer:
-        connected = self._connected(peer)
-        can = connected.capabilities
-        is_read = operation is api.TransferOperation.READ
-        if not (can.can_read if is_read else can.can_write):
-            raise errors.TransferError(f"{operation} by {connected.backend} cannot be done")
-        written = local_blocks if is_read else remote_blocks
+        """Plan the copy of each block to or from the one at the same place in the other list, neighbours merged.
+
+        With unequal tensor-parallel sizes only the heads that both ranks hold are moved. Raises LocalProtocolError
+        if the lists differ in length, a block is outside its pool, or written twice; TransferError if the peer has no
+        heads of ours.
+        """
+        self._check_connected(peer)
+        written = local_blocks if operation is api.TransferOperation.READ else remote_blocks
         if len(set(written)) < len(written):
             raise errors.LocalProtocolError("expected to write each block once, got one twice")
         layout = self._started().layout
         return PreparedTransfer(
-            operation, connected, plan.make(layout, connected.layout, local_blocks, remote_blocks)
+            operation, peer, plan.make(layout, peer.layout, local_blocks, remote_blocks)
         )
 
-    async def notify(self, peer: api.Peer, message: bytes, *, deadline_s: float) -> None:
-        connected = self._connected(peer)
+    async def notify(self, peer: ConnectedPeer, message: bytes, *, deadline_s: float) -> None:
+        """Pass a message to the peer's `on_notification`, and return when its agent has it. Raises TransferError."""
+        self._check_connected(peer)
         check_message(message)
-        await connected.submit(
-            lambda limit: connected.route.notify(message, limit), deadline_s=deadline_s
-        ).outcome
+        job = peer.submit(lambda limit: peer.route.notify(message, limit), deadline_s=deadline_s)
+        await job.outcome
 
     async def close(self) -> None:
+        """End everything and free descriptors and mappings. Memory from `allocate` lives while it is referenced."""
         self._is_closed = True
         for peer in list(self._peer_by_epoch.values()):
             await self.disconnect(peer)
@@ -273,11 +303,9 @@ class TransferAgent:
             raise errors.LocalProtocolError(f"{self.name} is not started; await start() first")
         return self._metadata
 
-    def _connected(self, peer: api.Peer) -> ConnectedPeer:
-        connected = self._peer_by_epoch.get(peer.epoch)
-        if connected is not peer:
+    def _check_connected(self, peer: ConnectedPeer) -> None:
+        if self._peer_by_epoch.get(peer.epoch) is not peer:
             raise errors.TransferError(f"{peer.name} is not connected (any more)")
-        return connected
 
     def _deliver(self, sender: str, message: bytes, limit: TimeLimit) -> None:
         """Pass a notification to the event loop and wait until it was handled. Called on a thread of a backend."""

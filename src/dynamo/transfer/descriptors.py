@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo.base import errors
+from dynamo.protocols import wire
 
 METADATA_VERSION = 1
 MAX_METADATA_BYTES = 16 * 1024  # NIXL's address names each network card of its host
@@ -120,7 +121,7 @@ def decode(body: bytes) -> Metadata:
         )
     try:
         metadata = msgspec.msgpack.decode(body, type=Metadata)
-    except msgspec.DecodeError as error:
+    except wire.DECODE_ERRORS as error:
         raise errors.TransferError(f"expected a transfer agent's metadata: {error}") from error
     if metadata.version != METADATA_VERSION:
         raise errors.TransferError(

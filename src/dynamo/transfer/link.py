@@ -7,6 +7,10 @@ poll before every call and returns what has come so far, while a blocking one fi
 Bytes go straight from and to the pool. They are moved in *bites*: few, because each costs a system call and often a
 change of threads, but not so long that the processor's cache has lost them when they are summed. All that belongs
 together is sent so that the kernel need not wake the receiver for a part of it (MSG_MORE).
+
+A link begins with a handshake: each end proves that it knows the cluster's token (`runtime.authentication`), then the
+client names its server. Without a token the same steps run with an empty key: they then prove nothing, and
+`backends.tcp` stays on loopback. Without TLS what follows is neither encrypted nor signed.
 """
 
 import contextlib
@@ -21,7 +25,9 @@ from typing import TypeVar, Union, cast
 import msgspec
 import xxhash
 
-from dynamo.base import errors
+from dynamo.base import errors, local_users, membership
+from dynamo.protocols import wire
+from dynamo.runtime import authentication
 from dynamo.transfer import messages
 from dynamo.transfer.job import TimeLimit
 
@@ -59,10 +65,18 @@ class Link:
     def secure(self, limit: TimeLimit) -> None:
         """Encrypt the link before the first message; nothing to do without TLS. Raises TransferError."""
 
+    @property
+    def peer_host(self) -> str:
+        """The address of the peer's host; empty over a unix socket, or if the peer is gone."""
+        try:
+            name = self._sock.getpeername()
+        except OSError:
+            return ""
+        return str(name[0]) if isinstance(name, tuple) else ""
+
     def peer_uid(self) -> int:
         """Return the user id at the other end of a unix socket."""
-        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return int(struct.unpack("iII", credentials)[1])
+        return local_users.peer_uid(self._sock)
 
     def send_bytes(self, body: bytes, limit: TimeLimit) -> None:
         """Send bytes without a length. Raises TransferError."""
@@ -96,7 +110,7 @@ class Link:
         self._receive([memoryview(body)], limit or TimeLimit(GREETING_LIMIT_S))
         try:
             message = _decoder(kinds).decode(bytes(body))
-        except msgspec.DecodeError as error:
+        except wire.DECODE_ERRORS as error:
             raise errors.RemoteProtocolError(f"expected another message: {error}") from error
         if isinstance(message, messages.Refused):
             raise errors.TransferError(f"the peer refused: {message.reason}")
@@ -329,6 +343,57 @@ class LinkPool:
             idle, self._idle = self._idle, []
         for link in idle:
             link.close()
+
+
+def new_authenticator(
+    credentials: membership.Credentials,
+) -> authentication.ConnectionAuthenticator:
+    """Return the authenticator of transfers; it runs the proof even without a token."""
+    return authentication.ConnectionAuthenticator(
+        credentials, authentication.TRANSFER, always_proves=True
+    )
+
+
+def enter(
+    link: Link,
+    limit: TimeLimit,
+    *,
+    name: str,
+    epoch: str,
+    authenticator: authentication.ConnectionAuthenticator,
+) -> None:
+    """Authenticate as a client. Raises TransferError if the server is another one, or refuses us."""
+    link.secure(limit)
+    try:
+        authenticator.authenticate_server(
+            lambda output: link.send_bytes(output, limit),
+            lambda size: link.receive_bytes(size, limit),
+        )
+    except errors.RemoteProtocolError as error:
+        raise errors.TransferError(f"the peer {error}") from error
+    link.send(messages.AgentHello(name, epoch), limit)
+    link.receive(messages.AgentWelcome, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
+
+
+def admit(
+    link: Link, *, authenticator: authentication.ConnectionAuthenticator, limit: TimeLimit
+) -> None:
+    """Authenticate a client of our cluster, as a server. Raises RemoteProtocolError or TransferError."""
+    link.secure(limit)
+    authenticator.authenticate_client(
+        lambda output: link.send_bytes(output, limit), lambda size: link.receive_bytes(size, limit)
+    )
+
+
+def welcome(link: Link, *, epoch: str, limit: TimeLimit) -> str:
+    """Check that an authenticated client expects this server; return its name. Raises RemoteProtocolError if not."""
+    hello = link.receive(messages.AgentHello, limit=limit, max_bytes=messages.MAX_GREETING_BYTES)
+    if hello.epoch != epoch:
+        raise errors.RemoteProtocolError(
+            "the worker has restarted since it gave out its metadata; ask for its new one"
+        )
+    link.send(messages.AgentWelcome(), limit)
+    return hello.name
 
 
 @functools.cache

@@ -10,16 +10,17 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 
 from dynamo.base import errors
+from dynamo.observability import logs
 from dynamo.runtime import authentication
-from dynamo.transfer import handshake, messages
+from dynamo.transfer import api, messages
 from dynamo.transfer.job import TimeLimit
-from dynamo.transfer.link import GREETING_LIMIT_S, Link
-from dynamo.transfer.routes import Exposed
+from dynamo.transfer.link import GREETING_LIMIT_S, Link, admit, welcome
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
@@ -35,7 +36,7 @@ class TransferServer:
     def __init__(
         self,
         sock: socket.socket,
-        exposed: Exposed,
+        exposed: api.Exposed,
         *,
         authenticator: authentication.ConnectionAuthenticator,
         check: Callable[[Link], None] = lambda link: None,
@@ -49,6 +50,7 @@ class TransferServer:
         self._sock, self._exposed, self._check = sock, exposed, check
         self._authenticator = authenticator
         self._make_link, self._max_connections = make_link, max_connections
+        self._log = logs.PeerLog(log, time.monotonic)
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._links: dict[Link, threading.Thread] = {}
@@ -116,7 +118,9 @@ class TransferServer:
         except errors.TransferError as error:
             log.debug("a peer of %s went away: %s", self._exposed.name, error)
         except errors.DynamoError as error:
-            log.warning("dropping a peer of %s: %s", self._exposed.name, error)
+            self._log.warning(
+                link.peer_host, "dropping a peer of %s: %s", self._exposed.name, error
+            )
             self._refuse(link, error)
         finally:
             with (
@@ -129,9 +133,9 @@ class TransferServer:
     def _converse(self, link: Link) -> None:
         self._check(link)
         greeting = TimeLimit(GREETING_LIMIT_S)
-        handshake.admit(link, authenticator=self._authenticator, limit=greeting)
+        admit(link, authenticator=self._authenticator, limit=greeting)
         self._count_peer(link)
-        sender = handshake.welcome(link, epoch=self._exposed.epoch, limit=greeting)
+        sender = welcome(link, epoch=self._exposed.epoch, limit=greeting)
         while True:
             request = link.receive(
                 *messages.REQUESTS, limit=None, max_bytes=messages.MAX_FRAME_BYTES
@@ -153,27 +157,23 @@ class TransferServer:
         memory = self._exposed.region.memory
         match request:
             case messages.Read():
-                limit, spans = (
-                    TimeLimit(request.timeout_s),
-                    messages.unpack(request.pieces, len(memory)),
-                )
+                limit = TimeLimit(request.timeout_s)
+                spans = messages.unpack(request.pieces, len(memory))
                 link.send(messages.Done(), limit, is_more=True)
                 link.send_spans(memory, spans, limit, is_summed=request.is_summed)
             case messages.Write():
-                limit, spans = (
-                    TimeLimit(request.timeout_s),
-                    messages.unpack(request.pieces, len(memory)),
-                )
+                limit = TimeLimit(request.timeout_s)
+                spans = messages.unpack(request.pieces, len(memory))
                 link.receive_spans(memory, spans, limit, is_summed=request.is_summed)
                 link.send(messages.Done(), limit)
             case messages.Notify():
                 self._notify(link, sender, request)
             case messages.Attach():
-                if self._exposed.shared is None:
+                if self._exposed.descriptor is None:
                     raise errors.RemoteProtocolError("this pool cannot be mapped")
                 limit = TimeLimit(GREETING_LIMIT_S)
                 link.send(messages.Done(), limit)
-                link.send_descriptor(self._exposed.shared.fd, limit)
+                link.send_descriptor(self._exposed.descriptor, limit)
 
     def _notify(self, link: Link, sender: str, request: messages.Notify) -> None:
         limit = TimeLimit(request.timeout_s)

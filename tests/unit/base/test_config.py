@@ -262,3 +262,33 @@ def test_positional_arguments_keep_order_and_commas():
     loaded = config.load(WithWords, prog="p", argv=["a,b", "c"], environ={})
 
     assert loaded.words == ("a,b", "c")
+
+
+@pytest.mark.parametrize("argv", [["--port", "1", " "], [" ", "--port", "1"], ["--port=1", "\t "]])
+def test_argument_of_blanks_is_named(argv):
+    with pytest.raises(
+        errors.ConfigError, match="only blanks: a comment or a blank after a backslash"
+    ):
+        config.load(Blanks, prog="x", argv=argv)
+
+
+def test_value_of_a_flag_may_be_blank_or_empty():
+    assert config.load(Blanks, prog="x", argv=["--text", " "]).text == " "
+    assert config.load(Blanks, prog="x", argv=["--text", ""]).text == ""
+
+
+def test_list_in_a_variable_may_be_json():
+    loaded = config.load(Blanks, prog="x", argv=[], environ={"X_NAMES": '["generate", "embed"]'})
+
+    assert loaded.names == ("generate", "embed")
+    with pytest.raises(errors.ConfigError, match="expected a list of texts"):
+        config.load(Blanks, prog="x", argv=[], environ={"X_NAMES": '["generate"'})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blanks:
+    """Options for blanks and lists."""
+
+    port: int = config.option(0, help="a number")
+    text: str = config.option("", help="a text")
+    names: tuple[str, ...] = config.option((), env="X_NAMES", help="some names")

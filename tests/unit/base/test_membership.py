@@ -1,5 +1,9 @@
 """Where the token comes from, what TLS wants, and which addresses are refused."""
 
+import os
+import pathlib
+import tempfile
+
 import pytest
 
 import members
@@ -17,8 +21,9 @@ def certificates(tmp_path_factory):
     return folder
 
 
-def read(environ=None, **settings):
-    return membership.read(membership.ClusterConfig(**settings), environ or {})
+def read(environ=None, *, discovery_backend="mem", **settings):
+    config = membership.ClusterConfig(discovery_backend=discovery_backend, **settings)
+    return membership.read(config, environ or {})
 
 
 def test_no_settings_give_no_credentials():
@@ -117,3 +122,53 @@ def test_where_tls_is_not_spoken_certificates_do_not_help(certificates):
         membership.check_token_address("10.0.0.7", "it", members.with_tls(certificates))
     for shown in (WITH_TOKEN, INSECURE):
         membership.check_token_address("10.0.0.7", "it", shown)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"DYN_FILE_KV": "/somewhere/kv", "XDG_RUNTIME_DIR": "{tmp}"}, "/somewhere/kv"),
+        ({"DYN_FILE_KV": "", "XDG_RUNTIME_DIR": "{tmp}"}, "{tmp}/dynamo"),
+        ({"XDG_RUNTIME_DIR": "{tmp}/none"}, "{system}/dynamo-{uid}"),
+        ({}, "{system}/dynamo-{uid}"),
+    ],
+)
+def test_discovery_directory_is_the_users_own(tmp_path, environ, expected):
+    places = {"tmp": tmp_path, "system": tempfile.gettempdir(), "uid": os.getuid()}
+    environ = {name: value.format(**places) for name, value in environ.items()}
+
+    assert membership.discovery_directory(None, environ) == pathlib.Path(expected.format(**places))
+
+
+def test_processes_with_one_discovery_directory_have_one_token(tmp_path):
+    directory = str(tmp_path / "kv")
+    first = read(discovery_backend="file", file_kv=directory)
+    second = read({"DYN_FILE_KV": directory}, discovery_backend="file")
+
+    assert first == second
+    assert first.is_local
+    assert len(first.token) == 64
+
+
+def test_given_token_takes_the_place_of_the_local_one(tmp_path):
+    given = read({"DYN_CLUSTER_TOKEN": TOKEN}, discovery_backend="file", file_kv=str(tmp_path))
+
+    assert given.token == TOKEN.encode()
+    assert not given.is_local
+    assert not list(tmp_path.iterdir())
+
+
+def test_insecure_process_has_no_local_token(tmp_path):
+    assert read(discovery_backend="file", file_kv=str(tmp_path), insecure=True).token is None
+
+
+def test_local_token_opens_no_address_off_loopback(tmp_path):
+    local = read(discovery_backend="file", file_kv=str(tmp_path))
+    for check in (membership.check_address, membership.check_token_address):
+        check("127.0.0.1", "a service", local)
+        with pytest.raises(errors.ConfigError, match="open to its whole network"):
+            check("10.0.0.7", "a service", local)
+
+
+def test_etcd_gives_no_local_token(tmp_path):
+    assert read(discovery_backend="etcd", file_kv=str(tmp_path)).token is None

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from dynamo.base import clock as clocks
-from dynamo.launch import children, guard, restarts, supervisor
+from dynamo.launch import children, guard, supervisor
 
 FOREVER = "import signal; signal.pause()"
 
@@ -14,7 +14,7 @@ FOREVER = "import signal; signal.pause()"
 @pytest.fixture
 async def started(monkeypatch):
     """A supervisor, what it reported, and a way to start a child."""
-    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
     reports = []
     with guard.Guard() as guardian:
         owner = supervisor.Supervisor(
@@ -32,20 +32,19 @@ async def started(monkeypatch):
 async def test_child_that_dies_is_restarted_until_the_policy_gives_up(started):
     owner, start, reports = started
     await start("worker", "raise SystemExit(3)")
-    owner.watch("worker", is_restarted=True)
+    owner.watch("worker")
     with pytest.raises(children.ChildDied, match="worker exited with 3"):
         await owner.run()
 
-    assert len(reports) == restarts.MAX_RESTARTS
+    assert len(reports) == supervisor.MAX_RESTARTS
     assert reports[1] == "worker exited with 3; starting it again in 0.02 s"
 
 
-@pytest.mark.parametrize(("is_restarted", "fatal"), [(False, frozenset()), (True, frozenset((3,)))])
-async def test_death_of_a_child_that_is_not_restarted_stops_all(started, is_restarted, fatal):
+async def test_death_with_a_fatal_exit_code_stops_all(started):
     owner, start, reports = started
     await start("frontend", "raise SystemExit(3)")
     await start("worker")
-    owner.watch("frontend", is_restarted=is_restarted, fatal_codes=fatal)
+    owner.watch("frontend", fatal_codes=frozenset((3,)))
     with pytest.raises(children.ChildDied) as death:
         await owner.run()
 
@@ -64,7 +63,6 @@ async def test_second_signal_kills_the_children(started):
         await clocks.SystemClock().sleep(0.01)
 
     assert announced == [1]
-    assert owner.is_stopping
     assert await owner.child_by_name["worker"].wait() == -9
 
 
@@ -100,3 +98,17 @@ async def test_waiting_ends_after_its_limit(started):
 
     with pytest.raises(TimeoutError):
         await owner.wait_until(never, timeout_s=0.05)
+
+
+def test_pause_doubles_until_the_policy_gives_up():
+    policy = supervisor.RestartPolicy()
+
+    assert [policy.pause_s(1) for _ in range(6)] == [0.5, 1, 2, 4, 8, None]
+
+
+def test_process_that_ran_long_starts_with_the_first_pause_again():
+    policy = supervisor.RestartPolicy()
+    for _ in range(supervisor.MAX_RESTARTS):
+        policy.pause_s(1)
+
+    assert policy.pause_s(supervisor.STABLE_S + 1) == 0.5

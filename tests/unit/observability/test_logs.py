@@ -139,3 +139,50 @@ def test_times_are_local_on_request(monkeypatch):
         time.tzset()
 
     assert line.partition(" ")[0].endswith("+09:00")
+
+
+def peer_log(caplog):
+    """A log of peers and the function that moves its clock."""
+    now = [0.0]
+    log = logs.PeerLog(logging.getLogger("dynamo.test"), lambda: now[0])
+
+    def say(second, peer="10.0.0.1"):
+        now[0] = second
+        caplog.clear()
+        log.warning(peer, "came at %s", second)
+        return [record.getMessage() for record in caplog.records]
+
+    return say
+
+
+def test_each_peer_has_one_line_a_second(caplog):
+    say = peer_log(caplog)
+
+    assert say(0.0) == ["came at 0.0"]
+    assert say(0.5) == []
+    assert say(0.5, "10.0.0.2") == ["came at 0.5"]
+    assert say(0.99) == []
+    assert say(1.0) == ["came at 1.0 (2 lines like this were left out)"]
+    assert say(3.0) == ["came at 3.0"]
+
+
+def test_many_peers_at_once_take_bounded_memory(caplog):
+    say = peer_log(caplog)
+    lines = sum(len(say(0.0, f"10.0.{n >> 8}.{n & 255}")) for n in range(5000))
+
+    assert lines == 1025
+
+
+def test_message_with_control_characters_stays_one_entry():
+    text = written({}, ("dynamo.x", logging.WARNING, "a peer\n2026-01-01 INFO forged\x1b[2J\rgone"))
+
+    assert text.count("\n2") == 0
+    assert "\x1b" not in text
+    assert "\r" not in text
+
+
+def test_unknown_variables_are_one_warning_at_start():
+    text = written({"DYN_HTPP_PORT": "1", "DYN_XYZZY": "2"})
+
+    assert text.count("WARN") == 1
+    assert "DYN_HTPP_PORT (did you mean DYN_HTTP_PORT?)" in text

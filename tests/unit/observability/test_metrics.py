@@ -1,10 +1,13 @@
 """What is counted comes out as Prometheus reads it."""
 
+import asyncio
+
 import prometheus_client
 import pytest
 from prometheus_client import parser
 
 from dynamo.observability import metrics
+from dynamo.testing import clock
 
 
 def samples(registry: metrics.Registry) -> dict[str, float]:
@@ -83,3 +86,26 @@ def test_metrics_of_other_libraries_are_rendered_by_prefix(monkeypatch):
 
     assert "guest:running 2.0" in text
     assert "python_info" not in text
+
+
+class LateClock(clock.VirtualClock):
+    """A clock whose sleeps last `late_s` seconds too long."""
+
+    late_s = 0.0
+
+    async def sleep(self, duration_s):
+        await super().sleep(duration_s + self.late_s)
+
+
+async def test_delays_are_recorded_and_stalls_counted():
+    time, registry = LateClock(), metrics.Registry("t")
+    task = asyncio.ensure_future(metrics.LoopDelay(registry, time).watch())
+    await time.advance(1.05)
+    time.late_s = 0.5
+    await time.advance(0.75)  # the running sleep ends in time, the next one late
+    task.cancel()
+    lines = registry.render().decode().splitlines()
+
+    assert 't_event_loop_delay_seconds_bucket{le="0.25"} 11.0' in lines
+    assert "t_event_loop_delay_seconds_count 12.0" in lines
+    assert "t_event_loop_stall_total 1.0" in lines

@@ -8,7 +8,6 @@ import members
 from dynamo.base import clock, errors, membership, proof
 from dynamo.protocols import wire
 from dynamo.runtime import authentication
-from dynamo.testing import clock as clocks
 
 CREDENTIALS = members.with_token()
 KEY = CREDENTIALS.derive_key(authentication.REQUEST_PLANE)
@@ -163,13 +162,3 @@ async def test_client_gets_worker_lost_when_the_server_does_not_prove_the_token(
     with pytest.raises(errors.WorkerLost, match=r"worker at 10\.0\.0\.9:1 has no cluster token"):
         await handshake.completed
     assert transport.is_over
-
-
-async def test_dropped_peers_are_logged_once_per_second(caplog):
-    virtual, began = clocks.VirtualClock(), clocks.VirtualClock().now()
-    log = authentication.RateLimitedLog(virtual)
-    for second in (0.0, 0.5, 0.99, 1.0, 1.5, 2.0):
-        await virtual.advance(began + second - virtual.now())
-        log.log_dropped_peer(f"came at {second}")
-
-    assert [r.getMessage().rpartition(" ")[2] for r in caplog.records] == ["0.0", "1.0", "2.0"]

@@ -1,9 +1,13 @@
 """The client of an endpoint: whom it asks, and what it does about those that are lost."""
 
 import asyncio
+import random
+from collections import Counter
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.protocols import generate, instances
@@ -20,12 +24,16 @@ class Plane:
     name = "memory"
 
     def __init__(self):
-        self.asked, self.receivers, self.dead = [], [], set()
+        self.asked, self.receivers, self.dead, self.may_move = [], [], set(), None
         self.may_open = asyncio.Event()
         self.may_open.set()
 
-    async def open(self, address, endpoint, body, receiver, *, headers, timeout_s):
+    async def open(
+        self, address, endpoint, body, receiver, *, instance_id, headers, timeout_s, may_move
+    ):
         self.asked.append(int(address))
+        self.instance_id = instance_id
+        self.may_move = may_move
         await self.may_open.wait()
         if int(address) in self.dead:
             raise errors.WorkerLost(f"{address} is dead")
@@ -234,3 +242,85 @@ async def test_wait_for_instances_gives_up_in_time(world):
     await world.clock.advance(10)
     with pytest.raises(errors.NoWorkers):
         await waiting
+
+
+ids_ = st.lists(st.integers(1, 2**62), min_size=1, max_size=9, unique=True).map(sorted)
+
+
+@given(ids_, st.integers(0, 2**62))
+def test_round_robin_asks_each_once_before_anyone_twice(ids, last):
+    asked = []
+    for _ in ids:
+        last = client.round_robin(ids, last)
+        asked.append(last)
+
+    assert sorted(asked) == ids
+
+
+def test_round_robin_continues_after_the_last_chosen_instance_left():
+    assert client.round_robin([10, 30], 20) == 30
+    assert client.round_robin([10, 30], 30) == 10
+
+
+def test_random_choice_is_uniform_and_reproducible_by_seed():
+    draws = [client.at_random([1, 2, 3], random.Random(7).randrange) for _ in range(2)]
+    draw = random.Random(7).randrange
+    counts = Counter(client.at_random([1, 2, 3], draw) for _ in range(3000))
+
+    assert draws[0] == draws[1]
+    assert all(900 < counts[i] < 1100 for i in (1, 2, 3))
+
+
+def test_all_instances_are_candidates_without_failures():
+    ids = (1, 2, 3)
+
+    assert client.candidates(ids, {}, 0.0, ()) is ids
+
+
+def test_failed_instance_is_no_candidate_until_its_deadline():
+    assert client.candidates((1, 2, 3), {2: 5.0}, 4.9, ()) == [1, 3]
+    assert client.candidates((1, 2, 3), {2: 5.0}, 5.0, ()) == [1, 2, 3]
+
+
+def test_failed_instances_are_candidates_if_no_other_is_left():
+    assert client.candidates((1, 2), {1: 5.0, 2: 5.0}, 4.0, ()) == [1, 2]
+    assert client.candidates((1, 2), {2: 5.0}, 4.0, {1}) == [2]
+
+
+@given(ids_, st.data())
+def test_tried_instances_are_never_candidates_again(ids, data):
+    tried = data.draw(st.sets(st.sampled_from(ids)))
+    down = data.draw(st.dictionaries(st.sampled_from(ids), st.floats(0, 10)))
+    found = client.candidates(ids, down, 5.0, tried)
+
+    assert set(found) <= set(ids) - tried
+    assert bool(found) == (set(ids) != tried)
+
+
+async def test_silent_instance_is_given_up_only_for_one_that_can_take_over(world):
+    await world.put(10, 20)
+    serving = {10}
+    await world.ask(instance_id=10, alternatives=lambda: serving)
+    verdicts = [world.plane.may_move()]
+    serving.add(20)
+    verdicts.append(world.plane.may_move())
+    world.client.report_down(20)
+    verdicts.append(world.plane.may_move())
+    await world.delete(10)
+    verdicts.append(world.plane.may_move())
+
+    assert verdicts == [False, True, False, True]
+
+
+async def test_silent_instance_is_always_given_up_by_those_who_need_not_ask_it(world):
+    await world.put(10)
+    await world.ask()
+
+    assert world.plane.may_move is None
+
+
+async def test_request_names_the_instance_that_was_chosen(world):
+    await world.put(10)
+    await world.client.open(None, Receiver())
+
+    assert world.plane.instance_id == 10

@@ -1,8 +1,6 @@
 import asyncio
 import errno
 import os
-import pathlib
-import tempfile
 import threading
 import time
 
@@ -31,22 +29,6 @@ async def join(tmp_path):
 async def take(watch):
     async with asyncio.timeout(5):
         return await anext(watch)
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({"DYN_FILE_KV": "/somewhere/kv", "XDG_RUNTIME_DIR": "{tmp}"}, "/somewhere/kv"),
-        ({"DYN_FILE_KV": "", "XDG_RUNTIME_DIR": "{tmp}"}, "{tmp}/dynamo"),
-        ({"XDG_RUNTIME_DIR": "{tmp}/none"}, "{system}/dynamo-{uid}"),
-        ({}, "{system}/dynamo-{uid}"),
-    ],
-)
-def test_the_directory_is_the_users_own(tmp_path, environ, expected):
-    places = {"tmp": tmp_path, "system": tempfile.gettempdir(), "uid": os.getuid()}
-    environ = {name: value.format(**places) for name, value in environ.items()}
-
-    assert file.default_directory(environ) == pathlib.Path(expected.format(**places))
 
 
 async def test_a_change_is_told_long_before_the_next_poll(join, monkeypatch):

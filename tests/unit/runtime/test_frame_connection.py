@@ -7,6 +7,7 @@ import pytest
 from dynamo.base import clock
 from dynamo.protocols import wire
 from dynamo.runtime.backends import frame_connection
+from dynamo.testing import clock as clocks
 
 
 class Transport(asyncio.Transport):
@@ -47,6 +48,9 @@ class Handler:
 
     def handle_quiet(self):
         self.frames.append("quiet")
+
+    def handle_silent(self, reason):
+        self.own.drop(reason)
 
     def handle_lost(self, reason):
         self.losses.append(reason)
@@ -136,5 +140,63 @@ async def test_a_link_that_was_never_connected_can_be_closed():
     own = frame_connection.FrameConnection(settings(), Handler())
     await own.close()
     own.write(b"into the void")
+
+    assert not own.is_lost
+
+
+class LateClock(clocks.VirtualClock):
+    """A clock on which the process stands still: its timers run only when it goes on."""
+
+    def stand_still(self, duration_s):
+        self.skipped_s += duration_s
+
+    skipped_s = 0.0
+
+    def now(self):
+        return super().now() + self.skipped_s
+
+
+@pytest.fixture
+async def watched():
+    time, end = LateClock(), Handler()
+    own_settings = frame_connection.ConnectionSettings(
+        limits=frame_connection.ConnectionLimits(silence_s=3.0), time=time, decode=wire.decode
+    )
+    own = frame_connection.FrameConnection(own_settings, end)
+    own.connection_made(Transport())
+    end.num_streams, end.own = 1, own
+    yield own, end, time
+    own.connection_lost(None)
+
+
+async def test_silent_peer_is_dropped_after_the_limit(watched):
+    own, end, time = watched
+    await time.advance(2.9)
+    assert not own.is_lost
+    await time.advance(0.2)
+
+    assert end.losses == ["was silent for 3 s"]
+
+
+async def test_silence_while_this_process_stood_still_is_not_counted(watched):
+    own, end, time = watched
+    await time.advance(2.9)
+    time.stand_still(20.0)
+    end.frames.clear()
+    await time.advance(0.2)
+
+    assert not own.is_lost
+    assert end.frames == ["quiet"]  # the peer hears of us at once
+    await time.advance(2.8)
+    assert not own.is_lost
+    await time.advance(0.2)
+    assert own.is_lost
+
+
+async def test_process_that_is_late_again_and_again_does_not_drop_its_peers(watched):
+    own, _, time = watched
+    for _ in range(20):
+        time.stand_still(0.6)
+        await time.advance(0.5)
 
     assert not own.is_lost

@@ -72,12 +72,80 @@ def test_pipelined_requests_are_parsed_in_order():
     assert paths == ["/1", "/2"]
 
 
-def test_upgrade_offer_is_ignored_and_ends_the_connection():
+@pytest.mark.parametrize("cut", [1, 60, 150, 10_000])
+def test_offer_of_another_protocol_is_ignored_and_the_body_read(cut):
+    data = (
+        b"POST /a?b HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: 5\r\nHost: h\r\n"
+        b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\nUpgrade: h2c\r\nX-A: 1\r\nx-a: 2\r\n\r\nhello"
+        b"GET /next HTTP/1.1\r\n\r\n"
+    )
+    first, second = parse(data[:cut], data[cut:])
+
+    assert (first.method, first.path, first.query, first.body) == ("POST", "/a", "b", b"hello")
+    assert first.headers == {"content-length": "5", "host": "h", "x-a": "1, 2"}
+    assert first.keeps_alive
+    assert (second.path, second.body) == ("/next", b"")
+
+
+def test_chunked_body_behind_an_offer_is_read():
     (request,) = parse(
-        b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"
+        b"POST / HTTP/1.1\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"
     )
 
+    assert request.body == b"ab"
     assert not request.keeps_alive
+
+
+def test_nothing_is_parsed_after_a_tunnel():
+    (request,) = parse(b"CONNECT h:1 HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n")
+
+    assert request.method == "CONNECT"
+
+
+def refuse_strangers(head):
+    if "x-key" not in head.headers:
+        raise parser.RequestRefused(401, "no key", body=b"sorry")
+    return 10
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"Content-Length: 5\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n",
+        b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n",
+    ],
+)
+def test_head_is_checked_before_the_body_comes(framing):
+    reader = parser.RequestParser(SMALL, "", refuse_strangers)
+    (refusal,) = reader.feed(b"POST / HTTP/1.1\r\n" + framing)
+
+    assert (refusal.status, refusal.body) == (401, b"sorry")
+    assert not reader.wants_continue
+    assert reader.feed(b"hello") == []
+
+
+def test_route_decides_how_large_a_body_may_be():
+    head = b"POST / HTTP/1.1\r\nX-Key: 1\r\nContent-Length: %d\r\n\r\n"
+    reader = parser.RequestParser(SMALL, "", refuse_strangers)
+    (request,) = reader.feed(head % 10 + b"x" * 10)
+    (refusal,) = reader.feed(head % 11)
+
+    assert len(request.body) == 10
+    assert (refusal.status, "10 bytes" in refusal.message) == (413, True)
+
+
+def test_body_without_room_is_refused_with_a_time_to_retry():
+    asked = []
+    limit = parser.HttpLimits(body_bytes=10 * parser.FREE_BODY_BYTES)
+    reader = parser.RequestParser(limit, "", None, lambda num: asked.append(num) or len(asked) < 2)
+    reader.feed(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n")
+    reader.feed(b"x" * (parser.FREE_BODY_BYTES + 7))
+    (refusal,) = reader.feed(b"x" * 5)
+
+    assert asked == [7, 5]
+    assert (refusal.status, refusal.headers) == (503, (("retry-after", "1"),))
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ import contextlib
 import socket
 import ssl
 import subprocess
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.runtime.http import parser, server
+from dynamo.runtime.http import exchange, parser, server
 
 QUICK = parser.HttpLimits(request_s=0.05, idle_s=0.05, linger_s=0.05, sweep_s=0.01)
 
@@ -184,6 +185,81 @@ async def test_client_that_sends_a_refused_body_still_reads_the_response():
         text = await talk(running, data)
 
     assert text.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_room_for_bodies_is_bounded_over_all_connections_and_given_back():
+    limit = parser.HttpLimits(kept_body_bytes=3 * parser.FREE_BODY_BYTES)
+    size = 3 * parser.FREE_BODY_BYTES  # of which two thirds count
+    head = f"POST / HTTP/1.1\r\ncontent-length: {size}\r\n\r\n".encode()
+    async with serving(hello, limit) as running:
+        async with connected(running) as (reader, writer):
+            writer.write(head + b"x" * (size - 1))
+            await until(lambda: running._kept_body_bytes > parser.FREE_BODY_BYTES)
+            answer = await talk(
+                running, last("/", "POST", f"content-length: {size}\r\n", b"x" * size)
+            )
+            largest = await reader.read(4096)
+        await until(lambda: not running._kept_body_bytes)
+
+    assert largest.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 1\r\n" in largest
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_body_that_finds_no_smaller_room_is_refused_itself():
+    limit = parser.HttpLimits(kept_body_bytes=parser.FREE_BODY_BYTES)
+    size = 3 * parser.FREE_BODY_BYTES
+    async with serving(hello, limit) as running:
+        answer = await talk(running, last("/", "POST", f"content-length: {size}\r\n", b"x" * size))
+        kept = running._kept_body_bytes
+        again = await talk(running, last("/", "POST", "content-length: 2\r\n", b"xx"))
+
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert kept == 0
+    assert again.startswith(b"HTTP/1.1 200")
+
+
+async def test_refused_body_takes_no_memory_while_its_client_lingers():
+    limit = parser.HttpLimits(kept_body_bytes=parser.FREE_BODY_BYTES)
+    size = 3 * parser.FREE_BODY_BYTES
+    head = f"POST / HTTP/1.1\r\ncontent-length: {size}\r\n\r\n".encode()
+    async with serving(hello, limit) as running, connected(running) as (reader, writer):
+        writer.write(head + b"x" * size)
+        answer = await reader.read(4096)
+        (connection,) = running.connections
+
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert connection._parser._body == []
+
+
+async def test_request_without_a_right_gets_no_continue_and_its_answer_at_once():
+    def refuse(head):
+        raise parser.RequestRefused(401, "no key", body=b"{}", headers=(("x-why", "key"),))
+
+    async with serving(hello, check_head=refuse) as running:
+        answer = await talk(
+            running, b"POST / HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n"
+        )
+
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert b"x-why: key" in answer
+
+
+async def test_large_body_is_decoded_beside_the_event_loop():
+    body = b"x" * (exchange.SMALL_BODY_BYTES + 1)
+    threads, kept = [], []
+
+    async def handle(client):
+        await client.decode_body(lambda body: threads.append(threading.current_thread()))
+        kept.append(len(client.request.body))
+        client.respond(200, b"")
+
+    async with serving(handle) as running:
+        for data in (b"small", body):
+            await talk(running, last("/", "POST", f"content-length: {len(data)}\r\n", data))
+
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+    assert kept == [5, 0]
 
 
 async def test_valid_request_before_a_malformed_one_is_answered_first():

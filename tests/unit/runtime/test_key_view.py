@@ -3,7 +3,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.runtime.backends import key_view
+from dynamo.runtime import discovery
 from dynamo.runtime.discovery import Delete, Put
 
 KEYS = st.sampled_from(["a/1", "a/2", "b/1"])
@@ -45,7 +45,7 @@ class Listener:
 
 
 async def follow(steps):
-    seen, truth = key_view.KeyView(), {}
+    seen, truth = discovery.KeyView(), {}
     listener = Listener(seen.watch("a/"))
     for kind, *what in steps:
         if kind == "put":
@@ -75,7 +75,7 @@ def test_slow_watcher_ends_with_the_current_keys(steps):
 
 
 async def test_key_removed_before_it_was_read_is_not_reported():
-    seen = key_view.KeyView()
+    seen = discovery.KeyView()
     watch = seen.watch("")
     seen.put("first", b"")
     first = await anext(watch)

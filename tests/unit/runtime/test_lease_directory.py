@@ -1,6 +1,7 @@
 import logging
 import os
 import pathlib
+import shutil
 import threading
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_directory_of_another_user_is_refused(root, monkeypatch):
 def test_world_writable_directory_is_refused(root):
     root.mkdir()
     root.chmod(0o777)
-    with pytest.raises(errors.ConfigError, match="chmod o-w"):
+    with pytest.raises(errors.ConfigError, match="chmod go-w"):
         lease_directory.prepare(root)
 
 
@@ -260,3 +261,13 @@ def test_concurrent_sweepers_remove_only_keys_of_dead_owners(root, join):
     assert seen == [{"alive": b"1"}] * len(sweepers)
     assert os.listdir(root / "keys") == ["alive"]
     assert not [name for name in os.listdir(root / "leases") if name.startswith("dead")]
+
+
+def test_local_token_is_put_back_as_it_was(root):
+    a = lease_directory.LeaseDirectory(root, "a", b"the token of the cluster")
+    a.acquire()
+    shutil.rmtree(root)
+    a.restore()
+    a.release()
+
+    assert (root / "token").read_bytes() == b"the token of the cluster"

@@ -4,9 +4,9 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.protocols import generate
-from dynamo.runtime import component, work_queue
+from dynamo.runtime import component, services
 
-BOUNDS = work_queue.WorkQueueBounds()
+BOUNDS = services.WorkQueueBounds()
 NOWHERE = component.RuntimeConfig(
     discovery_backend="mem", nats_server=("nats://127.0.0.1:1",), nats_start_timeout_secs=0.1
 )

@@ -9,9 +9,10 @@ import pytest
 import zmq as pyzmq
 
 import members
+import tcp_proxy
 from dynamo.base import errors, membership
 from dynamo.protocols import instances
-from dynamo.runtime.backends import memory, zmq, zmq_receiver
+from dynamo.runtime.backends import memory, zmq
 
 TOPIC = "dynamo/backend/kv-events"
 
@@ -241,7 +242,7 @@ async def test_a_stranger_is_shut_out_in_the_handshake(join, cluster, knows_curv
         if knows_curve:
             encrypt(socket, pyzmq.curve_keypair()[0])
         monitor = socket.get_monitor_socket(
-            pyzmq.EVENT_HANDSHAKE_SUCCEEDED | zmq_receiver.HANDSHAKE_FAILURES
+            pyzmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.HANDSHAKE_FAILURES
         )
         socket.subscribe("")
         socket.connect(record["transport"]["zmq"])
@@ -249,7 +250,7 @@ async def test_a_stranger_is_shut_out_in_the_handshake(join, cluster, knows_curv
         socket.disable_monitor()
         monitor.close()
 
-    assert int.from_bytes(event[0][:2], "little") & zmq_receiver.HANDSHAKE_FAILURES
+    assert int.from_bytes(event[0][:2], "little") & zmq.HANDSHAKE_FAILURES
 
 
 @pytest.mark.parametrize("shown", [WITH_TOKEN, membership.NO_CREDENTIALS], ids=["token", "open"])
@@ -277,3 +278,64 @@ def test_an_address_off_loopback_wants_a_token(join):
         join(1, host="10.0.0.7")
     for shown in (WITH_TOKEN, membership.Credentials(is_insecure=True)):
         join(1, host="10.0.0.7", credentials=shown)
+
+
+@pytest.fixture
+async def behind_a_proxy(cluster, join, monkeypatch):
+    """A publisher that listeners reach through a proxy, the proxy, and a listener's batches."""
+    quick = {pyzmq.HEARTBEAT_IVL: 50, pyzmq.HEARTBEAT_TIMEOUT: 200, pyzmq.HANDSHAKE_IVL: 500}
+    watch = [(option, quick.get(option, value)) for option, value in zmq._PEER_WATCH]
+    monkeypatch.setattr(zmq, "_PEER_WATCH", watch)
+    publisher = join(1)
+    await publisher.advertise(TOPIC)
+    port = int(publisher._publisher.address.rpartition(":")[2])
+    proxy = tcp_proxy.TcpProxy(port)
+    record = instances.EventChannel(
+        topic=TOPIC, instance_id=1, transport={"zmq": f"tcp://{await proxy.start()}"}
+    )
+    registry = memory.MemoryDiscovery(cluster)
+    await registry.put(record.key, msgspec.json.encode(record))
+    listener = join(2)
+    heard = await hear(listener)
+    await heard_within(publisher, heard, 10)
+    yield publisher, proxy, listener, heard
+    await proxy.close()
+
+
+async def heard_within(publisher, heard, limit_s):
+    """Publish until the listener hears it."""
+    async with asyncio.timeout(limit_s):
+        while heard.empty():
+            publisher.publish(TOPIC, b"x")
+            await asyncio.sleep(0.01)
+    while not heard.empty():
+        heard.get_nowait()
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["by heartbeats", "by reconnect"])
+async def test_listener_hears_again_after_a_cut_without_a_word(behind_a_proxy, is_told):
+    publisher, proxy, listener, heard = behind_a_proxy
+    before = len(proxy._writers)
+    proxy._flows.clear()
+    while not heard.empty():
+        heard.get_nowait()
+    if is_told:
+        listener.reconnect(TOPIC, 1)
+    async with asyncio.timeout(10):
+        while len(proxy._writers) == before:  # until it has connected anew
+            await asyncio.sleep(0.01)
+    proxy._flows.set()
+
+    await heard_within(publisher, heard, 10)
+
+
+async def test_events_of_an_instance_that_is_not_registered_there_are_not_heard(join, stranger):
+    """Another process has the port of the one that discovery names."""
+    heard = await hear(join(1))
+    await asyncio.to_thread(stranger.recv)  # the subscription
+    for publisher, payload in ((254, b"another"), (255, b"registered")):
+        number, own = zmq.U64.pack(0), zmq.U64.pack(publisher)
+        stranger.send_multipart((TOPIC.encode(), number, own, payload))
+    batch = await asyncio.wait_for(heard.get(), 10)
+
+    assert [event.payload for event in batch] == [b"registered"]

@@ -7,7 +7,7 @@ import threading
 
 import zmq
 
-from dynamo.runtime.backends import zmq_receiver
+from dynamo.runtime.backends import zmq as zmq_plane
 
 NUM_LEAVES = 200
 
@@ -29,7 +29,7 @@ class Talkers:
         number = 0
         while not self._is_over.is_set():
             for socket in self._sockets:
-                packed = zmq_receiver.U64.pack(number)
+                packed = zmq_plane.U64.pack(number)
                 socket.send_multipart((b"topic", packed, packed, b"payload"))
             number += 1
 
@@ -52,7 +52,7 @@ async def listen() -> int:
 
     with zmq.Context() as context:
         talkers = Talkers(context)
-        receiver = zmq_receiver.EventReceiver(context, take, None)
+        receiver = zmq_plane.EventReceiver(context, take, None)
         receiver.subscribe("topic")
         for address in talkers.addresses:
             receiver.connect(address)

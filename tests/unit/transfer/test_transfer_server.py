@@ -6,9 +6,10 @@ import threading
 import pytest
 
 from dynamo.base import errors, membership
-from dynamo.transfer import descriptors, handshake, routes, server
+from dynamo.transfer import api, descriptors, server
+from dynamo.transfer import link as links
 from dynamo.transfer.job import TimeLimit
-from dynamo.transfer.link import Link
+from dynamo.transfer.link import Link, new_authenticator
 from transfer_peer import LAYOUT
 
 
@@ -20,13 +21,13 @@ def serve():
     def start(**options):
         listening = socket.create_server(("127.0.0.1", 0))
         region = descriptors.Region(memory=memoryview(bytearray(16)), layout=LAYOUT)
-        exposed = routes.Exposed(
-            name="prefill-0", epoch="e", region=region, shared=None, deliver=lambda *said: None
+        exposed = api.Exposed(
+            name="prefill-0", epoch="e", region=region, descriptor=None, deliver=lambda *said: None
         )
         made = server.TransferServer(
             listening,
             exposed,
-            authenticator=handshake.new_authenticator(membership.NO_CREDENTIALS),
+            authenticator=new_authenticator(membership.NO_CREDENTIALS),
             **options,
         )
         started.append(made)
@@ -54,11 +55,11 @@ def test_silent_pending_connection_is_dropped(serve, monkeypatch):
 def enter(dial):
     link = Link(dial())
     try:
-        handshake.enter(
+        links.enter(
             link,
             name="decode-0",
             epoch="e",
-            authenticator=handshake.new_authenticator(membership.NO_CREDENTIALS),
+            authenticator=new_authenticator(membership.NO_CREDENTIALS),
             limit=TimeLimit(10),
         )
     except errors.TransferError:

@@ -47,16 +47,20 @@ class ClientConnection:
         settings: frame_connection.ConnectionSettings,
         *,
         address: str,
+        instance_id: int,
         name: str,
         on_lost: Callable[["ClientConnection"], None],
     ) -> None:
         self.frames = frame_connection.FrameConnection(settings, self)
         self.address = address
+        self.instance_id = instance_id
         self.welcomed: asyncio.Future[None] = self.frames.loop.create_future()
         self._name = name
         self._on_lost = on_lost
         self._receivers: dict[int, requests.Receiver] = {}
         self._deadlines: dict[int, tuple[float, float]] = {}  # when to give up, and the limit in s
+        self._may_move: dict[int, Callable[[], bool]] = {}
+        self._is_borne = False  # silent, and the only one that can answer
         self._last = 0  # number of the newest stream
         self._pings = 0
         self._goodbye: str | None = None  # why the peer takes no new streams
@@ -68,8 +72,12 @@ class ClientConnection:
         receiver: requests.Receiver,
         headers: Mapping[str, str],
         timeout_s: float | None,
+        may_move: Callable[[], bool] | None = None,
     ) -> ClientStream:
-        """Open a stream. Raises WorkerLost, DeadlineExceeded or LocalProtocolError (the body is too long)."""
+        """Open a stream, as `requests.RequestPlane.open` does.
+
+        Raises WorkerLost, DeadlineExceeded or LocalProtocolError (the body is too long).
+        """
         if self.frames.is_lost or self._goodbye is not None:
             reason = self._goodbye or "the connection is closed"
             raise errors.WorkerLost(f"worker at {self.address} takes no new requests: {reason}")
@@ -78,9 +86,13 @@ class ClientConnection:
         limit_s = None if timeout_s is None else min(timeout_s, wire.MAX_TIMEOUT_S)
         number = self._last + 1
         raw = msgspec.Raw(_encode_body(body))
-        frame = wire.encode(wire.Open(number, endpoint, raw, dict(headers), limit_s))
+        frame = wire.encode(
+            wire.Open(number, endpoint, raw, dict(headers), limit_s, self.instance_id)
+        )
         self._last = number
         self._receivers[number] = receiver
+        if may_move is not None:
+            self._may_move[number] = may_move
         if limit_s is not None:
             self._deadlines[number] = (self.frames.clock.now() + limit_s + BACKSTOP_S, limit_s)
         self.frames.write(frame)
@@ -102,9 +114,10 @@ class ClientConnection:
 
     def handle_connected(self) -> None:
         self.frames.reader.max_frame_bytes = self.frames.limits.max_frame_bytes
-        self.frames.write(wire.encode(wire.Hello(wire.VERSION, self._name)))
+        self.frames.write(wire.encode(wire.Hello(wire.VERSION, self._name, self.instance_id)))
 
     def handle_frame(self, frame: wire.Frame) -> None:
+        self._is_borne = False
         match frame:
             case wire.Welcome():
                 self._handle_welcome(frame)
@@ -142,6 +155,23 @@ class ClientConnection:
         self._pings += 1
         self.frames.write(wire.encode(wire.Ping(self._pings)))
 
+    def handle_silent(self, reason: str) -> None:
+        """Give up the streams that another peer can take over; without others left, the connection too."""
+        movable = [
+            number
+            for number in self._receivers
+            if (may_move := self._may_move.get(number)) is None or may_move()
+        ]
+        if len(movable) == len(self._receivers):
+            self.frames.drop(reason)
+            return
+        if not self._is_borne:
+            self._is_borne = True
+            _log.warning("worker at %s %s; no other can take over", self.address, reason)
+        for number in movable:
+            self.frames.write(wire.encode(wire.Cancel(number)))
+            self._end_stream(number, errors.StreamBroken(f"worker at {self.address} {reason}"))
+
     def handle_lost(self, reason: str) -> None:
         message = f"worker at {self.address} {reason}"
         if not self.welcomed.done():
@@ -150,8 +180,10 @@ class ClientConnection:
         if self.frames.was_dropped:
             _log.warning("%s", message)
         self._on_lost(self)
+        has_died = self.frames.was_ended_by_peer
+        broken = errors.WorkerDied(message) if has_died else errors.StreamBroken(message)
         for number in list(self._receivers):
-            self._end_stream(number, errors.StreamBroken(message))
+            self._end_stream(number, broken)
 
     def _handle_welcome(self, frame: wire.Welcome) -> None:
         if self.welcomed.done():
@@ -204,6 +236,7 @@ class ClientConnection:
 
     def _forget(self, number: int) -> requests.Receiver | None:
         self._deadlines.pop(number, None)
+        self._may_move.pop(number, None)
         return self._receivers.pop(number, None)
 
     def _check_number(self, number: int) -> None:

@@ -13,8 +13,6 @@ While the disk cannot be read, the watches keep their keys: a full disk must not
 
 import asyncio
 import logging
-import os
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -22,8 +20,8 @@ from pathlib import Path
 import watchfiles
 
 from dynamo.base import clock, errors, tasks
-from dynamo.runtime.backends import key_view, lease_directory
-from dynamo.runtime.discovery import Change
+from dynamo.runtime.backends import lease_directory
+from dynamo.runtime.discovery import Change, KeyView
 
 POLL_S = 0.5
 KEYS_EVERY = 10
@@ -34,23 +32,13 @@ _DEBOUNCE_MS = 200  # how long a storm of changes may delay the notification
 log = logging.getLogger(__name__)
 
 
-def default_directory(environ: Mapping[str, str]) -> Path:
-    """Return DYN_FILE_KV; else `dynamo` in the user's runtime directory; else one per user among temporary files."""
-    if environ.get("DYN_FILE_KV"):
-        return Path(environ["DYN_FILE_KV"]).expanduser()
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.access(runtime, os.W_OK):
-        return Path(runtime) / "dynamo"
-    return Path(tempfile.gettempdir()) / f"dynamo-{os.getuid()}"
-
-
 class FileDiscovery:
     """One process's lease, keys and watches in a directory that the processes of a host share."""
 
     def __init__(self, directory: lease_directory.LeaseDirectory, time: clock.Clock) -> None:
         self._clock = time
         self._directory = directory
-        self._view = key_view.KeyView()
+        self._view = KeyView()
         self._tasks = tasks.Tasks()
         self._round = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -60,10 +48,18 @@ class FileDiscovery:
 
     @classmethod
     async def open(
-        cls, directory: Path, instance_id: int, *, time: clock.Clock | None = None
+        cls,
+        directory: Path,
+        instance_id: int,
+        *,
+        local_token: bytes | None = None,
+        time: clock.Clock | None = None,
     ) -> "FileDiscovery":
-        """Take a lease in `directory`, which is created if it is missing. Raises ConfigError."""
-        leases = lease_directory.LeaseDirectory(directory, f"{instance_id:x}")
+        """Take a lease in `directory`, which is created if it is missing. Raises ConfigError.
+
+        `local_token` (`membership`) is put back with the other files if someone removes them.
+        """
+        leases = lease_directory.LeaseDirectory(directory, f"{instance_id:x}", local_token)
         await asyncio.to_thread(leases.acquire)
         self = cls(leases, time or clock.SystemClock())
         self._tasks.start(f"file discovery in {directory}", self._follow())

@@ -3,10 +3,12 @@
 A `FrameConnection` belongs to one handler, which knows what the frames mean: `client_connection.ClientConnection` or
 `server_connection.ServerConnection`.
 
-Silence is counted in ticks of a timer, not on a clock: a process sees one tick after its own loop stood still for some
-seconds, and then reads what arrived meanwhile, so it does not take its own pause for the peer's. Only a connection with
-open streams is watched; the client speaks at least every second tick, so that each side hears from a living peer. An
-idle connection costs nothing; that it is dead is found out with the first stream that is opened there.
+Silence is counted in ticks of a timer, and a tick that comes late counts nothing: a process whose own loop stood still
+reads what arrived meanwhile and gives the peer the whole time again, so it does not take its own pause for the peer's.
+Only a connection with open streams is watched; the client speaks at least every second tick, and after a pause at once,
+so that each side hears from a living peer. A server waits `CALLER_PATIENCE` times as long for its client: to give up a
+worker moves its streams, to give up a client that only stood still would end them all. An idle connection costs
+nothing; that it is dead is found out with the first stream that is opened there.
 """
 
 import asyncio
@@ -21,6 +23,7 @@ from dynamo.runtime import requests
 
 _log = logging.getLogger(__name__)
 TICKS = 6  # of the timer, until a silent peer counts as broken
+CALLER_PATIENCE = 5  # times as long a server waits for a silent client
 QUIET_TICKS = 2  # until the handler is asked to send something
 CLOSE_S = 1.0  # how long the last bytes may take
 
@@ -72,6 +75,10 @@ class FrameHandler(Protocol):
         """Take note that for a while nothing was received, or nothing sent."""
         ...
 
+    def handle_silent(self, reason: str) -> None:
+        """Take note, at each tick, that the peer is silent beyond the limit: drop the connection, or bear it."""
+        ...
+
     def handle_lost(self, reason: str) -> None:
         """Take the last call: the connection is gone; `reason` continues a sentence that names the peer."""
         ...
@@ -80,24 +87,37 @@ class FrameHandler(Protocol):
 class FrameConnection(asyncio.Protocol):
     """A connection, from `connection_made` to the one `FrameHandler.handle_lost`."""
 
-    def __init__(self, settings: ConnectionSettings, handler: FrameHandler) -> None:
+    def __init__(
+        self, settings: ConnectionSettings, handler: FrameHandler, *, patience: int = 1
+    ) -> None:
+        """`patience`: how many times the limit of silence the peer may be silent."""
         self.limits = settings.limits
         self.clock = settings.time
         self.loop = asyncio.get_running_loop()
         self.reader = wire.FrameReader(self.limits.max_hello_bytes, decode=settings.decode)
         self.was_dropped = False  # by this side, for a reason
+        self.was_ended_by_peer = False  # its process closed the connection, or its host did for it
         self._transport: asyncio.Transport | None = None
         self._timer: clock.Timer | None = None
-        self._silent_ticks = 0  # since the peer was heard
+        self._patience = patience
+        self._tick_due_at = 0.0
+        self._silent_ticks = 0  # that came in time since the peer was heard
         self._mute_ticks = 0  # since this side sent something
         self._closed: asyncio.Future[None] = self.loop.create_future()
         self._closing_reason = "closed the connection"
+        self._is_closing = False  # at the request of this side
         self._unsent: list[bytes] = []  # to leave at the end of this turn of the event loop
         self._handler = handler
 
     @property
     def is_lost(self) -> bool:
         return self._closed.done()
+
+    @property
+    def peer_host(self) -> str:
+        """The address of the peer's host; empty where the network does not tell it."""
+        name = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(name[0]) if name else ""
 
     def write(self, data: bytes) -> None:
         """Send encoded frames, all of one turn of the event loop in one system call, which is what costs.
@@ -128,12 +148,23 @@ class FrameConnection(asyncio.Protocol):
         self.was_dropped = True
         self._end(reason)
 
+    def refuse(self, last_frame: bytes, reason: str) -> None:
+        """Send a last frame and end the connection."""
+        if self._transport is None or self.is_lost:
+            return
+        self._flush()
+        self._transport.write(last_frame)
+        self._transport.close()
+        self.was_dropped = True
+        self._end(reason)
+
     async def close(self) -> None:
         """Send what is written, then end the connection; takes `CLOSE_S` at most."""
         if self._transport is None:
             return
         self._flush()
         self._closing_reason = "was disconnected, because we close"
+        self._is_closing = True
         self._transport.close()
         try:
             async with self.clock.timeout(CLOSE_S):
@@ -143,7 +174,7 @@ class FrameConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._timer = self.clock.call_later(self.limits.silence_s / TICKS, self._tick)
+        self._schedule_tick()
         self._handler.handle_connected()
 
     def data_received(self, data: bytes) -> None:
@@ -157,6 +188,9 @@ class FrameConnection(asyncio.Protocol):
             self.drop(f"broke the protocol: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.was_ended_by_peer = not self._is_closing and isinstance(
+            exc, ConnectionResetError | BrokenPipeError | None
+        )
         self._end(self._closing_reason + (f" ({exc})" if exc else ""))
 
     def _end(self, reason: str) -> None:
@@ -167,17 +201,27 @@ class FrameConnection(asyncio.Protocol):
             self._timer.cancel()
         self._handler.handle_lost(reason)
 
+    def _schedule_tick(self) -> None:
+        tick_s = self.limits.silence_s / TICKS
+        self._tick_due_at = self.clock.now() + tick_s
+        self._timer = self.clock.call_later(tick_s, self._tick)
+
     def _tick(self) -> None:
-        self._timer = self.clock.call_later(self.limits.silence_s / TICKS, self._tick)
+        is_late = self.clock.now() - self._tick_due_at > self.limits.silence_s / TICKS
+        self._schedule_tick()
         if not self._handler.num_streams:
             self._silent_ticks = self._mute_ticks = 0
             return
         self._handler.handle_tick()
-        self._silent_ticks += 1
+        self._silent_ticks = 0 if is_late else self._silent_ticks + 1
         self._mute_ticks += 1
-        if self._silent_ticks >= TICKS:
-            self.drop(f"was silent for {self.limits.silence_s:g} s")
-        elif max(self._silent_ticks, self._mute_ticks) >= QUIET_TICKS:
+        if self._silent_ticks >= TICKS * self._patience:
+            self._handler.handle_silent(
+                f"was silent for {self.limits.silence_s * self._patience:g} s"
+            )
+        if self.is_lost:
+            return
+        if is_late or max(self._silent_ticks, self._mute_ticks) >= QUIET_TICKS:
             self._handler.handle_quiet()
 
 

@@ -24,7 +24,6 @@ import fcntl
 import logging
 import os
 import re
-import stat
 import threading
 import time
 import urllib.parse
@@ -34,7 +33,8 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.base import errors
+from dynamo.base import errors, local_users, membership
+from dynamo.protocols import wire
 
 VALUE_LIMIT = 1 << 20
 _FILE_LIMIT = VALUE_LIMIT + 1024  # a value and its header
@@ -82,33 +82,22 @@ def key_of(name: str) -> str:
 
 
 def prepare(root: Path) -> None:
-    """Create the directory, for its owner only. Raises ConfigError if another user owns it or can write to it."""
+    """Create the directory, for its owner only. Raises ConfigError if another user could change it."""
     with _translate_disk_errors(root):
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        foreign_owners = {os.lstat(root).st_uid, os.stat(root).st_uid} - {
-            os.getuid()
-        }  # a link's, too
-        if foreign_owners:
-            raise errors.ConfigError(
-                f"discovery directory {root} belongs to user {max(foreign_owners)}, expected {os.getuid()}:"
-                " set DYN_FILE_KV to a directory of your own"
-            )
-        if os.stat(root).st_mode & stat.S_IWOTH:
-            raise errors.ConfigError(
-                f"discovery directory {root} may be written by every user: chmod o-w {root}"
-            )
+        local_users.make_private_directory(root)
         for part in ("leases", "keys"):
-            (root / part).mkdir(mode=0o700, exist_ok=True)
+            local_users.make_private_directory(root / part)
 
 
 class LeaseDirectory:
     """One owner's view of the directory: its lease, its keys, and the living keys of all owners."""
 
-    def __init__(self, root: Path, lease: str) -> None:
+    def __init__(self, root: Path, lease: str, local_token: bytes | None = None) -> None:
         self.keys = root / "keys"
         self._root = root
         self._leases = root / "leases"
         self._lease = lease
+        self._local_token = local_token
         self._lease_fd: int | None = None
         self._keys_inode = 0
         self._own: dict[str, bytes] = {}  # this owner's values by file name; to put back
@@ -175,6 +164,8 @@ class LeaseDirectory:
                 lost_fd, self._lease_fd = self._lease_fd, self._lock_lease()
                 os.close(lost_fd)
             prepare(self._root)
+            if self._local_token is not None:
+                membership.share_local_token(self._root, self._local_token)
             for name, value in self._own.items():
                 if not (self.keys / name).exists():
                     self._write(name, value)
@@ -333,6 +324,6 @@ def _read(path: Path) -> _Record:
             log.warning("ignoring %s: %d bytes of %d", path, len(value), header.size)
     except FileNotFoundError:
         raise
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *wire.DECODE_ERRORS) as error:
         log.warning("ignoring %s: no key file: %s", path, error)
     return _Record(stamp=stamp, key=key_of(path.name), lease=lease, value=value)

@@ -8,16 +8,17 @@ item has a time from which it is free, in the future while a process works on it
 """
 
 import asyncio
+import contextlib
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 from dynamo.base import clock, errors
-from dynamo.runtime import authentication, object_store, work_queue
-from dynamo.runtime.backends import frame_connection, key_view, multiplex
-from dynamo.runtime.discovery import Change
-from dynamo.runtime.events import Event, Listener
+from dynamo.runtime import authentication, services
+from dynamo.runtime.backends import multiplex
+from dynamo.runtime.discovery import Change, KeyView
+from dynamo.runtime.events import BatchedSubscription, Event, Listener, PublishedTopics
 
 BATCH_LIMIT = 10_000  # events of one listener within one turn
 _SCHEME = "memory://"
@@ -27,7 +28,7 @@ class MemoryRegistry:
     """The keys of all members of one cluster, and the owner of each."""
 
     def __init__(self) -> None:
-        self.view = key_view.KeyView()
+        self.view = KeyView()
         self.owner_by_key: dict[str, MemoryDiscovery] = {}
 
 
@@ -133,30 +134,16 @@ class MemoryNetwork:
         MemoryTransport.connect(make_protocol(), self._listeners[address]())
 
 
-class MemoryRequestPlane(multiplex.MultiplexedPlane):
-    """The request plane of one part of a process; parts that share a network reach each other."""
-
-    def __init__(
-        self,
-        network: MemoryNetwork,
-        limits: frame_connection.ConnectionLimits = frame_connection.ConnectionLimits(),  # noqa: B008 (a frozen value)
-        *,
-        item_type: Any = Any,
-        time: clock.Clock | None = None,
-    ) -> None:
-        super().__init__(network, limits, item_type=item_type, time=time)
-
-
 class MemoryBus:
     """The subscriptions of all event planes of one process, by topic."""
 
     def __init__(self) -> None:
-        self._subscriptions: defaultdict[str, set[MemorySubscription]] = defaultdict(set)
+        self._subscriptions: defaultdict[str, set[BatchedSubscription]] = defaultdict(set)
 
-    def add(self, subscription: "MemorySubscription") -> None:
+    def add(self, subscription: BatchedSubscription) -> None:
         self._subscriptions[subscription.topic].add(subscription)
 
-    def remove(self, subscription: "MemorySubscription") -> None:
+    async def remove(self, subscription: BatchedSubscription) -> None:
         self._subscriptions[subscription.topic].discard(subscription)
 
     def publish(self, event: Event) -> None:
@@ -165,57 +152,32 @@ class MemoryBus:
             subscription.add_event(event)
 
 
-class MemorySubscription:
-    """One listener and the events that it will receive in the loop's next turn."""
-
-    def __init__(self, bus: MemoryBus, topic: str, listener: Listener) -> None:
-        self.topic = topic
-        self._bus = bus
-        self._listener = listener
-        self._batch: list[Event] = []
-
-    def add_event(self, event: Event) -> None:
-        if not self._batch:
-            asyncio.get_running_loop().call_soon(self._deliver)
-        if len(self._batch) < BATCH_LIMIT:
-            self._batch.append(event)
-
-    async def close(self) -> None:
-        self._bus.remove(self)
-        self._batch.clear()
-
-    def _deliver(self) -> None:
-        batch, self._batch = self._batch, []
-        if batch:
-            self._listener(batch)
-
-
 class MemoryEventPlane:
     """One process's side of the bus."""
 
     def __init__(self, bus: MemoryBus, instance_id: int) -> None:
         self._bus = bus
         self._instance_id = instance_id
-        self._next_number_by_topic: dict[str, int] = {}
-        self._subscriptions: list[MemorySubscription] = []
+        self._topics = PublishedTopics()
+        self._subscriptions: list[BatchedSubscription] = []
         self._is_open = True
 
     async def advertise(self, topic: str) -> None:
-        self._next_number_by_topic.setdefault(topic, 0)
+        self._topics.add(topic)
 
     def publish(self, topic: str, payload: bytes) -> None:
-        if not self._is_open:
-            return
-        number = self._next_number_by_topic.get(topic)
-        if number is None:
-            raise errors.LocalProtocolError(f"publish to {topic!r}: advertise the topic first")
-        self._next_number_by_topic[topic] = number + 1
-        self._bus.publish(
-            Event(topic=topic, publisher=self._instance_id, number=number, payload=payload)
-        )
+        if self._is_open:
+            number = self._topics.take_number(topic)
+            self._bus.publish(
+                Event(topic=topic, publisher=self._instance_id, number=number, payload=payload)
+            )
 
-    async def subscribe(self, topic: str, listener: Listener) -> MemorySubscription:
-        subscription = MemorySubscription(self._bus, topic, listener)
+    def reconnect(self, topic: str, publisher: int) -> None:
+        """Do nothing: there are no connections."""
+
+    async def subscribe(self, topic: str, listener: Listener) -> BatchedSubscription:
+        subscription = BatchedSubscription(topic, listener, max_events=BATCH_LIMIT)
+        subscription.on_close = functools.partial(self._bus.remove, subscription)
         self._bus.add(subscription)
         self._subscriptions.append(subscription)
         return subscription
@@ -231,13 +193,13 @@ class MemoryObjectStore:
 
     def __init__(
         self,
-        bounds: object_store.ObjectStoreBounds = object_store.ObjectStoreBounds(),  # noqa: B008 (a frozen value)
+        bounds: services.ObjectStoreBounds = services.ObjectStoreBounds(),  # noqa: B008 (a frozen value)
     ) -> None:
         self._bounds = bounds
         self._bodies: dict[str, bytes] = {}
 
     async def put(self, key: str, body: bytes) -> str:
-        object_store.check_length(body, self._bounds)
+        services.check_object_length(body, self._bounds)
         num_bytes = sum(len(other) for name, other in self._bodies.items() if name != key)
         if num_bytes + len(body) > self._bounds.max_bytes:
             raise errors.Overloaded(f"the object store is full: {num_bytes} bytes are in it")
@@ -261,53 +223,64 @@ class _Entry:
         self.num_deliveries = 0
 
 
-class MemoryWork:
-    """The items of one work queue, the oldest first."""
+class MemoryWorkQueue:
+    """One work queue, the oldest item first, for all parts of a process."""
 
     def __init__(
         self,
-        bounds: work_queue.WorkQueueBounds = work_queue.WorkQueueBounds(),  # noqa: B008 (a frozen value)
+        bounds: services.WorkQueueBounds = services.WorkQueueBounds(),  # noqa: B008 (a frozen value)
         time: clock.Clock | None = None,
     ) -> None:
-        self.bounds = bounds
-        self.clock = time or clock.SystemClock()
+        self._bounds = bounds
+        self._clock = time or clock.SystemClock()
         self._entries: dict[_Entry, None] = {}
         self._num_bytes = 0
         self._changed = asyncio.Event()
 
-    def add_item(self, body: bytes) -> None:
-        """Add an item of work. Raises Overloaded if the queue is full."""
-        depth = self.depth()
-        is_full = self._num_bytes + len(body) > self.bounds.max_bytes
-        if is_full or depth >= self.bounds.max_items:
+    async def push(self, body: bytes) -> None:
+        services.check_item_length(body, self._bounds)
+        depth = await self.depth()
+        is_full = self._num_bytes + len(body) > self._bounds.max_bytes
+        if is_full or depth >= self._bounds.max_items:
             raise errors.Overloaded(f"the work queue is full: {depth} items are in it; try later")
-        self._entries[_Entry(body, self.clock.now())] = None
+        self._entries[_Entry(body, self._clock.now())] = None
         self._num_bytes += len(body)
         self._wake()
 
-    def take_item(self) -> _Entry | None:
-        """Take the oldest free item, or None."""
+    async def pull(self, timeout_s: float) -> "MemoryItem | None":
+        until = self._clock.now() + timeout_s
+        while True:
+            self._remove_old()
+            now = self._clock.now()
+            entry = next((e for e in self._entries if e.free_at <= now), None)
+            if entry is not None:
+                entry.num_deliveries += 1
+                entry.free_at = now + self._bounds.acknowledge_s
+                return MemoryItem(self, entry)
+            if now >= until:
+                return None
+            soonest = min((e.free_at for e in self._entries), default=until)
+            with contextlib.suppress(TimeoutError):
+                async with self._clock.timeout(min(soonest, until) - now):
+                    await self._changed.wait()
+
+    async def depth(self) -> int:
         self._remove_old()
-        now = self.clock.now()
-        entry = next((e for e in self._entries if e.free_at <= now), None)
-        if entry is not None:
-            entry.num_deliveries += 1
-            entry.free_at = now + self.bounds.acknowledge_s
-        return entry
+        return len(self._entries)
 
-    async def wait(self, until: float) -> None:
-        """Wait until an item may be free that was not, or the clock shows `until`."""
-        soonest = min((e.free_at for e in self._entries), default=until)
-        try:
-            async with self.clock.timeout(min(soonest, until) - self.clock.now()):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+    async def num_waiting(self) -> int:
+        self._remove_old()
+        now = self._clock.now()
+        return sum(entry.free_at <= now for entry in self._entries)
 
-    def reserve_item(self, entry: _Entry, delivery: int, duration_s: float) -> None:
-        """Keep an item for its holder for `duration_s`, unless it was delivered again since `delivery`."""
+    async def close(self) -> None:
+        """Do nothing: other parts of the process use the queue, too."""
+
+    def reserve_item(self, entry: _Entry, delivery: int, duration_s: float | None = None) -> None:
+        """Keep an item for its holder (None: for the whole time), unless it was delivered again since `delivery`."""
         if entry.num_deliveries == delivery:
-            entry.free_at = self.clock.now() + duration_s
+            limit_s = self._bounds.acknowledge_s if duration_s is None else duration_s
+            entry.free_at = self._clock.now() + limit_s
             self._wake()
 
     def remove_item(self, entry: _Entry) -> None:
@@ -316,17 +289,8 @@ class MemoryWork:
             del self._entries[entry]
             self._num_bytes -= len(entry.body)
 
-    def depth(self) -> int:
-        self._remove_old()
-        return len(self._entries)
-
-    def num_waiting(self) -> int:
-        self._remove_old()
-        now = self.clock.now()
-        return sum(entry.free_at <= now for entry in self._entries)
-
     def _remove_old(self) -> None:
-        oldest_allowed = self.clock.now() - self.bounds.max_age_s
+        oldest_allowed = self._clock.now() - self._bounds.max_age_s
         while self._entries and (oldest := next(iter(self._entries))).pushed_at <= oldest_allowed:
             self.remove_item(oldest)
 
@@ -338,7 +302,7 @@ class MemoryWork:
 class MemoryItem:
     """A pulled item, as one of its holders sees it."""
 
-    def __init__(self, work: MemoryWork, entry: _Entry) -> None:
+    def __init__(self, work: MemoryWorkQueue, entry: _Entry) -> None:
         self.body = entry.body
         self.num_deliveries = entry.num_deliveries
         self._work = work
@@ -348,38 +312,10 @@ class MemoryItem:
         self._work.remove_item(self._entry)
 
     async def keep(self) -> None:
-        self._work.reserve_item(self._entry, self.num_deliveries, self._work.bounds.acknowledge_s)
+        self._work.reserve_item(self._entry, self.num_deliveries)
 
     async def give_back(self, *, after_s: float = 0.0) -> None:
         self._work.reserve_item(self._entry, self.num_deliveries, after_s)
-
-
-class MemoryWorkQueue:
-    """One party's side of a `MemoryWork`."""
-
-    def __init__(self, work: MemoryWork) -> None:
-        self._work = work
-
-    async def push(self, body: bytes) -> None:
-        work_queue.check_length(body, self._work.bounds)
-        self._work.add_item(body)
-
-    async def pull(self, timeout_s: float) -> MemoryItem | None:
-        until = self._work.clock.now() + timeout_s
-        while (entry := self._work.take_item()) is None:
-            if self._work.clock.now() >= until:
-                return None
-            await self._work.wait(until)
-        return MemoryItem(self._work, entry)
-
-    async def depth(self) -> int:
-        return self._work.depth()
-
-    async def num_waiting(self) -> int:
-        return self._work.num_waiting()
-
-    async def close(self) -> None:
-        """Leave; nothing belongs to this party alone."""
 
 
 class MemoryServices:
@@ -387,12 +323,11 @@ class MemoryServices:
 
     def __init__(self, time: clock.Clock | None = None) -> None:
         self._clock = time
-        self._work: dict[str, MemoryWork] = {}
+        self._work: dict[str, MemoryWorkQueue] = {}
         self._objects = MemoryObjectStore()
 
-    async def work_queue(self, name: str, bounds: work_queue.WorkQueueBounds) -> MemoryWorkQueue:
-        work = self._work.setdefault(name, MemoryWork(bounds, self._clock))
-        return MemoryWorkQueue(work)
+    async def work_queue(self, name: str, bounds: services.WorkQueueBounds) -> MemoryWorkQueue:
+        return self._work.setdefault(name, MemoryWorkQueue(bounds, self._clock))
 
     def object_store(self) -> MemoryObjectStore:
         return self._objects

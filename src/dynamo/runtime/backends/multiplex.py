@@ -16,6 +16,7 @@ from dynamo.runtime import authentication, requests
 from dynamo.runtime.backends import client_connection, frame_connection, server_connection
 
 _NO_HEADERS: Mapping[str, str] = {}
+_Target = tuple[str, int]  # address, and the instance that is meant there; 0: any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +54,21 @@ class MultiplexedPlane:
         *,
         item_type: Any = Any,
         time: clock.Clock | None = None,
+        instance_id: int = 0,
     ) -> None:
+        """`instance_id` is what this process is registered as; requests that mean another one are refused."""
         self._network = network
         self._settings = frame_connection.ConnectionSettings(
             limits=limits,
             time=time or clock.SystemClock(),
             decode=wire.make_decoder(item_type),
         )
-        self._state = server_connection.ServerState(self._settings)
+        self._state = server_connection.ServerState(self._settings, instance_id)
         self._listener: NetworkListener | None = None
         self._listening = asyncio.Lock()
-        self._connections: dict[str, client_connection.ClientConnection] = {}
+        self._connections: dict[_Target, client_connection.ClientConnection] = {}
         self._connecting: dict[
-            str, asyncio.Task[client_connection.ClientConnection | errors.WorkerLost]
+            _Target, asyncio.Task[client_connection.ClientConnection | errors.WorkerLost]
         ] = {}
         self._tasks = tasks.Tasks()
         self._is_closed = False
@@ -94,13 +97,18 @@ class MultiplexedPlane:
         body: Any,
         receiver: requests.Receiver,
         *,
+        instance_id: int | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        may_move: Callable[[], bool] | None = None,
     ) -> requests.Stream:
-        connection = self._connections.get(address)
+        target = address, instance_id or 0
+        connection = self._connections.get(target)
         if connection is None:
-            connection = await self._share_connection(address)
-        return connection.open_stream(endpoint, body, receiver, headers or _NO_HEADERS, timeout_s)
+            connection = await self._share_connection(target)
+        return connection.open_stream(
+            endpoint, body, receiver, headers or _NO_HEADERS, timeout_s, may_move
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         if self._listener is not None:
@@ -117,15 +125,15 @@ class MultiplexedPlane:
             *(connection.frames.close() for connection in self._connections.values()),
         )
 
-    async def _share_connection(self, address: str) -> client_connection.ClientConnection:
-        """Connect to `address`; concurrent callers wait for the same connection."""
+    async def _share_connection(self, target: _Target) -> client_connection.ClientConnection:
+        """Connect to an instance; concurrent callers wait for the same connection."""
         if self._is_closed:
             raise errors.WorkerLost("our request plane is closed")
-        task = self._connecting.get(address)
+        task = self._connecting.get(target)
         if task is None:
-            task = self._tasks.start(f"connect to {address}", self._connect(address))
-            self._connecting[address] = task
-            task.add_done_callback(lambda _: self._connecting.pop(address, None))
+            task = self._tasks.start(f"connect to {target[0]}", self._connect(target))
+            self._connecting[target] = task
+            task.add_done_callback(lambda _: self._connecting.pop(target, None))
         await asyncio.wait((task,))
         if task.cancelled():
             raise errors.WorkerLost("our request plane was closed")
@@ -135,11 +143,16 @@ class MultiplexedPlane:
         return result
 
     async def _connect(
-        self, address: str
+        self, target: _Target
     ) -> client_connection.ClientConnection | errors.WorkerLost:
         """Return the connection, or why there is none: a value, because several callers may wait for it."""
+        address, instance_id = target
         connection = client_connection.ClientConnection(
-            self._settings, address=address, name=f"process {os.getpid()}", on_lost=self._remove
+            self._settings,
+            address=address,
+            instance_id=instance_id,
+            name=f"process {os.getpid()}",
+            on_lost=self._remove,
         )
         limit_s = self._settings.limits.connect_s
         try:
@@ -148,7 +161,7 @@ class MultiplexedPlane:
                 await connection.welcomed
             if connection.frames.is_lost:
                 return errors.WorkerLost(f"worker at {address} closed the connection at once")
-            self._connections[address] = connection
+            self._connections[target] = connection
         except errors.WorkerLost as error:
             return error
         except TimeoutError:
@@ -156,9 +169,10 @@ class MultiplexedPlane:
         else:
             return connection
         finally:
-            if address not in self._connections:
+            if target not in self._connections:
                 connection.frames.drop("was not reached")
 
     def _remove(self, connection: client_connection.ClientConnection) -> None:
-        if self._connections.get(connection.address) is connection:
-            del self._connections[connection.address]
+        target = connection.address, connection.instance_id
+        if self._connections.get(target) is connection:
+            del self._connections[target]

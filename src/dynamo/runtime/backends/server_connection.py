@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 
 from dynamo.base import clock, errors
+from dynamo.observability import logs
 from dynamo.protocols import wire
 from dynamo.runtime import authentication, requests
 from dynamo.runtime.backends import frame_connection
 
 _log = logging.getLogger(__name__)
 _encode_body = msgspec.msgpack.Encoder().encode
+_MAX_NAME = 64  # characters of a client's name for the log
 # The first bytes of a peer that has a token or TLS, where this process has none, look like a frame of absurd length.
 _HINT = "(a peer with a cluster token or TLS, where we have none, looks like this)"
 
@@ -26,16 +28,23 @@ _HINT = "(a peer with a cluster token or TLS, where we have none, looks like thi
 class ServerState:
     """The state that the connections of one process share: its handlers, and whether it still takes calls."""
 
-    def __init__(self, settings: frame_connection.ConnectionSettings) -> None:
+    def __init__(self, settings: frame_connection.ConnectionSettings, instance_id: int = 0) -> None:
         self.settings = settings
+        self._instance_id = instance_id
         self.handlers: dict[str, requests.Handler] = {}
         self.connections: set[ServerConnection] = set()
         self.is_draining = False
-        self.log = authentication.RateLimitedLog(settings.time)
+        self.log = logs.PeerLog(_log, settings.time.now)
         self._pending: dict[ServerConnection, None] = {}  # said no hello yet; the oldest first
         self._num_calls = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+
+    def refuse_instance(self, meant: int) -> str | None:
+        """Return the sentence for a client that means another instance than this one; None if it means this one."""
+        if not meant or not self._instance_id or meant == self._instance_id:
+            return None
+        return f"instance {meant:x} is not at this address any more, but {self._instance_id:x} is"
 
     def add_pending(self, connection: "ServerConnection") -> None:
         """Add a connection that said no hello; of too many, drop the oldest: an honest peer says it at once."""
@@ -169,7 +178,9 @@ class ServerConnection:
     """The calls of one connection by stream."""
 
     def __init__(self, state: ServerState) -> None:
-        self.frames = frame_connection.FrameConnection(state.settings, self)
+        self.frames = frame_connection.FrameConnection(
+            state.settings, self, patience=frame_connection.CALLER_PATIENCE
+        )
         self._state = state
         self._peer: str | None = None  # the name in its hello
         self._hello_timer: clock.Timer | None = None
@@ -250,27 +261,43 @@ class ServerConnection:
     def handle_quiet(self) -> None:
         """Do nothing: the client keeps the connection alive."""
 
+    def handle_silent(self, reason: str) -> None:
+        self.frames.drop(reason)
+
     def handle_lost(self, reason: str) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._state.connections.discard(self)
         self._state.discard_pending(self)
         if self._peer is None and self.frames.was_dropped:
-            self._state.log.log_dropped_peer(f"{reason} {_HINT}")
+            self._state.log.warning(
+                self.frames.peer_host,
+                authentication.DROPPED,
+                f"{reason} {_HINT}" if reason.startswith("broke") else reason,
+            )
         elif self._calls or self.frames.was_dropped:
-            _log.warning("%s %s; %d requests of it end", self._peer, reason, len(self._calls))
+            self._state.log.warning(
+                self.frames.peer_host,
+                "%s %s; %d requests of it end",
+                self._peer,
+                reason,
+                len(self._calls),
+            )
         for call in list(self._calls.values()):
             call.cancel()
 
     def _handle_hello(self, frame: wire.Hello) -> None:
         if self._peer is not None:
             raise errors.RemoteProtocolError("a second Hello")
+        if refusal := self._state.refuse_instance(frame.instance):
+            self.frames.refuse(wire.encode(wire.Goodbye(refusal)), f"means another: {refusal}")
+            return
         self.frames.write(wire.encode(wire.Welcome(wire.VERSION, tuple(self._state.handlers))))
         if frame.version != wire.VERSION:
             raise errors.RemoteProtocolError(
                 f"version {frame.version} of the request plane, we speak {wire.VERSION}"
             )
-        self._peer = frame.peer
+        self._peer = frame.peer[:_MAX_NAME]
         self._state.discard_pending(self)
         self.frames.reader.max_frame_bytes = self.frames.limits.max_frame_bytes
         if self._hello_timer is not None:
@@ -302,6 +329,8 @@ class ServerConnection:
     def _refusal(self, frame: wire.Open) -> errors.DynamoError | None:
         if self._state.is_draining:
             return errors.WorkerLost("the worker is draining: ask another")
+        if refusal := self._state.refuse_instance(frame.instance):
+            return errors.WorkerLost(refusal)
         if frame.endpoint not in self._state.handlers:
             served = ", ".join(sorted(self._state.handlers))
             return errors.NoWorkers(f"{frame.endpoint!r} is not served here, but: {served}")

@@ -124,9 +124,10 @@ class TcpRequestPlane(multiplex.MultiplexedPlane):
         *,
         item_type: Any = Any,
         time: clock.Clock | None = None,
+        instance_id: int = 0,
     ) -> None:
         network = TcpNetwork(host, port, credentials=credentials, limits=limits, time=time)
-        super().__init__(network, limits, item_type=item_type, time=time)
+        super().__init__(network, limits, item_type=item_type, time=time, instance_id=instance_id)
 
 
 def _tune(sock: socket.socket) -> None:

@@ -7,19 +7,31 @@ written to all streams within one turn of the event loop goes to the kernel at i
 joins the tokens of an engine that runs ahead, and code and kernel do not push each other out of the caches.
 """
 
+import asyncio
 import http
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from dynamo.base import errors
 
+T = TypeVar("T")
 Headers = Iterable[tuple[str, str]]
+SMALL_BODY_BYTES = 256 * 2**10  # decoded at once, in some milliseconds at most
+_large_bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
+
+
+async def decode_apart(body: bytes, decode: Callable[[bytes], T]) -> T:
+    """Return the decoded body. A large one is decoded in a thread, so that the event loop goes on, one at a time."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return decode(body)
+    return await asyncio.get_running_loop().run_in_executor(_large_bodies, decode, body)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +47,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     keeps_alive: bool = True  # the connection may be used again
 
     def as_last(self) -> "Request":
-        """The same, but the connection closes after its answer."""
+        """Return the same request, after whose answer the connection closes."""
         return msgspec.structs.replace(self, keeps_alive=False)
+
+    def with_body(self, body: bytes) -> "Request":
+        """Return the same request with this body."""
+        return msgspec.structs.replace(self, body=body)
 
 
 class Wire(Protocol):
@@ -48,6 +64,10 @@ class Wire(Protocol):
 
     def write_soon(self, data: bytes) -> None:
         """Send it at the end of this turn of the event loop, joined with what else comes until then."""
+        ...
+
+    def release_body(self, num_bytes: int) -> None:
+        """Take note that the body of the request, of this length, is no longer kept."""
         ...
 
 
@@ -66,6 +86,7 @@ class Exchange:
         "_on_lost",
         "_streaming",
         "_wire",
+        "cors_headers",
         "headers",
         "request",
     )
@@ -73,6 +94,7 @@ class Exchange:
     def __init__(self, request: Request, wire: Wire, on_complete: Callable[[], None]) -> None:
         self.request = request
         self.headers: Headers = ()  # of every response to it
+        self.cors_headers: Headers = ()  # likewise, for a page of another origin in a browser
         self._wire = wire
         self._on_complete = on_complete
         self._on_lost: Callable[[], None] | None = None
@@ -91,6 +113,18 @@ class Exchange:
     def is_streaming(self) -> bool:
         """A stream was started: it is too late for another status."""
         return self._streaming
+
+    async def decode_body(self, decode: Callable[[bytes], T]) -> T:
+        """Return the decoded body; a large one is kept no longer."""
+        try:
+            return await decode_apart(self.request.body, decode)
+        finally:
+            if len(self.request.body) > SMALL_BODY_BYTES:
+                self._drop_body()
+
+    def _drop_body(self) -> None:
+        self._wire.release_body(len(self.request.body))
+        self.request = self.request.with_body(b"")
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Call this once if the client goes before the answer is complete; at once if it went already."""
@@ -171,13 +205,66 @@ class Exchange:
 
     def _make_head(self, status: int, content_type: str, headers: Headers) -> bytes:
         head = _first_lines(status, content_type, int(time.time()))
-        for name, value in (*self.headers, *headers):
+        for name, value in (*self.cors_headers, *self.headers, *headers):
             head += f"{name}: {value}\r\n"
         if not self.request.keeps_alive:
             head += "connection: close\r\n"
         elif self.request.is_http_1_0:
             head += "connection: keep-alive\r\n"
         return head.encode("latin-1", "replace")
+
+
+class WrappedExchange(Exchange):
+    """Passes everything on to another exchange; a subclass watches or changes what it wants to."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Exchange) -> None:
+        self.request = inner.request
+        self._inner = inner
+
+    @property
+    def headers(self) -> Headers:
+        """The headers of every response to the request."""
+        return self._inner.headers
+
+    @headers.setter
+    def headers(self, headers: Headers) -> None:
+        self._inner.headers = headers
+
+    @property
+    def is_closed(self) -> bool:
+        return self._inner.is_closed
+
+    @property
+    def is_streaming(self) -> bool:
+        return self._inner.is_streaming
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        self._inner.on_disconnect(callback)
+
+    def respond(
+        self,
+        status: int,
+        body: bytes,
+        *,
+        content_type: str = "application/json",
+        headers: Headers = (),
+    ) -> None:
+        self._inner.respond(status, body, content_type=content_type, headers=headers)
+
+    def start_stream(self, status: int, *, content_type: str, headers: Headers = ()) -> None:
+        self._inner.start_stream(status, content_type=content_type, headers=headers)
+
+    def write(self, chunk: bytes) -> None:
+        self._inner.write(chunk)
+
+    def end(self, chunk: bytes = b"") -> None:
+        self._inner.end(chunk)
+
+    def _drop_body(self) -> None:
+        self._inner._drop_body()
+        self.request = self._inner.request
 
 
 @lru_cache(maxsize=16)
@@ -220,6 +307,9 @@ class HttpRouter:
         handler = handlers.get(method)
         if handler is None:
             allowed = ", ".join(sorted(handlers))
+            if method == "OPTIONS":
+                exchange.respond(204, b"", headers=(("allow", allowed),))
+                return None
             message = f"{request.path} takes {allowed}, not {request.method}"
             body = self._error_body(405, message, request.path)
             exchange.respond(405, body, headers=(("allow", allowed),))

@@ -5,39 +5,71 @@ decoder's message is looked up both in the types (what was expected) and in the 
 """
 
 import re
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from dynamo.base import errors
+from dynamo.runtime.http.exchange import SMALL_BODY_BYTES
 
 T = TypeVar("T", bound=msgspec.Struct)
 _PLACE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`$")
 _SEGMENT = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
 _MAX_SHOWN = 40
+MAX_CONTAINERS = 300_000  # lists and objects of one body; each costs up to 0.3 kB and a microsecond
+_COUNT_STEP = 2**20
+_STRING_OR_CONTAINER = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
 
 
 class RequestDecoder(Generic[T]):
-    """Decodes the JSON bodies of one type."""
+    """Decodes the JSON bodies of one type, and has each request checked by its `check`, if the type has one."""
 
     def __init__(self, cls: type[T]) -> None:
         self._decoder = msgspec.json.Decoder(cls)
         self._cls = cls
         self._type = msgspec.inspect.type_info(cls)
+        self._check: Callable[[T], None] | None = getattr(cls, "check", None)
 
     def decode(self, body: bytes) -> T:
         """Return the request in this body. Raises InvalidRequest."""
+        if len(body) > SMALL_BODY_BYTES:
+            check_structure(body)
         try:
-            return self._decoder.decode(body)
+            request = self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _explain(self._type, body, error) from error
+        return self._checked(request)
 
     def convert(self, value: Any, place: str) -> T:
         """Return the request in a decoded value that stands at `place` in the body. Raises InvalidRequest."""
         try:
-            return msgspec.convert(value, self._cls)
+            request = msgspec.convert(value, self._cls)
         except msgspec.ValidationError as error:
             raise _locate(self._type, value, error, place) from error
+        return self._checked(request)
+
+    def _checked(self, request: T) -> T:
+        if self._check is not None:
+            self._check(request)
+        return request
+
+
+def check_structure(body: bytes) -> None:
+    """Raise InvalidRequest for more lists and objects than `MAX_CONTAINERS`, before memory is spent on them."""
+    num_containers = 0
+    for start in range(0, len(body), _COUNT_STEP):  # in steps, between which other threads run
+        end = start + _COUNT_STEP
+        num_containers += body.count(b"[", start, end) + body.count(b"{", start, end)
+    if num_containers <= MAX_CONTAINERS:  # those in texts included
+        return
+    num_containers = 0
+    for token in _STRING_OR_CONTAINER.finditer(body):
+        num_containers += token[0] in (b"[", b"{")
+        if num_containers > MAX_CONTAINERS:
+            raise errors.InvalidRequest(
+                f"the body: expected at most {MAX_CONTAINERS} lists and objects, got more; send less"
+            )
 
 
 def describe(value: Any) -> str:

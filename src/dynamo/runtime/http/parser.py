@@ -4,14 +4,19 @@ Bytes in, requests out. What cannot be a request, or is larger than the limits, 
 that nothing more: the connection must answer it and close. No input raises.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from urllib.parse import unquote
 
 import httptools
 
-from dynamo.runtime.http.exchange import Request
+from dynamo.runtime.http.exchange import Headers, Request
 
 NUM_CONNECTIONS = 10_000
+FREE_BODY_BYTES = (
+    16 * 2**10
+)  # of each body, which do not count towards `HttpLimits.kept_body_bytes`
+_OFFER_HEADERS = frozenset((b"upgrade", b"connection", b"http2-settings"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +25,8 @@ class HttpLimits:
 
     header_bytes: int = 64 * 2**10
     num_headers: int = 100
-    body_bytes: int = 192 * 2**20
+    body_bytes: int = 8 * 2**20  # of one request, where its route allows no more
+    kept_body_bytes: int = 512 * 2**20  # of all requests together
     request_s: float = 60.0  # a request, once begun, must have arrived
     idle_s: float = 75.0  # between two requests of a connection
     write_buffer_bytes: int = 8 * 2**20  # what may wait for a client that does not read
@@ -36,20 +42,52 @@ class Refusal:
     status: int
     message: str
     path: str = ""  # as far as it is known
+    body: bytes | None = None  # of the answer; None: the server makes one from the message
+    headers: Headers = ()
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, message: str) -> None:
+NO_ROOM = Refusal(
+    503,
+    "the bodies of requests that arrive here take all the memory that they may: try again later",
+    headers=(("retry-after", "1"),),
+)
+
+
+class RequestRefused(Exception):
+    """A request that is refused before its body has come."""
+
+    def __init__(
+        self, status: int, message: str, *, body: bytes | None = None, headers: Headers = ()
+    ) -> None:
         super().__init__(message)
-        self.refusal = Refusal(status, message)
+        self.refusal = Refusal(status, message, body=body, headers=headers)
+
+
+CheckHead = Callable[
+    [Request], int
+]  # returns how many bytes a body may have; raises RequestRefused
+KeepBytes = Callable[[int], bool]  # takes room for bytes of a body; false: there is none
+
+
+def counted_bytes(body_bytes: int) -> int:
+    """Return how many bytes of a body count towards `HttpLimits.kept_body_bytes`."""
+    return max(0, body_bytes - FREE_BODY_BYTES)
 
 
 class RequestParser:
-    """The requests of one connection."""
+    """The requests of one connection. `check_head` is asked once the headers of a request with a body are in."""
 
-    def __init__(self, limit: HttpLimits, peer: str) -> None:
+    def __init__(
+        self,
+        limit: HttpLimits,
+        peer: str,
+        check_head: CheckHead | None = None,
+        keep_bytes: KeepBytes = lambda num_bytes: True,
+    ) -> None:
         self._limit = limit
         self._peer = peer
+        self._check_head = check_head
+        self._keep_bytes = keep_bytes
         self._parser = httptools.HttpRequestParser(self)
         self._ready: list[Request | Refusal] = []
         self._dead = False
@@ -59,12 +97,14 @@ class RequestParser:
     def _reset(self) -> None:
         self._midway = False
         self._in_body = False
+        self._is_offer = False  # of another protocol
         self._head_bytes = 0
         self._url = b""
         self._headers: dict[str, str] = {}
-        self._num_headers = 0
+        self._raw_headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._max_body_bytes = self._limit.body_bytes
 
     @property
     def is_midway(self) -> bool:
@@ -77,13 +117,11 @@ class RequestParser:
             return []
         self._ready = []
         try:
-            self._parser.feed_data(data)
+            self._feed(data)
             self._count_unfinished_head(len(data))
-        except httptools.HttpParserUpgrade:
-            self._stay_with_http_1()
         except httptools.HttpParserCallbackError as error:
             self._refuse(error.__context__)
-        except (httptools.HttpParserError, _Refused) as error:
+        except (httptools.HttpParserError, RequestRefused) as error:
             self._refuse(error)
         ready, self._ready = self._ready, []  # keep no body while the connection idles
         return ready
@@ -91,17 +129,44 @@ class RequestParser:
     def _refuse(self, error: BaseException | None) -> None:
         self._dead = True
         self.wants_continue = False
-        if isinstance(error, _Refused):
+        if isinstance(error, RequestRefused):
             self._ready.append(replace(error.refusal, path=_split(self._url)[0]))
         else:
             self._ready.append(Refusal(400, f"expected an HTTP/1.1 request: {error}"))
+        self._reset()  # its body takes no memory while the client is answered
 
-    def _stay_with_http_1(self) -> None:
-        """The client offered another protocol; its request is answered in this one, and then it is over."""
+    def abandon(self) -> None:
+        """Drop the request that has begun; nothing more is parsed."""
         self._dead = True
-        last = self._ready.pop()
-        if isinstance(last, Request):
-            self._ready.append(last.as_last())
+        self.wants_continue = False
+        self._reset()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse, and stay with HTTP/1.1 where the client offers another protocol, as Java's does with h2c.
+
+        httptools takes what follows such an offer for the other protocol, so a new parser gets the same head without
+        the offer, and then the body. A tunnel (CONNECT) has no body, and nothing follows its answer.
+        """
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            if not self._is_offer:
+                self._dead = True
+                return
+            head = self._head_without_offer()
+            self._parser = httptools.HttpRequestParser(self)
+            self._parser.feed_data(head)
+            self._feed(data[offer.args[0] :])
+
+    def _head_without_offer(self) -> bytes:
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self._url, version)]
+        for name, value in self._raw_headers:
+            if name.lower() not in _OFFER_HEADERS:
+                lines.append(b"%b: %b" % (name, value))
+        if "close" in self._headers.get("connection", "").lower():
+            lines.append(b"connection: close")
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _count_unfinished_head(self, length: int) -> None:
         """A header line without end is never reported by httptools, so count what it swallows."""
@@ -110,8 +175,8 @@ class RequestParser:
             if self._head_bytes > 2 * self._limit.header_bytes:
                 raise self._head_too_large()
 
-    def _head_too_large(self) -> _Refused:
-        return _Refused(
+    def _head_too_large(self) -> RequestRefused:
+        return RequestRefused(
             431, f"the request's headers exceed {self._limit.header_bytes} bytes: send less"
         )
 
@@ -124,13 +189,15 @@ class RequestParser:
     def on_url(self, url: bytes) -> None:
         self._url += url
         if len(self._url) > self._limit.header_bytes:
-            raise _Refused(414, f"the request's URL exceeds {self._limit.header_bytes} bytes")
+            raise RequestRefused(414, f"the request's URL exceeds {self._limit.header_bytes} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._num_headers += 1
+        self._raw_headers.append((name, value))
         self._head_bytes += len(name) + len(value)
-        if self._num_headers > self._limit.num_headers:
-            raise _Refused(431, f"expected at most {self._limit.num_headers} headers: send fewer")
+        if len(self._raw_headers) > self._limit.num_headers:
+            raise RequestRefused(
+                431, f"expected at most {self._limit.num_headers} headers: send fewer"
+            )
         if self._head_bytes > self._limit.header_bytes:
             raise self._head_too_large()
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
@@ -138,40 +205,55 @@ class RequestParser:
         self._headers[key] = text if earlier is None else f"{earlier}, {text}"
 
     def on_headers_complete(self) -> None:
+        method = self._parser.get_method().decode("latin-1")
+        if self._parser.should_upgrade() and method != "CONNECT":
+            self._is_offer = True  # `_feed` begins again without it
+            return
         self._in_body = True
-        announced = self._headers.get("content-length", "")
-        if announced.isdigit() and int(announced[:20]) > self._limit.body_bytes:
-            raise self._body_too_large()
-        expectation = self._headers.get("expect")
-        if expectation is not None and expectation.lower() != "100-continue":
-            raise _Refused(417, f"cannot meet the expectation {expectation[:100]!r}")
-        self.wants_continue = expectation is not None and self._parser.get_http_version() != "1.0"
-
-    def on_body(self, piece: bytes) -> None:
-        self.wants_continue = False
-        self._body_bytes += len(piece)
-        if self._body_bytes > self._limit.body_bytes:
-            raise self._body_too_large()
-        self._body.append(piece)
-
-    def _body_too_large(self) -> _Refused:
-        return _Refused(
-            413, f"the request's body exceeds {self._limit.body_bytes} bytes: send less"
-        )
-
-    def on_message_complete(self) -> None:
         path, query = _split(self._url)
-        request = Request(
-            method=self._parser.get_method().decode("latin-1"),
+        self._request = Request(
+            method=method,
             path=path,
             query=query,
             headers=self._headers,
-            body=self._body[0] if len(self._body) == 1 else b"".join(self._body),
+            body=b"",
             peer=self._peer,
             is_http_1_0=self._parser.get_http_version() == "1.0",
             keeps_alive=self._parser.should_keep_alive(),
         )
-        self._ready.append(request)
+        announced = self._headers.get("content-length", "0")
+        if self._check_head is not None and (
+            announced != "0" or "transfer-encoding" in self._headers
+        ):
+            self._max_body_bytes = self._check_head(self._request)
+        if announced.isdigit() and int(announced[:20]) > self._max_body_bytes:
+            raise self._body_too_large()
+        expectation = self._headers.get("expect")
+        if expectation is not None and expectation.lower() != "100-continue":
+            raise RequestRefused(417, f"cannot meet the expectation {expectation[:100]!r}")
+        self.wants_continue = expectation is not None and not self._request.is_http_1_0
+
+    def on_body(self, piece: bytes) -> None:
+        self.wants_continue = False
+        earlier, self._body_bytes = self._body_bytes, self._body_bytes + len(piece)
+        if self._body_bytes > self._max_body_bytes:
+            raise self._body_too_large()
+        if self._body_bytes > FREE_BODY_BYTES and not self._keep_bytes(
+            counted_bytes(self._body_bytes) - counted_bytes(earlier)
+        ):
+            raise RequestRefused(NO_ROOM.status, NO_ROOM.message, headers=NO_ROOM.headers)
+        self._body.append(piece)
+
+    def _body_too_large(self) -> RequestRefused:
+        return RequestRefused(
+            413, f"the request's body exceeds {self._max_body_bytes} bytes: send less"
+        )
+
+    def on_message_complete(self) -> None:
+        if self._is_offer:
+            return
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._ready.append(self._request.with_body(body) if body else self._request)
         self.wants_continue = False
         self._reset()
 

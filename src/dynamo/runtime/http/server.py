@@ -15,17 +15,22 @@ import logging
 import socket
 import ssl
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import cast
 
 import msgspec
 
-from dynamo.base import errors, tasks
-from dynamo.runtime.http.exchange import Exchange, Request
-from dynamo.runtime.http.parser import HttpLimits, Refusal, RequestParser
+from dynamo.base import errors, local_users, tasks
+from dynamo.runtime.http.exchange import ErrorBody, Exchange, Handler, Request
+from dynamo.runtime.http.parser import (
+    NO_ROOM,
+    CheckHead,
+    HttpLimits,
+    Refusal,
+    RequestParser,
+    counted_bytes,
+)
 
-Handler = Callable[[Exchange], Awaitable[None] | None]
-ErrorBody = Callable[[int, str, str], bytes]  # of a status, a message and the path, if known
 _logger = logging.getLogger(__name__)
 
 
@@ -36,7 +41,10 @@ def plain_error(status: int, message: str, path: str) -> bytes:
 
 
 class HttpServer:
-    """Serves `handler` until closed. `error_body` shapes what the server itself refuses."""
+    """Serves `handler` until closed.
+
+    `error_body` shapes what the server itself refuses; `check_head` refuses a request before its body has come.
+    """
 
     def __init__(
         self,
@@ -45,8 +53,10 @@ class HttpServer:
         limits: HttpLimits | None = None,
         tls: ssl.SSLContext | None = None,
         error_body: ErrorBody = plain_error,
+        check_head: CheckHead | None = None,
     ) -> None:
         self.handler = handler
+        self.check_head = check_head
         self.limits = limits or HttpLimits()
         self.error_body = error_body
         self.answering: set[asyncio.Task[None]] = set()
@@ -60,6 +70,8 @@ class HttpServer:
         ] = []  # those with something to write at the end of this turn
         self._idle = asyncio.Event()
         self._num_active = 0
+        self.is_private = False  # for processes of this user only
+        self._kept_body_bytes = 0
 
     async def start(
         self,
@@ -89,7 +101,8 @@ class HttpServer:
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def start_at(self, path: str) -> None:
-        """Listen at a Unix socket instead; one that a dead process left there is replaced."""
+        """Listen at a Unix socket, for processes of this user; one that a dead process left there is replaced."""
+        self.is_private = True
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_unix_server(lambda: _Connection(self, loop), path)
         self._sweeper = loop.call_later(self.limits.sweep_s, self._sweep, loop)
@@ -129,6 +142,24 @@ class HttpServer:
         self._num_active -= 1
         if self._num_active == 0:
             self._idle.set()
+
+    def keep_body_bytes(self, num_bytes: int, connection: "_Connection") -> bool:
+        """Take room for bytes of a connection's body; return False if there is none.
+
+        While there is none, the largest body that has not arrived completely is refused: so large bodies that are sent
+        slowly, or by many connections, do not lock small ones out.
+        """
+        while self._kept_body_bytes + num_bytes > self.limits.kept_body_bytes:
+            largest = max(self.connections, key=lambda other: other.num_receiving)
+            if largest.num_receiving <= connection.num_receiving:
+                return False
+            largest.refuse_body()
+        self._kept_body_bytes += num_bytes
+        return True
+
+    def release_body_bytes(self, num_bytes: int) -> None:
+        """Give room back."""
+        self._kept_body_bytes -= num_bytes
 
     def flush_soon(self, connection: "_Connection") -> None:
         """For a connection: flush it at the end of this turn of the event loop."""
@@ -173,11 +204,17 @@ class _Connection(asyncio.Protocol):
         self._write_paused = False
         self._read_paused = False
         self._waiting: list[bytes] = []  # to be written at the end of this turn
+        self._kept_body_bytes = 0  # that count, of all its requests
         self.deadline = _NEVER  # when `expire` is due
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._parser = RequestParser(self._server.limits, _peer(transport))
+        if self._server.is_private and not local_users.is_own_user(transport):
+            self._transport.abort()
+            return
+        self._parser = RequestParser(
+            self._server.limits, _peer(transport), self._server.check_head, self._keep_body_bytes
+        )
         self._transport.set_write_buffer_limits(high=self._server.limits.write_buffer_bytes)
         is_full = len(self._server.connections) >= self._server.limits.num_connections
         self._server.connections.add(self)
@@ -206,6 +243,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
         self._drop()
+        self._release_bytes(self._kept_body_bytes)
 
     def write(self, data: bytes) -> None:
         """Send it now, after all that waits."""
@@ -217,6 +255,30 @@ class _Connection(asyncio.Protocol):
         self._waiting.append(data)
         if len(self._waiting) == 1:
             self._server.flush_soon(self)
+
+    def release_body(self, num_bytes: int) -> None:
+        """Give back the room of a body of this length."""
+        self._release_bytes(counted_bytes(num_bytes))
+
+    @property
+    def num_receiving(self) -> int:
+        """The bytes that count of a body that has not arrived completely; 0 while a request is answered."""
+        return 0 if self._active is not None else self._kept_body_bytes
+
+    def refuse_body(self) -> None:
+        """Refuse the request whose body is arriving, to make room."""
+        self._parser.abandon()
+        self._refuse(NO_ROOM)
+
+    def _keep_body_bytes(self, num_bytes: int) -> bool:
+        has_room = self._server.keep_body_bytes(num_bytes, self)
+        self._kept_body_bytes += num_bytes if has_room else 0
+        return has_room
+
+    def _release_bytes(self, num_bytes: int) -> None:
+        num_bytes = min(num_bytes, self._kept_body_bytes)  # a refusal has given all of it back
+        self._kept_body_bytes -= num_bytes
+        self._server.release_body_bytes(num_bytes)
 
     def flush(self) -> None:
         """Send the waiting bytes."""
@@ -326,6 +388,7 @@ class _Connection(asyncio.Protocol):
         if exchange is None:
             return
         self._server.exchange_ended()
+        self.release_body(len(exchange.request.body))
         limits = self._server.limits
         wait_s = limits.request_s if self._parser.is_midway else limits.idle_s
         self.deadline = self._loop.time() + wait_s
@@ -337,13 +400,17 @@ class _Connection(asyncio.Protocol):
     def _refuse(self, refusal: Refusal) -> None:
         """Answer, then let the client finish talking for a moment: a reset could take the answer away from it."""
         self._pending.clear()
+        self._release_bytes(self._kept_body_bytes)
         self._lingering = True
         self.deadline = self._loop.time() + self._server.limits.linger_s
         request = Request(
             method="", path="", query="", headers={}, body=b"", peer="", keeps_alive=False
         )
-        body = self._server.error_body(refusal.status, refusal.message, refusal.path)
-        Exchange(request, self, lambda: None).respond(refusal.status, body)
+        body = refusal.body
+        if body is None:
+            body = self._server.error_body(refusal.status, refusal.message, refusal.path)
+        exchange = Exchange(request, self, lambda: None)
+        exchange.respond(refusal.status, body, headers=refusal.headers)
         if self._transport.can_write_eof():
             self._transport.write_eof()
 

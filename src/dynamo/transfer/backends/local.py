@@ -3,7 +3,7 @@
 import secrets
 
 from dynamo.base import errors
-from dynamo.transfer import api, memory, routes
+from dynamo.transfer import api, memory
 from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.plan import Pattern
 
@@ -13,27 +13,25 @@ class Room:
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(16)
-        self.present: dict[str, routes.Exposed] = {}  # by epoch
+        self.present: dict[str, api.Exposed] = {}  # by epoch
 
 
 class LocalBackend:
     """Copies between two pools of this process."""
 
     name = "local"
-    capabilities = api.Capabilities(
-        can_read=True, can_write=True, can_notify=True, is_same_host=True
-    )
+    is_same_host = True
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._exposed: routes.Exposed | None = None
+        self._exposed: api.Exposed | None = None
 
-    def listen(self, exposed: routes.Exposed) -> str:
+    def listen(self, exposed: api.Exposed) -> str:
         self._exposed = exposed
         self._room.present[exposed.epoch] = exposed
         return f"{self._room.id}/{exposed.epoch}"
 
-    def connect(self, target: routes.PeerTarget, limit: TimeLimit) -> "LocalRoute":
+    def connect(self, target: api.PeerTarget, limit: TimeLimit) -> "LocalRoute":
         assert self._exposed is not None, "connect before listen"
         limit.remaining_s()
         return LocalRoute(self._room, self._exposed, target)
@@ -46,7 +44,7 @@ class LocalBackend:
 class LocalRoute:
     """A route that looks its peer up for each operation, so that a closed one is noticed."""
 
-    def __init__(self, room: Room, own: routes.Exposed, target: routes.PeerTarget) -> None:
+    def __init__(self, room: Room, own: api.Exposed, target: api.PeerTarget) -> None:
         self._room, self._own, self._target = room, own, target
         self._local = memory.Window(own.region.memory)
         self._remote = memory.Window(self._peer().region.memory)
@@ -62,7 +60,7 @@ class LocalRoute:
         self._local.close()
         self._remote.close()
 
-    def _peer(self) -> routes.Exposed:
+    def _peer(self) -> api.Exposed:
         peer = self._room.present.get(self._target.epoch)
         if peer is None:
             raise errors.TransferError(f"{self._target.name} has closed")

@@ -6,14 +6,15 @@ end, and both sides drop a peer of another user, and of another cluster if there
 the peer, not even that it lives: its memory stays as long as it is mapped here.
 """
 
+import functools
 import os
 import secrets
 import socket
 
 from dynamo.base import errors, membership
-from dynamo.transfer import api, handshake, memory, messages, routes, server
+from dynamo.transfer import api, memory, messages, server
 from dynamo.transfer.job import TimeLimit
-from dynamo.transfer.link import Link, LinkPool
+from dynamo.transfer.link import Link, LinkPool, enter, new_authenticator
 from dynamo.transfer.plan import Pattern
 
 
@@ -21,18 +22,16 @@ class ShmBackend:
     """The backend for regions in shared memory."""
 
     name = "shm"
-    capabilities = api.Capabilities(
-        can_read=True, can_write=True, can_notify=True, is_same_host=True
-    )
+    is_same_host = True
 
     def __init__(self, *, credentials: membership.Credentials = membership.NO_CREDENTIALS) -> None:
-        self._authenticator = handshake.new_authenticator(credentials)
+        self._authenticator = new_authenticator(credentials)
         self._service: server.TransferServer | None = None
-        self._exposed: routes.Exposed | None = None
+        self._exposed: api.Exposed | None = None
         self._window: memory.Window | None = None
 
-    def listen(self, exposed: routes.Exposed) -> str | None:
-        if exposed.shared is None:
+    def listen(self, exposed: api.Exposed) -> str | None:
+        if exposed.descriptor is None:
             return None
         address = f"dynamo-transfer-{secrets.token_hex(16)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -43,21 +42,13 @@ class ShmBackend:
         )
         return address
 
-    def connect(self, target: routes.PeerTarget, limit: TimeLimit) -> "ShmRoute":
+    def connect(self, target: api.PeerTarget, limit: TimeLimit) -> "ShmRoute":
         assert self._exposed is not None, "connect before listen"
         assert self._window is not None
         own = self._exposed
-
-        def greet(link: Link, limit: TimeLimit) -> None:
-            check_user(link)
-            handshake.enter(
-                link,
-                name=own.name,
-                epoch=target.epoch,
-                authenticator=self._authenticator,
-                limit=limit,
-            )
-
+        greet = functools.partial(
+            enter, name=own.name, epoch=target.epoch, authenticator=self._authenticator
+        )
         links = LinkPool(lambda limit: _connect(target.address, limit), greet)
         with links.borrow(limit) as link:
             link.send(messages.Attach(), limit)
@@ -105,4 +96,10 @@ def _connect(address: str, limit: TimeLimit) -> Link:
     except (OSError, UnicodeError) as error:
         sock.close()
         raise errors.TransferError(f"cannot connect to the worker on this host: {error}") from error
-    return Link(sock)
+    link = Link(sock)
+    try:
+        check_user(link)
+    except errors.TransferError:
+        link.close()
+        raise
+    return link

@@ -9,9 +9,9 @@ import itertools
 import socket
 
 from dynamo.base import errors, membership
-from dynamo.transfer import api, handshake, messages, routes, server
+from dynamo.transfer import api, messages, server
 from dynamo.transfer.job import TimeLimit
-from dynamo.transfer.link import Link, LinkPool, TlsLink
+from dynamo.transfer.link import Link, LinkPool, TlsLink, enter, new_authenticator
 from dynamo.transfer.plan import Pattern, Piece
 
 _WILDCARDS = ("", "0.0.0.0", "::")
@@ -24,9 +24,7 @@ class TcpBackend:
     """The backend that listens on one host and port; port 0 lets the system select one."""
 
     name = "tcp"
-    capabilities = api.Capabilities(
-        can_read=True, can_write=True, can_notify=True, is_same_host=False
-    )
+    is_same_host = False
 
     def __init__(
         self,
@@ -46,12 +44,12 @@ class TcpBackend:
             )
         membership.check_address(host, "transfers of KV blocks (--kv-transfer-host)", credentials)
         self._host, self._port, self._credentials = host, port, credentials
-        self._authenticator = handshake.new_authenticator(credentials)
+        self._authenticator = new_authenticator(credentials)
         self._is_always_summed = is_always_summed
         self._service: server.TransferServer | None = None
-        self._exposed: routes.Exposed | None = None
+        self._exposed: api.Exposed | None = None
 
-    def listen(self, exposed: routes.Exposed) -> str:
+    def listen(self, exposed: api.Exposed) -> str:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
             sock = socket.create_server((self._host, self._port), family=family)
@@ -68,7 +66,7 @@ class TcpBackend:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{sock.getsockname()[1]}"
 
-    def connect(self, target: routes.PeerTarget, limit: TimeLimit) -> "TcpRoute":
+    def connect(self, target: api.PeerTarget, limit: TimeLimit) -> "TcpRoute":
         assert self._exposed is not None, "connect before listen"
         host, _, port = target.address.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
@@ -81,16 +79,9 @@ class TcpBackend:
                 f"{target.name} is on another host ({host}), which needs a cluster token, and we have none"
             )
         own = self._exposed
-
-        def greet(link: Link, limit: TimeLimit) -> None:
-            handshake.enter(
-                link,
-                name=own.name,
-                epoch=target.epoch,
-                authenticator=self._authenticator,
-                limit=limit,
-            )
-
+        greet = functools.partial(
+            enter, name=own.name, epoch=target.epoch, authenticator=self._authenticator
+        )
         make_link = functools.partial(self._link, is_server=False)
         links = LinkPool(lambda limit: _connect(host, int(port), limit, make_link), greet)
         links.warm(limit)
@@ -105,7 +96,7 @@ class TcpBackend:
     @property
     def _is_open(self) -> bool:
         own = self._credentials
-        return own.token is None and own.tls is None and not own.is_insecure
+        return not own.has_cluster_token and own.tls is None and not own.is_insecure
 
     def _link(self, sock: socket.socket, *, is_server: bool) -> Link:
         if (tls := self._credentials.tls) is None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.transfer import messages
-from dynamo.transfer.backends.nixl import messages as nixl_messages
+from dynamo.transfer.backends import nixl_messages
 
 WORDS = [
     nixl_messages.NixlHello("decode-0", b"contact"),
@@ -49,7 +49,7 @@ PIECES = st.lists(
 
 @given(pieces=PIECES)
 def test_stretches_are_the_same_bytes_in_bounded_lists(pieces):
-    backend = pytest.importorskip("dynamo.transfer.backends.nixl.backend", exc_type=ImportError)
+    backend = pytest.importorskip("dynamo.transfer.backends.nixl", exc_type=ImportError)
     made = list(backend.stretches(pieces))
 
     assert all(0 < sum(n for *_, n in stretch) <= 64 * 2**20 for stretch in made)
@@ -67,7 +67,7 @@ def test_stretches_are_the_same_bytes_in_bounded_lists(pieces):
 
 
 def test_many_short_pieces_are_several_stretches():
-    backend = pytest.importorskip("dynamo.transfer.backends.nixl.backend", exc_type=ImportError)
+    backend = pytest.importorskip("dynamo.transfer.backends.nixl", exc_type=ImportError)
     pieces = [(i * 8, i * 16, 8) for i in range(messages.MAX_PIECES + 1)]
 
     lengths = [len(stretch) for stretch in backend.stretches(pieces)]
@@ -76,7 +76,7 @@ def test_many_short_pieces_are_several_stretches():
 
 
 def test_nixl_serves_other_hosts_only_if_insecure(monkeypatch):
-    backend = pytest.importorskip("dynamo.transfer.backends.nixl.backend", exc_type=ImportError)
+    backend = pytest.importorskip("dynamo.transfer.backends.nixl", exc_type=ImportError)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
 
     with pytest.raises(errors.ConfigError, match="say --insecure"):

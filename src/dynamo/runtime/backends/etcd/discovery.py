@@ -5,20 +5,20 @@ live side by side. When one of them gets no answer, the connection ends for all,
 
 While etcd is away, watchers keep the keys that they know, for as long as it takes: which owners died is unknown, and
 the request plane finds out a dead one with the first request. Only when etcd has been back for a whole time to live are
-the keys removed that have not come back with it (`prefix_watcher.OutageGrace`). The process goes on serving, and its
-lease is taken again (`lease`).
+the keys removed that have not come back with it (`OutageGrace`). The process goes on serving, and its
+lease is taken again (`EtcdLease`).
 """
 
 import asyncio
 import itertools
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from dynamo.base import clock, errors, tasks
-from dynamo.runtime.backends.etcd import access, connection, lease, prefix_watcher
-from dynamo.runtime.discovery import Change
+from dynamo.runtime.backends.etcd import access, connection
+from dynamo.runtime.discovery import Change, KeyView, Put
 
 T = TypeVar("T")
 LEASE_TTL_S = 10
@@ -31,8 +31,6 @@ _LONGEST_PAUSE_S = 1.0  # so that a living process is back long before its lease
 _STABLE_S = 5.0  # a connection that lasted so long is watcher by a quick attempt
 _RETRY_S = 0.05
 
-log = logging.getLogger(__name__)
-
 
 class EtcdDiscovery:
     """One process's lease, keys and watches in an etcd that processes of many hosts share."""
@@ -42,10 +40,10 @@ class EtcdDiscovery:
     ) -> None:
         self._access = settings
         self._clock = time
-        self._lease = lease.EtcdLease(instance_id, lease_ttl_s, time)
+        self._lease = EtcdLease(instance_id, lease_ttl_s, time)
         self._lease_ttl_s = lease_ttl_s
         self._tasks = tasks.Tasks()
-        self._task_by_watcher: dict[prefix_watcher.PrefixWatcher, asyncio.Task[None] | None] = {}
+        self._task_by_watcher: dict[PrefixWatcher, asyncio.Task[None] | None] = {}
         self._watcher_added = asyncio.Event()
         self._etcd: connection.EtcdConnection | None = None  # while it answers
         self._is_answering = asyncio.Event()
@@ -103,7 +101,7 @@ class EtcdDiscovery:
         return living
 
     async def watch(self, prefix: str) -> AsyncIterator[Change]:
-        watcher = prefix_watcher.PrefixWatcher(prefix, self._lease_ttl_s, self._clock)
+        watcher = PrefixWatcher(prefix, self._lease_ttl_s, self._clock)
         self._task_by_watcher[watcher] = None
         self._watcher_added.set()
         try:
@@ -211,3 +209,191 @@ def _first_error(group: BaseExceptionGroup[errors.DynamoError]) -> errors.Dynamo
         error = error.exceptions[0]
     assert isinstance(error, errors.DynamoError)
     return error
+
+
+_REFRESHES_PER_TTL = 3
+
+
+class EtcdLease:
+    """The lease of one process in etcd and its keys: held, lost, taken again.
+
+    etcd lets the client choose a lease's id, so it is the instance id. A lease that was lost, because this process or
+    etcd slept for longer than its time to live, or etcd was restarted with nothing, is taken again *under the same id*,
+    and the keys are put back: to others it is the same instance as before. The desired state of etcd is kept here and
+    written anew with each connection, so nothing has to be known of what etcd lost; a watcher sees no change in a key
+    that is written as it was. Methods that call etcd raise Unavailable if it is away, ConfigError if it refuses.
+    """
+
+    def __init__(self, lease_id: int, ttl_s: int, time: clock.Clock) -> None:
+        self._clock = time
+        self._id = lease_id
+        self._ttl_s = ttl_s
+        self._desired: dict[str, bytes | None] = {}  # None: to be removed
+        self._writing = asyncio.Lock()
+        self._check_requested = asyncio.Event()
+        self._was_held = False
+        self._is_over = False
+
+    def set_key(self, key: str, value: bytes) -> None:
+        """Make this key and value part of the desired state."""
+        self._desired[key] = value
+
+    def remove_key(self, key: str) -> bool:
+        """Remove a key from the desired state; return False if it is not a key of this lease."""
+        is_known = self._desired.get(key) is not None
+        if is_known:
+            self._desired[key] = None
+        return is_known
+
+    async def write(self, etcd: connection.EtcdConnection, key: str) -> None:
+        """Write the desired state of one key to etcd."""
+        async with self._writing:
+            await self._write(etcd, key)
+
+    async def attach(self, etcd: connection.EtcdConnection) -> None:
+        """Hold the lease, taken again if it was lost, with all keys of the desired state."""
+        async with self._writing:
+            if self._is_over:
+                return
+            if not await etcd.refresh(self._id):
+                await self._take(etcd)
+            for key in list(self._desired):
+                await self._write(etcd, key)
+
+    async def keep(self, etcd: connection.EtcdConnection) -> None:
+        """Refresh the lease for as long as etcd answers."""
+        while True:
+            if await self._wait_for_check():
+                await etcd.check()
+            if not await etcd.refresh(self._id):
+                await self.attach(etcd)
+
+    def check_now(self) -> None:
+        """Check at once whether etcd is there, because a call got no answer."""
+        self._check_requested.set()
+
+    async def end(self, etcd: connection.EtcdConnection) -> None:
+        """Revoke the lease: its keys vanish."""
+        async with self._writing:
+            self._is_over = True
+            await etcd.revoke(self._id)
+
+    async def _take(self, etcd: connection.EtcdConnection) -> None:
+        await etcd.grant(self._id, self._ttl_s)
+        if self._was_held:
+            log.warning(
+                "lease %x in etcd was lost: taken again, putting %d keys back",
+                self._id,
+                len(self._desired),
+            )
+        self._was_held = True
+
+    async def _write(self, etcd: connection.EtcdConnection, key: str) -> None:
+        value = self._desired.get(key)
+        if value is not None:
+            await etcd.put(key, value, self._id)
+        elif key in self._desired:
+            await etcd.delete(key, self._id)
+            if self._desired[key] is None:  # and not set again meanwhile
+                del self._desired[key]
+
+    async def _wait_for_check(self) -> bool:
+        """Wait until the next refresh is due; return True if `check_now` asked for it sooner."""
+        try:
+            async with self._clock.timeout(self._ttl_s / _REFRESHES_PER_TTL):
+                await self._check_requested.wait()
+        except TimeoutError:
+            return False
+        self._check_requested.clear()
+        return True
+
+
+log = logging.getLogger(__name__)
+
+
+class OutageGrace:
+    """The decision which keys to believe dead after an outage of etcd, without clock or network; it feeds a view.
+
+    An etcd that comes back may have lost everything, or have ended leases because their holders could not reach it.
+    Those holders live, and put their keys back within moments. So for a while after each outage, between `begin` and
+    `end`, a missing key is shown as it was. A request to an instance that is really dead fails at its connection and
+    goes to another; to forget all living instances would leave none to ask.
+    """
+
+    def __init__(self, view: KeyView) -> None:
+        self._view = view
+        self._missing: set[str] = set()
+        self._is_active = False
+
+    def begin(self) -> None:
+        """Keep missing keys from now on, since their owners may put them back."""
+        self._is_active = True
+
+    def end(self) -> None:
+        """Remove the keys that are still missing."""
+        self._is_active = False
+        for key in self._missing:
+            self._view.remove(key)
+        self._missing.clear()
+
+    def replace(self, living: Mapping[str, bytes]) -> None:
+        """Take all keys of the prefix as etcd has them now."""
+        if self._is_active:
+            shown = self._view.get_prefix("")
+            self._missing = shown.keys() - living.keys()
+            living = {**shown, **living}
+        self._view.replace(living)
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        """Take changes that etcd reports."""
+        for change in changes:
+            if isinstance(change, Put):
+                self._missing.discard(change.key)
+                self._view.put(change.key, change.value)
+            elif self._is_active:
+                self._missing.add(change.key)
+            else:
+                self._view.remove(change.key)
+
+
+class PrefixWatcher:
+    """One watched prefix: read, then followed, over any number of connections.
+
+    After each break the prefix is read anew, and the view tells its watchers the difference. To go on from the last
+    revision would save that reading (some 30 ms for 4,000 keys), but would go wrong in silence with an etcd that was
+    restarted empty: it waits for a revision that is far in its future, and reports nothing until then.
+    """
+
+    def __init__(self, prefix: str, grace_s: float, time: clock.Clock) -> None:
+        """`grace_s`: seconds after an outage for which a missing key is believed alive."""
+        self._prefix = prefix
+        self._grace_s = grace_s
+        self._clock = time
+        self._view = KeyView()
+        self._grace = OutageGrace(self._view)
+        self._has_read = False
+
+    def watch(self) -> AsyncIterator[Change]:
+        """Iterate over the known keys, then over every change; ends only by cancellation."""
+        return self._view.watch("")
+
+    async def follow(self, etcd: connection.EtcdConnection) -> None:
+        """Keep the view as etcd has it, for as long as it answers. Raises Unavailable, ConfigError."""
+        if self._has_read:
+            self._grace.begin()
+        timer = self._clock.call_later(self._grace_s, self._grace.end)
+        try:
+            while True:
+                await self._read_and_watch(etcd)
+        finally:
+            timer.cancel()  # the grace begins anew if this connection did not last for the whole time
+
+    async def _read_and_watch(self, etcd: connection.EtcdConnection) -> None:
+        try:
+            living, revision = await etcd.read(self._prefix)
+            self._grace.replace(living)
+            self._has_read = True
+            async for changes in etcd.watch(self._prefix, revision + 1):
+                self._grace.apply(changes)
+        except connection.HistoryLost as error:
+            log.info("reading %r anew: %s", self._prefix, error)

@@ -8,17 +8,19 @@ Listeners miss events that are published while there is no server, that they are
 when it died. Numbers show all three: they go on while no listener is connected.
 """
 
-import asyncio
+import functools
 import logging
 import re
 import struct
 
 from dynamo.base import errors
+from dynamo.observability import logs
 from dynamo.runtime.backends.nats import connection
-from dynamo.runtime.events import Event, Listener
+from dynamo.runtime.events import BatchedSubscription, Event, Listener, PublishedTopics
 
 log = logging.getLogger(__name__)
 _HEADER = struct.Struct(">QQ")
+BATCH_LIMIT = 10_000  # events of one listener within one turn of the event loop
 _TOPIC = re.compile(r"[^\s*>/]+/[^\s*>/]+/[^\s*>/]+")
 
 
@@ -28,32 +30,44 @@ class NatsEventPlane:
     def __init__(self, to_nats: connection.NatsConnection, instance_id: int) -> None:
         self._nats = to_nats
         self._instance_id = instance_id
-        self._channels: dict[str, _Channel] = {}
-        self._subscriptions: list[NatsEventSubscription] = []
+        self._log = logs.PeerLog(log, to_nats.clock.now)
+        self._topics = PublishedTopics()
+        self._subscriptions: list[BatchedSubscription] = []
         self._is_open = True
 
     async def advertise(self, topic: str) -> None:
-        self._channels.setdefault(topic, _Channel(subject(topic)))
+        subject(topic)
+        self._topics.add(topic)
 
     def publish(self, topic: str, payload: bytes) -> None:
         if not self._is_open:
             return
-        channel = self._channels.get(topic)
-        if channel is None:
-            raise errors.LocalProtocolError(f"publish to {topic!r}: advertise the topic first")
         limit = self._nats.max_message_bytes - _HEADER.size
         if len(payload) > limit:
             raise errors.LocalProtocolError(
                 f"event on {topic!r} has {len(payload)} bytes, expected at most {limit} (the server's max_payload)"
             )
-        header = _HEADER.pack(self._instance_id, channel.next_number)
-        channel.next_number += 1
-        self._nats.publish(channel.subject, header + payload)
+        header = _HEADER.pack(self._instance_id, self._topics.take_number(topic))
+        self._nats.publish(subject(topic), header + payload)
 
-    async def subscribe(self, topic: str, listener: Listener) -> "NatsEventSubscription":
-        subscription = NatsEventSubscription(topic, listener)
+    def reconnect(self, topic: str, publisher: int) -> None:
+        """Do nothing: the one connection, to the server, is watched by `connection`."""
+
+    async def subscribe(self, topic: str, listener: Listener) -> BatchedSubscription:
+        subscription = BatchedSubscription(topic, listener, max_events=BATCH_LIMIT)
         self._subscriptions.append(subscription)
-        await subscription.begin(self._nats)
+
+        def receive(subject: str, reply: str, message: bytes) -> None:
+            if len(message) < _HEADER.size:
+                self._log.warning("", "dropped a malformed event message on %s", subject)
+                return
+            publisher, number = _HEADER.unpack_from(message)
+            payload = message[_HEADER.size :]
+            subscription.add_event(
+                Event(topic=topic, publisher=publisher, number=number, payload=payload)
+            )
+
+        subscription.on_close = (await self._nats.subscribe(subject(topic), receive)).close
         return subscription
 
     async def close(self) -> None:
@@ -62,56 +76,7 @@ class NatsEventPlane:
             await subscription.close()
 
 
-class NatsEventSubscription:
-    """One listener's subscription to one topic; events that come within a turn of the event loop are one batch."""
-
-    def __init__(self, topic: str, listener: Listener) -> None:
-        self._topic = topic
-        self._listener = listener
-        self._batch: list[Event] = []
-        self._subscription: connection.SubjectSubscription | None = None
-        self._is_open = True
-
-    async def begin(self, to_nats: connection.NatsConnection) -> None:
-        """Subscribe at the server; called once."""
-        self._subscription = await to_nats.subscribe(subject(self._topic), self._receive)
-
-    async def close(self) -> None:
-        self._is_open = False
-        if self._subscription is not None:
-            await self._subscription.close()
-            self._subscription = None
-
-    def _receive(self, subject: str, reply: str, message: bytes) -> None:
-        if len(message) < _HEADER.size:
-            log.warning("dropped a malformed event message on %s", subject)
-            return
-        if not self._batch:
-            asyncio.get_running_loop().call_soon(self._deliver)
-        publisher, number = _HEADER.unpack_from(message)
-        self._batch.append(
-            Event(
-                topic=self._topic,
-                publisher=publisher,
-                number=number,
-                payload=message[_HEADER.size :],
-            )
-        )
-
-    def _deliver(self) -> None:
-        batch, self._batch = self._batch, []
-        if self._is_open:
-            self._listener(batch)
-
-
-class _Channel:
-    """A topic that this process publishes."""
-
-    def __init__(self, subject: str) -> None:
-        self.subject = subject
-        self.next_number = 0
-
-
+@functools.cache
 def subject(topic: str) -> str:
     """Return the subject of a topic. Raises LocalProtocolError."""
     if not _TOPIC.fullmatch(topic):

@@ -31,7 +31,7 @@ from nats.js import errors as js_errors
 from nats.js.object_store import ObjectStore
 
 from dynamo.base import clock, errors
-from dynamo.runtime import object_store, work_queue
+from dynamo.runtime import services
 from dynamo.runtime.backends.nats import connection
 
 CONSUMER = "worker-group"
@@ -73,7 +73,7 @@ class NatsWorkQueue:
     def __init__(
         self,
         stream: str,
-        bounds: work_queue.WorkQueueBounds,
+        bounds: services.WorkQueueBounds,
         addresses: str,
         jetstream: JetStreamContext,
         subscription: JetStreamContext.PullSubscription,
@@ -92,7 +92,7 @@ class NatsWorkQueue:
         cls,
         to_nats: connection.NatsConnection,
         name: str,
-        bounds: work_queue.WorkQueueBounds = work_queue.WorkQueueBounds(),  # noqa: B008 (a frozen value)
+        bounds: services.WorkQueueBounds = services.WorkQueueBounds(),  # noqa: B008 (a frozen value)
     ) -> "NatsWorkQueue":
         """Join the queue of this name, which its first user creates. Raises ConfigError, Unavailable."""
         stream, jetstream = _UNUSUAL.sub("_", name), to_nats.jetstream
@@ -116,7 +116,7 @@ class NatsWorkQueue:
         return cls(stream, bounds, to_nats.addresses, jetstream, subscription, to_nats.clock)
 
     async def push(self, body: bytes) -> None:
-        work_queue.check_length(body, self._bounds)
+        services.check_item_length(body, self._bounds)
         try:
             async with _translate_silence(self._addresses):
                 await self._jetstream.publish(f"{self._stream}.items", body)
@@ -157,13 +157,13 @@ class NatsObjectStore:
     def __init__(
         self,
         to_nats: connection.NatsConnection,
-        bounds: object_store.ObjectStoreBounds = object_store.ObjectStoreBounds(),  # noqa: B008 (a frozen value)
+        bounds: services.ObjectStoreBounds = services.ObjectStoreBounds(),  # noqa: B008 (a frozen value)
     ) -> None:
         self._nats = to_nats
         self._bounds = bounds
 
     async def put(self, key: str, body: bytes) -> str:
-        object_store.check_length(body, self._bounds)
+        services.check_object_length(body, self._bounds)
         async with self._translate(PUT_S):
             bucket = await self._bucket()
             if not await self._is_fresh(bucket, key):
@@ -233,7 +233,7 @@ class NatsObjectStore:
 
 
 async def _make_stream(
-    jetstream: JetStreamContext, stream: str, bounds: work_queue.WorkQueueBounds
+    jetstream: JetStreamContext, stream: str, bounds: services.WorkQueueBounds
 ) -> None:
     """Create the stream, or set the bounds of the existing one."""
     config = api.StreamConfig(

@@ -13,17 +13,92 @@ NATS does not report the loss of a peer, so it is noticed in these ways:
 - the loss of the server breaks all connections, at both sides at once. When it is back, not all processes have found it
   at once: for `RETURN_S` a peer without a subscription is probed again, before a connection to it is begun;
 - the rest is `frame_connection`'s limit of silence.
+
+NATS keeps the order of a subject, but loses what a server had in memory when it died and what a slow subscriber did
+not take. A stream of bytes with a hole would be decoded into wrong tokens. So each side numbers its messages from 0:
+
+    kind (u8: 0 open, 1 bytes, 2 close, 3 probe) · number (u64, big-endian) · bytes
+
+A probe is empty and has no number of its own: the server answers it where the subject has no subscriber.
 """
 
 import asyncio
 import re
 import secrets
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any
 
 from dynamo.base import clock, errors
 from dynamo.runtime import authentication
 from dynamo.runtime.backends import frame_connection, multiplex
-from dynamo.runtime.backends.nats import connection, envelope
+from dynamo.runtime.backends.nats import connection
+
+HEADER = struct.Struct(">BQ")
+
+
+class MessageKind(IntEnum):
+    """The meaning of a message to its connection."""
+
+    OPEN = 0
+    BYTES = 1
+    CLOSE = 2
+    PROBE = 3
+
+
+PROBE = HEADER.pack(MessageKind.PROBE, 0)
+
+
+class EnvelopeWriter:
+    """Numbers the messages of one side."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def wrap(self, kind: MessageKind, data: bytes | memoryview = b"") -> bytes:
+        """Return one message with the next number."""
+        number, self._next = self._next, self._next + 1
+        return HEADER.pack(kind, number) + data
+
+    def split(self, data: bytes, max_message_bytes: int) -> Iterator[bytes]:
+        """Yield the data as messages of at most `max_message_bytes`."""
+        room = max_message_bytes - HEADER.size
+        if len(data) <= room:
+            yield self.wrap(MessageKind.BYTES, data)
+            return
+        view = memoryview(data)
+        for start in range(0, len(data), room):
+            yield self.wrap(MessageKind.BYTES, view[start : start + room])
+
+
+class EnvelopeReader:
+    """Checks the messages that one side receives."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def unwrap(self, message: bytes) -> tuple[MessageKind, bytes]:
+        """Return kind and data. Raises RemoteProtocolError if it is not the next message of this connection."""
+        kind, number = read_header(message)
+        if kind is MessageKind.PROBE:
+            return kind, b""
+        if number != self._next:
+            raise errors.RemoteProtocolError(
+                f"NATS lost a message: expected number {self._next}, got {number}"
+            )
+        self._next += 1
+        return kind, message[HEADER.size :]
+
+
+def read_header(message: bytes) -> tuple[MessageKind, int]:
+    """Return kind and number of a message. Raises RemoteProtocolError."""
+    try:
+        kind, number = HEADER.unpack_from(message)
+        return MessageKind(kind), number
+    except (struct.error, ValueError) as error:
+        raise errors.RemoteProtocolError(f"expected a message of a link: {error}") from error
+
 
 PROBE_S = 0.1
 AWAY_S = 10.0  # seconds for which new connections wait for a server; then each fails at once
@@ -45,8 +120,8 @@ class NatsTransport(asyncio.Transport):
         self._token = token
         self._peer = peer  # the subject of the other side
         self._protocol = protocol
-        self._writer = envelope.Writer()
-        self._reader = envelope.Reader()
+        self._writer = EnvelopeWriter()
+        self._reader = EnvelopeReader()
         self._quiet_ticks = 0  # since the last message of the peer
         self._is_closing = False
 
@@ -64,11 +139,11 @@ class NatsTransport(asyncio.Transport):
 
     def open(self) -> None:
         """Send the client's first message."""
-        self._network.send(self._token, self._peer, self._writer.wrap(envelope.Kind.OPEN))
+        self._network.send(self._token, self._peer, self._writer.wrap(MessageKind.OPEN))
 
     def close(self) -> None:
         if not self._is_closing:
-            self._network.send(self._token, self._peer, self._writer.wrap(envelope.Kind.CLOSE))
+            self._network.send(self._token, self._peer, self._writer.wrap(MessageKind.CLOSE))
             self.end(None)
 
     def abort(self) -> None:
@@ -78,7 +153,7 @@ class NatsTransport(asyncio.Transport):
         """Probe the peer if it has become quiet: the server answers if it is not subscribed any more."""
         self._quiet_ticks += 1
         if 0 < self._quiet_ticks <= _PROBES:
-            self._network.send(self._token, self._peer, envelope.PROBE)
+            self._network.send(self._token, self._peer, PROBE)
 
     def receive(self, message: bytes) -> None:
         """Take a message for this connection."""
@@ -86,12 +161,12 @@ class NatsTransport(asyncio.Transport):
         try:
             kind, data = self._reader.unwrap(message)
         except errors.RemoteProtocolError as error:
-            self._network.send(self._token, self._peer, self._writer.wrap(envelope.Kind.CLOSE))
+            self._network.send(self._token, self._peer, self._writer.wrap(MessageKind.CLOSE))
             self.end(ConnectionError(str(error)))
             return
-        if kind is envelope.Kind.BYTES:
+        if kind is MessageKind.BYTES:
             self._protocol.data_received(data)
-        elif kind is envelope.Kind.CLOSE:
+        elif kind is MessageKind.CLOSE:
             self.end(None)
 
     def end(self, reason: Exception | None) -> None:
@@ -168,7 +243,7 @@ class NatsNetwork:
         token = secrets.token_hex(8)
         check: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._presence_checks[token] = check
-        self.send(token, f"{address}.{token}", envelope.PROBE)
+        self.send(token, f"{address}.{token}", PROBE)
         try:
             return await check
         finally:
@@ -189,7 +264,7 @@ class NatsNetwork:
         elif message:
             transport.receive(message)
         else:
-            transport.end(ConnectionError("its subject has no subscriber any more"))
+            transport.end(ConnectionResetError("its subject has no subscriber any more"))
 
     def _handle_unknown(self, token: str, reply: str, message: bytes) -> None:
         """Take a message of a new connection, of one that is over on this side only, or of a faulty peer."""
@@ -197,13 +272,13 @@ class NatsNetwork:
         if is_check or not _LINK.fullmatch(reply) or not reply.endswith(token):
             return
         try:
-            kind, number = envelope.header(message)
+            kind, number = read_header(message)
         except errors.RemoteProtocolError:
             return
-        if kind is envelope.Kind.OPEN and number == 0 and self._make_protocol is not None:
+        if kind is MessageKind.OPEN and number == 0 and self._make_protocol is not None:
             self._establish(token, reply, self._make_protocol, is_client=False).receive(message)
-        elif kind is not envelope.Kind.CLOSE:
-            self.send(token, reply, envelope.Writer().wrap(envelope.Kind.CLOSE))
+        elif kind is not MessageKind.CLOSE:
+            self.send(token, reply, EnvelopeWriter().wrap(MessageKind.CLOSE))
 
     def _establish(
         self, token: str, peer: str, make_protocol: authentication.MakeProtocol, *, is_client: bool
@@ -247,8 +322,15 @@ class NatsRequestPlane(multiplex.MultiplexedPlane):
         limits: frame_connection.ConnectionLimits = frame_connection.ConnectionLimits(),  # noqa: B008 (a frozen value)
         *,
         item_type: Any = Any,
+        instance_id: int = 0,
     ) -> None:
-        super().__init__(network, limits, item_type=item_type, time=network.connection.clock)
+        super().__init__(
+            network,
+            limits,
+            item_type=item_type,
+            time=network.connection.clock,
+            instance_id=instance_id,
+        )
         self._inbox = network
 
     async def close(self) -> None:

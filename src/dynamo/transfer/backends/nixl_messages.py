@@ -13,6 +13,7 @@ A notification of NIXL's may be lost with its connection, without an error; henc
 import msgspec
 
 from dynamo.base import errors
+from dynamo.protocols import wire
 from dynamo.transfer import messages
 
 
@@ -68,7 +69,7 @@ def decode(body: bytes) -> NixlMessage:
         )
     try:
         message: NixlMessage = msgspec.msgpack.decode(body, type=NixlMessage)
-    except msgspec.DecodeError as error:
+    except wire.DECODE_ERRORS as error:
         raise errors.RemoteProtocolError(
             f"expected a message of a peer of ours: {error}"
         ) from error
@@ -79,5 +80,5 @@ def decode_address(body: bytes) -> Address:
     """Decode an address. Raises TransferError for anything else."""
     try:
         return msgspec.msgpack.decode(body, type=Address)
-    except msgspec.DecodeError as error:
+    except wire.DECODE_ERRORS as error:
         raise errors.TransferError(f"expected NIXL's address of a worker: {error}") from error

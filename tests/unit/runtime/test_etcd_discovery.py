@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.runtime.backends import key_view
-from dynamo.runtime.backends.etcd import prefix_watcher
+from dynamo.runtime import discovery
+from dynamo.runtime.backends.etcd import discovery as etcd_discovery
 from dynamo.runtime.discovery import Delete, Put
 
 KEYS = st.sampled_from("abcd")
@@ -16,8 +16,8 @@ STEPS = st.lists(st.one_of(LIVING, PUTS, DELETES, st.sampled_from(["begin", "end
 
 def shown_after(*steps):
     """What a view shows after these: a reading (a dict), changes, begin and end of a time of grace."""
-    shown = key_view.KeyView()
-    judge = prefix_watcher.OutageGrace(shown)
+    shown = discovery.KeyView()
+    judge = etcd_discovery.OutageGrace(shown)
     for step in steps:
         if step in ("begin", "end"):
             getattr(judge, step)()

@@ -1,0 +1,30 @@
+"""Variables that look like ours and are not known are named."""
+
+import pathlib
+import re
+
+import dynamo.base
+from dynamo.base import variables
+
+SOURCE = pathlib.Path(dynamo.base.__file__).parents[1]
+
+
+def test_known_variables_are_those_that_the_source_reads():
+    texts = (p.read_text() for p in SOURCE.rglob("*.py") if p.name != "variables.py")
+    read = {name for text in texts for name in re.findall(r'"(DYN_[A-Z0-9_]*[A-Z0-9])"', text)}
+
+    assert read == variables.KNOWN
+
+
+def test_unknown_variables_are_named_with_the_nearest_known_one():
+    sentence = variables.describe_unknown(
+        {"DYN_HTPP_PORT": "1", "DYN_XYZZY": "1", "DYN_HTTP_PORT": "1", "PATH": "/"}
+    )
+
+    assert "DYN_HTPP_PORT (did you mean DYN_HTTP_PORT?), DYN_XYZZY;" in sentence
+
+
+def test_known_and_foreign_variables_are_not_named():
+    environ = dict.fromkeys(variables.KNOWN, "1") | {"DYN_PARENT_DGD_K8S_NAME": "x"}
+
+    assert variables.describe_unknown(environ) is None
