@@ -1,8 +1,7 @@
 """`python -m dynamo.mocker`: a worker that simulates an engine: real scheduling and timing, made-up tokens."""
 
-import sys
-
+from dynamo.base import process_setup
 from dynamo.worker import main
 
 if __name__ == "__main__":
-    sys.exit(main.main("mocker"))
+    process_setup.end_now(main.main("mocker"))

@@ -1,8 +1,7 @@
 """`python -m dynamo.native`: a worker with the built-in engine."""
 
-import sys
-
+from dynamo.base import process_setup
 from dynamo.worker import main
 
 if __name__ == "__main__":
-    sys.exit(main.main("native"))
+    process_setup.end_now(main.main("native"))

@@ -1,8 +1,7 @@
 """`python -m dynamo.sglang`: a worker with SGLang as its engine."""
 
-import sys
-
+from dynamo.base import process_setup
 from dynamo.worker import main
 
 if __name__ == "__main__":
-    sys.exit(main.main("sglang"))
+    process_setup.end_now(main.main("sglang"))

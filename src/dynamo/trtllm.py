@@ -1,8 +1,7 @@
 """`python -m dynamo.trtllm`: a worker with TensorRT-LLM as its engine."""
 
-import sys
-
+from dynamo.base import process_setup
 from dynamo.worker import main
 
 if __name__ == "__main__":
-    sys.exit(main.main("trtllm"))
+    process_setup.end_now(main.main("trtllm"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
-from dynamo.kvbm import sharing
+from dynamo.kvbm import sharing, tier_report
 from dynamo.protocols import generate, kv_events, load, model_card
 
 
@@ -34,6 +34,7 @@ class EngineFacts:
     supports_logprobs: bool = True
     max_top_logprobs: int = 20
     supports_prompt_logprobs: bool = True
+    supports_cache_salt: bool = True  # keeps prefixes of different salts apart
     supports_guided: bool = False  # guided decoding
     lora_names: tuple[str, ...] = ()  # LoRA adapters that requests may name
 
@@ -53,19 +54,15 @@ class EngineSink(Protocol):
 
         A choice ends with the output that has a finish_reason, a request with its last choice.
         """
-        ...
 
     def failed(self, request_id: str, error: errors.DynamoError) -> None:
         """Receive the error that ended a request; no further outputs follow."""
-        ...
 
     def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
         """Receive the blocks that one step of one data-parallel rank stored and removed, in order."""
-        ...
 
     def died(self, error: errors.EngineFailed) -> None:
         """Receive the error that ended the engine; all its requests are lost."""
-        ...
 
 
 class KvTransferPeer(Protocol):
@@ -81,27 +78,22 @@ class KvTransferPeer(Protocol):
 
     def enable_export(self) -> None:
         """Let other engines copy blocks from here; before `start`. Otherwise this engine can only import."""
-        ...
 
     @property
     def transfer_metadata(self) -> bytes | None:
         """The argument of another engine's `connect_peer`; None unless export is enabled and the engine has started."""
-        ...
 
     def on_import(self, listener: Callable[[sharing.ImportReport], None]) -> None:
         """Call `listener` after every import of blocks from another engine."""
-        ...
 
     async def connect_peer(self, metadata: bytes, *, deadline_s: float) -> str:
         """Prepare for imports from the engine that exported `metadata`; return its id.
 
         Idempotent. Raises TransferError.
         """
-        ...
 
     async def disconnect_peer(self, engine_id: str) -> None:
         """Stop connecting to an engine that leaves or is gone. An unknown id is no error."""
-        ...
 
 
 class KvExportDrain(Protocol):
@@ -109,7 +101,6 @@ class KvExportDrain(Protocol):
 
     async def wait_until_released(self) -> None:
         """Return when no block is under a lease: all leases were released, or their time limits have passed."""
-        ...
 
 
 class SleepController(Protocol):
@@ -124,14 +115,12 @@ class SleepController(Protocol):
 
         Level 1 moves the weights to host memory; level 2 drops them, and `wake_up` reads them from the files again.
         """
-        ...
 
     async def wake_up(self, tags: Sequence[str]) -> bool:
         """Take back the memory of "weights" or "kv_cache", or of both if `tags` is empty.
 
         Returns True once all memory is back and the engine can serve.
         """
-        ...
 
 
 class LoraAdapterStore(Protocol):
@@ -144,17 +133,22 @@ class LoraAdapterStore(Protocol):
     @property
     def lora_names(self) -> tuple[str, ...]:
         """Names of the loaded adapters."""
-        ...
 
     async def load_lora(self, name: str, directory: Path) -> None:
         """Load the adapter in `directory`, and accept requests for it as `name`.
 
         Raises InvalidRequest (the adapter does not fit the model), Conflict or EngineFailed.
         """
-        ...
 
     async def unload_lora(self, name: str) -> None:
         """Refuse new requests for an adapter; its running requests go on. Raises EngineFailed."""
+
+
+class KvTierReporter(Protocol):
+    """Reports on the tiers of an engine's KV cache."""
+
+    def report_tiers(self) -> tier_report.TierReport | None:
+        """Return how full the tiers are and what was copied; None before the engine has started."""
         ...
 
 
@@ -166,6 +160,7 @@ class EngineCapabilities:
     kv_exports: KvExportDrain | None = None  # knows whether other engines still read its KV blocks
     sleep: SleepController | None = None  # releases and takes back the engine's memory
     lora_adapters: LoraAdapterStore | None = None  # loads and unloads LoRA adapters
+    kv_tiers: KvTierReporter | None = None  # keeps KV blocks in tiers below its memory
 
 
 class Engine(Protocol):
@@ -174,41 +169,33 @@ class Engine(Protocol):
     @property
     def capabilities(self) -> EngineCapabilities:
         """Return what else the engine can do; the same value before and after `start`."""
-        ...
 
     async def start(self, sink: EngineSink) -> EngineFacts:
         """Load the model, and return when requests can be served.
 
         Raises ConfigError (the model or a setting is not supported) or EngineFailed.
         """
-        ...
 
     def submit(self, request: generate.Request) -> None:
         """Accept a request.
 
         Raises RequestError (no engine like this can serve it), Overloaded, or WorkerLost (another worker may serve it).
         """
-        ...
 
     def abort(self, request_id: str) -> None:
         """Abort a request and free its blocks; the sink receives nothing more for it. An unknown id is no error."""
-        ...
 
     def abort_choice(self, request_id: str, index: int) -> None:
         """Abort one choice of a request; the others go on. With the last choice the request ends, as by `abort`."""
-        ...
 
     def load(self) -> Sequence[load.ForwardPassMetrics]:
         """Return the current load of each data-parallel rank; cheap."""
-        ...
 
     async def clear_kv_blocks(self) -> None:
         """Clear the prefix cache; running requests go on."""
-        ...
 
     async def stop(self) -> None:
         """Stop the engine; open requests are dropped without an error. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,15 +220,12 @@ class Embedder(Protocol):
 
     async def start(self) -> EmbedderFacts:
         """Load the model. Raises ConfigError (the model is not supported) or EngineFailed."""
-        ...
 
     async def embed(self, batch: Sequence[EmbedInput]) -> list[bytes]:
         """Return the unit vector of each text, packed (`embed.pack`). Raises RequestError or EngineFailed.
 
         A vector does not depend on the other texts of the batch, beyond rounding.
         """
-        ...
 
     async def stop(self) -> None:
         """Stop the embedder. Idempotent."""
-        ...

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from dynamo.base import config, distribution, errors, membership
 from dynamo.transfer import agent as agents
-from dynamo.transfer import api, descriptors, routes
+from dynamo.transfer import api, descriptors
 from dynamo.transfer.backends import local, shm, tcp
 
-MakeAgent = Callable[[api.OnNotification], api.Agent]
+MakeAgent = Callable[[api.OnNotification], agents.TransferAgent]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def make_agent(
     """
     host = settings.kv_transfer_host or settings.tcp_rpc_host
     credentials = membership.read(settings, os.environ)
-    backend_makers: dict[str, Callable[[], routes.Backend]] = {
+    backend_makers: dict[str, Callable[[], api.Backend]] = {
         "shm": lambda: shm.ShmBackend(credentials=credentials),
         "tcp": lambda: tcp.TcpBackend(host=host, credentials=credentials),
         "nixl": lambda: _make_nixl(host, is_insecure=credentials.is_insecure),
@@ -76,7 +76,7 @@ class LocalAgent:
 
     def __init__(self, make: MakeAgent, on_notification: api.OnNotification) -> None:
         self._make, self._on_notification = make, on_notification
-        self._agent: api.Agent | None = None
+        self._agent: agents.TransferAgent | None = None
         self._start_lock = asyncio.Lock()
         self._region: descriptors.Region | None = None
         self.description: descriptors.Metadata | None = None  # while the agent runs
@@ -106,7 +106,7 @@ class LocalAgent:
         if self._agent is not None:
             await self._start(self._agent)
 
-    async def get_started(self) -> api.Agent:
+    async def get_started(self) -> agents.TransferAgent:
         """Return the agent, started. Raises ConfigError for memory that cannot be copied."""
         async with self._start_lock:
             if self._agent is None:
@@ -121,7 +121,7 @@ class LocalAgent:
         if agent is not None:
             await agent.close()
 
-    async def _start(self, agent: api.Agent) -> None:
+    async def _start(self, agent: agents.TransferAgent) -> None:
         if self._region is None:
             raise errors.ConfigError(
                 "blocks in a device's memory cannot be copied between workers yet: expected --device cpu"
@@ -131,13 +131,13 @@ class LocalAgent:
         self.description = descriptors.decode(agent.export_metadata())
 
 
-def _make_nixl(host: str, *, is_insecure: bool) -> routes.Backend:
+def _make_nixl(host: str, *, is_insecure: bool) -> api.Backend:
     try:
-        module = importlib.import_module("dynamo.transfer.backends.nixl.backend")  # an extra
+        module = importlib.import_module("dynamo.transfer.backends.nixl")  # an extra
     except ImportError as error:
         raise errors.ConfigError(
             "--kv-transfer-backends: nixl is not installed: "
             f"{distribution.install_command('nixl')}, or leave nixl out"
         ) from error
-    backend: routes.Backend = module.NixlBackend(host=host, is_insecure=is_insecure)
+    backend: api.Backend = module.NixlBackend(host=host, is_insecure=is_insecure)
     return backend

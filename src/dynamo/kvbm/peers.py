@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.kvbm.local_agent import LocalAgent
-from dynamo.transfer import api as transfer
+from dynamo.transfer import agent as agents
 
 CONNECT_S = 5.0
 _logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class _PeerEngine:
     """An engine to import from; `connection` is None while there is none."""
 
     metadata: bytes
-    connection: transfer.Peer | None
+    connection: agents.ConnectedPeer | None
     num_users: int = 0  # copies and notifications that run
     forget_timer: clocks.Timer | None = None  # the engine has left
 
@@ -65,7 +65,7 @@ class PeerEngines:
         await self._close_if_idle(engine)
 
     @contextlib.asynccontextmanager
-    async def use_connection(self, engine_id: str) -> AsyncIterator[transfer.Peer]:
+    async def use_connection(self, engine_id: str) -> AsyncIterator[agents.ConnectedPeer]:
         """Provide a connection for one copy or notification; connect if there is none. Raises TransferError."""
         engine = self._engines.get(engine_id)
         if engine is None:
@@ -80,7 +80,7 @@ class PeerEngines:
             engine.num_users -= 1
             await self._close_if_idle(engine)
 
-    async def discard_connection(self, connection: transfer.Peer) -> None:
+    async def discard_connection(self, connection: agents.ConnectedPeer) -> None:
         """Close a connection after a failed copy, with all that runs on it; the next user connects anew."""
         engine = self._engines.get(connection.epoch)
         if engine is not None:
@@ -98,7 +98,9 @@ class PeerEngines:
         if is_leaving and not engine.num_users and engine.connection is not None:
             await self._close_connection(engine, engine.connection)
 
-    async def _close_connection(self, engine: _PeerEngine, connection: transfer.Peer) -> None:
+    async def _close_connection(
+        self, engine: _PeerEngine, connection: agents.ConnectedPeer
+    ) -> None:
         if engine.connection is connection:
             engine.connection = None
             agent = await self._agent.get_started()

@@ -2,9 +2,9 @@
 
 It pages the engine's memory. It knows block ids and hashes, no bytes. A block is always in exactly one of three places:
 
-    empty     state RESET: it holds nothing that can be asked for
-    active    `num_references > 0`: sequences read or write it
-    inactive  state REGISTERED, without users: its content waits to be found again, least recently released first
+    empty     it holds nothing that can be asked for (RESET, in the words of Dynamo's KVBM)
+    active    sequences read or write it: not full (PARTIAL), full (COMPLETE), or full and registered (REGISTERED)
+    inactive  registered, without users: its content waits to be found again, least recently released first
 
     empty ──allocate──▶ active ──release──▶ inactive (if it was registered) or empty
     inactive ──match_prefix──▶ active       inactive ──allocate, when nothing is empty──▶ active (evicted)
@@ -14,19 +14,74 @@ too; so equal hashes mean equal content. When two sequences compute the same con
 block that is committed can be found; the other one stays private to its sequence and is empty afterwards.
 A block stays private as well if its parent cannot be found: a match walks from the head and would never reach it.
 
-Eviction takes the block that was released longest ago, and asks the eviction policy where its content goes (`tiers`).
+Eviction takes the block that was released longest ago.
 `release` frees a sequence's blocks from its tail, so a chain loses its tail before its head.
-
-States and their transitions are in `lifecycle`. KV events are collected in order (`take_events`).
+KV events are collected in order (`take_events`).
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
-from dynamo.kvbm import events as event_logs
-from dynamo.kvbm import tiers
-from dynamo.kvbm.lifecycle import BlockState, RegisteredBlock
 from dynamo.protocols import kv_events
+
+
+class EventLog:
+    """Collects events; neighbours that continue one another in one tier become one event.
+
+    All tiers of a rank write to one log, so that a block which moves down is stored there before it is removed here.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[kv_events.KvEvent] = []
+        self._tier = kv_events.DEVICE  # of the open event
+        self._parent: int | None = None
+        self._stored: list[kv_events.StoredBlock] = []
+        self._removed: list[int] = []
+
+    def add_stored(
+        self, block: kv_events.StoredBlock, parent_hash: int | None, tier: kv_events.Tier
+    ) -> None:
+        """Record that a block became reusable in a tier."""
+        if (
+            self._removed
+            or tier != self._tier
+            or (self._stored and self._stored[-1].block_hash != parent_hash)
+        ):
+            self._close_event()
+        if not self._stored:
+            self._parent, self._tier = parent_hash, tier
+        self._stored.append(block)
+
+    def add_removed(self, sequence_hash: int, tier: kv_events.Tier) -> None:
+        """Record that a block was evicted from a tier."""
+        if self._stored or tier != self._tier:
+            self._close_event()
+            self._tier = tier
+        self._removed.append(sequence_hash)
+
+    def add_cleared(self) -> None:
+        """Record that all blocks of the worker are gone."""
+        self._close_event()
+        self._events.append(kv_events.Cleared())
+
+    def take_events(self) -> list[kv_events.KvEvent]:
+        """Return the events since the last call."""
+        self._close_event()
+        events, self._events = self._events, []
+        return events
+
+    def _close_event(self) -> None:
+        if self._stored:
+            self._events.append(
+                kv_events.Stored(
+                    parent_hash=self._parent, blocks=tuple(self._stored), tier=self._tier
+                )
+            )
+        if self._removed:
+            self._events.append(
+                kv_events.Removed(block_hashes=tuple(self._removed), tier=self._tier)
+            )
+        self._stored, self._removed = [], []
 
 
 class BlockPool:
@@ -36,24 +91,17 @@ class BlockPool:
         self,
         num_blocks: int,
         *,
-        tier: kv_events.Tier = kv_events.DEVICE,
-        eviction: tiers.EvictionPolicy | None = None,
-        events: event_logs.EventLog | None = None,
+        events: EventLog | None = None,
     ) -> None:
-        """`eviction` decides where evicted blocks go (None: they are dropped); tiers may share one log of `events`."""
+        """Several tiers may share one log of `events`."""
         self.num_blocks = num_blocks
-        self._tier = tier
-        self._eviction = eviction
-        self._events = events or event_logs.EventLog()
+        self.events = events or EventLog()
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack; the lowest id on top
         self._inactive: OrderedDict[int, None] = OrderedDict()  # released longest ago first
         self._num_references = [0] * num_blocks
-        self._private: set[int] = set()  # active blocks that are complete, but not registered
         self._stored: list[kv_events.StoredBlock | None] = [None] * num_blocks  # if registered
-        self._parents: list[int | None] = [None] * num_blocks  # parent hashes of those
         self._block_by_hash: dict[int, int] = {}
-        # How many blocks the eviction policy sent to each tier; None: dropped.
-        self.num_evicted_to: Counter[kv_events.Tier | None] = Counter()
+        self.on_evicted: Callable[[int], None] | None = None  # called with each evicted hash
 
     @property
     def num_free(self) -> int:
@@ -61,20 +109,23 @@ class BlockPool:
         return len(self._empty) + len(self._inactive)
 
     @property
+    def num_used(self) -> int:
+        """Blocks that are not empty."""
+        return self.num_blocks - len(self._empty)
+
+    @property
+    def num_registered(self) -> int:
+        """Blocks that can be found."""
+        return len(self._block_by_hash)
+
+    def __contains__(self, sequence_hash: int) -> bool:
+        """Return whether a block can be found."""
+        return sequence_hash in self._block_by_hash
+
+    @property
     def num_active(self) -> int:
         """Blocks that sequences use now."""
         return self.num_blocks - self.num_free
-
-    def state_of(self, block: int) -> BlockState:
-        """Return the block's state in its life cycle.
-
-        It follows from the other fields, so that steps of the engine do not pay for it.
-        """
-        if self._stored[block] is not None:
-            return BlockState.REGISTERED
-        if block in self._private:
-            return BlockState.COMPLETE
-        return BlockState.PARTIAL if self._num_references[block] else BlockState.RESET
 
     def match_prefix(self, sequence_hashes: Iterable[int]) -> list[int]:
         """Return the blocks of the longest registered prefix of this chain, acquired for the caller."""
@@ -109,15 +160,11 @@ class BlockPool:
         if sequence_hash in registered or (
             parent_hash is not None and parent_hash not in registered
         ):
-            if self._stored[block] is None:
-                self._private.add(block)
             return
         assert self._stored[block] is None, f"block {block} is registered with other content"
-        self._private.discard(block)
         registered[sequence_hash] = block
         stored = self._stored[block] = kv_events.StoredBlock(sequence_hash, local_hash)
-        self._parents[block] = parent_hash
-        self._events.add_stored(stored, parent_hash, self._tier)
+        self.events.add_stored(stored, parent_hash, kv_events.DEVICE)
 
     def commit_chain(
         self,
@@ -143,7 +190,6 @@ class BlockPool:
             if self._num_references[block]:
                 continue
             if self._stored[block] is None:
-                self._private.discard(block)
                 self._empty.append(block)
             else:
                 self._inactive[block] = None
@@ -158,25 +204,22 @@ class BlockPool:
         """Deregister all blocks. Active blocks stay with their sequences, and are empty once released."""
         for block in self._block_by_hash.values():
             self._stored[block] = None
-            if self._num_references[block]:
-                self._private.add(block)
         self._block_by_hash.clear()
         self._empty.extend(reversed(self._inactive))
         self._inactive.clear()
-        self._events.add_cleared()
+        self.events.add_cleared()
 
     def take_events(self) -> list[kv_events.KvEvent]:
         """Return the KV events since the last call."""
-        return self._events.take_events()
+        return self.events.take_events()
 
     def _evict_oldest(self) -> int:
         block, _ = self._inactive.popitem(last=False)
         stored = self._stored[block]
         assert stored is not None, f"block {block} is inactive but not registered"
-        if self._eviction is not None:
-            content = RegisteredBlock(stored.block_hash, stored.tokens_hash, self._parents[block])
-            self.num_evicted_to[self._eviction.place_evicted(block, content)] += 1
         self._stored[block] = None
         del self._block_by_hash[stored.block_hash]
-        self._events.add_removed(stored.block_hash, self._tier)
+        self.events.add_removed(stored.block_hash, kv_events.DEVICE)
+        if self.on_evicted is not None:
+            self.on_evicted(stored.block_hash)
         return block

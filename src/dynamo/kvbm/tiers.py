@@ -1,102 +1,240 @@
-"""The seam to the tiers of the KV cache below device memory: host memory, local disk, object stores, peers.
+"""The blocks of one cache tier below the engine's memory: slots, the index by content, users, and eviction.
 
-A pool that has to evict a block asks its `EvictionPolicy` where the block goes. The policy returns the tier that keeps
-the content from now on, or None if the content is dropped; the pool itself knows no tier but its own. A policy answers
-at once, on the thread of the pool's owner: it has copied the content when it returns, or knows that the tier below has
-it already (because it is written through when a block is registered).
+A block of a tier is in one of these states:
 
-`MemoryTier` is a complete tier in this process: it is what tests use, and the model for others. Tiers form a chain,
-because each asks a policy of its own when it is full.
+    WRITING   a copy fills its slot: it cannot be found yet
+    READY     it can be found, read, and evicted while nothing reads it
+    DROPPED   it cannot be found any more; its slot is free as soon as no copy uses it
+
+    reserve ──▶ WRITING ──confirm──▶ READY ──evict──▶ (the slot is free)
+                   │                   │
+                   └──────drop─────────┴──▶ DROPPED ──last copy ends──▶ (the slot is free)
+
+Eviction takes the lowest priority, and of these the block that was used longest ago. A chain is touched from its end,
+so that it loses its tail before its head. The tier knows slots and hashes, no bytes.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
-from dynamo.kvbm.events import EventLog
-from dynamo.kvbm.lifecycle import RegisteredBlock
+from dynamo.kvbm import pool as pools
 from dynamo.protocols import kv_events
 
-
-class EvictionPolicy(Protocol):
-    """Decides where evicted blocks of one tier go."""
-
-    def place_evicted(self, block_id: int, block: RegisteredBlock) -> kv_events.Tier | None:
-        """Return the tier that keeps this block, None to drop it.
-
-        The memory of `block_id` holds the content until this returns, and is written over afterwards.
-        """
-        ...
+MAX_QUEUED = 4096  # blocks that wait to be copied to one tier
 
 
-ReadBlock = Callable[[int], bytes]
+class CachedBlock(NamedTuple):
+    """The content of a block, by its names (`protocols.blocks`)."""
+
+    sequence_hash: int
+    local_hash: int
+    parent_hash: int | None
 
 
-class MemoryTier:
-    """A tier that keeps the content of up to `num_blocks` blocks as bytes; an `EvictionPolicy` of the tier above.
+class SlotState(StrEnum):
+    """A state of a block in a tier."""
 
-    The block that was stored or read longest ago is evicted first. Mutable; the owner of the pool above owns it.
-    """
+    WRITING = "writing"
+    READY = "ready"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True, eq=False)
+class TierBlock:
+    """A block in a slot of a tier. Only its tier changes it."""
+
+    block: CachedBlock
+    slot: int
+    priority: int
+    state: SlotState = SlotState.WRITING
+    num_users: int = 1  # copies that read or write the slot
+    was_read: bool = False
+
+
+class Tier:
+    """The slots of one tier. Mutable; one thread owns it."""
 
     def __init__(
         self,
-        tier: kv_events.Tier,
-        num_blocks: int,
-        events: EventLog,
+        name: kv_events.Tier,
+        num_slots: int,
+        events: pools.EventLog,
         *,
-        read_above: ReadBlock,
-        below: EvictionPolicy | None = None,
+        num_usable: int | None = None,
     ) -> None:
-        """`read_above` returns the content of a block id of the tier above; `below` decides of what leaves this one."""
-        self.tier = tier
-        self._events, self._read_above, self._below = events, read_above, below
-        self._free_ids = list(range(num_blocks - 1, -1, -1))
-        self._id_by_hash: OrderedDict[int, int] = OrderedDict()  # least recently used first
-        self._blocks: dict[int, tuple[RegisteredBlock, bytes]] = {}  # by id
+        """`events` is the log of the engine's own blocks too, so that routers see one order of events.
 
-    def place_evicted(self, block_id: int, block: RegisteredBlock) -> kv_events.Tier | None:
-        """Copy an evicted block of the tier above; drop it if this tier has no memory at all."""
-        if block.sequence_hash in self._id_by_hash:
-            self._id_by_hash.move_to_end(block.sequence_hash)
-            return self.tier
-        if not self._free_ids and not self._evict_oldest():
+        Only the first `num_usable` slots are used until `add_slots` (None: all).
+        """
+        self.name = name
+        self.num_slots = num_slots
+        self.num_usable = num_slots if num_usable is None else num_usable
+        self.num_evicted = 0
+        self.num_evicted_unread = 0
+        self.on_dropped: Callable[[int], None] = (
+            _ignore  # called with the hash of each block that leaves
+        )
+        self._events = events
+        self._free = list(range(self.num_usable - 1, -1, -1))
+        self._by_hash: dict[int, TierBlock] = {}  # WRITING and READY
+        self._idle: dict[
+            int, OrderedDict[int, TierBlock]
+        ] = {}  # by priority; used longest ago first
+
+    @property
+    def num_used(self) -> int:
+        """Slots that hold something."""
+        return self.num_usable - len(self._free)
+
+    def __contains__(self, sequence_hash: int) -> bool:
+        """Return whether the tier has this block, or is about to."""
+        return sequence_hash in self._by_hash
+
+    def find(self, sequence_hash: int) -> TierBlock | None:
+        """Return the block if it can be read."""
+        entry = self._by_hash.get(sequence_hash)
+        return entry if entry is not None and entry.state is SlotState.READY else None
+
+    def add_slots(self, num_slots: int) -> None:
+        """Let more slots be used."""
+        first = self.num_usable
+        self.num_usable = min(first + num_slots, self.num_slots)
+        self._free[:0] = range(self.num_usable - 1, first - 1, -1)
+
+    def reserve(self, block: CachedBlock, priority: int) -> TierBlock | None:
+        """Return a slot to copy a new block to; None if all are in use, or hold blocks of higher priority."""
+        if not self._free and not self._evict(priority):
             return None
-        own_id = self._free_ids.pop()
-        self._blocks[own_id] = block, self._read_above(block_id)
-        self._id_by_hash[block.sequence_hash] = own_id
-        stored = kv_events.StoredBlock(block.sequence_hash, block.local_hash)
-        self._events.add_stored(stored, block.parent_hash, self.tier)
-        return self.tier
+        reserved = TierBlock(block, self._free.pop(), priority)
+        self._by_hash[block.sequence_hash] = reserved
+        return reserved
 
-    def count_prefix(self, sequence_hashes: Iterable[int]) -> int:
-        """Return how many leading blocks of this chain the tier holds."""
-        num_blocks = 0
-        for name in sequence_hashes:
-            if name not in self._id_by_hash:
-                break
-            num_blocks += 1
-        return num_blocks
+    def restore(self, slots: dict[int, CachedBlock]) -> None:
+        """Enter blocks that lie in these slots from an earlier run, used longest ago first."""
+        self._free = [slot for slot in self._free if slot not in slots]
+        for slot, block in slots.items():
+            entered = self._by_hash[block.sequence_hash] = TierBlock(block, slot, priority=0)
+            self.confirm(entered)
 
-    def read_block(self, block_id: int) -> bytes:
-        """Return the content of a block of this tier: the `read_above` of the tier below."""
-        return self._blocks[block_id][1]
+    def confirm(self, reserved: TierBlock) -> bool:
+        """Make a block findable: its copy has ended well. Return False if it was dropped meanwhile."""
+        is_kept = reserved.state is SlotState.WRITING
+        if is_kept:
+            reserved.state = SlotState.READY
+            block = reserved.block
+            stored = kv_events.StoredBlock(block.sequence_hash, block.local_hash)
+            self._events.add_stored(stored, block.parent_hash, self.name)
+        self.release(reserved)
+        return is_kept
 
-    def read_content(self, sequence_hash: int) -> bytes | None:
-        """Return a block's content, and keep it longer; None if the tier does not hold it."""
-        block_id = self._id_by_hash.get(sequence_hash)
-        if block_id is None:
-            return None
-        self._id_by_hash.move_to_end(sequence_hash)
-        return self._blocks[block_id][1]
+    def acquire(self, entry: TierBlock, *, is_read: bool = True) -> TierBlock:
+        """Keep a block in its slot while a copy uses it; `release` follows. `is_read`: it is for a request."""
+        if not entry.num_users:
+            self._remove_idle(entry)
+        entry.num_users += 1
+        entry.was_read |= is_read
+        return entry
 
-    def _evict_oldest(self) -> bool:
-        if not self._id_by_hash:
+    def release(self, used: TierBlock) -> None:
+        """End a use of a block's slot."""
+        used.num_users -= 1
+        if used.num_users:
+            return
+        if used.state is SlotState.READY:
+            self._idle.setdefault(used.priority, OrderedDict())[used.block.sequence_hash] = used
+        else:
+            self._free.append(used.slot)
+
+    def drop(self, dropped: TierBlock) -> None:
+        """Let nothing find this block any more: its copy has failed, or its content is wrong.
+
+        Its users still release it.
+        """
+        if dropped.state is SlotState.DROPPED:
+            return
+        if dropped.state is SlotState.READY:
+            self._events.add_removed(dropped.block.sequence_hash, self.name)
+            if not dropped.num_users:
+                self._remove_idle(dropped)
+                self._free.append(dropped.slot)
+        dropped.state = SlotState.DROPPED
+        self.on_dropped(dropped.block.sequence_hash)
+        del self._by_hash[dropped.block.sequence_hash]
+
+    def touch(self, sequence_hashes: Iterable[int]) -> None:
+        """Mark blocks as used now, in this order."""
+        for sequence_hash in sequence_hashes:
+            entry = self._by_hash.get(sequence_hash)
+            if entry is not None and not entry.num_users:
+                self._idle[entry.priority].move_to_end(sequence_hash)
+
+    def clear(self) -> None:
+        """Drop all blocks, without events: the caller records that everything is gone."""
+        for entry in self._by_hash.values():
+            entry.state = SlotState.DROPPED
+            if not entry.num_users:
+                self._free.append(entry.slot)
+        self._by_hash.clear()
+        self._idle.clear()
+
+    def _evict(self, priority: int) -> bool:
+        """Free the slot of the block that is worth least; return False if none of at most this priority is idle."""
+        lowest = min((p for p, blocks in self._idle.items() if blocks), default=None)
+        if lowest is None or lowest > priority:
             return False
-        sequence_hash, block_id = next(iter(self._id_by_hash.items()))
-        block, _ = self._blocks[block_id]
-        if self._below is not None:
-            self._below.place_evicted(block_id, block)
-        del self._id_by_hash[sequence_hash], self._blocks[block_id]
-        self._events.add_removed(sequence_hash, self.tier)
-        self._free_ids.append(block_id)
+        oldest = next(iter(self._idle[lowest].values()))
+        self.num_evicted += 1
+        self.num_evicted_unread += not oldest.was_read
+        self.drop(oldest)
         return True
+
+    def _remove_idle(self, entry: TierBlock) -> None:
+        idle = self._idle[entry.priority]
+        del idle[entry.block.sequence_hash]
+        if not idle:
+            del self._idle[entry.priority]
+
+
+class OffloadQueue:
+    """Blocks that wait to be copied to one tier: the highest priority first, then the one offered first."""
+
+    def __init__(self) -> None:
+        self._by_priority: dict[int, OrderedDict[int, CachedBlock]] = {}
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        """Return the number of blocks that wait."""
+        return self._num_blocks
+
+    def add(self, block: CachedBlock, priority: int) -> bool:
+        """Add a block, once. Return False if the queue is full."""
+        queue = self._by_priority.setdefault(priority, OrderedDict())
+        if block.sequence_hash not in queue:
+            if self._num_blocks >= MAX_QUEUED:
+                return False
+            queue[block.sequence_hash] = block
+            self._num_blocks += 1
+        return True
+
+    def pop(self) -> tuple[CachedBlock, int] | None:
+        """Remove and return the first block with its priority; None if there is none."""
+        while self._by_priority:
+            priority = max(self._by_priority)
+            queue = self._by_priority[priority]
+            if queue:
+                self._num_blocks -= 1
+                return queue.popitem(last=False)[1], priority
+            del self._by_priority[priority]
+        return None
+
+    def clear(self) -> None:
+        """Remove all blocks."""
+        self._by_priority.clear()
+        self._num_blocks = 0
+
+
+def _ignore(sequence_hash: int) -> None:
+    """Do nothing with the hash of a block that leaves."""

@@ -3,7 +3,7 @@
 The card holds the model's name, its files with checksums, and what the engine found. Frontends on other hosts get the
 files from the object store, if the worker is connected to one, and in any case over the request plane. Only files that
 the card names are served, and never weights. A file in the store is named by its content, so that all workers of a
-model share it; it stays as long as one of them runs and a while longer (`object_store.ObjectStoreBounds`).
+model share it; it stays as long as one of them runs and a while longer (`services.ObjectStoreBounds`).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
 from dynamo.protocols import instances, model_card
-from dynamo.runtime import component, object_store, requests
+from dynamo.runtime import component, requests, services
 
 # What a frontend needs to turn text into tokens and back, and to know the limits of a model.
 FILES = (
@@ -72,6 +72,7 @@ def build(
             supports_logprobs=facts.supports_logprobs,
             max_top_logprobs=facts.max_top_logprobs,
             supports_prompt_logprobs=facts.supports_prompt_logprobs,
+            supports_cache_salt=facts.supports_cache_salt,
             supports_guided=facts.supports_guided,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
@@ -151,11 +152,9 @@ class FileSharing:
         """Cancel what is being read, and let the files in the store expire."""
         await self._tasks.close()
 
-    async def _keep_stored(
-        self, card: model_card.ModelCard, store: object_store.ObjectStore
-    ) -> None:
+    async def _keep_stored(self, card: model_card.ModelCard, store: services.ObjectStore) -> None:
         while True:
-            await self._clock.sleep(object_store.ObjectStoreBounds().fresh_s)
+            await self._clock.sleep(services.ObjectStoreBounds().fresh_s)
             await _put_files(card, store)
 
     def _handle(self, call: requests.Call) -> None:
@@ -180,7 +179,7 @@ class FileSharing:
 
 
 async def _put_files(
-    card: model_card.ModelCard, store: object_store.ObjectStore
+    card: model_card.ModelCard, store: services.ObjectStore
 ) -> model_card.ModelCard:
     """Put the card's files into the store; return the card with their URLs, or the same card if that failed."""
     try:

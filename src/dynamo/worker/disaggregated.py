@@ -15,7 +15,6 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.disagg import (
     config,
-    job_consumer,
     metrics,
     policy,
     prefill_queue,
@@ -73,7 +72,7 @@ def prepare_role(
     if worker.prefill_queue == "direct":
         return WorkerRole(engine)
     counters = metrics.PrefillJobMetrics(registry)
-    consumer = job_consumer.PrefillJobConsumer(
+    consumer = shared_queue.PrefillJobConsumer(
         join, runtime.requests, runtime.instance_id, counters, clock
     )
     return WorkerRole(engine, (consumer,))
@@ -93,18 +92,22 @@ def add_role(
 ) -> model_card.ModelCard:
     """Return the model card with the worker's role, and the metadata of its started engine for decode workers."""
     transfer = engine.capabilities.kv_transfer
-    metadata = transfer.transfer_metadata if transfer is not None else None
-    if worker.is_prefill and metadata is not None:
-        data = {
-            kv_transfer.METADATA_KEY: base64.b64encode(metadata).decode(),
-            shared_queue.TAKES_JOBS: worker.prefill_queue == "queue",
-        }
-        runtime = msgspec.structs.replace(model.runtime_config, runtime_data=data)
+    if transfer is None or worker.disaggregation_mode == "agg":
+        return model
+    data = {**model.runtime_config.runtime_data}
+    if worker.max_local_prefill_length is not None:
+        data[kv_transfer.LOCAL_LENGTH_KEY] = worker.max_local_prefill_length
+    kind = model.worker_type
+    if worker.is_prefill and transfer.transfer_metadata is not None:
         kind = model_card.WorkerType.PREFILL
-        return msgspec.structs.replace(model, worker_type=kind, runtime_config=runtime)
-    if worker.disaggregation_mode == "decode":
-        return msgspec.structs.replace(model, worker_type=model_card.WorkerType.DECODE)
-    return model
+        data[kv_transfer.METADATA_KEY] = base64.b64encode(transfer.transfer_metadata).decode()
+        data[shared_queue.TAKES_JOBS] = worker.prefill_queue == "queue"
+    elif worker.disaggregation_mode == "decode":
+        kind = model_card.WorkerType.DECODE
+    elif not worker.is_prefill:
+        data[kv_transfer.IMPORTS_KEY] = True
+    runtime = msgspec.structs.replace(model.runtime_config, runtime_data=data)
+    return msgspec.structs.replace(model, worker_type=kind, runtime_config=runtime)
 
 
 def _decode_role(

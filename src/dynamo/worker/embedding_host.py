@@ -5,24 +5,31 @@ no cache to clear, and a batch that fails does not end the worker.
 
 `EmbeddingRequests` holds the requests that were accepted and not yet answered. One loop embeds batch after batch. Each
 request gets its share of a batch as one reply, and ends with its last input.
+
+`EmbeddingQueue` decides which inputs form the next batch: calls take turns, one input each, so that a call with one
+short text does not wait behind a call with thousands. Within a call the longest inputs come first: inputs of similar
+length then share a batch, and attention is one product.
 """
 
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
-from dynamo.protocols import blocks, embed, instances, model_card, model_errors
+from dynamo.protocols import blocks, embed, instances, model_card, model_errors, wire
 from dynamo.runtime import component, requests
 from dynamo.worker import card as cards
-from dynamo.worker import embedding_queue, metrics, system_port
+from dynamo.worker import health
 
+MAX_BATCH_INPUTS = 64  # also bounds a reply: 64 vectors of 8192 floats are 2 MiB
 MAX_WAITING_TOKENS = 4 * 2**20  # 16 MiB
 _logger = logging.getLogger(__name__)
 _decode = msgspec.msgpack.Decoder(embed.EmbeddingRequest).decode
@@ -48,11 +55,11 @@ class EmbeddingHost:
         self._make_card = make_card
         self._request_limit = request_limit
         self._clock = clock
-        self._metrics = metrics.WorkerMetrics(endpoint, clock)
+        self._metrics = health.WorkerMetrics(endpoint, clock)
         self._files = cards.FileSharing(runtime, clock)
         self._tasks = tasks.Tasks()
         self._is_ready = False
-        self._system_port = system_port.SystemPort(
+        self._system_port = health.SystemPort(
             endpoints=(endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._metrics.uptime_s,
@@ -96,6 +103,63 @@ class EmbeddingHost:
         _logger.info("stopped")
 
 
+class InputRef(NamedTuple):
+    """One input of one call."""
+
+    call_id: int
+    number: int
+
+
+class EmbeddingQueue:
+    """Inputs of calls, counted in inputs and in tokens."""
+
+    def __init__(self, max_batch_tokens: int) -> None:
+        self.num_tokens = 0
+        self._max_batch_tokens = max_batch_tokens
+        self._turns: deque[int] = deque()  # call ids
+        self._waiting_by_call: dict[int, list[tuple[int, int]]] = {}  # (tokens, number), next last
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting_by_call.values()))
+
+    def add(self, call_id: int, lengths: Sequence[int]) -> None:
+        """Add a call with inputs of these lengths in tokens, at least one."""
+        self._waiting_by_call[call_id] = sorted((length, i) for i, length in enumerate(lengths))
+        self._turns.append(call_id)
+        self.num_tokens += sum(lengths)
+
+    def drop(self, call_id: int) -> None:
+        """Remove the inputs of a call that still wait; an unknown call is no error."""
+        waiting = self._waiting_by_call.pop(call_id, None)
+        if waiting is not None:
+            self._turns.remove(call_id)
+            self.num_tokens -= sum(length for length, _ in waiting)
+
+    def take_batch(self) -> list[InputRef]:
+        """Remove and return the next batch, empty if nothing waits.
+
+        A batch keeps to the bounds in inputs and tokens, except that a single longer input is a batch of its own.
+        """
+        batch: list[InputRef] = []
+        tokens_left = self._max_batch_tokens
+        while self._turns and len(batch) < MAX_BATCH_INPUTS:
+            call_id = self._turns[0]
+            waiting = self._waiting_by_call[call_id]
+            length, number = waiting[-1]
+            if batch and length > tokens_left:
+                break
+            batch.append(InputRef(call_id, number))
+            tokens_left -= length
+            self.num_tokens -= length
+            waiting.pop()
+            self._turns.popleft()
+            if waiting:
+                self._turns.append(call_id)
+            else:
+                del self._waiting_by_call[call_id]
+        return batch
+
+
 @dataclass(slots=True)
 class _Entry:
     call: requests.Call
@@ -113,7 +177,7 @@ class EmbeddingRequests:
         facts: api.EmbedderFacts,
         *,
         limit: int,
-        counters: metrics.WorkerMetrics,
+        counters: health.WorkerMetrics,
         clock: clocks.Clock,
     ) -> None:
         self._embedder = embedder
@@ -121,7 +185,7 @@ class EmbeddingRequests:
         self._limit = limit
         self._metrics = counters
         self._clock = clock
-        self._queue = embedding_queue.EmbeddingQueue(facts.max_num_batched_tokens)
+        self._queue = EmbeddingQueue(facts.max_num_batched_tokens)
         self._entry_by_id: dict[int, _Entry] = {}
         self._ids = itertools.count()
         self._has_work = asyncio.Event()
@@ -164,12 +228,12 @@ class EmbeddingRequests:
             raise errors.Overloaded("Server overloaded: worker at capacity")
         try:
             request = _decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except wire.DECODE_ERRORS as error:
             raise errors.RemoteProtocolError(f"expected a request to embed: {error}") from error
         _check(request, self._facts)
         return request
 
-    async def _embed(self, batch: Sequence[embedding_queue.InputRef]) -> None:
+    async def _embed(self, batch: Sequence[InputRef]) -> None:
         batch_requests = [self._entry_by_id[ref.call_id].request for ref in batch]
         inputs = [
             api.EmbedInput(request.inputs[ref.number], request.dimensions)

@@ -14,7 +14,7 @@ from typing import Any
 
 from dynamo.base import distribution, errors
 from dynamo.engine import api
-from dynamo.engine.adapters.vllm import orphans
+from dynamo.engine.adapters.vllm import plugin
 from dynamo.transfer.backends import local
 
 
@@ -63,10 +63,10 @@ KIND_BY_NAME = {
         needs_weights=False,
     ),
     "vllm": EngineKind(
-        settings="dynamo.engine.adapters.vllm.settings:VllmConfig",
+        settings="dynamo.engine.adapters.settings:VllmConfig",
         engine="dynamo.engine.adapters.vllm.engine:build",
         embedder=None,
-        check="dynamo.engine.adapters.vllm.settings:check_installed",
+        check="dynamo.engine.adapters.settings:check_vllm",
         requires="vllm",
         extra="vllm",
         max_local_prefill_length=0,
@@ -75,22 +75,27 @@ KIND_BY_NAME = {
         environment={
             "VLLM_NO_USAGE_STATS": "1",  # no usage statistics, unless the user asks for them
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would keep our sockets open after us
-            orphans.OWNED: "1",
+            "VLLM_LOGGING_CONFIG_PATH": str(plugin.LOGGING_CONFIG),
+            # What would write past the formatter of our logs: progress bars, warnings of C++ and of Python.
+            "TQDM_DISABLE": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONWARNINGS": "ignore::FutureWarning",
+            plugin.OWNED: "1",
         },
     ),
     "sglang": EngineKind(
-        settings="dynamo.engine.adapters.sglang.settings:SglangConfig",
+        settings="dynamo.engine.adapters.settings:SglangConfig",
         engine="dynamo.engine.adapters.sglang.engine:build",
         embedder=None,
-        check="dynamo.engine.adapters.sglang.settings:check_installed",
+        check="dynamo.engine.adapters.settings:check_sglang",
         requires="sglang",
         build_arguments=("model_name",),
     ),
     "trtllm": EngineKind(
-        settings="dynamo.engine.adapters.trtllm.settings:TrtllmConfig",
+        settings="dynamo.engine.adapters.settings:TrtllmConfig",
         engine="dynamo.engine.adapters.trtllm.engine:build",
         embedder=None,
-        check="dynamo.engine.adapters.trtllm.settings:check_installed",
+        check="dynamo.engine.adapters.settings:check_trtllm",
         requires="tensorrt_llm",
         build_arguments=(),
     ),

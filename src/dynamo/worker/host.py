@@ -27,17 +27,16 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, ids, tasks
 from dynamo.engine import api
 from dynamo.observability import tracing
-from dynamo.protocols import instances, kv_events, load, model_card
+from dynamo.protocols import instances, kv_events, load, model_card, wire
 from dynamo.runtime import component, requests
 from dynamo.worker import (
     call_trace,
-    canary,
+    health,
     inflight,
     kv_event_publisher,
+    kv_tiers,
     lora_adapters,
-    metrics,
     sleep,
-    system_port,
 )
 from dynamo.worker import card as cards
 
@@ -69,8 +68,9 @@ class HostOptions:
     request_limit: int  # requests that may run or wait; more are refused as overload
     drain_timeout_s: float = 30.0  # for running requests when the worker is put to sleep
     drain_grace_s: float = 0.0  # in which new requests are still accepted then
+    is_aggregated: bool = True  # the engine computes all prompts itself
     can_sleep: bool = True  # False: refuse the commands, whatever the engine can do
-    health_check: canary.HealthCheck | None = None  # None: a quiet engine is not checked
+    health_check: health.HealthCheck | None = None  # None: a quiet engine is not checked
     traces: tracing.TracingConfig | None = None  # None: no spans are exported
 
 
@@ -86,7 +86,7 @@ class Host:
         make_card: MakeCard,
         options: HostOptions,
         clock: clocks.Clock,
-        counters: metrics.WorkerMetrics | None = None,
+        counters: health.WorkerMetrics | None = None,
         hooks: Sequence[LifecycleHook] = (),
     ) -> None:
         self._engine = engine
@@ -95,10 +95,14 @@ class Host:
         self._make_card = make_card
         self._options = options
         self._clock = clock
-        self._metrics = counters or metrics.WorkerMetrics(endpoint, clock)
+        self._metrics = counters or health.WorkerMetrics(endpoint, clock)
         self._hooks = hooks
         self._requests = inflight.InFlight(
-            engine, limit=options.request_limit, counters=self._metrics, clock=clock
+            engine,
+            limit=options.request_limit,
+            counters=self._metrics,
+            clock=clock,
+            is_aggregated=options.is_aggregated,
         )
         self._handle = call_trace.logged(self._requests.handle)
         traces = options.traces
@@ -119,16 +123,24 @@ class Host:
         self._death: errors.EngineFailed | None = None
         self._is_ready = False
         self._sleep, self._lora_adapters = self._commands(engine.capabilities)
-        commands = [part for part in (self._sleep, self._lora_adapters) if part is not None]
-        self._system_port = system_port.SystemPort(
+        reporter = engine.capabilities.kv_tiers
+        self._tiers = kv_tiers.KvTierMonitor(reporter, self._metrics.registry) if reporter else None
+        parts = (self._sleep, self._lora_adapters, self._tiers)
+        commands = [part for part in parts if part is not None]
+        self._system_port = health.SystemPort(
             endpoints=(endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: self._metrics.uptime_s,
-            render=lambda: self._metrics.render(self._engine.load() if self._is_ready else ()),
+            render=self._render_metrics,
             command_routes={
                 path: route for part in commands for path, route in part.routes().items()
             },
         )
+
+    def _render_metrics(self) -> bytes:
+        if self._tiers is not None:
+            self._tiers.update()
+        return self._metrics.render(self._engine.load() if self._is_ready else ())
 
     def _commands(
         self, capabilities: api.EngineCapabilities
@@ -153,6 +165,10 @@ class Host:
         self._tasks.start(
             "publish load", self._publisher.publish_load(self._engine.load, self._clock)
         )
+        self._tasks.start(
+            "log statistics",
+            health.log_statistics(self._requests, self._engine.load, self._clock),
+        )
         self._tasks.start("publish KV positions", self._publisher.publish_positions(self._clock))
         handlers = {
             instances.CLEAR_KV_BLOCKS: self._clear_kv_blocks,
@@ -170,7 +186,7 @@ class Host:
         self._is_ready = True
         check = self._options.health_check
         if check is not None:
-            watcher = canary.Canary(self._handle_if_awake, self._engine.load, check, self._clock)
+            watcher = health.Canary(self._handle_if_awake, self._engine.load, check, self._clock)
             self._tasks.start("health check", self._die_when_hung(watcher))
         if self._sleep is not None:
             self._sleep.begin()
@@ -270,7 +286,7 @@ class Host:
         """Hand all requests over and end the worker; called by an engine that is unusable."""
         self._is_ready = False
         self._death = error
-        self._requests.hand_over(errors.WorkerLost(f"the worker's engine is lost: {error}"))
+        self._requests.hand_over(errors.WorkerDied(f"the worker's engine is lost: {error}"))
         self._ended.set()
 
     async def _publish_lora_names(self, names: tuple[str, ...]) -> None:
@@ -284,7 +300,7 @@ class Host:
         else:  # it sleeps, or is about to leave
             probe.finish()
 
-    async def _die_when_hung(self, watcher: canary.Canary) -> None:
+    async def _die_when_hung(self, watcher: health.Canary) -> None:
         self.died(await watcher.watch())
 
     async def _wait_for_exports(self, deadline: float) -> None:
@@ -323,7 +339,7 @@ class Host:
     async def _replay_and_finish(self, call: requests.Call) -> None:
         try:
             request = msgspec.msgpack.decode(call.body, type=kv_events.ReplayRequest)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except wire.DECODE_ERRORS as error:
             call.fail(errors.RemoteProtocolError(f"expected a request for a replay: {error}"))
             return
         for part in self._publisher.replay(request):
@@ -345,7 +361,7 @@ class Fleet:
         make_host: MakeHost,
         *,
         endpoint: instances.EndpointName,
-        counters: metrics.WorkerMetrics,
+        counters: health.WorkerMetrics,
     ) -> None:
         self._engines = engines
         self._runtimes = [runtime.sibling() for _ in engines]
@@ -354,7 +370,7 @@ class Fleet:
             for engine, sibling in zip(engines, self._runtimes, strict=True)
         ]
         self._is_ready = False
-        self._system_port = system_port.SystemPort(
+        self._system_port = health.SystemPort(
             endpoints=(endpoint.endpoint,),
             is_ready=lambda: self._is_ready,
             uptime_s=lambda: counters.uptime_s,

@@ -15,9 +15,9 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, wire
 from dynamo.runtime import requests
-from dynamo.worker import metrics
+from dynamo.worker import health
 
 _logger = logging.getLogger(__name__)
 _decode = msgspec.msgpack.Decoder(generate.Request).decode
@@ -28,6 +28,7 @@ class _Entry:
     call: requests.Call
     open_choices: set[int]
     accepted_at: float
+    prompt_len: int  # in tokens; 0 once its answer has begun
 
 
 class InFlight:
@@ -38,14 +39,19 @@ class InFlight:
         engine: api.Engine,
         *,
         limit: int,
-        counters: metrics.WorkerMetrics,
+        counters: health.WorkerMetrics,
         clock: clocks.Clock,
+        is_aggregated: bool = True,
     ) -> None:
+        """`is_aggregated`: the engine computes all prompts itself, and the log says so."""
         self._engine = engine
         self._limit = limit
         self._metrics = counters
         self._clock = clock
         self._entry_by_id: dict[str, _Entry] = {}
+        self._is_aggregated = is_aggregated
+        self.num_prompt_tokens = 0  # of answers that have begun
+        self.num_output_tokens = 0
         self._num_renamed = 0
         self._refusal: errors.WorkerLost | None = None  # set: all new requests fail with it
         self._is_empty = asyncio.Event()
@@ -60,8 +66,16 @@ class InFlight:
         try:
             request = self._admit(call)
             self._entry_by_id[request.id] = _Entry(
-                call, set(range(request.sampling_options.n)), accepted_at
+                call, set(range(request.sampling_options.n)), accepted_at, request.prompt_len
             )
+            _logger.debug(
+                'starting task to process python async generator stream request_id="%s"', request.id
+            )
+            if self._is_aggregated:
+                _logger.info(
+                    "Prefilling locally for request %s with length %d",
+                    request.id, request.prompt_len,
+                )  # fmt: skip
             try:
                 self._engine.submit(request)
             except errors.DynamoError:
@@ -72,7 +86,7 @@ class InFlight:
             _logger.debug("refused a request: %s", error)
             call.fail(error)
         else:
-            _logger.debug("accepted %s: %d prompt tokens", request.id, request.prompt_len)
+            _logger.info("Added request %s.", request.id)
             call.on_cancel(lambda: self._cancel(request.id))
             if request.sampling_options.n > 1:
                 call.on_signal(lambda index: self._cancel_choice(request.id, index))
@@ -83,6 +97,10 @@ class InFlight:
             entry = self._entry_by_id.get(request_id)
             if entry is None:
                 continue  # its caller left while the step ran
+            if entry.prompt_len:
+                self.num_prompt_tokens += entry.prompt_len
+                entry.prompt_len = 0
+            self.num_output_tokens += len(output.token_ids)
             entry.call.send(output)
             if output.finish_reason is not None:
                 self._end_choice(request_id, output.index)
@@ -147,6 +165,9 @@ class InFlight:
     def _release(self, request_id: str, error: errors.DynamoError | None) -> _Entry:
         entry = self._entry_by_id.pop(request_id)
         self._metrics.request_ended(self._clock.now() - entry.accepted_at, error)
+        _logger.debug(
+            'finished processing python async generator stream request_id="%s"', request_id
+        )
         if not self._entry_by_id:
             self._is_empty.set()
         return entry
@@ -156,7 +177,7 @@ def decode(body: msgspec.Raw) -> generate.Request:
     """Decode and check the body of a call. Raises RemoteProtocolError (not a request) or InvalidRequest."""
     try:
         request = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except wire.DECODE_ERRORS as error:
         raise errors.RemoteProtocolError(f"expected a request to generate: {error}") from error
     if not request.token_ids or len(request.token_ids) % blocks.TOKEN_BYTES:
         raise errors.InvalidRequest(

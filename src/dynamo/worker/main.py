@@ -7,32 +7,34 @@
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
 from dynamo.engine import api
 from dynamo.observability import logs
 from dynamo.preprocess import loading
-from dynamo.protocols import generate, model_card
+from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
 from dynamo.worker import (
     card,
     disaggregated,
     embedding_host,
     engines,
+    health,
     host,
-    metrics,
     model_source,
     settings,
-    system_port,
 )
 
 _logger = logging.getLogger(__name__)
@@ -74,12 +76,42 @@ async def _serve(worker: settings.WorkerConfig, make_any_host: MakeAnyHost) -> N
     ) as runtime:
         served = make_any_host(runtime)
         try:
-            if worker.system_port != system_port.PORT_DISABLED:
-                await served.open_system_port(worker.system_host, worker.system_port)
-            await served.start()  # until here a signal ends the process at once: nothing runs yet
+            served_names = {"generate", "embed", worker.endpoint_name.endpoint}
+            if absent := sorted({*worker.system_use_endpoint_health_status} - served_names):
+                _logger.warning(
+                    "/health does not wait for %s (--system-use-endpoint-health-status), which workers do not serve",
+                    ", ".join(absent),
+                )
+            if worker.used_system_port != health.PORT_DISABLED:
+                await served.open_system_port(worker.system_host, worker.used_system_port)
+            async with _announced_start(runtime, worker):
+                await (
+                    served.start()
+                )  # until here a signal ends the process at once: nothing runs yet
             await served.run_until(process_setup.stop_on_signals())
         finally:
             await served.stop(worker.graceful_shutdown_timeout_s, worker.grace_period_s)
+
+
+@contextlib.asynccontextmanager
+async def _announced_start(
+    runtime: component.DistributedRuntime, worker: settings.WorkerConfig
+) -> AsyncIterator[None]:
+    """Have frontends let requests wait for this worker inside, unless it only computes prompts for others."""
+    key = f"{instances.STARTS}{runtime.instance_id:x}"
+    start = instances.WorkerStart(
+        model=_model_name(worker),
+        namespace=worker.namespace,
+        estimate_s=worker.start_estimate_s,
+    )
+    try:
+        if not worker.is_prefill:
+            await runtime.discovery.put(key, msgspec.json.encode(start))
+    except errors.Unavailable as error:
+        _logger.debug("the start is not announced: %s", error)
+    yield
+    with contextlib.suppress(errors.Unavailable):
+        await runtime.discovery.delete(key)
 
 
 def _host_factory(
@@ -100,6 +132,12 @@ def _model_name(worker: settings.WorkerConfig) -> str:
     return worker.model_name or model_source.display_name(worker.model)
 
 
+def _aliases(worker: settings.WorkerConfig) -> tuple[str, ...]:
+    if worker.model_alias or worker.model_name:
+        return worker.model_alias
+    return model_source.aliases(worker.model)
+
+
 def make_host(
     worker: settings.WorkerConfig,
     engine: api.Engine,
@@ -107,7 +145,7 @@ def make_host(
     directory: Path,
     *,
     make_card: host.MakeCard | None = None,
-    counters: metrics.WorkerMetrics | None = None,
+    counters: health.WorkerMetrics | None = None,
     engine_prefix: str | None = None,
     clock: clocks.Clock | None = None,
 ) -> host.Host:
@@ -116,7 +154,7 @@ def make_host(
     All time of the worker is that of `clock`, by default the machine's.
     """
     clock = clock or clocks.SystemClock()
-    counters = counters or metrics.WorkerMetrics(
+    counters = counters or health.WorkerMetrics(
         worker.endpoint_name, clock, engine_prefix=engine_prefix
     )
     make = make_card or _card_factory(worker, directory, clock)
@@ -138,6 +176,7 @@ def make_host(
             request_limit=worker.engine_request_limit,
             drain_timeout_s=worker.graceful_shutdown_timeout_s,
             drain_grace_s=worker.grace_period_s,
+            is_aggregated=role.engine is engine and not worker.is_prefill,
             can_sleep=not worker.takes_from_queue,
             health_check=worker.health_check,
             traces=worker,
@@ -157,7 +196,7 @@ def _make_fleet(
     """Make the hosts of several engines, with one card and one set of metrics. Raises ConfigError."""
     worker = disaggregated.require_aggregated(worker)
     clock = clocks.SystemClock()
-    counters = metrics.WorkerMetrics(worker.endpoint_name, clock)
+    counters = health.WorkerMetrics(worker.endpoint_name, clock)
     make_card = functools.cache(_card_factory(worker, directory, clock))
 
     def make(engine: api.Engine, sibling: component.DistributedRuntime) -> host.Host:
@@ -183,7 +222,7 @@ def _card_factory(
             migration_limit=worker.migration_limit,
         )
         loading.load_preprocessor(built, clock)  # refuse here what no frontend could read
-        return built
+        return msgspec.structs.replace(built, aliases=_aliases(worker))
 
     return make_card
 
@@ -201,7 +240,7 @@ def make_embedding_host(
     def make_card(facts: api.EmbedderFacts) -> model_card.ModelCard:
         built = card.build_embedding(directory, name=name, facts=facts, created=int(clock.wall()))
         loading.load_preprocessor(built, clock)
-        return built
+        return msgspec.structs.replace(built, aliases=_aliases(worker))
 
     return embedding_host.EmbeddingHost(
         embedder,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.engine.mock import answers, embedder, engine, timing
+from dynamo.engine.mock import answers, engine, timing
 from dynamo.engine.mock import settings as mock_settings
 from dynamo.preprocess import tokenize
 from dynamo.protocols import blocks
@@ -54,9 +54,9 @@ def _profile(path: str | None) -> timing.Profile | None:
         raise errors.ConfigError(f"{source}: cannot be read: {error.strerror}") from error
 
 
-def build_embedder(directory: Path, settings: mock_settings.MockConfig) -> embedder.MockEmbedder:
+def build_embedder(directory: Path, settings: mock_settings.MockConfig) -> engine.MockEmbedder:
     """Build an embedder for inputs up to the model's context length. Raises ConfigError."""
-    return embedder.MockEmbedder(
+    return engine.MockEmbedder(
         context_length=settings.max_model_len or _context_length(directory),
         dimensions=settings.embedding_dimensions,
     )

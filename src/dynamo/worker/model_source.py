@@ -9,6 +9,7 @@ The only module that imports `huggingface_hub`. Every failure is one ConfigError
 a hub that does not answer.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -69,6 +70,14 @@ def display_name(model: str | None) -> str:
         return BUILT_IN
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else model
+
+
+def aliases(model: str | None) -> tuple[str, ...]:
+    """Return further names of a model: as it was typed, that without `./`, and the last part of a hub name."""
+    if not model:
+        return ()
+    names = dict.fromkeys((model, os.path.normpath(model), Path(model).name))
+    return tuple(name for name in names if name not in ("", ".", "..", display_name(model)))
 
 
 def _checked(directory: Path) -> Path:

@@ -9,7 +9,9 @@ from dynamo.preprocess import infill
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import instances
 from dynamo.runtime import component
-from dynamo.worker import canary, system_port
+from dynamo.worker import health
+
+DEFAULT_SYSTEM_PORT = 9090  # of NVIDIA Dynamo's workers, where DYN_SYSTEM_ENABLED asks for one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,11 @@ class WorkerConfig(component.RuntimeConfig):
         None,
         aliases=("--served-model-name",),
         help="name under which clients ask for the model (default: the directory's name, or the hub name)",
+    )
+    model_alias: tuple[str, ...] = config.option(
+        (),
+        help="further names under which clients may ask for the model"
+        " (default without --model-name: as it was typed, and the directory's name)",
     )
     task: Literal["auto", "generate", "embed"] = config.option(
         "auto",
@@ -101,6 +108,13 @@ class WorkerConfig(component.RuntimeConfig):
         help="times that a request may migrate to another worker; the frontend's limit holds if it is lower",
         least=0,
     )
+    start_estimate_s: float = config.option(
+        120.0,
+        env="DYN_START_ESTIMATE_S",
+        help="seconds that a start of this worker is estimated to take, for which frontends let requests of its model"
+        " wait; raise it for models that load longer",
+        least=0,
+    )
     graceful_shutdown_timeout_s: float = config.option(
         30.0,
         env="DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT",
@@ -139,11 +153,21 @@ class WorkerConfig(component.RuntimeConfig):
         help="address of /live, /health and /metrics; 0.0.0.0 for all networks",
     )
     system_port: int = config.option(
-        system_port.PORT_DISABLED,
+        health.PORT_DISABLED,
         env="DYN_SYSTEM_PORT",
         help="port of /live, /health and /metrics; -1 for none, 0 for any",
-        least=system_port.PORT_DISABLED,
+        least=health.PORT_DISABLED,
         most=65535,
+    )
+    system_enabled: bool | None = config.option(
+        None,
+        env="DYN_SYSTEM_ENABLED",
+        help=f"true: serve the system port, at {DEFAULT_SYSTEM_PORT} if --system-port names none; false: serve none",
+    )
+    system_use_endpoint_health_status: tuple[str, ...] = config.option(
+        (),
+        env="DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS",
+        help="endpoints that /health waits for, such as generate; those of a worker become ready together",
     )
 
     def check(self) -> None:
@@ -156,11 +180,20 @@ class WorkerConfig(component.RuntimeConfig):
         formats.check_names(self.dyn_tool_call_parser, self.dyn_reasoning_parser)
 
     @property
-    def health_check(self) -> canary.HealthCheck | None:
+    def used_system_port(self) -> int:
+        """Return the port to serve /health at, `health.PORT_DISABLED` for none."""
+        if self.system_enabled is False:
+            return health.PORT_DISABLED
+        if self.system_enabled and self.system_port == health.PORT_DISABLED:
+            return DEFAULT_SYSTEM_PORT
+        return self.system_port
+
+    @property
+    def health_check(self) -> health.HealthCheck | None:
         """Return the limits of the health check of a quiet engine; None if it is switched off."""
         if not self.health_check_enabled:
             return None
-        return canary.HealthCheck(
+        return health.HealthCheck(
             wait_s=self.canary_wait_time, answer_s=self.health_check_request_timeout
         )
 

@@ -25,7 +25,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
 from dynamo.runtime.http import exchange, json_body
-from dynamo.worker import system_port
+from dynamo.worker import health
 
 CHANGE_S = 300.0  # a large model moves to host memory within seconds, from the disk within minutes
 _logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Sleep:
             return {"status": "ok", "message": await self.wake_up(_decode_wake_up(body).tags)}
 
         async def respond(command: _Command, request: exchange.Exchange) -> None:
-            await system_port.respond(request, command(request.request.body or b"{}"))
+            await health.respond(request, command(request.request.body or b"{}"))
 
         return {
             ("POST", "/engine/sleep"): functools.partial(respond, sleep),

@@ -154,6 +154,20 @@ def test_blocks_of_a_lora_adapter_have_their_own_hashes():
     assert told[0].blocks[0].block_hash != names(1)[0]
 
 
+def test_salt_of_the_first_block_is_that_of_all_behind_it():
+    translator = engine_events.EventTranslator(BLOCK)
+    first = stored([1, 2], None, 1, 2, extra_keys=[["salt"], None])
+    next_one = stored([3], 2, 3)
+    adapted = stored([4], None, 1, lora_name="poet", extra_keys=[["poet", "salt"]])
+
+    told = translator.translate([first, next_one, adapted])
+
+    salted = names(1, 2, 3, seed=blocks.seed_of(None, "salt"))
+    assert [block.block_hash for event in told[:2] for block in event.blocks] == salted
+    assert told[2].blocks[0].block_hash == names(1, seed=blocks.seed_of("poet", "salt"))[0]
+    assert translator.num_dropped == 0
+
+
 def test_each_medium_is_a_tier_of_its_own():
     translator = engine_events.EventTranslator(BLOCK)
     events = [stored([1], None, 1, medium=medium) for medium in ("GPU", "CPU", "STORAGE")]

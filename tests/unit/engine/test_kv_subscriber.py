@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from dynamo.base import errors
-from dynamo.engine.adapters import kv_subscriber, startup
+from dynamo.engine.adapters import kv_subscriber, settings
 from dynamo.protocols import kv_events
 
 BLOCK = 2
@@ -126,7 +126,7 @@ async def test_missed_batches_are_replayed(start):
 
 
 async def test_the_subscriber_connects_to_a_users_endpoint(start, caplog):
-    port = startup.find_free_ports(1)
+    port = settings.find_free_ports(1)
     endpoints = kv_subscriber.PublisherEndpoints(endpoint=f"tcp://*:{port}", topic="kv-events")
     subscriber, (publisher,), listener = await start(endpoints)
 

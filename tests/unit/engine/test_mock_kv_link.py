@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.mock.kv_link import KvLink
+from dynamo.engine.mock.engine import KvLink
 from dynamo.kvbm import sharing
 from dynamo.protocols import blocks, generate, kv_transfer
 

@@ -40,7 +40,7 @@ class Judge:
         return [draw.randrange(self.vocab_size) for _ in range(length)]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "qwen3_moe"])
 def family(request, tmp_path_factory):
     return Judge(make_checkpoint(tmp_path_factory.mktemp(request.param), request.param))
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from dynamo.engine.native import attention, config, kv_cache
+from dynamo.engine.native import attention, config
 from dynamo.engine.native.sequence import Chunk, Sequence
 from dynamo.protocols import blocks, generate
 
@@ -50,7 +50,7 @@ class Story:
 
 
 def make_cache(num_blocks=600):
-    cache = kv_cache.KvCache(
+    cache = attention.KvCache(
         SHAPE, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.float32, device="cpu"
     )
     everything = torch.full((num_blocks * BLOCK_SIZE, 2 * KV_HEADS, DIM), 1e4)

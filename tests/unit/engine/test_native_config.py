@@ -64,7 +64,11 @@ def test_model_type_stands_in_for_a_missing_architecture():
     ("changes", "named"),
     [
         ({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}, "Qwen3MoeForCausalLM"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "num_experts"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 9},
+            "num_experts_per_tok 9 is more than 8 experts",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"num_experts": 8}, "num_experts"),
         (

@@ -67,7 +67,7 @@ def test_an_encoder_agrees_with_transformers_in_any_batch(tmp_path, family):
     torch.testing.assert_close(found, expected(directory, mean), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_a_decoder_agrees_with_transformers(tmp_path, family):
     directory = checkpoints.make_checkpoint(tmp_path, family)
 

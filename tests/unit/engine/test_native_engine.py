@@ -67,17 +67,18 @@ class Sink:
 
 
 class HeldGrammars:
-    """Keeps the callbacks of compilations, for the test to call."""
+    """Compilations that end when the test says so."""
 
     def __init__(self):
-        self.callbacks = []
-        self.is_stopped = False
+        self.running = []
+        self.is_closed = False
 
-    def submit(self, guided, eos, on_compiled):
-        self.callbacks.append(on_compiled)
+    async def compile(self, guided, eos):
+        self.running.append(asyncio.get_running_loop().create_future())
+        return await self.running[-1]
 
-    def stop(self):
-        self.is_stopped = True
+    async def close(self):
+        self.is_closed = True
 
 
 class AnyText:
@@ -190,10 +191,14 @@ async def test_a_failed_request_does_not_fail_others(engine, runner):
 GUIDED = generate.GuidedDecoding(regex="a")
 
 
-async def made(runner, result):
-    """The oldest grammar that is waited for is there, and the event loop knows."""
-    runner.grammars.callbacks.pop(0)(result)
-    await asyncio.sleep(0)
+async def end_compilation(runner, result):
+    while not runner.grammars.running:
+        await asyncio.sleep(0)
+    compilation = runner.grammars.running.pop(0)
+    if isinstance(result, Exception):
+        compilation.set_exception(result)
+    else:
+        compilation.set_result(result)
 
 
 async def test_other_requests_are_answered_while_a_grammar_is_compiled(engine, runner):
@@ -201,7 +206,7 @@ async def test_other_requests_are_answered_while_a_grammar_is_compiled(engine, r
     engine.submit(make_request("free", 7, max_tokens=1))
     runner.may_run.release(2)
     first = await engine.sink.next()
-    await made(runner, AnyText())
+    await end_compilation(runner, AnyText())
 
     assert first == [("free", (7,))]
     assert await engine.sink.next() == [("guided", (5,))]
@@ -209,23 +214,30 @@ async def test_other_requests_are_answered_while_a_grammar_is_compiled(engine, r
 
 async def test_a_failed_compilation_fails_its_request(engine, runner):
     engine.submit(make_request("guided", 5, guided=GUIDED))
-    await made(runner, errors.InvalidRequest("no such pattern"))
+    await end_compilation(runner, errors.InvalidRequest("no such pattern"))
 
     assert await engine.sink.next() == ("guided", "no such pattern")
     engine.submit(make_request("guided", 5, guided=GUIDED))  # its id is free again
 
 
-async def test_a_request_aborted_during_compilation_never_begins(engine, runner):
+@pytest.mark.parametrize("abort", ["abort", "abort_choice"])
+async def test_abort_ends_the_wait_for_a_grammar(engine, runner, abort):
     engine.submit(make_request("guided", 5, guided=GUIDED))
-    engine.abort("guided")
-    await made(runner, AnyText())
+    await asyncio.sleep(0)
+    (compilation,) = runner.grammars.running
+    getattr(engine, abort)("guided", *([0] if abort == "abort_choice" else []))
+    await asyncio.sleep(0)
     engine.submit(make_request("free", 7, max_tokens=1))
     runner.may_run.release()
 
+    assert compilation.cancelled()
     assert await engine.sink.next() == [("free", (7,))]
 
 
-async def test_stop_ends_compilation_of_grammars(engine, runner):
+async def test_stop_ends_the_wait_for_a_grammar(engine, runner):
+    engine.submit(make_request("guided", 5, guided=GUIDED))
+    await asyncio.sleep(0)
     await engine.stop()
 
-    assert runner.grammars.is_stopped
+    assert runner.grammars.running[0].cancelled()
+    assert runner.grammars.is_closed

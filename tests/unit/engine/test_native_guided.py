@@ -4,10 +4,14 @@ import json
 import re
 
 import jsonschema
+import msgspec
 import pytest
+import torch
 
 from dynamo.base import errors
-from dynamo.protocols import generate
+from dynamo.engine.native import sampler
+from dynamo.engine.native.sequence import Sequence
+from dynamo.protocols import blocks, generate
 from guided import EOS as EOS_IDS
 from guided import Storyteller
 
@@ -222,7 +226,7 @@ def test_thoughts_may_precede_a_guided_answer(model):
 def test_thoughts_end_at_a_mark_that_is_plain_text(model):
     thoughts = generate.GuidedReasoning(closes=("Here is my response:", "Here's my response:"))
     guided = generate.GuidedDecoding(regex="[0-9]", thoughts=thoughts)
-    grammar = model.parts.grammars.compile(guided, EOS_IDS)
+    grammar = model.builder.build(guided)
     guide = grammar.begin()
 
     for token in model.ids("hm. Here is my response: 4"):
@@ -309,3 +313,50 @@ def test_a_grammar_that_becomes_too_complex_fails_only_its_request(model, bomb):
     assert isinstance(told["bomb"].end, errors.InvalidRequest)
     assert "too complex" in str(told["bomb"].end)
     assert told["free"].end in (EOS, LENGTH)
+
+
+def draw_after(model, guided, text, likeliest):
+    """Return the text of the token that is drawn after `text`, if these tokens are the likeliest, in falling order."""
+    request = model.request("r", "x", guided, temperature=0.0)
+    prompt = [*blocks.unpack(request.token_ids)]
+    answer = model.ids(text)
+    sequence = Sequence(
+        request=msgspec.structs.replace(request, num_resumed=len(answer)),
+        index=0,
+        token_ids=prompt + answer,
+        prompt_len=len(prompt) + len(answer),
+        grammar=model.builder.build(guided),
+    )
+    logits = torch.zeros(1, model.parts.vocab_size)
+    for rank, token in enumerate(likeliest):
+        logits[0, model.tokenizer.token_to_id(token)] = 20.0 - rank
+    (drawn,) = sampler.Sampler().sample(logits, [sequence])
+    return model.tokenizer.decode([drawn.token_id])
+
+
+@pytest.mark.parametrize(
+    ("guided", "text"),
+    [
+        (generate.GuidedDecoding(regex="[a-z]+"), ""),
+        (generate.GuidedDecoding(choice=("crocodile", "codile")), ""),
+        (
+            generate.GuidedDecoding(
+                json='{"type":"object","properties":{"animal":{"type":"string","pattern":"^[a-z]+$"}},'
+                '"required":["animal"]}'
+            ),
+            '{"animal": "',
+        ),
+    ],
+)
+def test_word_begins_with_its_first_token_where_its_blank_is_not_allowed(model, guided, text):
+    assert draw_after(model, guided, text, ["Ġcrocodile", "codile"]) == "c"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "drawn"),
+    [("[ a-z]+", "", " crocodile"), ("[a-z]+", "cat", "codile")],
+)
+def test_blank_is_dropped_only_where_a_text_begins_without_one(model, pattern, text, drawn):
+    guided = generate.GuidedDecoding(regex=pattern)
+
+    assert draw_after(model, guided, text, ["Ġcrocodile", "codile"]) == drawn

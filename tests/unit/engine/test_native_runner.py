@@ -31,6 +31,11 @@ CHECKPOINTS = {
     "qwen2": ("qwen2", {}),
     "qwen2 with yarn": ("qwen2", {"rope_parameters": YARN_ROPE}),
     "qwen3": ("qwen3", {}),
+    "qwen3 of experts": ("qwen3_moe", {}),
+    "qwen3 of experts in every other layer": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [], "norm_topk_prob": False},
+    ),
     "qwen3 tied, in shards": ("qwen3", {"tie_word_embeddings": True, "max_shard_size": "100KB"}),
 }
 

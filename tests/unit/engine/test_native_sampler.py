@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dynamo.base import errors
-from dynamo.engine.native import sampler, sampling_state
+from dynamo.engine.native import sampler
 from dynamo.engine.native.sequence import Sequence
 from dynamo.protocols import blocks, generate
 
@@ -21,7 +21,7 @@ class Fixed:
 
     def __init__(self, options, uniform):
         self.options, self.uniform = options, uniform
-        self.pool = sampling_state.choose_pool(options)
+        self.pool = sampler.choose_pool(options)
 
 
 def make_sequence(
@@ -162,7 +162,7 @@ def test_without_a_seed_answers_differ():
 
 def test_numbers_drawn_are_uniform():
     uniforms = [
-        sampling_state.SamplingState(make_sequence(seed=seed, index=seed % 3)).uniform
+        sampler.SamplingState(make_sequence(seed=seed, index=seed % 3)).uniform
         for seed in range(3000)
     ]
 
@@ -203,10 +203,10 @@ def test_penalties_are_those_of_the_reference(options):
 
     drawer, sequence = sampler.Sampler(), make_sequence(prompt, output[:2], **options)
     drawer.adjust(
-        LOGITS.unsqueeze(0), [sampling_state.SamplingState(sequence)]
+        LOGITS.unsqueeze(0), [sampler.SamplingState(sequence)]
     )  # counts half of the output
     sequence.token_ids += output[2:]
-    found = drawer.adjust(LOGITS.unsqueeze(0), [sampling_state.SamplingState(sequence)])
+    found = drawer.adjust(LOGITS.unsqueeze(0), [sampler.SamplingState(sequence)])
     np.testing.assert_allclose(found[0].numpy(), expected, rtol=1e-5)
 
 
@@ -277,3 +277,38 @@ def test_a_row_without_finite_logits_is_an_error(bad, options):
 
 def test_forgetting_an_unknown_sequence_is_no_error():
     sampler.Sampler().forget(make_sequence())
+
+
+class BrokenGrammar:
+    """A grammar that no sequence can follow."""
+
+    def begin(self):
+        raise RuntimeError("broken")
+
+
+def test_sequence_that_cannot_be_drawn_fails_alone():
+    good, bad, last = make_sequence(seed=1), make_sequence(seed=2), make_sequence(seed=3)
+    bad.grammar = BrokenGrammar()
+    rows = torch.stack([LOGITS] * 3)
+    alone = [sample(LOGITS[None], sequence)[0] for sequence in (good, last)]
+    first, failed, third = sample(rows, good, bad, last)
+
+    assert [first, third] == alone
+    assert isinstance(failed, errors.EngineFailed)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1])
+def test_request_that_excludes_all_tokens_is_invalid(min_tokens):
+    param = "min_tokens" if min_tokens else "logit_bias"
+    stop = generate.StopConditions(min_tokens=min_tokens, stop_token_ids=tuple(range(VOCAB // 2)))
+    bias = dict.fromkeys(range(VOCAB // 2 if min_tokens else 0, VOCAB), -math.inf)
+    (result,) = sample(LOGITS[None], make_sequence(stop=stop, logit_bias=bias))
+
+    assert isinstance(result, errors.InvalidRequest)
+    assert result.param == param
+
+
+def test_logits_that_are_not_finite_are_the_models_fault():
+    (result,) = sample(torch.full((1, VOCAB), math.nan), make_sequence())
+
+    assert isinstance(result, errors.EngineFailed)

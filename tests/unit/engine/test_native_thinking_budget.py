@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.engine.native import sampler, sampling_state
+from dynamo.engine.native import sampler
 from dynamo.engine.native.sequence import Sequence
 from dynamo.protocols import blocks, generate
 
@@ -59,12 +59,12 @@ def test_the_closing_mark_is_forced_at_the_limit(model, max_tokens, is_open, exp
 @given(st.lists(st.integers(1, 9), max_size=30), st.integers(0, 5), st.booleans())
 def test_the_budget_is_the_same_read_at_once_or_stepwise(tokens, limit, is_open):
     stepwise, at_once = (make_sequence(limit, is_open=is_open) for _ in range(2))
-    watch = sampling_state.ThinkingBudget(stepwise, stepwise.request.thinking)
+    watch = sampler.ThinkingBudget(stepwise, stepwise.request.thinking)
     for token in tokens:
         forced = watch.forced_id()
         stepwise.token_ids.append(token if forced is None else forced)
     at_once.token_ids[:] = stepwise.token_ids
-    fresh = sampling_state.ThinkingBudget(at_once, at_once.request.thinking)
+    fresh = sampler.ThinkingBudget(at_once, at_once.request.thinking)
     answer = stepwise.token_ids[stepwise.prompt_len :]
     thought = list(itertools.takewhile(lambda token: token not in (CLOSE, OTHER_CLOSE), answer))
 

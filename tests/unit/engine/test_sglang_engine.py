@@ -6,7 +6,7 @@ import pytest
 
 import fake_sglang
 from dynamo.base import errors
-from dynamo.engine.adapters.sglang.settings import SglangConfig
+from dynamo.engine.adapters.settings import SglangConfig
 
 
 def made(*flags, **settings):

@@ -6,8 +6,7 @@ import pytest
 
 import fake_trtllm
 from dynamo.base import errors
-from dynamo.engine.adapters.trtllm import settings
-from dynamo.engine.adapters.trtllm.settings import TrtllmConfig
+from dynamo.engine.adapters.settings import TrtllmConfig
 
 
 @pytest.fixture
@@ -17,7 +16,8 @@ def directory(tmp_path):
 
 
 def made(directory, extra=(), **fields):
-    return settings.llm_arguments(directory, TrtllmConfig(**fields), dict(extra))
+    with fake_trtllm.adapter() as engine:
+        return engine.llm_arguments(directory, TrtllmConfig(**fields), dict(extra))
 
 
 def test_flags_become_arguments(directory):
@@ -64,27 +64,31 @@ def test_an_override_that_is_not_a_map_is_refused(directory, text):
 def test_a_number_may_be_in_the_text_models_configuration(directory):
     (directory / "config.json").write_text('{"text_config": {"vocab_size": 7}}')
 
-    assert settings.read_model_number(directory, "vocab_size") == 7
+    with fake_trtllm.adapter() as engine:
+        assert engine.read_model_number(directory, "vocab_size") == 7
 
 
 @pytest.mark.parametrize("content", ["{}", '{"vocab_size": "7"}', "["])
 def test_a_model_without_the_number_is_refused(directory, content):
     (directory / "config.json").write_text(content)
-    with pytest.raises(errors.ConfigError, match=r"config\.json"):
-        settings.read_model_number(directory, "vocab_size")
+    with (
+        fake_trtllm.adapter() as engine,
+        pytest.raises(errors.ConfigError, match=r"config\.json"),
+    ):
+        engine.read_model_number(directory, "vocab_size")
 
 
 def test_a_file_is_read_as_yaml(tmp_path):
     path = tmp_path / "extra.yaml"
     path.write_text("max_batch_size: 8")
-    with fake_trtllm.adapter("versions") as versions:
-        assert versions.read_file(str(path)) == {"max_batch_size": 8}
-        assert versions.read_file(None) == {}
+    with fake_trtllm.adapter() as engine:
+        assert engine.read_file(str(path)) == {"max_batch_size": 8}
+        assert engine.read_file(None) == {}
 
 
 def test_a_missing_file_is_named(tmp_path):
     with (
-        fake_trtllm.adapter("versions") as versions,
+        fake_trtllm.adapter() as engine,
         pytest.raises(errors.ConfigError, match=r"--extra-engine-args: cannot read .*gone"),
     ):
-        versions.read_file(str(tmp_path / "gone"))
+        engine.read_file(str(tmp_path / "gone"))

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters import startup
+from dynamo.engine.adapters import settings
 from dynamo.engine.adapters.vllm import connectors
 
 
@@ -59,7 +59,8 @@ def test_only_nixl_can_export_prompts(names, expected):
 def test_a_users_side_channel_is_kept():
     chosen = connectors.side_channel({"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1"}, 7)
 
-    assert chosen == {"VLLM_NIXL_SIDE_CHANNEL_PORT": "7"}
+    assert chosen["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "7"
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" not in chosen
 
 
 def test_the_default_side_channel_is_on_loopback():
@@ -69,14 +70,16 @@ def test_the_default_side_channel_is_on_loopback():
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "7",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "UCX_NET_DEVICES": "lo",
+        "DYN_VLLM_NIXL_PAUSE_US": "1000",
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",
     }
     assert "UCX_NET_DEVICES" not in chosen
 
 
 def test_found_ports_are_free_and_outside_the_systems_range():
-    first = startup.find_free_ports(3)
+    first = settings.find_free_ports(3)
 
-    assert first in startup.PORT_RANGE
+    assert first in settings.PORT_RANGE
     for port in range(first, first + 3):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
@@ -86,7 +89,7 @@ def test_ports_in_use_are_not_free(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        monkeypatch.setattr(startup, "PORT_RANGE", range(port, port + 2))
+        monkeypatch.setattr(settings, "PORT_RANGE", range(port, port + 2))
 
         with pytest.raises(errors.ConfigError, match="no 1 consecutive free ports"):
-            startup.find_free_ports(1)
+            settings.find_free_ports(1)

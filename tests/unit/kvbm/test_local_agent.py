@@ -19,7 +19,7 @@ def test_unknown_backend_is_refused_by_name():
 
 
 def test_missing_nixl_is_refused_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "dynamo.transfer.backends.nixl.backend", None)
+    monkeypatch.setitem(sys.modules, "dynamo.transfer.backends.nixl", None)
 
     with pytest.raises(errors.ConfigError, match=r"make setup EXTRAS=nixl"):
         make("shm", "nixl")

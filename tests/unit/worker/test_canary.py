@@ -6,9 +6,9 @@ from worker_fakes import make_load
 from dynamo.base import errors
 from dynamo.protocols import generate
 from dynamo.testing import clock
-from dynamo.worker import canary, inflight
+from dynamo.worker import health, inflight
 
-CHECK = canary.HealthCheck(wait_s=10, answer_s=3)
+CHECK = health.HealthCheck(wait_s=10, answer_s=3)
 
 
 class Asked:
@@ -19,7 +19,7 @@ class Asked:
         self.calls, self.cancelled = [], []
         self.load = make_load(1)
         self.answer = lambda call: None
-        watched = canary.Canary(self.handle, lambda: [self.load], CHECK, self.clock)
+        watched = health.Canary(self.handle, lambda: [self.load], CHECK, self.clock)
         self.verdict = asyncio.ensure_future(watched.watch())
 
     def handle(self, call):

@@ -7,7 +7,7 @@ from worker_fakes import FakeEngine
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.disagg import job_consumer, policy, remote_prefill, shared_queue
+from dynamo.disagg import policy, remote_prefill, shared_queue
 from dynamo.engine import api
 from dynamo.observability import metrics
 from dynamo.protocols import generate, kv_transfer, model_card
@@ -80,7 +80,7 @@ async def test_role_decides_whether_blocks_are_exported_and_prefills_are_remote(
     ("fields", "beside"),
     [
         ({"disaggregation_mode": "decode", "prefill_queue": "queue"}, shared_queue.SharedQueue),
-        ({"is_prefill_worker": True, "prefill_queue": "queue"}, job_consumer.PrefillJobConsumer),
+        ({"is_prefill_worker": True, "prefill_queue": "queue"}, shared_queue.PrefillJobConsumer),
         ({"disaggregation_mode": "agg", "prefill_queue": "queue"}, None),
         ({"disaggregation_mode": "decode"}, None),
         ({"is_prefill_worker": True}, None),
@@ -142,15 +142,25 @@ def test_card_of_a_prefill_worker_has_its_transfer_metadata():
     assert base64.b64decode(said) == b"here"
 
 
-def test_card_of_a_decode_worker_says_its_role_and_others_stay_unchanged():
-    decode = settings.WorkerConfig(disaggregation_mode="decode")
-    plain = settings.WorkerConfig()
+@pytest.mark.parametrize(
+    ("options", "kind", "data"),
+    [
+        ({"disaggregation_mode": "decode"}, model_card.WorkerType.DECODE, {}),
+        ({}, model_card.WorkerType.AGGREGATED, {kv_transfer.IMPORTS_KEY: True}),
+        ({"disaggregation_mode": "agg"}, model_card.WorkerType.AGGREGATED, {}),
+    ],
+)
+def test_card_says_the_role_and_whether_a_worker_without_one_can_copy_blocks(options, kind, data):
+    made = disaggregated.add_role(CARD, settings.WorkerConfig(**options), ExportingEngine())
 
-    assert (
-        disaggregated.add_role(CARD, decode, ExportingEngine()).worker_type
-        is model_card.WorkerType.DECODE
-    )
-    assert disaggregated.add_role(CARD, plain, ExportingEngine()) is CARD
+    assert (made.worker_type, made.runtime_config.runtime_data) == (kind, data)
+
+
+def test_card_says_up_to_which_length_the_worker_computes_prompts():
+    worker = settings.WorkerConfig(max_local_prefill_length=0)
+    made = disaggregated.add_role(CARD, worker, ExportingEngine())
+
+    assert made.runtime_config.runtime_data[kv_transfer.LOCAL_LENGTH_KEY] == 0
 
 
 def test_prefill_worker_serves_at_its_own_endpoint():

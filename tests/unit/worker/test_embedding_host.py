@@ -10,10 +10,10 @@ from worker_fakes import FakeCall
 from dynamo.base import clock, errors, tasks
 from dynamo.base import clock as clocks
 from dynamo.engine import api
-from dynamo.engine.mock.embedder import MockEmbedder
+from dynamo.engine.mock.engine import MockEmbedder
 from dynamo.protocols import blocks, embed, generate, instances, model_card, model_errors
 from dynamo.runtime import component, requests
-from dynamo.worker import card, embedding_host, metrics
+from dynamo.worker import card, embedding_host, health
 
 FACTS = api.EmbedderFacts(
     context_length=8,
@@ -57,7 +57,7 @@ async def calls(embedder):
     name = instances.EndpointName("dynamo", "backend", "embed")
     time = clock.SystemClock()
     made = embedding_host.EmbeddingRequests(
-        embedder, FACTS, limit=3, counters=metrics.WorkerMetrics(name, time), clock=time
+        embedder, FACTS, limit=3, counters=health.WorkerMetrics(name, time), clock=time
     )
     async with tasks.Tasks() as running:
         running.start("embed", made.run())

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm import settings as vllm
+from dynamo.engine.adapters import settings as adapters
 from dynamo.engine.mock import settings as mock
 from dynamo.engine.native import settings as native
 from dynamo.worker import engines
@@ -20,7 +20,7 @@ def test_unknown_engine_is_refused_with_the_known_engines():
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("native", native.NativeConfig), ("mocker", mock.MockConfig), ("vllm", vllm.VllmConfig)],
+    [("native", native.NativeConfig), ("mocker", mock.MockConfig), ("vllm", adapters.VllmConfig)],
 )
 def test_each_engine_brings_its_settings(name, expected):
     assert engines.settings_of(name) is expected
@@ -59,7 +59,7 @@ def test_engine_gets_the_build_arguments_of_its_kind(monkeypatch, tmp_path):
     told = {}
     monkeypatch.setattr(engines, "_load_part", lambda *_: lambda *_, **beside: told.update(beside))
 
-    engines.build("vllm", tmp_path, vllm.VllmConfig(), model_name="tiny", room=object())
+    engines.build("vllm", tmp_path, adapters.VllmConfig(), model_name="tiny", room=object())
 
     assert told == {"model_name": "tiny"}
 
@@ -71,14 +71,14 @@ def test_installed_version_is_checked_before_the_import(monkeypatch, tmp_path):
     loaded = []
     monkeypatch.setattr(engines, "_load", lambda _, target: loaded.append(target) or refuse)
     with pytest.raises(errors.ConfigError, match="too old"):
-        engines.build("vllm", tmp_path, vllm.VllmConfig())
+        engines.build("vllm", tmp_path, adapters.VllmConfig())
 
     assert loaded == [engines.KIND_BY_NAME["vllm"].check]
 
 
 def test_error_for_an_engine_without_an_embedder_names_one_with_it(tmp_path):
     with pytest.raises(errors.ConfigError, match=r"python -m dynamo\.native"):
-        engines.build_embedder("vllm", tmp_path, vllm.VllmConfig())
+        engines.build_embedder("vllm", tmp_path, adapters.VllmConfig())
 
 
 def _engine(directory, settings, room):

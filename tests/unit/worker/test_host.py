@@ -11,7 +11,7 @@ from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.protocols import generate, instances, kv_events, model_card
 from dynamo.runtime import component, requests
-from dynamo.worker import canary, host, metrics
+from dynamo.worker import health, host
 
 ENDPOINT = instances.EndpointName("dynamo", "backend", "generate")
 OPTIONS = host.HostOptions(request_limit=8)
@@ -250,7 +250,7 @@ async def test_request_that_exceeds_the_drain_is_handed_over(world):
 
 async def test_hanging_engine_ends_the_worker(worlds, monkeypatch):
     monkeypatch.setattr(host, "ENGINE_STOP_S", 0)
-    check = canary.HealthCheck(wait_s=0, answer_s=0)
+    check = health.HealthCheck(wait_s=0, answer_s=0)
     world = await worlds(host.HostOptions(request_limit=8, health_check=check))
     world.engine.stop = asyncio.Event().wait
     await world.host.start()
@@ -343,7 +343,7 @@ async def test_worker_ends_if_the_engine_fails_to_sleep(worlds):
 
 async def test_sleeping_engine_is_not_probed(worlds):
     asked = asyncio.Event()
-    check = canary.HealthCheck(wait_s=0, answer_s=60)
+    check = health.HealthCheck(wait_s=0, answer_s=60)
     options = host.HostOptions(request_limit=8, drain_timeout_s=0, health_check=check)
     world = await worlds(options, with_sleeper)
     world.engine.submit = lambda request: asked.set()
@@ -433,7 +433,7 @@ class FleetWorld:
         clock = clocks.SystemClock()
         self.asker = asker
         self.engines = [FakeEngine() for _ in range(3)]
-        self.counts = metrics.WorkerMetrics(ENDPOINT, clock)
+        self.counts = health.WorkerMetrics(ENDPOINT, clock)
         self.built = []
 
         def make_host(engine, sibling):

@@ -12,7 +12,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.protocols import blocks, generate, instances, model_errors
-from dynamo.worker import inflight, metrics
+from dynamo.worker import health, inflight
 
 ENDPOINT = instances.EndpointName("dynamo", "backend", "generate")
 END = generate.FinishReason.EOS
@@ -25,7 +25,7 @@ def engine():
 
 @pytest.fixture
 def counts():
-    return metrics.WorkerMetrics(ENDPOINT, clocks.SystemClock())
+    return health.WorkerMetrics(ENDPOINT, clocks.SystemClock())
 
 
 @pytest.fixture
@@ -222,3 +222,49 @@ def test_requests_are_counted_by_how_they_ended(table, counts):
     assert 'error_type="engine_failed"} 1.0' in text
     assert f"dynamo_component_request_duration_seconds_count{{{at}}} 3.0" in text
     assert "dynamo_component_kvstats_active_blocks 3.0" in text
+
+
+def messages_of(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_log_of_an_aggregated_worker_names_each_request_and_its_length(table, caplog):
+    with caplog.at_level("INFO", logger="dynamo"):
+        take(table)
+
+    assert messages_of(caplog) == [
+        f"Prefilling locally for request r with length {make_request().prompt_len}",
+        "Added request r.",
+    ]
+
+
+def test_log_of_a_worker_with_prefill_workers_leaves_the_place_of_the_prefill_to_them(
+    engine, counts, caplog
+):
+    table = inflight.InFlight(
+        engine, limit=2, counters=counts, clock=clocks.SystemClock(), is_aggregated=False
+    )
+    with caplog.at_level("INFO", logger="dynamo"):
+        take(table)
+
+    assert messages_of(caplog) == ["Added request r."]
+
+
+def test_debug_log_says_when_a_request_begins_and_ends(table, caplog):
+    with caplog.at_level("DEBUG", logger="dynamo"):
+        take(table)
+        table.outputs([output(end=END)])
+    begin, *_, end = messages_of(caplog)
+
+    assert begin == 'starting task to process python async generator stream request_id="r"'
+    assert end == 'finished processing python async generator stream request_id="r"'
+
+
+def test_tokens_are_counted_once_an_answer_has_begun(table):
+    take(table)
+    before = table.num_prompt_tokens
+    table.outputs([output(token=7), output(token=8, end=END)])
+
+    assert before == 0
+    assert table.num_prompt_tokens == make_request().prompt_len
+    assert table.num_output_tokens == 2

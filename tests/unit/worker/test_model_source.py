@@ -120,3 +120,23 @@ def test_task_is_the_requested_one_or_found_in_the_files(tmp_path, asked, files,
         (tmp_path / name).write_text(content)
 
     assert model_source.task(asked, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "aliases"),
+    [
+        ("./Qwen/Qwen3-0.6B", "Qwen3-0.6B", ("./Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")),
+        ("Qwen/Qwen3-0.6B/", "Qwen3-0.6B", ("Qwen/Qwen3-0.6B/", "Qwen/Qwen3-0.6B")),
+        ("meta/Llama", "meta/Llama", ("Llama",)),
+        ("storyteller", "storyteller", ()),
+        (None, "storyteller", ()),
+    ],
+)
+def test_model_has_the_names_as_typed_and_of_its_directory(
+    tmp_path, monkeypatch, typed, name, aliases
+):
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+    assert model_source.display_name(typed) == name
+    assert model_source.aliases(typed) == aliases

@@ -4,7 +4,7 @@ import pytest
 
 from dynamo.base import config, errors
 from dynamo.protocols import instances
-from dynamo.worker import canary, settings
+from dynamo.worker import health, settings
 
 
 def load(*argv, **environ):
@@ -32,7 +32,7 @@ def test_health_check_is_off_by_default():
     wanted = load(DYN_HEALTH_CHECK_ENABLED="true", DYN_CANARY_WAIT_TIME="5")
 
     assert load().health_check is None
-    assert wanted.health_check == canary.HealthCheck(wait_s=5.0, answer_s=3.0)
+    assert wanted.health_check == health.HealthCheck(wait_s=5.0, answer_s=3.0)
 
 
 def test_flags_of_other_servers_are_aliases():
@@ -47,3 +47,28 @@ def test_unknown_parser_is_refused_with_the_known_parsers(flag):
 
     with pytest.raises(errors.ConfigError, match=f"{flag}: expected one of .*granite.*'zzz'"):
         load(flag, "zzz").check()
+
+
+@pytest.mark.parametrize(
+    ("options", "port"),
+    [
+        ({}, -1),
+        ({"system_enabled": True}, 9090),
+        ({"system_enabled": True, "system_port": 8081}, 8081),
+        ({"system_port": 8081}, 8081),
+        ({"system_enabled": False, "system_port": 8081}, -1),
+    ],
+)
+def test_system_port_is_served_as_enabled(options, port):
+    assert settings.WorkerConfig(**options).used_system_port == port
+
+
+def test_variables_of_a_deployment_by_an_operator_are_honoured():
+    environ = {
+        "DYN_SYSTEM_ENABLED": "true",
+        "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]',
+    }
+    worker = config.load(settings.WorkerConfig, prog="x", argv=[], environ=environ)
+
+    assert worker.used_system_port == 9090
+    assert worker.system_use_endpoint_health_status == ("generate",)

@@ -4,13 +4,14 @@ import shutil
 import sys
 
 import httpx
+import msgspec
 import pytest
 
 from dynamo.base import errors
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
-from dynamo.protocols import generate
+from dynamo.protocols import generate, instances
 from dynamo.runtime import component
 from dynamo.worker import main, model_source, settings
 
@@ -86,3 +87,18 @@ async def test_worker_that_takes_from_a_queue_cannot_sleep(fields, status):
         await made.stop(0)
 
     assert answer.status_code == status
+
+
+@pytest.mark.parametrize(("fields", "num_announced"), [({}, 1), ({"is_prefill_worker": True}, 0)])
+async def test_start_of_a_worker_that_answers_is_announced_until_it_serves(fields, num_announced):
+    worker = settings.WorkerConfig(model_name="m", start_estimate_s=7.0, **fields)
+    async with await component.DistributedRuntime.in_memory(
+        component.MemoryCluster(), item_type=generate.Output
+    ) as runtime:
+        async with main._announced_start(runtime, worker):
+            during = await runtime.discovery.get_prefix(instances.STARTS)
+        after = await runtime.discovery.get_prefix(instances.STARTS)
+    starts = [msgspec.json.decode(value, type=instances.WorkerStart) for value in during.values()]
+
+    assert [(start.model, start.estimate_s) for start in starts] == [("m", 7.0)] * num_announced
+    assert not after

@@ -7,7 +7,7 @@ import msgspec
 
 from dynamo.engine import api
 from dynamo.protocols import blocks, generate, load
-from dynamo.worker import system_port
+from dynamo.worker import health
 
 FACTS = api.EngineFacts(
     context_length=128,
@@ -124,7 +124,7 @@ class Commands:
 @contextlib.asynccontextmanager
 async def client_of(routes, path=""):
     """An HTTP client, below this path, of a system port with these command routes."""
-    served = system_port.SystemPort(
+    served = health.SystemPort(
         endpoints=("generate",),
         is_ready=lambda: True,
         uptime_s=lambda: 0.0,

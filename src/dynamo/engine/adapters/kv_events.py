@@ -8,8 +8,8 @@ release.
 Translation: a library names a block by a hash that we cannot compute, but a stored event brings the tokens. From these,
 and from our hash of the parent, we compute the hash that router and disaggregation use (`protocols.blocks`), and
 remember it under the library's for as long as the library holds the block. A block without a computable hash is dropped
-and counted: its parent is unknown, its size is not the model card's, or its content depends on more than tokens and
-LoRA adapter.
+and counted: its parent is unknown, its size is not the model card's, or its content depends on more than tokens, LoRA
+adapter and salt. Only the first block of a prompt names its salt; the others have that of their parent.
 
 A library may hold a block several times (two prompts that were computed at once), and publishes each copy: a block is
 removed with its last copy. Where a model has several kinds of attention, the first that caches whole prefixes counts.
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.protocols import blocks, kv_events
+from dynamo.protocols import blocks, kv_events, wire
 
 MAX_BLOCKS = 1 << 20  # remembered per rank and tier; the oldest are dropped first
 _TIERS = {
@@ -108,6 +108,7 @@ class _CachedBlock:
 
     block_hash: int
     num_copies: int
+    cache_salt: str | None
 
 
 class EventTranslator:
@@ -148,18 +149,21 @@ class EventTranslator:
             return ()
         parent_id = event.parent_block_hash
         copies = (tier.get(parent_id) for tier in self._cached.values() if parent_id is not None)
-        parent = next((cached.block_hash for cached in copies if cached is not None), None)
-        is_orphan = parent is None and parent_id is not None
-        if is_orphan or not self._is_hashable(event):
+        parent_block = next((cached for cached in copies if cached is not None), None)
+        is_orphan = parent_block is None and parent_id is not None
+        first_salt = None if parent_id is not None else _find_salt(event)
+        if is_orphan or not self._is_hashable(event, first_salt):
             self.num_dropped += len(event.block_hashes)
             return ()
-        seed = blocks.seed_of(event.lora_name)
+        parent = parent_block.block_hash if parent_block is not None else None
+        salt = parent_block.cache_salt if parent_block is not None else first_salt
+        seed = blocks.seed_of(event.lora_name, salt)
         local = blocks.local_hashes(blocks.pack(event.token_ids), self._block_size, seed)
         hashes = blocks.sequence_hashes(local, parent)
         tier = _tier(event.medium)
         cached = self._cached[tier]
         for engine_hash, block_hash in zip(event.block_hashes, hashes, strict=True):
-            cached.setdefault(engine_hash, _CachedBlock(block_hash, 0)).num_copies += 1
+            cached.setdefault(engine_hash, _CachedBlock(block_hash, 0, salt)).num_copies += 1
         stored = tuple(map(kv_events.StoredBlock, hashes, local))
         event_stored = kv_events.Stored(parent_hash=parent, blocks=stored, tier=tier)
         oldest = list(itertools.islice(cached, max(0, len(cached) - self._max_blocks)))
@@ -176,12 +180,16 @@ class EventTranslator:
         removed = tuple(block_hash for block_hash in dropped if block_hash is not None)
         return (kv_events.Removed(block_hashes=removed, tier=tier),) if removed else ()
 
-    def _is_hashable(self, event: BlockStored) -> bool:
-        covered = [] if event.lora_name is None else [event.lora_name]
+    def _is_hashable(self, event: BlockStored, first_salt: str | None) -> bool:
+        """Return whether tokens, adapter and salt of the first block are all that the hashes cover."""
+        covered: list[Any] = [] if event.lora_name is None else [event.lora_name]
+        first, *others = event.extra_keys or [None]
+        covered_first = covered if first_salt is None else [*covered, first_salt]
         return (
             event.block_size == self._block_size
             and len(event.token_ids) == len(event.block_hashes) * self._block_size
-            and all((keys or covered) == covered for keys in event.extra_keys or ())
+            and (first or covered_first) == covered_first
+            and all((keys or covered) == covered for keys in others)
         )
 
     def _drop_copy(self, tier: kv_events.Tier, engine_hash: EngineHash) -> int | None:
@@ -226,13 +234,24 @@ class RankBatches:
         self._next_number = number + 1
         try:
             self.dp_rank, events = decode_batch(payload)
-        except msgspec.DecodeError:
+        except wire.DECODE_ERRORS:
             return self._record_gap()
         return self._translator.translate(events)
 
     def _record_gap(self) -> list[kv_events.KvEvent]:
         self.num_gaps += 1
         return self._translator.clear()
+
+
+def _find_salt(event: BlockStored) -> str | None:
+    """Return the salt of the prompt that begins with these blocks: the last key of the first, behind the adapter."""
+    match event.extra_keys:
+        case [[str(salt)], *_] if event.lora_name is None:
+            return salt
+        case [[adapter, str(salt)], *_] if adapter == event.lora_name:
+            return salt
+        case _:
+            return None
 
 
 def _tier(medium: str | None) -> kv_events.Tier:

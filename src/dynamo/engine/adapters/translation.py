@@ -1,8 +1,8 @@
 """Translation that several libraries share: options of one choice, finish reasons, logprobs, and load of a rank."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from dynamo.base import errors
 from dynamo.engine import api
@@ -14,6 +14,51 @@ TOKENS_ONLY = generate.OutputOptions()  # an output reports its tokens and nothi
 Alternatives = Mapping[
     int, Any
 ]  # token id → a library's logprob, with the fields `logprob` and `rank`
+
+
+class OptionRow(NamedTuple):
+    """A sampling option: its value for one choice, and its name in each library; None where the adapter sets it."""
+
+    value: Callable[[generate.Request, int], Any]
+    vllm: str | None
+    sglang: str | None
+    trtllm: str | None
+
+
+def _plain(name: str) -> OptionRow:
+    """Return the row of an option that all libraries understand as we do, under our name."""
+    return OptionRow(lambda request, _: getattr(request.sampling_options, name), name, name, name)
+
+
+_OPTIONS = (
+    OptionRow(
+        lambda request, _: (
+            0.0
+            if is_greedy(request.sampling_options)
+            else request.sampling_options.temperature
+        ),
+        "temperature", "temperature", "temperature",
+    ),
+    OptionRow(lambda request, _: request.sampling_options.top_p or 1.0, "top_p", "top_p", "top_p"),
+    OptionRow(lambda request, _: request.sampling_options.top_k, "top_k", None, "top_k"),
+    _plain("min_p"),
+    _plain("repetition_penalty"),
+    _plain("presence_penalty"),
+    _plain("frequency_penalty"),
+    OptionRow(lambda request, index: choice_seed(request, index), "seed", "sampling_seed", "seed"),
+    OptionRow(lambda request, _: request.sampling_options.logit_bias or None, "logit_bias", None, None),
+    OptionRow(lambda request, _: request.stop_conditions.max_tokens, "max_tokens", "max_new_tokens", None),
+    OptionRow(lambda request, _: request.stop_conditions.min_tokens, "min_tokens", "min_new_tokens", None),
+    OptionRow(lambda request, _: stop_token_ids(request), "stop_token_ids", "stop_token_ids", None),
+)  # fmt: skip
+
+
+def sampling_fields(
+    request: generate.Request, index: int, library: Literal["vllm", "sglang", "trtllm"]
+) -> dict[str, Any]:
+    """Return the sampling options of choice `index` under the names of this library."""
+    named = ((getattr(row, library), row.value) for row in _OPTIONS)
+    return {name: value(request, index) for name, value in named if name is not None}
 
 
 def is_greedy(options: generate.SamplingOptions) -> bool:

@@ -16,8 +16,8 @@ import msgspec
 from dynamo.engine import api
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.memory import MockChoice, MockMemory
-from dynamo.kvbm import sharing
-from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
+from dynamo.kvbm import sharing, tiered_cache
+from dynamo.protocols import generate, kv_events, kv_transfer, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,7 @@ class MockBatch:
         self._open: dict[str, list[MockChoice]] = {}
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
+        self._num_loading = 0  # choices that wait for a copy from a slower tier
 
     @property
     def has_work(self) -> bool:
@@ -84,7 +85,6 @@ class MockBatch:
         """Queue a request that `engine.refusal` accepts, with an id that is not in use."""
         leader: MockChoice | None = None
         remote = kv_transfer.remote_blocks(request.kv_transfer_params)
-        seed = blocks.seed_of(request.lora_name)
         choices = self._open[request.id] = []
         for index in range(request.sampling_options.n):
             choice = MockChoice(
@@ -94,12 +94,14 @@ class MockBatch:
                 outputs=self._cycle.outputs(index, request.output_options.logprobs),
                 leader=leader,
                 prompt_len=request.prompt_len,
-                seed=seed,
+                seed=request.hash_seed,
                 remote=None if leader else remote,
             )
             leader = leader or choice
             choices.append(choice)
         self._waiting += choices
+        if leader is not None and leader.remote is None:
+            self._memory.prepare(leader)
 
     def abort(self, request_id: str) -> None:
         """End a request at once. An unknown id is no error."""
@@ -133,6 +135,27 @@ class MockBatch:
             choice.num_computed = choice.prompt_len - 1
         self._prefilling.append(choice)
 
+    def end_tier_copy(self, copy: tiered_cache.TierCopy, seconds: float) -> None:
+        """Record that a simulated copy between tiers has ended; the choice of a load goes on."""
+        tiers, choice = self._memory.tiers, copy.waiting
+        assert tiers is not None
+        tiers.end_copy(copy, seconds=seconds)
+        if not isinstance(choice, MockChoice) or copy.path[1] != kv_events.DEVICE:
+            return
+        self._num_loading -= 1
+        choice.is_importing = False
+        if choice.is_aborted:
+            self._memory.release(choice)
+            return
+        num_loaded = len(copy.blocks) * self._memory.block_size
+        choice.num_computed += num_loaded
+        self._memory.commit(choice, choice.num_computed)
+        if not choice.num_output and not choice.num_loaded:
+            choice.num_cached = (choice.num_cached or 0) + num_loaded
+            self._num_cached_tokens += num_loaded
+            choice.num_loaded = tiers.count_tokens_by_tier(copy, num_loaded)
+        self._prefilling.append(choice)
+
     def take_newly_leased(self) -> dict[str, generate.Request]:
         """Return the requests with blocks that were put under a lease since the last call, by id."""
         leased, self._newly_leased = self._newly_leased, {}
@@ -144,7 +167,7 @@ class MockBatch:
 
     def clear(self) -> None:
         """Drop all cached prefixes."""
-        self._memory.pool.clear()
+        self._memory.clear()
 
     def take_events(self) -> list[kv_events.KvEvent]:
         """Return the KV events since the last call."""
@@ -230,29 +253,47 @@ class MockBatch:
         return has_preempted
 
     def _admit(self, num_left: int) -> None:
-        while self._waiting and num_left > 0 and self._num_running < self._limits.max_num_seqs:
-            choice = self._waiting[0]
+        i = 0
+        while (
+            i < len(self._waiting)
+            and num_left > 0
+            and self._num_running < self._limits.max_num_seqs
+        ):
+            choice = self._waiting[i]
             if choice.leader is not None and choice.leader.is_importing:
                 break  # it will share the imported blocks
+            if self._memory.is_preparing(choice.leader or choice):
+                i += 1
+                continue
             if not self._memory.admit(
                 choice,
                 is_alone=not self._prefilling and not self._decoding,
                 max_new=None if self._limits.chunked_prefill else num_left,
             ):
                 break
-            del self._waiting[0]
+            del self._waiting[i]
             if choice.num_cached is None:
                 choice.num_cached = choice.num_computed
                 self._num_cached_tokens += choice.num_cached
                 self._num_prompt_tokens += choice.prompt_len
             if choice.remote is not None and self._shared.begin_import(choice):
                 continue
+            is_engine_busy = bool(self._prefilling or self._decoding)
+            if self._memory.load(choice, is_engine_busy=is_engine_busy):
+                choice.is_importing = True
+                self._num_loading += 1
+                continue
             self._prefilling.append(choice)
             num_left -= self._plan_prefill(choice, num_left)
 
     @property
     def _num_running(self) -> int:
-        return len(self._prefilling) + len(self._decoding) + self._shared.num_importing
+        return (
+            len(self._prefilling)
+            + len(self._decoding)
+            + self._shared.num_importing
+            + self._num_loading
+        )
 
     def _plan_prefill(self, choice: MockChoice, num_left: int) -> int:
         """Plan the next part of a prompt; return its tokens. Choices that are planned later share its blocks."""
@@ -277,6 +318,7 @@ class MockBatch:
             output = msgspec.structs.replace(
                 output,
                 cached_tokens=choice.num_cached,
+                tier_tokens=tuple(sorted(choice.num_loaded.items())) or None,
                 prompt_logprobs=self._cycle.prompt_logprobs(choice.request),
             )
         if choice.num_output == answer.length:

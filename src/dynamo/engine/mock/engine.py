@@ -3,31 +3,75 @@
 It runs on the caller's event loop, as one task for each data-parallel rank. Ranks share nothing but the loop: each has
 its own scheduler, cache, events and load, as if it were a GPU of its own. All its time comes from the clock that it is
 given, so it runs in virtual time too.
+
+The mock embedder's vectors have no meaning, but are always the same ones for the same tokens. A vector is drawn by a
+generator that is seeded with a hash of the token ids, so two different texts are nearly at right angles and equal texts
+agree, across processes too.
 """
 
 import asyncio
 import dataclasses
 import functools
 import itertools
+import math
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import xxhash
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api, refusal
-from dynamo.engine.mock import kv_link
+from dynamo.engine.mock import tiers
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.batch import BatchLimits, MockBatch, StepPlan
 from dynamo.engine.mock.memory import MockChoice, MockMemory
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.mock.timing import Profile, Timing
-from dynamo.kvbm import exchange, local_agent, sharing
-from dynamo.protocols import generate, load
+from dynamo.kvbm import exchange, local_agent, sharing, tiered_cache
+from dynamo.protocols import embed, generate, load, model_card
 from dynamo.transfer import descriptors
 from dynamo.transfer import memory as transfer_memory
 from dynamo.transfer.backends import local
 
 _SLEEP_TAGS = frozenset(("weights", "kv_cache"))
+_BYTES_OF_NAME = 8  # each token of the layout has so many; a block uses those of its first token
+MAX_BATCHED_TOKENS = 8192
+
+
+class KvLink:
+    """A simulated network with a bandwidth and a failure rate."""
+
+    def __init__(
+        self,
+        clock: clocks.Clock,
+        *,
+        bytes_per_second: float,
+        bytes_per_block: int,
+        limit_s: float,
+        fail_every: int,
+    ) -> None:
+        """`bytes_per_second` 0: no delay; `fail_every` n: every n-th copy fails, 0: none.
+
+        A copy that takes longer than `limit_s` fails after that time.
+        """
+        self._clock = clock
+        self._s_per_block = bytes_per_block / bytes_per_second if bytes_per_second else 0.0
+        self._limit_s = limit_s
+        self._fail_every = fail_every
+        self._num_copies = 0
+
+    async def wait(self, kv_import: sharing.KvImport) -> None:
+        """Wait as long as copying these blocks takes. Raises TransferError."""
+        duration_s = len(kv_import.local_blocks) * self._s_per_block
+        if duration_s:
+            await self._clock.sleep(min(duration_s, self._limit_s))
+        self._num_copies += 1
+        if self._fail_every and self._num_copies % self._fail_every == 0:
+            raise errors.TransferError("this copy fails, because --kv-transfer-fail-every says so")
+        if duration_s > self._limit_s:
+            raise errors.TransferError(f"the copy takes longer than {self._limit_s:g} s")
 
 
 class MockRank:
@@ -48,6 +92,7 @@ class MockRank:
         self._exchange = kv_exchange
         self._has_changed = asyncio.Event()
         self._due = 0.0  # when the last step ended
+        self.copies: tiers.SimulatedCopies | None = None  # set before `run`
 
     def submit(self, request: generate.Request) -> None:
         """Queue a request for the next step."""
@@ -57,6 +102,11 @@ class MockRank:
     def end_import(self, import_id: int, *, is_copied: bool) -> None:
         """Let the choice of an import go on."""
         self.batch.end_import(import_id, is_copied=is_copied)
+        self._has_changed.set()
+
+    def end_tier_copy(self, copy: tiered_cache.TierCopy, seconds: float) -> None:
+        """Let the choice of a load from a slower tier go on."""
+        self.batch.end_tier_copy(copy, seconds)
         self._has_changed.set()
 
     def release_lease(self, lease_id: int) -> None:
@@ -71,7 +121,10 @@ class MockRank:
             plan = self.batch.schedule()
             if imports := self.batch.take_imports():
                 self._exchange.begin_imports(imports)
+            if self.copies is not None:
+                self.copies.begin(self._has_changed.set)
             if plan.is_empty:
+                self.publish_events(sink)
                 self._has_changed.clear()
                 await self._has_changed.wait()
                 self._due = self._clock.now()
@@ -89,6 +142,8 @@ class MockRank:
             num_decoding=plan.num_decoding,
             active_share=plan.active_share,
         )
+        if self.copies is not None:
+            self.copies.record_step(plan.num_prompt_tokens + plan.num_decoding, duration_s)
         now = self._clock.now()  # a delay of less than a step is caught up
         self._due = max(self._due, now - duration_s) + duration_s
         await self._clock.sleep(max(0.0, self._due - now))
@@ -125,7 +180,7 @@ class MockEngine(exchange.ExchangesKv):
             self._clock,
             timeout_s=settings.kv_transfer_timeout_s,
             lease_s=settings.kv_hold_s,
-            before_copy=kv_link.KvLink(
+            before_copy=KvLink(
                 self._clock,
                 bytes_per_second=settings.kv_transfer_bandwidth * 1e9,
                 bytes_per_block=settings.kv_bytes_per_token * settings.block_size,
@@ -161,9 +216,26 @@ class MockEngine(exchange.ExchangesKv):
             )
             for number, memory in enumerate(self._memories)
         ]
+        if settings.kvbm_host_blocks:
+            self._add_tiers(settings)
         self._tasks = tasks.Tasks()
         self._death: errors.EngineFailed | None = None
         self._asleep: frozenset[str] = frozenset()  # the parts that are released by `sleep`
+
+    def _add_tiers(self, settings: MockConfig) -> None:
+        config = tiers.SimulatedTiersConfig(
+            num_host_blocks=settings.kvbm_host_blocks,
+            num_disk_blocks=settings.kvbm_disk_blocks,
+            host_bytes_per_s=settings.kvbm_host_bandwidth * 1e9,
+            disk_bytes_per_s=settings.kvbm_disk_bandwidth * 1e9,
+            block_size=settings.block_size,
+            block_bytes=settings.kv_bytes_per_token * settings.block_size,
+        )
+        for memory, rank in zip(self._memories, self._ranks, strict=True):
+            memory.tiers = tiers.make_cache(memory.pool, config)
+            rank.copies = tiers.SimulatedCopies(
+                memory.tiers, config, self._clock, rank.end_tier_copy
+            )
 
     @property
     def capabilities(self) -> api.EngineCapabilities:
@@ -267,7 +339,7 @@ class MockEngine(exchange.ExchangesKv):
     def _region(self) -> descriptors.Region:
         """Allocate memory for the hashes of all ranks' blocks; they are written only if other engines may copy them."""
         size, num_blocks = self._facts.kv_block_size, self._facts.total_kv_blocks
-        shape = kv_link.layout(num_blocks * len(self._ranks), size)
+        shape = layout(num_blocks * len(self._ranks), size)
         allocate = self._exchange.allocate
         memory = (allocate or transfer_memory.private)(shape.num_bytes)
         names = memory.cast("Q")
@@ -323,3 +395,47 @@ def _batch(
         memory.pool, memory.block_size, first_block=rank * facts.total_kv_blocks, ids=share_ids
     )
     return MockBatch(cycle, memory, limits, shared)
+
+
+def layout(num_blocks: int, block_size: int) -> descriptors.Layout:
+    """Return the layout of memory in which each block can store its sequence hash."""
+    return descriptors.Layout(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=_BYTES_OF_NAME // 2,
+        dtype="float8_e4m3fn",
+    )
+
+
+class MockEmbedder:
+    """An `api.Embedder`."""
+
+    def __init__(self, *, context_length: int, dimensions: int) -> None:
+        self._facts = api.EmbedderFacts(
+            context_length=context_length,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            vectors=model_card.EmbeddingFacts(dimensions=dimensions, can_shorten=True),
+        )
+
+    async def start(self) -> api.EmbedderFacts:
+        """Return the facts of the embedder; there is nothing to load."""
+        return self._facts
+
+    async def embed(self, batch: Sequence[api.EmbedInput]) -> list[bytes]:
+        """Return a vector for each input, after one turn of the event loop, so that other tasks run in between."""
+        await asyncio.sleep(0)
+        full = self._facts.vectors.dimensions
+        return [_vector(text.token_ids, text.dimensions or full) for text in batch]
+
+    async def stop(self) -> None:
+        """Do nothing: there is nothing to stop."""
+
+
+def _vector(token_ids: bytes, dimensions: int) -> bytes:
+    seed = xxhash.xxh3_64_intdigest(token_ids)
+    draw = random.Random(seed).gauss
+    values = [draw(0, 1) for _ in range(dimensions)]
+    length = math.hypot(*values)
+    return embed.pack(value / length for value in values)

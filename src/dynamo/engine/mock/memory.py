@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynamo.engine.mock.answers import MockAnswer, TokenCycle
-from dynamo.kvbm import pool
-from dynamo.protocols import blocks, generate, kv_transfer
+from dynamo.kvbm import pool, tiered_cache
+from dynamo.kvbm import tiers as tier_blocks
+from dynamo.protocols import blocks, generate, kv_events, kv_transfer
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,6 +35,7 @@ class MockChoice:
     )
     is_importing: bool = False  # a copy writes to its blocks: they must not be freed
     is_aborted: bool = False  # during the import
+    num_loaded: dict[kv_events.Tier, int] = field(default_factory=dict)  # tokens from slower tiers
     local_hashes: list[int] = field(default_factory=list)
     sequence_hashes: list[int] = field(default_factory=list)
 
@@ -57,6 +59,7 @@ class MockMemory:
     ) -> None:
         """`watermark`: the share of the blocks that admission leaves free while other choices run."""
         self.pool = pool.BlockPool(num_blocks)
+        self.tiers: tiered_cache.TieredCache | None = None  # set before the first request
         self.prefix_caching = prefix_caching
         self.block_size = block_size
         self._cycle = cycle
@@ -79,8 +82,7 @@ class MockMemory:
     def admit(self, choice: MockChoice, *, is_alone: bool, max_new: int | None = None) -> bool:
         """Allocate blocks for all its tokens; return False if too few are free or over `max_new` tokens are new."""
         self._hash_blocks(choice)
-        num_usable = (choice.num_tokens - 1) // self.block_size
-        cached = self.pool.match_prefix(choice.sequence_hashes[:num_usable])
+        cached = self.pool.match_prefix(self._usable(choice))
         num_fresh = -(-choice.num_tokens // self.block_size) - len(cached)
         room = self.pool.num_free - (0 if is_alone else self._watermark)
         num_new = choice.num_tokens - len(cached) * self.block_size
@@ -92,7 +94,26 @@ class MockMemory:
         choice.block_ids = cached + fresh
         choice.num_committed = len(cached)
         choice.num_computed = len(cached) * self.block_size
+        self._offer(choice, range(len(cached)))
         return True
+
+    def prepare(self, choice: MockChoice) -> None:
+        """Begin to copy blocks of a choice that queues from the disk to host memory, if that pays."""
+        if self.tiers is not None:
+            self._hash_blocks(choice)
+            self.tiers.prepare(choice, self._usable(choice))
+
+    def is_preparing(self, choice: MockChoice) -> bool:
+        """Return True while copies for a choice that queues are worth waiting for."""
+        return self.tiers is not None and self.tiers.is_preparing(choice)
+
+    def load(self, choice: MockChoice, *, is_engine_busy: bool) -> bool:
+        """Begin to load blocks that an admitted choice lacks; return True if it has to wait for them."""
+        if self.tiers is None:
+            return False
+        first, usable = choice.num_committed, self._usable(choice)
+        block_ids = choice.block_ids[first : len(usable)]
+        return self.tiers.load(choice, usable[first:], block_ids, is_engine_busy=is_engine_busy) > 0
 
     def add_block(self, choice: MockChoice) -> bool:
         """Allocate one more block; return False if none is free."""
@@ -112,6 +133,7 @@ class MockMemory:
         self._hash_blocks(choice)
         new = range(choice.num_committed, num_full)
         self.pool.commit_chain(choice.block_ids, choice.sequence_hashes, choice.local_hashes, new)
+        self._offer(choice, new)
         if self._names is not None and self._is_exported:
             for i in new:
                 self._names[choice.block_ids[i] * self.block_size] = choice.sequence_hashes[i]
@@ -119,8 +141,32 @@ class MockMemory:
 
     def release(self, choice: MockChoice) -> None:
         """Return all its blocks to the pool."""
+        if self.tiers is not None:
+            self.tiers.forget(choice)
+            self.tiers.touch(choice.sequence_hashes[: choice.num_committed])
         self.pool.release(choice.block_ids)
         choice.block_ids = []
+
+    def clear(self) -> None:
+        """Drop all cached blocks, in every tier."""
+        self.pool.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
+
+    def _usable(self, choice: MockChoice) -> list[int]:
+        """Return the hashes of the blocks that a choice may find: its last token is always computed."""
+        return choice.sequence_hashes[: (choice.num_tokens - 1) // self.block_size]
+
+    def _offer(self, choice: MockChoice, positions: range) -> None:
+        """Offer blocks of a choice to the tiers below."""
+        if self.tiers is None:
+            return
+        hashes, local = choice.sequence_hashes, choice.local_hashes
+        offered = [
+            tier_blocks.CachedBlock(hashes[i], local[i], hashes[i - 1] if i else None)
+            for i in positions
+        ]
+        self.tiers.offer(offered, choice.request.priority)
 
     def _hash_blocks(self, choice: MockChoice) -> None:
         """Compute the hashes of the full blocks that were added since the last call."""

@@ -83,6 +83,18 @@ class MockConfig(local_agent.TransferConfig):
     kv_transfer_fail_every: int = config.option(
         0, help="let every Nth copy of KV blocks fail, to test the fallback; 0: none", least=0
     )
+    kvbm_host_blocks: int = config.option(
+        0, help="blocks of a simulated host tier below the KV cache of each rank; 0: none", least=0
+    )
+    kvbm_disk_blocks: int = config.option(
+        0, help="blocks of a simulated disk tier below the host tier; 0: none", least=0
+    )
+    kvbm_host_bandwidth: float = config.option(
+        20.0, help="GB/s at which blocks are copied to and from the host tier", least=0.001
+    )
+    kvbm_disk_bandwidth: float = config.option(
+        3.0, help="GB/s at which blocks are copied to and from the disk tier", least=0.001
+    )
     extra_engine_args: str | None = config.option(
         None,
         help="JSON file with these settings, by field name; it overrides flags and environment",
@@ -98,6 +110,10 @@ class MockConfig(local_agent.TransferConfig):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise errors.ConfigError(f"{_flag(name)}: expected 0 or more, got {value}")
+        if self.kvbm_disk_blocks and not self.kvbm_host_blocks:
+            raise errors.ConfigError(
+                "--kvbm-disk-blocks needs --kvbm-host-blocks: blocks go to the disk through host memory"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise errors.ConfigError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than"

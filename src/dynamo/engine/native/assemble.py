@@ -1,4 +1,11 @@
-"""Assembly of the engine's parts from a checkpoint and settings: KV cache size, context length, threads."""
+"""Assembly of the engine's parts from a checkpoint and settings: KV cache size, context length, threads.
+
+Threads share a matrix product and synchronize after each one. Where the matrices are small, synchronization takes
+longer than the sharing saves; and where another process uses the cores too, it waits for the thread that has lost its
+core. So a small model is computed by one thread, and only large matrices by all cores. Waiting threads must sleep, not
+spin, or they take the cores from those they wait for: `OMP_WAIT_POLICY`, which the worker sets before torch is loaded
+(`worker.engines`).
+"""
 
 import logging
 import os
@@ -10,21 +17,24 @@ import torch
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.native import (
+    attention,
     config,
-    guided_decoding,
-    kv_cache,
+    grammar_compiler,
     model_files,
     runner,
-    threads,
+    weights,
 )
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.settings import NativeConfig
+from dynamo.kvbm import tier_copies, tier_setup
 from dynamo.transfer import descriptors
 
 log = logging.getLogger(__name__)
 GIB = 2**30
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # exists in a container
+# Weights of a layer's largest matrix from which sharing pays: reading them takes about ten times one synchronization.
+SPLIT_WEIGHTS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +45,13 @@ class Assembly:
     vocab_size: int
     scheduler: Scheduler
     runner: runner.Runner
-    grammars: guided_decoding.GrammarCompiler
+    grammars: grammar_compiler.GrammarCompiler
     region: descriptors.Region | None = None  # the KV cache, if other engines may read it
+    copies: tier_copies.TierCopies | None = None  # between the tiers of the KV cache
 
 
 def assemble(
-    model_path: Path, settings: NativeConfig, allocate: kv_cache.Allocate | None = None
+    model_path: Path, settings: NativeConfig, allocate: attention.Allocate | None = None
 ) -> Assembly:
     """Load the checkpoint, which takes seconds. `allocate` allocates the KV cache's memory. Raises ConfigError."""
     check_settings(settings)
@@ -57,7 +68,7 @@ def assemble(
         max_num_batched_tokens=settings.step_tokens,
         context_length=context_length,
     )
-    grammars = guided_decoding.GrammarCompiler(model_path / "tokenizer.json", model.vocab_size)
+    grammars = grammar_compiler.GrammarCompiler(model_path / "tokenizer.json", model.vocab_size)
     facts = api.EngineFacts(
         context_length=context_length,
         kv_block_size=settings.block_size,
@@ -75,6 +86,10 @@ def assemble(
         threads=choose_threads(model, settings),
         allocate=allocate,
     )
+    tiers = tier_setup.open_tiers(
+        settings, model_runner.region, paging.pool, {"model": weights.identify(model_path)}
+    )
+    paging.tiers = tiers.cache if tiers is not None else None
     return Assembly(
         grammars=grammars,
         facts=facts,
@@ -82,23 +97,12 @@ def assemble(
         scheduler=Scheduler(paging, limits),
         runner=model_runner,
         region=model_runner.region,
+        copies=tiers.copies if tiers is not None else None,
     )
 
 
 def check_settings(settings: NativeConfig) -> None:
     """Raise ConfigError for settings that no model can run with."""
-    for name in (
-        "block_size",
-        "num_gpu_blocks_override",
-        "max_num_seqs",
-        "max_model_len",
-        "threads",
-    ):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise errors.ConfigError(
-                f"--{name.replace('_', '-')}: expected at least 1, got {value}"
-            )
     if settings.step_tokens < settings.max_num_seqs:
         raise errors.ConfigError(
             f"--max-num-batched-tokens {settings.step_tokens} is less than --max-num-seqs"
@@ -148,13 +152,23 @@ def choose_context(max_context: int, settings: NativeConfig, num_blocks: int) ->
 def choose_threads(
     model: config.ModelConfig | model_files.EncoderConfig, settings: NativeConfig
 ) -> int:
-    """Return the number of CPU threads that compute, and log the choice."""
-    choice = threads.choose(
-        model,
-        requested=settings.threads,
-        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
-        cores=torch.get_num_threads(),
-        cpu_max=CPU_MAX.read_text() if CPU_MAX.exists() else "",
-    )
-    log.info("computing with CPU threads: %d (%s)", choice.number, choice.reason)
-    return choice.number
+    """Return the number of CPU threads that compute, and log the choice.
+
+    It follows the flag, else OMP_NUM_THREADS (as torch does), else the size of the model and the CPU limit of a
+    container.
+    """
+    number: int = torch.get_num_threads()
+    reason = "all cores that this process may use"
+    largest = 2 * model.hidden_size * model.intermediate_size  # gate and up are one matrix
+    if settings.threads is not None:
+        number, reason = settings.threads, "as --threads says"
+    elif os.environ.get("OMP_NUM_THREADS"):
+        reason = "as OMP_NUM_THREADS says"
+    elif largest < SPLIT_WEIGHTS:
+        number, reason = 1, "the model's matrices are too small to be split"
+    else:
+        quota, _, period = (CPU_MAX.read_text() if CPU_MAX.exists() else "").partition(" ")
+        if quota.isdigit() and period.strip().isdigit():  # without a limit it is "max 100000"
+            number = min(number, max(1, int(quota) // int(period)))
+    log.info("computing with CPU threads: %d (%s)", number, reason)
+    return number

@@ -1,6 +1,6 @@
 """The configuration of a decoder from its `config.json`, refused if this engine cannot run it.
 
-One decoder serves three families; where they differ is a field here, so no other module tests a family by name.
+One decoder serves four families; where they differ is a field here, so no other module tests a family by name.
 Settings that would change the computation and are not supported are refused, never ignored: a model that answers
 wrongly is worse than one that does not start.
 """
@@ -17,14 +17,31 @@ FAMILIES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 # Without an output layer: models that only embed.
-BODIES = {"LlamaModel": "llama", "Qwen2Model": "qwen2", "Qwen3Model": "qwen3"}
+BODIES = {
+    "LlamaModel": "llama",
+    "Qwen2Model": "qwen2",
+    "Qwen3Model": "qwen3",
+    "Qwen3MoeModel": "qwen3_moe",
+}
 ACTIVATIONS = ("silu", "swish")
 SUPPORTED = (
-    f"supported are dense {', '.join(FAMILIES)} checkpoints in safetensors, not quantized, "
+    f"supported are {', '.join(FAMILIES)} checkpoints in safetensors, not quantized, "
     f"with full attention, the activation silu, and the RoPE scalings {', '.join(rope.SCALINGS)}"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts: the MLPs of a layer, of which each token takes a few."""
+
+    number: int
+    num_chosen: int  # by each token
+    intermediate_size: int  # of one expert
+    is_normalized: bool  # the weights of the chosen ones add up to 1
+    dense_layers: frozenset[int]  # with one MLP instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +64,7 @@ class ModelConfig:
     has_output_bias: bool  # of attention
     has_mlp_bias: bool
     has_qk_norm: bool
+    experts: ExpertsConfig | None = None
     dtype: str  # of the stored weights
 
 
@@ -72,7 +90,7 @@ def read(model_path: Path) -> ModelConfig:
 def parse(fields: dict[str, Any]) -> ModelConfig:
     """Build the configuration from the fields of a `config.json`. Raises ConfigError."""
     family = _family(fields)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, family)
     hidden_size, num_heads = _count(fields, "hidden_size"), _count(fields, "num_attention_heads")
     head_dim = _count(fields, "head_dim", hidden_size // num_heads)
     trained_context = _count(fields, "max_position_embeddings")
@@ -94,7 +112,8 @@ def parse(fields: dict[str, Any]) -> ModelConfig:
         has_qkv_bias=has_bias or family == "qwen2",
         has_output_bias=has_bias and family != "qwen2",
         has_mlp_bias=bool(fields.get("mlp_bias", False)) and family == "llama",
-        has_qk_norm=family == "qwen3",
+        has_qk_norm=family in ("qwen3", "qwen3_moe"),
+        experts=_experts(fields) if family == "qwen3_moe" else None,
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
     )
     if config.num_heads % config.num_kv_heads:
@@ -116,12 +135,27 @@ def _family(fields: dict[str, Any]) -> str:
     return str(family)
 
 
-def _refuse_unsupported(fields: dict[str, Any]) -> None:
+def _experts(fields: dict[str, Any]) -> ExpertsConfig:
+    num_layers, step = _count(fields, "num_hidden_layers"), _count(fields, "decoder_sparse_step", 1)
+    dense_layers = {i for i in range(num_layers) if (i + 1) % step}
+    number = _count(fields, "num_experts", fields.get("num_local_experts"))
+    num_chosen = _count(fields, "num_experts_per_tok")
+    if num_chosen > number:
+        raise errors.ConfigError(f"num_experts_per_tok {num_chosen} is more than {number} experts")
+    return ExpertsConfig(
+        number=number,
+        num_chosen=num_chosen,
+        intermediate_size=_count(fields, "moe_intermediate_size"),
+        is_normalized=bool(fields.get("norm_topk_prob", False)),
+        dense_layers=frozenset(dense_layers.union(fields.get("mlp_only_layers") or ())),
+    )
+
+
+def _refuse_unsupported(fields: dict[str, Any], family: str) -> None:
     unsupported = {
         "quantization_config": bool(fields.get("quantization_config")),
-        "a mixture of experts (num_experts)": bool(
-            fields.get("num_experts") or fields.get("num_local_experts")
-        ),
+        "a mixture of experts (num_experts)": family != "qwen3_moe"
+        and bool(fields.get("num_experts") or fields.get("num_local_experts")),
         "sliding-window attention": _has_sliding_window(fields),
         f"the activation {fields.get('hidden_act')}": fields.get("hidden_act", "silu")
         not in ACTIVATIONS,

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.native import assemble, attention, config, model_files, runner, weights
-from dynamo.engine.native.models import decoder, encoder
+from dynamo.engine.native import assemble, attention, config, model_files, models, runner, weights
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks, model_card
 
@@ -130,7 +129,7 @@ class TextEmbedding:
 def _load_encoder(model_path: Path, settings: NativeConfig) -> _LoadedModel:
     shape = model_files.read_encoder_config(model_path)
     with _open_checkpoint(model_path, shape, settings) as checkpoint:
-        network = encoder.Encoder(shape, checkpoint)
+        network = models.Encoder(shape, checkpoint)
     return _LoadedModel(
         lambda token_ids, texts: network.hidden(token_ids, texts.positions, texts), shape, False
     )
@@ -140,7 +139,7 @@ def _load_decoder(model_path: Path, settings: NativeConfig) -> _LoadedModel:
     shape = config.read(model_path)
     with _open_checkpoint(model_path, shape, settings) as checkpoint:
         checkpoint.add_prefix("model.")
-        body = decoder.Body(shape, checkpoint)
+        body = models.Body(shape, checkpoint)
         checkpoint.refuse_rest("lm_head.")
     dtype = runner.resolve_dtype(shape, settings.dtype, settings.device)
     cos, sin = shape.rope.tables(

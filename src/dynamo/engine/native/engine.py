@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors
+from dynamo.base import errors, tasks
 from dynamo.engine import api, refusal
 from dynamo.engine.native import guided_decoding, scheduler
 from dynamo.engine.native.assemble import Assembly, assemble
 from dynamo.engine.native.loop import EngineLoop
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.kvbm import exchange as exchanges
-from dynamo.kvbm import local_agent
+from dynamo.kvbm import local_agent, tier_report
 from dynamo.protocols import generate, kv_transfer, load
 from dynamo.transfer.backends import local
 
@@ -34,6 +34,7 @@ class _OpenRequest:
 
     request: generate.Request
     choices: set[int]
+    compilation: asyncio.Task[None] | None = None  # of its grammar
 
 
 class LoadedEngine:
@@ -49,10 +50,12 @@ class LoadedEngine:
             assembly.runner,
             functools.partial(post, self._deliver),
             functools.partial(post, exchange.begin_imports),
+            assembly.copies,
         )
         self._exchange = exchange
         self._vocab_size = assembly.vocab_size
         self._grammars = assembly.grammars
+        self._tasks = tasks.Tasks()
         self._sink = sink
         self._open: dict[str, _OpenRequest] = {}  # by request id
         self._is_stopped = False
@@ -63,6 +66,8 @@ class LoadedEngine:
         if self._death is not None:
             raise self._death
         refusal.check(request, self.facts, vocab_size=self._vocab_size)
+        if request.sampling_options.guided_decoding is not None:
+            guided_decoding.check_backend(request.sampling_options.guided_decoding)
         if request.id in self._open:
             raise errors.InvalidRequest(f"a request with the id {request.id!r} runs already")
         first_token = None
@@ -76,7 +81,9 @@ class LoadedEngine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request and its outputs."""
-        if self._open.pop(request_id, None):
+        opened = self._open.get(request_id)
+        if opened is not None:
+            self._close(opened)
             self._exchange.abort_import(request_id)
             self.loop.abort(request_id)
 
@@ -93,8 +100,12 @@ class LoadedEngine:
     def stop(self) -> None:
         """Drop all requests, and end the loop before its next step."""
         self._is_stopped = True
-        self._grammars.stop()
         self.loop.stop()
+
+    async def close_grammars(self) -> None:
+        """End all compilations."""
+        await self._tasks.close()
+        await self._grammars.close()
 
     def die(self, death: errors.EngineFailed) -> None:
         """Report that the loop has failed, and refuse further requests."""
@@ -103,14 +114,15 @@ class LoadedEngine:
             self._sink.died(death)
 
     def _begin(self, request: generate.Request) -> None:
-        if self._find_open(request) is None:
+        opened = self._find_open(request)
+        if opened is None:
             return
         guided = request.sampling_options.guided_decoding
         if guided is None:
             self.loop.submit(request)
         else:
-            on_compiled = functools.partial(self.post, self._begin_guided, request)
-            self._grammars.submit(guided, request.eos_token_ids, on_compiled)
+            work = self._begin_guided(opened, guided)
+            opened.compilation = self._tasks.start("begin a guided answer", work)
 
     def _accept_transfer(self, request: generate.Request) -> kv_transfer.FirstToken | None:
         """Prepare the export or import of the prompt; return the answer's first token if it comes with the prompt."""
@@ -148,17 +160,15 @@ class LoadedEngine:
         else:
             self._exchange.skip_import(request.id)
 
-    def _begin_guided(
-        self,
-        request: generate.Request,
-        grammar: guided_decoding.CompiledGrammar | errors.DynamoError,
-    ) -> None:
-        """Pass on a request with its compiled grammar, or fail it if compilation failed."""
-        if self._is_stopped or self._death is not None or self._find_open(request) is None:
-            return
-        if isinstance(grammar, errors.DynamoError):
-            del self._open[request.id]
-            self._sink.failed(request.id, grammar)
+    async def _begin_guided(self, opened: _OpenRequest, guided: generate.GuidedDecoding) -> None:
+        """Pass on a request with its compiled grammar, or fail it; an abort cancels this."""
+        request = opened.request
+        try:
+            grammar = await self._grammars.compile(guided, request.eos_token_ids)
+        except errors.DynamoError as error:
+            opened.compilation = None  # which is this task
+            self._close(opened)
+            self._sink.failed(request.id, error)
         else:
             self.loop.submit(request, grammar)
 
@@ -175,8 +185,8 @@ class LoadedEngine:
         if batch:
             self._sink.outputs(batch)
         for request, error in result.failed:
-            if self._find_open(request):
-                del self._open[request.id]
+            if (opened := self._find_open(request)) is not None:
+                self._close(opened)
                 self._sink.failed(request.id, error)
         if result.block_events:
             self._sink.kv_events(result.block_events)
@@ -205,7 +215,12 @@ class LoadedEngine:
     def _close_choice(self, opened: _OpenRequest, index: int) -> None:
         opened.choices.discard(index)
         if not opened.choices:
-            del self._open[opened.request.id]
+            self._close(opened)
+
+    def _close(self, opened: _OpenRequest) -> None:
+        del self._open[opened.request.id]
+        if opened.compilation is not None:
+            opened.compilation.cancel()
 
     def _find_open(self, request: generate.Request) -> _OpenRequest | None:
         """Return None for a request that was aborted, even if its id is in use again."""
@@ -232,8 +247,15 @@ class NativeEngine(exchanges.ExchangesKv):
 
     @property
     def capabilities(self) -> api.EngineCapabilities:
-        """Return the exchange of KV blocks with other engines."""
-        return api.EngineCapabilities(kv_transfer=self, kv_exports=self)
+        """Return the exchange of KV blocks with other engines, and the report on their tiers if there are some."""
+        has_tiers = bool(self._settings.tier_names)
+        return api.EngineCapabilities(
+            kv_transfer=self, kv_exports=self, kv_tiers=self if has_tiers else None
+        )
+
+    def report_tiers(self) -> tier_report.TierReport | None:
+        """Return how full the tiers of the KV cache are and what was copied; None before the engine has started."""
+        return None if self._loaded is None else self._loaded.loop.report_tiers()
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """Load the model in the thread that will compute. Raises ConfigError or EngineFailed."""
@@ -282,6 +304,7 @@ class NativeEngine(exchanges.ExchangesKv):
         """Drop all requests; returns when the thread has left its loop."""
         if self._loaded is not None:
             self._loaded.stop()
+            await self._loaded.close_grammars()
             await self._exchange.close()
             await self._has_ended.wait()
 

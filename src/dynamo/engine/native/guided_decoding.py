@@ -4,43 +4,36 @@ A request's constraint becomes a list of grammars that refer to each other by na
 answer, the arguments of a tool call. So each JSON schema stays whole, and a reference in it means what its author
 meant.
 
-A grammar is compiled once per text, in a thread of its own (`GrammarCompiler`), and cached for the next request with
-the same constraint; each sequence then follows a copy (`GrammarGuide`). llguidance was chosen because it refuses what
-it cannot promise, and needs neither torch nor a table of all states (docs/decisions/0006). It releases Python's lock,
-so that neither the event loop nor the engine's thread waits during compilation; limits bound what a hostile grammar
-costs.
+`GrammarBuilder` compiles a grammar in the thread that calls it, for as long as that takes: `grammar_compiler` decides
+which one, and for how long. Each sequence then follows a copy (`GrammarGuide`). llguidance was chosen because it
+refuses what it cannot promise, and needs neither torch nor a table of all states (docs/decisions/0006). Its own limits
+bound a step of a compiled grammar, but not compilation.
 """
 
 import ctypes
+import functools
 import itertools
 import json
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import llguidance
 
 from dynamo.base import errors
 from dynamo.protocols import generate
 
-MAX_CHARS = 2**17  # of a schema, regex, grammar or all choices together
 # llguidance recurses along the rules of a grammar and the references of a schema, and a stack overflow ends the
-# process: these limits, with a large stack, stay far from it.
-MAX_GRAMMAR_CHARS = 2**13  # of one in Lark or GBNF
-MAX_RULES = 1000
-MAX_REFERENCES = 500
+# process: `protocols.limits`, with a large stack, stays far from it.
 STACK_BYTES = 2**26
-MAX_CACHED = 32  # grammars; the least recently used goes first
-MAX_WAITING = 64  # requests that wait for their grammar
 BACKENDS = (None, "auto", "guidance", "llguidance")
 MAX_STEP_S = 0.25  # CPU time to compute a mask; an ordinary grammar takes a hundredth of it
 
 
-# Fuel is time: at worst some 2 s to compile a grammar, and 10 ms for one step of it. A state takes 1 to 2 kB.
+# Fuel is time: at worst some 10 ms for one step of a grammar. A state takes 1 to 2 kB.
 def _parser_limits(max_items_in_row: int) -> llguidance.LLParserLimits:
     return llguidance.LLParserLimits(
         max_items_in_row=max_items_in_row,
@@ -55,18 +48,44 @@ def _parser_limits(max_items_in_row: int) -> llguidance.LLParserLimits:
 _LIMITS = _parser_limits(2000)  # a schema may have hundreds of properties
 _TEXT_LIMITS = _parser_limits(500)  # of Lark and GBNF, where many items mean an ambiguous grammar
 _SILENT = 0
-_CONSTRAINTS = ("json", "regex", "choice", "grammar")
 _MAX_REASON_CHARS = 300  # of an error of llguidance
+T = TypeVar("T")
 
-OnCompiled = Callable[["CompiledGrammar | errors.DynamoError"], None]
+
+def run_deep(function: Callable[[], T]) -> T:
+    """Call a function in a thread with a stack for deep recursion; return its result or raise its error."""
+    result: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
+            result.set_exception(error)
+
+    former_size = threading.stack_size(STACK_BYTES)  # memory is taken only as far as it is used
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    finally:
+        threading.stack_size(former_size)
+    return result.result()
 
 
 class GrammarGuide:
     """The state of one sequence in its grammar; used by the engine's thread only."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos: Sequence[int]) -> None:
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        eos: Sequence[int],
+        vocabulary: "Vocabulary",
+        *,
+        begins_text: bool,
+    ) -> None:
         self._matcher = matcher
         self._eos = eos
+        self._vocabulary = vocabulary
+        self.begins_text = begins_text
+        self.strip_blank = vocabulary.strip_blank
         self.error: errors.DynamoError | None = None
 
     def fill(self, bits: memoryview, *, may_end: bool) -> None:
@@ -94,111 +113,90 @@ class GrammarGuide:
         """Follow the grammar by the token that was drawn."""
         if token_id not in self._eos:
             self._matcher.consume_token(token_id)
+            self.begins_text = self._vocabulary.text_of(token_id).endswith('"')
 
 
 class CompiledGrammar:
     """A grammar that any number of sequences can follow."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos: Sequence[int]) -> None:
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        eos: Sequence[int],
+        vocabulary: "Vocabulary",
+        *,
+        has_thoughts: bool,
+    ) -> None:
         self._matcher = matcher
         self._eos = eos
+        self._vocabulary = vocabulary
+        self._has_thoughts = has_thoughts
 
     def begin(self) -> GrammarGuide:
         """Return a guide for one answer."""
-        return GrammarGuide(self._matcher.deep_copy(), self._eos)
+        return GrammarGuide(
+            self._matcher.deep_copy(),
+            self._eos,
+            self._vocabulary,
+            begins_text=not self._has_thoughts,
+        )
 
 
-class GrammarCompiler:
-    """Compiles grammars one after the other in a thread of its own, and caches them."""
+class Vocabulary:
+    """The texts of a tokenizer's tokens, remembered; used by the engine's thread only."""
 
-    def __init__(self, tokenizer_path: Path, vocab_size: int) -> None:
-        self._tokenizer_path = tokenizer_path
-        self._vocab_size = vocab_size
-        self._tokenizer: llguidance.LLTokenizer | None = None
-        self._eos: tuple[int, ...] = ()  # of the tokenizer; the same for all requests of a model
-        self._cached: OrderedDict[generate.GuidedDecoding, CompiledGrammar] = OrderedDict()
-        self._thread = _deep_thread()
-        self._slots = threading.BoundedSemaphore(MAX_WAITING)
+    def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
+        self.text_of = functools.cache(lambda token_id: tokenizer.decode_str([token_id]))
+        self.strip_blank = functools.cache(self._strip_blank)
+        self._tokenizer = tokenizer
 
-    @property
-    def is_possible(self) -> bool:
-        """Return whether the model has the tokenizer that compilation needs."""
-        return self._tokenizer_path.is_file()
+    def _strip_blank(self, token_id: int) -> int | None:
+        text: str = self.text_of(token_id)
+        stripped = text.removeprefix(" ")
+        if stripped == text or not stripped.strip():
+            return None
+        return int(self._tokenizer.tokenize_str(stripped)[0])
 
-    def submit(
-        self, guided: generate.GuidedDecoding, eos: tuple[int, ...], on_compiled: OnCompiled
-    ) -> None:
-        """Compile the grammar of answers that one of the tokens `eos` ends, then call `on_compiled` in the thread.
 
-        Raises InvalidRequest for a constraint that exceeds a limit, or Overloaded.
-        """
-        check(guided)
-        if not self._slots.acquire(blocking=False):
-            raise errors.Overloaded(f"{MAX_WAITING} requests wait for their grammar; try later")
-        self._thread.submit(self._run, guided, eos, on_compiled)
+class GrammarBuilder:
+    """Compiles grammars for one tokenizer, of answers that one of the tokens `eos` ends."""
 
-    def stop(self) -> None:
-        """Compile no further grammars."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _run(
-        self, guided: generate.GuidedDecoding, eos: tuple[int, ...], on_compiled: OnCompiled
-    ) -> None:
-        result: CompiledGrammar | errors.DynamoError
+    def __init__(self, tokenizer_path: Path, vocab_size: int, eos: tuple[int, ...]) -> None:
+        """Read the model's tokenizer, which takes some tenths of a second. Raises EngineFailed."""
         try:
-            result = self.compile(guided, eos)
-        except errors.DynamoError as error:
-            result = error
-        except Exception as error:  # noqa: BLE001 - the waiting request gets the error
-            result = errors.EngineFailed(f"no grammar could be made: {error}")
-        finally:
-            self._slots.release()
-        on_compiled(result)
+            self._tokenizer = llguidance.LLTokenizer(
+                tokenizer_path.read_text("utf-8"), n_vocab=vocab_size, eos_token=list(eos)
+            )
+        except (OSError, ValueError) as error:
+            raise errors.EngineFailed(
+                f"answers cannot be guided: the tokenizer at {tokenizer_path} is of a kind"
+                f" that llguidance does not read: {error}"
+            ) from error
+        self._vocabulary = Vocabulary(self._tokenizer)
+        self.eos = eos
 
-    def compile(self, guided: generate.GuidedDecoding, eos: tuple[int, ...]) -> CompiledGrammar:
-        """Return a cached grammar or compile it. Raises InvalidRequest, or EngineFailed for an unusable tokenizer."""
-        if self._tokenizer is None or self._eos != eos:
-            self._cached.clear()
-            self._tokenizer = _read_tokenizer(self._tokenizer_path, self._vocab_size, eos)
-            self._eos = eos
-        grammar = self._cached.pop(guided, None) or self._compile_new(guided, self._tokenizer)
-        self._cached[guided] = grammar
-        if len(self._cached) > MAX_CACHED:
-            self._cached.popitem(last=False)
-        return grammar
-
-    def _compile_new(
-        self, guided: generate.GuidedDecoding, tokenizer: llguidance.LLTokenizer
-    ) -> CompiledGrammar:
+    def build(self, guided: generate.GuidedDecoding) -> CompiledGrammar:
+        """Compile a grammar, which may take any time and memory. Raises InvalidRequest."""
         try:
-            text = compose(guided, tokenizer)
+            text = compose(guided, self._tokenizer)
         except (ValueError, RecursionError) as error:
-            raise _refusal(guided, str(error)) from error
+            raise refuse(guided, str(error)) from error
         limits = _LIMITS if guided.grammar is None else _TEXT_LIMITS
-        matcher = llguidance.LLMatcher(tokenizer, text, log_level=_SILENT, limits=limits)
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=_SILENT, limits=limits)
         if not matcher.is_error():
             began_at = time.thread_time()
             matcher.compute_bitmask()  # the slowest one: so the first step need not compute it
             if time.thread_time() - began_at > MAX_STEP_S:
-                raise _refusal(guided, "it is too ambiguous or too complex")
+                raise refuse(guided, "it is too ambiguous or too complex")
         if matcher.is_error():
-            raise _refusal(guided, matcher.get_error())
-        return CompiledGrammar(matcher, self._eos)
-
-
-def check(guided: generate.GuidedDecoding) -> None:
-    """Check number, size and backend of constraints. Raises InvalidRequest."""
-    constraints = [name for name in _CONSTRAINTS if getattr(guided, name)]
-    if len(constraints) != 1 and not (guided.calls is not None and not constraints):
-        raise errors.InvalidRequest(
-            f"{guided.param}: expected one of {', '.join(_CONSTRAINTS)}, got {len(constraints)}",
-            param=guided.param,
+            raise refuse(guided, matcher.get_error())
+        return CompiledGrammar(
+            matcher, self.eos, self._vocabulary, has_thoughts=guided.thoughts is not None
         )
-    for unit, size, limit in _sizes(guided):
-        if size > limit:
-            raise errors.InvalidRequest(
-                f"{guided.param}: expected at most {limit} {unit}, got {size}", param=guided.param
-            )
+
+
+def check_backend(guided: generate.GuidedDecoding) -> None:
+    """Raise InvalidRequest for a request that names another library."""
     if guided.backend not in BACKENDS:
         raise errors.InvalidRequest(
             "guided_decoding_backend: expected auto or llguidance, which is what this engine has, "
@@ -207,42 +205,8 @@ def check(guided: generate.GuidedDecoding) -> None:
         )
 
 
-def _sizes(guided: generate.GuidedDecoding) -> Iterator[tuple[str, int, int]]:
-    """Yield unit, size and limit of everything that is limited."""
-    tools = guided.calls.tools if guided.calls is not None else ()
-    schemas = [guided.json or "", *(tool.parameters for tool in tools)]
-    names = (tool.name for tool in tools)
-    texts = [*schemas, *names, guided.regex or "", *(guided.choice or ())]
-    yield "characters", sum(map(len, texts)), MAX_CHARS
-    yield "references", max(schema.count("$ref") for schema in schemas), MAX_REFERENCES
-    yield "characters", len(guided.grammar or ""), MAX_GRAMMAR_CHARS
-    yield "rules", (guided.grammar or "").replace("::", ":").count(":"), MAX_RULES
-
-
-def _deep_thread() -> futures.ThreadPoolExecutor:
-    """Start one thread with a stack for deep recursion; a stack takes memory only as far as it is used."""
-    former_size = threading.stack_size(STACK_BYTES)
-    try:
-        executor = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        executor.submit(int).result()  # the thread starts with its first task
-    finally:
-        threading.stack_size(former_size)
-    return executor
-
-
-def _read_tokenizer(path: Path, vocab_size: int, eos: tuple[int, ...]) -> llguidance.LLTokenizer:
-    """Read the model's tokenizer, which takes some tenths of a second. Raises EngineFailed."""
-    try:
-        return llguidance.LLTokenizer(
-            path.read_text("utf-8"), n_vocab=vocab_size, eos_token=list(eos)
-        )
-    except (OSError, ValueError) as error:
-        raise errors.EngineFailed(
-            f"answers cannot be guided: the tokenizer at {path} is of a kind that llguidance does not read: {error}"
-        ) from error
-
-
-def _refusal(guided: generate.GuidedDecoding, reason: str) -> errors.InvalidRequest:
+def refuse(guided: generate.GuidedDecoding, reason: str) -> errors.InvalidRequest:
+    """Return the error of a request whose grammar cannot be followed, in one line."""
     reason = " ".join(reason.split())
     if len(reason) > _MAX_REASON_CHARS:
         reason = reason[:_MAX_REASON_CHARS] + "…"

@@ -3,18 +3,21 @@
     event loop  ──commands: submit, abort, clear, stop──▶  this thread  ──one delivery per step──▶  event loop
 
 Commands run between steps, in order; with nothing to compute, the thread waits in their queue. The results of a step
-are delivered as one value, however many sequences they cover.
+are delivered as one value, however many sequences they cover. Copies between cache tiers begin between steps and run
+beside them; their ends come as commands.
 """
 
+import contextlib
 import functools
 import queue
+import time
 from collections import abc
 from typing import Protocol
 
 from dynamo.base import errors
 from dynamo.engine.native.scheduler import Scheduler, StepResult
 from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
-from dynamo.kvbm import sharing
+from dynamo.kvbm import sharing, tier_copies, tier_report, tiered_cache
 from dynamo.protocols import generate
 
 
@@ -23,11 +26,9 @@ class ModelRunner(Protocol):
 
     def run(self, chunks: abc.Sequence[Chunk]) -> abc.Sequence[Sampled | errors.DynamoError | None]:
         """Compute the chunks; return for each the drawn token, an error, or None if it does not sample."""
-        ...
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the state of a sequence that has ended."""
-        ...
 
 
 def _refuse_imports(imports: list[sharing.KvImport]) -> None:
@@ -43,33 +44,48 @@ class EngineLoop:
         runner: ModelRunner,
         deliver: abc.Callable[[StepResult], None],
         begin_imports: abc.Callable[[list[sharing.KvImport]], None] = _refuse_imports,
+        copies: tier_copies.TierCopies | None = None,
     ) -> None:
+        """`copies` makes the copies between the tiers of the scheduler's cache."""
         self._scheduler = scheduler
         self._runner = runner
         self._deliver = deliver
         self._begin_imports = begin_imports
         self._commands: queue.SimpleQueue[abc.Callable[[], None]] = queue.SimpleQueue()
+        self._copies = copies
         self._is_stopping = False
         self.load = scheduler.load()  # as of the last step or command; replaced, never changed
 
     def run(self) -> None:
         """Run steps and commands until `stop` is called."""
-        while not self._is_stopping:
-            has_computed = self._scheduler.has_work and self.step()
-            if not (has_computed and self._scheduler.has_work):
-                self._commands.get()()  # wait for one
-            while not self._commands.empty():
-                self._commands.get()()
-            self.load = self._scheduler.load()
+        if self._copies is not None:
+            self._copies.open(self._commands.put, self._end_tier_copy, self._add_slots)
+        try:
+            while not self._is_stopping:
+                has_computed = self._scheduler.has_work and self.step()
+                if not (has_computed and self._scheduler.has_work):
+                    self._wait_for_command()
+                while not self._commands.empty():
+                    self._commands.get()()
+                self.load = self._scheduler.load()
+        finally:
+            if self._copies is not None:
+                self._copies.close()
 
     def step(self) -> bool:
         """Schedule, run, commit. Returns False if nothing can be computed before a command comes."""
         chunks = self._scheduler.schedule()
+        if self._copies is not None and self._begin_copies(self._copies):
+            chunks = self._scheduler.schedule()  # once more: nothing was computed since
         if imports := self._scheduler.take_imports():
             self._begin_imports(imports)  # before the step, so that they run at the same time
         if not chunks:
             return False
+        began_at = time.perf_counter()
         sampled = self._runner.run(chunks)
+        if self._scheduler.tiers is not None:
+            num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            self._scheduler.tiers.cost.record_step(num_tokens, time.perf_counter() - began_at)
         result = self._scheduler.commit(chunks, sampled)
         self._forget(result.ended)
         self.load = self._scheduler.load()  # before delivery, so that a listener reads the new load
@@ -101,9 +117,54 @@ class EngineLoop:
         """Clear the prefix cache, then call `on_cleared` in the thread."""
         self._commands.put(functools.partial(self._clear, on_cleared))
 
+    def report_tiers(self) -> tier_report.TierReport | None:
+        """Return the report on the cache tiers; None if there are none."""
+        return self._scheduler.report_tiers()
+
     def stop(self) -> None:
         """End `run` before the next step."""
         self._commands.put(self._end_run)
+
+    def _wait_for_command(self) -> None:
+        """Run the next command, when one comes; before that copy and publish what there is."""
+        copies = self._copies
+        if copies is None:
+            self._commands.get()()
+            return
+        if self._begin_copies(copies):
+            return
+        result = self._scheduler.take_events()
+        if result.block_events:
+            self._deliver(result)
+        with contextlib.suppress(queue.Empty):  # a copy is late
+            self._commands.get(timeout=copies.seconds_to_deadline())()
+
+    def _begin_copies(self, copies: tier_copies.TierCopies) -> bool:
+        """Begin copies between tiers, and make quick loads at once.
+
+        Return whether a sequence can go on that could not before.
+        """
+        tiers = self._scheduler.tiers
+        assert tiers is not None
+        late = copies.take_late()
+        for copy in late:
+            tiers.stop_waiting(copy)
+        can_go_on = bool(late)
+        for copy in tiers.take_copies():
+            if copy.is_quick_load:
+                outcome = copies.run(copy)
+                self._scheduler.end_tier_copy(copy, outcome.failed, outcome.seconds)
+                can_go_on = True
+            else:
+                copies.begin(copy)
+        return can_go_on
+
+    def _end_tier_copy(self, copy: tiered_cache.TierCopy, outcome: tier_copies.CopyOutcome) -> None:
+        self._scheduler.end_tier_copy(copy, outcome.failed, outcome.seconds)
+
+    def _add_slots(self, num_slots: int) -> None:
+        assert self._scheduler.tiers is not None
+        self._scheduler.tiers.host.add_slots(num_slots)
 
     def _abort(self, request_id: str) -> None:
         self._forget(self._scheduler.abort(request_id))
@@ -113,6 +174,8 @@ class EngineLoop:
 
     def _clear(self, on_cleared: abc.Callable[[], None]) -> None:
         self._deliver(self._scheduler.clear())
+        if self._copies is not None:
+            self._copies.forget_disk()
         on_cleared()
 
     def _end_run(self) -> None:

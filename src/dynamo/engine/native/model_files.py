@@ -35,40 +35,41 @@ _SUPPORTED_STEPS = ("Transformer", "Pooling", "Normalize")
 T = TypeVar("T")
 
 
-class _EncoderFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of config.json, with the defaults of Hugging Face Transformers."""
+class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of an encoder: fields of config.json, with the defaults of Hugging Face Transformers."""
 
     model_type: str = ""
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    max_position_embeddings: Count
-    type_vocab_size: Count = 2
-    layer_norm_eps: float = 1e-12
+    num_layers: Count = msgspec.field(name="num_hidden_layers")
+    num_heads: Count = msgspec.field(name="num_attention_heads")
+    num_positions: Count = msgspec.field(name="max_position_embeddings")
+    num_types: Count = msgspec.field(name="type_vocab_size", default=2)
+    norm_eps: float = msgspec.field(name="layer_norm_eps", default=1e-12)
     pad_token_id: int | None = None
     hidden_act: str = "gelu"
     position_embedding_type: str | None = None
     is_decoder: bool = False
-    dtype: str | None = None
+    stored_dtype: str | None = msgspec.field(name="dtype", default=None)
     torch_dtype: str | None = None
 
+    @property
+    def prefix(self) -> str:
+        """Return the prefix of its tensors' names."""
+        return _FAMILY_PREFIXES[self.model_type]
 
-class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of an encoder."""
+    @property
+    def first_position(self) -> int:
+        """Return the position of a text's first token."""
+        if self.model_type == "bert":
+            return 0
+        return 2 if self.pad_token_id is None else self.pad_token_id + 1
 
-    prefix: str  # of its tensors' names
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_positions: int
-    first_position: int
-    num_types: int
-    norm_eps: float
-    dtype: str
+    @property
+    def dtype(self) -> str:
+        """Return the type of the stored weights."""
+        return self.stored_dtype or self.torch_dtype or "float32"
 
     @property
     def max_context(self) -> int:
@@ -111,34 +112,21 @@ def is_encoder(model_path: Path) -> bool:
 def read_encoder_config(model_path: Path) -> EncoderConfig:
     """Read the configuration of a model for which `is_encoder` is true. Raises ConfigError."""
     path = model_path / "config.json"
-    fields = read_json(path, _EncoderFields)
-    assert fields is not None  # `is_encoder` has read it
+    config = read_json(path, EncoderConfig)
+    assert config is not None  # `is_encoder` has read it
     unsupported = {
-        f"the activation {fields.hidden_act}": fields.hidden_act != "gelu",
-        f"position_embedding_type {fields.position_embedding_type}": fields.position_embedding_type
+        f"the activation {config.hidden_act}": config.hidden_act != "gelu",
+        f"position_embedding_type {config.position_embedding_type}": config.position_embedding_type
         not in (None, "absolute"),
-        "is_decoder": fields.is_decoder,
-        f"hidden_size {fields.hidden_size}, no multiple of num_attention_heads,": bool(
-            fields.hidden_size % fields.num_attention_heads
+        "is_decoder": config.is_decoder,
+        f"hidden_size {config.hidden_size}, no multiple of num_attention_heads,": bool(
+            config.hidden_size % config.num_heads
         ),
     }
     for feature, is_present in unsupported.items():
         if is_present:
             raise errors.ConfigError(f"{path}: {feature} is not supported in an encoder")
-    pad = fields.pad_token_id if fields.pad_token_id is not None else 1
-    return EncoderConfig(
-        prefix=_FAMILY_PREFIXES[fields.model_type],
-        vocab_size=fields.vocab_size,
-        hidden_size=fields.hidden_size,
-        intermediate_size=fields.intermediate_size,
-        num_layers=fields.num_hidden_layers,
-        num_heads=fields.num_attention_heads,
-        num_positions=fields.max_position_embeddings,
-        first_position=0 if fields.model_type == "bert" else pad + 1,
-        num_types=fields.type_vocab_size,
-        norm_eps=fields.layer_norm_eps,
-        dtype=fields.dtype or fields.torch_dtype or "float32",
-    )
+    return config
 
 
 def is_sentence_transformer(model_path: Path) -> bool:

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from dynamo.base import errors
-from dynamo.engine.native import attention, kv_cache, model_files, sampler, weights
+from dynamo.engine.native import attention, model_files, models, sampler, weights
 from dynamo.engine.native import config as configs
-from dynamo.engine.native.models.decoder import Decoder
 from dynamo.engine.native.sequence import Chunk, Sampled, Sequence
 from dynamo.protocols import generate
 from dynamo.transfer import descriptors
@@ -57,7 +56,7 @@ def check_device(device: str) -> None:
         ) from error
 
 
-def _region(cache: kv_cache.KvCache, num_blocks: int) -> descriptors.Region | None:
+def _region(cache: attention.KvCache, num_blocks: int) -> descriptors.Region | None:
     """Return the cache as other engines may read it; None where it is in a device's memory."""
     if cache.memory is None:
         return None
@@ -121,7 +120,7 @@ class Runner:
         num_blocks: int,
         block_size: int,
         threads: int | None = None,
-        allocate: kv_cache.Allocate | None = None,
+        allocate: attention.Allocate | None = None,
     ) -> None:
         """Load the checkpoint and allocate the KV cache. Raises ConfigError."""
         if threads is not None:
@@ -130,8 +129,8 @@ class Runner:
         self.config = configs.read(model_path)
         kind = resolve_dtype(self.config, dtype, device)
         with weights.Checkpoint(model_path, dtype=kind, device=device) as checkpoint:
-            self._decoder = Decoder(self.config, checkpoint)
-        self._cache = kv_cache.KvCache(
+            self._decoder = models.Decoder(self.config, checkpoint)
+        self._cache = attention.KvCache(
             self.config,
             num_blocks=num_blocks,
             block_size=block_size,

@@ -9,27 +9,150 @@ A draw takes one number u in [0, 1) per token and walks the distribution until i
 vocabulary in order of id, or of the candidates in order of probability where top-k or top-p cut. u is a hash of (seed,
 choice, place in the answer), so a seed gives the same answer whatever shares the batch, and a preempted sequence has no
 generator to restore. Sums are formed in order, so more candidates for another row change nothing.
+
+A thinking budget limits the tokens of a thought: when it is used up, the mark that ends a thought is the next token. A
+thought stands at the beginning of an answer: the prompt has opened it, or the answer does within its first tokens. An
+opening mark later on belongs to the text.
 """
 
 import bisect
+import enum
 import itertools
 import math
+import secrets
+import struct
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Row
 
 import torch
+import xxhash
 
 from dynamo.base import errors
-from dynamo.engine.native.sampling_state import (
-    NUM_CANDIDATES,
-    CandidatePool,
-    SamplingState,
-    TokenCounts,
-)
 from dynamo.engine.native.sequence import Guide, Sampled, Sequence
 from dynamo.protocols import generate
 
+MIN_TEMPERATURE = 1e-5  # a lower one is greedy
+NUM_CANDIDATES = 64  # the likeliest tokens, among which top-k and top-p mostly cut
+MAX_LEADING_TOKENS = 4  # mostly white space, that may stand before the opening mark of a thought
+_PLACE = struct.Struct("<QQ")
+_SEED_MASK = 2**64 - 1
 _BIT_VALUES = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+
+
+class CandidatePool(enum.Enum):
+    """The tokens that have to be looked at to draw one."""
+
+    FEW = enum.auto()  # the NUM_CANDIDATES likeliest: top-k says so
+    LIKELIEST = enum.auto()  # as many as top-p or a large top-k need
+    ALL = enum.auto()
+
+
+def choose_pool(options: generate.SamplingOptions) -> CandidatePool:
+    """Return the smallest pool that these options allow."""
+    if 0 < options.top_k <= NUM_CANDIDATES:
+        return CandidatePool.FEW
+    if options.top_k or options.top_p < 1.0:
+        return CandidatePool.LIKELIEST
+    return CandidatePool.ALL
+
+
+class SamplingState:
+    """The sampling options of one sequence and what follows from them, from its first token to its last."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        options, stops = sequence.options, sequence.request.stop_conditions
+        self.sequence, self.options = sequence, options
+        self.seed = secrets.randbits(64) if options.seed is None else options.seed & _SEED_MASK
+        self.is_greedy = options.temperature < MIN_TEMPERATURE
+        self.pool = choose_pool(options)
+        self.num_logprobs = sequence.request.output_options.logprobs
+        self.min_tokens = stops.min_tokens
+        self.may_end_at = math.inf if stops.ignore_eos else stops.min_tokens  # in output tokens
+        has_grammar = sequence.grammar is not None  # then the grammar says when the answer ends
+        eos = () if stops.ignore_eos or has_grammar else sequence.request.eos_token_ids
+        self.ending_ids = [*eos, *stops.stop_token_ids]
+        self.penalties = (
+            options.repetition_penalty,
+            options.frequency_penalty,
+            options.presence_penalty,
+        )
+        self.has_penalties = self.penalties != (1.0, 0.0, 0.0)
+        limit = sequence.request.thinking
+        self.thinking_budget = ThinkingBudget(sequence, limit) if limit else None
+        self.is_adjusted = (
+            self.has_penalties
+            or self.thinking_budget is not None
+            or bool(options.logit_bias)
+            or bool(self.min_tokens and self.ending_ids)
+        )
+
+    @property
+    def uniform(self) -> float:
+        """Return the number in [0, 1) that decides the next token."""
+        sequence = self.sequence
+        num_answered = len(sequence.token_ids) - sequence.answer_start
+        place = _PLACE.pack(sequence.request.first_choice + sequence.index, num_answered)
+        return (xxhash.xxh3_64_intdigest(place, self.seed) >> 32) / 2**32
+
+    @property
+    def may_end(self) -> bool:
+        """Return whether the answer may end where its grammar allows it."""
+        return self.sequence.num_output >= self.may_end_at
+
+    @property
+    def banned_ids(self) -> list[int]:
+        """Return the tokens that may not come next."""
+        return self.ending_ids if self.sequence.num_output < self.min_tokens else []
+
+
+class TokenCounts:
+    """How often each token of the vocabulary has come in a sequence, for penalties."""
+
+    def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device) -> None:
+        start = sequence.answer_start
+        self._sequence, self._num_counted = sequence, start
+        self.in_output = torch.zeros(vocab_size, device=device)
+        self.is_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.is_seen[sequence.token_ids[:start]] = True
+
+    def update(self) -> None:
+        """Count the tokens that were added since the last call."""
+        new = self._sequence.token_ids[self._num_counted :]
+        self._num_counted += len(new)
+        for token in new:
+            self.in_output[token] += 1
+            self.is_seen[token] = True
+
+
+class ThinkingBudget:
+    """Counts the tokens of a thought. A preempted sequence keeps its tokens, so nothing has to be restored."""
+
+    def __init__(self, sequence: Sequence, limit: generate.ThinkingLimit) -> None:
+        self._sequence = sequence
+        self._limit = limit
+        self._num_read = sequence.answer_start
+        self._is_open = limit.is_open
+        self._is_over = False
+        self._num_thought = 0
+
+    def forced_id(self) -> int | None:
+        """Return the token that ends the thought if the budget is used up, else None."""
+        for token in self._sequence.token_ids[self._num_read :]:
+            self._num_read += 1
+            if token in self._limit.close_ids:
+                self._is_over = True
+            elif self._is_open:
+                self._num_thought += 1
+            elif token in self._limit.open_ids:
+                self._is_open = True
+            elif self._num_read - self._sequence.answer_start > MAX_LEADING_TOKENS:
+                self._is_over = True
+        is_thinking = self._is_open and not self._is_over
+        if is_thinking and self._num_thought >= self._limit.max_tokens:
+            return self._limit.close_ids[0]
+        return None
+
+
 # From logits [rows, vocabulary] to token ids.
 DrawFunction = Callable[[torch.Tensor, list[SamplingState]], list[int]]
 
@@ -51,7 +174,22 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, sequences: Row[Sequence]
     ) -> list[Sampled | errors.DynamoError]:
-        """Draw one token for each row of logits [sequences, vocabulary], or return why there is none."""
+        """Draw one token for each row of logits [sequences, vocabulary], or return why there is none.
+
+        If the rows cannot be drawn together, each is drawn alone, so that a sequence with impossible options fails
+        alone.
+        """
+        try:
+            return self._sample(logits, sequences)
+        except Exception as error:  # noqa: BLE001 - of one of the sequences
+            if len(sequences) == 1:
+                return [errors.EngineFailed(f"no token can be drawn: {error!r}")]
+            rows = zip(logits.split(1), sequences, strict=True)
+            return [result for row, sequence in rows for result in self.sample(row, [sequence])]
+
+    def _sample(
+        self, logits: torch.Tensor, sequences: Row[Sequence]
+    ) -> list[Sampled | errors.DynamoError]:
         states = [self._state(sequence) for sequence in sequences]
         with torch.inference_mode():
             adjusted = self.adjust(logits, states)
@@ -71,7 +209,7 @@ class Sampler:
         return [
             Sampled(token_id=token_id, logprobs=logprobs.get(i))
             if math.isfinite(peak)
-            else _no_token(guides.get(i))
+            else _no_token(peak, states[i], guides.get(i))
             for i, (token_id, peak) in enumerate(zip(token_ids, peaks, strict=True))
         ]
 
@@ -92,11 +230,13 @@ class Sampler:
     def _state(self, sequence: Sequence) -> SamplingState:
         state = self._states.get(sequence)
         if state is None:
-            state = self._states[sequence] = SamplingState(sequence)
+            state = SamplingState(sequence)
             if sequence.grammar is not None:
-                guide = self._guides[sequence] = sequence.grammar.begin()
+                guide = sequence.grammar.begin()
                 for token_id in sequence.token_ids[sequence.answer_start :]:
                     guide.advance(token_id)  # of a resumed answer
+                self._guides[sequence] = guide
+            self._states[sequence] = state
         return state
 
     def _penalize(self, logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
@@ -298,7 +438,10 @@ def _columns(rows: Row[tuple[float, ...]], like: torch.Tensor) -> tuple[torch.Te
 def apply_guides(
     logits: torch.Tensor, guides: Mapping[int, Guide], may_end: Row[bool]
 ) -> torch.Tensor:
-    """Return a copy of logits [rows, vocabulary] with minus infinity for tokens that a row's guide does not allow."""
+    """Return a copy of logits [rows, vocabulary] with minus infinity for tokens that a row's guide does not allow.
+
+    Where a text begins, tokens that are banned for their leading blank count for what follows it.
+    """
     size = logits.shape[1]
     words = -(-size // 32)  # llguidance writes 32 bits at a time
     bits = torch.zeros((len(guides), words * 4), dtype=torch.uint8)
@@ -307,14 +450,44 @@ def apply_guides(
     bits = bits.to(logits.device).unsqueeze(-1)
     is_banned = ((bits & _BIT_VALUES.to(logits.device)) == 0).flatten(1)[:, :size]
     if len(guides) == len(logits):
-        return logits.masked_fill(is_banned, -torch.inf)
-    rows = torch.tensor(list(guides), device=logits.device)
-    return logits.index_copy(0, rows, logits[rows].masked_fill_(is_banned, -torch.inf))
+        masked = logits.masked_fill(is_banned, -torch.inf)
+    else:
+        rows = torch.tensor(list(guides), device=logits.device)
+        allowed = logits[rows].masked_fill_(is_banned, -torch.inf)
+        masked = logits.index_copy(0, rows, allowed)
+    for (i, guide), banned in zip(guides.items(), is_banned, strict=True):
+        if guide.begins_text:
+            _heal(masked[i], logits[i], banned, guide)
+    return masked
 
 
-def _no_token(guide: Guide | None) -> errors.DynamoError:
+def _heal(
+    masked: torch.Tensor, logits: torch.Tensor, is_banned: torch.Tensor, guide: Guide
+) -> None:
+    """Give the weight of " word", which may not begin this text, to the token that begins "word".
+
+    Models begin nearly every word with a blank. Without this, the token that happens to be next best begins the text,
+    often the middle of the same word. All are one row [vocabulary]; `masked` is changed in place.
+    """
+    best = logits.topk(min(NUM_CANDIDATES, len(logits)))
+    for logit, token_id in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        if not is_banned[token_id]:
+            continue
+        first_id = guide.strip_blank(token_id)
+        if first_id is not None and not is_banned[first_id]:
+            masked[first_id] = torch.logaddexp(masked[first_id], masked.new_tensor(logit))
+
+
+def _no_token(peak: float, state: SamplingState, guide: Guide | None) -> errors.DynamoError:
+    """Return why no token is left in a row with this highest adjusted logit."""
     if guide is not None and guide.error is not None:
         return guide.error
-    return errors.EngineFailed(
-        "no token can be drawn: the model's logits are not finite, or logit_bias and min_tokens exclude all of them"
+    is_free = guide is None and not state.is_adjusted
+    if is_free or peak != -math.inf:
+        return errors.EngineFailed("no token can be drawn: the model's logits are not finite")
+    param = "min_tokens" if state.banned_ids else "logit_bias"
+    return errors.InvalidRequest(
+        f"{param}: expected at least one token that may come next, got none, as min_tokens, logit_bias"
+        " and the grammar together exclude all",
+        param=param,
     )

@@ -18,7 +18,8 @@ little. The sequence of highest rank always goes on, so every one ends.
 The choices of a request (n > 1) are sequences that share its prompt: all wait for the first, then reuse its blocks.
 
 A prompt that another engine has computed is admitted like any other, and waits until its blocks are imported.
-If that engine has drawn the first token too, the sequence has it from the beginning.
+If that engine has drawn the first token too, the sequence has it from the beginning. Blocks that a tier below the
+engine's memory has are loaded in the same way; what only the disk has is copied to host memory while the prompt queues.
 """
 
 import bisect
@@ -30,7 +31,7 @@ from typing import NamedTuple
 from dynamo.base import errors
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.sequence import Chunk, Grammar, Sampled, Sequence
-from dynamo.kvbm import sharing
+from dynamo.kvbm import sharing, tier_report, tiered_cache
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
 
 WATERMARK = 0.01  # share of the blocks that admission leaves free
@@ -92,6 +93,7 @@ class Scheduler:
         self._shared: sharing.SharedBlocks[Sequence] = sharing.SharedBlocks(
             paging.pool, paging.block_size
         )
+        self._loading: set[Sequence] = set()
         self._num_arrived = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -126,6 +128,8 @@ class Scheduler:
             leader = leader or sequence
             group.open.append(sequence)
             bisect.insort(self._waiting, sequence, key=_rank)
+        if leader is not None and leader.remote is None:
+            self._paging.prepare(leader)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """Abort a request; return its sequences. An unknown id is no error."""
@@ -166,11 +170,52 @@ class Scheduler:
         if is_copied:
             sequence.num_computed = sequence.num_tokens - 1
             self._paging.commit(sequence)
+        self._resume(sequence)
+
+    def _resume(self, sequence: Sequence) -> None:
+        """Let a sequence take part in steps whose blocks were copied."""
         group = self._groups.get(sequence.request.id)
         if group is not None and sequence in group.open:
             bisect.insort(self._running, sequence, key=_rank)
         else:  # it was aborted
             self._paging.release(sequence)
+
+    @property
+    def tiers(self) -> tiered_cache.TieredCache | None:
+        """The cache tiers below the engine's memory."""
+        return self._paging.tiers
+
+    def end_tier_copy(
+        self,
+        copy: tiered_cache.TierCopy,
+        failed: frozenset[int] = frozenset(),
+        seconds: float | None = None,
+    ) -> None:
+        """Record how a copy between tiers has ended; a sequence that was loaded goes on."""
+        tiers, sequence = self._paging.tiers, copy.waiting
+        assert tiers is not None
+        tiers.end_copy(copy, failed, seconds)
+        if not isinstance(sequence, Sequence) or copy.path[1] is not kv_events.DEVICE:
+            return
+        self._loading.discard(sequence)
+        sequence.is_importing = False
+        num_before = sequence.num_computed
+        self._paging.end_load(sequence, copy, failed)
+        num_loaded = sequence.num_computed - num_before
+        if num_loaded and not sequence.num_output and not sequence.num_loaded:
+            sequence.num_cached = (sequence.num_cached or 0) + num_loaded
+            self._num_cached_tokens += num_loaded
+            sequence.num_loaded = tiers.count_tokens_by_tier(copy, num_loaded)
+        self._resume(sequence)
+
+    def report_tiers(self) -> tier_report.TierReport | None:
+        """Return the report on the cache tiers; None if there are none."""
+        tiers = self._paging.tiers
+        return None if tiers is None else tier_report.make_report(self._paging.pool, tiers)
+
+    def take_events(self) -> StepResult:
+        """Return the KV events since the last step."""
+        return StepResult(block_events=self._paging.take_events())
 
     def release_lease(self, lease_id: int) -> None:
         """Free blocks that were computed for another engine."""
@@ -222,7 +267,7 @@ class Scheduler:
             worker_stats=load.WorkerStats(
                 request_active_slots=len(self._running),
                 request_total_slots=self._limits.max_num_seqs,
-                num_requests_waiting=len(self._waiting) + self._shared.num_importing,
+                num_requests_waiting=len(self._waiting) + self._num_importing,
                 active_prefill_tokens=num_prefill_tokens,
             ),
             kv_stats=load.KvStats(
@@ -249,10 +294,10 @@ class Scheduler:
     def _admit(self, chunks: list[Chunk], num_left: int) -> None:
         i = 0
         while i < len(self._waiting) and num_left:
-            if len(self._running) + self._shared.num_importing >= self._limits.max_num_seqs:
+            if len(self._running) + self._num_importing >= self._limits.max_num_seqs:
                 break
             sequence = self._waiting[i]
-            if self._must_wait_for_leader(sequence):
+            if self._must_wait_for_leader(sequence) or self._paging.is_preparing(sequence):
                 i += 1
                 continue
             if not self._paging.admit(
@@ -264,9 +309,18 @@ class Scheduler:
                 sequence.num_cached = sequence.num_computed
                 self._num_prompt_tokens += sequence.prompt_len
                 self._num_cached_tokens += sequence.num_cached
-            if not self._shared.begin_import(sequence):
-                bisect.insort(self._running, sequence, key=_rank)
-                num_left -= _add_chunk(chunks, sequence, num_left)
+            if self._shared.begin_import(sequence):
+                continue
+            if self._paging.load(sequence, is_engine_busy=bool(chunks)):
+                sequence.is_importing = True
+                self._loading.add(sequence)
+                continue
+            bisect.insort(self._running, sequence, key=_rank)
+            num_left -= _add_chunk(chunks, sequence, num_left)
+
+    @property
+    def _num_importing(self) -> int:
+        return self._shared.num_importing + len(self._loading)
 
     def _must_wait_for_leader(self, sequence: Sequence) -> bool:
         """Return whether a choice waits until the first one has computed the prompt, or reports its logprobs."""
@@ -298,6 +352,7 @@ class Scheduler:
             stop_reason=stop_reason,
             kv_transfer_params=self._shared.lease_blocks(sequence.block_ids) if is_leased else None,
             prompt_logprobs=drawn.prompt_logprobs,
+            tier_tokens=None if group.has_reported_cached else _tier_tokens(sequence),
         )
         group.has_reported_cached = True
         result.holds_blocks |= is_leased
@@ -317,6 +372,10 @@ class Scheduler:
             return  # `end_import` frees its blocks
         (self._running if sequence.block_ids else self._waiting).remove(sequence)
         self._paging.release(sequence)
+
+
+def _tier_tokens(sequence: Sequence) -> tuple[tuple[str, int], ...] | None:
+    return tuple(sorted(sequence.num_loaded.items())) or None
 
 
 def _num_uncomputed(sequence: Sequence) -> int:

@@ -7,21 +7,23 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dynamo.base import errors
-from dynamo.protocols import generate, kv_transfer
+from dynamo.protocols import generate, kv_events, kv_transfer
 
 
 class Guide(Protocol):
     """The state of one sequence in its grammar (`guided_decoding.GrammarGuide`)."""
 
     error: errors.DynamoError | None  # why it cannot be followed any more
+    begins_text: bool  # the next token begins the answer, or a string within it
+
+    def strip_blank(self, token_id: int) -> int | None:
+        """Return the first token of a token's text without the blank before it; None if it has none."""
 
     def fill(self, bits: memoryview, *, may_end: bool) -> None:
         """Set the bit of each token that may come next, of end tokens only with `may_end`."""
-        ...
 
     def advance(self, token_id: int) -> None:
         """Follow the grammar by the token that was drawn."""
-        ...
 
 
 class Grammar(Protocol):
@@ -29,7 +31,6 @@ class Grammar(Protocol):
 
     def begin(self) -> Guide:
         """Return a guide for one answer."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,6 +63,9 @@ class Sequence:
         None  # its prompt at another engine, until the import begins
     )
     is_importing: bool = False  # a copy writes to its blocks: they must not be freed
+    num_loaded: dict[kv_events.Tier, int] = field(
+        default_factory=dict
+    )  # of `num_cached`, tokens from tiers below the engine's memory
 
     @property
     def num_tokens(self) -> int:

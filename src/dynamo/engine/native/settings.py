@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import config
-from dynamo.kvbm import local_agent
+from dynamo.kvbm import tier_setup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeConfig(local_agent.TransferConfig):
+class NativeConfig(tier_setup.KvbmConfig):
     """The built-in engine."""
 
     device: Literal["cpu", "cuda"] = config.option("cpu", help="device that computes")
@@ -16,16 +16,18 @@ class NativeConfig(local_agent.TransferConfig):
         "auto",
         help="type of weights and KV cache; auto: float32 on a CPU, else the checkpoint's type",
     )
-    block_size: int = config.option(16, help="tokens in a block of the KV cache")
+    block_size: int = config.option(16, help="tokens in a block of the KV cache", least=1)
     num_gpu_blocks_override: int | None = config.option(
-        None, help="blocks of the KV cache; by default as many as --kv-cache-memory-gb holds"
+        None,
+        help="blocks of the KV cache; by default as many as --kv-cache-memory-gb holds",
+        least=1,
     )
     kv_cache_memory_gb: float = config.option(
         1.0,
         help="memory for the KV cache in GiB; less is used if --max-num-seqs sequences need less",
         least=0,
     )
-    max_num_seqs: int = config.option(256, help="sequences that may run at once")
+    max_num_seqs: int = config.option(256, help="sequences that may run at once", least=1)
     max_num_batched_tokens: int | None = config.option(
         None,
         help="tokens that one step may compute; requests that arrive during a step wait for its end, so lower it for"
@@ -34,6 +36,7 @@ class NativeConfig(local_agent.TransferConfig):
     max_model_len: int | None = config.option(
         None,
         help="context length in tokens; by default the model's, or what the KV cache holds if that is less",
+        least=1,
     )
     enable_prefix_caching: bool = config.option(
         True, help="reuse the KV blocks of prefixes that were computed before"
@@ -42,6 +45,7 @@ class NativeConfig(local_agent.TransferConfig):
         None,
         help="CPU threads that compute; by default OMP_NUM_THREADS, else one for a small model and all cores for a"
         " large one",
+        least=1,
     )
 
     @property

@@ -2,26 +2,37 @@
 
 Its schedulers are processes of their own. One that fails sends SIGQUIT to this process, as does SGLang's watchdog;
 SGLang's handler of that signal would kill this process, ours reports the death, and the worker's requests migrate.
+
+The only module that imports SGLang, and so the only one that depends on its releases. Written after the sources of
+0.5.23: `srt/entrypoints/engine.py`, `srt/server_args.py`, `srt/managers/tokenizer_manager.py`,
+`srt/managers/load_snapshot.py`. Not run here.
 """
 
+import argparse
 import asyncio
 import dataclasses
 import json
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.runtime_context import get_schedule
+from sglang.srt.server_args import ServerArgs
 
 from dynamo.base import errors
 from dynamo.engine import api
-from dynamo.engine.adapters import kv_subscriber, startup, streams
-from dynamo.engine.adapters.sglang import translation, versions
-from dynamo.engine.adapters.sglang.settings import SglangConfig
+from dynamo.engine.adapters import kv_subscriber, streams
+from dynamo.engine.adapters import settings as adapter_settings
+from dynamo.engine.adapters.settings import SglangConfig
+from dynamo.engine.adapters.sglang import translation
 from dynamo.protocols import blocks, generate, load
 
+CLEAR_TIMEOUT_S = 30.0  # SGLang clears its cache only when no request runs
 _DEFAULT_KV_ENDPOINT = "tcp://*:5557"  # where SGLang publishes KV events by default
 _REFUSED_FLAGS = {
-    **startup.RESERVED_FLAGS,
+    **adapter_settings.RESERVED_FLAGS,
     "--skip-tokenizer-init": "--skip-tokenizer-init is the default; --load-tokenizer is its contrary",
     "--tokenizer-worker-num": "--tokenizer-worker-num: our frontend makes tokens, SGLang needs no workers for that",
     "--node-rank": "--node-rank: SGLang on several hosts is not supported yet",
@@ -34,19 +45,32 @@ def build(directory: Path, settings: SglangConfig, model_name: str) -> streams.S
     return streams.StreamingEngine(SglangLibrary(server_args(directory, settings, model_name)))
 
 
-def server_args(directory: Path, settings: SglangConfig, model_name: str) -> versions.ServerArgs:
+def server_args(directory: Path, settings: SglangConfig, model_name: str) -> ServerArgs:
     """Return SGLang's arguments to serve the model in `directory` as `model_name`. Raises ConfigError."""
-    startup.refuse_flags(settings.engine_args, _REFUSED_FLAGS)
+    adapter_settings.refuse_flags(settings.engine_args, _REFUSED_FLAGS)
     overrides = {
         "model_path": str(directory),
         "served_model_name": model_name,
         "skip_tokenizer_init": not settings.load_tokenizer,
         "incremental_streaming_output": True,  # each result has the new tokens, not all so far
     }
-    return versions.read_flags(settings.engine_args, overrides)
+    parser = _SglangParser(prog="sglang", add_help=False)
+    ServerArgs.add_cli_args(parser)
+    words = [*settings.engine_args, "--model-path", str(directory)]  # required by the parser
+    namespace = parser.parse_args(words)
+    vars(namespace).update(overrides)
+    try:
+        return ServerArgs.from_cli_args(namespace)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise errors.ConfigError(f"SGLang: {error}") from error
 
 
-def kv_event_endpoints(args: versions.ServerArgs) -> kv_subscriber.PublisherEndpoints | None:
+class _SglangParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise errors.ConfigError(f"SGLang: {message}")
+
+
+def kv_event_endpoints(args: ServerArgs) -> kv_subscriber.PublisherEndpoints | None:
     """Return where SGLang publishes its KV events, or None if it publishes none.
 
     Unless the user has configured it, free ports are chosen and written into `args`.
@@ -70,14 +94,14 @@ class SglangLibrary:
 
     name = "SGLang"
 
-    def __init__(self, args: versions.ServerArgs) -> None:
+    def __init__(self, args: ServerArgs) -> None:
         self._args = args
         self._features = translation.SglangFeatures(
             has_tokenizer=not args.skip_tokenizer_init,
             has_priority=args.enable_priority_scheduling,
             is_low_first=args.schedule_low_priority_values_first,
         )
-        self._engine: versions.Engine | None = None
+        self._engine: Engine | None = None
         self._kv_subscriber: kv_subscriber.ZmqKvSubscriber | None = None
         self._death: errors.EngineFailed | None = None
 
@@ -87,23 +111,35 @@ class SglangLibrary:
         endpoints = kv_event_endpoints(self._args)
         if endpoints is not None:
             self._kv_subscriber = kv_subscriber.ZmqKvSubscriber(endpoints, self._args.dp_size)
-        self._engine = await versions.start(self._args)
-        # Again, as SGLang has just installed a handler of its own.
+        try:
+            self._engine = await asyncio.to_thread(Engine, server_args=self._args)
+            # SGLang installs signal handlers once, when its streams are first read: that happens here, so that ours
+            # follows. (Off the main thread its constructor installs none.)
+            self._started.tokenizer_manager.auto_create_handle_loop()
+        except Exception as error:
+            raise errors.EngineFailed(
+                f"SGLang did not start: {type(error).__name__}: {error}"
+            ) from error
         loop.add_signal_handler(signal.SIGQUIT, self._record_death)
-        facts = versions.facts(self._engine)
+        facts = _facts(self._started)
         if self._kv_subscriber is not None:
             self._kv_subscriber.start(facts.kv_block_size, on_kv_events)
         return facts
 
     @property
     def vocab_size(self) -> int:
-        return versions.vocab_size(self._started)
+        size: int = self._started.tokenizer_manager.model_config.vocab_size
+        return size
 
     def plan(self, request: generate.Request, index: int) -> Any:
         return translation.generate_arguments(request, index, self._features)
 
-    def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
-        return versions.generate(self._started, blocks.unpack(request.token_ids), name, plan)
+    async def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
+        results = await self._started.async_generate(
+            input_ids=blocks.unpack(request.token_ids), rid=name, stream=True, **plan
+        )
+        async for result in results:
+            yield result
 
     def translate(
         self, result: Any, index: int, request: generate.Request, *, is_first: bool
@@ -121,12 +157,12 @@ class SglangLibrary:
 
     async def abort(self, names: Sequence[str]) -> None:
         for name in names:
-            versions.abort(self._started, name)
+            self._started.tokenizer_manager.abort_request(rid=name)
 
     def load(
         self, facts: api.EngineFacts, *, num_prefill_tokens: int, is_idle: bool
     ) -> Sequence[load.ForwardPassMetrics]:
-        snapshots = {snapshot.dp_rank: snapshot for snapshot in versions.snapshots(self._started)}
+        snapshots = {snapshot.dp_rank: snapshot for snapshot in _snapshots(self._started)}
         num_tokens = num_prefill_tokens // facts.data_parallel_size
         return [
             translation.rank_load(snapshots.get(rank), facts).metrics(
@@ -136,7 +172,11 @@ class SglangLibrary:
         ]
 
     async def clear(self) -> None:
-        await versions.clear_prefix_cache(self._started)
+        result = await self._started.tokenizer_manager.flush_cache(timeout_s=CLEAR_TIMEOUT_S)
+        if not result.success:
+            raise errors.EngineFailed(
+                result.message or f"requests were running for {CLEAR_TIMEOUT_S:.0f} s"
+            )
 
     async def stop(self) -> None:
         """End SGLang: its shutdown ends all children of this process."""
@@ -148,9 +188,32 @@ class SglangLibrary:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
 
     @property
-    def _started(self) -> versions.Engine:
+    def _started(self) -> Engine:
         assert self._engine is not None, "the engine is used before start() has returned"
         return self._engine
 
     def _record_death(self) -> None:
         self._death = errors.EngineFailed("a process of SGLang's failed")
+
+
+def _facts(engine: Engine) -> api.EngineFacts:
+    loads, schedule, arguments = _snapshots(engine), get_schedule(), engine.server_args
+    first: Mapping[str, Any] = engine._scheduler_init_result.scheduler_infos[0]
+    page_size = schedule.page_size or 1
+    chunk = schedule.chunked_prefill_size or 0
+    return api.EngineFacts(
+        context_length=engine.tokenizer_manager.model_config.context_len,
+        kv_block_size=page_size,
+        total_kv_blocks=first["max_total_num_tokens"] // page_size,
+        max_num_seqs=loads[0].max_running_requests if loads else schedule.max_running_requests,
+        max_num_batched_tokens=chunk if chunk > 0 else schedule.max_prefill_tokens,
+        data_parallel_size=arguments.dp_size,
+        supports_guided=not arguments.skip_tokenizer_init,
+        supports_cache_salt=False,  # releases lose it on the way to the cache (sglang #23300)
+    )
+
+
+def _snapshots(engine: Engine) -> Sequence[Any]:
+    """Return the last LoadSnapshot of each rank, from shared memory; a rank has none before its first step."""
+    snapshots: Sequence[Any] = engine.tokenizer_manager.load_snapshot_reader.read_all()
+    return snapshots

@@ -60,21 +60,12 @@ def generate_arguments(
 
 
 def _sampling_params(request: generate.Request, index: int) -> dict[str, Any]:
-    options, stop = request.sampling_options, request.stop_conditions
+    options = request.sampling_options
     params = {
-        "temperature": 0.0 if translation.is_greedy(options) else options.temperature,
-        "top_p": options.top_p or 1.0,
+        **translation.sampling_fields(request, index, "sglang"),
         "top_k": options.top_k or _ALL_TOKENS,
-        "min_p": options.min_p,
-        "repetition_penalty": options.repetition_penalty,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
-        "sampling_seed": translation.choice_seed(request, index),
         "logit_bias": {str(token): bias for token, bias in options.logit_bias.items()} or None,
-        "max_new_tokens": stop.max_tokens,
-        "min_new_tokens": stop.min_tokens,
-        "stop_token_ids": translation.stop_token_ids(request),
-        "ignore_eos": stop.ignore_eos,
+        "ignore_eos": request.stop_conditions.ignore_eos,
     }
     if options.guided_decoding is None:
         return params

@@ -2,24 +2,40 @@
 
 TensorRT-LLM reports the number of its blocks only with the statistics of a step. So `start` computes a first token,
 before the worker is ready and writes that number to its model card.
+
+The only module that imports TensorRT-LLM, and so the only one that depends on its releases. Written after its sources
+(1.1 to 1.4rc: `llmapi/llm.py`, `executor/result.py`, `sampling_params.py`) and the reference of its API. Not run here.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
+from tensorrt_llm import LLM, SamplingParams
+from tensorrt_llm.executor.utils import RequestError
+from tensorrt_llm.llmapi import GuidedDecodingParams, KvCacheConfig
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
 from dynamo.engine import api
 from dynamo.engine.adapters import streams
+from dynamo.engine.adapters.settings import TrtllmConfig
 from dynamo.engine.adapters.translation import RankLoad
-from dynamo.engine.adapters.trtllm import settings as trtllm_settings
-from dynamo.engine.adapters.trtllm import translation, versions
+from dynamo.engine.adapters.trtllm import translation
 from dynamo.protocols import blocks, generate, load
 
 FIRST_STEP_S = 120.0  # the first token may compile kernels that later ones use
+STATISTICS_TIMEOUT_S = 1.0  # in which one call waits for the statistics of a step
 _STATISTICS_PAUSE_S = 0.1
+Arguments = Mapping[str, Any]
+_RESERVED_ARGUMENTS = {
+    "model": "--model says it",
+    "skip_tokenizer_init": "a tokenizer is loaded if guided_decoding_backend is given",
+    "backend": "only the PyTorch backend is supported",
+}
 _FIRST_REQUEST = generate.Request(
     id="first",
     model="",
@@ -29,11 +45,11 @@ _FIRST_REQUEST = generate.Request(
 )
 
 
-def build(directory: Path, settings: trtllm_settings.TrtllmConfig) -> streams.StreamingEngine:
+def build(directory: Path, settings: TrtllmConfig) -> streams.StreamingEngine:
     """Return the engine for the model in `directory`, not yet started. Raises ConfigError."""
-    extra = versions.read_file(settings.extra_engine_args)
-    args = trtllm_settings.llm_arguments(directory, settings, extra)
-    vocab_size = trtllm_settings.read_model_number(directory, "vocab_size")
+    extra = read_file(settings.extra_engine_args)
+    args = llm_arguments(directory, settings, extra)
+    vocab_size = read_model_number(directory, "vocab_size")
     return streams.StreamingEngine(TrtllmLibrary(args, vocab_size))
 
 
@@ -54,11 +70,19 @@ class TrtllmLibrary:
         self._has_stepped = asyncio.Event()
         self._results: dict[str, Any] = {}  # running choices by name
         self._death: BaseException | None = None
-        self._llm: versions.LLM | None = None
+        self._llm: LLM | None = None
 
     async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
         """Load the model and compute a first token. Raises ConfigError or EngineFailed."""
-        self._llm = await versions.start(self._args)
+        try:
+            cache = KvCacheConfig(**self._args["kv_cache_config"])
+            self._llm = await asyncio.to_thread(LLM, **{**self._args, "kv_cache_config": cache})
+        except (ValueError, TypeError) as error:  # pydantic's are among them
+            raise errors.ConfigError(f"TensorRT-LLM: {error}") from error
+        except Exception as error:
+            raise errors.EngineFailed(
+                f"TensorRT-LLM did not start: {type(error).__name__}: {error}"
+            ) from error
         self._tasks.start("TensorRT-LLM's statistics", self._read_statistics())
         try:
             async with self._clock.timeout(FIRST_STEP_S):
@@ -77,6 +101,7 @@ class TrtllmLibrary:
             max_num_seqs=self._args["max_batch_size"],
             max_num_batched_tokens=self._args["max_num_tokens"],
             supports_prompt_logprobs=False,
+            supports_cache_salt=False,
             supports_guided=self._args.get("guided_decoding_backend") is not None,
         )
 
@@ -86,10 +111,18 @@ class TrtllmLibrary:
 
     def plan(self, request: generate.Request, index: int) -> Any:
         fields = translation.sampling_fields(request, index, self._args["max_seq_len"])
-        return versions.sampling_params(fields)
+        guided = fields["guided_decoding"]
+        try:
+            return SamplingParams(
+                **{**fields, "guided_decoding": guided and GuidedDecodingParams(**guided)}
+            )
+        except (ValueError, TypeError) as error:
+            raise errors.InvalidRequest(f"TensorRT-LLM: {error}") from error
 
     async def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
-        results = versions.generate(self._started, blocks.unpack(request.token_ids), plan)
+        results = self._started.generate_async(
+            blocks.unpack(request.token_ids), sampling_params=plan, streaming=True
+        )
         self._results[name] = results
         try:
             async for result in results:
@@ -106,12 +139,13 @@ class TrtllmLibrary:
         """Convert an error; all but ValueError and RequestError are the end of TensorRT-LLM."""
         if isinstance(error, ValueError):
             return errors.InvalidRequest(f"TensorRT-LLM: {error}")
-        if isinstance(error, versions.RequestError):
+        if isinstance(error, RequestError):
             return errors.EngineFailed(f"TensorRT-LLM: {error}")
         return None
 
     def death(self) -> BaseException | None:
-        if self._death is None and not versions.is_alive(self._started):
+        executor = self._started._executor
+        if self._death is None and (executor is None or executor.is_shutdown()):
             self._death = errors.EngineFailed("TensorRT-LLM has shut down")
         return self._death
 
@@ -138,15 +172,92 @@ class TrtllmLibrary:
             await asyncio.to_thread(llm.shutdown)
 
     @property
-    def _started(self) -> versions.LLM:
+    def _started(self) -> LLM:
         assert self._llm is not None, "the engine is used before start() has returned"
         return self._llm
 
     async def _read_statistics(self) -> None:
         while True:
-            async for stats in versions.statistics(self._started):
+            # Yields the statistics of the steps since the last call.
+            async for stats in self._started.get_stats_async(timeout=STATISTICS_TIMEOUT_S):
                 if cache := stats.get("kvCacheStats"):
                     self._num_blocks = cache["maxNumBlocks"]
                     self._rank = translation.rank_load(stats, cache)
                     self._has_stepped.set()
             await self._clock.sleep(_STATISTICS_PAUSE_S)
+
+
+def read_file(path: str | None) -> dict[str, Any]:
+    """Return the map in a YAML file, or an empty one without a path. Raises ConfigError."""
+    if path is None:
+        return {}
+    try:
+        fields = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise errors.ConfigError(f"--extra-engine-args: cannot read {path!r}: {error}") from error
+    if not isinstance(fields, dict):
+        raise errors.ConfigError(f"--extra-engine-args: expected a map in {path!r}")
+    return fields
+
+
+def llm_arguments(directory: Path, settings: TrtllmConfig, extra: Arguments) -> dict[str, Any]:
+    """Return the arguments of the LLM class as plain values; `extra` is the file's content. Raises ConfigError."""
+    try:
+        override = json.loads(settings.override_engine_args)
+    except ValueError as error:
+        raise errors.ConfigError(f"--override-engine-args: expected JSON: {error}") from error
+    if not isinstance(override, dict):
+        raise errors.ConfigError(
+            f"--override-engine-args: expected a map, got {settings.override_engine_args!r}"
+        )
+    for arguments, flag in ((extra, "--extra-engine-args"), (override, "--override-engine-args")):
+        for name, reason in _RESERVED_ARGUMENTS.items():
+            if name in arguments:
+                raise errors.ConfigError(f"{flag}: {name} is set by this worker: {reason}")
+    merged = merge_arguments(merge_arguments(_flag_arguments(directory, settings), extra), override)
+    # Only guided decoding needs a tokenizer.
+    return {**merged, "skip_tokenizer_init": merged.get("guided_decoding_backend") is None}
+
+
+def merge_arguments(base: Arguments, override: Arguments) -> dict[str, Any]:
+    """Merge two maps, and recursively the maps that both hold under one key; else `override` wins."""
+    nested = {
+        key: merge_arguments(base[key], value)
+        for key, value in override.items()
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+    }
+    return {**base, **override, **nested}
+
+
+def read_model_number(directory: Path, name: str) -> int:
+    """Return an integer of the model's config.json, or of its text model's configuration. Raises ConfigError."""
+    path = directory / "config.json"
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise errors.ConfigError(f"{path}: expected a model's configuration: {error}") from error
+    number = fields.get(name, fields.get("text_config", {}).get(name))
+    if not isinstance(number, int):
+        raise errors.ConfigError(f"{path}: expected a number {name!r}, got {number!r}")
+    return number
+
+
+def _flag_arguments(directory: Path, settings: TrtllmConfig) -> dict[str, Any]:
+    cache: dict[str, Any] = {
+        "tokens_per_block": settings.kv_block_size,
+        "enable_block_reuse": True,
+    }
+    if settings.free_gpu_memory_fraction is not None:
+        cache["free_gpu_memory_fraction"] = settings.free_gpu_memory_fraction
+    return {
+        "model": str(directory),
+        "backend": "pytorch",
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "max_batch_size": settings.max_batch_size,
+        "max_num_tokens": settings.max_num_tokens,
+        "max_seq_len": settings.max_seq_len
+        or read_model_number(directory, "max_position_embeddings"),
+        "enable_chunked_prefill": True,  # else a prompt may not be longer than a step
+        "enable_iter_perf_stats": True,
+        "kv_cache_config": cache,
+    }

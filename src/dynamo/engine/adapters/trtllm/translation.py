@@ -36,9 +36,14 @@ def sampling_fields(request: generate.Request, index: int, context_length: int) 
         translation.refuse_resumed_guided(request, _NAME)
         fields = guided_decoding.structured_output_fields(options.guided_decoding, _GUIDED_SUPPORT)
         guided = {name: value for name, value in fields.items() if value is not None}
-    return {
-        **_draw_fields(options),
-        "seed": translation.choice_seed(request, index),
+    sampling = translation.sampling_fields(request, index, "trtllm")
+    sampling["min_p"] = options.min_p or None
+    if translation.is_greedy(options):
+        for name in ("temperature", "top_p", "min_p"):
+            del sampling[name]
+        sampling["top_k"] = 1
+    return {  # top_k 0: all tokens; without top_p and top_k TensorRT-LLM would be greedy
+        **sampling,
         "max_tokens": min(stop.max_tokens or max_output, max_output),
         "min_tokens": stop.min_tokens or None,
         "end_id": end_ids[0] if end_ids else _NO_END_TOKEN,
@@ -47,23 +52,6 @@ def sampling_fields(request: generate.Request, index: int, context_length: int) 
         "logprobs": None if report.logprobs is None else max(1, report.logprobs),
         "guided_decoding": guided,
         "detokenize": False,
-    }
-
-
-def _draw_fields(options: generate.SamplingOptions) -> dict[str, Any]:
-    penalties = {
-        "repetition_penalty": options.repetition_penalty,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
-    }
-    if translation.is_greedy(options):
-        return {"top_k": 1, **penalties}
-    return {
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "top_k": options.top_k,  # 0: all; without top_p and top_k TensorRT-LLM would be greedy
-        "min_p": options.min_p or None,
-        **penalties,
     }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamo.base import errors
+from dynamo.engine.adapters.vllm import plugin
 from dynamo.protocols import kv_transfer
 
 NIXL = "NixlConnector"
@@ -16,6 +17,9 @@ _CLASSES = {"nixl": NIXL, "lmcache": "LMCacheConnectorV1"}
 _NONE = ("none", "null")
 _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _DEVICES = "UCX_NET_DEVICES"
+NIXL_PAUSE_US = (
+    1000  # between two looks of NIXL's progress thread: some 2 % of a core instead of all of it
+)
 
 
 def transfer_config(names: Sequence[str], engine_id: str) -> dict[str, Any] | None:
@@ -44,11 +48,15 @@ def can_export(connector: str | None, extra: Mapping[str, Any]) -> bool:
 
 
 def side_channel(environ: Mapping[str, str], free_port: int) -> dict[str, str]:
-    """Return the environment variables that give this engine's NIXL a port of its own.
+    """Return the environment variables that give this engine's NIXL a port of its own, and a quiet thread.
 
     Unless the user names a host, only this host can reach it; then NIXL's UCX need not listen to the network either.
     """
-    variables = {_PORT: str(free_port)}
+    variables = {
+        _PORT: str(free_port),
+        plugin.NIXL_PAUSE: str(NIXL_PAUSE_US),
+        "UCX_RCACHE_MAX_UNRELEASED": "1024",  # vLLM's, which is too late if NIXL has been imported
+    }
     if _HOST not in environ:
         variables |= {_HOST: "127.0.0.1", _DEVICES: "lo"}
     return {name: value for name, value in variables.items() if name not in environ}

@@ -1,31 +1,39 @@
 """vLLM's engine behind the engine seam (`streams.Library`): requests, load, KV events, sleep mode, LoRA adapters."""
 
 import asyncio
+import contextlib
+import dataclasses
+import importlib.util
 import itertools
 import os
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors
+from dynamo.base import distribution, errors
 from dynamo.engine import api
-from dynamo.engine.adapters import guided_decoding, kv_subscriber, startup, streams
+from dynamo.engine.adapters import guided_decoding, kv_subscriber, streams
+from dynamo.engine.adapters import settings as adapter_settings
+from dynamo.engine.adapters.settings import VllmConfig
 from dynamo.engine.adapters.vllm import (
-    arguments,
     connectors,
     kv_transfer_engine,
     translation,
     versions,
 )
-from dynamo.engine.adapters.vllm.settings import VllmConfig
 from dynamo.protocols import blocks, generate, load
+
+HELD_S = 35.0  # longer than vLLM keeps blocks for another engine
+RETRY_S = 5.0
+_TRANSFER = "--kv-transfer-config"
 
 
 def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
     """Return the engine for the model in `directory`, not yet started. Raises ConfigError."""
-    args = arguments.engine_args(directory, settings, model_name)
-    loras = arguments.lora_requests(settings, is_enabled=args.enable_lora)
+    args = engine_args(directory, settings, model_name)
+    loras = lora_requests(settings, is_enabled=args.enable_lora)
     library = VllmLibrary(args, loras)
     engine = streams.StreamingEngine(
         library,
@@ -41,7 +49,7 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
         raise errors.ConfigError(
             "--enable-sleep-mode: expected --connector none: NIXL would read memory that was released"
         )
-    port = startup.find_free_ports(args.data_parallel_size)
+    port = adapter_settings.find_free_ports(args.data_parallel_size)
     return kv_transfer_engine.KvTransferEngine(
         engine,
         clocks.SystemClock(),
@@ -57,8 +65,12 @@ class VllmLibrary:
     name = "vLLM"
 
     def __init__(
-        self, args: versions.AsyncEngineArgs, loras: Mapping[str, versions.LoRARequest]
+        self,
+        args: versions.AsyncEngineArgs,
+        loras: Mapping[str, versions.LoRARequest],
+        clock: clocks.Clock | None = None,
     ) -> None:
+        self._clock = clock or clocks.SystemClock()
         self._args = args
         self._loras = dict(loras)
         self._lora_numbers = itertools.count(len(loras) + 1)  # vLLM identifies adapters by number
@@ -68,7 +80,7 @@ class VllmLibrary:
         self._kv_subscriber: kv_subscriber.ZmqKvSubscriber | None = None
 
     async def start(self, on_kv_events: streams.OnKvEvents) -> api.EngineFacts:
-        endpoints = arguments.kv_event_endpoints(self._args)
+        endpoints = kv_event_endpoints(self._args)
         config = versions.make_config(self._args)
         if endpoints is not None:
             self._kv_subscriber = kv_subscriber.ZmqKvSubscriber(
@@ -98,7 +110,7 @@ class VllmLibrary:
     def stream(self, request: generate.Request, plan: Any, name: str) -> AsyncIterator[Any]:
         params, lora = plan
         results: AsyncIterator[Any] = self._started.generate(
-            versions.tokens_input(blocks.unpack(request.token_ids)),
+            versions.tokens_input(blocks.unpack(request.token_ids), cache_salt=request.cache_salt),
             params,
             name,
             lora_request=lora,
@@ -128,9 +140,27 @@ class VllmLibrary:
         return self._load.metrics(facts, num_prefill_tokens=num_prefill_tokens, is_idle=is_idle)
 
     async def clear(self) -> None:
-        """Clear vLLM's prefix cache; running requests are preempted and computed again if it is in use."""
-        if not await self._started.reset_prefix_cache():  # requests are running
-            await self._started.reset_prefix_cache(reset_running_requests=True)
+        """Clear vLLM's prefix cache, and that of its connector; running requests are preempted and computed again.
+
+        Blocks that another engine has not fetched yet cannot be cleared; vLLM frees them after half a minute.
+        """
+        if await self._reset():
+            return
+        for _ in range(round(HELD_S / RETRY_S)):  # requests are running, or blocks are held
+            with contextlib.suppress(Exception):  # a RuntimeError of another process
+                if await self._reset(reset_running_requests=True):
+                    return
+            if self.death() is not None:
+                break
+            await self._clock.sleep(RETRY_S)
+        raise errors.EngineFailed(f"its blocks were in use for {HELD_S:g} s")
+
+    async def _reset(self, **options: bool) -> bool:
+        has_store = self._args.kv_transfer_config is not None
+        is_cleared: bool = await self._started.reset_prefix_cache(
+            **options, reset_connector=has_store
+        )
+        return is_cleared
 
     async def sleep(self, level: int) -> None:
         """Release memory; see `api.SleepController`."""
@@ -152,7 +182,7 @@ class VllmLibrary:
 
     async def load_lora(self, name: str, directory: Path) -> None:
         """Load a LoRA adapter; see `api.LoraAdapterStore`. vLLM reads it now, so that its errors are reported."""
-        request = arguments.lora_request(name, next(self._lora_numbers), directory)
+        request = lora_request(name, next(self._lora_numbers), directory)
         try:
             await self._started.add_lora(request)
         except versions.EngineDeadError as error:
@@ -178,6 +208,83 @@ class VllmLibrary:
     def _started(self) -> versions.AsyncLLM:
         assert self._llm is not None, "the engine is used before start() has returned"
         return self._llm
+
+
+def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versions.AsyncEngineArgs:
+    """Return vLLM's arguments to serve the model in `directory` as `model_name`. Raises ConfigError."""
+    refused_flags = dict(adapter_settings.RESERVED_FLAGS)
+    if settings.connector is not None:
+        refused_flags[_TRANSFER] = f"--connector and {_TRANSFER} say the same: give one of them"
+    adapter_settings.refuse_flags(settings.engine_args, refused_flags)
+    overrides = {
+        "model": str(directory),
+        "served_model_name": [model_name],
+        "use_tqdm_on_load": False,  # a log has no place for a progress bar
+    }
+    args = versions.read_flags(settings.engine_args, overrides)
+    if not adapter_settings.has_flag(settings.engine_args, _TRANSFER):
+        names = _connectors(settings, has_sleep_mode=args.enable_sleep_mode)
+        fields = connectors.transfer_config(names, engine_id=uuid.uuid4().hex)
+        args.kv_transfer_config = fields and versions.KVTransferConfig(**fields)
+    return args
+
+
+def kv_event_endpoints(
+    args: versions.AsyncEngineArgs,
+) -> kv_subscriber.PublisherEndpoints | None:
+    """Return where vLLM publishes its KV events, or None if it publishes none.
+
+    Unless the user has configured it, free ports are chosen and written into `args`.
+    """
+    config = args.kv_events_config
+    if config is None and args.enable_prefix_caching is not False:
+        endpoints = kv_subscriber.PublisherEndpoints.on_free_ports(args.data_parallel_size)
+        args.kv_events_config = versions.KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", **dataclasses.asdict(endpoints)
+        )
+        return endpoints
+    if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
+        return None
+    return kv_subscriber.PublisherEndpoints(
+        endpoint=config.endpoint, replay_endpoint=config.replay_endpoint, topic=config.topic
+    )
+
+
+def lora_requests(settings: VllmConfig, *, is_enabled: bool) -> Mapping[str, versions.LoRARequest]:
+    """Return the LoRA adapters of `--lora-modules` by name. Raises ConfigError.
+
+    `is_enabled` says whether vLLM was given `--enable-lora`.
+    """
+    pairs = [module.partition("=") for module in settings.lora_modules]
+    modules = ",".join(settings.lora_modules)
+    if not all(name and path for name, _, path in pairs):
+        raise errors.ConfigError(f"--lora-modules: expected NAME=DIRECTORY, got {modules!r}")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise errors.ConfigError(f"--lora-modules: expected each name once, got {modules!r}")
+    if pairs and not is_enabled:
+        raise errors.ConfigError(f"--lora-modules {modules}: give --enable-lora too, for vLLM")
+    return {
+        name: lora_request(name, number, Path(path))
+        for number, (name, _, path) in enumerate(pairs, start=1)
+    }
+
+
+def lora_request(name: str, number: int, directory: Path) -> versions.LoRARequest:
+    """Return vLLM's description of a LoRA adapter; vLLM identifies the adapter by `number`."""
+    return versions.LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
+
+
+def _connectors(settings: VllmConfig, *, has_sleep_mode: bool) -> Sequence[str]:
+    """Return the connectors to use. Raises ConfigError if NIXL is requested but not installed."""
+    has_nixl = importlib.util.find_spec("nixl") is not None
+    if settings.connector is None:
+        return ("nixl",) if has_nixl and not has_sleep_mode else ("none",)
+    if "nixl" in settings.connector and not has_nixl:
+        raise errors.ConfigError(
+            "--connector nixl: expected the package nixl to be installed: "
+            f"{distribution.install_command('nixl')}"
+        )
+    return settings.connector
 
 
 def _facts(config: versions.VllmConfig, lora_names: tuple[str, ...]) -> api.EngineFacts:

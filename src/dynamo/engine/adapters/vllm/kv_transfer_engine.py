@@ -25,7 +25,7 @@ from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.kvbm import sharing
-from dynamo.protocols import generate, kv_events, kv_transfer
+from dynamo.protocols import generate, kv_events, kv_transfer, wire
 
 FIRST_TOKEN_S = 60.0  # more than a handshake (vLLM: 5 s), a copy, and the turn to be served
 _CACHED = "remote_prefill_cached_tokens"  # of vLLM 0.32's parameters, and ours for older ones
@@ -141,7 +141,7 @@ class KvTransferEngine:
         """See `api.KvTransferPeer`. Nothing is sent: vLLM shakes hands itself."""
         try:
             peer = msgspec.json.decode(metadata, type=_Metadata)
-        except msgspec.DecodeError as error:
+        except wire.DECODE_ERRORS as error:
             raise errors.TransferError(f"expected the metadata of a vLLM: {error}") from error
         if peer.connector != self._connector:
             raise errors.TransferError(

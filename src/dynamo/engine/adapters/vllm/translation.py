@@ -30,27 +30,15 @@ def sampling_fields(
 
     `structured_outputs` is itself a map of fields. Prompt logprobs and the KV transfer are the first choice's only.
     """
-    options, stop = request.sampling_options, request.stop_conditions
     report, is_first = request.output_options, index == 0
     transfer_params = connectors.encode_params(request.kv_transfer_params) if is_first else None
-    guided = options.guided_decoding
+    guided = request.sampling_options.guided_decoding
     if guided is not None:
         translation.refuse_resumed_guided(request, "vLLM")
     return {
-        "temperature": 0.0 if translation.is_greedy(options) else options.temperature,
-        "top_p": options.top_p or 1.0,
-        "top_k": options.top_k,
-        "min_p": options.min_p,
-        "repetition_penalty": options.repetition_penalty,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
-        "seed": translation.choice_seed(request, index),
-        "logit_bias": options.logit_bias or None,
+        **translation.sampling_fields(request, index, "vllm"),
         "structured_outputs": guided and guided_decoding.structured_output_fields(guided, support),
         "thinking_token_budget": request.thinking.max_tokens if request.thinking else None,
-        "max_tokens": stop.max_tokens,
-        "min_tokens": stop.min_tokens,
-        "stop_token_ids": translation.stop_token_ids(request),
         "ignore_eos": True,
         "logprobs": report.logprobs,
         "prompt_logprobs": report.prompt_logprobs if is_first else None,

@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from dynamo.base import errors
+from dynamo.engine.adapters.vllm import plugin
 
 __all__ = [
     "AsyncEngineArgs",
@@ -98,18 +99,22 @@ async def start(
 ) -> AsyncLLM:
     """Load an engine without blocking the event loop. Raises EngineFailed."""
     try:
-        llm = await asyncio.to_thread(
-            AsyncLLM.from_vllm_config,
+        llm = await asyncio.to_thread(_start, arguments, vllm_config, record)
+        await llm.get_supported_tasks()  # vLLM caches them, so no request waits for this call
+    except Exception as error:
+        raise errors.EngineFailed(f"vLLM did not start: {type(error).__name__}: {error}") from error
+    return llm
+
+
+def _start(arguments: AsyncEngineArgs, vllm_config: VllmConfig, record: RecordStats) -> AsyncLLM:
+    with plugin.keep_interrupts():
+        return AsyncLLM.from_vllm_config(
             vllm_config,
             usage_context=UsageContext.ENGINE_CONTEXT,
             stat_loggers=[functools.partial(_StatLogger, record)],
             enable_log_requests=arguments.enable_log_requests,
             disable_log_stats=arguments.disable_log_stats,
         )
-        await llm.get_supported_tasks()  # vLLM caches them, so no request waits for this call
-    except Exception as error:
-        raise errors.EngineFailed(f"vLLM did not start: {type(error).__name__}: {error}") from error
-    return llm
 
 
 def translated(error: Exception) -> errors.DynamoError:

@@ -5,8 +5,7 @@ import types
 import pytest
 import torch
 
-from dynamo.engine.native.models import linear
-from dynamo.engine.native.models.linear import Linear
+from dynamo.engine.native import models
 
 
 @pytest.fixture(params=[True, False], ids=["packed", "plain"])
@@ -24,7 +23,7 @@ def test_stacked_projections_equal_separate_ones(dtype, has_bias):
     weights = [torch.randn(rows, 24, generator=generator).to(dtype) for rows in (8, 3, 5)]
     biases = [torch.randn(len(weight), generator=generator).to(dtype) for weight in weights]
 
-    found = Linear(weights, biases if has_bias else [])(x)
+    found = models.Linear(weights, biases if has_bias else [])(x)
     expected = [
         x.double() @ weight.double().T + (bias.double() if has_bias else 0)
         for weight, bias in zip(weights, biases, strict=True)
@@ -42,7 +41,7 @@ def test_16_bit_weights_are_multiplied_in_32_bits(has_bias):
     weight = torch.randn(30, 200, generator=generator).bfloat16().float()
     bias = torch.randn(30, generator=generator)
 
-    found = Linear([weight], [bias] if has_bias else [])(x)
+    found = models.Linear([weight], [bias] if has_bias else [])(x)
     expected = x.double() @ weight.double().T + (bias if has_bias else 0)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
@@ -53,11 +52,11 @@ def test_16_bit_weights_are_multiplied_in_32_bits(has_bias):
 )
 def test_only_weights_that_fit_16_bits_are_kept_in_16_bits(weight, is_held, monkeypatch):
     kept = []
-    monkeypatch.setattr(linear, "_halved", lambda *_: kept.append(True))
+    monkeypatch.setattr(models, "_halved", lambda *_: kept.append(True))
     quantized = types.SimpleNamespace(supported_engines=["fbgemm"])
     monkeypatch.setattr(torch.backends, "quantized", quantized)
 
-    Linear([torch.tensor([[1.0, weight]])], [])
+    models.Linear([torch.tensor([[1.0, weight]])], [])
 
     assert bool(kept) is is_held
 
@@ -67,7 +66,7 @@ def test_only_weights_that_fit_16_bits_are_kept_in_16_bits(weight, is_held, monk
 def test_a_row_is_equal_to_the_bit_in_any_batch(is_rounded, width):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, width, generator=generator)
-    product = Linear([weight.bfloat16().float() if is_rounded else weight], [])
+    product = models.Linear([weight.bfloat16().float() if is_rounded else weight], [])
     x = torch.randn(64, width, generator=generator)
     together = product(x)
 

@@ -3,21 +3,19 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.engine.adapters import startup
-from dynamo.engine.adapters.sglang import settings as sglang
-from dynamo.engine.adapters.trtllm import settings as trtllm
+from dynamo.engine.adapters import settings
 
-RELEASES = startup.SupportedReleases(
+RELEASES = settings.SupportedReleases(
     name="Lib", package="lib", install_hint="make setup EXTRAS=lib", oldest=(0, 28), newest=(0, 32)
 )
 
 
 @pytest.mark.parametrize(
     ("releases", "extra"),
-    [(RELEASES, "lib"), (sglang.SGLANG, "sglang"), (trtllm.TENSORRT_LLM, "trtllm")],
+    [(RELEASES, "lib"), (settings.SGLANG, "sglang"), (settings.TENSORRT_LLM, "trtllm")],
 )
 def test_a_missing_library_names_its_extra_and_the_native_engine(releases, extra, monkeypatch):
-    monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(errors.ConfigError, match=rf"make setup EXTRAS={extra}.*dynamo\.native"):
         releases.check_installed()
 
@@ -43,10 +41,10 @@ def test_unknown_releases_are_accepted_with_a_warning(version, caplog):
 
 
 def test_the_installed_distribution_is_checked(monkeypatch):
-    monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(
-        startup.importlib.metadata, "packages_distributions", lambda: {"lib": ["lib-cpu"]}
+        settings.importlib.metadata, "packages_distributions", lambda: {"lib": ["lib-cpu"]}
     )
-    monkeypatch.setattr(startup.importlib.metadata, "version", {"lib-cpu": "0.1"}.__getitem__)
+    monkeypatch.setattr(settings.importlib.metadata, "version", {"lib-cpu": "0.1"}.__getitem__)
     with pytest.raises(errors.ConfigError, match=r"Lib 0\.1 is too old"):
         RELEASES.check_installed()

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from dynamo.engine.adapters.vllm import orphans
+from dynamo.engine.adapters.vllm import plugin
 
 DEADLINE_S = 30
 
 
 def wait_as_vllm_does(started):
-    orphans.end_with_parent()
+    plugin.adopt()
     started.send(os.getpid())
     time.sleep(10 * DEADLINE_S)
 
@@ -28,7 +28,7 @@ def own_a_child(started):
     sys.platform != "linux", reason="only the kernel of Linux ends a child with its parent"
 )
 def test_a_child_ends_with_its_killed_parent(monkeypatch):
-    monkeypatch.setenv(orphans.OWNED, "1")
+    monkeypatch.setenv(plugin.OWNED, "1")
     here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
     parent = multiprocessing.get_context("spawn").Process(target=own_a_child, args=(there,))
     parent.start()
@@ -47,7 +47,7 @@ def test_a_child_ends_with_its_killed_parent(monkeypatch):
 
 
 def test_a_vllm_of_another_program_is_not_changed(monkeypatch):
-    monkeypatch.delenv(orphans.OWNED, raising=False)
-    monkeypatch.setattr(orphans.processes, "dies_with", lambda pid: pytest.fail("asked"))
+    monkeypatch.delenv(plugin.OWNED, raising=False)
+    monkeypatch.setattr(plugin.process_setup, "dies_with", lambda pid: pytest.fail("asked"))
 
-    orphans.end_with_parent()
+    plugin.adopt()

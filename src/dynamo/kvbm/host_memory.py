@@ -1,0 +1,150 @@
+"""The host tier's memory: how much this process may take, and one region that is provided piece by piece.
+
+The system provides pages as they are first written, and kills a process that writes more than there is. So the size is
+checked at start against what the machine and the control group have left, and the pages are written in pieces beside
+the start, each only while enough memory is left: the tier begins empty, and stays smaller if others took the memory.
+"""
+
+import ctypes
+import logging
+import mmap
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from dynamo.base import errors
+from dynamo.transfer import descriptors, memory
+
+PIECE_BYTES = 64 * 2**20
+AUTO_SHARE = 0.25  # of the memory that is left
+_KEPT_SHARE, _KEPT_BYTES = 0.05, 256 * 2**20  # left for the rest of the machine
+_MEMINFO = Path("/proc/meminfo")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_MADV_POPULATE_WRITE = 23
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_logger = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+
+
+def parse_size(text: str, option: str) -> int:
+    """Return the bytes of a size: a number of GB (10^9 bytes), or one with a unit such as MB, GiB or B.
+
+    Raises ConfigError that names the option.
+    """
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get((matched[2] or "GB").upper()) if matched else None
+    if matched is None or unit is None:
+        raise errors.ConfigError(
+            f"{option}: expected a size in GB, or with a unit such as 500MB or 2GiB, got {text!r}"
+        )
+    return int(float(matched[1]) * unit)
+
+
+def available_bytes() -> int:
+    """Return the bytes that this process may take now: of the machine, and of each control group that limits it."""
+    fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([available, *_cgroup_bytes()])
+
+
+def count_host_blocks(size: str, num_blocks: int | None, block_bytes: int, reserved: int) -> int:
+    """Return the blocks of the host tier: `num_blocks`, or as many as `size` ("auto": a share of the memory) holds.
+
+    `reserved` bytes are promised to others. Raises ConfigError with both numbers if there is less memory.
+    """
+    left = available_bytes() - reserved
+    fitting = max(0, left - max(_KEPT_BYTES, int(_KEPT_SHARE * left))) // block_bytes
+    option = "--kvbm-cpu-cache-gb"
+    if num_blocks is None and size == "auto":
+        return min(fitting, int(AUTO_SHARE * left) // block_bytes)
+    if num_blocks is None:
+        num_blocks = parse_size(size, option) // block_bytes
+        if not num_blocks:
+            raise errors.ConfigError(
+                f"{option} {size}: expected room for a block of {block_bytes} bytes; give more"
+            )
+    else:
+        option = "--kvbm-cpu-cache-override-num-blocks"
+    if num_blocks > fitting:
+        raise errors.ConfigError(
+            f"{option}: {num_blocks * block_bytes / 1e9:.3g} GB ({num_blocks} blocks) do not fit into the"
+            f" {max(0, left) / 1e9:.3g} GB that this process may still take; the largest that fits is"
+            f" {fitting * block_bytes / 1e9:.3g} GB ({fitting} blocks)"
+        )
+    return num_blocks
+
+
+class HostMemory:
+    """The memory of a host tier: blocks that follow one another, each in one piece."""
+
+    def __init__(self, layout: descriptors.Layout) -> None:
+        """`layout` is block-major. Raises ConfigError if the system refuses the address range."""
+        self.layout = layout
+        try:
+            region = mmap.mmap(-1, layout.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise errors.ConfigError(
+                f"cannot reserve {layout.num_bytes / 1e9:.3g} GB for the host tier: {error}"
+            ) from error
+        self.window = memory.Window(region)
+
+    def block(self, slot: int) -> memoryview:
+        """Return the memory of a slot."""
+        size = self.layout.block_bytes
+        return self.window.view[slot * size : (slot + 1) * size]
+
+    def provide(self) -> Iterator[int]:
+        """Provide the memory piece by piece; yield after each piece how many slots more can be used."""
+        num_provided, num_slots = 0, 0
+        while num_provided < self.layout.num_bytes:
+            length = min(PIECE_BYTES, self.layout.num_bytes - num_provided)
+            if available_bytes() < length + _KEPT_BYTES:
+                _logger.warning(
+                    "the host tier stays at %d blocks of %d: other processes have taken the memory",
+                    num_slots,
+                    self.layout.num_blocks,
+                )
+                return
+            address = self.window.address + num_provided  # other threads run meanwhile
+            if _libc.madvise(address, length, _MADV_POPULATE_WRITE):  # older than Linux 5.14
+                _libc.memset(address, 0, length)
+            num_provided += length
+            usable = num_provided // self.layout.block_bytes
+            yield usable - num_slots
+            num_slots = usable
+
+
+def _cgroup_bytes() -> Iterator[int]:
+    """Yield what each control group of this process leaves, those above it included."""
+    if not _OWN_CGROUP.exists():
+        return
+    for line in _OWN_CGROUP.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, usage = _CGROUPS, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root = _CGROUPS / "memory"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for each in (group, *group.parents):
+            yield from _left_in(each, limit, usage)
+            if each == root:
+                break
+
+
+def _left_in(group: Path, limit: str, usage: str) -> Iterator[int]:
+    try:
+        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return
+    if most.isdecimal():
+        reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        yield int(most) - used + reclaimable

@@ -1,0 +1,202 @@
+"""The copies of a tiered cache, made by threads beside the engine's: loads never queue behind offloads.
+
+    to host memory        one thread for loads, one for offloads: a copy of memory
+    from and to disk      two threads each, so that the disk has more than one request at a time
+
+The engine's thread begins copies and hears of their ends by `post`, which must run the given function in that thread
+between its steps. Nothing here waits for a disk: a copy that hangs holds its thread and its slots, and no request.
+"""
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from dynamo.base import errors
+from dynamo.kvbm import tier_policy
+from dynamo.kvbm.disk_file import DiskFile
+from dynamo.kvbm.host_memory import HostMemory
+from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, TierCopy
+from dynamo.protocols import kv_events
+from dynamo.transfer import api, descriptors, job, memory, plan
+
+Post = Callable[[Callable[[], None]], None]
+_NUM_THREADS: dict[tier_policy.Path, int] = {
+    (HOST, DEVICE): 1,
+    (DEVICE, HOST): 1,
+    (DISK, HOST): 2,
+    (HOST, DISK): 2,
+}
+_MIN_MEMORY_S = 1.0  # a copy of memory may take: shorter ones would fail on a busy machine
+_LOG_EVERY_S = 60.0
+_CLOSE_S = 2.0
+_logger = logging.getLogger(__name__)
+
+
+class CopyOutcome:
+    """The result of a copy: positions of blocks that failed, and the seconds that it took."""
+
+    __slots__ = ("failed", "seconds")
+
+    def __init__(self, failed: frozenset[int], seconds: float | None) -> None:
+        self.failed, self.seconds = failed, seconds
+
+
+OnEnd = Callable[[TierCopy, CopyOutcome], None]
+
+
+class TierCopies:
+    """The threads of one engine. All methods are called by the engine's thread."""
+
+    def __init__(self, device: descriptors.Region, host: HostMemory, disk: DiskFile | None) -> None:
+        self._device_layout, self._host, self._disk = device.layout, host, disk
+        self._device = memory.Window(device.memory)
+        self._jobs: dict[tier_policy.Path, queue.SimpleQueue[TierCopy | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._deadlines: dict[TierCopy, float] = {}  # of copies that a request waits for
+        self._post: Post | None = None
+        self._on_end: OnEnd | None = None
+        self._logged_at = -_LOG_EVERY_S
+        self._is_closing = threading.Event()
+
+    def open(self, post: Post, on_end: OnEnd, on_slots: Callable[[int], None]) -> None:
+        """Start the threads. `on_end` is posted for each copy, `on_slots` when more host memory can be used.
+
+        The first piece of that memory is provided before this returns.
+        """
+        self._post, self._on_end = post, on_end
+        for path, num_threads in _NUM_THREADS.items():
+            if DISK in path and self._disk is None:
+                continue
+            self._jobs[path] = queue.SimpleQueue()
+            self._threads += [self._start(self._serve, path) for _ in range(num_threads)]
+        pieces = self._host.provide()
+        on_slots(next(pieces, 0))
+        provide = functools.partial(self._provide, on_slots=on_slots)
+        self._threads.append(self._start(provide, pieces))
+
+    def begin(self, copy: TierCopy) -> None:
+        """Give a copy to a thread."""
+        if copy.limit_s is not None:
+            self._deadlines[copy] = time.monotonic() + copy.limit_s
+        self._jobs[copy.path].put(copy)
+
+    def run(self, copy: TierCopy) -> CopyOutcome:
+        """Make a copy now, and return how it ended."""
+        began_at = time.monotonic()
+        try:
+            failed = self._copy(copy)
+        except (errors.TransferError, OSError) as error:
+            self._log_failure(copy, error)
+            return CopyOutcome(frozenset(range(len(copy.blocks))), None)
+        if failed:
+            self._log_failure(copy, "the checksums of blocks were wrong")
+        return CopyOutcome(failed, time.monotonic() - began_at)
+
+    def take_late(self) -> list[TierCopy]:
+        """Return the copies for which a request has waited long enough, once each."""
+        now = time.monotonic()
+        late = [copy for copy, deadline in self._deadlines.items() if deadline <= now]
+        for copy in late:
+            del self._deadlines[copy]
+        return late
+
+    def seconds_to_deadline(self) -> float | None:
+        """Return after how many seconds `take_late` has something to return; None if no request waits."""
+        if not self._deadlines:
+            return None
+        return max(0.0, min(self._deadlines.values()) - time.monotonic())
+
+    def forget_disk(self) -> None:
+        """Erase the index of the disk tier's file."""
+        if self._disk is not None:
+            try:
+                self._disk.forget()
+            except OSError as error:
+                _logger.warning("the index of %s was not erased: %s", self._disk.path, error)
+
+    def close(self) -> None:
+        """End the threads; one that hangs is left behind. Idempotent."""
+        self._is_closing.set()
+        for path, jobs in self._jobs.items():
+            for _ in range(_NUM_THREADS[path]):
+                jobs.put(None)
+        self._jobs.clear()
+        until = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if self._disk is not None and not any(thread.is_alive() for thread in self._threads):
+            self._disk.close()
+        self._threads.clear()
+
+    @staticmethod
+    def _start(target: Callable[..., None], argument: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=(argument,), name="kvbm", daemon=True)
+        thread.start()
+        return thread
+
+    def _serve(self, path: tier_policy.Path) -> None:
+        assert self._post is not None
+        jobs = self._jobs[path]
+        while (copy := jobs.get()) is not None and not self._is_closing.is_set():
+            self._post(functools.partial(self._end, copy, self.run(copy)))
+
+    def _end(self, copy: TierCopy, outcome: CopyOutcome) -> None:
+        self._deadlines.pop(copy, None)
+        assert self._on_end is not None
+        self._on_end(copy, outcome)
+
+    def _provide(self, pieces: Iterator[int], on_slots: Callable[[int], None]) -> None:
+        assert self._post is not None
+        for num_slots in pieces:
+            if self._is_closing.is_set():
+                return
+            self._post(functools.partial(on_slots, num_slots))
+
+    def _copy(self, copy: TierCopy) -> frozenset[int]:
+        """Make a copy; return the positions of blocks that failed. Raises TransferError or OSError if all did."""
+        slots = list(zip(copy.from_slots, copy.to_slots, strict=True))
+        match copy.path:
+            case (kv_events.DEVICE, kv_events.HOST):
+                self._move(api.TransferOperation.WRITE, copy.from_slots, copy.to_slots, None)
+            case (kv_events.HOST, kv_events.DEVICE):
+                self._move(api.TransferOperation.READ, copy.to_slots, copy.from_slots, copy.limit_s)
+            case (kv_events.HOST, kv_events.DISK):
+                for block, (source, target) in zip(copy.blocks, slots, strict=True):
+                    self._file.write(target, block, self._host.block(source))
+            case _:
+                return frozenset(
+                    position
+                    for position, (source, target) in enumerate(slots)
+                    if not self._file.read(source, self._host.block(target))
+                )
+        return frozenset()
+
+    @property
+    def _file(self) -> DiskFile:
+        assert self._disk is not None, "a copy from or to disk without a disk tier"
+        return self._disk
+
+    def _move(
+        self,
+        operation: api.TransferOperation,
+        device_blocks: Sequence[int],
+        host_slots: Sequence[int],
+        limit_s: float | None,
+    ) -> None:
+        copies = plan.make(self._device_layout, self._host.layout, device_blocks, host_slots)
+        limit = job.TimeLimit(
+            job.MAX_DEADLINE_S if limit_s is None else max(limit_s, _MIN_MEMORY_S)
+        )
+        memory.move(operation, self._device, self._host.window, copies.pattern(), limit)
+
+    def _log_failure(self, copy: TierCopy, error: object) -> None:
+        if time.monotonic() - self._logged_at < _LOG_EVERY_S:
+            return
+        self._logged_at = time.monotonic()
+        _logger.warning(
+            "a copy of %d KV blocks from %s to %s failed: %s (logged at most once a minute)",
+            len(copy.blocks), *copy.path, error,
+        )  # fmt: skip

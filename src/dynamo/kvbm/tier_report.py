@@ -1,0 +1,73 @@
+"""The report of a tiered cache: what `GET /kvbm` shows and the metrics count."""
+
+import msgspec
+
+from dynamo.kvbm import pool as pools
+from dynamo.kvbm import tier_policy
+from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, TieredCache
+
+_COPY_NAMES = {
+    (DEVICE, HOST): "offload_blocks_d2h",
+    (HOST, DISK): "offload_blocks_h2d",
+    (HOST, DEVICE): "onboard_blocks_h2d",
+    (DISK, HOST): "onboard_blocks_d2d",
+}
+_COUNTS = (
+    "matched_tokens", "host_lookups", "disk_lookups", "failed_blocks", "late_loads", "not_worth_loading",
+    "skipped_queue_full", "skipped_tier_full", "evicted", "turned_down", "turned_up",
+)  # fmt: skip
+
+
+class TierUse(msgspec.Struct, frozen=True, kw_only=True):
+    """How full a tier is. A block of the engine's own memory counts while a sequence uses it, or it can be found."""
+
+    tier: str
+    num_blocks: int
+    used_blocks: int
+    queued_blocks: int = 0  # that wait to be copied to it
+
+    @property
+    def used_percent(self) -> float:
+        """The used share of the tier, 0 to 100."""
+        return 100 * self.used_blocks / max(1, self.num_blocks)
+
+
+class TierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of all tiers, and what happened since the start."""
+
+    tiers: tuple[TierUse, ...]
+    copied: dict[str, int]  # blocks whose copies ended well
+    counts: dict[str, int]
+    host_hit_rate: float  # blocks loaded from host memory, of those looked up there
+    disk_hit_rate: float
+    bytes_per_s: dict[str, float]  # of copies, as measured or assumed
+    prefill_tokens_per_s: float | None  # as measured
+    offloading: str  # "on", or why it is turned down
+
+
+def make_report(pool: pools.BlockPool, cache: TieredCache) -> TierReport:
+    """Return the report of a cache. May be called by any thread: it reads numbers only."""
+    counts = dict(cache.counts)
+    queued = cache.num_queued
+    uses = [TierUse(tier=DEVICE, num_blocks=pool.num_blocks, used_blocks=pool.num_used)]
+    uses += [
+        TierUse(
+            tier=tier.name,
+            num_blocks=tier.num_slots,
+            used_blocks=tier.num_used,
+            queued_blocks=queued[tier.name],
+        )
+        for tier in (cache.host, cache.disk)
+        if tier is not None
+    ]
+    copied = {name: cache.num_copied[path] for path, name in _COPY_NAMES.items()}
+    return TierReport(
+        tiers=tuple(uses),
+        copied=copied,
+        counts={name: counts.get(name, 0) for name in _COUNTS},
+        host_hit_rate=copied["onboard_blocks_h2d"] / max(1, counts.get("host_lookups", 0)),
+        disk_hit_rate=copied["onboard_blocks_d2d"] / max(1, counts.get("disk_lookups", 0)),
+        bytes_per_s={name: cache.cost.bytes_per_s(path) for path, name in _COPY_NAMES.items()},
+        prefill_tokens_per_s=cache.cost.tokens_per_s,
+        offloading=tier_policy.describe(cache.guard),
+    )

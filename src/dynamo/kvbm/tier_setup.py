@@ -1,0 +1,223 @@
+"""The options of the cache tiers, and the tiers that they describe."""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dynamo.base import config, errors
+from dynamo.kvbm import disk_file, host_memory, local_agent, tier_policy
+from dynamo.kvbm import pool as pools
+from dynamo.kvbm.tier_copies import TierCopies
+from dynamo.kvbm.tiered_cache import DISK, HOST, TieredCache, TierOptions
+from dynamo.kvbm.tiers import Tier
+from dynamo.protocols import kv_events
+from dynamo.transfer import descriptors
+
+STORAGE_TIERS = {"hbm": kv_events.DEVICE, "host_dram": HOST, "nvme_ssd": DISK}
+_logger = logging.getLogger(__name__)
+_FINGERPRINT = (
+    "dtype",
+    "block_size",
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "tp_size",
+    "tp_rank",
+)
+AUTO_DISK_SHARE = 0.5  # of the free space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvbmConfig(local_agent.TransferConfig):
+    """Options of the KV cache tiers, with --connector kvbm."""
+
+    connector: Literal["none", "kvbm"] = config.option(
+        "none",
+        help="kvbm keeps KV blocks in host memory and on disk as well, so that a long prompt that comes again is"
+        " loaded instead of computed",
+    )
+    kvbm_storage_tiers: tuple[str, ...] = config.option(
+        (),
+        help="memories of KV blocks: hbm (the engine's own), host_dram, nvme_ssd; by default hbm and host_dram, and"
+        " nvme_ssd if its path or size is given",
+    )
+    kvbm_cpu_cache_gb: str | None = config.option(
+        None,
+        env="DYN_KVBM_CPU_CACHE_GB",
+        help="size of the host tier in GB, or with a unit (500MB, 2GiB), or auto: a quarter of the memory that is left"
+        " (default: auto)",
+    )
+    kvbm_cpu_cache_override_num_blocks: int | None = config.option(
+        None,
+        env="DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS",
+        help="size of the host tier in blocks",
+        least=1,
+    )
+    kvbm_disk_cache_gb: str | None = config.option(
+        None,
+        env="DYN_KVBM_DISK_CACHE_GB",
+        help="size of the disk tier in GB, or with a unit, or auto: half of the free space (default: auto)",
+    )
+    kvbm_disk_cache_override_num_blocks: int | None = config.option(
+        None,
+        env="DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS",
+        help="size of the disk tier in blocks",
+        least=1,
+    )
+    kvbm_nvme_path: str | None = config.option(
+        None,
+        env="DYN_KVBM_DISK_CACHE_DIR",
+        help="directory of the disk tier's file, on a local disk; each worker needs one of its own",
+    )
+    kvbm_host_offload_filter: Literal["presence", "pass_all", "frequency", "presence_lfu"] = (
+        config.option(
+            "presence",
+            help="blocks that are copied to host memory: presence (those that it lacks), frequency (seen twice),"
+            " presence_lfu (seen several times), pass_all (as presence; known blocks count as used again)",
+        )
+    )
+    kvbm_disk_offload_filter: Literal["presence", "pass_all", "frequency", "presence_lfu"] = (
+        config.option("presence", help="blocks that are copied on to the disk, by the same filters")
+    )
+    kvbm_offload_ratio: float = config.option(
+        1.0,
+        help="share of the engine's cached blocks that may be in host memory as well",
+        least=0,
+        most=1,
+    )
+
+    @property
+    def tier_names(self) -> tuple[kv_events.Tier, ...]:
+        """Return the tiers below the engine's memory. Raises ConfigError for a combination that cannot be."""
+        if self.connector == "none":
+            return ()
+        names = self.kvbm_storage_tiers or (
+            "hbm",
+            "host_dram",
+            *(("nvme_ssd",) if self._has_disk else ()),
+        )
+        if unknown := [name for name in names if name not in STORAGE_TIERS]:
+            raise errors.ConfigError(
+                f"--kvbm-storage-tiers: expected some of {', '.join(STORAGE_TIERS)}, got {unknown[0]!r}"
+            )
+        tiers = tuple(STORAGE_TIERS[name] for name in names)
+        if kv_events.DEVICE not in tiers:
+            raise errors.ConfigError(
+                "--kvbm-storage-tiers: expected hbm first: the engine computes in its own memory"
+            )
+        if DISK in tiers and HOST not in tiers:
+            raise errors.ConfigError(
+                "--kvbm-storage-tiers: nvme_ssd needs host_dram, through which its blocks go; add it with a small"
+                " --kvbm-cpu-cache-gb"
+            )
+        if DISK in tiers and self.kvbm_nvme_path is None:
+            raise errors.ConfigError("nvme_ssd needs a directory: expected --kvbm-nvme-path")
+        return tuple(tier for tier in tiers if tier != kv_events.DEVICE)
+
+    @property
+    def _has_disk(self) -> bool:
+        return any(
+            (self.kvbm_nvme_path, self.kvbm_disk_cache_gb, self.kvbm_disk_cache_override_num_blocks)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenTiers:
+    """The tiers of one engine: what decides, and what copies."""
+
+    cache: TieredCache
+    copies: TierCopies
+
+
+def open_tiers(
+    settings: KvbmConfig,
+    region: descriptors.Region | None,
+    pool: pools.BlockPool,
+    fingerprint: Mapping[str, str],
+) -> OpenTiers | None:
+    """Open the tiers that the settings name; None if there are none.
+
+    `region` is the engine's memory, which the pool pages; `fingerprint` says what computed the blocks. Raises
+    ConfigError for sizes that do not fit, and for a file of another engine.
+    """
+    names = settings.tier_names
+    if HOST not in names:
+        if settings.kvbm_cpu_cache_gb or settings.kvbm_disk_cache_gb or settings.kvbm_nvme_path:
+            _logger.warning(
+                "sizes and paths of KV cache tiers have no effect without --connector kvbm and host_dram"
+            )
+        return None
+    if region is None:
+        raise errors.ConfigError(
+            "--connector kvbm: expected --device cpu; blocks of a GPU are not copied yet"
+        )
+    layout = region.layout
+    num_host = host_memory.count_host_blocks(
+        settings.kvbm_cpu_cache_gb or "auto",
+        settings.kvbm_cpu_cache_override_num_blocks,
+        layout.block_bytes,
+        layout.num_bytes,
+    )
+    if num_host < 1:
+        raise errors.ConfigError(
+            "--connector kvbm: there is no memory left for a host tier; stop other processes, or use --connector none"
+        )
+    host_layout = msgspec.structs.replace(
+        layout, num_blocks=num_host, order=descriptors.Order.BLOCK_MAJOR
+    )
+    host = host_memory.HostMemory(host_layout)
+    file = None
+    disk = None
+    if DISK in names:
+        assert settings.kvbm_nvme_path is not None
+        directory = Path(settings.kvbm_nvme_path)
+        file = disk_file.DiskFile(
+            directory,
+            {**fingerprint, **{name: str(getattr(layout, name)) for name in _FINGERPRINT}},
+            block_bytes=layout.block_bytes,
+            num_slots=_count_disk_blocks(settings, directory, layout.block_bytes),
+        )
+        disk = Tier(DISK, file.num_slots, pool.events)
+        disk.restore(file.blocks)
+    cache = TieredCache(
+        pool,
+        Tier(HOST, num_host, pool.events, num_usable=0),
+        disk,
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+        options=TierOptions(
+            host_filter=tier_policy.FilterKind(settings.kvbm_host_offload_filter),
+            disk_filter=tier_policy.FilterKind(settings.kvbm_disk_offload_filter),
+            offload_ratio=settings.kvbm_offload_ratio,
+        ),
+    )
+    return OpenTiers(cache=cache, copies=TierCopies(region, host, file))
+
+
+def _count_disk_blocks(settings: KvbmConfig, directory: Path, block_bytes: int) -> int:
+    size, num_blocks = (
+        settings.kvbm_disk_cache_gb or "auto",
+        settings.kvbm_disk_cache_override_num_blocks,
+    )
+    if num_blocks is not None:
+        return num_blocks
+    if size == "auto" and (stored := disk_file.read_header(directory)) is not None:
+        return stored.num_slots
+    if size == "auto":
+        existing = next(
+            path for path in (directory, *directory.absolute().parents) if path.exists()
+        )
+        disk = os.statvfs(existing)
+        num_blocks = int(AUTO_DISK_SHARE * disk.f_bavail * disk.f_frsize) // block_bytes
+    else:
+        num_blocks = host_memory.parse_size(size, "--kvbm-disk-cache-gb") // block_bytes
+    if num_blocks < 1:
+        raise errors.ConfigError(
+            f"--kvbm-disk-cache-gb {size}: expected room for a block of {block_bytes} bytes; give more"
+        )
+    return num_blocks

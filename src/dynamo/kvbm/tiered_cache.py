@@ -1,0 +1,459 @@
+"""The tiered cache of one engine: which blocks are copied between its memory, host memory and disk, and when.
+
+    a block of the engine is registered ──offer──▶ queue ──▶ copy to host ──▶ queue ──▶ copy to disk
+    a prompt arrives ──prepare──▶ copies from disk to host, while the request queues
+    it is admitted   ──load──▶    a copy from host to the engine's blocks, while other sequences run
+
+It decides; `tier_copies` copies. `take_copies` returns what to copy, and `end_copy` says how each copy ended: a block
+can be found in a tier only after its copy has ended well. A queue holds names only: a block that was evicted before its
+turn is skipped. Queues and copies that run are bounded, and nothing waits for room: what finds none is skipped and
+counted. While a copy reads a block of the engine, the block has a user more, and so is not evicted.
+
+A request waits for its copies at most as long as computing would make it wait too: `copy.limit_s` says how long, and
+`stop_waiting` ends the wait of a late copy, which goes on by itself.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dynamo.kvbm import pool as pools
+from dynamo.kvbm import tier_policy
+from dynamo.kvbm.tiers import CachedBlock, OffloadQueue, Tier, TierBlock
+from dynamo.protocols import kv_events
+
+BATCH_BLOCKS = 16  # of one copy
+MAX_OFFLOADS = 2  # copies to one tier that run at once
+EXPLORED_SHARE = 16  # turned down, one block in so many is still offloaded
+QUICK_BYTES = (
+    2 * 2**20
+)  # a load up to this size takes less time (0.3 ms) than to hand it to a thread and back
+DEVICE, HOST, DISK = kv_events.DEVICE, kv_events.HOST, kv_events.DISK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TierCopy:
+    """A copy to make: each slot of `from_slots` to the one at the same position in `to_slots`."""
+
+    path: tier_policy.Path
+    blocks: tuple[CachedBlock, ...]
+    from_slots: tuple[int, ...]
+    to_slots: tuple[int, ...]
+    num_bytes: int
+    limit_s: float | None = None  # for how long a request waits for it; None: no request does
+    sources: tuple[TierBlock, ...] = ()  # none in the engine's own memory
+    targets: tuple[TierBlock, ...] = ()
+    waiting: Hashable = None  # the sequence that waits
+    origins: tuple[kv_events.Tier, ...] = ()  # of a load: the tier in which each block was found
+
+    @property
+    def is_quick_load(self) -> bool:
+        """Whether the engine's thread should make this copy itself."""
+        return self.path == (HOST, DEVICE) and self.num_bytes <= QUICK_BYTES
+
+
+@dataclass(slots=True, kw_only=True)
+class _Preparation:
+    """The copies from disk to host for one sequence that queues."""
+
+    copies: list[TierCopy]
+    kept_blocks: list[TierBlock] = field(
+        default_factory=list
+    )  # in host memory, until it is admitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOptions:
+    """The policies of a tiered cache."""
+
+    host_filter: tier_policy.FilterKind = tier_policy.FilterKind.PRESENCE
+    disk_filter: tier_policy.FilterKind = tier_policy.FilterKind.PRESENCE
+    offload_ratio: float = (
+        1.0  # of the engine's registered blocks, at most so many are in host memory too
+    )
+
+
+class TieredCache:
+    """Mutable; the thread that owns the pool owns it."""
+
+    def __init__(
+        self,
+        pool: pools.BlockPool,
+        host: Tier,
+        disk: Tier | None,
+        *,
+        block_size: int,
+        block_bytes: int,
+        options: TierOptions | None = None,
+    ) -> None:
+        """`block_size` is in tokens, `block_bytes` the size of a block over all layers."""
+        options = options or TierOptions()
+        self.host, self.disk = host, disk
+        self.cost = tier_policy.LoadCost()
+        self.guard = tier_policy.ChurnGuard(max(host.num_slots, 1))
+        self.counts: Counter[str] = Counter()
+        self.num_copied: Counter[tier_policy.Path] = Counter()  # blocks of copies that ended well
+        self._pool = pool
+        self._block_size, self._block_bytes = block_size, block_bytes
+        self._ratio = options.offload_ratio
+        max_counts = 4 * (pool.num_blocks + host.num_slots)
+        self._host_filter = tier_policy.OffloadFilter(options.host_filter, max_counts=max_counts)
+        self._disk_filter = tier_policy.OffloadFilter(options.disk_filter, max_counts=max_counts)
+        self._to_host, self._to_disk = OffloadQueue(), OffloadQueue()
+        self._new_copies: list[TierCopy] = []
+        self._num_running: Counter[tier_policy.Path] = Counter()
+        self._queued_bytes: Counter[tier_policy.Path] = Counter()
+        self._preparations: dict[Hashable, _Preparation] = {}
+        self._late_loads: set[TierCopy] = set()  # that still run
+        self._in_both: set[int] = set()  # blocks of the engine that host memory has too
+        self._explored = itertools.count(1)
+        # A copy must not take much of the memory from sequences that need blocks.
+        self._batch_blocks = max(1, min(BATCH_BLOCKS, pool.num_blocks // 16))
+        pool.on_evicted = host.on_dropped = self._in_both.discard
+
+    @property
+    def num_queued(self) -> dict[kv_events.Tier, int]:
+        """Blocks that wait to be copied, by the tier that they are copied to."""
+        return {HOST: len(self._to_host), DISK: len(self._to_disk)}
+
+    # --- offload ---
+
+    def offer(self, blocks: Sequence[CachedBlock], priority: int) -> None:
+        """Offer blocks that the engine has registered, or that a prompt has found there, in the order of the chain."""
+        for block in blocks:
+            name = block.sequence_hash
+            if name in self.host:
+                if self._host_filter.kind is tier_policy.FilterKind.PASS_ALL:
+                    self.host.touch((name,))
+                self._in_both.add(name)
+                continue
+            is_worth = self._host_filter.admits(name)
+            if is_worth and self.guard.is_down and next(self._explored) % EXPLORED_SHARE:
+                self.guard.record_skipped(name)
+                is_worth = False
+            if is_worth and not self._to_host.add(block, priority):
+                self.counts["skipped_queue_full"] += 1
+
+    def take_copies(self) -> list[TierCopy]:
+        """Return the copies to begin now."""
+        while self._num_running[DEVICE, HOST] < MAX_OFFLOADS and self._begin_offload_to_host():
+            pass
+        while self._num_running[HOST, DISK] < MAX_OFFLOADS and self._begin_offload_to_disk():
+            pass
+        copies, self._new_copies = self._new_copies, []
+        return copies
+
+    def end_copy(
+        self, copy: TierCopy, failed: frozenset[int] = frozenset(), seconds: float | None = None
+    ) -> None:
+        """Record that a copy has ended: all but the blocks at the positions `failed` are what their names say.
+
+        `seconds` is the time that it took, None if that says nothing of its speed.
+        """
+        path = copy.path
+        self._num_running[path] -= 1
+        self._queued_bytes[path] -= copy.num_bytes
+        num_copied = len(copy.blocks) - len(failed)
+        self.num_copied[path] += num_copied
+        self.counts["failed_blocks"] += len(failed)
+        if num_copied and seconds is not None:
+            self.cost.record_copy(path, num_copied * self._block_bytes, seconds)
+        if path[0] is DEVICE:
+            self._pool.release(copy.from_slots)
+        for position, source in enumerate(copy.sources):
+            tier = self.host if path[0] is HOST else self.disk
+            assert tier is not None
+            if position in failed and path[0] is DISK:
+                tier.drop(source)
+            tier.release(source)
+        for position, target in enumerate(copy.targets):
+            self._end_target(copy, position, target, is_failed=position in failed)
+        if path == (DISK, HOST):
+            self._late_loads.discard(copy)
+            preparation = self._preparations.get(copy.waiting)
+            if preparation is not None and copy in preparation.copies:
+                preparation.copies.remove(copy)
+
+    def _end_target(
+        self, copy: TierCopy, position: int, target: TierBlock, *, is_failed: bool
+    ) -> None:
+        tier = self.host if copy.path[1] is HOST else self.disk
+        assert tier is not None
+        if is_failed:
+            self._in_both.discard(target.block.sequence_hash)
+            tier.drop(target)
+            tier.release(target)
+            return
+        preparation = self._preparations.get(copy.waiting)
+        if copy.path == (DISK, HOST) and preparation is not None:
+            preparation.kept_blocks.append(target)
+            target.num_users += 1  # until the sequence is admitted
+        if not tier.confirm(target) or copy.path != (DEVICE, HOST) or self.disk is None:
+            return
+        name = target.block.sequence_hash
+        if name not in self.disk and self._disk_filter.admits(name):
+            is_queued = self._to_disk.add(target.block, target.priority)
+            self.counts["skipped_queue_full"] += not is_queued
+
+    def _begin_offload_to_host(self) -> bool:
+        """Begin one copy of queued blocks that the engine still has. Return whether there was any."""
+        blocks: list[CachedBlock] = []
+        sources: list[int] = []
+        targets: list[TierBlock] = []
+        max_both = self._ratio * self._pool.num_registered
+        while len(blocks) < self._batch_blocks and len(self._in_both) + 1 <= max_both:
+            if self._pool.num_free < self._batch_blocks:
+                break
+            queued = self._to_host.pop()
+            if queued is None:
+                break
+            block, priority = queued
+            if block.sequence_hash in self.host:
+                continue
+            source = self._pool.match_prefix((block.sequence_hash,))
+            if not source:  # evicted meanwhile
+                continue
+            target = self.host.reserve(block, priority)
+            if target is None:
+                self._pool.release(source)
+                self.counts["skipped_tier_full"] += 1
+                break
+            self._in_both.add(block.sequence_hash)
+            blocks.append(block)
+            sources += source
+            targets.append(target)
+        host = self.host
+        if host.num_evicted and self.guard.record_evictions(
+            host.num_evicted, host.num_evicted_unread
+        ):
+            self.counts["turned_down"] += 1
+        self.counts["evicted"] += host.num_evicted
+        host.num_evicted = host.num_evicted_unread = 0
+        if blocks:
+            copy = TierCopy(
+                path=(DEVICE, HOST),
+                blocks=tuple(blocks),
+                from_slots=tuple(sources),
+                to_slots=_slots(targets),
+                num_bytes=len(blocks) * self._block_bytes,
+                targets=tuple(targets),
+            )
+            self._begin(copy)
+        return bool(blocks)
+
+    def _begin_offload_to_disk(self) -> bool:
+        disk = self.disk
+        if disk is None:
+            return False
+        sources: list[TierBlock] = []
+        targets: list[TierBlock] = []
+        while len(targets) < BATCH_BLOCKS:
+            queued = self._to_disk.pop()
+            if queued is None:
+                break
+            block, priority = queued
+            source = self.host.find(block.sequence_hash)
+            if source is None or block.sequence_hash in disk:
+                continue
+            target = disk.reserve(block, priority)
+            if target is None:
+                self.counts["skipped_tier_full"] += 1
+                break
+            sources.append(self.host.acquire(source, is_read=False))
+            targets.append(target)
+        if targets:
+            copy = TierCopy(
+                path=(HOST, DISK),
+                blocks=tuple([source.block for source in sources]),
+                from_slots=_slots(sources),
+                to_slots=_slots(targets),
+                num_bytes=len(targets) * self._block_bytes,
+                sources=tuple(sources),
+                targets=tuple(targets),
+            )
+            self._begin(copy)
+        return bool(targets)
+
+    def _begin(self, copy: TierCopy) -> TierCopy:
+        self._num_running[copy.path] += 1
+        self._queued_bytes[copy.path] += copy.num_bytes
+        self._new_copies.append(copy)
+        return copy
+
+    # --- onboard ---
+
+    def prepare(self, waiting: Hashable, sequence_hashes: Sequence[int]) -> None:
+        """Begin to copy the blocks of a prompt that only the disk has to host memory, if that pays.
+
+        `waiting` is the sequence, which may be admitted as soon as `is_preparing` is false.
+        """
+        disk = self.disk
+        if disk is None:
+            return
+        missing = self._missing(sequence_hashes)
+        entries = _leading(map(disk.find, missing))
+        self.counts["disk_lookups"] += len(missing)
+        num_tokens = len(entries) * self._block_size
+        load_s = self._load_s((DISK, HOST), len(entries)) + self._load_s(
+            (HOST, DEVICE), len(entries)
+        )
+        if not entries or not self.cost.pays(load_s, num_tokens):
+            if entries:
+                self.counts["not_worth_loading"] += 1
+                self.cost.record_declined((DISK, HOST))
+            return
+        if self._late_loads:  # the disk hangs
+            return
+        limit_s = self.cost.max_wait_s(num_tokens)
+        preparation = _Preparation(copies=[])
+        entries = entries[: self.host.num_slots // 2]
+        for start in range(0, len(entries), BATCH_BLOCKS):
+            batch = entries[start : start + BATCH_BLOCKS]
+            targets = self._reserve_in_host(batch)
+            sources = [disk.acquire(source) for source in batch[: len(targets)]]
+            if not targets:
+                break
+            copy = TierCopy(
+                path=(DISK, HOST),
+                blocks=tuple([source.block for source in sources]),
+                from_slots=_slots(sources),
+                to_slots=_slots(targets),
+                num_bytes=len(targets) * self._block_bytes,
+                sources=tuple(sources),
+                targets=tuple(targets),
+                limit_s=limit_s,
+                waiting=waiting,
+            )
+            preparation.copies.append(self._begin(copy))
+        if preparation.copies:
+            self._preparations[waiting] = preparation
+
+    def is_preparing(self, waiting: Hashable) -> bool:
+        """Return whether copies from disk run for a sequence that queues."""
+        preparation = self._preparations.get(waiting)
+        return preparation is not None and bool(preparation.copies)
+
+    def stop_waiting(self, copy: TierCopy) -> None:
+        """Let the sequence of a late copy from disk go on without it."""
+        preparation = self._preparations.get(copy.waiting)
+        if preparation is not None and copy in preparation.copies:
+            self._late_loads.update(preparation.copies)
+            preparation.copies.clear()
+            self.counts["late_loads"] += 1
+
+    def load(
+        self,
+        waiting: Hashable,
+        sequence_hashes: Sequence[int],
+        block_ids: Sequence[int],
+        *,
+        is_engine_busy: bool,
+    ) -> int:
+        """Begin to copy the leading blocks of this chain from host memory to the engine's blocks, if that pays.
+
+        Return their number; `waiting` goes on when the copy has ended. If the engine is busy, a loaded sequence
+        misses the step that begins now.
+        """
+        from_disk = self._release_preparation(waiting)
+        entries = _leading(map(self.host.find, sequence_hashes))
+        self.counts["host_lookups"] += len(sequence_hashes)
+        num_tokens = len(entries) * self._block_size
+        if len(entries) < len(sequence_hashes) and self.guard.record_miss(
+            sequence_hashes[len(entries)]
+        ):
+            self.counts["turned_up"] += 1
+        if not entries:
+            return 0
+        load_s = self._load_s((HOST, DEVICE), len(entries))
+        load_s += (
+            self.cost.step_s
+            if is_engine_busy and len(entries) * self._block_bytes > QUICK_BYTES
+            else 0.0
+        )
+        if not self.cost.pays(load_s, num_tokens):
+            self.counts["not_worth_loading"] += 1
+            self.cost.record_declined((HOST, DEVICE))
+            return 0
+        sources = [self.host.acquire(source) for source in entries]
+        copy = TierCopy(
+            path=(HOST, DEVICE),
+            blocks=tuple([source.block for source in sources]),
+            from_slots=_slots(sources),
+            to_slots=tuple(block_ids[: len(entries)]),
+            num_bytes=len(entries) * self._block_bytes,
+            sources=tuple(sources),
+            limit_s=self.cost.max_wait_s(num_tokens),
+            waiting=waiting,
+            origins=tuple([DISK if each in from_disk else HOST for each in entries]),
+        )
+        self._begin(copy)
+        return len(entries)
+
+    def count_tokens_by_tier(self, copy: TierCopy, num_tokens: int) -> dict[kv_events.Tier, int]:
+        """Return how many of the tokens of an ended load came from each tier, and count them as hits."""
+        num_blocks = Counter(copy.origins[: num_tokens // self._block_size])
+        self.counts["matched_tokens"] += num_tokens
+        return {tier: count * self._block_size for tier, count in num_blocks.items()}
+
+    def forget(self, waiting: Hashable) -> None:
+        """Drop what was prepared for a sequence that was aborted; copies that run end by themselves."""
+        self._release_preparation(waiting)
+
+    def touch(self, sequence_hashes: Sequence[int]) -> None:
+        """Mark the blocks of a sequence as used now: its end first, so that it is evicted first."""
+        for tier in (self.host, self.disk):
+            if tier is not None:
+                tier.touch(reversed(sequence_hashes))
+
+    def clear(self) -> None:
+        """Drop the blocks of all tiers. The pool records the event."""
+        self._to_host.clear()
+        self._to_disk.clear()
+        self._in_both.clear()
+        for waiting in list(self._preparations):
+            self._release_preparation(waiting)
+        self.host.clear()
+        if self.disk is not None:
+            self.disk.clear()
+
+    def _load_s(self, path: tier_policy.Path, num_blocks: int) -> float:
+        num_bytes = self._queued_bytes[path] + num_blocks * self._block_bytes
+        return self.cost.copy_s(path, num_bytes)
+
+    def _missing(self, sequence_hashes: Sequence[int]) -> Sequence[int]:
+        """Return the hashes from the first one on that neither the engine nor host memory has."""
+        for position, sequence_hash in enumerate(sequence_hashes):
+            if sequence_hash not in self._pool and self.host.find(sequence_hash) is None:
+                return sequence_hashes[position:]
+        return ()
+
+    def _reserve_in_host(self, entries: Sequence[TierBlock]) -> list[TierBlock]:
+        """Return slots in host memory for these blocks, as many as there are; fewer if one is on its way there."""
+        targets: list[TierBlock] = []
+        for source in entries:
+            if source.block.sequence_hash in self.host:
+                break
+            target = self.host.reserve(source.block, source.priority)
+            if target is None:
+                break
+            targets.append(target)
+        return targets
+
+    def _release_preparation(self, waiting: Hashable) -> list[TierBlock]:
+        """Let the blocks go that were kept for a sequence, and return them."""
+        preparation = self._preparations.pop(waiting, None)
+        if preparation is None:
+            return []
+        for block in preparation.kept_blocks:
+            self.host.release(block)
+        return preparation.kept_blocks
+
+
+def _leading(entries: Iterable[TierBlock | None]) -> list[TierBlock]:
+    """Return the blocks before the first that was not found."""
+    return [block for block in itertools.takewhile(bool, entries) if block is not None]
+
+
+def _slots(blocks: Sequence[TierBlock]) -> tuple[int, ...]:
+    return tuple([block.slot for block in blocks])

@@ -1,0 +1,338 @@
+"""The health of a worker: its metrics, its system port, and the probe of a quiet engine.
+
+GET /live       200 as long as the event loop of the process runs
+GET /health     200 once the worker serves; 503 before, while it drains, while it sleeps and after its engine died
+GET /metrics    the metrics, in Prometheus's format
+
+Commands bring their own routes (`sleep`, `lora_adapters`) and answer through `respond`. Metrics have the names that
+NVIDIA Dynamo's dashboards use (`dynamo_component_*`).
+
+An engine that hangs looks like an idle one, so an engine whose load has not changed for a while is probed with a
+request. One that computes a long prompt is not quiet: its load shows how much of the prompt is left. So the worker
+gives up only an engine that neither answers the probe nor makes any progress.
+"""
+
+import asyncio
+import logging
+import statistics
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.observability import metrics
+from dynamo.protocols import blocks, generate, instances, load, model_errors
+from dynamo.runtime import requests
+from dynamo.runtime.http import exchange, server
+
+PORT_DISABLED = -1
+STATISTICS_S = 5.0
+_logger = logging.getLogger(__name__)
+_STATUS_BY_ERROR: tuple[tuple[type[errors.DynamoError], int], ...] = (
+    (model_errors.ModelNotFound, 404),  # before RequestError, of which it is one
+    (errors.Conflict, 409),
+    (errors.RequestError, 400),
+    (errors.Unavailable, 503),
+)
+
+
+class SystemPort:
+    """Serves the system port of one process; calls `is_ready`, `uptime_s` and `render` for each request."""
+
+    def __init__(
+        self,
+        *,
+        endpoints: tuple[str, ...],
+        is_ready: Callable[[], bool],
+        uptime_s: Callable[[], float],
+        render: Callable[[], bytes],
+        command_routes: Mapping[tuple[str, str], exchange.Handler] = MappingProxyType({}),
+    ) -> None:
+        self._endpoints = endpoints
+        self._is_ready = is_ready
+        self._uptime_s = uptime_s
+        self._render = render
+        table = {
+            ("GET", "/live"): self._live,
+            ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._metrics,
+            **command_routes,
+        }
+        self._server = server.HttpServer(
+            exchange.HttpRouter(table, error_body=server.plain_error), error_body=server.plain_error
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen and return the port, which the system chooses for 0. Raises ConfigError if the port is taken."""
+        return await self._server.start(host, port, port_flag="--system-port")
+
+    async def close(self) -> None:
+        """Stop listening and close the connections."""
+        await self._server.close()
+
+    def _live(self, request: exchange.Exchange) -> None:
+        request.respond(200, self._status_body())
+
+    def _health(self, request: exchange.Exchange) -> None:
+        request.respond(200 if self._is_ready() else 503, self._status_body())
+
+    def _metrics(self, request: exchange.Exchange) -> None:
+        request.respond(200, self._render(), content_type=metrics.CONTENT_TYPE)
+
+    def _status_body(self) -> bytes:
+        status = "ready" if self._is_ready() else "notready"
+        seconds, fraction = divmod(self._uptime_s(), 1)
+        return msgspec.json.encode(
+            {
+                "status": status,
+                "uptime": {"secs": int(seconds), "nanos": int(fraction * 1e9)},
+                "endpoints": dict.fromkeys(self._endpoints, status),
+            }
+        )
+
+
+async def respond(request: exchange.Exchange, command: Awaitable[Mapping[str, object]]) -> None:
+    """Await a command and answer with its result as JSON, or with the status of the error that it raised.
+
+    400 names the field that is wrong, 404 a name that does not exist, 409 says that the worker's state forbids it now.
+    """
+    try:
+        result = await command
+    except errors.DynamoError as error:
+        status = next((code for kind, code in _STATUS_BY_ERROR if isinstance(error, kind)), 500)
+        request.respond(status, server.plain_error(status, str(error), request.request.path))
+    else:
+        request.respond(200, msgspec.json.encode(result))
+
+
+_DURATION_BUCKETS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600,
+)  # fmt: skip
+_LABELS = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint")
+
+
+class WorkerMetrics:
+    """The metrics of one worker and its main endpoint."""
+
+    def __init__(
+        self,
+        endpoint: instances.EndpointName,
+        clock: clocks.Clock,
+        *,
+        engine_prefix: str | None = None,
+    ) -> None:
+        """Render also the metrics that the engine counts itself, under names that begin with `engine_prefix`."""
+        self.registry = registry = metrics.Registry("dynamo_component")
+        self._engine_prefix = engine_prefix
+        self._clock = clock
+        self._started_at = clock.now()
+        labels = (endpoint.namespace, endpoint.component, endpoint.endpoint)
+        self._requests = registry.counter(
+            "requests_total", "requests accepted or refused", _LABELS
+        ).labels(*labels)
+        self._bytes = registry.counter(
+            "request_bytes_total", "bytes of request bodies", _LABELS
+        ).labels(*labels)
+        self._inflight = registry.gauge(
+            "inflight_requests", "requests that are not answered in full yet", _LABELS
+        ).labels(*labels)
+        self._duration = registry.histogram(
+            "request_duration_seconds",
+            "seconds from receiving a request to its end",
+            _LABELS,
+            buckets=_DURATION_BUCKETS,
+        ).labels(*labels)
+        self._cancelled = registry.counter(
+            "cancellation_total", "requests that their callers cancelled", _LABELS
+        ).labels(*labels)
+        self._errors = registry.counter(
+            "errors_total", "requests that failed, by kind of error", (*_LABELS, "error_type")
+        )
+        self._label_values = labels
+        self._uptime = registry.gauge("uptime_seconds", "seconds since the worker started")
+        self._active_blocks = registry.gauge(
+            "kvstats_active_blocks", "KV blocks of running requests"
+        )
+        self._total_blocks = registry.gauge("kvstats_total_blocks", "KV blocks of the engine")
+        self._usage = registry.gauge(
+            "kvstats_gpu_cache_usage_percent", "active KV blocks as a share of all, 0 to 1"
+        )
+        self._hit_rate = registry.gauge(
+            "kvstats_gpu_prefix_cache_hit_rate", "cached prompt tokens as a share of all, 0 to 1"
+        )
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the worker started."""
+        return self._clock.now() - self._started_at
+
+    def request_accepted(self, request_bytes: int) -> None:
+        """Count a request with a body of this size."""
+        self._requests.inc()
+        self._bytes.inc(request_bytes)
+        self._inflight.inc()
+
+    def request_ended(self, duration_s: float, error: errors.DynamoError | None = None) -> None:
+        """Count the end of a request `duration_s` seconds after it came: in full, or by an error."""
+        self._inflight.dec()
+        self._duration.observe(duration_s)
+        if isinstance(error, errors.Cancelled):
+            self._cancelled.inc()
+        elif error is not None:
+            self._errors.labels(*self._label_values, error.code).inc()
+
+    def render(self, current: Sequence[load.ForwardPassMetrics]) -> bytes:
+        """Return the exposition, with the current load of all ranks (none before the engine has started)."""
+        self._uptime.set(self.uptime_s)
+        if current:
+            stats = [rank.kv_stats for rank in current]
+            num_active = sum(rank.kv_active_blocks for rank in stats)
+            num_total = sum(rank.kv_total_blocks for rank in stats)
+            self._active_blocks.set(num_active)
+            self._total_blocks.set(num_total)
+            self._usage.set(num_active / num_total if num_total else 0.0)
+            self._hit_rate.set(statistics.fmean(rank.gpu_prefix_cache_hit_rate for rank in stats))
+        engine_metrics = metrics.render_foreign(self._engine_prefix) if self._engine_prefix else b""
+        return self.registry.render() + engine_metrics
+
+
+_PROBE_REQUEST = generate.Request(
+    id="canary",
+    model="canary",
+    token_ids=blocks.pack((0,)),
+    stop_conditions=generate.StopConditions(max_tokens=1, ignore_eos=True),
+    sampling_options=generate.SamplingOptions(temperature=0.0),
+)
+
+
+class TokenCounts(Protocol):
+    """The tokens of a worker's requests since its start."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+async def log_statistics(
+    counts: TokenCounts,
+    measure: Callable[[], Sequence[load.ForwardPassMetrics]],
+    clock: clocks.Clock,
+) -> None:
+    """Log the throughput and the load every `STATISTICS_S` seconds in which there was work, in vLLM's words."""
+    was_idle = True
+    while True:
+        num_prompt, num_output = counts.num_prompt_tokens, counts.num_output_tokens
+        began_at = clock.now()
+        await clock.sleep(STATISTICS_S)
+        elapsed_s = clock.now() - began_at
+        num_prompt = counts.num_prompt_tokens - num_prompt
+        num_output = counts.num_output_tokens - num_output
+        ranks = measure()
+        num_running = sum(rank.worker_stats.request_active_slots for rank in ranks)
+        is_idle = not (num_prompt or num_output or num_running)
+        if not (is_idle and was_idle):
+            _log_load(num_prompt / elapsed_s, num_output / elapsed_s, num_running, ranks)
+        was_idle = is_idle
+
+
+def _log_load(
+    prompt_rate: float,
+    output_rate: float,
+    num_running: int,
+    ranks: Sequence[load.ForwardPassMetrics],
+) -> None:
+    num_waiting = sum(rank.worker_stats.num_requests_waiting for rank in ranks)
+    num_active = sum(rank.kv_stats.kv_active_blocks for rank in ranks)
+    num_blocks = sum(rank.kv_stats.kv_total_blocks for rank in ranks)
+    hit_rate = statistics.fmean(rank.kv_stats.gpu_prefix_cache_hit_rate for rank in ranks)
+    _logger.info(
+        "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs,"
+        " Swapped: 0 reqs, Pending: %d reqs, GPU KV cache usage: %.1f%%, CPU KV cache usage: 0.0%%.",
+        prompt_rate, output_rate, num_running, num_waiting, 100 * num_active / max(1, num_blocks),
+    )  # fmt: skip
+    _logger.info("Prefix cache hit rate: GPU: %.2f%%, CPU: 0.00%%", 100 * hit_rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthCheck:
+    """The time limits of a health check, in seconds."""
+
+    wait_s: float = 10.0  # without progress, before the probe
+    answer_s: float = 3.0  # for the answer to the probe
+
+
+class Canary:
+    """Probes one engine: `handle` accepts requests, `measure` returns the load of each rank."""
+
+    def __init__(
+        self,
+        handle: requests.Handler,
+        measure: Callable[[], Sequence[load.ForwardPassMetrics]],
+        check: HealthCheck,
+        clock: clocks.Clock,
+    ) -> None:
+        self._handle = handle
+        self._measure = measure
+        self._check = check
+        self._clock = clock
+
+    async def watch(self) -> errors.EngineFailed:
+        """Probe the engine whenever it is quiet; return the error once it hangs."""
+        while True:
+            load_before = self._measure()
+            await self._clock.sleep(self._check.wait_s)
+            if self._measure() == load_before and not await self._is_alive():
+                return errors.EngineFailed(
+                    f"the engine hangs: it did not answer a token within {self._check.answer_s:g} s"
+                )
+
+    async def _is_alive(self) -> bool:
+        probe = Probe()
+        self._handle(probe)
+        load_before = self._measure()
+        try:
+            async with self._clock.timeout(self._check.answer_s):
+                await probe.is_answered.wait()
+        except TimeoutError:
+            probe.cancel()
+            return self._measure() != load_before
+        probe.cancel()
+        return True
+
+
+class Probe:
+    """A `requests.Call` without a caller. Any answer ends it: an engine that refuses is alive, too."""
+
+    endpoint = "canary"
+    headers: Mapping[str, str] = {}
+
+    def __init__(self) -> None:
+        self.body = msgspec.Raw(msgspec.msgpack.encode(_PROBE_REQUEST))
+        self.is_answered = asyncio.Event()
+        self._on_cancel: Callable[[], None] | None = None
+
+    def cancel(self) -> None:
+        """Abort the probe in the engine."""
+        if self._on_cancel is not None:
+            self._on_cancel()
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        self._on_cancel = callback
+
+    def on_signal(self, callback: Callable[[int], None]) -> None:
+        """Ignore the callback: the probe has one choice."""
+
+    def send(self, output: generate.Output) -> None:
+        self.is_answered.set()
+
+    def reply(self, value: Any) -> None:
+        self.is_answered.set()
+
+    def finish(self) -> None:
+        self.is_answered.set()
+
+    def fail(self, error: errors.DynamoError) -> None:
+        self.is_answered.set()

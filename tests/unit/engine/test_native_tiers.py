@@ -1,0 +1,396 @@
+"""The native engine with cache tiers: answers are those of an engine without, whatever was evicted, lost or damaged."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import threading
+
+import pytest
+
+from checkpoints import make_checkpoint
+from dynamo.base import errors
+from dynamo.engine.native.engine import NativeEngine
+from dynamo.engine.native.settings import NativeConfig
+from dynamo.kvbm import disk_file, tier_policy, tier_setup, tiered_cache
+from dynamo.kvbm import pool as pools
+from dynamo.protocols import blocks, generate, kv_events
+from dynamo.transfer import api as transfer
+from dynamo.transfer import memory
+
+DEADLINE_S = 60
+BLOCK = 4  # tokens
+VOCABULARY = 100
+NUM_USERS, NUM_TURNS = 4, 4
+
+
+class Sink:
+    def __init__(self):
+        self.ends, self.tokens, self.cached, self.by_tier = {}, {}, {}, {}
+        self.held = {tier: {} for tier in kv_events.TIERS}
+        self.faults = []  # of events
+
+    def outputs(self, batch):
+        for request_id, output in batch:
+            self.tokens.setdefault(request_id, []).extend(output.token_ids)
+            if output.cached_tokens is not None:
+                self.cached[request_id] = output.cached_tokens
+                self.by_tier[request_id] = dict(output.tier_tokens or ())
+            if output.finish_reason is not None:
+                self.ends[request_id].set_result(None)
+
+    def failed(self, request_id, error):
+        self.ends[request_id].set_exception(error)
+
+    def kv_events(self, events, dp_rank=0):
+        try:
+            self.apply(events)
+        except (AssertionError, KeyError) as error:
+            self.faults.append(error)
+
+    def apply(self, events):
+        for event in events:
+            match event:
+                case kv_events.Stored(blocks=stored, tier=tier):
+                    for block in stored:
+                        assert block.block_hash not in self.held[tier]
+                        self.held[tier][block.block_hash] = block.tokens_hash
+                case kv_events.Removed(block_hashes=names, tier=tier):
+                    for name in names:
+                        del self.held[tier][name]
+                case kv_events.Cleared():
+                    for held in self.held.values():
+                        held.clear()
+
+    def died(self, error):
+        for end in self.ends.values():
+            if not end.done():
+                end.set_exception(error)
+
+
+class Served:
+    def __init__(self, engine, sink):
+        self.engine, self.sink = engine, sink
+        self.num_requests = 0
+
+    def submit(self, prompt, max_tokens=6, **sampling):
+        self.num_requests += 1
+        request_id = str(self.num_requests)
+        self.sink.ends[request_id] = asyncio.get_running_loop().create_future()
+        self.engine.submit(
+            generate.Request(
+                id=request_id,
+                model="m",
+                token_ids=blocks.pack(prompt),
+                stop_conditions=generate.StopConditions(max_tokens=max_tokens),
+                sampling_options=generate.SamplingOptions(**({"temperature": 0.0} | sampling)),
+            )
+        )
+        return request_id
+
+    async def answer(self, prompt, **options):
+        request_id = self.submit(prompt, **options)
+        async with asyncio.timeout(DEADLINE_S):
+            await self.sink.ends[request_id]
+        return self.sink.tokens[request_id]
+
+    async def settle(self):
+        """Return when no copy runs or waits: the engine is idle and its report does not change any more."""
+        before, same = None, 0
+        async with asyncio.timeout(DEADLINE_S):
+            while same < 3:
+                await asyncio.sleep(0.02)
+                report = self.engine.report_tiers()
+                same = (
+                    same + 1
+                    if report == before and not any(t.queued_blocks for t in report.tiers)
+                    else 0
+                )
+                before = report
+        return before
+
+
+@contextlib.asynccontextmanager
+async def serving(path, **options):
+    shape = {
+        "block_size": BLOCK,
+        "threads": 1,
+        "num_gpu_blocks_override": 512,
+        "max_num_batched_tokens": 64,
+    }
+    shape |= {"max_num_seqs": 8}
+    engine, sink = NativeEngine(path, NativeConfig(**(shape | options))), Sink()
+    await engine.start(sink)
+    try:
+        yield Served(engine, sink)
+    finally:
+        await engine.stop()
+    assert not sink.faults
+
+
+def tiers(host=None, disk=None, path=None, **options):
+    """Options for tiers of so many blocks."""
+    return {
+        "connector": "kvbm",
+        "kvbm_cpu_cache_override_num_blocks": host,
+        "kvbm_disk_cache_override_num_blocks": disk,
+        "kvbm_nvme_path": None if path is None else str(path),
+    } | options
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("tiers"), "qwen3", vocab_size=VOCABULARY)
+
+
+def text(seed, length):
+    draw = random.Random(seed)
+    return [draw.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+async def converse(served, *, sampling=({},), at_once=True):
+    """Answers of users that resend their history, turn by turn."""
+    histories = [text(user, 17) for user in range(NUM_USERS)]
+    answers = []
+    for turn in range(NUM_TURNS):
+        jobs = [
+            served.answer(history, **sampling[user % len(sampling)])
+            for user, history in enumerate(histories)
+        ]
+        if at_once:
+            said = await asyncio.gather(*jobs)
+        else:
+            said = [await job for job in jobs]
+        answers.append(said)
+        for user, history in enumerate(histories):
+            history += said[user] + text(100 * turn + user, 9)
+    return answers
+
+
+SAMPLINGS = ({}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.7, "seed": 8, "top_p": 0.9})
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    async def run():
+        async with serving(model) as served:
+            return await converse(served, sampling=SAMPLINGS)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_device", [34, 512])
+@pytest.mark.parametrize(
+    ("num_host", "num_disk"), [(200, None), (12, None), (200, 400), (12, 400), (12, 30)]
+)
+async def test_answers_are_equal_with_every_combination_of_tiers(
+    model, expected, tmp_path, num_device, num_host, num_disk
+):
+    path = tmp_path if num_disk else None
+    options = tiers(num_host, num_disk, path)
+    async with serving(model, num_gpu_blocks_override=num_device, **options) as served:
+        assert await converse(served, sampling=SAMPLINGS) == expected
+        report = await served.settle()
+        assert await converse(served, sampling=SAMPLINGS) == expected
+
+    assert report.copied["offload_blocks_d2h"] > 0
+    assert (report.copied["offload_blocks_h2d"] > 0) == (num_disk is not None)
+    assert report.counts["failed_blocks"] == 0
+
+
+async def test_second_turn_is_loaded_from_host_memory_when_the_engine_has_evicted_it(model):
+    prompt = text(1, 80)
+    async with serving(model, num_gpu_blocks_override=34, **tiers(200)) as served:
+        first = await served.answer(prompt)
+        for seed in range(2, 6):
+            await served.settle()
+            await served.answer(text(seed, 100))
+        again = await served.answer(prompt)
+        report = served.engine.report_tiers()
+        last = str(served.num_requests)
+
+    assert again == first
+    assert served.sink.cached[last] == 76
+    num_loaded = served.sink.by_tier[last]["host"]
+    assert report.counts["matched_tokens"] == num_loaded > 0
+
+
+async def test_prompt_is_loaded_from_disk_after_a_restart(model, tmp_path):
+    prompt = text(1, 80)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        first = await served.answer(prompt)
+        await served.settle()
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        again = await served.answer(prompt)
+
+        assert again == first
+        assert served.sink.by_tier["1"] == {"disk": 76}
+        assert len(served.sink.held[kv_events.DISK]) >= 20
+
+
+async def test_wrong_byte_on_disk_is_computed_and_counted(model, tmp_path):
+    prompt = text(1, 80)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        first = await served.answer(prompt)
+        await served.settle()
+    path = tmp_path / disk_file.FILE_NAME
+    with path.open("r+b") as file:
+        file.seek(-(400 - 5) * 2 * disk_file.PAGE_BYTES + 100, os.SEEK_END)  # in the sixth slot
+        file.write(b"damaged")
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        assert await served.answer(prompt) == first
+        report = await served.settle()
+
+        assert served.sink.cached["1"] == report.counts["matched_tokens"] == 5 * BLOCK
+        assert report.counts["failed_blocks"] == 1
+
+
+async def test_clear_reaches_every_tier(model, tmp_path):
+    prompt = text(1, 80)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        await served.answer(prompt)
+        await served.settle()
+        await served.engine.clear_kv_blocks()
+        report = served.engine.report_tiers()
+        assert [tier.used_blocks for tier in report.tiers] == [0, 0, 0]
+        assert not any(served.sink.held.values())
+        await served.answer(prompt)
+        assert served.sink.cached["2"] == 0
+        await served.engine.clear_kv_blocks()
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        await served.answer(prompt)
+        assert served.sink.cached["1"] == 0
+
+
+async def test_events_say_what_each_tier_holds(model, tmp_path):
+    async with serving(model, num_gpu_blocks_override=34, **tiers(12, 30, tmp_path)) as served:
+        await converse(served)
+        report = await served.settle()
+        held = {tier: len(blocks) for tier, blocks in served.sink.held.items()}
+
+    assert held[kv_events.HOST] == report.tiers[1].used_blocks == 12
+    assert held[kv_events.DISK] == report.tiers[2].used_blocks == 30
+
+
+async def test_aborted_requests_leave_no_block_in_use(model, tmp_path):
+    async with serving(model, num_gpu_blocks_override=64, **tiers(24, 60, tmp_path)) as served:
+        for round_number in range(6):
+            ids = [served.submit(text(seed, 60), max_tokens=30) for seed in range(8)]
+            await asyncio.sleep(0.003 * round_number)
+            for request_id in ids[::2]:
+                served.engine.abort(request_id)
+            await asyncio.gather(*(served.sink.ends[request_id] for request_id in ids[1::2]))
+        report = await served.settle()
+        (load,) = served.engine.load()
+
+        assert load.kv_stats.kv_active_blocks == 0
+        assert load.worker_stats.num_requests_waiting == 0
+        assert report.tiers[1].used_blocks <= 24
+
+
+async def test_engine_on_a_gpu_refuses_tiers_by_name(model):
+    with pytest.raises(errors.ConfigError, match="expected --device cpu"):
+        tier_setup.open_tiers(NativeConfig(**tiers(10)), None, pools.BlockPool(4), {})
+
+
+class StuckFile:
+    """Hold all reads of the disk until `may_read` is set."""
+
+    def __init__(self, monkeypatch):
+        self.may_read, self.num_reads = threading.Event(), 0
+        real = disk_file.DiskFile.read
+
+        def read(file, slot, content):
+            self.num_reads += 1
+            assert self.may_read.wait(DEADLINE_S)
+            return real(file, slot, content)
+
+        monkeypatch.setattr(disk_file.DiskFile, "read", read)
+
+
+async def test_disk_that_hangs_delays_a_prompt_by_a_bounded_time(model, tmp_path, monkeypatch):
+    prompt = text(1, 80)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        first = await served.answer(prompt)
+        await served.settle()
+    stuck = StuckFile(monkeypatch)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        assert await served.answer(prompt) == first
+        assert await served.answer(text(9, 20))
+        report = served.engine.report_tiers()
+        stuck.may_read.set()
+        await served.settle()
+
+    assert stuck.num_reads > 0
+    assert report.counts["late_loads"] == 1
+    assert report.counts["matched_tokens"] == 0
+
+
+async def test_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing(
+    model, tmp_path, monkeypatch
+):
+    prompt = text(1, 80)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        await served.answer(prompt)
+        await served.settle()
+    stuck = StuckFile(monkeypatch)
+    async with serving(model, **tiers(100, 400, tmp_path)) as served:
+        request_id = served.submit(prompt)
+        async with asyncio.timeout(DEADLINE_S):
+            while not stuck.num_reads:
+                await asyncio.sleep(0.005)
+        served.engine.abort(request_id)
+        stuck.may_read.set()
+        await served.settle()
+        (load,) = served.engine.load()
+
+        assert load.kv_stats.kv_active_blocks == 0
+        assert load.worker_stats.num_requests_waiting == 0
+        assert await served.answer(prompt)
+
+
+async def test_full_disk_leaves_answers_as_they_are(model, tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(disk_file.DiskFile, "write", refuse)
+    prompt = text(1, 80)
+    async with serving(model, num_gpu_blocks_override=34, **tiers(100, 400, tmp_path)) as served:
+        first = await served.answer(prompt)
+        await served.settle()
+        await served.answer(text(2, 100))
+        assert await served.answer(prompt) == first
+        report = await served.settle()
+
+    assert report.tiers[2].used_blocks == 0
+    assert report.counts["failed_blocks"] > 0
+    assert "no space left" in caplog.text
+
+
+async def test_decoding_goes_on_while_a_prompt_is_loaded(model, monkeypatch):
+    monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
+    monkeypatch.setattr(tier_policy.LoadCost, "pays", lambda *_: True)
+    prompt = text(1, 80)
+    async with serving(model, num_gpu_blocks_override=64, **tiers(200)) as served:
+        first = await served.answer(prompt)
+        for seed in range(2, 5):
+            await served.settle()
+            await served.answer(text(seed, 120))
+        await served.settle()
+        may_copy, real = threading.Event(), memory.move
+
+        def slow_move(operation, *rest):
+            if operation is transfer.TransferOperation.READ:
+                assert may_copy.wait(DEADLINE_S)
+            real(operation, *rest)
+
+        monkeypatch.setattr(memory, "move", slow_move)
+        loading = asyncio.ensure_future(served.answer(prompt))
+        answered = await served.answer(text(9, 8), max_tokens=20)
+        is_loading = not loading.done()
+        may_copy.set()
+
+        assert len(answered) == 20
+        assert is_loading
+        assert await loading == first

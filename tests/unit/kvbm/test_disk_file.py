@@ -1,0 +1,237 @@
+"""The disk tier's file: found again after a restart, refused if it is another's, and never believed without proof."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import stat
+
+import pytest
+
+from dynamo.base import errors
+from dynamo.kvbm import disk_file
+from dynamo.kvbm.tiers import CachedBlock
+
+SIZE = 8192
+OURS = {"model": "m", "dtype": "float32", "block_size": "16"}
+
+
+def content(name):
+    buffer = bytearray(SIZE)
+    buffer[:8] = name.to_bytes(8, "little")
+    return memoryview(buffer)
+
+
+def open_file(directory, fingerprint=OURS, num_slots=8, block_bytes=SIZE):
+    return disk_file.DiskFile(directory, fingerprint, block_bytes=block_bytes, num_slots=num_slots)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "cache"
+
+
+def fill(file, *names):
+    for slot, name in enumerate(names):
+        parent = names[slot - 1] if slot else None
+        file.write(slot, CachedBlock(name, name + 1, parent), content(name))
+
+
+def test_blocks_are_found_again_after_a_restart(directory):
+    first = open_file(directory)
+    fill(first, 10, 20, 30)
+    first.close()
+    again = open_file(directory)
+    buffer = memoryview(bytearray(SIZE))
+
+    assert again.blocks == {
+        0: CachedBlock(10, 11, None), 1: CachedBlock(20, 21, 10), 2: CachedBlock(30, 31, 20)
+    }  # fmt: skip
+    assert again.read(1, buffer)
+    assert buffer == content(20)
+    again.close()
+
+
+def test_only_the_owner_can_read_the_file(directory):
+    file = open_file(directory)
+
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    file.close()
+
+
+def test_wrong_byte_is_found(directory):
+    file = open_file(directory)
+    fill(file, 10)
+    file.close()
+    with file.path.open("r+b") as raw:
+        raw.seek(2 * disk_file.PAGE_BYTES + 77)
+        raw.write(b"x")
+    again = open_file(directory)
+
+    assert not again.read(0, memoryview(bytearray(SIZE)))
+    again.close()
+
+
+def test_slot_that_holds_another_block_is_not_read_as_the_one_before(directory):
+    file = open_file(directory)
+    fill(file, 10)
+    file.write(0, CachedBlock(99, 99, None), content(99))
+    file.close()
+    again = open_file(directory)
+
+    assert again.blocks == {0: CachedBlock(99, 99, None)}
+    again.close()
+
+
+def test_damaged_record_is_left_out(directory):
+    file = open_file(directory)
+    fill(file, 10, 20)
+    file.close()
+    with file.path.open("r+b") as raw:
+        raw.seek(disk_file.PAGE_BYTES + 3)
+        raw.write(b"x")
+    again = open_file(directory)
+
+    assert [block.sequence_hash for block in again.blocks.values()] == [20]
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model", "other"), ("dtype", "bfloat16"), ("block_size", "32")]
+)
+def test_file_of_another_engine_is_refused_by_name(directory, field, value):
+    open_file(directory).close()
+
+    with pytest.raises(errors.ConfigError, match=f"{field} is {OURS[field]}, ours is {value}"):
+        open_file(directory, OURS | {field: value})
+
+
+def test_file_that_holds_something_else_is_refused(directory):
+    directory.mkdir()
+    (directory / disk_file.FILE_NAME).write_bytes(b"letters to my love")
+
+    with pytest.raises(errors.ConfigError, match="holds something else than KV blocks"):
+        open_file(directory)
+    assert (directory / disk_file.FILE_NAME).read_bytes() == b"letters to my love"
+
+
+def test_second_user_of_a_file_is_refused(directory):
+    first = open_file(directory)
+
+    with pytest.raises(errors.ConfigError, match="in use by another process"):
+        open_file(directory)
+    first.close()
+    open_file(directory).close()
+
+
+def test_file_of_another_size_begins_empty(directory):
+    file = open_file(directory)
+    fill(file, 10)
+    file.close()
+    again = open_file(directory, num_slots=4)
+
+    assert again.blocks == {}
+    assert disk_file.read_header(directory).num_slots == 4
+    again.close()
+
+
+def test_erased_index_stays_erased_after_a_restart(directory):
+    file = open_file(directory)
+    fill(file, 10)
+    file.forget()
+    file.close()
+    again = open_file(directory)
+
+    assert again.blocks == {}
+    again.close()
+
+
+def test_size_that_does_not_fit_is_refused_with_the_largest_that_does(directory):
+    with pytest.raises(
+        errors.ConfigError, match=r"do not fit into the .* the largest that fits is"
+    ):
+        open_file(directory, num_slots=10**12)
+
+
+def test_unusable_directory_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(errors.ConfigError, match="--kvbm-nvme-path: cannot open"):
+        open_file(tmp_path / "file")
+
+
+def test_file_system_that_cannot_bypass_its_cache_gets_one_warning(directory, monkeypatch, caplog):
+    monkeypatch.setattr(os, "O_DIRECT", 0o70000000000)  # no such flag: EINVAL
+
+    def refuse(path, flags, *rest):
+        if flags & 0o70000000000:
+            raise OSError(errno.EINVAL, "no O_DIRECT")
+        return real(path, flags, *rest)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    file = open_file(directory)
+    fill(file, 10)
+
+    assert file.read(0, memoryview(bytearray(SIZE)))
+    assert [record.message for record in caplog.records if "page cache" in record.message] != []
+    file.close()
+
+
+def test_blocks_that_are_not_whole_pages_are_kept(directory):
+    file = open_file(directory, block_bytes=6000)
+    body = memoryview(bytearray(range(250)) * 24)
+    file.write(3, CachedBlock(1, 2, None), body)
+    buffer = memoryview(bytearray(6000))
+
+    assert file.read(3, buffer)
+    assert buffer == body
+    file.close()
+
+
+def write_for_ever(directory, pipe):
+    file = open_file(directory)
+    number = 0
+    while True:
+        number += 1
+        file.write(number % 8, CachedBlock(number, number, None), content(number))
+        if number == 50:
+            pipe.send("well under way")
+
+
+def test_killed_writer_leaves_only_blocks_that_are_right(directory):
+    context = multiprocessing.get_context("spawn")
+    for _ in range(3):
+        ours, theirs = context.Pipe()
+        writer = context.Process(target=write_for_ever, args=(directory, theirs))
+        writer.start()
+        assert ours.poll(30)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        file = open_file(directory)
+        buffer = memoryview(bytearray(SIZE))
+        right = [
+            block
+            for slot, block in file.blocks.items()
+            if not file.read(slot, buffer) or buffer == content(block.sequence_hash)
+        ]
+
+        assert len(right) == len(file.blocks) >= 7
+        file.close()
+
+
+def test_full_disk_fails_the_write_alone(directory, monkeypatch):
+    file = open_file(directory)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(OSError, match="no space"):
+            fill(file, 10)
+    fill(file, 20)
+
+    assert file.read(0, memoryview(bytearray(SIZE)))
+    file.close()

@@ -1,0 +1,65 @@
+"""Which tiers the options name."""
+
+import pytest
+
+from dynamo.base import config, errors
+from dynamo.kvbm import pool as pools
+from dynamo.kvbm import tier_setup
+from dynamo.protocols import kv_events
+
+
+def read(*argv, **environ):
+    return config.load(tier_setup.KvbmConfig, prog="worker", argv=argv, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), ()),
+        (("--connector", "kvbm"), (kv_events.HOST,)),
+        (("--connector", "kvbm", "--kvbm-storage-tiers", "hbm"), ()),
+        (
+            ("--connector", "kvbm", "--kvbm-storage-tiers", "hbm,host_dram,nvme_ssd", "--kvbm-nvme-path", "/x"),
+            (kv_events.HOST, kv_events.DISK),
+        ),
+        (("--connector", "kvbm", "--kvbm-nvme-path", "/x"), (kv_events.HOST, kv_events.DISK)),
+    ],
+)  # fmt: skip
+def test_tiers_follow_from_the_flags(argv, expected):
+    assert read(*argv).tier_names == expected
+
+
+def test_sizes_are_read_from_the_originals_variables():
+    settings = read(
+        DYN_KVBM_CPU_CACHE_GB="4",
+        DYN_KVBM_DISK_CACHE_GB="20",
+        DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS="7",
+        DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS="9",
+        DYN_KVBM_DISK_CACHE_DIR="/fast",
+    )
+
+    assert (settings.kvbm_cpu_cache_gb, settings.kvbm_disk_cache_gb) == ("4", "20")
+    assert settings.kvbm_cpu_cache_override_num_blocks == 7
+    assert settings.kvbm_disk_cache_override_num_blocks == 9
+    assert settings.kvbm_nvme_path == "/fast"
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [("host_dram", "hbm first"), ("hbm,nvme_ssd", "needs host_dram"), ("hbm,tape", "got 'tape'")],
+)
+def test_impossible_tiers_are_refused(tiers, expected):
+    with pytest.raises(errors.ConfigError, match=expected):
+        _ = read("--connector", "kvbm", "--kvbm-storage-tiers", tiers).tier_names
+
+
+def test_offload_ratio_is_a_share():
+    with pytest.raises(errors.ConfigError, match="0 to 1"):
+        read("--kvbm-offload-ratio", "1.5")
+
+
+def test_size_without_the_connector_is_warned_of(caplog):
+    settings = read(DYN_KVBM_CPU_CACHE_GB="4")
+
+    assert tier_setup.open_tiers(settings, None, pools.BlockPool(4), {}) is None
+    assert "no effect without --connector kvbm" in caplog.text

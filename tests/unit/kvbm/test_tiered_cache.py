@@ -1,0 +1,440 @@
+"""The tiered cache, against memories that are plain dictionaries, after any history of copies that end late or fail."""
+
+import os
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.kvbm import pool as pools
+from dynamo.kvbm import tier_policy, tier_report, tiered_cache, tiers
+from dynamo.protocols import kv_events
+
+DEVICE, HOST, DISK = kv_events.TIERS[:3]
+BLOCK_BYTES = 1000
+# `DYNAMO_TIER_OPERATIONS=1000000 pytest tests/unit/kvbm/test_tiered_cache.py -k history` takes some minutes.
+NUM_OPERATIONS = int(os.environ.get("DYNAMO_TIER_OPERATIONS", "3000"))
+
+
+class Rig:
+    """A pool with tiers; memories map slots to the name of the block whose content is there."""
+
+    def __init__(self, num_device=24, num_host=12, num_disk=16, **options):
+        self.pool = pools.BlockPool(num_device)
+        self.host = tiers.Tier(HOST, num_host, self.pool.events)
+        self.disk = tiers.Tier(DISK, num_disk, self.pool.events) if num_disk else None
+        self.cache = tiered_cache.TieredCache(
+            self.pool, self.host, self.disk, block_size=4, block_bytes=BLOCK_BYTES,
+            options=tiered_cache.TierOptions(**options),
+        )  # fmt: skip
+        self.memories = {DEVICE: {}, HOST: {}, DISK: {}}
+        self.running, self.held = [], {DEVICE: set(), HOST: set(), DISK: set()}
+
+    def compute(self, chain, priority=0, num_cached=0):
+        """Fill blocks with a chain, register, offer and release them. Return whether there was room."""
+        fresh = self.pool.allocate(len(chain))
+        if fresh is None:
+            return False
+        self.register(chain, fresh, range(len(chain)), priority)
+        self.pool.release(fresh)
+        return True
+
+    def register(self, chain, blocks, new, priority=0):
+        for i in new:
+            self.memories[DEVICE][blocks[i]] = chain[i]
+        self.pool.commit_chain(blocks, chain, chain, new)
+        self.cache.offer(
+            [tiers.CachedBlock(chain[i], chain[i], chain[i - 1] if i else None) for i in new],
+            priority,
+        )
+
+    def begin(self):
+        """Begin the copies that the cache wants, and check what they read."""
+        for copy in self.cache.take_copies():
+            source = self.memories[copy.path[0]]
+            names = [block.sequence_hash for block in copy.blocks]
+            assert [source.get(slot) for slot in copy.from_slots] == names
+            for slot in copy.to_slots:
+                self.memories[copy.path[1]][slot] = "half written"
+            self.running.append(copy)
+
+    def end(self, copy, failed=frozenset()):
+        """End a copy: what it read must not have changed meanwhile."""
+        self.running.remove(copy)
+        source, target = (self.memories[tier] for tier in copy.path)
+        for position, (block, read, written) in enumerate(
+            zip(copy.blocks, copy.from_slots, copy.to_slots, strict=True)
+        ):
+            assert source[read] == block.sequence_hash
+            assert target[written] == "half written"
+            target[written] = "damaged" if position in failed else block.sequence_hash
+        self.cache.end_copy(copy, failed, 0.001)
+
+    def settle(self):
+        """Make all copies that there are to make."""
+        self.begin()
+        while self.running:
+            self.end(self.running[0])
+            self.begin()
+
+    def apply_events(self):
+        for event in self.pool.take_events():
+            match event:
+                case kv_events.Stored(blocks=blocks, tier=tier):
+                    for block in blocks:
+                        assert block.block_hash not in self.held[tier]
+                        self.held[tier].add(block.block_hash)
+                case kv_events.Removed(block_hashes=names, tier=tier):
+                    assert self.held[tier] >= set(names)
+                    self.held[tier] -= set(names)
+                case kv_events.Cleared():
+                    self.held = {tier: set() for tier in self.held}
+
+    def check(self):
+        """What can be found is what its name says, and what the events say."""
+        self.apply_events()
+        for tier in (self.host, self.disk):
+            names = {name for name in ALL_NAMES if tier.find(name)}
+            assert names == self.held[tier.name]
+            for name in names:
+                assert self.memories[tier.name][tier.find(name).slot] == name
+
+    def evict_device(self):
+        self.pool.release(self.pool.allocate(self.pool.num_free))
+
+    def load(self, chain, waiting="sequence", **options):
+        """Load what the tiers have of a chain. Return the number of blocks."""
+        self.cache.prepare(waiting, chain)
+        self.settle()
+        blocks = self.pool.allocate(len(chain))
+        num_loaded = self.cache.load(
+            waiting, chain, blocks, **({"is_engine_busy": False} | options)
+        )
+        self.settle()
+        assert [self.memories[DEVICE][b] for b in blocks[:num_loaded]] == list(chain[:num_loaded])
+        self.pool.release(blocks)
+        return num_loaded
+
+
+CHAINS = [[100 * chain + i for i in range(1, 9)] for chain in range(1, 9)]
+ALL_NAMES = {name for chain in CHAINS for name in chain}
+
+
+def rig_with_disk_blocks() -> Rig:
+    """Return a cache that has the blocks of the first chain on disk only."""
+    rig = Rig(num_host=8, num_disk=32)
+    rig.compute(CHAINS[0])
+    rig.settle()
+    rig.host.clear()
+    rig.evict_device()
+    return rig
+
+
+def test_evicted_blocks_are_loaded_from_host_memory():
+    rig = Rig(num_disk=0)
+    rig.compute(CHAINS[0])
+    rig.settle()
+    rig.evict_device()
+
+    assert rig.load(CHAINS[0]) == 8
+    assert rig.cache.num_copied[HOST, DEVICE] == 8
+
+
+def test_blocks_that_host_memory_has_evicted_are_loaded_from_disk():
+    rig = Rig(num_host=10, num_disk=64)
+    for chain in CHAINS[:4]:
+        rig.compute(chain)
+        rig.settle()
+    rig.host.clear()
+    rig.evict_device()
+
+    assert rig.load(CHAINS[0]) == 5  # preparing uses half of the host tier
+    assert rig.cache.num_copied[DISK, HOST] == 5
+
+
+def test_block_that_was_evicted_before_its_turn_is_skipped():
+    rig = Rig()
+    rig.compute(CHAINS[0])
+    rig.evict_device()
+    rig.settle()
+
+    assert rig.host.num_used == 0
+
+
+def test_running_copy_is_not_found_and_keeps_its_block():
+    rig = Rig(num_device=8)
+    rig.compute(CHAINS[0])
+    rig.begin()
+    num_free = rig.pool.num_free
+
+    assert rig.running
+    assert num_free < 8
+    assert rig.host.find(CHAINS[0][0]) is None
+    rig.settle()
+    assert rig.pool.num_free == 8
+    assert rig.host.find(CHAINS[0][0])
+
+
+def test_failed_copy_is_no_hit():
+    rig = Rig(num_disk=0)
+    rig.compute(CHAINS[0])
+    rig.begin()
+    while rig.running:
+        rig.end(rig.running[0], failed=frozenset({0}))
+        rig.begin()
+    rig.evict_device()
+
+    assert rig.load(CHAINS[0]) == 0
+    assert rig.cache.counts["failed_blocks"] == 8
+    assert rig.cache.counts["matched_tokens"] == 0
+
+
+def test_damaged_block_of_the_disk_is_dropped():
+    rig = rig_with_disk_blocks()
+    rig.cache.prepare("sequence", CHAINS[0])
+    rig.begin()
+    (copy,) = rig.running
+    rig.end(copy, failed=frozenset({2}))
+
+    assert rig.disk.find(CHAINS[0][2]) is None
+    assert rig.disk.find(CHAINS[0][1])
+    assert not rig.cache.is_preparing("sequence")
+    assert rig.load(CHAINS[0]) == 2
+
+
+def test_request_stops_waiting_for_a_late_disk_and_others_do_not_begin():
+    rig = rig_with_disk_blocks()
+    rig.cache.prepare("first", CHAINS[0])
+    (copy,) = rig.cache.take_copies()
+    is_waiting = rig.cache.is_preparing("first")
+    rig.cache.stop_waiting(copy)
+    rig.cache.prepare("second", CHAINS[0])
+
+    assert is_waiting
+    assert not rig.cache.is_preparing("first")
+    assert not rig.cache.is_preparing("second")
+    assert rig.cache.counts["late_loads"] == 1
+
+
+def test_prepared_blocks_stay_until_their_sequence_is_admitted():
+    rig = rig_with_disk_blocks()
+    rig.cache.prepare("sequence", CHAINS[0])
+    rig.settle()
+    for chain in CHAINS[1:3]:
+        rig.compute(chain)
+        rig.settle()
+
+    assert all(rig.host.find(name) for name in CHAINS[0][:4])
+    rig.cache.forget("sequence")
+    rig.compute(CHAINS[3])
+    rig.settle()
+    assert not any(rig.host.find(name) for name in CHAINS[0])
+
+
+def test_load_that_does_not_pay_is_computed():
+    rig = Rig(num_disk=0)
+    rig.compute(CHAINS[0])
+    rig.settle()
+    rig.evict_device()
+    rig.cache.cost.record_step(32, 1e-6)
+
+    assert rig.load(CHAINS[0]) == 0
+    assert rig.cache.counts["not_worth_loading"] == 1
+
+
+def test_load_that_a_busy_engine_would_notice_late_is_computed(monkeypatch):
+    monkeypatch.setattr(tiered_cache, "QUICK_BYTES", 0)
+    rig = Rig(num_disk=0)
+    rig.compute(CHAINS[0])
+    rig.settle()
+    rig.evict_device()
+    rig.cache.cost.record_step(32, 0.5)
+    rig.cache.cost.step_s = 10.0
+
+    assert rig.load(CHAINS[0], is_engine_busy=True) == 0
+    assert rig.load(CHAINS[0], is_engine_busy=False) == 8
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 0.7, 1.0])
+def test_no_more_than_the_given_share_of_blocks_is_offloaded(ratio):
+    rig = Rig(num_device=32, num_host=64, num_disk=0, offload_ratio=ratio)
+    for num_chains, chain in enumerate(CHAINS[:4], 1):
+        rig.compute(chain)
+        rig.settle()
+        assert rig.host.num_used <= ratio * 8 * num_chains
+    assert rig.host.num_used == int(ratio * 32)
+
+
+def test_frequency_filter_copies_what_a_second_prompt_has():
+    rig = Rig(num_disk=0, host_filter=tier_policy.FilterKind.FREQUENCY)
+    rig.compute(CHAINS[0])
+    rig.settle()
+    once = rig.host.num_used
+    rig.cache.offer([tiers.CachedBlock(name, name, None) for name in CHAINS[0][:3]], 0)
+    rig.settle()
+
+    assert (once, rig.host.num_used) == (0, 3)
+
+
+def test_blocks_of_high_priority_are_copied_first():
+    rig = Rig(num_disk=0)
+    rig.compute(CHAINS[0], priority=0)
+    rig.compute(CHAINS[1], priority=3)
+    (first, *_) = rig.cache.take_copies()
+
+    assert {block.sequence_hash for block in first.blocks} <= set(CHAINS[1])
+
+
+def test_churn_turns_offloading_down_and_says_so():
+    rig = Rig(num_device=24, num_host=16, num_disk=0)
+    for number in range(1, 60):
+        rig.compute([10_000 * number + i for i in range(8)])
+        rig.settle()
+    report = tier_report.make_report(rig.pool, rig.cache)
+
+    assert report.counts["turned_down"] == 1
+    assert report.offloading.startswith("turned down")
+    assert report.copied["offload_blocks_d2h"] < 59 * 8 / 2
+
+
+def test_full_tier_is_skipped_and_counted():
+    rig = Rig(num_host=1, num_disk=0)
+    rig.compute(CHAINS[0][:1], priority=5)
+    rig.settle()
+    rig.compute(CHAINS[1][:2], priority=0)
+    rig.settle()
+
+    assert rig.cache.counts["skipped_tier_full"] > 0
+    assert rig.host.find(CHAINS[0][0])
+
+
+class History:
+    """Random operations; sequences hold blocks while their loads run, as in an engine."""
+
+    def __init__(self, seed, rig):
+        self.draw, self.rig, self.number = random.Random(seed), rig, 0
+        self.waiting = {}  # sequence -> chain: its blocks are prepared
+        self.loading = {}  # sequence -> blocks
+
+    def step(self):
+        (operation,) = self.draw.choices(
+            (self.compute, self.arrive, self.admit, self.end_copy, self.rig.begin, self.leave, self.late,
+             self.rig.evict_device, self.clear),
+            (20, 10, 15, 60, 30, 3, 2, 2, 0.2),
+        )  # fmt: skip
+        operation()
+
+    def compute(self):
+        chain = self.draw.choice(CHAINS)[: self.draw.randint(1, 8)]
+        cached = self.rig.pool.match_prefix(chain)
+        fresh = self.rig.pool.allocate(len(chain) - len(cached))
+        if fresh is not None:
+            priority = self.draw.choice((0, 0, 0, 1))
+            self.rig.register(chain, cached + fresh, range(len(cached), len(chain)), priority)
+            self.rig.cache.touch(chain)
+        self.rig.pool.release(cached + (fresh or []))
+
+    def arrive(self):
+        self.number += 1
+        chain = self.draw.choice(CHAINS)[: self.draw.randint(1, 8)]
+        self.waiting[self.number] = chain
+        self.rig.cache.prepare(self.number, chain)
+
+    def admit(self):
+        ready = [each for each in self.waiting if not self.rig.cache.is_preparing(each)]
+        if not ready:
+            return
+        sequence = self.draw.choice(ready)
+        chain = self.waiting[sequence]
+        cached = self.rig.pool.match_prefix(chain)
+        fresh = self.rig.pool.allocate(len(chain) - len(cached))
+        if fresh is None:
+            self.rig.pool.release(cached)
+            return
+        del self.waiting[sequence]
+        num_loading = self.rig.cache.load(
+            sequence, chain[len(cached) :], fresh, is_engine_busy=self.draw.random() < 0.5
+        )
+        self.loading[sequence] = chain, cached + fresh, len(cached)
+        if not num_loading:
+            self.go_on(sequence, len(cached))
+
+    def go_on(self, sequence, num_known):
+        """Compute what was not loaded, register all, and end."""
+        chain, blocks, num_cached = self.loading.pop(sequence)
+        for i in range(num_cached, num_known):
+            assert self.rig.memories[DEVICE][blocks[i]] == chain[i]
+        self.rig.register(chain, blocks, range(num_known, len(chain)))
+        self.rig.register(chain, blocks, range(num_cached, num_known))
+        self.rig.pool.release(blocks)
+
+    def end_copy(self):
+        if not self.rig.running:
+            return
+        copy = self.draw.choice(self.rig.running)
+        positions = range(len(copy.blocks))
+        num_failed = self.draw.choice((0, 0, 0, 1, len(positions)))
+        failed = frozenset(self.draw.sample(positions, min(num_failed, len(positions))))
+        self.rig.end(copy, failed)
+        if copy.path == (HOST, DEVICE):
+            num_loaded = min(failed, default=len(copy.blocks))
+            self.go_on(copy.waiting, self.loading[copy.waiting][2] + num_loaded)
+
+    def leave(self):
+        if self.waiting:
+            sequence = self.draw.choice(list(self.waiting))
+            del self.waiting[sequence]
+            self.rig.cache.forget(sequence)
+
+    def late(self):
+        late = [copy for copy in self.rig.running if copy.limit_s is not None]
+        if late:
+            self.rig.cache.stop_waiting(self.draw.choice(late))
+
+    def clear(self):
+        self.rig.pool.clear()
+        self.rig.cache.clear()
+
+    def finish(self):
+        """End everything that runs or waits."""
+        while self.rig.running or self.waiting or self.loading:
+            while self.rig.running:
+                self.end_copy()
+            self.admit()
+            self.rig.begin()
+            for sequence in list(self.waiting):
+                self.rig.cache.forget(sequence)
+        self.rig.settle()
+
+
+@pytest.mark.parametrize("num_disk", [0, 16])
+@given(seed=st.integers(0, 2**32))
+def test_tiers_hold_what_they_say_after_any_history(num_disk, seed):
+    rig = Rig(num_device=16, num_host=10, num_disk=num_disk) if num_disk else Rig(16, 10, 16)
+    history = History(seed, rig)
+    for number in range(max(60, NUM_OPERATIONS // 50)):
+        history.step()
+        if number % 20 == 0:
+            rig.check()
+    history.finish()
+    rig.check()
+
+    assert rig.pool.num_active == 0
+    for tier in (rig.host, rig.disk):
+        assert tier.num_used == len(rig.held[tier.name])
+
+
+def test_long_history():
+    rig = Rig(num_device=20, num_host=12, num_disk=24, host_filter=tier_policy.FilterKind.PASS_ALL)
+    history = History(20261122, rig)
+    for number in range(NUM_OPERATIONS):
+        history.step()
+        if number % 100 == 0:
+            rig.check()
+    history.finish()
+    rig.check()
+
+    assert rig.pool.num_active == 0
+    assert rig.cache.num_copied[HOST, DEVICE] > NUM_OPERATIONS / 200
+    assert rig.cache.num_copied[DISK, HOST] > 0
