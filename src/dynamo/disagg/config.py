@@ -9,6 +9,7 @@ import msgspec
 
 from dynamo.base import config, errors
 from dynamo.disagg import policy
+from dynamo.protocols import kv_transfer, model_card
 from dynamo.runtime import discovery
 
 _CONFIG_FLAG = "--router-conditional-disagg-config"
@@ -26,10 +27,11 @@ class PrefillRoutingConfig:
         help="how to decide whether a prefill worker or the answering worker computes a prompt; lengths: by the two"
         " numbers below; estimated: where it delays this prompt and the running answers least",
     )
-    max_local_prefill_length: int = config.option(
-        policy.MAX_LOCAL_PREFILL_LENGTH,
+    max_local_prefill_length: int | None = config.option(
+        None,
         help="tokens of a prompt, without its cached prefix, up to which the answering worker computes it; can be"
-        " changed in discovery while the frontend runs",
+        " changed in discovery while the frontend runs (default: that of the workers, which is"
+        f" {policy.MAX_LOCAL_PREFILL_LENGTH}, and 0 with vLLM)",
         least=0,
     )
     max_prefill_queue_size: int = config.option(
@@ -82,11 +84,15 @@ class PrefillRoutingConfig:
         """True if prompts that no prefill worker can compute are refused."""
         return self.enforce_disagg or not self.decode_fallback
 
-    @property
-    def limits(self) -> policy.LocalPrefillLimits:
-        """The limits up to which the answering worker computes prompts."""
+    def limits_for(self, card: model_card.ModelCard) -> policy.LocalPrefillLimits:
+        """Return the limits up to which the answering worker computes prompts; the card may have one."""
+        length = self.max_local_prefill_length
+        if length is None:
+            length = card.runtime_config.runtime_data.get(kv_transfer.LOCAL_LENGTH_KEY)
         return policy.LocalPrefillLimits(
-            max_local_prefill_length=self.max_local_prefill_length,
+            max_local_prefill_length=length
+            if isinstance(length, int)
+            else policy.MAX_LOCAL_PREFILL_LENGTH,
             max_prefill_queue_size=self.max_prefill_queue_size,
         )
 

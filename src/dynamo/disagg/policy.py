@@ -2,7 +2,8 @@
 
 `LengthPolicy`: remote, if the prompt without its cached prefix is longer than `max_local_prefill_length`, because a
 long local prefill would delay every answer that is being written; but only while the remote queue is short, because a
-prompt that waits there saves nothing. Both numbers may change at run time.
+prompt that waits there saves nothing. Both numbers may change at run time. Less than a block is local in any case: it
+could not be copied.
 
 `ConditionalPolicy`, the original's: local, if little is new to the answering worker, or the prefill workers are busy.
 
@@ -107,9 +108,12 @@ class LengthPolicy:
     def is_remote(
         self, prompt_len: int, queue_size: int, local: EstimateLoad, remote: EstimateLoad
     ) -> bool:
-        """Return whether the prompt without its locally cached prefix is longer than the limit."""
+        """Return whether what is new to the local cache is longer than the limit, and a block at least."""
         del prompt_len, remote
-        return self.limits.allow_remote(local().num_new, queue_size)
+        here = local()
+        return here.num_new >= here.block_size and self.limits.allow_remote(
+            here.num_new, queue_size
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

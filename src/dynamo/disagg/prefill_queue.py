@@ -17,9 +17,12 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.disagg.hung_workers import PROBE_S, HungWorkers
 from dynamo.protocols import generate, kv_transfer
+from dynamo.router import suspects
 from dynamo.runtime import client
 
+# by another worker, or by the decode worker itself
 RETRIABLE = (errors.WorkerLost, errors.Unavailable, errors.EngineFailed)  # at another worker
 
 
@@ -38,6 +41,10 @@ class PrefillQueue(Protocol):
 
         Raises what the last worker failed with, NoWorkers, or DeadlineExceeded.
         """
+        ...
+
+    async def close(self) -> None:
+        """End what runs in the background. Idempotent."""
         ...
 
 
@@ -84,6 +91,20 @@ class PrefillReceiver:
             self._has_ended.set()
 
 
+class PrefillDeaths:
+    """The number of prefill workers that died while they had one prompt."""
+
+    def __init__(self, request: generate.Request) -> None:
+        self._request = request
+        self._num_deaths = 0
+
+    def record(self, error: errors.DynamoError) -> None:
+        """Count the error of one worker. Raises SuspectRequest if the prompt may be what it died of."""
+        self._num_deaths += isinstance(error, errors.WorkerDied)
+        if suspects.is_suspect(self._request, self._num_deaths, has_tokens=False):
+            raise suspects.make_error(self._request.id, self._num_deaths) from error
+
+
 class DirectQueue:
     """A `PrefillQueue` that sends each prompt straight to a worker."""
 
@@ -99,6 +120,7 @@ class DirectQueue:
         self._client = endpoint
         self._clock = clock
         self._on_retry = on_retry
+        self._hung = probed_workers(endpoint, clock)
         self._num_sent: collections.Counter[int] = collections.Counter()  # and not ended, by worker
 
     @property
@@ -112,6 +134,8 @@ class DirectQueue:
     ) -> kv_transfer.KvTransferParams:
         """Send the prompt to the least loaded worker. See `PrefillQueue.prefill`."""
         tried: list[int] = []
+        worker_id: int | None = None
+        deaths = PrefillDeaths(request)
         try:
             async with self._clock.timeout(timeout_s):
                 while True:
@@ -121,16 +145,22 @@ class DirectQueue:
                     worker_id = min(ids, key=self._num_sent.__getitem__)
                     try:
                         return await self._send(worker_id, request, timeout_s)
-                    except RETRIABLE:
+                    except RETRIABLE as error:
+                        deaths.record(error)
                         tried.append(worker_id)
                         if not self._usable(tried):
                             raise
                         self._on_retry()
-        except TimeoutError:
+        except (TimeoutError, errors.DeadlineExceeded):
+            if worker_id is not None:
+                self._hung.report(worker_id, request)
             raise timeout_error(timeout_s) from None
 
+    async def close(self) -> None:
+        await self._hung.close()
+
     def _usable(self, tried: Sequence[int]) -> Sequence[int]:
-        return self._client.usable(self._workers(), tried)
+        return self._client.usable(self._hung.without(self._workers()), tried)
 
     async def _send(
         self, instance_id: int, request: generate.Request, timeout_s: float
@@ -170,6 +200,7 @@ def make_prefill_request(request: generate.Request) -> generate.Request:
         sampling_options=generate.SamplingOptions(temperature=0.0),
         priority=request.priority,
         lora_name=request.lora_name,
+        cache_salt=request.cache_salt,
         session_id=request.session_id,
         kv_transfer_params=kv_transfer.PREFILL_ONLY,
     )
@@ -185,6 +216,15 @@ async def request_prefill(
         return await receiver.wait()
     finally:
         stream.cancel()
+
+
+def probed_workers(workers: client.EndpointClient, clock: clocks.Clock) -> HungWorkers:
+    """Return the record of hung workers at this endpoint, without any."""
+
+    async def send_probe(instance_id: int, probe: generate.Request) -> None:
+        await request_prefill(workers, instance_id, probe, timeout_s=PROBE_S)
+
+    return HungWorkers(send_probe, lambda instance_id: instance_id in workers.instances, clock)
 
 
 def timeout_error(timeout_s: float) -> errors.DeadlineExceeded:

@@ -17,16 +17,15 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.disagg import config, metrics, policy, prefill_queue
+from dynamo.disagg import config, hung_workers, metrics, policy, prefill_queue
 from dynamo.observability import metrics as registries
-from dynamo.protocols import generate, kv_transfer, model_card
+from dynamo.protocols import generate, kv_transfer, model_card, model_errors
 from dynamo.router import kv_router, route, route_factory
 from dynamo.runtime import client, discovery, requests
 
@@ -50,14 +49,6 @@ class OpenRoute(Protocol):
     ) -> requests.Stream: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRules:
-    """The rules for prompts that no prefill worker computes in time."""
-
-    prefill_timeout_s: float = 30.0
-    is_enforced: bool = False  # refuse them
-
-
 class PrefillRoute:
     """A `route.Route` by prefill workers, in front of one to the answering workers."""
 
@@ -65,16 +56,17 @@ class PrefillRoute:
         self,
         decode: kv_router.KvRouter,
         prefill_policy: policy.PrefillPolicy,
-        rules: PrefillRules,
+        settings: config.PrefillRoutingConfig,
         counters: metrics.ModelPrefillRouteMetrics,
         clock: clocks.Clock,
     ) -> None:
         self._decode = decode
         self._policy = prefill_policy
-        self._rules = rules
+        self._settings = settings
         self._counters = counters
         self._clock = clock
         self._prefill: kv_router.KvRouter | None = None
+        self._hung = hung_workers.HungWorkers(self._send_probe, self._is_prefill_worker, clock)
         self._decoders: frozenset[int] = frozenset()  # workers that can copy from prefill workers
         self.preview_instance = decode.preview_instance
         self._bind_open()
@@ -82,8 +74,7 @@ class PrefillRoute:
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
         """Set the model cards of the answering workers, by instance id."""
         self._decode.set_model_cards(cards)
-        decode = model_card.WorkerType.DECODE
-        self._decoders = frozenset(i for i, card in cards.items() if card.worker_type is decode)
+        self._decoders = frozenset(i for i, card in cards.items() if _is_decode_worker(card))
         self._bind_open()
 
     def set_prefill_router(self, prefill: kv_router.KvRouter | None) -> None:
@@ -96,7 +87,7 @@ class PrefillRoute:
         self.open_stream: OpenRoute = self._decode.open_stream
         if self._prefill is not None and self._decoders:
             self.open_stream = self._open
-        elif self._rules.is_enforced:
+        elif self._settings.is_enforced:
             self.open_stream = _refuse
 
     async def _open(
@@ -108,7 +99,7 @@ class PrefillRoute:
         prefill = self._prefill
         assert prefill is not None
         if not self._is_remote(prefill, request, options):
-            _logger.debug(
+            _logger.info(
                 "Prefilling locally for request %s with length %d", request.id, request.prompt_len
             )
             self._counters.local.inc()
@@ -127,10 +118,10 @@ class PrefillRoute:
         self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
     ) -> bool:
         """Return whether a prefill worker computes the prompt. Raises NoWorkers if it must, and none can."""
-        candidates = prefill.instances_with_lora(request.lora_name)
+        candidates = self._prefill_candidates(prefill, request)
         num_requests = prefill.min_active_requests(candidates)
         if num_requests is None:
-            if self._rules.is_enforced:
+            if self._settings.is_enforced:
                 raise errors.NoWorkers(_NO_PREFILL)
             return False
         if request.output_options.prompt_logprobs is not None or not self._can_import(options):
@@ -146,6 +137,29 @@ class PrefillRoute:
             ),
         )
 
+    def _prefill_candidates(
+        self, prefill: kv_router.KvRouter, request: generate.Request
+    ) -> frozenset[int] | None:
+        """Return the prefill workers to choose among, None for all: not those that hang, if the rules allow that."""
+        candidates = prefill.instances_with_lora(request.lora_name)
+        present = prefill.instance_ids if candidates is None else candidates
+        usable = frozenset(self._hung.without(present))
+        if len(usable) == len(present) or (self._settings.is_enforced and not usable):
+            return candidates
+        return usable
+
+    def _is_prefill_worker(self, instance_id: int) -> bool:
+        return self._prefill is not None and instance_id in self._prefill.instance_ids
+
+    async def _send_probe(self, instance_id: int, probe: generate.Request) -> None:
+        if self._prefill is not None:
+            options = route.RoutingOptions(instance_id=instance_id, timeout_s=hung_workers.PROBE_S)
+            await _request_prefill(self._prefill, probe, options)
+
+    async def close(self) -> None:
+        """Stop probing hung prefill workers."""
+        await self._hung.close()
+
     def _can_import(self, options: route.RoutingOptions) -> bool:
         """Return whether a worker that the caller accepts can copy blocks from others."""
         if options.instance_id is not None:
@@ -159,32 +173,41 @@ class PrefillRoute:
     ) -> kv_transfer.KvTransferParams | None:
         """Return where the prompt's blocks are; None if no prefill worker has computed them.
 
-        Raises Cancelled, or the reason if a local prefill is against the rules.
+        Raises Cancelled, SuspectRequest, or the reason if a local prefill is against the rules.
         """
         _logger.debug(
             "Prefilling remotely for request %s with length %d", request.id, request.prompt_len
         )
-        timeout_s = min(self._rules.prefill_timeout_s, options.timeout_s or math.inf)
+        timeout_s = min(self._settings.prefill_timeout_s, options.timeout_s or math.inf)
+        tried: list[int] = []
         try:
             async with self._clock.timeout(timeout_s):
                 return await self._prefill_with_retry(
-                    prefill, request, msgspec.structs.replace(options, timeout_s=timeout_s)
+                    prefill, request, msgspec.structs.replace(options, timeout_s=timeout_s), tried
                 )
-        except TimeoutError:
+        except (TimeoutError, errors.DeadlineExceeded):
+            if tried and timeout_s == self._settings.prefill_timeout_s:
+                self._hung.report(tried[-1], request)
             self._fall_back(request, prefill_queue.timeout_error(timeout_s))
-        except errors.Cancelled:
+        except (errors.Cancelled, model_errors.SuspectRequest):
             raise
         except errors.DynamoError as error:
             self._fall_back(request, error)
         return None
 
     async def _prefill_with_retry(
-        self, prefill: kv_router.KvRouter, request: generate.Request, options: route.RoutingOptions
+        self,
+        prefill: kv_router.KvRouter,
+        request: generate.Request,
+        options: route.RoutingOptions,
+        tried: list[int],
     ) -> kv_transfer.KvTransferParams:
-        """Send the prompt to one prefill worker, and if that fails to another. Raises what the last one failed with."""
+        """Send the prompt to one prefill worker, and if that fails to another. Raises what the last one failed with.
+
+        Each worker that has taken it is appended to `tried`.
+        """
         began_at = self._clock.now()
-        tried: list[int] = []
-        candidates = prefill.instances_with_lora(request.lora_name)
+        candidates = self._prefill_candidates(prefill, request)
         to_prefill = msgspec.structs.replace(
             options,
             instance_id=None,
@@ -193,9 +216,11 @@ class PrefillRoute:
             on_prefilled=None,
         )
         prompt = prefill_queue.make_prefill_request(request)
+        deaths = prefill_queue.PrefillDeaths(request)
         try:
             params = await _request_prefill(prefill, prompt, to_prefill)
         except prefill_queue.RETRIABLE as error:
+            deaths.record(error)
             all_workers = prefill.instance_ids if candidates is None else candidates
             untried = all_workers - set(tried)
             if not tried or not untried:
@@ -203,7 +228,11 @@ class PrefillRoute:
             _logger.warning("%s: another prefill worker is asked: %s", request.id, error)
             self._counters.retries.inc()
             to_untried = msgspec.structs.replace(to_prefill, allowed_instances=untried)
-            params = await _request_prefill(prefill, prompt, to_untried)
+            try:
+                params = await _request_prefill(prefill, prompt, to_untried)
+            except errors.WorkerDied as second:
+                deaths.record(second)
+                raise
         duration_s = self._clock.now() - began_at
         passed_on = kv_transfer.pass_on(params, duration_s + DELIVERY_S)
         if passed_on is None:
@@ -242,7 +271,7 @@ class PrefillRoute:
         self, request: generate.Request, error: errors.DynamoError, reason: str | None = None
     ) -> None:
         """Count and log a failed remote prefill. Raises the error if a local prefill is against the rules."""
-        if self._rules.is_enforced:
+        if self._settings.is_enforced:
             raise error
         _logger.warning("%s: its prompt is computed where it is answered: %s", request.id, error)
         self._counters.count_fallback(reason or _reason(error))
@@ -269,6 +298,7 @@ class PrefillRouteFactory:
         self._clock = clock
         self._following: dict[str, asyncio.Task[None]] = {}  # by model
         self._lengths: dict[str, policy.LengthPolicy] = {}  # by model
+        self._made: list[PrefillRoute] = []
         self._tasks = tasks.Tasks()
 
     def make(self, endpoint: client.EndpointClient, card: model_card.ModelCard) -> route.Route:
@@ -276,38 +306,49 @@ class PrefillRouteFactory:
         plain = self._routes.make_route(endpoint, card)
         if not isinstance(plain, kv_router.KvRouter):
             return plain
-        return PrefillRoute(
+        made = PrefillRoute(
             plain,
-            self._policy_of(card.display_name),
-            PrefillRules(
-                prefill_timeout_s=self._options.prefill_timeout_s,
-                is_enforced=self._options.is_enforced,
-            ),
+            self._policy_of(card),
+            self._options,
             metrics.ModelPrefillRouteMetrics(self._metrics, card.display_name),
             self._clock,
         )
+        self._made.append(made)
+        return made
 
     def make_prefill_router(
         self, endpoint: client.EndpointClient, card: model_card.ModelCard
     ) -> kv_router.KvRouter:
         """Make the router to the prefill workers of an endpoint, and follow the limits of their model."""
         model = card.display_name
-        lengths = self._policy_of(model)
+        lengths = self._policy_of(card)
         if isinstance(lengths, policy.LengthPolicy) and model not in self._following:
             following = config.follow_limits(self._registry, model, lengths)
             self._following[model] = self._tasks.start("watch limits of local prefill", following)
         return self._routes.make_kv_router(endpoint, card)
 
     async def close(self) -> None:
-        """Stop following the limits in discovery."""
+        """Stop following the limits in discovery, and probing."""
+        for made in self._made:
+            await made.close()
         await self._tasks.close()
 
-    def _policy_of(self, model: str) -> policy.PrefillPolicy:
+    def _policy_of(self, card: model_card.ModelCard) -> policy.PrefillPolicy:
         if self._conditional is not None:
             return self._conditional
         if self._options.disagg_policy == "estimated":
             return policy.EstimatePolicy()
-        return self._lengths.setdefault(model, policy.LengthPolicy(self._options.limits))
+        return self._lengths.setdefault(
+            card.display_name, policy.LengthPolicy(self._options.limits_for(card))
+        )
+
+
+def _is_decode_worker(card: model_card.ModelCard) -> bool:
+    """Return whether a worker copies blocks from prefill workers: by its role, or because it has none and can."""
+    return (
+        card.worker_type is model_card.WorkerType.DECODE
+        or card.runtime_config.runtime_data.get(kv_transfer.IMPORTS_KEY) is True
+    )
 
 
 async def _request_prefill(

@@ -5,6 +5,10 @@
 
 Whatever fails on the way (no worker, a time limit, a worker that dies), the engine gets the request without KV transfer
 parameters, and computes the prompt itself. So a failure costs a request time at most, and no request is lost.
+
+`RemotePrefillSink` tracks the cached prefixes and adds reports to outputs. Neither costs anything per token: the
+worker's own method takes the outputs, except while a request that asked for a report is answered. Outputs carry the
+report from the end of the copy on, which may come after the first of them.
 """
 
 import asyncio
@@ -17,14 +21,103 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.disagg import engine_sink, metrics, policy, prefill_queue, prefill_workers
+from dynamo.disagg import metrics, policy, prefill_queue, prefill_workers
 from dynamo.engine import api
 from dynamo.kvbm import sharing
-from dynamo.protocols import blocks, generate, kv_transfer, load
+from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load, model_errors
 from dynamo.router import api as routing
 from dynamo.router import worker_load
 
 _logger = logging.getLogger(__name__)
+
+
+class CachedPrefixes:
+    """The reusable blocks of the local engine, by its KV events, so that no other worker computes them.
+
+    It lags one step behind, which costs at most a wrong estimate: what is really cached is decided when the sequence
+    gets its blocks.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: set[int] = set()
+
+    def apply_events(self, events: Sequence[kv_events.KvEvent]) -> None:
+        """Apply the events of one step."""
+        for event in events:
+            match event:
+                case kv_events.Stored(blocks=stored):
+                    self._hashes.update(block.block_hash for block in stored)
+                case kv_events.Removed(block_hashes=hashes):
+                    self._hashes.difference_update(hashes)
+                case kv_events.Cleared():
+                    self._hashes.clear()
+
+    def count_tokens(self, token_ids: bytes, block_size: int, seed: int = blocks.SEED) -> int:
+        """Return how many of these packed tokens are cached; `seed` is that of `blocks.seed_of`."""
+        names = blocks.sequence_hashes(blocks.local_hashes(token_ids, block_size, seed))
+        num_blocks = next(
+            (i for i, name in enumerate(names) if name not in self._hashes), len(names)
+        )
+        return num_blocks * block_size
+
+
+class RemotePrefillSink:
+    """An `api.EngineSink` in front of the worker's own."""
+
+    def __init__(self, sink: api.EngineSink, cached: CachedPrefixes) -> None:
+        self.outputs: Callable[[Sequence[api.EngineOutput]], None] = sink.outputs
+        self.died = sink.died
+        self._sink, self._cached = sink, cached
+        self._prefill_s: dict[str, float | None] = {}  # by id of a running request with a report
+        self._reports: dict[str, kv_transfer.TransferReport] = {}
+
+    def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
+        """Apply and pass on the events of one step."""
+        self._cached.apply_events(events)
+        self._sink.kv_events(events, dp_rank)
+
+    def failed(self, request_id: str, error: errors.DynamoError) -> None:
+        """Pass on the failure of a request."""
+        self.forget_request(request_id)
+        self._sink.failed(request_id, error)
+
+    def expect_import(self, request: generate.Request, prefill_s: float | None) -> None:
+        """Prepare a report if the request asks for it; `prefill_s` None: this worker did not request the prefill."""
+        if kv_transfer.REPORT_ANNOTATION in request.annotations:
+            self._prefill_s[request.id] = prefill_s
+            self.outputs = self._outputs_with_reports
+
+    def add_import(self, report: sharing.ImportReport, worker_id: int | None) -> None:
+        """Add the report of a finished copy to the request's outputs from now on."""
+        if report.request_id in self._prefill_s:
+            prefill_s = self._prefill_s[report.request_id]
+            self._reports[report.request_id] = kv_transfer.TransferReport(
+                transfer_ms=report.duration_s * 1000,
+                num_blocks=report.num_blocks,
+                prefill_worker_id=worker_id,
+                prefill_ms=None if prefill_s is None else prefill_s * 1000,
+            )
+
+    def forget_request(self, request_id: str) -> None:
+        """Drop the report of a request that has ended."""
+        self._prefill_s.pop(request_id, None)
+        self._reports.pop(request_id, None)
+        if not self._prefill_s:
+            self.outputs = self._sink.outputs
+
+    def _outputs_with_reports(self, batch: Sequence[api.EngineOutput]) -> None:
+        self._sink.outputs([self._add_report(item) for item in batch])
+        for request_id, output in batch:
+            if output.finish_reason is not None:
+                self.forget_request(request_id)
+
+    def _add_report(self, item: api.EngineOutput) -> api.EngineOutput:
+        report = self._reports.get(item.request_id)
+        if report is None:
+            return item
+        params = kv_transfer.KvTransferParams(report=report)
+        output = msgspec.structs.replace(item.output, kv_transfer_params=params)
+        return item._replace(output=output)
 
 
 @dataclass(slots=True)
@@ -63,16 +156,16 @@ class RemotePrefillEngine:
         self._prefill_pace, self._copy_pace = worker_load.PrefillSpeed(), worker_load.PrefillSpeed()
         self._prefill_timeout_s = prefill_timeout_s
         self._clock = clock
-        self._cached = engine_sink.CachedPrefixes()
+        self._cached = CachedPrefixes()
         self._block_size = 1
         self._remote: dict[str, _RemotePrompt] = {}  # by request id
-        self._sink: engine_sink.RemotePrefillSink | None = None
+        self._sink: RemotePrefillSink | None = None
         self._tasks = tasks.Tasks()
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:
         """Start the engine, then the search for prefill workers."""
         self._transfer.on_import(self._handle_import)
-        self._sink = engine_sink.RemotePrefillSink(sink, self._cached)
+        self._sink = RemotePrefillSink(sink, self._cached)
         facts = await self._engine.start(self._sink)
         self._block_size = facts.kv_block_size
         self._workers.start()
@@ -95,7 +188,7 @@ class RemotePrefillEngine:
             prompt = self._remote[request.id] = _RemotePrompt(request)
             prompt.task = self._tasks.start("prefill remotely", self._prefill_and_submit(prompt))
         else:
-            _logger.debug(
+            _logger.info(
                 "Prefilling locally for request %s with length %d", request.id, request.prompt_len
             )
             self._engine.submit(request)
@@ -133,6 +226,7 @@ class RemotePrefillEngine:
         """Stop all remote prefills, then the engine. Idempotent."""
         self._remote.clear()
         await self._tasks.close()
+        await self._queue.close()
         await self._workers.close()
         await self._engine.stop()
 
@@ -169,10 +263,12 @@ class RemotePrefillEngine:
 
     def _estimate_local(self, request: generate.Request) -> routing.LoadEstimate:
         stats = [rank.worker_stats for rank in self._engine.load()]
-        seed = blocks.seed_of(request.lora_name)
-        num_cached = self._cached.count_tokens(request.token_ids, self._block_size, seed)
+        num_cached = self._cached.count_tokens(
+            request.token_ids, self._block_size, request.hash_seed
+        )
         return routing.LoadEstimate(
             num_new=max(0, request.prompt_len - num_cached),
+            block_size=self._block_size,
             num_ahead=sum(rank.active_prefill_tokens for rank in stats),
             num_requests=sum(rank.request_active_slots for rank in stats),
             tokens_per_s=self._prefill_pace.tokens_per_s,
@@ -189,12 +285,16 @@ class RemotePrefillEngine:
         )
 
     async def _prefill_and_submit(self, prompt: _RemotePrompt) -> None:
-        params = await self._prefill(prompt.request)
-        del self._remote[prompt.request.id]
-        request = msgspec.structs.replace(prompt.request, kv_transfer_params=params)
+        request = prompt.request
         try:
-            self._submit_prefilled(request)
+            params = await self._prefill(request)
+            # `asyncio.wait_for`, which nats-py uses, loses a cancellation that comes in the moment of its end
+            if self._remote.get(request.id) is not prompt:
+                return
+            del self._remote[request.id]
+            self._submit_prefilled(msgspec.structs.replace(request, kv_transfer_params=params))
         except errors.DynamoError as error:
+            self._remote.pop(request.id, None)
             assert self._sink is not None
             self._sink.failed(request.id, error)
             return
@@ -213,13 +313,15 @@ class RemotePrefillEngine:
         self._counters.fallback.inc()
 
     async def _prefill(self, request: generate.Request) -> kv_transfer.KvTransferParams | None:
-        """Return where the prompt's blocks are; None if no prefill worker has computed them."""
+        """Return where the prompt's blocks are; None if no prefill worker has computed them. Raises SuspectRequest."""
         began_at = self._clock.now()
         is_alone = len(self._remote) == 1
         try:
             params = await self._queue.prefill(
                 prefill_queue.make_prefill_request(request), timeout_s=self._prefill_timeout_s
             )
+        except model_errors.SuspectRequest:
+            raise
         except errors.DynamoError as error:
             self._fall_back(request.id, error)
             return None

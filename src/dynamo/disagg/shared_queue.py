@@ -10,9 +10,16 @@ So there is one way to compute a prompt remotely, and the queue only decides on 
 the prompt itself stays with the decode worker until then, so nothing that a user wrote lies on a server's disk, and
 no prompt is too long. The job of a prompt that is no longer needed is acknowledged by the first worker that asks for
 its lease. A worker to which our engine is not connected gets no lease.
+
+A job is acknowledged when the decode worker says that it is over: it knows where the blocks are, or does not need them
+any more. From then on the blocks are kept for a time that `protocols.kv_transfer` bounds; to keep the job until they
+are copied as well would compute prompts twice that their decode worker answers in any case. A prefill worker takes only
+what it is about to compute, and extends its hold on the job meanwhile. A draining one takes nothing more, and gives
+back the jobs that still arrive.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -24,14 +31,14 @@ import msgspec
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids, tasks
 from dynamo.disagg import metrics, prefill_queue
-from dynamo.protocols import generate, instances, kv_transfer
-from dynamo.runtime import client, requests, work_queue
+from dynamo.protocols import generate, instances, kv_transfer, wire
+from dynamo.runtime import client, requests, services
 
 LEASE_ENDPOINT = (
     "prefill_claims"  # beside a decode worker's own endpoint; leases are requested here
 )
 TAKES_JOBS = "takes_prefill_tickets"  # in a prefill worker's runtime data
-BOUNDS = work_queue.WorkQueueBounds(
+BOUNDS = services.WorkQueueBounds(
     max_items=10_000,
     max_bytes=16 * 2**20,
     max_item_bytes=2048,
@@ -40,9 +47,16 @@ BOUNDS = work_queue.WorkQueueBounds(
 PUSH_S = 1.0  # after that the prompt is computed locally instead
 COUNT_S = 0.1  # between two counts of the waiting jobs
 _STALE_S = 10 * COUNT_S
+NUM_JOBS = 2  # at once: one is computed, the next is there when it ends
+PULL_S = 1.0  # for so long a draining worker may wait for a job that it gives back
+REJOIN_S = 0.5  # pause after a queue that did not answer
+PAUSE_S = 0.2  # pause after a refused lease, or an unreachable decode worker
+LEASE_S = 600.0  # the decode worker's own time limit ends it long before
+CLOSE_S = 2 * PULL_S
+MAX_DELIVERIES = 3  # of a job, of which the decode worker cannot be reached
 _NO_WORKER = "there is no prefill worker that takes the prompt from the queue"
 _logger = logging.getLogger(__name__)
-JoinQueue = Callable[[], Awaitable[work_queue.WorkQueue]]
+JoinQueue = Callable[[], Awaitable[services.WorkQueue]]
 
 
 class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +77,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_deliveries: int
 
 
+_decode_job = msgspec.msgpack.Decoder(PrefillJob).decode
 _decode_lease = msgspec.msgpack.Decoder(LeaseRequest).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -109,7 +124,8 @@ class SharedQueue:
         self._endpoint = endpoint
         self._counters = counters
         self._clock = clock
-        self._work: work_queue.WorkQueue | None = None  # while it can be used
+        self._hung = prefill_queue.probed_workers(prefill_client, clock)
+        self._work: services.WorkQueue | None = None  # while it can be used
         self._transport: dict[str, str] = {}
         self._prompts: dict[str, _Prompt] = {}  # by job number
         epoch = ids.new_instance_id()
@@ -137,6 +153,7 @@ class SharedQueue:
     async def close(self) -> None:
         """End all tasks. Jobs that are still queued are acknowledged by the workers that take them."""
         self._work = None
+        await self._hung.close()
         await self._tasks.close()
 
     @property
@@ -159,7 +176,9 @@ class SharedQueue:
             async with self._clock.timeout(timeout_s):
                 await self._push_job(number)
                 return await self._prefill_by_lease(prompt, request, timeout_s)
-        except TimeoutError:
+        except (TimeoutError, errors.DeadlineExceeded):
+            if prompt.lease.done() and prompt.tried:
+                self._hung.report(prompt.tried[-1], request)
             raise prefill_queue.timeout_error(timeout_s) from None
         finally:
             del self._prompts[number]
@@ -168,7 +187,10 @@ class SharedQueue:
                 lease.reply(is_over=True)
 
     def _has_worker(self, tried: Sequence[int] = ()) -> bool:
-        return bool(self._client.usable(self._workers(), tried))
+        return bool(self._usable(tried))
+
+    def _usable(self, tried: Sequence[int]) -> Sequence[int]:
+        return self._client.usable(self._hung.without(self._workers()), tried)
 
     def _fail_stranded_prompts(self) -> None:
         """End the waiting of prompts that no worker can compute any more."""
@@ -198,6 +220,7 @@ class SharedQueue:
         self, prompt: _Prompt, request: generate.Request, timeout_s: float
     ) -> kv_transfer.KvTransferParams:
         """Send the prompt to each worker that gets a lease, until one succeeds or there is no other."""
+        deaths = prefill_queue.PrefillDeaths(request)
         while True:
             lease = await prompt.lease
             if isinstance(lease, str):
@@ -207,7 +230,8 @@ class SharedQueue:
                 return await prefill_queue.request_prefill(
                     self._client, lease.instance_id, request, timeout_s=timeout_s
                 )
-            except prefill_queue.RETRIABLE:
+            except prefill_queue.RETRIABLE as error:
+                deaths.record(error)
                 if not self._has_worker(prompt.tried):
                     raise
             self._counters.retries.inc()
@@ -217,7 +241,7 @@ class SharedQueue:
     def _handle_lease_request(self, call: requests.Call) -> None:
         try:
             request = _decode_lease(call.body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except wire.DECODE_ERRORS as error:
             call.fail(errors.RemoteProtocolError(f"expected a lease request: {error}"))
             return
         prompt = self._prompts.get(request.number)
@@ -225,15 +249,14 @@ class SharedQueue:
         if prompt is None:
             lease.reply(is_over=True)
             return
-        usable = self._client.usable(self._workers(), prompt.tried)
-        if prompt.lease.done() or request.instance_id not in usable:
+        if prompt.lease.done() or request.instance_id not in self._usable(prompt.tried):
             lease.reply(is_over=False)
         else:
             prompt.lease.set_result(lease)
             if request.num_deliveries > 1:
                 self._counters.redelivered.inc()
 
-    async def _count_waiting(self, work: work_queue.WorkQueue) -> None:
+    async def _count_waiting(self, work: services.WorkQueue) -> None:
         """Count the waiting jobs of all decode workers, as long as `size` is read."""
         while True:
             await self._count_requested.wait()
@@ -250,13 +273,133 @@ class SharedQueue:
             await self._clock.sleep(COUNT_S)
 
 
+class PrefillJobConsumer:
+    """A lifecycle hook of a prefill worker's host."""
+
+    def __init__(
+        self,
+        join: JoinQueue,
+        plane: requests.RequestPlane,
+        instance_id: int,
+        counters: metrics.PrefillJobMetrics,
+        clock: clocks.Clock,
+    ) -> None:
+        self._join = join
+        self._plane = plane
+        self._instance_id = instance_id
+        self._counters = counters
+        self._clock = clock
+        self._is_leaving = False
+        self._consumers: list[asyncio.Task[None]] = []
+        self._tasks = tasks.Tasks()
+
+    async def start(self) -> None:
+        """Begin to take jobs. Raises ConfigError if there is no server for the queue."""
+        queues = [await join_at_start(self._join) for _ in range(NUM_JOBS)]
+        self._consumers = [
+            self._tasks.start("take prefill jobs", self._consume(queue)) for queue in queues
+        ]
+
+    async def leave(self) -> None:
+        """Take no more jobs; those with a lease go on."""
+        self._is_leaving = True
+
+    async def close(self) -> None:
+        """Wait for the jobs that end in time, and end."""
+        self._is_leaving = True
+        if self._consumers:
+            with contextlib.suppress(TimeoutError):
+                async with self._clock.timeout(CLOSE_S):
+                    await asyncio.wait(self._consumers)
+        await self._tasks.close()
+
+    async def _consume(self, queue: services.WorkQueue) -> None:
+        while not self._is_leaving:
+            try:
+                item = await queue.pull(PULL_S)
+                if item is not None:
+                    await self._handle_job(item)
+            except errors.Unavailable as error:
+                _logger.warning("the prefill queue: %s", error)
+                await self._clock.sleep(REJOIN_S)
+                queue = await self._rejoin(queue)
+        await queue.close()
+
+    async def _rejoin(self, queue: services.WorkQueue) -> services.WorkQueue:
+        """Join again: a server that lost its data does not know the queue any more."""
+        try:
+            joined = await self._join()
+        except (errors.ConfigError, errors.Unavailable) as error:
+            _logger.debug("could not join the prefill queue again: %s", error)
+            return queue
+        await queue.close()
+        return joined
+
+    async def _handle_job(self, item: services.WorkItem) -> None:
+        """Work on one job until its lease is over. Raises Unavailable if the queue is lost."""
+        if self._is_leaving:
+            await self._give_back(item)
+            return
+        extending = self._tasks.start("keep a prefill job", self._keep_item(item))
+        try:
+            is_over = await self._request_lease(item)
+        except (errors.DynamoError, *wire.DECODE_ERRORS, KeyError) as error:
+            await self._handle_unreachable(item, error)
+            return
+        finally:
+            extending.cancel()
+        if is_over:
+            await item.acknowledge()
+            self._counters.done.inc()
+        else:
+            await self._give_back(item)
+            await self._clock.sleep(
+                PAUSE_S
+            )  # so that other workers, which may get the lease, take it
+
+    async def _give_back(self, item: services.WorkItem, *, after_s: float = 0.0) -> None:
+        await item.give_back(after_s=after_s)
+        self._counters.given_back.inc()
+
+    async def _handle_unreachable(self, item: services.WorkItem, error: Exception) -> None:
+        """Leave the job to another worker, which may reach its decode worker; drop it after several."""
+        _logger.warning("could not get the lease on a prefill job: %r", error)
+        if item.num_deliveries < MAX_DELIVERIES:
+            await self._give_back(item, after_s=PAUSE_S)
+        else:
+            await item.acknowledge()
+            self._counters.dropped.inc()
+
+    async def _request_lease(self, item: services.WorkItem) -> bool:
+        job = _decode_job(item.body)
+        lease = LeaseRequest(
+            number=job.number, instance_id=self._instance_id, num_deliveries=item.num_deliveries
+        )
+        return await requests.call(
+            self._plane,
+            job.transport[self._plane.name],
+            job.endpoint,
+            lease,
+            reply_type=bool,
+            timeout_s=LEASE_S,
+        )
+
+    async def _keep_item(self, item: services.WorkItem) -> None:
+        while True:
+            await self._clock.sleep(BOUNDS.acknowledge_s / 3)
+            try:
+                await item.keep()
+            except errors.Unavailable as error:
+                _logger.debug("could not keep a prefill job: %s", error)
+
+
 def queue_name(endpoint: instances.EndpointName, model: str, checksums: Mapping[str, str]) -> str:
     """Return the name of a model's queue; models of one name with other files have queues of their own."""
     identity = msgspec.json.encode((endpoint.path, model, sorted(checksums.items())))
     return f"prefill {endpoint.path} {hashlib.sha256(identity).hexdigest()[:16]}"
 
 
-async def join_at_start(join: JoinQueue) -> work_queue.WorkQueue:
+async def join_at_start(join: JoinQueue) -> services.WorkQueue:
     """Join when a worker starts. Raises ConfigError: a queue that does not answer is a mistake in the settings then."""
     try:
         return await join()

@@ -15,9 +15,8 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.preprocess import conversation
+from dynamo.protocols import limits
 
-MAX_GUIDE_CHARS = 2**17  # of a schema, regular expression or grammar
-MAX_GUIDED_CHOICES = 1024
 MAX_TOOLS = 128
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Prompt = str | list[int]  # text, or token ids
@@ -36,10 +35,11 @@ Metadata = Annotated[
     dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
     msgspec.Meta(max_length=16),
 ]
-GuideText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GUIDE_CHARS)]
+GuideText = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.MAX_CHARS)]
 FormatName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[a-zA-Z0-9_-]+$")]
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Annotation = Literal[
     "request_id", "formatted_prompt", "token_ids", "llm_metrics", "query_instance_id"
@@ -55,7 +55,7 @@ class GuidedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     guided_json: dict[str, Any] | GuideText | None = None
     guided_regex: GuideText | None = None
     guided_choice: (
-        Annotated[list[GuideText], msgspec.Meta(max_length=MAX_GUIDED_CHOICES)] | None
+        Annotated[list[GuideText], msgspec.Meta(max_length=limits.MAX_CHOICES)] | None
     ) = None
     guided_grammar: GuideText | None = None
     guided_decoding_backend: Annotated[str, msgspec.Meta(max_length=64)] | None = None
@@ -194,6 +194,7 @@ class GenerationInput(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fi
     stop_token_ids: Annotated[list[UInt32], msgspec.Meta(max_length=128)] | None = None
     priority: Priority | None = None  # as in vLLM: a lower value is served first
     return_tokens_as_token_ids: bool | None = None
+    cache_salt: CacheSalt | None = None  # only requests with the same salt share cached prefixes
     nvext: NvExt | None = None
 
     @property

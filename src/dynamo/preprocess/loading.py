@@ -1,6 +1,8 @@
 """Loading: from a model's card to its `Preprocessor`, by the model's files, which are checked against the card."""
 
+import errno
 import hashlib
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,24 @@ from dynamo.base import clock, errors
 from dynamo.preprocess import options, preprocessor, template, tokenize
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import model_card
+
+MAX_FILE_BYTES = 256 * 2**20
+
+
+def read_regular_file(path: Path, num_bytes: int | None = None) -> bytes:
+    """Return the content of a file that another process named, of `num_bytes` if given.
+
+    Raises OSError, also for anything but a regular file (a device may never end), and for one that is too large.
+    """
+    status = path.stat()  # before it is opened: opening a device may already do something
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "expected a regular file", str(path))
+    if status.st_size > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"expected at most {MAX_FILE_BYTES} bytes", str(path))
+    if num_bytes is not None and status.st_size != num_bytes:
+        raise OSError(errno.EINVAL, f"expected {num_bytes} bytes, got {status.st_size}", str(path))
+    with path.open("rb") as file:
+        return file.read(status.st_size)
 
 
 class ModelFiles:
@@ -27,7 +47,7 @@ class ModelFiles:
         if not named and not path.is_file():
             return None
         try:
-            content = path.read_bytes()
+            content = read_regular_file(path)
         except OSError as error:
             raise errors.ConfigError(
                 f"model {self._card.display_name!r}: cannot read {path}, which its worker named: "
@@ -65,7 +85,7 @@ def load_preprocessor(
     card: model_card.ModelCard,
     clock: clock.Clock,
     *,
-    cache_bytes: int = tokenize.CACHE_BYTES,
+    tokenizer_options: tokenize.TokenizerOptions = tokenize.DEFAULT_OPTIONS,
     cache_observer: tokenize.CacheObserver = tokenize.NoCacheObserver(),  # noqa: B008 (it has no state)
 ) -> preprocessor.Preprocessor:
     """Read the files of a model and return its preprocessor. Takes some tenths of a second. Raises ConfigError."""
@@ -76,9 +96,7 @@ def load_preprocessor(
             f"model {card.display_name!r}: expected a tokenizer.json among its files; "
             "transformers' save_pretrained writes one"
         )
-    tokenizer = tokenize.Tokenizer(
-        definition, cache_bytes=cache_bytes, cache_observer=cache_observer
-    )
+    tokenizer = tokenize.Tokenizer(definition, tokenizer_options, cache_observer=cache_observer)
     config, generation_config = (
         files.read_json("config.json"),
         files.read_json("generation_config.json"),

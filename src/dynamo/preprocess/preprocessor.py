@@ -12,7 +12,6 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.preprocess import (
-    choice_text,
     conversation,
     detokenize,
     guiding,
@@ -20,11 +19,10 @@ from dynamo.preprocess import (
     inputs,
     options,
     template,
-    thinking,
     tokenize,
 )
 from dynamo.preprocess.parsers import formats, parser
-from dynamo.protocols import blocks, generate
+from dynamo.protocols import blocks, generate, limits
 
 DEFAULT_COMPLETION_LEN = 16  # tokens, OpenAI's default for completions
 
@@ -87,7 +85,9 @@ class Preprocessor:
             param=param,
         )
         guided = self._guide(request, prompt)
-        limit = thinking.make_limit(request, prompt, self._answer_format, self._tokenizer.id_of)
+        limit = options.make_thinking_limit(
+            request, prompt, self._answer_format, self._tokenizer.id_of
+        )
         engine_request = self._assemble(request, request_id, token_ids, max_tokens, guided, limit)
         return Prepared(
             engine_request,
@@ -110,7 +110,7 @@ class Preprocessor:
             prompt = conversation.extract_raw_prompt(request.messages)
             return await self.tokenize_text(prompt, add_special_tokens=True, param=param), prompt
         options.check_num_messages(len(request.messages), self.context_length, param)
-        prompt = self._render(request)
+        prompt = await self._render(request)
         options.check_text(len(prompt), self.context_length, param)
         return await self._tokenizer.encode_prompt(prompt), prompt
 
@@ -122,7 +122,7 @@ class Preprocessor:
         (token_ids,) = await self._tokenizer.encode([text], add_special_tokens=add_special_tokens)
         return token_ids
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
+    def detokenize_ids(self, token_ids: Sequence[int]) -> str:
         """Return the text of these tokens, special tokens included. Raises RequestError."""
         options.check_text(len(token_ids), self.context_length, "tokens")
         options.check_ids(token_ids, self._vocab_size, "tokens")
@@ -167,10 +167,10 @@ class Preprocessor:
 
     def make_answer_text(
         self, request: generate.Request, *, shows_marks: bool = False
-    ) -> choice_text.ChoiceText:
+    ) -> detokenize.ChoiceText:
         """Return the decoder for one answer to this request; a parser needs one that shows the format's marks."""
         decoder = self._marked_text if shows_marks else self.text
-        return choice_text.ChoiceText(decoder.new(request.token_ids), request.stop_conditions)
+        return detokenize.ChoiceText(decoder.new(request.token_ids), request.stop_conditions)
 
     def _guide(self, request: inputs.Conversation, prompt: str) -> generate.GuidedDecoding | None:
         """Return the grammar of the answer and the thoughts that may precede it. Raises InvalidRequest."""
@@ -178,7 +178,7 @@ class Preprocessor:
         if guided is None:
             return None
         try:
-            may_think = request.template_args.get(thinking.SWITCH) is not False
+            may_think = options.asks_to_think(request)
             thoughts = self._answer_format.thoughts(prompt, may_think=may_think)
         except errors.InvalidRequest as error:
             raise errors.InvalidRequest(f"{guided.param}: {error}", param=guided.param) from error
@@ -206,9 +206,9 @@ class Preprocessor:
             else {}
             for function in functions
         }
-        return answer_format.parsers(prompt, schemas)
+        return answer_format.parsers(prompt, schemas, is_forced=request.must_call)
 
-    def _render(self, request: inputs.Conversation) -> str:
+    async def _render(self, request: inputs.Conversation) -> str:
         if self._template is None:
             raise errors.InvalidRequest(
                 f"messages: the model {request.model!r} has no chat template; use /v1/completions",
@@ -216,14 +216,14 @@ class Preprocessor:
             )
         args = request.template_args
         if request.reasoning_effort is not None:
-            effort_args = thinking.make_template_args(
+            effort_args = options.make_effort_args(
                 request.reasoning_effort,
                 self._template.variables,
                 can_think=self._answer_format.reasoning is not None,
                 param=request.effort_param,
             )
             args = {**effort_args, **args}  # the caller's own variables win
-        return self._template.render(
+        return await self._template.render(
             conversation.adapt_for_template(
                 request.messages, knows_developer=self._template.knows_developer
             ),
@@ -276,6 +276,8 @@ class Preprocessor:
     ) -> generate.Request:
         extensions = request.extensions
         hints = extensions.agent_hints
+        if guided is not None:  # the types have checked the rest
+            limits.check_guided(guided)
         return generate.Request(
             id=request_id,
             model=request.model,

@@ -1,17 +1,22 @@
-"""Chat templates: from messages to the text that a model was trained to continue. Only this module imports `jinja2`.
+"""Chat templates: from messages to the text that a model was trained to continue.
 
-A template comes with the model, and is a program; so it runs in jinja's sandbox, sees plain data only, and may write
-a bounded amount. What it finds there is what Hugging Face's `apply_chat_template` offers, because that is what its
-author tested it with: the same whitespace rules, `raise_exception`, `strftime_now`, `tojson` that escapes nothing, loop
-controls, the `generation` tag, and the special tokens by name.
+A template comes with the model, and is a program; so it sees plain data only, and `sandbox` bounds its steps, its time
+and the size of what it computes. A template that takes more than a few milliseconds is rendered again in a thread, one
+rendering at a time, so that the event loop goes on.
+
+What it finds there is what Hugging Face's `apply_chat_template` offers, because that is what its author tested it with:
+the same whitespace rules, `raise_exception`, `strftime_now`, `tojson` that escapes nothing, loop controls, the
+`generation` tag, and the special tokens by name.
 
 Rendering a short chat took a sixth of a request, most of it beside the template: jinja copies its global variables
 through a ChainMap each time, and the sandbox tries each key of a message as an attribute first. Hence `_join`'s own
-context, and `_Sandbox.getattr`.
+context, and `Sandbox.getattr`.
 """
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,11 +26,16 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
-import jinja2.sandbox
 
 from dynamo.base import clock, errors
+from dynamo.preprocess import sandbox
 
+MAX_TEMPLATE_CHARS = 2**20
 MAX_PROMPT_CHARS = 32 * 2**20
+MAX_STEPS = 1_000_000
+MAX_RENDER_S = 5.0
+QUICK_STEPS = 10_000  # on the event loop
+QUICK_S = 0.02
 # All errors of a program: the data of a request can make a template divide by zero.
 _RUNTIME_ERRORS = (
     jinja2.TemplateError,
@@ -38,7 +48,8 @@ _RUNTIME_ERRORS = (
     TypeError,
     ValueError,
 )
-_DICT_ATTRIBUTES = frozenset(dir(dict))
+# And what the compilers of jinja and of Python raise for a template that is nested too deeply.
+_LOAD_ERRORS = (*_RUNTIME_ERRORS, SyntaxError)
 
 
 class ChatTemplate:
@@ -54,6 +65,9 @@ class ChatTemplate:
     ) -> None:
         """`source_with_tools` is used when a request brings tools. Raises ConfigError."""
         environment = _environment(clock)
+        self._now = clock.now
+        self._slow_turn = asyncio.Lock()
+        self._was_quick = True
         self._constants = {**environment.globals, **special_tokens, "documents": None}
         self._plain = _compile(environment, source)
         self._with_tools = (
@@ -64,7 +78,7 @@ class ChatTemplate:
             environment, source_with_tools or ""
         )
 
-    def render(
+    async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -82,54 +96,89 @@ class ChatTemplate:
         }
         template = self._with_tools if tools else self._plain
         try:
-            return _join(template, variables)
-        except _RUNTIME_ERRORS as error:
+            if self._was_quick:
+                try:
+                    budget = sandbox.Budget(QUICK_STEPS, QUICK_S, self._now)
+                    return _join(template, variables, budget)
+                except sandbox.LimitExceeded:
+                    self._was_quick = False
+            async with self._slow_turn:
+                budget = sandbox.Budget(MAX_STEPS, MAX_RENDER_S, self._now)
+                prompt = await _run_in_thread(lambda: _join(template, variables, budget))
+                self._was_quick = budget.num_steps <= QUICK_STEPS
+                return prompt
+        except (sandbox.LimitExceeded, *_RUNTIME_ERRORS) as error:
             raise errors.InvalidRequest(
                 f"messages: the model's chat template cannot take these: {error or type(error).__name__}",
                 param="messages",
             ) from error
 
 
-def _join(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """Render a template that sees these variables and no others. Raises OverflowError if the prompt is too long."""
+async def _run_in_thread(work: Callable[[], str]) -> str:
+    """Return the result of work in a thread that does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[str] = loop.create_future()
+
+    def finish(result: str | None, error: Exception | None) -> None:
+        if future.done():
+            return  # its request was cancelled
+        if error is not None:
+            future.set_exception(error)
+        elif result is not None:
+            future.set_result(result)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - raised again by the future
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=run, name="chat template", daemon=True).start()
+    return await future
+
+
+def _join(template: jinja2.Template, variables: dict[str, Any], budget: sandbox.Budget) -> str:
+    """Render a template that sees these variables and no others. Raises LimitExceeded."""
     context = jinja2.runtime.new_context(
         template.environment, template.name, template.blocks, variables, shared=True
     )
+    assert isinstance(context, sandbox.Context)
+    context.budget = budget
     pieces, num_chars = [], 0
-    for piece in template.root_render_func(context):
-        pieces.append(piece)
-        num_chars += len(piece)
-        if num_chars > MAX_PROMPT_CHARS:
-            raise OverflowError(f"the prompt exceeds {MAX_PROMPT_CHARS} characters")
-    return "".join(pieces)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """jinja's sandbox, faster for `message.content`: a name that is no attribute of dictionaries is a key."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
-            return super().getattr(obj, attribute)
-        try:
-            return obj[attribute]
-        except KeyError:
-            return self.undefined(obj=obj, name=attribute)
+    try:
+        for piece in template.root_render_func(context):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > MAX_PROMPT_CHARS:
+                raise sandbox.LimitExceeded(f"the prompt exceeds {MAX_PROMPT_CHARS} characters")
+        return "".join(pieces)
+    finally:
+        context.vars.clear()  # a macro refers to the context: all messages would wait for the garbage collector
 
 
 def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise errors.ConfigError(
+            f"the chat template has {len(source)} characters: expected at most {MAX_TEMPLATE_CHARS}"
+        )
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
+    except RecursionError as error:
+        raise errors.ConfigError("the chat template is nested too deeply to be compiled") from error
+    except _LOAD_ERRORS as error:
         raise errors.ConfigError(f"the chat template is no valid template: {error}") from error
 
 
 def _variables(environment: jinja2.Environment, source: str) -> frozenset[str]:
-    """Return the variables that the template reads and does not set."""
+    """Return the variables that the template reads and does not set; it has been compiled."""
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
 
 
 def _environment(clock: clock.Clock) -> jinja2.Environment:
-    environment = _Sandbox(
+    environment = sandbox.Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
 
@@ -152,6 +201,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    sandbox.check_numbers((indent, *(separators or ())))
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

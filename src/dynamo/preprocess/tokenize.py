@@ -1,25 +1,145 @@
-"""Tokenizers: from text to token ids and back, by Hugging Face's `tokenizers`, which only this module imports.
+"""Tokenizers: from text to token ids and back, by the fastest library that is right (`tokenizer_library`).
 
-Ids are packed (`blocks.pack`). Only the segments of a prompt that no earlier prompt had are encoded (`segments`). A
-short text is encoded at once; a long one in a thread, so that other streams go on: `encode_batch_fast` releases
-the interpreter lock, which `encode` holds.
+Ids are packed (`blocks.pack`). Only the segments of a prompt that no earlier prompt had are encoded. A
+short text is encoded at once; a long one in a thread, so that other streams go on.
+
+A tokenizer takes its special tokens out of a text before it looks at anything else, and what stands between two of
+them is encoded for itself. So a prompt may be cut there: the turns of a conversation become segments, and of a new
+turn under a known system prompt only the turn is encoded. That holds for most tokenizers and not for all (some treat
+the beginning of a text specially, some let a special token absorb neighbouring blanks): `is_cutting_exact` tries it.
+Within a long segment, tokenizers of the byte-level kind end a word at each line end before a letter. There it may be
+cut too, so that the part of a long text that an earlier prompt had is found in the cache.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import ctypes
+import dataclasses
+import itertools
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import tokenizers
 
 from dynamo.base import errors
-from dynamo.preprocess import segments
+from dynamo.preprocess import tokenizer_library
 from dynamo.protocols import blocks
 
 CACHE_BYTES = 16 * 2**20  # some sixty prompts of 32,000 tokens
 SHORT_TEXT = 512  # characters, which are as quickly encoded as cut and looked up
-LONG_TEXT = 4096  # characters, about 2 ms of work
-MAX_BATCH = 2**20  # characters that are encoded together: the library needs 100 bytes for each
+MAX_BATCH = 2**20  # characters that are encoded together: `tokenizers` needs 100 bytes for each
+PART_CHARS = 2048  # of a long segment, at least
+_ENTRY_BYTES = 200  # of the table, beside text and tokens
+# Beginnings and ends that tokenizers are known to treat specially: blanks, line ends, marks, accents to be composed,
+# no-break and ideographic spaces, letters of several bytes, digits, what looks like a special token.
+_AWKWARD = (
+    "cat",
+    " cat ",
+    "  two\tcats  ",
+    "\n",
+    "\n\ncat\r\n \n",
+    "don't",
+    "'s 12345 ",
+    "\u0301e\u0301",
+    "\u00a0cat\u3000",
+    "你好",
+    "👍🏽",
+    "▁cat▁",
+    "<|cat|>",
+    "</s>",
+    "Ġ\x00",
+)
+_LINE_END = re.compile(r"\n(?=[A-Za-z])").search
+_KINDS = ("a", "Z", "é", "好", "\u0301", "1", "'", ".", "/", "_", " ", "\t", "\n", "\r", "😀")
+_MANY = 1000  # some models reserve hundreds of special tokens
+
+
+class PromptCutter:
+    """Cuts a text at some tokens, like the tokenizer itself: of those that begin at one place, at the longest.
+
+    `at_lines`: long text between them is cut, too, after line ends before letters.
+    """
+
+    def __init__(self, tokens: Sequence[str], *, at_lines: bool = False) -> None:
+        self.tokens = tokens
+        self._at_lines = at_lines
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
+
+    def cut(self, text: str) -> list[str]:
+        """Return the segments: tokens, and the texts between them. Joined they are the text; none is empty."""
+        cut = [segment for segment in self._cut(text) if segment]
+        if not self._at_lines or len(text) < 2 * PART_CHARS:
+            return cut
+        return [part for segment in cut for part in split_segment(segment)]
+
+
+def split_segment(segment: str) -> Iterator[str]:
+    """Yield a segment in parts of `PART_CHARS` or a little more; segments with equal beginnings have equal parts."""
+    start = 0
+    while (end := _LINE_END(segment, start + PART_CHARS)) is not None:
+        yield segment[start : end.end()]
+        start = end.end()
+    yield segment[start:]
+
+
+class SegmentCache:
+    """Packed token ids by segment; the least recently used is dropped first, those in `fixed` never."""
+
+    def __init__(self, fixed: Mapping[str, bytes], *, max_bytes: int) -> None:
+        self._fixed = fixed
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[str, bytes] = OrderedDict()
+        self.num_bytes = 0
+
+    def find(self, segment: str) -> bytes | None:
+        """Return the packed ids of a segment; None if they are not cached."""
+        packed = self._fixed.get(segment)
+        if packed is None:
+            packed = self._entries.get(segment)
+            if packed is not None:
+                self._entries.move_to_end(segment)
+        return packed
+
+    def put(self, segment: str, packed: bytes) -> None:
+        """Cache the ids of a segment, unless it is so large that it would displace most others."""
+        size = _size(segment, packed)
+        if segment in self._entries or size > self._max_bytes // 4:
+            return
+        self._entries[segment] = packed
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= _size(*self._entries.popitem(last=False))
+
+
+def is_cutting_exact(cutter: PromptCutter, encode: Callable[[str], bytes]) -> bool:
+    """Return whether encoding segment by segment equals encoding the whole, for awkward neighbours of the tokens."""
+    tokens = itertools.cycle(cutter.tokens)
+    pairs = itertools.product(_AWKWARD, repeat=2)
+    texts = [f"{before}{next(tokens)}{after}{next(tokens)}" for before, after in pairs]
+    texts += [f"{token}{token}" for token in cutter.tokens[:_MANY]]
+    return all(b"".join(map(encode, cutter.cut(text))) == encode(text) for text in texts)
+
+
+def splits_at_lines(boundaries: Callable[[str], Collection[int]]) -> bool:
+    """Return whether a word always begins at a letter after a line end; `boundaries` returns where words begin.
+
+    The patterns of tokenizers distinguish kinds of characters, so all short rows of kinds are tried.
+    """
+    sides = [
+        "".join(row) for length in range(3) for row in itertools.product(_KINDS, repeat=length)
+    ]
+    return all(
+        len(before) + 1 in boundaries(f"{before}\n{letter}{after}")
+        for before in sides
+        for letter, after in zip(itertools.cycle("aZs"), ("", *_KINDS, "at", "'s", " a"))
+    )
+
+
+def _size(segment: str, packed: bytes) -> int:
+    return sys.getsizeof(segment) + sys.getsizeof(packed) + _ENTRY_BYTES
 
 
 class _Definition(msgspec.Struct, frozen=True):
@@ -72,41 +192,49 @@ class NoCacheObserver:
         pass
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenizerOptions:
+    """How tokenizers are made, the same for all models of a process."""
+
+    backend: tokenizer_library.LibraryName = "fastokens"
+    cache_bytes: int = CACHE_BYTES  # for the tokens of earlier prompts, per model; 0: no cache
+
+
+DEFAULT_OPTIONS = TokenizerOptions()
+
+
 class Tokenizer:
     """One model's tokenizer, shared by all requests. Except for its cache it is immutable."""
 
     def __init__(
         self,
         definition: bytes,
+        options: TokenizerOptions = DEFAULT_OPTIONS,
         *,
-        cache_bytes: int = CACHE_BYTES,
         cache_observer: CacheObserver = NoCacheObserver(),  # noqa: B008 (it has no state)
     ) -> None:
-        """`definition` is the content of tokenizer.json; `cache_bytes` 0: no cache. Raises ConfigError."""
+        """`definition` is the content of tokenizer.json. Raises ConfigError."""
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(definition.decode())
+            text = definition.decode()
             parts = msgspec.json.decode(definition, type=_Definition)
-        except Exception as error:  # the library raises bare Exceptions
-            raise errors.ConfigError(
-                f"tokenizer.json: expected a definition that tokenizers {tokenizers.__version__} "
-                f"can read: {error}"
-            ) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        added = self._tokenizer.get_added_tokens_decoder()
+        except (UnicodeDecodeError, msgspec.DecodeError) as error:
+            raise errors.ConfigError(f"tokenizer.json: expected a JSON object: {error}") from error
+        reference = tokenizer_library.HuggingFaceLibrary(text)
+        self.tokens = reference.tokens()  # the vocabulary by id
+        self.backend: tokenizer_library.Library = reference
+        if options.backend == "fastokens":
+            self.backend = tokenizer_library.load_fastest(text, reference)
+        added = reference.added_tokens()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._cache_observer = cache_observer
-        self._cutter = self._find_cutter(list(added.values()), parts) if cache_bytes else None
-        self._cache = segments.SegmentCache(
+        self._cutter = self._find_cutter(reference, parts) if options.cache_bytes else None
+        self._cache = SegmentCache(
             {name: self._encode(name) for name in self._cutter.tokens} if self._cutter else {},
-            max_bytes=cache_bytes,
+            max_bytes=options.cache_bytes,
         )
         self.decoder_definition = parts.decoder or {}  # how tokens become text
-        vocabulary = self._tokenizer.get_vocab()
-        # By id, as the vocabulary writes them; an id that does not exist has an empty one.
-        self.tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
-        for token, token_id in vocabulary.items():
-            self.tokens[token_id] = token
+        del reference, added
+        _return_freed_memory()
 
     @property
     def num_ids(self) -> int:
@@ -117,15 +245,12 @@ class Tokenizer:
         """Return the packed ids of each text. Blocks the event loop."""
         packed_ids: list[bytes] = []
         for batch in _batches(texts):
-            encodings = self._tokenizer.encode_batch_fast(
-                batch, add_special_tokens=add_special_tokens
-            )
-            packed_ids += [blocks.pack(encoding.ids) for encoding in encodings]
+            packed_ids += self.backend.encode(batch, add_special_tokens=add_special_tokens)
         return packed_ids
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         """Return the packed ids of each text without blocking the event loop for long."""
-        if sum(map(len, texts)) < LONG_TEXT:
+        if sum(map(len, texts)) < self.backend.long_text:
             return self.encode_now(texts, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(
             self.encode_now, texts, add_special_tokens=add_special_tokens
@@ -140,7 +265,7 @@ class Tokenizer:
         new = [segment for segment, packed in zip(cut, cached, strict=True) if packed is None]
         if not new:
             encoded: list[bytes] = []
-        elif len(new) == 1 and len(new[0]) < LONG_TEXT:
+        elif len(new) == 1 and len(new[0]) < self.backend.long_text:
             encoded = [self._encode(new[0])]
         else:
             encoded = await self.encode(new, add_special_tokens=False)
@@ -164,35 +289,37 @@ class Tokenizer:
         return prompt
 
     def _encode(self, text: str) -> bytes:
-        return blocks.pack(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self.backend.encode([text], add_special_tokens=False)[0]
 
     def _find_cutter(
-        self, added: Sequence[tokenizers.AddedToken], parts: _Definition
-    ) -> segments.PromptCutter | None:
+        self, reference: tokenizer_library.HuggingFaceLibrary, parts: _Definition
+    ) -> PromptCutter | None:
         """Return a cutter at the tokens that are taken out of the raw text; None if cutting changes the ids."""
+        added = reference.added_tokens().values()
         tokens = [token for token in added if not token.normalized]
         if not tokens or any(token.lstrip or token.rstrip or token.single_word for token in tokens):
             return None
         normalized = [token.content for token in added if token.normalized]
         at_lines = parts.splits_words and not any("\n" in content for content in normalized)
-        cutter = segments.PromptCutter(
+        cutter = PromptCutter(
             [token.content for token in tokens],
-            at_lines=at_lines and segments.splits_at_lines(self._word_starts),
+            at_lines=at_lines and splits_at_lines(reference.find_word_starts),
         )
-        return cutter if segments.is_cutting_exact(cutter, self._encode) else None
-
-    def _word_starts(self, text: str) -> list[int]:
-        """Return where the parts begin that the tokenizer's model encodes one at a time."""
-        words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
-        return [start for _, (start, _) in words]
+        return cutter if is_cutting_exact(cutter, self._encode) else None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of these tokens together; ids that do not exist are skipped."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token, written as in the vocabulary; None if there is none."""
-        return self._tokenizer.token_to_id(token)
+        return self.tokens.index(token) if token and token in self.tokens else None
+
+
+def _return_freed_memory() -> None:
+    """Give memory back to the operating system that the C library keeps: a load leaves 20 to 30 MB."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
+        trim(0)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -110,6 +110,7 @@ class LoadEstimate:
     """What a request would meet at the worker that it would be sent to."""
 
     num_new: int  # tokens of its prompt that the worker would have to compute
+    block_size: int = 1  # tokens of a KV block
     num_ahead: float = 0.0  # tokens of other prompts that would be computed before
     num_steps_ahead: float = 0.0  # the same in full steps (max_num_batched_tokens) of the worker
     num_requests: int = 0  # in flight at the worker

@@ -19,7 +19,6 @@ import math
 import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Literal
 
@@ -29,22 +28,22 @@ from dynamo.router import api, prefix_index
 _MIN_PRUNED = 1024  # guesses at a time: walking over what was dropped before has a cost, too
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApproxSettings:
-    """How long a guess lives, and how many there may be."""
-
-    policy: Literal["ttl", "lru"] = "ttl"
-    ttl_s: float = 120.0
-    max_guesses: int = 1 << 20  # a block at a worker is one
-    prune_ratio: float = 0.8
-
-
 class ApproxIndex:
     """An `api.Index`. Mutable; one event loop owns it. Time is passed in, in seconds, and never goes back."""
 
-    def __init__(self, settings: ApproxSettings | None = None) -> None:
-        self._settings = settings or ApproxSettings()
-        self._index = prefix_index.PrefixIndex(2 * self._settings.max_guesses)
+    def __init__(
+        self,
+        *,
+        policy: Literal["ttl", "lru"] = "ttl",
+        ttl_s: float = 120.0,
+        max_guesses: int = 1 << 20,
+        prune_ratio: float = 0.8,
+    ) -> None:
+        """A block at a worker is one guess."""
+        self._ttl_s = ttl_s if policy == "ttl" else math.inf
+        self._max_guesses = max_guesses
+        self._target = int(max_guesses * prune_ratio)
+        self._index = prefix_index.PrefixIndex(2 * max_guesses)
         self._used_at: dict[api.Worker, dict[int, int]] = {}  # used longest ago first
         self._expires_at: dict[api.Worker, float] = {}  # none of its guesses expires before
         self._is_pruning = False
@@ -64,20 +63,18 @@ class ApproxIndex:
             deque(map(used_at.pop, sequence_hashes, repeat(second)), maxlen=0)
         used_at.update(dict.fromkeys(sequence_hashes[::-1], second))  # tails are dropped first
         self.num_guesses += len(used_at) - num_before
-        self._expires_at.setdefault(worker, second + self._settings.ttl_s)
+        self._expires_at.setdefault(worker, second + self._ttl_s)
         self._index.add_blocks(worker, kv_events.DEVICE, sequence_hashes)
         self._prune(2 * len(sequence_hashes))
 
     def expire(self, now: float) -> None:
         """Drop the guesses that are too old at `now`."""
-        if self._settings.policy == "lru":
-            return
-        newest_expired = now - self._settings.ttl_s
+        newest_expired = now - self._ttl_s
         for worker in [worker for worker, due in self._expires_at.items() if due <= now]:
             expired = []
             for name, second in self._used_at[worker].items():
                 if second > newest_expired:
-                    self._expires_at[worker] = second + self._settings.ttl_s
+                    self._expires_at[worker] = second + self._ttl_s
                     break
                 expired.append(name)
             self._drop(worker, expired)
@@ -88,19 +85,18 @@ class ApproxIndex:
         self._index.remove_worker(worker)
 
     def _prune(self, min_dropped: int) -> None:
-        target = int(self._settings.max_guesses * self._settings.prune_ratio)
-        if self.num_guesses > self._settings.max_guesses:
+        if self.num_guesses > self._max_guesses:
             self._is_pruning = True
         if not self._is_pruning:
             return
-        num_dropped = min(self.num_guesses - target, max(min_dropped, _MIN_PRUNED))
+        num_dropped = min(self.num_guesses - self._target, max(min_dropped, _MIN_PRUNED))
         by_age = heapq.merge(*map(self._by_age, self._used_at), key=operator.itemgetter(0))
         names_by_worker: dict[api.Worker, list[int]] = {}
         for _, worker, name in islice(by_age, num_dropped):
             names_by_worker.setdefault(worker, []).append(name)
         for worker, names in names_by_worker.items():
             self._drop(worker, names)
-        self._is_pruning = self.num_guesses > target
+        self._is_pruning = self.num_guesses > self._target
 
     def _by_age(self, worker: api.Worker) -> Iterator[tuple[int, api.Worker, int]]:
         return ((second, worker, name) for name, second in self._used_at[worker].items())

@@ -10,48 +10,47 @@ from typing import Literal
 
 from dynamo.base import config
 from dynamo.protocols import kv_events
-from dynamo.router import (
-    active_sequences,
-    api,
-    baselines,
-    cost_function,
-    estimated_ttft,
-    queue,
-    selection,
-)
+from dynamo.router import active_sequences, api, policies, selection
 
 _STRIDE_TOKENS = 64  # resolution of shared blocks in flight; finer costs more than it brings
+
+
+PolicyName = Literal[
+    "estimated-ttft",
+    "dynamo",
+    "lmetric",
+    "round-robin",
+    "random",
+    "least-loaded",
+    "power-of-two",
+    "consistent-hash",
+    "direct",
+]
+_TEMPERED = ("dynamo", "lmetric")  # the policies that use --router-temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """How a KV router compares workers, and queues requests."""
 
-    router_policy: Literal[
-        "estimated-ttft",
-        "dynamo",
-        "lmetric",
-        "round-robin",
-        "random",
-        "least-loaded",
-        "power-of-two",
-        "consistent-hash",
-        "direct",
-    ] = config.option(
-        "estimated-ttft",
+    router_policy: PolicyName | None = config.option(  # noqa: RUF009 (options are frozen values)
+        None,
         env="DYN_ROUTER_POLICY",
-        help="policy by which router mode kv selects a worker",
+        help="policy by which router mode kv selects a worker (default: estimated-ttft; dynamo with one of the next two"
+        " options)",
     )
-    kv_overlap_score_weight: float = config.option(
-        1.0,
+    kv_overlap_score_weight: float | None = config.option(
+        None,
         env="DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT",
-        help="policy dynamo: weight of a block to compute, relative to a block in use; higher favours cached prefixes",
+        help="policy dynamo: weight of a block to compute, relative to a block in use; higher favours cached prefixes"
+        " (default: 1)",
         least=0,
     )
-    router_temperature: float = config.option(
-        0.0,
+    router_temperature: float | None = config.option(
+        None,
         env="DYN_ROUTER_TEMPERATURE",
-        help="policies dynamo and lmetric: 0 takes the worker with the lowest cost; higher values draw one by cost",
+        help="policies dynamo and lmetric: 0 takes the worker with the lowest cost; higher values draw one by cost"
+        " (default: 0)",
         least=0,
     )
     router_locality: float = config.option(
@@ -102,54 +101,63 @@ class RouterConfig:
         most=1,
     )
 
+    @property
+    def policy_name(self) -> PolicyName:
+        """Return the policy: the one that is named, or else the one that uses the options that are given."""
+        if self.router_policy is not None:
+            return self.router_policy
+        is_tempered = self.router_temperature is not None
+        return (
+            "dynamo"
+            if is_tempered or self.kv_overlap_score_weight is not None
+            else "estimated-ttft"
+        )
+
+    def find_notes(self) -> list[str]:
+        """Return what an operator should know of these options: which policy they choose, or that it ignores them."""
+        name = self.policy_name
+        users = {
+            "--kv-overlap-score-weight": (self.kv_overlap_score_weight, ("dynamo",)),
+            "--router-temperature": (self.router_temperature, _TEMPERED),
+        }
+        given = [flag for flag, (value, _) in users.items() if value is not None]
+        if given and self.router_policy is None:
+            return [
+                f"{', '.join(given)}: workers are selected by --router-policy dynamo, which uses it;"
+                " the default, estimated-ttft, would not"
+            ]
+        return [
+            f"{flag} has no effect: the policy {name} does not use it"
+            for flag in given
+            if name not in users[flag][1]
+        ]
+
 
 def make_policy(settings: RouterConfig, draw: api.Draw) -> api.RoutingPolicy:
     """Make the policy that the settings name. `draw` returns random numbers in [0, 1)."""
-    temperature = settings.router_temperature
-    match settings.router_policy:
+    temperature = settings.router_temperature or 0.0
+    weight = settings.kv_overlap_score_weight
+    match settings.policy_name:
         case "estimated-ttft":
-            return estimated_ttft.EstimatedTtft(locality=settings.router_locality)
+            return policies.EstimatedTtft(locality=settings.router_locality)
         case "dynamo":
-            return cost_function.Dynamo(
-                draw=draw, overlap_weight=settings.kv_overlap_score_weight, temperature=temperature
+            return policies.Dynamo(
+                draw=draw, overlap_weight=1.0 if weight is None else weight, temperature=temperature
             )
         case "lmetric":
-            return cost_function.LMetric(draw=draw, temperature=temperature)
+            return policies.LMetric(draw=draw, temperature=temperature)
         case "random":
-            return baselines.Random(draw)
+            return policies.Random(draw)
         case "power-of-two":
-            return baselines.PowerOfTwo(draw)
+            return policies.PowerOfTwo(draw)
         case "least-loaded":
-            return baselines.LeastLoaded()
+            return policies.LeastLoaded()
         case "consistent-hash":
-            return baselines.ConsistentHash()
+            return policies.ConsistentHash()
         case "direct":
-            return baselines.Direct()
+            return policies.Direct()
         case "round-robin":
-            return baselines.RoundRobin()
-
-
-def make_queue(settings: RouterConfig) -> queue.RequestQueue | None:
-    """Make the router's queue; None: requests never wait in the router."""
-    if not max_backlog(settings):
-        return None
-    return queue.RequestQueue(settings.router_queue_policy, max_size=settings.router_queue_size)
-
-
-def max_backlog(settings: RouterConfig) -> float:
-    """Return the steps of prompt tokens below which a worker has room; 0: it always has."""
-    if settings.router_queue_threshold is not None:
-        return settings.router_queue_threshold
-    return 1.0 if settings.router_policy == "estimated-ttft" else 0.0
-
-
-def make_tier_weights(settings: RouterConfig) -> cost_function.TierWeights:
-    """Return the weight of a cached block by tier; slower tiers count like the disk."""
-    return {
-        kv_events.DEVICE: settings.router_device_credit,
-        kv_events.HOST: settings.router_host_credit,
-        kv_events.DISK: settings.router_disk_credit,
-    }
+            return policies.RoundRobin()
 
 
 def make_selector(
@@ -161,6 +169,12 @@ def make_selector(
     counts_blocks: bool = True,
 ) -> selection.Selector:
     """Make the selector of a router. `counts_blocks` is False for prefill workers."""
+    max_backlog = settings.router_queue_threshold
+    if max_backlog is None:
+        max_backlog = 1.0 if settings.policy_name == "estimated-ttft" else 0.0
+    queue = selection.RequestQueue(
+        settings.router_queue_policy, max_size=settings.router_queue_size
+    )
     return selection.Selector(
         make_policy(settings, draw),
         index,
@@ -169,9 +183,13 @@ def make_selector(
             stride=max(1, _STRIDE_TOKENS // block_size),
             counts_blocks=counts_blocks,
         ),
-        queue=make_queue(settings),
-        max_backlog=max_backlog(settings),
-        tier_weights=make_tier_weights(settings),
+        queue=queue if max_backlog else None,
+        max_backlog=max_backlog,
+        tier_weights={
+            kv_events.DEVICE: settings.router_device_credit,
+            kv_events.HOST: settings.router_host_credit,
+            kv_events.DISK: settings.router_disk_credit,
+        },
     )
 
 
@@ -225,7 +243,7 @@ class RoutingConfig(RouterConfig):
     kv_cache_block_size: int | None = config.option(
         None,
         env="DYN_KV_CACHE_BLOCK_SIZE",
-        help="tokens per KV block (default: as in the model card); must be that of the workers",
+        help="tokens per KV block of workers whose model card does not say it; otherwise that of the card is used",
         least=1,
     )
     router_replica_sync: bool = config.option(

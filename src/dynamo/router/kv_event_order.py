@@ -21,8 +21,10 @@ MAX_WAITING = 1024  # batches
 class KvEventOrder:
     """One rank of one worker. Each method returns the events to apply now, in order."""
 
-    def __init__(self, position: kv_events.Position | None = None) -> None:
-        self.position = position  # up to here all is applied; None: a replay has to start anew
+    def __init__(self) -> None:
+        self.position: kv_events.Position | None = (
+            None  # up to here all is applied; None: a replay has to start anew
+        )
         self.is_behind = True
         self._waiting: list[kv_events.EventBatch] = []
         self._replayed: list[kv_events.KvEvent] = []
@@ -36,6 +38,10 @@ class KvEventOrder:
             self._waiting.clear()
         self._waiting.append(batch)
         return ()
+
+    def expect_gap(self) -> None:
+        """Take it that events are missing, because none came for too long: a replay has to be asked for."""
+        self.is_behind = True
 
     def begin_replay(self) -> kv_events.Position | None:
         """Return the position to ask a replay from (None: the beginning). The stream is behind until it ends."""

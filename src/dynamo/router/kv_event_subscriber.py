@@ -4,30 +4,32 @@ It subscribes to their KV events, follows in discovery which workers can replay 
 when it appears (all its blocks), and whenever its event numbers show a gap (`kv_event_order`). A worker that vanishes
 from discovery is removed at once; its late events are ignored.
 
-At most one replay per worker runs at a time, and `MAX_REPLAYS` in all; a failed one is retried, ever more slowly.
+Each worker publishes at least a heartbeat a second. Of one that is silent for `SILENCE_S`, although discovery names it,
+the connection is made anew and the missing events are asked for, again and again while it lasts: the request plane may
+work where the event plane does not. Seconds in which this process stood still do not count.
 
-A *snapshot* of the index spares a restarted router most of this: the part of a worker is used when that worker
-appears, which then replays only the events since.
+At most one replay per worker runs at a time, and `MAX_REPLAYS` in all; a failed one is retried, ever more slowly.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.protocols import instances, kv_events
-from dynamo.router import api, kv_event_order, prefix_index, snapshot
+from dynamo.protocols import instances, kv_events, wire
+from dynamo.router import api, kv_event_order, prefix_index
 from dynamo.runtime import component, events
 
 MAX_REPLAYS = 8
 REPLAY_TIMEOUT_S = 60.0
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 5.0
-RESTORE_WINDOW_S = 60.0  # a snapshot's part is dropped if its worker has not appeared by then
+SILENCE_S = 5.0
+_WATCH_S = 1.0
 _SWEPT_EDGES = 16  # in one turn of the event loop
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +47,9 @@ class KvEventSubscriber:
         namespace: str,
         component_name: str,
         clock: clocks.Clock,
+        on_age: Callable[[int, float | None], None] = lambda instance_id, age_s: None,
     ) -> None:
+        """`on_age` gets the seconds since an instance was heard, each second, and None when it is gone."""
         self._runtime = runtime
         self._index = index
         self._topic = f"{namespace}/{component_name}/kv_events"
@@ -54,23 +58,23 @@ class KvEventSubscriber:
             instances.EndpointName(namespace, component_name, instances.KV_EVENTS_REPLAY)
         )
         self._orders: dict[int, dict[int, kv_event_order.KvEventOrder]] = {}  # by instance, by rank
+        self._on_age = on_age
+        self._heard_at: dict[int, float] = {}  # by instance
+        self._publishers: dict[int, int] = {}  # by instance: the process whose event plane it uses
+        self._recovered_at: dict[int, float] = {}  # of the silent ones: the last attempt
         self._unanswered: set[int] = set()  # instances without one complete replay
         self._replays: dict[int, asyncio.Task[None]] = {}
-        self._snapshots: dict[int, list[snapshot.RankSnapshot]] = {}
         self._replay_slots = asyncio.Semaphore(MAX_REPLAYS)
         self._sweeping: asyncio.Task[None] | None = None
         self._tasks = tasks.Tasks()
         self._subscription: events.Subscription | None = None
 
-    async def start(self, saved: bytes | None = None) -> None:
-        """Subscribe, beginning with the snapshot of another subscriber. Raises ConfigError if it is damaged."""
-        if saved is not None:
-            for rank in snapshot.decode(saved):
-                self._snapshots.setdefault(rank.instance_id, []).append(rank)
-            self._tasks.start("end of restoring", self._end_restoring())
+    async def start(self) -> None:
+        """Subscribe to the KV events, and ask the workers that are there for all their blocks."""
         self._subscription = await self._runtime.events.subscribe(self._topic, self._on_events)
         self._client.on_change(self._update_instances)
         self._update_instances()
+        self._tasks.start("watch the silence of workers", self._watch_silence())
 
     async def close(self) -> None:
         """Unsubscribe and stop all replays; the index stays as it is."""
@@ -86,27 +90,17 @@ class KvEventSubscriber:
             order.is_behind for orders in self._orders.values() for order in orders.values()
         )
 
-    def snapshot(self) -> bytes:
-        """Return the content of the index, for `start`. Takes about 50 ms per million blocks, in one piece."""
-        return snapshot.encode(
-            self._index,
-            {
-                api.Worker(instance_id, dp_rank): order.position
-                for instance_id, orders in self._orders.items()
-                for dp_rank, order in orders.items()
-                if order.position is not None
-            },
-        )
-
     def _on_events(self, messages: list[events.Event]) -> None:
         for event in messages:
             try:
                 batch = _decode_batch(event.payload)
-            except msgspec.DecodeError as error:
+            except wire.DECODE_ERRORS as error:
                 _logger.warning("ignored a KV event of %x: %s", event.publisher, error)
                 continue
             if batch.worker_id not in self._orders:
                 continue  # it is lost; or it is about to appear, and will be asked for all blocks
+            self._heard_at[batch.worker_id] = self._clock.now()
+            self._publishers[batch.worker_id] = event.publisher
             order = self._order(batch.worker_id, batch.dp_rank)
             self._apply(api.Worker(batch.worker_id, batch.dp_rank), order.apply_batch(batch))
             if order.is_behind:
@@ -133,28 +127,59 @@ class KvEventSubscriber:
         for instance_id in self._client.instances.keys() - self._orders.keys():
             self._orders[instance_id] = {}
             self._unanswered.add(instance_id)
-            for rank in self._snapshots.pop(instance_id, ()):
-                rank.restore(self._index)
-                order = kv_event_order.KvEventOrder(rank.position)
-                self._orders[instance_id][rank.dp_rank] = order
             self._replay_if_behind(instance_id)
 
     def _remove_instance(self, instance_id: int) -> None:
         for dp_rank in self._orders.pop(instance_id):
             self._index.remove_worker(api.Worker(instance_id, dp_rank))
         self._unanswered.discard(instance_id)
+        self._heard_at.pop(instance_id, None)
+        self._recovered_at.pop(instance_id, None)
+        self._publishers.pop(instance_id, None)
+        self._on_age(instance_id, None)
         if replay := self._replays.pop(instance_id, None):
             replay.cancel()
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = self._tasks.start("sweep the index", self._sweep())
 
+    async def _watch_silence(self) -> None:
+        checked_at = self._clock.now()
+        while True:
+            await self._clock.sleep(_WATCH_S)
+            now = self._clock.now()
+            if (late_s := now - checked_at - _WATCH_S) > _WATCH_S:
+                self._heard_at = {key: at + late_s for key, at in self._heard_at.items()}
+            checked_at = now
+            for instance_id, orders in self._orders.items():
+                if orders:  # a worker without any rank has nothing to say
+                    age_s = now - self._heard_at.setdefault(instance_id, now)
+                    self._on_age(instance_id, age_s)
+                    self._check_silence(instance_id, age_s, now)
+
+    def _check_silence(self, instance_id: int, age_s: float, now: float) -> None:
+        if age_s < SILENCE_S:
+            if self._recovered_at.pop(instance_id, None) is not None:
+                _logger.info("the events of worker %x are heard again", instance_id)
+            return
+        recovered_at = self._recovered_at.get(instance_id)
+        if recovered_at is None:
+            _logger.warning(
+                "no event of worker %x for %.0f s, though discovery names it: connecting anew, and asking it by the"
+                " request plane meanwhile (topic %s)",
+                instance_id, age_s, self._topic,
+            )  # fmt: skip
+        elif now - recovered_at < SILENCE_S:
+            return
+        self._recovered_at[instance_id] = now
+        publisher = self._publishers.get(instance_id, instance_id)
+        self._runtime.events.reconnect(self._topic, publisher)
+        for order in self._orders[instance_id].values():
+            order.expect_gap()
+        self._replay_if_behind(instance_id)
+
     async def _sweep(self) -> None:
         while not self._index.sweep(_SWEPT_EDGES):
             await self._clock.sleep(0)
-
-    async def _end_restoring(self) -> None:
-        await self._clock.sleep(RESTORE_WINDOW_S)
-        self._snapshots.clear()
 
     def _is_behind(self, instance_id: int) -> bool:
         orders = self._orders.get(instance_id, {})

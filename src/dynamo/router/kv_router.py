@@ -108,6 +108,7 @@ class KvRouter:
         self._sessions = sessions
         self._listener = listener or SequenceListener()
         self._cards: Mapping[int, model_card.ModelCard] = {}
+        self._computes_for_others = False  # its workers are prefill workers
         self._multi_rank_instances: frozenset[int] = frozenset()  # requests to them name a rank
         self._waiting: dict[str, asyncio.Future[Decision]] = {}
         self._numbers = itertools.count()
@@ -115,6 +116,8 @@ class KvRouter:
 
     def set_model_cards(self, cards: Mapping[int, model_card.ModelCard]) -> None:
         self._cards = dict(cards)
+        prefill = model_card.WorkerType.PREFILL
+        self._computes_for_others = any(card.worker_type is prefill for card in cards.values())
         self._update_workers()
 
     async def open_stream(
@@ -183,6 +186,7 @@ class KvRouter:
         num_cached = min(prompt.num_tokens, int(decision.overlap_blocks * self._block_size))
         return api.LoadEstimate(
             num_new=prompt.num_tokens - num_cached,
+            block_size=self._block_size,
             num_ahead=num_ahead,
             num_steps_ahead=num_ahead / load.capacity.max_num_batched_tokens,
             num_requests=load.num_requests,
@@ -236,8 +240,7 @@ class KvRouter:
     def _make_prompt(self, request: generate.Request, options: route.RoutingOptions) -> Prompt:
         """Hash the prompt's blocks, and pin it to the worker that its caller or its session names."""
         began_at = time.perf_counter()
-        seed = blocks.seed_of(request.lora_name)
-        local_hashes = blocks.local_hashes(request.token_ids, self._block_size, seed)
+        local_hashes = blocks.local_hashes(request.token_ids, self._block_size, request.hash_seed)
         locally_hashed_at = time.perf_counter()
         sequence_hashes = blocks.sequence_hashes(local_hashes)
         self._counts.observe_hashing(
@@ -339,6 +342,7 @@ class KvRouter:
                 headers=routed.options.headers,
                 timeout_s=routed.options.timeout_s,
                 on_asked=routed.options.on_dispatched,
+                alternatives=self._alternatives_of(routed),
             )
         except BaseException:
             self.free_request(routed.key)
@@ -346,6 +350,12 @@ class KvRouter:
         if self._sessions is not None and request.session_id is not None:
             self._sessions.assign_worker(request.session_id, worker, self._clock.now())
         return _RoutedStream(stream, receiver)
+
+    def _alternatives_of(self, routed: RoutedRequest) -> Callable[[], Collection[int]] | None:
+        """Return what lists the workers that can take the request over; None if it can always go elsewhere."""
+        if self._computes_for_others:  # the answering worker can compute the prompt
+            return None
+        return lambda: route.alternatives_of(routed.options, self._cards)
 
     def _update_workers(self) -> None:
         """Give selector and metrics the workers that are registered and have a model card."""

@@ -4,6 +4,7 @@
 the worker then found.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dynamo.observability import metrics
@@ -65,9 +66,22 @@ class RouterMetrics:
         self.active_blocks = registry.gauge(
             "worker_active_decode_blocks", "Blocks of the requests in flight", _WORKER
         )
+        self.event_age_s = router.gauge(
+            "seconds_since_kv_event",
+            "Seconds since a KV event or heartbeat of a worker was heard",
+            ("worker_id",),
+        )
         self.prefill_tokens = registry.gauge(
             "worker_active_prefill_tokens", "Prompt tokens sent and not computed yet", _WORKER
         )
+
+    def set_event_age(self, instance_id: int, age_s: float | None) -> None:
+        """Set how long ago an instance was heard; None: it is gone."""
+        if age_s is not None:
+            self.event_age_s.labels(f"{instance_id:x}").set(age_s)
+        else:
+            with contextlib.suppress(KeyError):  # it was never heard
+                self.event_age_s.remove(f"{instance_id:x}")
 
     def _overhead(
         self, registry: metrics.Registry, stage: str, buckets: Sequence[float]

@@ -93,10 +93,6 @@ class PrefixIndex:
             for names in self._tree.runs_of(bit):
                 yield worker, tier, names
 
-    def has_engine_hashes(self, worker: api.Worker) -> bool:
-        """Return True if the worker's engine has block hashes of its own, which `cached_runs` does not report."""
-        return self._engine_hashes.has_worker(worker)
-
     def add_blocks(self, worker: api.Worker, tier: kv_events.Tier, names: Sequence[int]) -> None:
         """Add consecutive blocks to a worker's tier: the inverse of `cached_runs`."""
         self._tree.add_blocks(self._worker_bits.assign(worker, tier), names)
@@ -238,10 +234,6 @@ class EngineHashMap:
         if not hashes:
             return event.block_hashes
         return [hashes.pop(block_hash, block_hash) for block_hash in event.block_hashes]
-
-    def has_worker(self, worker: api.Worker) -> bool:
-        """Return True if the worker's engine has published hashes of its own."""
-        return worker in self._hashes
 
     def remove_worker(self, worker: api.Worker) -> None:
         """Forget all hashes of this worker; `free_removed` frees their memory."""

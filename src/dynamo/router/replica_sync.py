@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dynamo.base import errors, tasks
-from dynamo.protocols import instances
+from dynamo.protocols import instances, wire
 from dynamo.protocols import load as load_events
 from dynamo.router.api import Decision, Prompt
 from dynamo.runtime import client, component, events, requests
@@ -192,7 +192,7 @@ class ReplicaSync:
     def _apply_message(self, peer: _Peer, message: events.Event) -> None:
         try:
             changes = self._decode(message.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except wire.DECODE_ERRORS as error:
             _logger.warning("ignored a message of router %x: %s", message.publisher, error)
             return
         for event in changes:

@@ -34,6 +34,7 @@ class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     instance_id: int | None = None
     allowed_instances: Collection[int] | None = None
+    is_restricted: bool = False  # no instance outside `allowed_instances` can ever serve it
     headers: Mapping[str, str] | None = None
     timeout_s: float | None = None
     add_disconnect_callback: AddDisconnectCallback | None = None
@@ -71,6 +72,12 @@ class Route(Protocol):
         ...
 
 
+def alternatives_of(options: RoutingOptions, instance_ids: Collection[int]) -> Collection[int]:
+    """Return those of a model's instances that can take over a request; for a LoRA adapter, those that have it."""
+    allowed = options.allowed_instances
+    return allowed if options.is_restricted and allowed is not None else instance_ids
+
+
 class PushRouter:
     """A `Route` that knows neither caches nor load: the endpoint's client takes instances in turn, or at random."""
 
@@ -97,6 +104,7 @@ class PushRouter:
             headers=options.headers,
             timeout_s=options.timeout_s,
             on_asked=options.on_dispatched,
+            alternatives=lambda: alternatives_of(options, self._instance_ids),
         )
 
     def preview_instance(
@@ -149,4 +157,4 @@ class LoraRoute:
         allowed = self._instance_ids
         if options.allowed_instances is not None:
             allowed = allowed.intersection(options.allowed_instances)
-        return msgspec.structs.replace(options, allowed_instances=allowed)
+        return msgspec.structs.replace(options, allowed_instances=allowed, is_restricted=True)

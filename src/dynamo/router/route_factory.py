@@ -3,6 +3,7 @@
 The routes to one component of workers share an index, the subscriber that fills it, and the sync with router replicas.
 """
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from dynamo.router import (
 )
 from dynamo.runtime import client, component
 
+_logger = logging.getLogger(__name__)
 _PUSH_MODES: dict[str, client.Mode] = {"round-robin": "round-robin", "random": "random"}
 
 
@@ -47,6 +49,8 @@ class RouteFactory:
         self._counts: dict[str, metrics.RouteMetrics] = {}  # by model
         self._components: dict[tuple[str, str], _ComponentState] = {}
         self._tasks = tasks.Tasks()
+        for note in settings.policy_config.find_notes():
+            _logger.warning("%s", note)
 
     def make_route(
         self, endpoint_client: client.EndpointClient, card: model_card.ModelCard
@@ -64,15 +68,23 @@ class RouteFactory:
     ) -> kv_router.KvRouter:
         """Make the route of the modes that know load; also for prefill workers, in any mode."""
         settings, name = self._settings, endpoint_client.name
-        state = self._component(name.namespace, name.component)
         if self._metrics is None:
             router_id = f"{self._runtime.instance_id:x}"
             self._metrics = metrics.RouterMetrics(self._registry, router_id)
+        state = self._component(name.namespace, name.component, self._metrics)
         model = card.display_name
         if model not in self._counts:
             self._counts[model] = metrics.RouteMetrics(self._metrics, model)
         counts = self._counts[model]
-        block_size = settings.kv_cache_block_size or card.kv_cache_block_size
+        block_size = card.kv_cache_block_size or settings.kv_cache_block_size or 1
+        if settings.kv_cache_block_size not in (None, block_size):
+            _logger.warning(
+                "--kv-cache-block-size %d: the workers of %r have KV blocks of %d tokens, which are used instead:"
+                " with another size no prompt would match a cached one",
+                settings.kv_cache_block_size,
+                model,
+                block_size,
+            )
         selector = config.make_selector(
             settings.policy_config,
             _TimedIndex(state.index, counts.observe_index_lookup),
@@ -110,10 +122,12 @@ class RouteFactory:
             if state.sync is not None:
                 await state.sync.close()
 
-    def _component(self, namespace: str, component_name: str) -> "_ComponentState":
+    def _component(
+        self, namespace: str, component_name: str, families: metrics.RouterMetrics
+    ) -> "_ComponentState":
         name = namespace, component_name
         if name not in self._components:
-            state = self._components[name] = self._make_index(namespace, component_name)
+            state = self._components[name] = self._make_index(*name, families)
             if self._settings.router_replica_sync:
                 state.sync = replica_sync.ReplicaSync(
                     self._runtime,
@@ -124,7 +138,9 @@ class RouteFactory:
                 self._tasks.start(f"meet routers of {component_name}", state.sync.start())
         return self._components[name]
 
-    def _make_index(self, namespace: str, component_name: str) -> "_ComponentState":
+    def _make_index(
+        self, namespace: str, component_name: str, families: metrics.RouterMetrics
+    ) -> "_ComponentState":
         settings = self._settings
         if settings.uses_kv_events:
             index = prefix_index.PrefixIndex()
@@ -134,16 +150,15 @@ class RouteFactory:
                 namespace=namespace,
                 component_name=component_name,
                 clock=self._clock,
+                on_age=families.set_event_age,
             )
             self._tasks.start(f"hear KV events of {component_name}", subscriber.start())
             return _ComponentState(index, self._clock, subscriber=subscriber)
         guesses = approx_index.ApproxIndex(
-            approx_index.ApproxSettings(
-                policy=settings.router_approximate_cache_policy,
-                ttl_s=settings.router_ttl_secs,
-                max_guesses=settings.router_max_tree_size,
-                prune_ratio=settings.router_prune_target_ratio,
-            )
+            policy=settings.router_approximate_cache_policy,
+            ttl_s=settings.router_ttl_secs,
+            max_guesses=settings.router_max_tree_size,
+            prune_ratio=settings.router_prune_target_ratio,
         )
         return _ComponentState(_ExpiringIndex(guesses, self._clock), self._clock, guesses=guesses)
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from dynamo.base import errors, tasks
-from dynamo.protocols import blocks, generate, instances, kv_events, model_card
+from dynamo.protocols import blocks, generate, instances, kv_events, model_card, wire
 from dynamo.router import kv_router, route, route_factory
 from dynamo.runtime import component, requests
 
@@ -142,7 +142,7 @@ class RouterService:
                 call.reply(respond(decode(call.body)))
             except errors.DynamoError as error:
                 call.fail(error)
-            except msgspec.DecodeError as error:
+            except wire.DECODE_ERRORS as error:
                 call.fail(errors.InvalidRequest(f"expected a {body_type.__name__}: {error}"))
             else:
                 call.finish()
@@ -177,7 +177,7 @@ class RouterService:
     def _generate(self, call: requests.Call) -> None:
         try:
             request = _decode_request(call.body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except wire.DECODE_ERRORS as error:
             call.fail(errors.RemoteProtocolError(f"expected a request to generate: {error}"))
             return
         task = self._tasks.start(f"route {request.id}", self._forward(call, request))

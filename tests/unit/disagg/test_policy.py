@@ -85,6 +85,15 @@ def test_prompt_is_remote_if_the_decode_worker_has_few_blocks_left(share, expect
     assert chosen.is_remote(4000, 0, load(100, share_in_use=share), CALM) is expected
 
 
+@pytest.mark.parametrize(("num_new", "expected"), [(0, False), (15, False), (16, True)])
+def test_prompt_of_which_less_than_a_block_is_new_is_local(num_new, expected):
+    """Of 4,000 tokens, with limits that send every new prompt, as vLLM's workers have them."""
+    limits = policy.LocalPrefillLimits(max_local_prefill_length=0, max_prefill_queue_size=1000)
+    here = load(num_new, block_size=16)
+
+    assert policy.LengthPolicy(limits).is_remote(4000, 0, here, load(0)) is expected
+
+
 def test_limits_of_lengths_can_change_at_run_time():
     chosen = policy.LengthPolicy(LIMITS)
     before = chosen.may_be_remote(500, 0), chosen.is_remote(2000, 0, load(1001), load(0))

@@ -8,8 +8,9 @@ import pytest
 import kv_params
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.disagg import prefill_queue
+from dynamo.disagg import hung_workers, prefill_queue
 from dynamo.protocols import blocks, generate, kv_transfer, model_errors
+from dynamo.testing import clock as virtual
 
 REQUEST = generate.Request(id="r", model="m", token_ids=blocks.pack([1, 2, 3]))
 PARAMS = kv_params.at_remote()
@@ -27,11 +28,15 @@ class Stream:
 class Workers:
     """An endpoint client whose workers answer when the test says so."""
 
-    def __init__(self, *ids):
+    def __init__(self, *ids, clock=None):
         self.ids, self.asked, self.streams, self.num_retried = list(ids), [], [], 0
         self.queue = prefill_queue.DirectQueue(
-            lambda: self.ids, self, clocks.SystemClock(), self.retried
+            lambda: self.ids, self, clock or clocks.SystemClock(), self.retried
         )
+
+    @property
+    def instances(self):
+        return self.ids
 
     def retried(self):
         self.num_retried += 1
@@ -107,6 +112,19 @@ async def test_prompt_that_fails_everywhere_raises_the_last_error():
     assert workers.queue.size == 0
 
 
+async def test_prompt_with_which_two_workers_died_goes_to_no_third():
+    workers = Workers(1, 2, 3)
+    asking = await workers.begin()
+    for i in range(2):
+        workers.asked[i][1].ended(errors.WorkerDied("x"))
+        while len(workers.asked) < 2:
+            await asyncio.sleep(0)
+
+    with pytest.raises(model_errors.SuspectRequest, match="2 workers died"):
+        await asking
+    assert len(workers.asked) == 2
+
+
 async def test_impossible_prompt_goes_to_no_other_worker():
     workers = Workers(1, 2)
     asking = await workers.begin()
@@ -123,6 +141,46 @@ async def test_prompt_fails_after_its_time_limit():
     with pytest.raises(errors.DeadlineExceeded, match=r"0\.01 s"):
         await workers.queue.prefill(REQUEST, timeout_s=0.01)
     assert workers.streams[0].is_cancelled
+
+
+async def test_hung_worker_gets_no_prompt_until_it_answers_a_probe():
+    time = virtual.VirtualClock()
+    workers = Workers(1, 2, clock=time)
+    late = asyncio.ensure_future(workers.queue.prefill(REQUEST, timeout_s=DEADLINE_S))
+    await time.advance(DEADLINE_S)
+    with pytest.raises(errors.DeadlineExceeded):
+        await late
+    asking = [await workers.begin() for _ in range(2)]
+    asked = [worker for worker, _ in workers.asked]
+    probe = workers.asked[1][1]
+    probe.ended(None)  # it answers, without blocks to give away
+    await time.advance(hung_workers.PAUSE_S)
+    asking.append(await workers.begin())
+
+    assert asked == [1, 1, 2, 2]  # the second time by a probe
+    assert workers.asked[4][0] == 1
+    for each in asking:
+        each.cancel()
+    await workers.queue.close()
+
+
+async def test_probe_is_repeated_until_it_is_answered_or_the_worker_is_gone():
+    time = virtual.VirtualClock()
+    workers = Workers(1, clock=time)
+    late = asyncio.ensure_future(workers.queue.prefill(REQUEST, timeout_s=DEADLINE_S))
+    await time.advance(DEADLINE_S)
+    assert isinstance(late.exception(), errors.DeadlineExceeded)
+    for _ in range(3):
+        await time.advance(hung_workers.PROBE_S + hung_workers.PAUSE_S)
+    sizes, num_asked = [workers.queue.size], len(workers.asked)
+    workers.ids.clear()
+    await time.advance(hung_workers.PROBE_S + hung_workers.PAUSE_S)
+    workers.ids.append(1)
+    sizes.append(workers.queue.size)
+    await workers.queue.close()
+
+    assert num_asked == 5  # the prompt, and four probes
+    assert sizes == [None, 0]
 
 
 async def test_prompt_fails_without_workers():

@@ -7,9 +7,9 @@ import pytest
 
 import kv_params
 from dynamo.base import errors
-from dynamo.disagg import metrics, policy, prefill_route
+from dynamo.disagg import config, metrics, policy, prefill_route
 from dynamo.observability import metrics as registries
-from dynamo.protocols import blocks, generate, kv_transfer, model_card
+from dynamo.protocols import blocks, generate, kv_transfer, model_card, model_errors
 from dynamo.router import api as routing
 from dynamo.router import route
 from dynamo.testing import clock as clocks
@@ -76,7 +76,7 @@ class World:
         self.made = prefill_route.PrefillRoute(
             self.decode,
             policy.LengthPolicy(policy.LocalPrefillLimits(max_local_prefill_length=8)),
-            prefill_route.PrefillRules(prefill_timeout_s=timeout_s, is_enforced=is_enforced),
+            config.PrefillRoutingConfig(prefill_timeout_s=timeout_s, enforce_disagg=is_enforced),
             metrics.ModelPrefillRouteMetrics(metrics.PrefillRouteMetrics(self.registry), "M"),
             self.clock,
         )
@@ -155,6 +155,16 @@ async def test_prefix_cached_by_the_answering_worker_does_not_count(world):
     assert not world.prefill.asked
 
 
+async def test_worker_of_no_set_role_that_can_copy_counts_as_decode_worker(world):
+    data = {kv_transfer.IMPORTS_KEY: True}
+    runtime = model_card.ModelRuntimeConfig(runtime_data=data)
+    world.made.set_model_cards({PLAIN: msgspec.structs.replace(card(), runtime_config=runtime)})
+    await world.open()
+
+    assert world.answered[0] == PLAIN
+    assert kv_transfer.is_prefilled(world.answered[1])
+
+
 async def test_prompt_is_local_if_too_many_wait_remotely(world):
     world.prefill.num_requests = 3
     await world.open()
@@ -221,6 +231,14 @@ async def forever(options):
     await asyncio.Event().wait()
 
 
+async def test_prompt_with_which_two_prefill_workers_died_is_computed_nowhere(world):
+    world.prefill.script = [errors.WorkerDied("x")] * 2
+
+    with pytest.raises(model_errors.SuspectRequest):
+        await world.open()
+    assert not world.decode.asked
+
+
 async def test_late_remote_prompt_is_computed_by_the_answering_worker():
     world = World(timeout_s=5.0)
     world.prefill.script = [forever]
@@ -230,6 +248,34 @@ async def test_late_remote_prompt_is_computed_by_the_answering_worker():
 
     assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
     assert world.count("routed_prefill_fallbacks_total", reason="late") == 1
+
+
+async def test_hung_prefill_worker_is_asked_last_and_probed():
+    world = World(timeout_s=5.0)
+    world.prefill.script = [None, None, PARAMS]
+    opening = asyncio.ensure_future(world.open())
+    await world.clock.advance(5.0)
+    await opening
+    await world.open()
+    asked = [(chosen, made.id) for chosen, made, _ in world.prefill.asked]
+    await world.made.close()
+
+    assert asked[0] == (PREFILL, "r")
+    assert asked[1][1] == "r-probe"
+    assert asked[2] == (OTHER_PREFILL, "r")
+
+
+async def test_prompts_are_local_while_all_prefill_workers_hang():
+    world = World(timeout_s=5.0)
+    world.prefill.instance_ids, world.prefill.script = frozenset((PREFILL,)), [None] * 3
+    opening = asyncio.ensure_future(world.open())
+    await world.clock.advance(5.0)
+    await opening
+    await world.open()  # at once
+    await world.made.close()
+
+    assert world.answered[1] == kv_transfer.COMPUTE_LOCALLY
+    assert [made.id for _, made, _ in world.prefill.asked] == ["r", "r-probe"]
 
 
 async def test_undelivered_prompt_is_computed_by_the_answering_worker(world):

@@ -5,15 +5,17 @@ import functools
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kv_params
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.disagg import config, metrics, policy, remote_prefill
 from dynamo.engine import api
-from dynamo.kvbm import sharing
+from dynamo.kvbm import pool, sharing
 from dynamo.observability import metrics as registries
-from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load
+from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load, model_errors
 from dynamo.runtime.backends import memory
 
 REMOTE = kv_params.at_remote()
@@ -83,6 +85,9 @@ class Queue:
         except asyncio.CancelledError:
             self.was_cancelled = True
             raise
+
+    async def close(self):
+        pass
 
 
 class Workers:
@@ -278,6 +283,38 @@ async def test_aborted_remote_prompt_is_not_submitted(world):
     assert world.engine.done == [("abort", "r")]  # the second time it is not remote any more
 
 
+async def test_aborted_prompt_whose_cancellation_was_lost_is_not_submitted(world):
+    """As in `asyncio.wait_for` of Python 3.11, when both come in one turn of the event loop."""
+    events = []
+
+    async def prefill(prompt, *, timeout_s):
+        events.append("began")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            events.append("ended")
+            return REMOTE
+
+    world.queue.prefill = prefill
+    world.remote.submit(request())
+    await until(lambda: events == ["began"])
+    world.remote.abort("r")
+    world.remote.submit(request())  # migrated back to here, under its id
+    await until(lambda: len(events) == 3)
+    await asyncio.sleep(0)
+
+    assert (world.engine.done, world.sink.heard) == ([], [])
+
+
+async def test_prompt_that_prefill_workers_died_of_is_not_computed_here(world):
+    await world.begin_prefill(request())
+    await world.answered(error=model_errors.SuspectRequest("two died"))
+
+    ((_, error),) = world.sink.heard
+    assert isinstance(error, model_errors.SuspectRequest)
+    assert not world.engine.done
+
+
 async def test_choice_aborted_during_the_prefill_is_aborted_at_the_engine(world):
     await world.begin_prefill(request(n=2))
     world.remote.abort_choice("r", 1)
@@ -428,3 +465,49 @@ async def test_prompt_of_an_adapter_is_remote_if_all_prefill_workers_have_it(wor
 
     assert bool(world.queue.asked) is all_have
     assert bool(world.engine.done) is not all_have
+
+
+SIZE = 4
+
+
+@given(chains=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=5), max_size=20))
+def test_cached_prefixes_are_those_that_the_pool_would_find(chains):
+    memory, cached = pool.BlockPool(8), remote_prefill.CachedPrefixes()
+    for chain in chains:
+        packed = blocks.pack([token for token in chain for _ in range(SIZE)])
+        local = blocks.local_hashes(packed, SIZE)
+        names = blocks.sequence_hashes(local)
+        held = memory.match_prefix(names)
+        expected = len(held) * SIZE
+        assert cached.count_tokens(packed, SIZE) == expected
+        held += memory.allocate(len(chain) - len(held))
+        memory.commit_chain(held, names, local, range(len(held)))
+        memory.release(held)
+        cached.apply_events(memory.take_events())
+
+
+def test_cleared_cache_has_no_prefixes():
+    cached, packed = remote_prefill.CachedPrefixes(), blocks.pack(range(SIZE))
+    (name,) = blocks.local_hashes(packed, SIZE)
+    cached.apply_events(
+        [kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(name, name),))]
+    )
+    before = cached.count_tokens(packed, SIZE)
+    cached.apply_events([kv_events.Cleared()])
+
+    assert (before, cached.count_tokens(packed, SIZE)) == (SIZE, 0)
+
+
+def test_blocks_of_an_adapter_are_cached_for_it_alone():
+    cached, packed, seed = (
+        remote_prefill.CachedPrefixes(),
+        blocks.pack(range(SIZE)),
+        blocks.seed_of("a"),
+    )
+    (name,) = blocks.local_hashes(packed, SIZE, seed)
+    cached.apply_events(
+        [kv_events.Stored(parent_hash=None, blocks=(kv_events.StoredBlock(name, name),))]
+    )
+
+    assert cached.count_tokens(packed, SIZE, seed) == SIZE
+    assert cached.count_tokens(packed, SIZE) == 0

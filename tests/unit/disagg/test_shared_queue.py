@@ -1,4 +1,4 @@
-"""The decode worker's end of a shared queue when the queue itself fails; the rest is in the suite over all queues."""
+"""Both ends of a shared queue when the queue itself fails; the rest is in the suite over all queues."""
 
 import asyncio
 
@@ -179,3 +179,129 @@ async def test_worker_that_cannot_join_at_start_says_what_to_do():
 
     with pytest.raises(errors.ConfigError, match=r"JetStream.*--prefill-queue direct"):
         await shared_queue.join_at_start(join)
+
+
+class Item:
+    """A job that cannot be decoded."""
+
+    body, num_deliveries = b"junk", 1
+
+    def __init__(self):
+        self.given_back_after, self.is_done = None, False
+
+    async def give_back(self, *, after_s=0.0):
+        self.given_back_after = after_s
+
+    async def acknowledge(self):
+        self.is_done = True
+
+    async def keep(self):
+        pass
+
+
+class ConsumedWork:
+    """A work queue that gives what the test puts in; an error is raised."""
+
+    def __init__(self):
+        self.things, self.is_closed = asyncio.Queue(), False
+
+    async def pull(self, timeout_s):
+        try:
+            async with asyncio.timeout(timeout_s):
+                thing = await self.things.get()
+        except TimeoutError:
+            return None
+        if isinstance(thing, Exception):
+            raise thing
+        return thing
+
+    async def close(self):
+        self.is_closed = True
+
+
+class ConsumerWorld:
+    def __init__(self):
+        self.joined, self.refusals = [], []
+        self.clock = clocks.VirtualClock()
+
+    async def start(self, monkeypatch):
+        for name, value in (("NUM_JOBS", 1), ("PULL_S", 60.0)):
+            monkeypatch.setattr(shared_queue, name, value)
+        self.runtime = await component.DistributedRuntime.in_memory(
+            component.MemoryCluster(), item_type=generate.Output
+        )
+        self.consumer = shared_queue.PrefillJobConsumer(
+            self.join,
+            self.runtime.requests,
+            1,
+            metrics.PrefillJobMetrics(registries.Registry("x")),
+            self.clock,
+        )
+        await self.consumer.start()
+        return self
+
+    async def join(self):
+        if self.refusals:
+            raise self.refusals.pop()
+        self.joined.append(ConsumedWork())
+        return self.joined[-1]
+
+
+@pytest.fixture
+async def joined(monkeypatch):
+    joined = await ConsumerWorld().start(monkeypatch)
+    yield joined
+    closing = asyncio.ensure_future(joined.consumer.close())
+    await joined.clock.advance(shared_queue.CLOSE_S)
+    await closing
+    await joined.runtime.close()
+
+
+async def until(is_so):
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.002)
+
+
+async def test_lost_queue_is_joined_again(joined):
+    joined.refusals = [errors.Unavailable("not yet"), errors.ConfigError("nor yet")]
+    joined.joined[0].things.put_nowait(errors.Unavailable("the stream is gone"))
+    joined.joined[0].things.put_nowait(errors.Unavailable("it still is"))
+    joined.joined[0].things.put_nowait(errors.Unavailable("and still"))
+    await joined.clock.advance(2 * shared_queue.REJOIN_S)
+    assert len(joined.joined) == 1
+    await joined.clock.advance(shared_queue.REJOIN_S)
+    assert len(joined.joined) == 2
+    item = Item()
+    joined.joined[1].things.put_nowait(item)
+    await until(lambda: item.given_back_after is not None)
+
+    assert joined.joined[0].is_closed
+
+
+async def test_job_that_arrives_while_draining_is_given_back_at_once(joined):
+    await joined.consumer.leave()
+    item = Item()
+    joined.joined[0].things.put_nowait(item)
+    await until(lambda: joined.joined[0].is_closed)
+
+    assert item.given_back_after == 0.0
+
+
+@pytest.mark.parametrize(("num_deliveries", "is_dropped"), [(1, False), (2, False), (3, True)])
+async def test_job_without_a_reachable_decode_worker_is_dropped_after_some_deliveries(
+    joined, num_deliveries, is_dropped
+):
+    item = Item()
+    item.num_deliveries = num_deliveries
+    joined.joined[0].things.put_nowait(item)
+    await until(lambda: item.is_done or item.given_back_after is not None)
+
+    assert item.is_done is is_dropped
+
+
+async def test_consumer_can_be_closed_before_it_starts():
+    consumer = shared_queue.PrefillJobConsumer(None, None, 1, None, clocks.VirtualClock())
+
+    await consumer.leave()
+    await consumer.close()

@@ -1,5 +1,7 @@
 """Chat templates in the shapes of well-known families, and how to compile one."""
 
+import asyncio
+
 from dynamo.preprocess import template
 from dynamo.testing import clock
 
@@ -11,6 +13,11 @@ def compiled(source, **rest):
         clock=clock.VirtualClock(),
         **rest,
     )
+
+
+def rendered(source, messages=(), **rest):
+    """The prompt that a template makes of these messages."""
+    return asyncio.run(compiled(source).render(list(messages), **rest))
 
 
 CHATML = """\

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynamo.preprocess import choice_text, detokenize
+from dynamo.preprocess import detokenize
 from dynamo.protocols import blocks, generate
 
 EOS = generate.FinishReason.EOS
@@ -28,7 +28,7 @@ def outputs(token_ids, finish_reason):
 
 
 def new(decoder, **conditions):
-    return choice_text.ChoiceText(decoder.new(), generate.StopConditions(**conditions))
+    return detokenize.ChoiceText(decoder.new(), generate.StopConditions(**conditions))
 
 
 def test_text_comes_token_by_token(decoder, ids_of):

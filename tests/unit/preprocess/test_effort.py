@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.preprocess import thinking
+from dynamo.preprocess import options
 
 QWEN = frozenset({"messages", "enable_thinking"})
 DEEPSEEK = frozenset({"messages", "thinking"})
@@ -24,7 +24,7 @@ PLAIN = frozenset({"messages"})
     ],
 )
 def test_effort_sets_the_variables_that_the_template_reads(asked, variables, told):
-    found = thinking.make_template_args(asked, variables, can_think=True, param="reasoning_effort")
+    found = options.make_effort_args(asked, variables, can_think=True, param="reasoning_effort")
 
     assert found == told
 
@@ -42,10 +42,10 @@ def test_effort_is_refused_if_the_template_reads_no_variable_for_it(
     asked, variables, can_think, words
 ):
     with pytest.raises(errors.InvalidRequest, match=words) as caught:
-        thinking.make_template_args(asked, variables, can_think=can_think, param="reasoning.effort")
+        options.make_effort_args(asked, variables, can_think=can_think, param="reasoning.effort")
 
     assert caught.value.param == "reasoning.effort"
 
 
 def test_effort_none_is_accepted_by_a_model_that_never_thinks():
-    assert thinking.make_template_args("none", PLAIN, can_think=False, param="x") == {}
+    assert options.make_effort_args("none", PLAIN, can_think=False, param="x") == {}

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.apis.chat import request as openai_chat
-from dynamo.frontend.apis.completions import request as openai_completions
+from dynamo.frontend.apis import chat as openai_chat
+from dynamo.frontend.apis import completions as openai_completions
 from dynamo.preprocess import guiding
 from dynamo.preprocess.parsers import formats, tool_calls
 from dynamo.protocols import generate

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.apis.completions import request as openai_completions
+from dynamo.frontend.apis import completions as openai_completions
 from dynamo.preprocess import infill
 
 

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import os
 
 import chat_templates
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.apis.chat import request as openai_chat
+from dynamo.frontend.apis import chat as openai_chat
 from dynamo.preprocess import loading
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import generate, model_card
@@ -210,3 +211,18 @@ def test_error_names_a_file_that_is_no_text(folder):
 
     with pytest.raises(errors.ConfigError, match=r"chat_template\.jinja: expected UTF-8"):
         loading.ModelFiles(card(folder)).read_text("chat_template.jinja")
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev", "{tmp}/pipe"])
+def test_file_that_is_no_regular_one_is_not_read(tmp_path, path):
+    os.mkfifo(tmp_path / "pipe")
+    file = model_card.ModelFile(path=path.format(tmp=tmp_path), checksum="sha256:0", size=0)
+    card = model_card.ModelCard(
+        display_name="tiny",
+        source_path=str(tmp_path),
+        context_length=64,
+        kv_cache_block_size=16,
+        files={"tokenizer.json": file},
+    )
+    with pytest.raises(errors.ConfigError, match="expected a regular file"):
+        loading.load_preprocessor(card, clock.VirtualClock())

@@ -3,7 +3,7 @@
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.apis.completions import request as openai_completions
+from dynamo.frontend.apis import completions as openai_completions
 from dynamo.preprocess import inputs, options
 from dynamo.protocols import generate, model_errors
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.frontend.apis.chat import api as chats
-from dynamo.frontend.apis.chat import request as openai_chat
-from dynamo.frontend.apis.completions import api as completions
-from dynamo.frontend.apis.completions import request as openai_completions
-from dynamo.preprocess import options, preprocessor, tokenize
+from dynamo.frontend.apis import chat as chats
+from dynamo.frontend.apis import chat as openai_chat
+from dynamo.frontend.apis import completions
+from dynamo.frontend.apis import completions as openai_completions
+from dynamo.preprocess import options, preprocessor, tokenizer_library
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import blocks, generate, model_errors
 
@@ -165,7 +165,7 @@ async def test_detokenized_answer_continues_the_prompt(sentencepiece_like):
 async def test_long_prompt_tokenized_in_a_thread_has_the_same_tokens(byte_level):
     model = made_of(byte_level)
     model.context_length = 10**6
-    text = "The quick brown fox. " * (tokenize.LONG_TEXT // 10)
+    text = "The quick brown fox. " * (tokenizer_library.FastokensLibrary.long_text // 10)
     (prepared,) = await completions.prepare(model, completion(text), "r")
 
     assert model.text.decode(prepared.request.token_ids) == text
@@ -249,7 +249,7 @@ async def test_tokens_that_were_made_elsewhere_are_the_prompt(byte_level_model):
     (other,) = await completions.prepare(byte_level_model, completion("x", **given), "r")
 
     assert one.request.token_ids == other.request.token_ids == blocks.pack([5, 6, 7])
-    assert one.prompt == byte_level_model.detokenize([5, 6, 7])
+    assert one.prompt == byte_level_model.detokenize_ids([5, 6, 7])
     assert other.prompt is None
 
 
@@ -318,7 +318,7 @@ async def test_long_text_that_might_fit_is_tokenized(byte_level_model):
 
     assert blocks.count(packed) > CONTEXT
     with pytest.raises(model_errors.ContextTooLong, match=r"your tokens has the length"):
-        byte_level_model.detokenize([7] * (options.MIN_TEXT_CHARS + 1))
+        byte_level_model.detokenize_ids([7] * (options.MIN_TEXT_CHARS + 1))
 
 
 async def test_chat_with_more_messages_than_tokens_is_refused_without_rendering(byte_level_model):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers, pre_tokenizers
 
-from dynamo.preprocess import segments, tokenize
+from dynamo.preprocess import tokenize, tokenizer_library
 from dynamo.protocols import blocks
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "大丈夫")
@@ -51,14 +51,14 @@ def test_tokenizer_that_treats_beginnings_specially_is_not_cut(sentencepiece_lik
     text=st.text("ab<"),
 )
 def test_segments_joined_are_the_text(tokens, text):
-    cut = segments.PromptCutter(tokens).cut(text)
+    cut = tokenize.PromptCutter(tokens).cut(text)
 
     assert "".join(cut) == text
     assert "" not in cut
 
 
 def test_longest_of_tokens_with_equal_beginnings_is_cut_out():
-    assert segments.PromptCutter(["<a>", "<a><b>"]).cut("x<a><b><a>") == ["x", "<a><b>", "<a>"]
+    assert tokenize.PromptCutter(["<a>", "<a><b>"]).cut("x<a><b><a>") == ["x", "<a><b>", "<a>"]
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
@@ -102,7 +102,7 @@ def test_long_segments_cut_at_lines_have_the_ids_of_the_whole(
     ours = remember(with_words, byte_level_json, WORDS[name])
     joined = "".join(f"{text}\n{letter}" for text, letter in zip(texts, itertools.cycle(letters)))
     text = filled([joined])
-    with mock.patch.object(segments, "PART_CHARS", 1):
+    with mock.patch.object(tokenize, "PART_CHARS", 1):
         cut = ours._cutter.cut(text)
         packed = run(ours.encode_prompt(text))
 
@@ -124,7 +124,7 @@ remember = functools.cache(lambda make, *arguments: make(*arguments))
 )
 async def test_tokenizer_with_words_over_line_ends_is_not_cut_at_lines(byte_level_json, pattern):
     ours = with_words(byte_level_json, pattern)
-    text = "a cat\nand '\na fox\n" * segments.PART_CHARS
+    text = "a cat\nand '\na fox\n" * tokenize.PART_CHARS
 
     packed = await ours.encode_prompt(text)
 
@@ -140,7 +140,7 @@ async def test_normalizer_that_depends_on_line_ends_forbids_cutting_at_lines(byt
     made = tokenizers.Tokenizer.from_str(byte_level_json)
     made.normalizer = normalizers.Sequence([normalizers.NFC(), step])
     ours = tokenize.Tokenizer(made.to_str().encode())
-    text = "a cat\nand a fox\n" * segments.PART_CHARS
+    text = "a cat\nand a fox\n" * tokenize.PART_CHARS
     packed = await ours.encode_prompt(text)
 
     assert packed == ours.encode_now([text], add_special_tokens=False)[0]
@@ -148,17 +148,17 @@ async def test_normalizer_that_depends_on_line_ends_forbids_cutting_at_lines(byt
 
 def test_texts_with_equal_beginnings_share_their_parts():
     text = "".join(f"line number {number}\n" for number in range(1000))
-    longer = [*segments.split_segment(text + "more")]
+    longer = [*tokenize.split_segment(text + "more")]
 
-    assert longer[:-1] == [*segments.split_segment(text)][:-1]
+    assert longer[:-1] == [*tokenize.split_segment(text)][:-1]
     assert "".join(longer) == text + "more"
-    assert min(map(len, longer[:-1])) >= segments.PART_CHARS
+    assert min(map(len, longer[:-1])) >= tokenize.PART_CHARS
 
 
 def test_least_recently_used_segment_is_dropped():
-    size = segments.SegmentCache({}, max_bytes=1 << 20)
+    size = tokenize.SegmentCache({}, max_bytes=1 << 20)
     size.put("a", b"1")
-    cache = segments.SegmentCache({"<s>": b"0"}, max_bytes=4 * size.num_bytes)
+    cache = tokenize.SegmentCache({"<s>": b"0"}, max_bytes=4 * size.num_bytes)
     for name in "abcd":
         cache.put(name, b"1")
     cache.find("a")
@@ -171,7 +171,7 @@ def test_least_recently_used_segment_is_dropped():
 
 
 def test_segment_that_would_displace_most_others_is_not_cached():
-    cache = segments.SegmentCache({}, max_bytes=4096)
+    cache = tokenize.SegmentCache({}, max_bytes=4096)
     cache.put("a", b"1")
     cache.put("b" * 2000, b"2")
 
@@ -208,7 +208,14 @@ def test_segments_and_tokens_are_counted(byte_level_json):
 
 
 async def test_long_new_segments_have_the_same_ids_in_a_thread(byte_level):
-    text = filled(["<|im_start|>", "long " * tokenize.LONG_TEXT, "<|im_end|>", "x" * 5000])
+    text = filled(
+        [
+            "<|im_start|>",
+            "long " * tokenizer_library.FastokensLibrary.long_text,
+            "<|im_end|>",
+            "x" * 5000,
+        ]
+    )
 
     packed = await byte_level.encode_prompt(text)
 

@@ -1,6 +1,8 @@
 """Chat templates: what they may use, and how their failures are reported."""
 
-import time
+import asyncio
+import gc
+import weakref
 from datetime import datetime
 
 import chat_templates
@@ -10,9 +12,7 @@ from dynamo.base import errors
 from dynamo.preprocess import template
 from dynamo.testing import clock
 
-
-def render(source, messages=(), **rest):
-    return chat_templates.compiled(source).render(list(messages), **rest)
+render = chat_templates.rendered
 
 
 USER = {"role": "user", "content": "Hi <b>&</b> 你好"}
@@ -59,11 +59,11 @@ def test_strftime_now_uses_the_clock():
     assert render('{{ strftime_now("%d %b %Y") }}') == expected
 
 
-def test_requests_with_tools_use_their_own_template():
+async def test_requests_with_tools_use_their_own_template():
     both = chat_templates.compiled("plain", source_with_tools="with {{ tools|length }}")
 
-    assert both.render([USER]) == "plain"
-    assert both.render([USER], tools=[{"type": "function"}]) == "with 1"
+    assert await both.render([USER]) == "plain"
+    assert await both.render([USER], tools=[{"type": "function"}]) == "with 1"
 
 
 def test_generation_tag_changes_nothing():
@@ -97,13 +97,118 @@ def test_any_error_of_a_template_is_an_invalid_request(source):
         render(source, [])
 
 
-def test_too_long_prompt_of_a_template_is_refused(monkeypatch):
-    monkeypatch.setattr(template, "MAX_PROMPT_CHARS", 1000)
-    begun = time.process_time()
-    with pytest.raises(errors.InvalidRequest, match="exceeds 1000 characters"):
-        render("{% for i in range(99999) %}{% for j in range(99999) %}xx{% endfor %}{% endfor %}")
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    monkeypatch.setattr(template, "MAX_STEPS", 100_000)
 
-    assert time.process_time() - begun < 5
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}xx{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "bound"),
+    [
+        (LOOPS.replace("xx", ""), "100000 steps"),
+        (LOOPS.replace("xx", "x" * 999), "33554432 characters"),
+        ("{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}", "steps"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "steps"),
+        ("{% for x in range(99999) %}{% block b scoped %}" + LOOPS + "{% endblock %}{% endfor %}", "steps"),
+        ("{{ 'a' * 5000000000 }}", "characters"),
+        ("{{ 5000000000 * 'a' }}", "characters"),
+        ("{{ [0] * 5000000000 }}", "items"),
+        ("{{ 10 ** (10 ** 9) }}", "bits"),
+        ("{{ 'a'|center(5000000000) }}", "width"),
+        ("{{ 'a'.ljust(5000000000) }}", "width"),
+        ("{{ 'a'|indent(5000000000, true) }}", "width"),
+        ("{{ '%5000000000d' % 1 }}", "width"),
+        ("{{ '%*d' % (5000000000, 1) }}", "width"),
+        ("{{ '%5000000000d'|format(1) }}", "width"),
+        ("{{ '{:5000000000}'.format(1) }}", "width"),
+        ("{{ '{:{}}'.format(1, 5000000000) }}", "width"),
+        ("{{ [1]|tojson(indent=5000000000) }}", "width"),
+    ],
+)  # fmt: skip
+def test_template_that_exceeds_a_bound_is_refused_with_the_bound(source, bound):
+    with pytest.raises(errors.InvalidRequest, match=bound):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    ("start", "longer"),
+    [
+        ("'ab'", "ns.x + ns.x"),
+        ("'ab'", "ns.x ~ ns.x"),
+        ("'ab'", "'%s%s' % (ns.x, ns.x)"),
+        ("'ab'", "'{}{}'.format(ns.x, ns.x)"),
+        ("'ab'", "ns.x|replace('a', 'aa')"),
+        ("'ab'", "ns.x.replace('b', ns.x)"),
+        ("'ab'", "[ns.x, ns.x]|join"),
+        ("'ab'", "ns.x.join('xyz')"),
+        ("'ab'", "twice(ns.x)"),
+        ("[1]", "ns.x + ns.x"),
+        ("3", "ns.x * ns.x"),
+    ],
+)
+def test_value_that_grows_with_every_iteration_is_bounded(start, longer):
+    check_growth(start, longer, "ns.x")
+
+
+@pytest.mark.parametrize("longer", ["[ns.x, ns.x]", "{'a': ns.x, 'b': ns.x}"])
+@pytest.mark.parametrize(
+    "output", ["ns.x", "ns.x|tojson", "ns.x|string", "'%s' % [ns.x]", "'' ~ ns.x", "[ns.x]|join"]
+)
+def test_list_that_contains_another_one_twice_is_bounded_before_it_is_text(longer, output):
+    check_growth("[1]", longer, output)
+
+
+def check_growth(start, longer, output):
+    macro = "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}"
+    begin = "{% set ns = namespace(x=" + start + ") %}{% for i in range(99) %}"
+    step = "{% set ns.x = " + longer + " %}{% endfor %}{{ " + output + " }}"
+    with pytest.raises(errors.InvalidRequest, match="exceeds"):
+        render(macro + begin + step)
+
+
+def test_time_of_a_template_is_bounded(monkeypatch):
+    monkeypatch.setattr(template, "MAX_RENDER_S", -1.0)
+    with pytest.raises(errors.InvalidRequest, match="exceeds -1 s"):
+        render("{% for i in range(99999) %}{% endfor %}")
+
+
+async def test_event_loop_goes_on_while_a_template_takes_long():
+    looping = asyncio.create_task(chat_templates.compiled(LOOPS.replace("xx", "")).render([]))
+    num_turns = 0
+    while not looping.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+
+    assert isinstance(looping.exception(), errors.InvalidRequest)
+    assert num_turns > 3
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{% for i in x %}" * 30 + "{% endfor %}" * 30,
+    ],
+)
+def test_template_that_is_nested_too_deeply_is_a_config_error(source):
+    with pytest.raises(errors.ConfigError, match="chat template is"):
+        chat_templates.compiled(source)
+
+
+def test_very_long_template_is_a_config_error():
+    with pytest.raises(errors.ConfigError, match="expected at most 1048576"):
+        chat_templates.compiled("x" * (2**20 + 1))
+
+
+def test_prompt_of_many_steps_is_the_same_as_that_of_few():
+    messages = [{"role": "user", "content": str(i)} for i in range(20_000)]
+    prompt = render("{% for message in messages %}{{ message.content }} {% endfor %}", messages)
+
+    assert prompt == "".join(f"{i} " for i in range(20_000))
 
 
 def test_malformed_template_is_a_config_error():
@@ -136,3 +241,22 @@ def test_keys_and_attributes_of_messages_are_distinct(expression, text):
     else:
         with pytest.raises(errors.InvalidRequest):
             render(source, messages)
+
+
+async def test_messages_are_forgotten_with_their_prompt():
+    class Message(dict):
+        """A message that can be referred to weakly."""
+
+    source = "{% macro text_of(m) %}{{ m.content }}{% endmacro %}{% for m in messages %}{{ text_of(m) }}{% endfor %}"
+    made = template.ChatTemplate(source, special_tokens={}, clock=clock.VirtualClock())
+    message = Message(role="user", content="hi")
+    reference = weakref.ref(message)
+    gc.disable()
+    try:
+        prompt = await made.render([message])
+        del message
+
+        assert prompt == "hi"
+        assert reference() is None
+    finally:
+        gc.enable()

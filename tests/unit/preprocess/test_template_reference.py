@@ -68,6 +68,6 @@ def test_prompt(judge, family, conversation, tools, add_generation_prompt):
         **args,
     )
 
-    assert expected == chat_templates.compiled(source).render(
-        conversation, tools=tools, add_generation_prompt=add_generation_prompt, args=args
+    assert expected == chat_templates.rendered(
+        source, conversation, tools=tools, add_generation_prompt=add_generation_prompt, args=args
     )

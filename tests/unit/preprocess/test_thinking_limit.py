@@ -5,9 +5,9 @@ import json
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.apis.chat import request as openai_chat
-from dynamo.frontend.apis.messages import conversation
-from dynamo.preprocess import thinking
+from dynamo.frontend.apis import chat as openai_chat
+from dynamo.frontend.apis.messages import request as message_request
+from dynamo.preprocess import options
 from dynamo.preprocess.parsers import formats
 from dynamo.protocols import generate
 
@@ -27,16 +27,16 @@ def message():
         "messages": [{"role": "user", "content": "x"}],
         "thinking": {"type": "enabled", "budget_tokens": 2000},
     }
-    return conversation.decode(json.dumps(body).encode())
+    return message_request.decode(json.dumps(body).encode())
 
 
 def test_request_without_a_thinking_limit_has_none():
-    assert thinking.make_limit(chat(), "p", THINK, IDS) is None
+    assert options.make_thinking_limit(chat(), "p", THINK, IDS) is None
 
 
 @pytest.mark.parametrize(("prompt", "is_open"), [("p", False), ("p<think>\n", True)])
 def test_thinking_limit_names_the_marks_as_tokens(prompt, is_open):
-    found = thinking.make_limit(chat(max_thinking_tokens=7), prompt, THINK, IDS)
+    found = options.make_thinking_limit(chat(max_thinking_tokens=7), prompt, THINK, IDS)
 
     assert found == generate.ThinkingLimit(
         max_tokens=7, close_ids=(6,), open_ids=(5,), is_open=is_open
@@ -53,11 +53,11 @@ def test_thinking_limit_names_the_marks_as_tokens(prompt, is_open):
 )
 def test_unenforceable_thinking_limit_is_refused_unless_optional(form, ids):
     with pytest.raises(errors.InvalidRequest, match="no token of this model") as caught:
-        thinking.make_limit(chat(max_thinking_tokens=7), "p", form, ids)
+        options.make_thinking_limit(chat(max_thinking_tokens=7), "p", form, ids)
 
     assert caught.value.param == "nvext.max_thinking_tokens"
-    assert thinking.make_limit(message(), "p", form, ids) is None
+    assert options.make_thinking_limit(message(), "p", form, ids) is None
 
 
 def test_thinking_budget_of_a_message_is_the_limit():
-    assert thinking.make_limit(message(), "p", THINK, IDS).max_tokens == 2000
+    assert options.make_thinking_limit(message(), "p", THINK, IDS).max_tokens == 2000

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.preprocess import tokenize
+from dynamo.preprocess import tokenize, tokenizer_library
 from dynamo.protocols import blocks
 
 
@@ -41,7 +41,7 @@ def test_special_token_in_the_text_is_encoded_as_itself(byte_level):
 
 
 async def test_long_texts_have_the_same_ids_in_a_thread(byte_level):
-    texts = ["The quick brown fox. " * (tokenize.LONG_TEXT // 10), "cat"]
+    texts = ["The quick brown fox. " * (tokenizer_library.FastokensLibrary.long_text // 10), "cat"]
     packed = await byte_level.encode(texts, add_special_tokens=False)
 
     assert packed == [byte_level.encode_now([text], add_special_tokens=False)[0] for text in texts]

@@ -15,9 +15,7 @@ TTL_S = 10
 
 
 def make(policy="ttl", max_guesses=1000):
-    return approx_index.ApproxIndex(
-        approx_index.ApproxSettings(policy=policy, ttl_s=TTL_S, max_guesses=max_guesses)
-    )
+    return approx_index.ApproxIndex(policy=policy, ttl_s=TTL_S, max_guesses=max_guesses)
 
 
 def names(*local_hashes):

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import msgspec
 import pytest
 
 from dynamo.base import clock
@@ -39,3 +40,29 @@ async def test_embedding_model_gets_a_push_router_in_any_mode(fields, expected):
         stack.push_async_callback(made.close)
 
         assert type(made.make_route(runtime.client(NAME), card(**fields))) is expected
+
+
+@pytest.mark.parametrize(
+    ("workers_size", "option", "expected"), [(4, None, 4), (4, 64, 4), (4, 4, 4), (0, 64, 64)]
+)
+async def test_block_size_is_that_of_the_workers(workers_size, option, expected, caplog):
+    async with contextlib.AsyncExitStack() as stack:
+        runtime = await component.DistributedRuntime.in_memory(
+            component.MemoryCluster(), item_type=generate.Output
+        )
+        await stack.enter_async_context(runtime)
+        made = route_factory.RouteFactory(
+            config.RoutingConfig(router_mode="kv", kv_cache_block_size=option),
+            runtime,
+            clock.SystemClock(),
+            metrics.Registry("dynamo_frontend"),
+        )
+        stack.push_async_callback(made.close)
+        route_ = made.make_route(
+            runtime.client(NAME), msgspec.structs.replace(card(), kv_cache_block_size=workers_size)
+        )
+
+        assert route_._block_size == expected
+        assert ("--kv-cache-block-size 64: the workers of 'm'" in caplog.text) is (
+            option == 64 and workers_size == 4
+        )

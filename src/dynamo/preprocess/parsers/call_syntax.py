@@ -145,14 +145,16 @@ ParsedCalls = list[parser.ToolCall] | None
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """A call as a JSON object; models use either name for its arguments."""
+    """A call as a JSON object; models use either name for its tool and for its arguments."""
 
-    name: str
+    name: str = ""
+    tool_name: str = ""
     arguments: msgspec.Raw = msgspec.Raw()
     parameters: msgspec.Raw = msgspec.Raw()
 
 
 _decode_calls = msgspec.json.Decoder(_Call | list[_Call]).decode
+_decode_calls_by_key = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 _ERRORS = (ValueError, RecursionError)  # msgspec's and json's errors are ValueErrors
 
@@ -166,10 +168,28 @@ def parse_json_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
         return None
     objects = decoded if isinstance(decoded, list) else [decoded]
     calls = [
-        parse_call(entry.name, bytes(entry.arguments or entry.parameters).decode())
+        parse_call(
+            entry.name or entry.tool_name, bytes(entry.arguments or entry.parameters).decode()
+        )
         for entry in objects
     ]
     return _all_or_none(calls)
+
+
+def parse_calls_by_key(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
+    """Parse `[{"f": {...}}, {"g": {...}}]`: the name of the tool is the key of its arguments."""
+    del tools
+    try:
+        objects = _decode_calls_by_key(_strict(text))
+    except _ERRORS:
+        return None
+    return _all_or_none(
+        [
+            parse_call(name, bytes(arguments).decode())
+            for entry in objects
+            for name, arguments in entry.items()
+        ]
+    )
 
 
 def _strict(text: str) -> str:
@@ -216,6 +236,12 @@ def _all_or_none(calls: list[parser.ToolCall | None]) -> ParsedCalls:
 _NAME = re.compile(r"[\w.]+")
 
 
+def parse_python_lines(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
+    """Parse the calls that stand in lines of their own before `</function_calls>`."""
+    lines = [line for line in text.removesuffix("</function_calls>").splitlines() if line.strip()]
+    return parse_python_calls(f"[{', '.join(lines)}]", tools)
+
+
 def parse_python_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
     """Parse `[f(x=1), g(y="a")]`: a list of calls with literal arguments by name."""
     del tools
@@ -242,26 +268,45 @@ def _python_call(node: ast.expr) -> parser.ToolCall:
     return parser.ToolCall(name, _dump(arguments))
 
 
-_FUNCTION_END = "</function>"
-_PARAMETER = re.compile(
-    r"<parameter=(?P<name>[^<>]+)>\n?(?P<value>.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)",
-    re.DOTALL,
-)
+class TaggedCallReader:
+    """Parses the name of a tool and its arguments between tags, up to the mark `end`.
+
+    `head` is a pattern that finds the `name`, `argument` one that finds the `key` and `value` of each argument. A value
+    is a text that the schema of the tool converts, unless the pattern finds an `is_text` of "true" or "false".
+    """
+
+    def __init__(self, end: str, head: str, argument: str) -> None:
+        self._end = end
+        self._head = re.compile(head)
+        self._argument = re.compile(argument, re.DOTALL)
+
+    def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
+        body = text.removesuffix(self._end).strip()
+        head = self._head.match(body)
+        arguments = body[head.end() :] if head else ""
+        if head is None or self._argument.sub("", arguments).strip():
+            return None
+        name = head["name"].strip()
+        schema = tools.get(name, {}).get("properties")
+        types = schema if isinstance(schema, dict) else {}
+        return [
+            parser.ToolCall(
+                name,
+                _dump(
+                    {
+                        match["key"].strip(): _read_value(match, types.get(match["key"].strip()))
+                        for match in self._argument.finditer(arguments)
+                    }
+                ),
+            )
+        ]
 
 
-def parse_tagged_calls(text: str, tools: parser.ToolSchemas) -> ParsedCalls:
-    """Parse `name><parameter=x>1</parameter></function>`: values are texts, converted by the schema of the tool."""
-    name, _, parameters = text.removesuffix(_FUNCTION_END).partition(">")
-    name = name.strip()
-    if not name or "<" in name or _PARAMETER.sub("", parameters).strip():
-        return None
-    schema = tools.get(name, {}).get("properties")
-    types = schema if isinstance(schema, dict) else {}
-    arguments = {
-        match["name"].strip(): _convert(match["value"], types.get(match["name"].strip()))
-        for match in _PARAMETER.finditer(parameters)
-    }
-    return [parser.ToolCall(name, _dump(arguments))]
+def _read_value(argument: re.Match[str], schema: Any) -> Any:
+    is_text = argument.groupdict().get("is_text")
+    if is_text is not None:
+        schema = {"type": "string" if is_text == "true" else "any"}
+    return _convert(argument["value"], schema)
 
 
 def _convert(text: str, schema: Any) -> Any:
@@ -274,6 +319,29 @@ def _convert(text: str, schema: Any) -> Any:
         return msgspec.json.decode(spelled)
     except _ERRORS:
         return text
+
+
+class BareKeyReader:
+    """Parses `call:name{key:<q>text<q>,other:[1,true]}`: JSON with bare keys, and strings between a mark `quote`."""
+
+    def __init__(self, end: str, quote: str) -> None:
+        self._end = end
+        self._quote = quote
+
+    def __call__(self, text: str, tools: parser.ToolSchemas) -> ParsedCalls:
+        del tools
+        head, brace, body = text.removesuffix(self._end).strip().partition("{")
+        name = _BARE_NAME.fullmatch(head.strip())
+        if name is None or not brace:
+            return None
+        parts = (brace + body).split(self._quote)  # outside, string, outside, string, outside
+        parts[::2] = [_BARE_KEY.sub(r'\1"\2": ', part) for part in parts[::2]]
+        parts[1::2] = [_dump(part) for part in parts[1::2]]
+        return _all_or_none([parse_call(name["name"], "".join(parts))])
+
+
+_BARE_NAME = re.compile(r"call:(?P<name>[\w.-]+)")
+_BARE_KEY = re.compile(r"([{,]\s*)([\w.-]+)\s*:\s*")
 
 
 def _dump(value: Any) -> str:

@@ -22,8 +22,67 @@ def _named() -> call_syntax.BracketScanner:
     return call_syntax.BracketScanner(has_head=True)
 
 
-def _function_tags() -> call_syntax.MarkerScanner:
-    return call_syntax.MarkerScanner("</function>")
+def _tagged(
+    end: str, *, opens: str, head: str, argument: str, section: str = "", closes: tuple[str, ...] = (),
+    inner: tuple[str, ...] = (),
+) -> ToolCallFormat:  # fmt: skip
+    """Return a format of calls between tags; in `argument`, `VALUE` stands for the pattern of a value."""
+    return ToolCallFormat(
+        sections=(section,) if section else (),
+        opens=(opens,),
+        inner=inner,
+        closes=closes,
+        make_scanner=functools.partial(call_syntax.MarkerScanner, end),
+        parse=call_syntax.TaggedCallReader(
+            end, head, argument.replace("VALUE", r"\n?(?P<value>.*?)\n?")
+        ),
+    )
+
+
+def _function_tags(section: str, close: str) -> ToolCallFormat:
+    return _tagged(
+        "</function>",
+        section=section,
+        opens="<function=",
+        closes=(close,),
+        head=r"(?P<name>[^<>]+)>",
+        argument=r"<parameter=(?P<key>[^<>]+)>VALUE(?:</parameter>|(?=<parameter=)|\Z)",
+    )
+
+
+def _invoke_tags(section: str, close: str) -> ToolCallFormat:
+    return _tagged(
+        "</invoke>",
+        section=section,
+        opens="<invoke name=",
+        closes=(close,),
+        head=r"[\"']?(?P<name>[^\"'<>]+)[\"']?>",
+        argument=r"<parameter name=[\"']?(?P<key>[^\"'<>]+)[\"']?>VALUE(?:</parameter>|(?=<parameter name=)|\Z)",
+    )
+
+
+def _dsml_tags(section: str, space: str = "") -> ToolCallFormat:
+    """Return DeepSeek's markup language; the token that begins its tags may be a special one."""
+    tag = f"｜DSML｜{space}"
+    return _tagged(
+        f"</{tag}invoke>",
+        section=f"<{tag}{section}>",
+        opens=f"<{tag}invoke name=",
+        closes=(f"</{tag}{section}>",),
+        inner=("｜DSML｜",),
+        head=r"\"(?P<name>[^\"<>]+)\">",
+        argument=rf"<{tag}parameter name=\"(?P<key>[^\"<>]+)\" string=\"(?P<is_text>true|false)\">"
+        rf"(?P<value>.*?)</{tag}parameter>",
+    )
+
+
+def _bare_keys(open_mark: str, end: str, quote: str) -> ToolCallFormat:
+    return ToolCallFormat(
+        opens=(open_mark,),
+        inner=(quote, end),
+        make_scanner=functools.partial(call_syntax.MarkerScanner, end),
+        parse=call_syntax.BareKeyReader(end, quote),
+    )
 
 
 def _python_list() -> call_syntax.BracketScanner:
@@ -37,17 +96,53 @@ _HERMES = ToolCallFormat(
 )
 # Forced calls of all others: most were taught arrays like this one, and it needs no mark that they might not have.
 JSON_ARRAY = ToolCallFormat(opens=("[", ","), closes=("]",), frame=CallFrame("[", ", ", "]"))
+_QWEN_CODER = _function_tags("<tool_call>", "</tool_call>")
+_PHI = ToolCallFormat(opens=("functools", "<|tool_call|>"), closes=("<|/tool_call|>",))
+_JAMBA = ToolCallFormat(opens=("<tool_calls>",), closes=("</tool_calls>",))
+_GLM = _tagged(
+    "</tool_call>",
+    opens="<tool_call>",
+    head=r"(?P<name>[\w.-]+)",
+    argument=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+)
+_DEEPSEEK_V4 = _dsml_tags("tool_calls")
+_GEMMA_4 = _bare_keys("<|tool_call>", "<tool_call|>", '<|"|>')
+_PYTHONIC = ToolCallFormat(
+    opens=("<|python_start|>",),
+    closes=("<|python_end|>",),
+    bare="[",
+    make_scanner=_python_list,
+    parse=call_syntax.parse_python_calls,
+)
+_KIMI_K2 = ToolCallFormat(
+    sections=("<|tool_calls_section_begin|>",),
+    opens=("<|tool_call_begin|>",),
+    inner=("<|tool_call_argument_begin|>",),
+    closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    make_scanner=_named,
+    parse=call_syntax.NamedCallReader(
+        r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>"
+    ),
+)
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     "hermes": _HERMES,
     "qwen25": _HERMES,
     "qwen3": _HERMES,
+    "granite4": _HERMES,
+    "ernie45": _HERMES,
     "llama3_json": ToolCallFormat(opens=("<|python_tag|>",), closes=(";",), bare="{"),
-    "pythonic": ToolCallFormat(
-        opens=("<|python_start|>",),
-        closes=("<|python_end|>",),
-        bare="[",
+    "pythonic": _PYTHONIC,
+    "llama4_pythonic": _PYTHONIC,
+    "lfm2": ToolCallFormat(
+        opens=("<|tool_call_start|>",),
+        closes=("<|tool_call_end|>",),
         make_scanner=_python_list,
         parse=call_syntax.parse_python_calls,
+    ),
+    "olmo3": ToolCallFormat(
+        opens=("<function_calls>",),
+        make_scanner=functools.partial(call_syntax.MarkerScanner, "</function_calls>"),
+        parse=call_syntax.parse_python_lines,
     ),
     "mistral": ToolCallFormat(
         opens=("[TOOL_CALLS]",),
@@ -72,29 +167,59 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
         make_scanner=_named,
         parse=call_syntax.NamedCallReader(r"(?P<name>[\w.-]+)<｜tool▁sep｜>"),
     ),
-    "kimi_k2": ToolCallFormat(
-        sections=("<|tool_calls_section_begin|>",),
-        opens=("<|tool_call_begin|>",),
-        inner=("<|tool_call_argument_begin|>",),
-        closes=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
-        make_scanner=_named,
-        parse=call_syntax.NamedCallReader(
-            r"(functions\.)?(?P<name>[\w.-]+?)(:\d+)?\s*<\|tool_call_argument_begin\|>"
-        ),
+    "deepseek_v3_2": _dsml_tags("function_calls"),
+    "deepseek_v4": _DEEPSEEK_V4,
+    "deepseek-v4": _DEEPSEEK_V4,
+    "deepseekv4": _DEEPSEEK_V4,
+    "deepseek_v41": _dsml_tags("calls", space=" "),
+    "kimi_k2": _KIMI_K2,
+    "kimi_k25": _KIMI_K2,
+    "qwen3_coder": _QWEN_CODER,
+    "qwen3_xml": _QWEN_CODER,
+    "nemotron_nano": _QWEN_CODER,
+    "seed_oss": _function_tags("<seed:tool_call>", "</seed:tool_call>"),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "minimax_m2": _invoke_tags("<minimax:tool_call>", "</minimax:tool_call>"),
+    "dots": _invoke_tags("<dots_function_call>", "</dots_function_call>"),
+    "step3": _tagged(
+        "</steptml:invoke>",
+        section="<｜tool_calls_begin｜>",
+        opens="<｜tool_call_begin｜>",
+        inner=("<｜tool_sep｜>",),
+        closes=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+        head=r"function<｜tool_sep｜><steptml:invoke name=\"(?P<name>[^\"<>]+)\">",
+        argument=r"<steptml:parameter name=\"(?P<key>[^\"<>]+)\">VALUE</steptml:parameter>",
     ),
-    "qwen3_coder": ToolCallFormat(
-        sections=("<tool_call>",),
-        opens=("<function=",),
-        closes=("</tool_call>",),
-        make_scanner=_function_tags,
-        parse=call_syntax.parse_tagged_calls,
+    "minicpm5": _tagged(
+        "</function>",
+        opens="<function name=",
+        head=r"\"(?P<name>[^\"<>]+)\">",
+        argument=r"<param name=\"(?P<key>[^\"<>]+)\">VALUE</param>",
     ),
-    "phi4": ToolCallFormat(opens=("functools", "<|tool_call|>"), closes=("<|/tool_call|>",)),
+    "gemma4": _GEMMA_4,
+    "gemma-4": _GEMMA_4,
+    "functiongemma": _bare_keys("<start_function_call>", "<end_function_call>", "<escape>"),
+    "phi4": _PHI,
+    "phi4_mini_json": _PHI,
     "nemotron_deci": ToolCallFormat(opens=("<TOOLCALL>",), closes=("</TOOLCALL>",)),
     "granite": ToolCallFormat(
         opens=("<|tool_call|>", "<tool_call>"), closes=("</tool_call>",), bare="["
     ),
-    "jamba": ToolCallFormat(opens=("<tool_calls>",), closes=("</tool_calls>",)),
+    "granite_20b_fc": ToolCallFormat(opens=("<function_call>",)),
+    "jamba": _JAMBA,
+    "hunyuan_a13b": _JAMBA,
+    "longcat": ToolCallFormat(opens=("<longcat_tool_call>",), closes=("</longcat_tool_call>",)),
+    "internlm": ToolCallFormat(
+        sections=("<|action_start|>",), opens=("<|plugin|>",), closes=("<|action_end|>",)
+    ),
+    "cohere_command": ToolCallFormat(opens=("<|START_ACTION|>",), closes=("<|END_ACTION|>",)),
+    "apertus": ToolCallFormat(
+        opens=("<|tools_prefix|>",),
+        closes=("<|tools_suffix|>",),
+        parse=call_syntax.parse_calls_by_key,
+    ),
+    "xlam": ToolCallFormat(opens=("<tool_call>",), closes=("</tool_call>",), bare="["),
     "harmony": _HARMONY,
     "default": ToolCallFormat(
         opens=("<TOOLCALL>", "<|python_tag|>"), closes=("</TOOLCALL>", ";"), bare="{["
@@ -104,15 +229,51 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
 _THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",))
 _FORCED_THINK = ReasoningFormat(opens=("<think>",), closes=("</think>",), is_forced=True)
 _GPT_OSS = ReasoningFormat(opens=(), closes=())  # the harmony parser reads both
+_GEMMA_CHANNEL = ReasoningFormat(
+    opens=("<|channel>thought",), closes=("<channel|>",), tokens=("<|channel>",)
+)
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
-    "basic": _THINK,
-    "qwen3": _THINK,
-    "nemotron_deci": _THINK,
-    "deepseek_r1": _FORCED_THINK,
-    "step3": _FORCED_THINK,
-    "nemotron_nano": _FORCED_THINK,
-    "nemotron3": _FORCED_THINK,
-    "nemotron_v3": _FORCED_THINK,
+    **dict.fromkeys(
+        (
+            "basic",
+            "qwen3",
+            "qwen3_coder",
+            "nemotron_deci",
+            "glm45",
+            "glm47",
+            "kimi_k2",
+            "exaone4",
+            "deepseek_v3",
+            "deepseek_v3_1",
+            "deepseek_v3_2",
+            "deepseek_v4",
+            "deepseek-v4",
+            "deepseekv4",
+            "deepseek_v41",
+        ),
+        _THINK,
+    ),
+    **dict.fromkeys(
+        (
+            "deepseek_r1",
+            "step3",
+            "nemotron_nano",
+            "nemotron3",
+            "nemotron_v3",
+            "kimi_k25",
+            "minimax_m2",
+            "minimax_append_think",
+            "olmo3",
+            "ernie45",
+        ),
+        _FORCED_THINK,
+    ),
+    "seed_oss": ReasoningFormat(opens=("<seed:think>",), closes=("</seed:think>",)),
+    "minimax_m3": ReasoningFormat(opens=("<mm:think>",), closes=("</mm:think>",)),
+    "longcat": ReasoningFormat(opens=("<longcat_think>",), closes=("</longcat_think>",)),
+    "cohere_command": ReasoningFormat(opens=("<|START_THINKING|>",), closes=("<|END_THINKING|>",)),
+    "gemma4": _GEMMA_CHANNEL,
+    "gemma-4": _GEMMA_CHANNEL,
     "mistral": ReasoningFormat(opens=("[THINK]",), closes=("[/THINK]",), is_forced=True),
     "kimi": ReasoningFormat(opens=("◁think▷",), closes=("◁/think▷",)),
     "granite": ReasoningFormat(
@@ -125,7 +286,23 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 # Texts that a chat template contains, and the name of the format that its model then writes; the first match counts.
 _TOOLS_BY_TEMPLATE = (
     (("<|channel|>",), "harmony"),
+    (("<seed:tool_call>",), "seed_oss"),
     (("<function=",), "qwen3_coder"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<dots_function_call>",), "dots"),
+    (("<steptml:invoke",), "step3"),
+    (("｜DSML｜", "function_calls"), "deepseek_v3_2"),
+    (("｜DSML｜ calls",), "deepseek_v41"),
+    (("｜DSML｜",), "deepseek_v4"),
+    (('<|"|>', "<|tool_call>"), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|START_ACTION|>",), "cohere_command"),
+    (("<|tools_prefix|>",), "apertus"),
+    (("<|action_start|>", "<|plugin|>"), "internlm"),
+    (("<function_calls>",), "olmo3"),
+    (("<function name=", "<param name="), "minicpm5"),
     (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
     (("<｜tool▁calls▁begin｜>",), "deepseek_v3_1"),
     (("<|tool_calls_section_begin|>",), "kimi_k2"),
@@ -137,11 +314,16 @@ _TOOLS_BY_TEMPLATE = (
     (("<|/tool_call|>",), "phi4"),
     (("<|tool_call|>",), "granite"),
     (("<tool_calls>",), "jamba"),
-    (("<arg_key>",), NONE),  # a format without a parser here
+    (("<arg_key>",), "glm45"),
     (("<tool_call>",), "hermes"),
 )
 _REASONING_BY_TEMPLATE = (
     (("<|channel|>",), "gpt_oss"),
+    (("<|channel>thought",), "gemma4"),
+    (("</seed:think>",), "seed_oss"),
+    (("</mm:think>",), "minimax_m3"),
+    (("</longcat_think>",), "longcat"),
+    (("<|START_THINKING|>",), "cohere_command"),
     (("</think>",), "basic"),
     (("◁think▷",), "kimi"),
     (("[THINK]",), "mistral"),
@@ -181,7 +363,10 @@ class AnswerFormat:
         return self.forced.frame
 
     def thoughts(self, prompt: str, *, may_think: bool) -> generate.GuidedReasoning | None:
-        """Return the reasoning that may precede an answer held to a grammar. Raises InvalidRequest for harmony."""
+        """Return the reasoning that may precede an answer held to a grammar: that which the prompt has begun, or any.
+
+        Raises InvalidRequest for harmony.
+        """
         if self._is_harmony:
             raise errors.InvalidRequest(
                 "a model that answers in harmony's channels cannot be guided"
@@ -193,14 +378,19 @@ class AnswerFormat:
             return generate.GuidedReasoning(closes=form.closes)
         return generate.GuidedReasoning(opens=form.opens, closes=form.closes) if may_think else None
 
-    def parsers(self, prompt: str, tools: parser.ToolSchemas | None) -> parser.ParserFactory | None:
-        """Return the parsers for answers to this prompt; None if all of it is content. `tools` None: no calls."""
+    def parsers(
+        self, prompt: str, tools: parser.ToolSchemas | None, *, is_forced: bool = False
+    ) -> parser.ParserFactory | None:
+        """Return the parsers for answers to this prompt; None if all of it is content.
+
+        `tools` None: no calls; `is_forced`: nothing but calls.
+        """
         if self._is_harmony:
             return parser.ParserFactory(lambda: harmony.HarmonyParser(tools))
         thoughts = None if self.reasoning is None else self.reasoning.parsers(prompt)
         if self.tools is None or tools is None:
             return thoughts
-        calls = functools.partial(ToolCallParser, self.tools, tools)
+        calls = functools.partial(ToolCallParser, self.tools, tools, is_forced=is_forced)
         if thoughts is None:
             return parser.ParserFactory(calls)
         return parser.ParserFactory(lambda: parser.ChainedParser(thoughts.new(), calls()))

@@ -20,11 +20,14 @@ class ReasoningFormat:
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_forced: bool = False  # answers begin with reasoning, opening mark or not
+    tokens: tuple[
+        str, ...
+    ] = ()  # tokens of which marks consist, if these are not tokens themselves
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Return all marks that must be visible in the text, special tokens or not."""
-        return self.opens + self.closes
+        return self.opens + self.closes + self.tokens
 
     def begins_in(self, prompt: str) -> bool:
         """Return whether the answer to this prompt begins with reasoning."""

@@ -6,7 +6,8 @@
      └──at the beginning────┘ └──cannot be a call──▶ text   └──▶ call
 
 A format (`formats`) says which marks there are, how far a call reaches and how to parse it (`call_syntax`). Text that
-turns out to be no call is content, marks included. White space around calls is dropped.
+turns out to be no call is content, marks included. White space around calls is dropped, and so is the beginning of a
+forced call that the token limit cut off.
 """
 
 from collections.abc import Callable
@@ -49,8 +50,12 @@ class ToolCallFormat:
 class ToolCallParser(parser.StateMachineParser):
     """Finds the tool calls in one answer."""
 
-    def __init__(self, form: ToolCallFormat, tools: parser.ToolSchemas) -> None:
+    def __init__(
+        self, form: ToolCallFormat, tools: parser.ToolSchemas, *, is_forced: bool = False
+    ) -> None:
+        """With `is_forced` a grammar holds the answer to calls: what ends within one is no content."""
         super().__init__(ToolCallParser._begin if form.bare else ToolCallParser._read_text)
+        self._is_forced = is_forced
         self._form = form
         self._tools = tools
         self._starters = stop_strings.cached_markers(*form.opens, *form.sections)
@@ -69,6 +74,8 @@ class ToolCallParser(parser.StateMachineParser):
         return False
 
     def _end(self) -> None:
+        if self._is_forced:
+            return
         is_after_call = self._step is ToolCallParser._read_between and not self._lead
         tail = self._text.lstrip() if is_after_call else self._text
         self._emit(parser.Content, self._blanks.take() + self._lead + "".join(self._body) + tail)

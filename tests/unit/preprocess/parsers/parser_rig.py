@@ -36,6 +36,37 @@ ONE_CALL = {
     "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     '{"city": "Paris"}',
     "default": '{"name": "get_weather", "arguments": {"city": "Paris"}}',
+    "deepseek_v3_2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+    'string="true">Paris</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+    'string="true">Paris</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    "deepseek_v41": '<｜DSML｜ calls>\n<｜DSML｜ invoke name="get_weather">\n<｜DSML｜ parameter name="city" '
+    'string="true">Paris</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
+    "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
+    "</function>\n</seed:tool_call>",
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "dots": "<dots_function_call>\n<invoke name=get_weather>\n<parameter name=city>Paris</parameter>\n"
+    "</invoke>\n</dots_function_call>",
+    "step3": '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">'
+    '<steptml:parameter name="city">Paris</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+    "<｜tool_calls_end｜>",
+    "minicpm5": '<function name="get_weather"><param name="city">Paris</param></function>',
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>',
+    "functiongemma": "<start_function_call>call:get_weather{city:<escape>Paris<escape>}"
+    "<end_function_call>",
+    "lfm2": '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>',
+    "olmo3": '<function_calls>\nget_weather(city="Paris")\n</function_calls>',
+    "granite_20b_fc": '<function_call> {"name": "get_weather", "arguments": {"city": "Paris"}}',
+    "longcat": '<longcat_tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}'
+    "</longcat_tool_call>",
+    "internlm": '<|action_start|><|plugin|>\n{"name": "get_weather", "parameters": {"city": "Paris"}}'
+    "<|action_end|>",
+    "cohere_command": '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+    '{"city": "Paris"}}\n]<|END_ACTION|>',
+    "apertus": '<|tools_prefix|>[{"get_weather": {"city": "Paris"}}]<|tools_suffix|>',
+    "xlam": '[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
 }
 TWO_CALLS = {
     "hermes": ONE_CALL["hermes"] + "\n" + ONE_CALL["hermes"].replace("Paris", "Rome"),
@@ -51,6 +82,17 @@ TWO_CALLS = {
     '{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>'
     '{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "qwen3_coder": ONE_CALL["qwen3_coder"] + "\n" + ONE_CALL["qwen3_coder"].replace("Paris", "Rome"),
+    "glm45": ONE_CALL["glm45"] + ONE_CALL["glm45"].replace("\n", "").replace("Paris", "Rome"),
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+    'string="true">Paris</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="false">"Rome"</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜tool_calls>",
+    "minimax_m2": '<minimax:tool_call><invoke name="get_weather"><parameter name="city">Paris</parameter></invoke>'
+    "\n<invoke name='get_weather'><parameter name='city'>Rome</parameter></invoke></minimax:tool_call>",
+    "gemma4": ONE_CALL["gemma4"] + ONE_CALL["gemma4"].replace("Paris", "Rome"),
+    "olmo3": '<function_calls>\nget_weather(city="Paris")\nget_weather(city="Rome")\n</function_calls>',
+    "apertus": '<|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"get_weather": {"city": "Rome"}}]'
+    "<|tools_suffix|>",
     "phi4": 'functools[{"name": "get_weather", "arguments": {"city": "Paris"}}, '
     '{"name": "get_weather", "arguments": {"city": "Rome"}}]',
     "harmony": ONE_CALL["harmony"]

@@ -21,7 +21,9 @@ def test_two_calls_are_parsed(name):
 
 
 def test_every_format_has_a_sample():
-    assert formats.TOOL_CALL_FORMATS.keys() - {"qwen25", "qwen3"} == ONE_CALL.keys()
+    sampled = [formats.TOOL_CALL_FORMATS[name] for name in ONE_CALL]
+
+    assert all(form in sampled for form in formats.TOOL_CALL_FORMATS.values())
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek_v3_1", "qwen3_coder", "phi4"])
@@ -174,6 +176,57 @@ def test_malformed_tag_is_content(text):
     assert read(make_parser("qwen3_coder"), text) == [content(text)]
 
 
+def test_tagged_values_keep_their_type():
+    text = (
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="days" string="true">3'
+        '</｜DSML｜parameter><｜DSML｜parameter name="tags" string="false">[1, {"a": null}]</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="city" string="true">\n<b>"x"</b>\n</｜DSML｜parameter>'
+        "</｜DSML｜invoke></｜DSML｜tool_calls>"
+    )
+
+    assert read(make_parser("deepseek_v4"), text) == [
+        parser.ToolCall(
+            "get_weather",
+            '{"days": "3", "tags": [1, {"a": null}], "city": "\\n<b>\\"x\\"</b>\\n"}',
+        )
+    ]
+
+
+def test_bare_keys_and_marked_strings_become_json():
+    text = (
+        '<|tool_call>call:get_weather{city:<|"|>a:{"b"},c:1\\<|"|>,days:-2,metric:true,'
+        'tags:[<|"|>x<|"|>,{deep_key:null}]}<tool_call|>'
+    )
+
+    assert read(make_parser("gemma4"), text) == [
+        parser.ToolCall(
+            "get_weather",
+            '{"city": "a:{\\"b\\"},c:1\\\\","days": -2,"metric": true,"tags": ["x",{"deep_key": null}]}',
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm45", "<tool_call></tool_call>"),
+        ("glm45", "<tool_call>f\nno tags</tool_call>"),
+        ("deepseek_v4", '<｜DSML｜invoke name="f"><b></｜DSML｜invoke>'),
+        ("minimax_m2", "<invoke name=></invoke>"),
+        ("gemma4", "<|tool_call>call:f<tool_call|>"),
+        ("gemma4", "<|tool_call>f{}<tool_call|>"),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>b}<tool_call|>'),
+        ("apertus", "<|tools_prefix|>[{}]"),
+        ("apertus", '<|tools_prefix|>[{"f": 1}]'),
+        ("olmo3", "<function_calls></function_calls>"),
+        ("olmo3", "<function_calls>f(x)</function_calls>"),
+        ("cohere_command", '<|START_ACTION|>[{"parameters": {}}]'),
+    ],
+)
+def test_malformed_call_of_a_family_is_content(name, text):
+    assert read(make_parser(name), text) == [content(text)]
+
+
 def test_too_long_call_is_content(monkeypatch):
     monkeypatch.setattr(call_syntax, "MAX_CALL_CHARS", 12)
 
@@ -202,7 +255,9 @@ PIECES = st.sampled_from(
         '{"name": "get_weather", "arguments": ', "{", "}", "[", "]", '"', "\\", "(", "'", " ", "\n", " " * 300,
         "a", "é", "functools", "[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|end|>", "analysis", "<|start|>",
         "<|python_tag|>", ";", "<TOOLCALL>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "x" * 300,
-        "<think>", "</think>", "<|tool_calls_section_begin|>",
+        "<think>", "</think>", "<|tool_calls_section_begin|>", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="',
+        "</｜DSML｜invoke>", "<arg_key>", "</arg_key>", "<|tool_call>", "<tool_call|>", '<|"|>', "call:",
+        "<invoke name=", "</invoke>", "<function_calls>", "</function_calls>",
     ]
 )  # fmt: skip
 

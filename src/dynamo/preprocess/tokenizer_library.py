@@ -1,0 +1,156 @@
+"""Libraries that turn text into token ids and back. Only this module imports them.
+
+Hugging Face's `tokenizers` is the reference. `fastokens` reads the same tokenizer.json and encodes 7 to 20 times as
+fast; it takes the place of the reference where it gives the same ids and texts for some hundred probes at the load.
+Both release the interpreter lock while they encode a batch.
+"""
+
+import itertools
+import logging
+import random
+import struct
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import fastokens
+import tokenizers
+
+from dynamo.base import errors
+from dynamo.protocols import blocks
+
+NUM_PROBES = 400  # texts for which both libraries have to agree; they take some 10 ms
+LibraryName = Literal["fastokens", "default"]  # as NVIDIA Dynamo's --tokenizer has them
+# Ranges of characters of which probes are made: the kinds that patterns and normalizers tell apart.
+_SCRIPTS = (
+    (0x20, 0x7F), (0x20, 0x7F), (0x09, 0x0E), (0x80, 0x250), (0x300, 0x370), (0x370, 0x530),
+    (0x590, 0x700), (0x900, 0xE80), (0x1100, 0x1200), (0x2000, 0x2200), (0x3000, 0x3100),
+    (0x4E00, 0x9FFF), (0xAC00, 0xD7A4), (0xFB00, 0xFB07), (0x1F300, 0x1F700),
+)  # fmt: skip
+
+
+log = logging.getLogger(__name__)
+
+
+class Library(Protocol):
+    """One model's tokenizer, made by one of the libraries."""
+
+    long_text: int  # characters, which are 1 or 2 ms of work
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
+        """Return the packed ids of each text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of these tokens together; ids that do not exist are skipped."""
+        ...
+
+
+class HuggingFaceLibrary:
+    """Encodes by Hugging Face's `tokenizers`, which reads every tokenizer.json."""
+
+    long_text = 4096
+
+    def __init__(self, definition: str) -> None:
+        """Raises ConfigError for a definition that the library cannot read."""
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the library raises bare Exceptions
+            raise errors.ConfigError(
+                f"tokenizer.json: expected a definition that tokenizers {tokenizers.__version__} "
+                f"can read: {error}"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [blocks.pack(encoding.ids) for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def tokens(self) -> list[str]:
+        """Return the vocabulary by id, as it is written there; an id that does not exist has an empty token."""
+        vocabulary = self._tokenizer.get_vocab()
+        tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
+        for token, token_id in vocabulary.items():
+            tokens[token_id] = token
+        return tokens
+
+    def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """Return the tokens that are taken out of a text before it is split into words, by id."""
+        return self._tokenizer.get_added_tokens_decoder()
+
+    def find_word_starts(self, text: str) -> list[int]:
+        """Return where the parts begin that the tokenizer's model encodes one at a time."""
+        words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        return [start for _, (start, _) in words]
+
+
+class FastokensLibrary:
+    """Encodes by `fastokens`, which reads most tokenizers with byte-pair encoding."""
+
+    long_text = 32_768
+
+    def __init__(self, definition: str) -> None:
+        """Raises ValueError for a definition that the library cannot read."""
+        self._tokenizer = fastokens.Tokenizer.from_json_str(definition)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
+        """Raises InvalidRequest if the model's pattern needs too many steps for one of the texts."""
+        try:
+            packed, offsets = self._tokenizer.encode_batch_flat(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except ValueError as error:
+            raise errors.InvalidRequest(
+                f"expected a text that the tokenizer of this model can split into words: {error}"
+            ) from error
+        if len(texts) == 1:
+            return [packed]
+        bounds = [blocks.TOKEN_BYTES * bound for (bound,) in struct.iter_unpack("<Q", offsets)]
+        return [packed[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def load_fastest(definition: str, reference: HuggingFaceLibrary) -> Library:
+    """Return `fastokens` for this definition, or the reference, if they differ or fastokens cannot read it."""
+    try:
+        library = FastokensLibrary(definition)
+        equal = _behave_equally(library, reference, reference.tokens())
+    except (ValueError, errors.InvalidRequest) as error:
+        log.info(
+            "tokenizer: `tokenizers` is used, because fastokens cannot read this one: %s", error
+        )
+        return reference
+    if not equal:
+        log.info("tokenizer: `tokenizers` is used, because fastokens gives other tokens or texts")
+    return library if equal else reference
+
+
+def _behave_equally(library: Library, reference: Library, tokens: Sequence[str]) -> bool:
+    """Return whether both give the same ids for texts of many scripts, and the same texts for ids."""
+    rng = random.Random(0)
+    probes = ["", " ", "\n\n", " a  b ", "don't WE'LL", "1234567", "\r\n\t x", "👨\u200d👩\u200d👧"]
+    while len(probes) < NUM_PROBES:
+        ranges = rng.choices(_SCRIPTS, k=3)
+        letters = (chr(rng.randrange(*rng.choice(ranges))) for _ in range(rng.randrange(1, 24)))
+        words = [rng.choice(tokens) for _ in range(rng.randrange(3))]
+        probes.append("".join((*words, *letters, *reversed(words))))
+    for add_special_tokens in (False, True):
+        packed_ids = reference.encode(probes, add_special_tokens=add_special_tokens)
+        if library.encode(probes, add_special_tokens=add_special_tokens) != packed_ids:
+            return False
+    rows = [blocks.unpack(packed) for packed in packed_ids]
+    rows += [[token_id] for token_id in range(0, len(tokens), max(1, len(tokens) // NUM_PROBES))]
+    return all(
+        library.decode(row, skip_special_tokens=skip)
+        == reference.decode(row, skip_special_tokens=skip)
+        for row in rows
+        for skip in (False, True)
+    )

@@ -1,0 +1,53 @@
+"""The options of a router: which policy they choose, and what an operator is told of them."""
+
+import pytest
+
+from dynamo.router import config, policies
+
+
+def make_policy(**options):
+    return config.make_policy(config.RoutingConfig(router_mode="kv", **options), lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, policies.EstimatedTtft),
+        ({"kv_overlap_score_weight": 1.0}, policies.Dynamo),
+        ({"router_temperature": 0.8}, policies.Dynamo),
+        ({"router_policy": "lmetric", "router_temperature": 0.8}, policies.LMetric),
+        ({"router_policy": "estimated-ttft", "router_temperature": 0.8}, policies.EstimatedTtft),
+    ],
+)
+def test_policy_is_the_named_one_or_the_one_that_uses_the_options(options, expected):
+    assert type(make_policy(**options)) is expected
+
+
+def test_options_of_the_second_article_reach_dynamos_policy():
+    made = make_policy(kv_overlap_score_weight=2.0, router_temperature=0.8)
+
+    assert (made.overlap_weight, made.temperature) == (2.0, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, []),
+        ({"router_policy": "dynamo", "kv_overlap_score_weight": 2.0}, []),
+        ({"router_temperature": 0.8}, ["selected by --router-policy dynamo"]),
+        (
+            {"router_policy": "lmetric", "kv_overlap_score_weight": 2.0},
+            ["--kv-overlap-score-weight has no effect: the policy lmetric"],
+        ),
+        (
+            {"router_mode": "random", "router_temperature": 0.8},
+            ["--router-temperature has no effect: the policy random"],
+        ),
+    ],
+)
+def test_operator_is_told_what_options_choose_or_that_they_have_no_effect(options, expected):
+    routing = config.RoutingConfig(**{"router_mode": "kv"} | options)
+    notes = routing.policy_config.find_notes()
+
+    assert len(notes) == len(expected)
+    assert all(part in note for part, note in zip(expected, notes, strict=True))
