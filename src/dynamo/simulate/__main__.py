@@ -1,4 +1,4 @@
-"""The commands `python -m dynamo.simulate routing --trace FILE --policy dynamo,estimated-ttft` and `… disagg`."""
+"""The commands `python -m dynamo.simulate routing --trace FILE`, `… disagg` and `… plan`."""
 
 import importlib
 import importlib.util
@@ -10,8 +10,7 @@ from types import ModuleType
 
 from dynamo.base import config, distribution, errors
 from dynamo.router import config as router_config
-from dynamo.simulate import disagg_report, routing, screen
-from dynamo.simulate.config import SimulateConfig
+from dynamo.simulate import disagg, plan, routing, screen
 
 _PROG = "python -m dynamo.simulate"
 
@@ -21,11 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == ["disagg"]:
-            settings = config.load(disagg_report.DisaggConfig, prog=_PROG, argv=argv)
+            settings = config.load(disagg.DisaggConfig, prog=_PROG, argv=argv)
             plots = _load_plots(settings.output)
-            disagg_report.run(settings, None if plots is None else plots.write_disagg)
+            disagg.run(settings, None if plots is None else plots.write_disagg)
+        elif argv[:1] == ["plan"]:
+            plan.run(config.load(plan.PlanConfig, prog=_PROG, argv=argv))
         else:
-            parts = (SimulateConfig, router_config.RouterConfig)
+            parts = (routing.SimulateConfig, router_config.RouterConfig)
             _simulate_routing(*config.load_parts(parts, prog=_PROG, argv=argv))
     except errors.DynamoError as error:
         sys.stderr.write(f"dynamo.simulate: {error}\n")
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _simulate_routing(settings: SimulateConfig, router: router_config.RouterConfig) -> None:
+def _simulate_routing(settings: routing.SimulateConfig, router: router_config.RouterConfig) -> None:
     settings.check()
     routing.check_policies(settings.policy)
     plots = _load_plots(settings.output)
@@ -61,7 +62,7 @@ def _load_plots(output: str | None) -> ModuleType | None:
     return importlib.import_module("dynamo.simulate.plots")
 
 
-def _caption(settings: SimulateConfig) -> str:
+def _caption(settings: routing.SimulateConfig) -> str:
     cache = (
         f"{settings.cache_tokens:,} tokens of cache each"
         if settings.cache_tokens

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib import axes, figure
 
-from dynamo.simulate.disagg_report import Case
+from dynamo.simulate.disagg import Case
 from dynamo.simulate.screen import COLUMNS, cells
 from dynamo.simulate.simulation import PolicySummary
 

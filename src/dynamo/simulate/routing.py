@@ -1,21 +1,93 @@
-"""The runs of `simulate routing`: one per policy, over the same workload and equal workers."""
+"""The settings and the runs of `simulate routing`: one run per policy, over the same workload and equal workers."""
 
 import random
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
-from dynamo.base import errors
+from dynamo.base import config, errors
 from dynamo.router import api, prefix_index, worker_load
 from dynamo.router import config as router_config
-from dynamo.simulate.config import SimulateConfig
 from dynamo.simulate.simulation import PolicySummary, Simulation, summarise
 from dynamo.simulate.workers import BatchWorker, FcfsWorker, SimulatedWorker
 from dynamo.simulate.workload import SharedPrefixes, Trace, Workload, read_trace, spread_arrivals
 
 OnProgress = Callable[[int], None]
-POLICIES = typing.get_args(typing.get_type_hints(router_config.RouterConfig)["router_policy"])
+POLICIES = typing.get_args(router_config.PolicyName)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateConfig:
+    """Route a workload over simulated workers, in virtual time, by one policy after the other."""
+
+    scenario: Literal["routing"] = config.option(
+        "routing",
+        flag="",
+        help="simulation to run: routing (or disagg or plan, which have flags of their own)",
+    )
+    trace: str | None = config.option(
+        None,
+        help="trace file in Mooncake's format (JSON lines); without it, a synthetic workload (--prefixes)",
+    )
+    policy: tuple[str, ...] = config.option(
+        ("round-robin", "least-loaded", "consistent-hash", "dynamo", "estimated-ttft"),
+        help="router policies to compare: comma-separated, or repeat the flag",
+    )
+    workers: int = config.option(8, help="number of workers", least=1, most=10_000)
+    engine: Literal["fcfs", "batch"] = config.option(
+        "fcfs",
+        help="fcfs: one prompt after the other at a constant rate, no decode;"
+        " batch: scheduler and timing of the mock engine",
+    )
+    cache_tokens: int = config.option(
+        3_000_000, help="KV cache of each worker in tokens; 0: unlimited (fcfs only)", least=0
+    )
+    load: float = config.option(
+        0.8, help="fcfs: offered prompt tokens over those that the workers can compute", least=0.01
+    )
+    limit: int | None = config.option(
+        None, help="number of requests to take from the trace", least=2
+    )
+    spread: bool = config.option(
+        False, help="spread requests with one time stamp evenly over the time until the next one"
+    )
+    prefixes: int = config.option(32, help="synthetic workload: number of shared prefixes", least=1)
+    prefix_tokens: int = config.option(2048, help="synthetic workload: tokens of a prefix", least=1)
+    suffix_tokens: int = config.option(
+        50, help="synthetic workload: tokens of a prompt after its prefix", least=1
+    )
+    output_tokens: int = config.option(
+        16, help="synthetic workload: output tokens of a request", least=1
+    )
+    requests: int = config.option(960, help="synthetic workload: number of requests", least=1)
+    concurrency: int = config.option(
+        16, help="synthetic workload: clients, each with one request at a time", least=1
+    )
+    block_size: int = config.option(16, help="synthetic workload: tokens of a KV block", least=1)
+    max_num_seqs: int = config.option(256, help="batch: sequences that may run at once", least=1)
+    max_num_batched_tokens: int = config.option(
+        8192, help="tokens that one step may compute", least=1
+    )
+    seed: int = config.option(0, help="seed of all random draws")
+    output: str | None = config.option(
+        None,
+        help="directory for the plots (PNG) and report.html; needs matplotlib (the extra plots)",
+    )
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict one another."""
+        if self.engine == "batch" and not self.cache_tokens:
+            raise errors.ConfigError(
+                "--cache-tokens 0: expected a limited cache for --engine batch"
+            )
+        if self.trace is None and self.engine == "fcfs":
+            raise errors.ConfigError(
+                "expected --trace FILE, or --engine batch for a synthetic workload"
+            )
+        if not self.policy:
+            raise errors.ConfigError("--policy: expected at least one")
 
 
 def check_policies(names: tuple[str, ...]) -> None:
@@ -26,21 +98,21 @@ def check_policies(names: tuple[str, ...]) -> None:
         raise errors.ConfigError(f"--policy: expected some of {choices}, got {unknown[0]!r}")
 
 
-def read_workload(config: SimulateConfig) -> Trace | None:
+def read_workload(settings: SimulateConfig) -> Trace | None:
     """Read the trace; None if the workload is synthetic. Raises ConfigError."""
-    if config.trace is None:
+    if settings.trace is None:
         return None
-    trace = read_trace(Path(config.trace), limit=config.limit)
-    return spread_arrivals(trace) if config.spread else trace
+    trace = read_trace(Path(settings.trace), limit=settings.limit)
+    return spread_arrivals(trace) if settings.spread else trace
 
 
-def num_requests(config: SimulateConfig, trace: Trace | None) -> int:
+def num_requests(settings: SimulateConfig, trace: Trace | None) -> int:
     """Return the number of requests of one run."""
-    return config.requests if trace is None else len(trace.arrivals)
+    return settings.requests if trace is None else len(trace.arrivals)
 
 
 def run(
-    config: SimulateConfig,
+    settings: SimulateConfig,
     router: router_config.RouterConfig,
     trace: Trace | None,
     policy: str,
@@ -48,59 +120,59 @@ def run(
     now: Callable[[], float],
 ) -> PolicySummary:
     """Simulate one policy. `now` is a clock that measures the real time of the simulation."""
-    workload = trace if trace is not None else _synthetic_workload(config)
+    workload = trace if trace is not None else _synthetic_workload(settings)
     index = prefix_index.PrefixIndex()
     selector = router_config.make_selector(
         replace(router, router_policy=typing.cast(typing.Any, policy)),
         index,
         block_size=workload.block_size,
-        draw=random.Random(config.seed).random,
+        draw=random.Random(settings.seed).random,
     )
-    workers = _make_workers(config, workload)
-    capacity = _capacity(config, workload.block_size)
-    if config.engine == "fcfs":  # without decode it never runs out of blocks in use
-        capacity = worker_load.Capacity(max_num_batched_tokens=config.max_num_batched_tokens)
+    workers = _make_workers(settings, workload)
+    capacity = _capacity(settings, workload.block_size)
+    if settings.engine == "fcfs":  # without decode it never runs out of blocks in use
+        capacity = worker_load.Capacity(max_num_batched_tokens=settings.max_num_batched_tokens)
     selector.set_workers(dict.fromkeys(workers, capacity))
     began_at = now()
     record = Simulation(workload, workers, selector, index, on_progress).run()
     return summarise(policy, record, list(workers), now() - began_at)
 
 
-def _synthetic_workload(config: SimulateConfig) -> SharedPrefixes:
+def _synthetic_workload(settings: SimulateConfig) -> SharedPrefixes:
     return SharedPrefixes(
-        num_prefixes=config.prefixes,
-        prefix_tokens=config.prefix_tokens,
-        suffix_tokens=config.suffix_tokens,
-        output_tokens=config.output_tokens,
-        num_requests=config.requests,
-        concurrency=config.concurrency,
-        block_size=config.block_size,
-        seed=config.seed,
+        num_prefixes=settings.prefixes,
+        prefix_tokens=settings.prefix_tokens,
+        suffix_tokens=settings.suffix_tokens,
+        output_tokens=settings.output_tokens,
+        num_requests=settings.requests,
+        concurrency=settings.concurrency,
+        block_size=settings.block_size,
+        seed=settings.seed,
     )
 
 
 def _make_workers(
-    config: SimulateConfig, workload: Workload
+    settings: SimulateConfig, workload: Workload
 ) -> Mapping[api.Worker, SimulatedWorker]:
-    ids = map(api.Worker, range(config.workers))
-    if config.engine == "batch":
-        capacity = _capacity(config, workload.block_size)
+    ids = map(api.Worker, range(settings.workers))
+    if settings.engine == "batch":
+        capacity = _capacity(settings, workload.block_size)
         return {worker: BatchWorker(capacity, block_size=workload.block_size) for worker in ids}
     assert isinstance(workload, Trace), "the fcfs engine needs a trace to know its rate"
-    rate = workload.num_tokens / workload.duration_s / config.workers / config.load
+    rate = workload.num_tokens / workload.duration_s / settings.workers / settings.load
     return {
         worker: FcfsWorker(
             tokens_per_s=rate,
-            num_blocks=config.cache_tokens // workload.block_size,
+            num_blocks=settings.cache_tokens // workload.block_size,
             block_size=workload.block_size,
         )
         for worker in ids
     }
 
 
-def _capacity(config: SimulateConfig, block_size: int) -> worker_load.Capacity:
+def _capacity(settings: SimulateConfig, block_size: int) -> worker_load.Capacity:
     return worker_load.Capacity(
-        total_blocks=config.cache_tokens // block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        total_blocks=settings.cache_tokens // block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
     )

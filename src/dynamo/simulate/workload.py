@@ -36,15 +36,12 @@ class Workload(Protocol):
     @property
     def block_size(self) -> int:
         """Return the tokens of a block."""
-        ...
 
     def initial_arrivals(self) -> Sequence[SimulatedRequest]:
         """Return the requests that do not wait for the end of another one, in order of time."""
-        ...
 
     def next_arrival(self, now: float) -> SimulatedRequest | None:
         """Return the request that arrives because another one has ended; None if none does."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

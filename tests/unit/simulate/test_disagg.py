@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.disagg import policy
-from dynamo.simulate import disagg, disagg_report
+from dynamo.simulate import disagg
 from dynamo.simulate.disagg import Point, Pool
-from dynamo.simulate.gpu_worker import Gpu, GpuGroup, ModelShape
+from dynamo.simulate.workers import Gpu, GpuGroup, ModelShape
 
 BIG, SMALL = (GpuGroup(gpu=Gpu(), model=ModelShape(), size=size) for size in (4, 1))
 AGGREGATED = Pool(name="aggregated", num_workers=2, group=BIG, max_num_tokens=4096)
@@ -120,8 +120,8 @@ def test_curve_is_constant_below_its_slowest_point():
 
 @pytest.fixture(scope="module")
 def claim():
-    told = disagg_report.DisaggConfig()
-    return [disagg_report.measure(told, num_nodes).ratios["disaggregated"] for num_nodes in (1, 2)]
+    told = disagg.DisaggConfig()
+    return [disagg.measure_case(told, num_nodes).ratios["disaggregated"] for num_nodes in (1, 2)]
 
 
 def gain(ratios, speed):
@@ -144,17 +144,17 @@ def test_two_nodes_gain_more_than_twice(claim):
 
 
 def test_short_prompts_with_long_outputs_gain_nothing():
-    told = disagg_report.DisaggConfig(prompt_tokens=300, output_tokens=600)
+    told = disagg.DisaggConfig(prompt_tokens=300, output_tokens=600)
 
-    ratios = disagg_report.measure(told, 1).ratios["disaggregated"]
+    ratios = disagg.measure_case(told, 1).ratios["disaggregated"]
 
     assert gain(ratios, 40) < 1
 
 
 def test_slow_points_can_be_left_out():
-    told = disagg_report.DisaggConfig(max_ttft_s=0.1, concurrency=2)
+    told = disagg.DisaggConfig(max_ttft_s=0.1, concurrency=2)
 
-    case = disagg_report.measure(told, 1)
+    case = disagg.measure_case(told, 1)
 
     assert case.points["disaggregated"] == []
-    assert disagg_report.rows(case)[0][2:] == ("-",) * (len(disagg_report.COLUMNS) - 2)
+    assert disagg.rows(case)[0][2:] == ("-",) * (len(disagg.COLUMNS) - 2)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynamo.simulate.gpu_worker import Gpu, GpuGroup, GpuWorker, Job, ModelShape
+from dynamo.simulate.workers import Gpu, GpuGroup, GpuWorker, Job, ModelShape
 
 GPU = Gpu(flops=1e12, bytes_per_s=1e10, memory_bytes=3e9, link_bytes_per_s=1e9, all_reduce_s=1e-5,
           overhead_s=0.001)  # fmt: skip

@@ -8,7 +8,7 @@ from dynamo.router import prefix_index
 from dynamo.router.api import Decision, Worker
 from dynamo.router.worker_load import Capacity
 from dynamo.simulate import routing, simulation, workload
-from dynamo.simulate.config import SimulateConfig
+from dynamo.simulate.routing import SimulateConfig
 from dynamo.simulate.workers import FcfsWorker
 
 

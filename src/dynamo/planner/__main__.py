@@ -1,0 +1,154 @@
+"""The command `python -m dynamo.planner`."""
+
+import asyncio
+import logging
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+from dynamo.base import clock as clocks
+from dynamo.base import config as configuration
+from dynamo.base import errors, process_setup
+from dynamo.launch import allocation, children, guard
+from dynamo.observability import logs
+from dynamo.planner import service
+from dynamo.planner.config import PlannerConfig, ScalingConfig
+from dynamo.planner.connectors import Connector, RegisteredWorkers, WakeUpPromise, endpoints
+from dynamo.planner.load_source import LoadSource
+from dynamo.planner.local_connector import LocalConnector, Pool
+from dynamo.planner.traffic_source import FrontendSource, PrometheusSource, TrafficSource
+from dynamo.planner.virtual_connector import VirtualConnector
+from dynamo.runtime import component
+
+_PROG = "python -m dynamo.planner"
+
+
+def main() -> int:
+    """Run the planner; return the exit status of the process."""
+    try:
+        logs.configure()
+        settings, scaling = configuration.load_parts((PlannerConfig, ScalingConfig), prog=_PROG)
+        service.make_pipeline(scaling)  # a wrong target or profile is said before anything starts
+        if unreachable := service.unreachable_target(scaling):
+            logging.getLogger(__name__).warning("cannot be met: %s", unreachable)
+        with guard.Guard() as guardian:
+            asyncio.run(serve(settings, scaling, guardian))
+    except errors.ConfigError as error:
+        sys.stderr.write(f"{_PROG}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard.Guard) -> None:
+    """Plan until SIGTERM or SIGINT; then local workers drain. Raises ConfigError."""
+    async with await component.DistributedRuntime.open(settings) as runtime:
+        stop = process_setup.stop_on_signals()
+        clock = clocks.SystemClock()
+        prefill, decode = endpoints(settings.namespace)
+        registered = (
+            RegisteredWorkers(runtime.discovery, prefill),
+            RegisteredWorkers(runtime.discovery, decode),
+        )
+        connector: Connector
+        if settings.environment == "virtual":
+            connector = VirtualConnector(
+                runtime.discovery,
+                settings.namespace,
+                clock,
+                registered,
+            )
+        else:
+            connector = LocalConnector(
+                WorkerCommand(settings, scaling.mode == "agg"),
+                guardian,
+                clock,
+                registered=registered,
+                allocator=allocation.Allocator(children.machine_resources(os.environ)),
+                cores_per_worker=settings.cores_per_worker,
+                devices_per_worker=settings.devices_per_worker,
+            )
+        planner = make_service(settings, scaling, runtime, connector, clock)
+        try:
+            port = await planner.start(settings.planner_host, settings.planner_port)
+            sys.stderr.write(
+                f"{_PROG}: decisions at http://{settings.planner_host}:{port}/planner/decisions\n"
+            )
+            await planner.run(stop)
+        finally:
+            await planner.close()
+            await connector.close()
+
+
+def make_service(
+    settings: PlannerConfig,
+    scaling: ScalingConfig,
+    runtime: component.DistributedRuntime,
+    connector: Connector,
+    clock: clocks.Clock,
+) -> service.PlannerService:
+    """Make the service with the sources that the settings name. Raises ConfigError."""
+    source: TrafficSource
+    if settings.prometheus_url is not None:
+        source = PrometheusSource(settings.prometheus_url, settings.model_name, clock)
+    else:
+        source = FrontendSource(settings.frontend_url, settings.model_name, clock)
+    prefill_load, decode_load = (
+        LoadSource(runtime.events, f"{name.namespace}/{name.component}/kv_metrics", clock)
+        for name in endpoints(settings.namespace)
+    )
+    log_file = None
+    if settings.log_dir is not None:
+        Path(settings.log_dir).mkdir(parents=True, exist_ok=True)
+        log_file = Path(settings.log_dir, "decisions.jsonl")
+    wake_up = None
+    if settings.model_name is not None:
+        wake_up = WakeUpPromise(
+            runtime.discovery,
+            namespace=settings.namespace,
+            model=settings.model_name,
+            instance_id=runtime.instance_id,
+        )
+    return service.PlannerService(
+        scaling,
+        source,
+        connector,
+        service.Leadership(runtime.discovery, settings.namespace, runtime.instance_id),
+        clock,
+        loads=(prefill_load, decode_load),
+        wake_up=wake_up,
+        log_file=log_file,
+    )
+
+
+class WorkerCommand:
+    """The command that starts a worker of a pool."""
+
+    def __init__(self, settings: PlannerConfig, is_aggregated: bool) -> None:
+        self._settings = settings
+        self._is_aggregated = is_aggregated
+
+    def __call__(
+        self, pool: Pool, number: int, resources: allocation.Allocation
+    ) -> children.ChildSpec:
+        """Return what to start."""
+        settings = self._settings
+        flags = ["--model", settings.model] if settings.model else []
+        flags += ["--model-name", settings.model_name] if settings.model_name else []
+        if not self._is_aggregated:
+            flags += ["--disaggregation-mode", pool]
+        flags += ["--namespace", settings.namespace, *shlex.split(settings.worker_flags)]
+        kind = "worker" if self._is_aggregated else f"{pool} worker"
+        return children.ChildSpec(
+            name=f"{kind} {number}",
+            argv=[sys.executable, "-m", f"dynamo.{settings.backend}", *flags],
+            environ=dict(os.environ),
+            resources=resources,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

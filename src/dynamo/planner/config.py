@@ -1,0 +1,186 @@
+"""The settings of the planner; flags of the original keep their names."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from dynamo.base import config, errors
+from dynamo.planner import load_policy, policies, predictors
+from dynamo.runtime import component
+
+_LEAST_TTFT_MS, _LEAST_ITL_MS = 10.0, 1.0
+_UNITS_MS = {"ms": 1.0, "s": 1000.0}
+
+
+def parse_duration_s(text: str, flag: str, least_ms: float) -> float:
+    """Return the seconds of a target in milliseconds, or with a unit (`0.5s`, `500ms`). Raises ConfigError.
+
+    A bare number below `least_ms` is refused: the original counts these targets in seconds in some of its tools.
+    """
+    unit = next((unit for unit in _UNITS_MS if text.endswith(unit)), "")
+    try:
+        number = float(text.removesuffix(unit))
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise errors.ConfigError(f"{flag} {text}: expected milliseconds, such as 500, or 0.5s")
+    if not unit and number < least_ms:
+        likely = f"{number * 1000:g}"
+        raise errors.ConfigError(
+            f"{flag} {text}: {likely}, not {text}: milliseconds (write {text}ms if it is meant)"
+        )
+    return number * _UNITS_MS.get(unit, 1.0) / 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingConfig:
+    """Targets, limits and policy."""
+
+    mode: Literal["agg", "disagg", "prefill", "decode"] = config.option(
+        "agg",
+        help="workers that are scaled: agg (all do both), disagg (both pools), or one pool of a disaggregated model",
+    )
+    policy: Literal["load", "predictive", "sla"] = config.option(
+        "load",
+        help="load: thresholds of cache usage and queue; predictive: traffic one start-up ahead, needs a profile;"
+        " sla: the formula of Dynamo 0.4.1, needs a profile",
+    )
+    isl: int = config.option(
+        3000,
+        help="expected prompt tokens, to say at the start whether the targets can be met",
+        least=1,
+    )
+    osl: int = config.option(150, help="expected tokens of an answer, likewise", least=1)
+    ttft: str = config.option(
+        "500", help="target time to first token: milliseconds, or with a unit (0.5s)"
+    )
+    itl: str = config.option(
+        "50", help="target time between two tokens: milliseconds, or with a unit"
+    )
+    adjustment_interval: float = config.option(
+        10.0,
+        help="seconds between two decisions; less reacts sooner and scales more often",
+        least=0.05,
+    )
+    max_gpu_budget: int = config.option(
+        8, help="most GPUs of all workers, those that start or drain included", least=1
+    )
+    min_endpoint: int = config.option(
+        1, help="least workers of each pool; 0: down to none", least=0
+    )
+    max_workers: int = config.option(1_000_000, help="most workers of each pool", least=1)
+    prefill_engine_num_gpu: int = config.option(1, help="GPUs of one prefill worker", least=1)
+    decode_engine_num_gpu: int = config.option(
+        1, help="GPUs of one decode or aggregated worker", least=1
+    )
+    profile_results_dir: str = config.option(
+        "profiling_results", help="directory of the profile, as python -m dynamo.profiler writes it"
+    )
+    load_predictor: Literal["constant", "moving-average", "arima", "kalman", "seasonal"] = (
+        config.option("seasonal", help="predictor of the traffic, for predictive and sla")
+    )
+    load_prediction_window_size: int = config.option(
+        predictors.DEFAULT_WINDOW, help="intervals that the predictor looks back", least=2
+    )
+    correction: bool = config.option(
+        True, help="sla: correct the profile by what is measured in service"
+    )
+    startup_time: float = config.option(
+        60.0,
+        help="seconds from the order of a worker to readiness, until one is measured",
+        least=0.1,
+    )
+    scale_down_delay: float = config.option(
+        -1.0,
+        help="seconds for which fewer workers must suffice before one goes; -1: one start-up time",
+        least=-1,
+    )
+    decode_kv_scale_up_threshold: float = config.option(
+        0.9,
+        help="load: share of the KV cache in use above which a worker is added",
+        least=0,
+        most=1,
+    )
+    decode_kv_scale_down_threshold: float = config.option(
+        0.5, help="load: share below which a worker goes", least=0, most=1
+    )
+    prefill_queue_scale_up_threshold: float = config.option(
+        0.5, help="load: prompts waiting per worker above which a worker is added", least=0
+    )
+    prefill_queue_scale_down_threshold: float = config.option(
+        0.2, help="load: prompts waiting per worker below which a worker goes", least=0
+    )
+    operation: bool = config.option(
+        True, help="carry decisions out; --no-operation only logs and shows them"
+    )
+
+    @property
+    def targets(self) -> policies.Targets:
+        """Return the targets. Raises ConfigError for values that cannot be milliseconds."""
+        return policies.Targets(
+            mode=self.mode,
+            ttft_s=parse_duration_s(self.ttft, "--ttft", _LEAST_TTFT_MS),
+            itl_s=parse_duration_s(self.itl, "--itl", _LEAST_ITL_MS),
+            prefill_gpus=self.prefill_engine_num_gpu,
+            decode_gpus=self.decode_engine_num_gpu,
+        )
+
+    @property
+    def thresholds(self) -> load_policy.LoadThresholds:
+        """Return the thresholds of scaling by load."""
+        return load_policy.LoadThresholds(
+            decode_kv_scale_up=self.decode_kv_scale_up_threshold,
+            decode_kv_scale_down=self.decode_kv_scale_down_threshold,
+            prefill_queue_scale_up=self.prefill_queue_scale_up_threshold,
+            prefill_queue_scale_down=self.prefill_queue_scale_down_threshold,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig(component.RuntimeConfig):
+    """Scale the workers of a model: on this machine, or by an orchestrator that follows the planner's targets."""
+
+    environment: Literal["local", "virtual"] = config.option(
+        "local",
+        help="local: worker processes on this machine; virtual: targets in discovery for a foreign orchestrator",
+    )
+    backend: str = config.option(
+        "mocker", help="local: engine of the workers: native, mocker, vllm …"
+    )
+    model: str | None = config.option(
+        None, help="local: model directory or hub name that the workers get as --model"
+    )
+    model_name: str | None = config.option(
+        None, help="model whose traffic counts; without it, that of all models"
+    )
+    worker_flags: str = config.option(
+        "",
+        help='local: more flags for each worker, as one argument: "--max-num-seqs 64"',
+        takes_flags=True,
+    )
+    cores_per_worker: int = config.option(
+        0, help="local: CPU cores that each worker gets for itself; 0: all share all", least=0
+    )
+    devices_per_worker: int = config.option(
+        0, help="local: GPUs that each worker gets for itself; 0: all see all", least=0
+    )
+    frontend_url: tuple[str, ...] = config.option(
+        ("http://127.0.0.1:8000",),
+        help="frontends whose /metrics tell the traffic, comma-separated",
+    )
+    prometheus_url: str | None = config.option(
+        None, help="Prometheus server to ask instead of the frontends"
+    )
+    planner_host: str = config.option(
+        "127.0.0.1", help="address of /planner/decisions and /metrics"
+    )
+    planner_port: int = config.option(
+        9085,
+        env="PLANNER_PROMETHEUS_PORT",
+        help="port of /planner/decisions and /metrics; 0: a free one",
+        least=0,
+        most=65535,
+    )
+    log_dir: str | None = config.option(
+        None, help="directory for decisions.jsonl, a line for each decision"
+    )

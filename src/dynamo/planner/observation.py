@@ -1,0 +1,108 @@
+"""The observation of one interval: the traffic of a model, the load of its pools, and the workers that there are.
+
+A reading is one of three things. `Fresh` holds what was measured, and zero requests is such a measurement. `Missing`
+means that nothing could be read, `Stale` that the last good reading is too old. Only a fresh reading may change the
+number of workers. Times are seconds of the planner's clock.
+"""
+
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh(Generic[T]):
+    """A measurement of this interval."""
+
+    value: T
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """No measurement; `reason` says what could not be read."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The last measurement is `age_s` seconds old, more than the planner trusts."""
+
+    age_s: float
+    reason: str = ""
+
+
+class Replicas(NamedTuple):
+    """Numbers of workers. In aggregated mode all workers are in the decode pool."""
+
+    prefill: int
+    decode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """The requests of one interval. Means are None where no request could tell them."""
+
+    num_requests: float  # that arrived
+    isl: float | None = None  # input sequence length: mean prompt tokens
+    osl: float | None = None  # output sequence length: mean tokens of an answer
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    duration_s: float | None = None
+    hit_rate: float = 0.0  # cached prompt tokens over prompt tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLoad:
+    """The load of a pool of workers at the end of the interval."""
+
+    kv_usage: float = 0.0  # active KV blocks over all, mean of the workers
+    num_running: int = 0
+    num_waiting: int = 0  # requests without their first token that no step has computed yet
+    waiting_tokens: int = 0  # prompt tokens that are still to be computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolState:
+    """The workers of a pool, as the connector knows them."""
+
+    num_ready: int = 0
+    starting_since: tuple[float, ...] = ()  # when each start was ordered, the oldest first
+    num_draining: int = 0
+    startup_s: float | None = None  # measured, from the order to readiness
+    failure: str = ""  # why the last start failed, if the connector knows
+
+    @property
+    def num_starting(self) -> int:
+        """Return the number of workers that were ordered and are not ready."""
+        return len(self.starting_since)
+
+    @property
+    def num_ordered(self) -> int:
+        """Return the number of workers that are ready or will be."""
+        return self.num_ready + self.num_starting
+
+    @property
+    def num_billed(self) -> int:
+        """Return the number of workers that hold GPUs, those that drain included."""
+        return self.num_ordered + self.num_draining
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """All that a policy may look at."""
+
+    at: float
+    interval_s: float
+    traffic: Fresh[Traffic] | Missing | Stale
+    prefill: PoolState = field(default_factory=PoolState)
+    decode: PoolState = field(default_factory=PoolState)
+    prefill_load: PoolLoad = field(default_factory=PoolLoad)
+    decode_load: PoolLoad = field(default_factory=PoolLoad)
+    num_open: int = 0  # requests in the frontends, between arrival and end
+
+    @property
+    def num_ordered(self) -> Replicas:
+        """Return the workers of both pools that are ready or will be."""
+        return Replicas(self.prefill.num_ordered, self.decode.num_ordered)

@@ -1,0 +1,329 @@
+"""The predictive policy, the default where there is a profile: enough workers for the time when a new one would serve.
+
+A worker that is ordered now serves after its start-up time. The policy therefore predicts the traffic until then, and
+
+- asks for more workers for the traffic at that time, plus those that work off, within `catch_up_s`, the prompts that
+  will be waiting by then, with a margin for what forecasts of this length lacked so far;
+- gives up a worker only if none of the predictions until then needs it: it could not be back in time.
+
+The number of workers for a rate of requests follows from the waiting time (`queueing`): prompts are computed without
+what the prefix cache holds, and at most one in twenty may wait longer than the target leaves beside its own prefill.
+Decode workers run at the fullest point of the profile that holds the ITL. A target that one prompt alone exceeds cannot
+be met by more workers; then the policy scales for throughput.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dynamo.planner import queueing
+from dynamo.planner.observation import Observation, Replicas, Traffic
+from dynamo.planner.policies import Prediction, Proposal, Targets, in_mode
+from dynamo.planner.predictors import Predictor
+from dynamo.planner.profile import WorkerProfile
+
+_SMOOTHING = 0.3  # weight of the newest interval in means of lengths and rates
+_MOST_BURSTINESS = 6.0
+_NUM_RATIOS = 40
+_LEAD_STEPS = 7  # intervals of the series in the time until a new worker serves, at most
+_FIRST_MARGIN, _MOST_MARGIN = 1.15, 1.25  # before enough forecasts came due, and at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headroom:
+    """The margins of the predictive policy."""
+
+    startup_s: float = 60.0  # until one is measured
+    most_busy: float = 0.85  # utilisation of prefill without a waiting-time target, and of decode
+    most_late: float = 0.05  # share of requests beyond the TTFT target
+    catch_up_s: float = 30.0  # to work off a queue once the workers are there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestShape:
+    """The mean request, of which `isl` counts only tokens that no cache holds."""
+
+    isl: float
+    osl: float
+    context: float  # tokens in the KV cache, on average while it decodes
+
+
+class Forecast:
+    """The series of prompt tokens, the slow means of lengths, and how far earlier forecasts were too low."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._isl: float | None = None
+        self._osl: float | None = None
+        self._hit_rate: float | None = None
+        self._work: deque[float] = deque(maxlen=20)  # prompt tokens of an interval
+        self._pending: deque[tuple[int, float]] = deque()  # forecasts, by the interval they are for
+        self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)  # actual tokens over foretold ones
+        self._num_intervals = 0
+        self._open_work = self._open_s = 0.0  # of the interval that is not complete
+
+    def add(self, traffic: Traffic, elapsed_s: float, interval_s: float) -> None:
+        """Record traffic; the series has a value for each `interval_s` seconds or a little more."""
+        self._open_work += traffic.num_requests * (traffic.isl or 0.0)
+        self._open_s += elapsed_s
+        if traffic.num_requests:
+            self._isl = _blend(self._isl, traffic.isl)
+            self._osl = _blend(self._osl, traffic.osl)
+            self._hit_rate = _blend(self._hit_rate, traffic.hit_rate)
+        if self._open_s < 0.99 * interval_s and self._num_intervals:
+            return
+        work = self._open_work * interval_s / self._open_s
+        self._open_work = self._open_s = 0.0
+        self._work.append(work)
+        self._predictor.add(work)
+        self._num_intervals += 1
+        while self._pending and self._pending[0][0] <= self._num_intervals:
+            _, expected = self._pending.popleft()
+            if expected > 0:
+                self._ratios.append(work / expected)
+
+    def rates(self, num_steps: int, interval_s: float) -> list[float]:
+        """Return the requests per second of the next intervals."""
+        work = self._predictor.forecast(num_steps)
+        due = self._num_intervals + num_steps - 1
+        if not self._pending or self._pending[-1][0] < due:
+            self._pending.append((due, work[num_steps - 2]))
+        return [tokens / (self._isl or 1.0) / interval_s for tokens in work]
+
+    @property
+    def margin(self) -> float:
+        """Return the factor that nine of ten forecasts would have needed, at least 1."""
+        if len(self._ratios) < 5:
+            return _FIRST_MARGIN
+        ratios = sorted(self._ratios)
+        return min(_MOST_MARGIN, max(1.0, ratios[len(ratios) * 8 // 10]))
+
+    @property
+    def burstiness(self) -> float:
+        """Return the variance of the arriving tokens over that of equal prompts in a Poisson process, at least 1.
+
+        It is that of second differences, in which a steady rise or fall of the rate leaves nothing.
+        """
+        work = list(self._work)
+        if len(work) < 5 or not self._isl:
+            return 1.0
+        triples = zip(work, work[1:], work[2:], strict=False)
+        squares = sorted((a - 2 * b + c) ** 2 / 6 for a, b, c in triples)
+        squares = squares[: len(squares) - len(squares) // 8]  # without the largest: steps
+        mean = max(1.0, sum(work) / len(work)) * self._isl
+        return min(_MOST_BURSTINESS, max(1.0, sum(squares) / len(squares) / mean))
+
+    @property
+    def shape(self) -> RequestShape | None:
+        """Return the mean request; None before the first."""
+        if self._isl is None:
+            return None
+        osl = self._osl or 1.0
+        new_tokens = self._isl * (1 - min(1.0, self._hit_rate or 0.0))
+        return RequestShape(isl=max(1.0, new_tokens), osl=osl, context=self._isl + osl / 2)
+
+
+def _blend(mean: float | None, value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return mean
+    return value if mean is None else mean + _SMOOTHING * (value - mean)
+
+
+class PredictivePolicy:
+    """Workers for the predicted traffic at the time when a new worker would serve."""
+
+    def __init__(
+        self,
+        profile: WorkerProfile,
+        targets: Targets,
+        make_predictor: Callable[[], Predictor],
+        headroom: Headroom = Headroom(),
+    ) -> None:
+        self._profile = profile
+        self._targets = targets
+        self._headroom = headroom
+        self._forecast = Forecast(make_predictor())
+
+    def propose(self, observation: Observation, traffic: Traffic) -> Proposal:
+        """Return the workers for the traffic one start-up time ahead."""
+        lead_s = self._lead_s(observation)
+        interval_s = max(observation.interval_s, lead_s / _LEAD_STEPS)  # shorter ones are noise
+        self._forecast.add(traffic, observation.interval_s, interval_s)
+        present = observation.num_ordered
+        shape = self._forecast.shape
+        num_waiting = observation.prefill_load.num_waiting + observation.decode_load.num_waiting
+        if shape is None:
+            replicas = Replicas(1, 1) if num_waiting else Replicas(0, 0)
+            reason = "requests wait" if num_waiting else "no request yet"
+            return Proposal(replicas=in_mode(self._targets.mode, replicas, present), reason=reason)
+        sizing = Sizing(
+            self._profile, self._targets, self._headroom, shape, self._forecast.burstiness
+        )
+        num_steps = max(1, math.ceil(lead_s / interval_s))
+        rates = self._forecast.rates(num_steps + 1, interval_s)
+        backlog = self._backlog(observation, sizing, rates, interval_s, num_waiting)
+        margin = 1.0 if sizing.unreachable else self._forecast.margin
+        later_rate = max(rates[num_steps - 1 :])
+        extra_per_s = backlog / self._headroom.catch_up_s
+        needed = sizing.workers(later_rate, extra_per_s=extra_per_s)
+        ordered = sizing.workers(later_rate * margin, extra_per_s=extra_per_s)
+        if self._targets.mode == "disagg":  # decode has its own headroom, and slows down evenly
+            ordered = Replicas(ordered.prefill, needed.decode)
+        peak_rate = max(*rates, traffic.num_requests / observation.interval_s)
+        retained = sizing.workers(peak_rate, extra_per_s=num_waiting / self._headroom.catch_up_s)
+        replicas = Replicas(
+            *(
+                up if up > now else max(least, min(now, keep))
+                for now, up, least, keep in zip(present, ordered, needed, retained, strict=True)
+            )
+        )
+        is_idle = not (traffic.num_requests or num_waiting or observation.num_open)
+        if is_idle and max(rates) * lead_s < 0.5:
+            replicas = Replicas(0, 0)
+        return Proposal(
+            replicas=in_mode(self._targets.mode, replicas, present),
+            reason=(
+                f"{later_rate:.3g} requests/s of {shape.isl:.0f} new+{shape.osl:.0f} tokens predicted in"
+                f" {lead_s:.0f} s, {backlog:.0f} waiting by then"
+            ),
+            prediction=Prediction(requests_per_s=later_rate, isl=shape.isl, osl=shape.osl),
+            unreachable=sizing.unreachable,
+        )
+
+    def survivors_hold(self, observation: Observation, traffic: Traffic, fewer: Replicas) -> bool:
+        """Return True if fewer workers would hold the targets at the present rate with a tenth more."""
+        shape = self._forecast.shape
+        if shape is None:
+            return True
+        sizing = Sizing(
+            self._profile, self._targets, self._headroom, shape, self._forecast.burstiness
+        )
+        needed = sizing.workers(1.1 * traffic.num_requests / observation.interval_s)
+        match self._targets.mode:
+            case "agg" | "decode":
+                return needed.decode <= fewer.decode
+            case "prefill":
+                return needed.prefill <= fewer.prefill
+            case _:
+                return needed.prefill <= fewer.prefill and needed.decode <= fewer.decode
+
+    def _lead_s(self, observation: Observation) -> float:
+        measured = [
+            pool.startup_s
+            for pool in (observation.prefill, observation.decode)
+            if pool.startup_s is not None
+        ]
+        startup_s = max(measured) if measured else self._headroom.startup_s
+        return startup_s + observation.interval_s
+
+    def _backlog(
+        self,
+        observation: Observation,
+        sizing: "Sizing",
+        rates: list[float],
+        interval_s: float,
+        num_waiting: int,
+    ) -> float:
+        """Return the prompts that wait when a worker ordered now would serve."""
+        is_aggregated = self._targets.mode == "agg"
+        pool = observation.decode if is_aggregated else observation.prefill
+        backlog = float(num_waiting)
+        for step, rate in enumerate(rates[:-1]):
+            served_since = observation.at + step * interval_s - self._lead_s(observation)
+            num_workers = pool.num_ready + sum(at <= served_since for at in pool.starting_since)
+            capacity = num_workers * sizing.prompts_per_s
+            backlog = max(0.0, backlog + (rate - capacity) * interval_s)
+        return backlog
+
+
+class Sizing:
+    """The numbers of workers that hold the targets for one shape of request."""
+
+    def __init__(
+        self,
+        profile: WorkerProfile,
+        targets: Targets,
+        headroom: Headroom,
+        shape: RequestShape,
+        burstiness: float,
+    ) -> None:
+        self._targets, self._headroom, self._shape = targets, headroom, shape
+        self._burstiness = burstiness
+        own_s = profile.prefill.prompt_s(shape.isl)
+        self._service_s = shape.isl / (
+            profile.prefill.tokens_per_s(shape.isl) * targets.prefill_gpus
+        )
+        self._decode = profile.decode
+        self._wait_s = targets.ttft_s - own_s
+        self._aggregated_rate = self._find_aggregated_rate() if targets.mode == "agg" else 0.0
+        self.unreachable = (
+            f"TTFT of {targets.ttft_s * 1e3:.0f} ms: a prompt of {shape.isl:.0f} new tokens alone takes"
+            f" {own_s * 1e3:.0f} ms; scaling for throughput"
+            if self._wait_s <= 0
+            else ""
+        )
+        least_itl_s = profile.decode.itl_s(0.0, shape.context)
+        if least_itl_s > targets.itl_s:
+            self.unreachable = (
+                f"ITL of {targets.itl_s * 1e3:.0f} ms: an idle worker takes {least_itl_s * 1e3:.0f} ms;"
+                " scaling for throughput"
+            )
+
+    @property
+    def prompts_per_s(self) -> float:
+        """Return the prompts that one worker computes in a second."""
+        if self._targets.mode == "agg":
+            return self._aggregated_rate
+        return 1 / self._service_s
+
+    @property
+    def decoded_per_s(self) -> float:
+        """Return the answers that one decode worker writes in a second."""
+        return self._decode_rate(self._targets.itl_s) / self._shape.osl
+
+    def workers(self, requests_per_s: float, *, extra_per_s: float = 0.0) -> Replicas:
+        """Return the least workers for a rate of arrivals, with room for `extra_per_s` from a queue."""
+        if self._targets.mode == "agg":
+            rate = self._aggregated_rate
+            num_workers = math.ceil((requests_per_s + extra_per_s) / rate - 1e-9)
+            busy_share = requests_per_s * self._service_s / max(1, num_workers)
+            if self._wait_s > 0 and busy_share < 1:
+                num_workers = max(num_workers, self._for_waiting_time(requests_per_s))
+            return Replicas(0, num_workers)
+        total = requests_per_s + extra_per_s
+        num_prefill = math.ceil(total * self._service_s / self._busy_limit - 1e-9)
+        if self._wait_s > 0:
+            num_prefill = max(num_prefill, self._for_waiting_time(requests_per_s))
+        rate = self._decode_rate(self._targets.itl_s)
+        return Replicas(num_prefill, math.ceil(total * self._shape.osl / rate - 1e-9))
+
+    @property
+    def _busy_limit(self) -> float:
+        return 1.0 if self._wait_s > 0 else self._headroom.most_busy
+
+    def _for_waiting_time(self, requests_per_s: float) -> int:
+        return queueing.least_workers(
+            requests_per_s=requests_per_s,
+            service_s=self._service_s,
+            wait_s=self._wait_s,
+            burstiness=self._burstiness,
+            most_late=self._headroom.most_late,
+        )
+
+    def _decode_rate(self, itl_s: float) -> float:
+        best = self._decode.best_rate(itl_s, self._shape.context)
+        return best.throughput * self._targets.decode_gpus * self._headroom.most_busy
+
+    def _find_aggregated_rate(self) -> float:
+        """Return the requests per second of one worker that computes prompts between its decode steps.
+
+        A share of its time goes to prompts, so a decode step takes longer by as much: find the rate at which both fit.
+        """
+        low, high = 0.0, 1 / self._service_s
+        for _ in range(12):
+            rate = (low + high) / 2
+            free_share = 1 - rate * self._service_s
+            decode_rate = self._decode_rate(self._targets.itl_s * free_share) * free_share
+            low, high = (rate, high) if rate * self._shape.osl <= decode_rate else (low, rate)
+        return max(low, 1e-9)

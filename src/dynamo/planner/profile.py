@@ -1,0 +1,128 @@
+"""The profile of one worker: how long a prompt takes, and how fast it decodes, measured at some points.
+
+Prefill is a curve over the prompt's length. Decode is a surface over the share of the KV cache in use and the context
+length of a sequence: for each measured length a curve over the share. Between points values are linear; outside of them
+they keep the value at the border, except that a prompt longer than all measured ones takes longer in proportion.
+Throughput is in tokens per second and GPU, as in the files of the original; times are seconds.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from dynamo.base import errors
+
+_SCAN_POINTS = 100  # shares of the KV cache at which a target is looked for
+
+
+def interpolate(points: Sequence[float], values: Sequence[float], at: float) -> float:
+    """Return the value at `at`, linear between rising points and constant outside of them."""
+    if at <= points[0] or len(points) == 1:
+        return values[0]
+    if at >= points[-1]:
+        return values[-1]
+    i = bisect_right(points, at) - 1
+    share = (at - points[i]) / (points[i + 1] - points[i])
+    return values[i] + share * (values[i + 1] - values[i])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCurve:
+    """The time of one prompt on an idle worker, by its length."""
+
+    isl: tuple[float, ...]  # rising
+    ttft_s: tuple[float, ...]
+    throughput: tuple[float, ...]  # prompt tokens/s of a GPU
+
+    def __post_init__(self) -> None:
+        """Check the points. Raises ConfigError."""
+        sizes = {len(self.isl), len(self.ttft_s), len(self.throughput)}
+        if not self.isl or len(sizes) > 1 or any(a >= b for a, b in pairwise(self.isl)):
+            raise errors.ConfigError(
+                f"prefill profile: expected as many times and throughputs as rising prompt lengths, got {sizes}"
+            )
+        if not all(math.isfinite(x) and x > 0 for x in (*self.ttft_s, *self.throughput)):
+            raise errors.ConfigError("prefill profile: expected times and throughputs above 0")
+
+    def prompt_s(self, num_tokens: float) -> float:
+        """Return the seconds that a prompt with this many new tokens takes on an idle worker."""
+        if num_tokens <= 0:
+            return 0.0
+        longest = self.isl[-1]
+        return interpolate(self.isl, self.ttft_s, num_tokens) * max(1.0, num_tokens / longest)
+
+    def tokens_per_s(self, num_tokens: float) -> float:
+        """Return the prompt tokens that a GPU computes in a second, for prompts of this length."""
+        return interpolate(self.isl, self.throughput, num_tokens)
+
+
+class DecodePoint(NamedTuple):
+    """One measured point of decode."""
+
+    kv_usage: float  # 0 to 1
+    context: float  # tokens of a sequence
+    itl_s: float
+    throughput: float  # output tokens/s of a GPU
+
+
+class DecodeRate(NamedTuple):
+    """The operating point of a decode worker."""
+
+    throughput: float  # output tokens/s of a GPU
+    itl_s: float
+    kv_usage: float
+
+
+class DecodeSurface:
+    """The time between two tokens, by use of the KV cache and context length."""
+
+    def __init__(self, points: Sequence[DecodePoint], *, max_kv_tokens: int) -> None:
+        """Arrange measured points. Raises ConfigError for none, or for values that are not above 0."""
+        if not points or max_kv_tokens < 1:
+            raise errors.ConfigError(
+                f"decode profile: expected points and a KV cache, got {len(points)} and {max_kv_tokens} tokens"
+            )
+        if not all(
+            math.isfinite(p.itl_s) and p.itl_s > 0 and math.isfinite(p.throughput) for p in points
+        ):
+            raise errors.ConfigError("decode profile: expected times above 0")
+        self.points = tuple(sorted(points, key=lambda p: (p.context, p.kv_usage)))
+        self.max_kv_tokens = max_kv_tokens
+        self._contexts = sorted({p.context for p in points})
+        self._curves = [[p for p in self.points if p.context == c] for c in self._contexts]
+
+    def itl_s(self, kv_usage: float, context: float) -> float:
+        """Return the seconds between two tokens of a sequence."""
+        curves = [self._along(curve, kv_usage)[0] for curve in self._curves]
+        return interpolate(self._contexts, curves, context)
+
+    def throughput(self, kv_usage: float, context: float) -> float:
+        """Return the output tokens that a GPU writes in a second."""
+        curves = [self._along(curve, kv_usage)[1] for curve in self._curves]
+        return interpolate(self._contexts, curves, context)
+
+    def best_rate(self, itl_s: float, context: float) -> DecodeRate:
+        """Return the fullest operating point that holds a time between tokens; the emptiest if none does."""
+        usage = 0.0
+        for i in range(_SCAN_POINTS - 1, -1, -1):
+            usage = i / (_SCAN_POINTS - 1)
+            if self.itl_s(usage, context) <= itl_s:
+                break
+        return DecodeRate(self.throughput(usage, context), self.itl_s(usage, context), usage)
+
+    @staticmethod
+    def _along(curve: Sequence[DecodePoint], kv_usage: float) -> tuple[float, float]:
+        usages = [point.kv_usage for point in curve]
+        itl = interpolate(usages, [point.itl_s for point in curve], kv_usage)
+        return itl, interpolate(usages, [point.throughput for point in curve], kv_usage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerProfile:
+    """What one prefill worker and one decode worker can do."""
+
+    prefill: PrefillCurve
+    decode: DecodeSurface

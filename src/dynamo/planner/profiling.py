@@ -1,0 +1,232 @@
+"""The command `python -m dynamo.profiler`: a sweep of one real worker, its profile, and a recommended deployment.
+
+It starts a frontend and a worker, measures cell after cell until its budget ends, and appends each result to
+`cells.jsonl`: the next run of the same command goes on there. After each cell the profile is written, so that an
+interrupted sweep leaves one.
+"""
+
+import asyncio
+import importlib
+import importlib.util
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import config, errors
+from dynamo.launch import children, guard, supervisor
+from dynamo.planner import profile_files, profile_sweep, traffic_source
+from dynamo.planner.config import parse_duration_s
+from dynamo.planner.policies import Targets
+from dynamo.planner.profile_client import ProfileClient
+from dynamo.planner.profile_sweep import Cell, CellResult, EngineSize
+
+_PROG = "python -m dynamo.profiler"
+_MODEL = "profiled"
+_READY_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilerConfig:
+    """Measure what one worker can do, write its profile, and recommend a deployment."""
+
+    backend: str = config.option("mocker", help="engine of the worker: native, mocker, vllm …")
+    model: str | None = config.option(None, help="model directory or hub name")
+    worker_flags: str = config.option(
+        "", help='more flags for the worker, as one argument: "--max-num-seqs 64"', takes_flags=True
+    )
+    isl: int = config.option(3000, help="prompt tokens of the expected request", least=1)
+    osl: int = config.option(150, help="tokens of its answer", least=2)
+    ttft: str = config.option("200", help="target time to first token: milliseconds, or 0.2s")
+    itl: str = config.option("20", help="target time between two tokens: milliseconds, or 0.02s")
+    budget_minutes: float = config.option(30.0, help="minutes until the sweep ends", least=0.01)
+    workers: int | None = config.option(
+        None,
+        help="workers of the recommendation (default: as many as this machine has GPUs, else cores)",
+        least=1,
+    )
+    output: str = config.option("profiling_results", help="directory of profile, plots and results")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    try:
+        settings = config.load(ProfilerConfig, prog=_PROG, argv=argv)
+        targets = Targets(
+            ttft_s=parse_duration_s(settings.ttft, "--ttft", 10.0),
+            itl_s=parse_duration_s(settings.itl, "--itl", 1.0),
+        )
+        with guard.Guard() as guardian:
+            asyncio.run(_Sweep(settings, targets, guardian).run())
+    except errors.DynamoError as error:
+        sys.stderr.write(f"{_PROG}: {error}\n")
+        return 2 if isinstance(error, errors.ConfigError) else 1
+    except children.ChildDied as death:
+        sys.stderr.write(f"{_PROG}: {death}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+class _Sweep:
+    """One run of the command."""
+
+    def __init__(self, settings: ProfilerConfig, targets: Targets, guardian: guard.Guard) -> None:
+        self._settings, self._targets, self._guard = settings, targets, guardian
+        self._directory = Path(settings.output)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._clock = clocks.SystemClock()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._port = listener.getsockname()[1]
+
+    async def run(self) -> None:
+        """Start the processes, measure, and report. Raises ChildDied or DynamoError."""
+        deadline = self._clock.now() + 60 * self._settings.budget_minutes
+        pool = supervisor.Supervisor(self._guard, self._clock, _say, stop_timeout_s=35.0)
+        async with pool:
+            pool.stop_on([signal.SIGINT, signal.SIGTERM])
+            for spec in self._specs():
+                await pool.start(spec)
+            _say(f"starting a {self._settings.backend} worker")
+            if not await pool.wait_until(self._is_ready, timeout_s=_READY_S):
+                return
+            size = await self._read_size()
+            await self._measure(size, deadline)
+
+    def _specs(self) -> list[children.ChildSpec]:
+        folder = self._guard.make_folder("dynamo-profile-")
+        environ = dict(os.environ) | {"DYN_FILE_KV": str(folder / "discovery"), "DYN_LOG": "warn"}
+        settings = self._settings
+        worker = ["--model", settings.model] if settings.model else []
+        worker += ["--model-name", _MODEL, *shlex.split(settings.worker_flags)]
+        argv = {
+            "frontend": ["dynamo.frontend", "--http-port", str(self._port)],
+            "worker": [f"dynamo.{settings.backend}", *worker],
+        }
+        return [
+            children.ChildSpec(name=name, argv=[sys.executable, "-m", *flags], environ=environ)
+            for name, flags in argv.items()
+        ]
+
+    async def _is_ready(self) -> bool:
+        try:
+            return (await self._read_metrics()).get("model_total_kv_blocks", 0) > 0
+        except errors.Unavailable:
+            return False
+
+    async def _read_metrics(self) -> dict[str, float]:
+        page = await traffic_source.get(f"http://127.0.0.1:{self._port}/metrics")
+        return traffic_source.parse_metrics(page.decode(), _MODEL)
+
+    async def _read_size(self) -> EngineSize:
+        facts = await self._read_metrics()
+        num_blocks = int(facts["model_total_kv_blocks"])
+        num_kv_tokens = num_blocks * int(facts["model_kv_cache_block_size"])
+        return EngineSize(
+            num_kv_tokens=num_kv_tokens,
+            max_num_seqs=int(facts["model_max_num_seqs"]) or 256,
+            context_length=min(int(facts["model_context_length"]) or num_kv_tokens, num_kv_tokens),
+        )
+
+    async def _measure(self, size: EngineSize, deadline: float) -> None:
+        settings = self._settings
+        client = ProfileClient("127.0.0.1", self._port, _MODEL, self._clock)
+        results = self._read_results()
+        cells = profile_sweep.plan_cells(size, settings.isl, settings.osl)
+        measured = {result.cell for result in results}
+        _say(f"{len(cells)} cells, {len(measured & set(cells))} of them measured before")
+        for number, cell in enumerate(cells, 1):
+            if cell in measured or profile_sweep.must_fail(cell, results):
+                continue
+            if self._clock.now() > deadline:
+                _say(f"the budget of {settings.budget_minutes:g} minutes is used up")
+                break
+            result = await self._measure_cell(client, cell)
+            results.append(result)
+            with (self._directory / "cells.jsonl").open("ab") as file:
+                file.write(msgspec.json.encode([self._fingerprint, result]) + b"\n")
+            outcome = result.failure or f"{result.seconds * 1e3:.1f} ms"
+            _say(
+                f"[{number}/{len(cells)}] {cell.kind} {cell.concurrency} x {cell.context}: {outcome}"
+            )
+            profile = profile_sweep.make_profile(results, size, settings.osl)
+            if profile is not None:
+                profile_files.write_profile(profile, self._directory)
+        self._report(results, size)
+
+    async def _measure_cell(self, client: ProfileClient, cell: Cell) -> CellResult:
+        try:
+            return CellResult(cell=cell, seconds=await client.measure(cell))
+        except errors.DynamoError as error:
+            return CellResult(cell=cell, failure=str(error) or type(error).__name__)
+
+    @property
+    def _fingerprint(self) -> str:
+        settings = self._settings
+        return f"{settings.backend} {settings.model} {settings.worker_flags}"
+
+    def _read_results(self) -> list[CellResult]:
+        """Return the results of earlier runs with the same worker; a line that was cut off is left out."""
+        file, results = self._directory / "cells.jsonl", []
+        for line in file.read_bytes().splitlines() if file.exists() else []:
+            try:
+                fingerprint, result = msgspec.json.decode(line, type=tuple[str, CellResult])
+            except msgspec.MsgspecError:
+                continue
+            if fingerprint == self._fingerprint:
+                results.append(result)
+        return results
+
+    def _report(self, results: Sequence[CellResult], size: EngineSize) -> None:
+        settings = self._settings
+        profile = profile_sweep.make_profile(results, size, settings.osl)
+        if profile is None:
+            failures = "; ".join(sorted({r.failure for r in results if r.failure})[:3])
+            raise errors.EngineFailed(f"no cell was measured, so there is no profile: {failures}")
+        machine = children.machine_resources(os.environ)
+        num_workers = settings.workers or len(machine.devices) or len(machine.cores)
+        choice = profile_sweep.recommend(
+            profile,
+            isl=settings.isl,
+            osl=settings.osl,
+            targets=self._targets,
+            num_workers=num_workers,
+        )
+        text = describe(choice, settings)
+        (self._directory / "recommendation.txt").write_text(text, "utf-8")
+        sys.stdout.write(text)
+        if importlib.util.find_spec("matplotlib") is not None:
+            plots = importlib.import_module("dynamo.planner.profile_plots")
+            targets_ms = {
+                "ttft_ms": self._targets.ttft_s * 1e3,
+                "itl_ms": self._targets.itl_s * 1e3,
+            }
+            plots.draw(profile, self._directory / "profile.png", **targets_ms)
+        _say(f"wrote {self._directory}")
+
+
+def describe(choice: profile_sweep.Recommendation, settings: ProfilerConfig) -> str:
+    """Return the recommendation as text with a line to paste into a shell."""
+    roles = f"--workers {choice.num_decode}"
+    roles += f" --prefill {choice.num_prefill}" if choice.num_prefill else ""
+    flags = f" --worker-flags {shlex.quote(settings.worker_flags)}" if settings.worker_flags else ""
+    model = f" {shlex.quote(settings.model)}" if settings.model else ""
+    notes = f"cannot be met: {choice.unreachable}\n" if choice.unreachable else ""
+    return (
+        f"{choice.mode}: {choice.requests_per_s:.3g} requests/s of {settings.isl}+{settings.osl} tokens;"
+        f" idle worker: TTFT {choice.ttft_ms:.0f} ms, ITL {choice.itl_ms:.1f} ms\n{notes}"
+        f"dynamo serve{model} --engine {settings.backend} {roles}{flags}\n"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"dynamo.profiler: {text}\n")
+    sys.stderr.flush()

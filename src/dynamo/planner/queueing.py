@@ -1,0 +1,62 @@
+"""The queue in front of a pool of equal workers: how many of them hold a waiting time.
+
+The wait in an M/G/c queue is longer than t with a probability of about ErlangC(c, a) * exp(-2 (c - a) t / (b s)), with
+a = arrivals * s busy workers and burstiness b: 1 for Poisson arrivals of equal prompts, more for prompts of different
+lengths and for bursts. Times are seconds.
+"""
+
+import math
+
+_MOST_WORKERS = 100_000
+
+
+def erlang_c(num_workers: int, busy: float) -> float:
+    """Return the probability that a request waits, with `busy` workers busy on average."""
+    if busy >= num_workers:
+        return 1.0
+    blocking = 1.0  # Erlang's formula B, by its recursion
+    for k in range(1, num_workers + 1):
+        blocking = busy * blocking / (k + busy * blocking)
+    return blocking / (1 - busy / num_workers * (1 - blocking))
+
+
+def late_share(
+    num_workers: int, *, requests_per_s: float, service_s: float, wait_s: float, burstiness: float
+) -> float:
+    """Return the share of requests that wait longer than `wait_s`."""
+    busy = requests_per_s * service_s
+    if busy >= num_workers:
+        return 1.0
+    if wait_s < 0:
+        return 1.0
+    decay = 2 * (num_workers - busy) / (burstiness * service_s)
+    return erlang_c(num_workers, busy) * math.exp(-min(700.0, decay * wait_s))
+
+
+def least_workers(
+    *,
+    requests_per_s: float,
+    service_s: float,
+    wait_s: float,
+    burstiness: float = 1.0,
+    most_late: float = 0.05,
+) -> int:
+    """Return the least workers with which at most `most_late` of the requests wait longer; 0 for no requests."""
+    if requests_per_s * service_s <= 0:
+        return 0
+    least = math.floor(requests_per_s * service_s) + 1
+    low, high = least, least
+
+    case = {"requests_per_s": requests_per_s, "service_s": service_s}
+
+    def is_late(number: int) -> bool:
+        return late_share(number, **case, wait_s=wait_s, burstiness=burstiness) > most_late
+
+    while is_late(high):
+        if high > _MOST_WORKERS:
+            return high
+        low, high = high + 1, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if is_late(middle) else (low, middle)
+    return low

@@ -1,0 +1,226 @@
+"""The decision of one interval: OBSERVE, PREDICT and PROPOSE (the policy), RECONCILE, CONSTRAIN; others EXECUTE it.
+
+- Observe: without a fresh reading nothing changes, except that a pool below its minimum is filled up.
+- Reconcile: a worker that is not ready after three start-up times is withdrawn, and the pool waits, longer each time,
+  before it tries again; what comes and goes without our order is said.
+- Constrain: minimum, maximum and GPU budget. A worker that drains still holds its GPUs, so a change of two pools takes
+  away before it gives. A pool shrinks only to the largest number that was proposed within the stabilization window, and
+  only if the workers that remain would hold the targets.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dynamo.planner.observation import Fresh, Missing, Observation, PoolState, Replicas, Stale
+from dynamo.planner.policies import Policy, Proposal, Targets
+
+_OVERDUE = 3.0  # start-up times
+_LONGEST_PAUSE_S = 600.0
+PREFILL, DECODE = "prefill", "decode"
+_NONE = Replicas(0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The bounds of every decision."""
+
+    max_gpus: int = 8
+    min_workers: int = 1  # of each pool that the mode has
+    max_workers: int = 1_000_000  # of each pool
+    stabilization_s: float = 0.0  # a pool shrinks to the largest proposal of so many seconds
+    startup_s: float = 60.0  # until one is measured
+    is_advisory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is to be done after an interval, and why."""
+
+    at: float
+    present: Replicas  # ready or starting, when it was decided
+    replicas: Replicas  # to be
+    outcome: str  # up, down, rebalance, hold, skipped, advisory
+    reason: str
+    proposal: Proposal | None = None
+    withdrawals: Replicas = _NONE  # starts to give up
+
+    @property
+    def line(self) -> str:
+        """Return the decision in one line of text."""
+        change = (
+            f"{_text(self.present)} -> {_text(self.replicas)}"
+            if self.replicas != self.present
+            else _text(self.present)
+        )
+        return f"{self.outcome}: {change}: {self.reason}"
+
+
+def _text(replicas: Replicas) -> str:
+    return f"{replicas.prefill}p{replicas.decode}d" if replicas.prefill else f"{replicas.decode}"
+
+
+@dataclass(slots=True)
+class _PoolMemory:
+    """What the pipeline remembers of a pool."""
+
+    proposals: deque[tuple[float, int]] = field(default_factory=deque)
+    num_failures: int = 0
+    retry_at: float = 0.0
+    expected: int | None = None
+    num_ready: int = 0
+
+
+class ScalingPipeline:
+    """Owns the memory between intervals; the policy is exchangeable."""
+
+    def __init__(self, policy: Policy, targets: Targets, limits: Limits) -> None:
+        self._policy = policy
+        self._targets = targets
+        self._limits = limits
+        self._memory = {PREFILL: _PoolMemory(), DECODE: _PoolMemory()}
+        self._observing_since: float | None = None
+
+    def decide(self, observation: Observation) -> Decision:
+        """Return the decision for an interval that has ended."""
+        present = observation.num_ordered
+        notes = self._note_foreign_changes(present)
+        withdrawals, failures = self._reconcile(observation)
+        notes += failures
+        proposal: Proposal | None = None
+        match observation.traffic:
+            case Fresh(traffic):
+                proposal = self._policy.propose(observation, traffic)
+                target = self._shrink_slowly(observation, proposal.replicas)
+                fewer = Replicas(*map(min, target, present))
+                if fewer != present and not self._policy.survivors_hold(
+                    observation, traffic, fewer
+                ):
+                    target = Replicas(*map(max, target, present))
+                    notes.append("the workers that remain could not carry the load")
+                notes.insert(0, proposal.reason)
+                if proposal.unreachable:
+                    notes.append(f"cannot be met: {proposal.unreachable}")
+            case Missing(reason):
+                target = present
+                notes.insert(0, f"skipped, no metrics: {reason}")
+            case Stale(age_s, reason):
+                target = present
+                notes.insert(0, f"skipped, metrics are {age_s:.0f} s old: {reason}")
+        target = self._constrain(observation, target, withdrawals)
+        if proposal is None and target != present and not sum(withdrawals):
+            notes.append("filled up to the minimum")
+        for name, number in zip((PREFILL, DECODE), target, strict=True):
+            self._memory[name].expected = number
+        return Decision(
+            at=observation.at,
+            present=present,
+            replicas=target,
+            outcome=self._outcome(present, target, proposal),
+            reason="; ".join(notes),
+            proposal=proposal,
+            withdrawals=withdrawals,
+        )
+
+    def _outcome(self, present: Replicas, target: Replicas, proposal: Proposal | None) -> str:
+        if self._limits.is_advisory:
+            return "advisory"
+        ups = [after > before for before, after in zip(present, target, strict=True)]
+        downs = [after < before for before, after in zip(present, target, strict=True)]
+        if any(ups) or any(downs):
+            return "rebalance" if any(ups) and any(downs) else "up" if any(ups) else "down"
+        return "hold" if proposal is not None else "skipped"
+
+    def _note_foreign_changes(self, present: Replicas) -> list[str]:
+        if self._limits.is_advisory:
+            return []
+        notes = []
+        for name, number in zip((PREFILL, DECODE), present, strict=True):
+            expected = self._memory[name].expected
+            if expected is not None and number != expected:
+                notes.append(f"{number} {name} workers where {expected} were ordered")
+        return notes
+
+    def _reconcile(self, observation: Observation) -> tuple[Replicas, list[str]]:
+        """Return how many starts to give up, and the reasons."""
+        counts, notes = [], []
+        for name, pool in ((PREFILL, observation.prefill), (DECODE, observation.decode)):
+            memory = self._memory[name]
+            limit_s = _OVERDUE * (pool.startup_s or self._limits.startup_s)
+            num_overdue = sum(observation.at - since > limit_s for since in pool.starting_since)
+            counts.append(num_overdue)
+            if pool.num_ready > memory.num_ready:
+                memory.num_failures = 0
+            memory.num_ready = pool.num_ready
+            if num_overdue:
+                pause_s = min(_LONGEST_PAUSE_S, limit_s * 2**memory.num_failures)
+                memory.num_failures += 1
+                memory.retry_at = observation.at + pause_s
+                memory.proposals.clear()
+                why = f" ({pool.failure})" if pool.failure else ""
+                notes.append(
+                    f"{num_overdue} {name} not ready after {limit_s:.0f} s{why}: withdrawn, again in {pause_s:.0f} s"
+                )
+        return Replicas(*counts), notes
+
+    def _shrink_slowly(self, observation: Observation, proposal: Replicas) -> Replicas:
+        """Return the proposal, but no fewer workers than the most that were proposed in the window.
+
+        Before a whole window was observed nothing shrinks: a planner that has just started knows no peak.
+        """
+        numbers = []
+        if self._observing_since is None:
+            self._observing_since = observation.at
+        is_informed = observation.at - self._observing_since >= self._limits.stabilization_s
+        pairs = zip((PREFILL, DECODE), proposal, observation.num_ordered, strict=True)
+        for name, number, present in pairs:
+            proposals = self._memory[name].proposals
+            proposals.append((observation.at, number))
+            while proposals[0][0] < observation.at - self._limits.stabilization_s:
+                proposals.popleft()
+            most = max(n for _, n in proposals) if is_informed else present
+            numbers.append(number if number >= present else min(present, most))
+        return Replicas(*numbers)
+
+    def _constrain(
+        self, observation: Observation, target: Replicas, withdrawals: Replicas
+    ) -> Replicas:
+        """Return the target within minimum, maximum, back-off and budget."""
+        pools = (observation.prefill, observation.decode)
+        minimum = self._limits.min_workers
+        least = Replicas(0 if self._targets.mode == "agg" else minimum, minimum)
+        numbers = []
+        for name, pool, number, lowest, num_withdrawn in zip(
+            (PREFILL, DECODE), pools, target, least, withdrawals, strict=True
+        ):
+            bounded = min(max(number, lowest), self._limits.max_workers)
+            if observation.at < self._memory[name].retry_at:
+                bounded = min(bounded, pool.num_ordered - num_withdrawn)
+            numbers.append(bounded)
+        bounded_target = self._within_budget(Replicas(*numbers), least)
+        return self._give_what_is_free(bounded_target, pools)
+
+    def _within_budget(self, target: Replicas, least: Replicas) -> Replicas:
+        """Return the target scaled down to the budget in proportion, as the original does."""
+        gpus = (self._targets.prefill_gpus, self._targets.decode_gpus)
+        budget = self._limits.max_gpus
+        total = target.prefill * gpus[0] + target.decode * gpus[1]
+        if total <= budget:
+            return target
+        num_prefill = max(least.prefill, round(target.prefill * budget / total))
+        num_prefill = min(num_prefill, (budget - least.decode * gpus[1]) // gpus[0])
+        num_decode = min(target.decode, (budget - num_prefill * gpus[0]) // gpus[1])
+        return Replicas(max(0, num_prefill), max(least.decode, num_decode))
+
+    def _give_what_is_free(self, target: Replicas, pools: Sequence[PoolState]) -> Replicas:
+        """Return the target with as many new workers as fit beside all that hold GPUs now."""
+        gpus = (self._targets.prefill_gpus, self._targets.decode_gpus)
+        free = self._limits.max_gpus - sum(
+            pool.num_billed * size for pool, size in zip(pools, gpus, strict=True)
+        )
+        numbers = []
+        for pool, size, number in zip(pools, gpus, target, strict=True):
+            num_new = min(max(0, number - pool.num_ordered), max(0, free) // size)
+            free -= num_new * size
+            numbers.append(min(number, pool.num_ordered) + num_new)
+        return Replicas(*numbers)

@@ -1,0 +1,216 @@
+"""The planner as a service: in each interval observe, decide, order, and tell.
+
+A decision is one line of the log, a change of the metrics, and an entry of `GET /planner/decisions`. Of several
+one namespace the oldest acts; the others decide as well and say that they stand by. A failure of a source or of the
+connector costs one decision, and is told as its reason.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors, tasks
+from dynamo.observability import metrics as observed
+from dynamo.planner import profile_files
+from dynamo.planner.config import ScalingConfig
+from dynamo.planner.connectors import Connector, WakeUpPromise
+from dynamo.planner.load_policy import LoadPolicy
+from dynamo.planner.load_source import LoadSource
+from dynamo.planner.metrics import PlannerMetrics
+from dynamo.planner.observation import Observation
+from dynamo.planner.policies import Policy
+from dynamo.planner.predictive_policy import Headroom, PredictivePolicy, RequestShape, Sizing
+from dynamo.planner.predictors import make_predictor
+from dynamo.planner.scaling_pipeline import Decision, Limits, ScalingPipeline
+from dynamo.planner.sla_policy import SlaPolicy
+from dynamo.planner.traffic_source import TrafficSource
+from dynamo.runtime import discovery
+from dynamo.runtime.http import exchange, server
+
+_NUM_DECISIONS = 1000  # that /planner/decisions shows
+_logger = logging.getLogger(__name__)
+
+
+def make_policy(settings: ScalingConfig) -> Policy:
+    """Make the policy. Raises ConfigError if it needs a profile that cannot be read."""
+    targets = settings.targets
+    if settings.policy == "load":
+        return LoadPolicy(targets, settings.thresholds)
+    profile = profile_files.read_profile(Path(settings.profile_results_dir))
+    predictor = functools.partial(
+        make_predictor, settings.load_predictor, settings.load_prediction_window_size
+    )
+    if settings.policy == "sla":
+        return SlaPolicy(profile, targets, predictor, corrects=settings.correction)
+    headroom = Headroom(startup_s=settings.startup_time)
+    return PredictivePolicy(profile, targets, predictor, headroom)
+
+
+def unreachable_target(settings: ScalingConfig) -> str:
+    """Return which target the profile cannot meet for the expected request, or nothing. Raises ConfigError."""
+    if settings.policy == "load":
+        return ""
+    profile = profile_files.read_profile(Path(settings.profile_results_dir))
+    shape = RequestShape(
+        isl=settings.isl, osl=settings.osl, context=settings.isl + settings.osl / 2
+    )
+    return Sizing(profile, settings.targets, Headroom(), shape, burstiness=1.0).unreachable
+
+
+def make_pipeline(settings: ScalingConfig) -> ScalingPipeline:
+    """Make the decider of a planner. Raises ConfigError."""
+    delay_s = settings.scale_down_delay
+    limits = Limits(
+        max_gpus=settings.max_gpu_budget,
+        min_workers=settings.min_endpoint,
+        max_workers=settings.max_workers,
+        stabilization_s=settings.startup_time if delay_s < 0 else delay_s,
+        startup_s=settings.startup_time,
+        is_advisory=not settings.operation,
+    )
+    return ScalingPipeline(make_policy(settings), settings.targets, limits)
+
+
+class Leadership:
+    """The election of the planner that acts: the oldest one with a living lease."""
+
+    def __init__(self, registry: discovery.Discovery, namespace: str, instance_id: int) -> None:
+        self._registry = registry
+        self._prefix = f"v1/planners/{namespace}/"
+        self._key = f"{self._prefix}{time.time_ns():020d}-{instance_id:x}"
+
+    async def join(self) -> None:
+        """Stand for election with the time of this call as age."""
+        await self._registry.put(self._key, b"{}")
+
+    async def is_leader(self) -> bool:
+        """Return True if no older planner lives."""
+        return min(await self._registry.get_prefix(self._prefix), default="") == self._key
+
+    async def leave(self) -> None:
+        """Stand down, so that the next oldest planner acts."""
+        await self._registry.delete(self._key)
+
+
+class PlannerService:
+    """Owns the loop and the HTTP port; the connector and the sources belong to the caller."""
+
+    def __init__(
+        self,
+        settings: ScalingConfig,
+        source: TrafficSource,
+        connector: Connector,
+        leadership: Leadership,
+        clock: clocks.Clock,
+        *,
+        loads: tuple[LoadSource, LoadSource],
+        wake_up: WakeUpPromise | None = None,
+        log_file: Path | None = None,
+    ) -> None:
+        self._settings = settings
+        self._pipeline = make_pipeline(settings)
+        self._source, self._connector, self._leadership = source, connector, leadership
+        self._clock = clock
+        self._loads = loads
+        self._metrics = PlannerMetrics(settings.targets, wake_up.model if wake_up else "")
+        self._wake_up = wake_up
+        self._log_file = log_file
+        self._decisions: deque[dict[str, object]] = deque(maxlen=_NUM_DECISIONS)
+        self._running = tasks.Tasks()
+        routes = {
+            ("GET", "/planner/decisions"): self._answer_decisions,
+            ("GET", "/metrics"): self._answer_metrics,
+            ("GET", "/health"): lambda request: request.respond(200, b'{"status":"ready"}'),
+        }
+        self._server = server.HttpServer(
+            exchange.HttpRouter(routes, error_body=server.plain_error),
+            error_body=server.plain_error,
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Begin to decide; return the port of the HTTP server. Raises ConfigError."""
+        bound_port = await self._server.start(host, port, port_flag="--planner-port")
+        await self._leadership.join()
+        for load in self._loads:
+            await load.start()
+        self._running.start("decide", self._decide_for_ever())
+        return bound_port
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Wait for `stop`. Raises the error of a task that died."""
+        await self._running.run_until(stop)
+
+    async def close(self) -> None:
+        """Decide no more; the workers stay."""
+        await self._running.close()
+        await self._leadership.leave()
+        await self._server.close()
+
+    async def _decide_for_ever(self) -> None:
+        last_at = self._clock.now()
+        while True:
+            try:
+                now = self._clock.now()
+                elapsed_s = max(now - last_at, 1e-3)
+                last_at = now
+                await self._decide_once(elapsed_s)
+            except errors.DynamoError as error:
+                _logger.warning("no decision: %s", error)
+            await self._clock.sleep(self._settings.adjustment_interval)
+
+    async def _decide_once(self, elapsed_s: float) -> None:
+        traffic = await self._source.read(self._settings.adjustment_interval)
+        prefill, decode = await self._connector.observe()
+        prefill_load, decode_load = (load.read() for load in self._loads)
+        if not (decode.num_ready or prefill.num_ready):  # frontends hold what no worker can take
+            decode_load = dataclasses.replace(decode_load, num_waiting=self._source.num_open)
+        observation = Observation(
+            at=self._clock.now(),
+            interval_s=elapsed_s,
+            traffic=traffic,
+            prefill=prefill,
+            decode=decode,
+            prefill_load=prefill_load,
+            decode_load=decode_load,
+            num_open=self._source.num_open,
+        )
+        decision = self._pipeline.decide(observation)
+        is_leader = await self._leadership.is_leader()
+        self._tell(observation, decision, is_leader=is_leader)
+        if is_leader and self._settings.operation:
+            await self._connector.scale(decision)
+            if self._wake_up is not None and self._settings.min_endpoint == 0:
+                startup_s = decode.startup_s or self._settings.startup_time
+                await self._wake_up.update(is_asleep=not decode.num_ready, startup_s=startup_s)
+
+    def _tell(self, observation: Observation, decision: Decision, *, is_leader: bool) -> None:
+        self._metrics.record(observation, decision, is_leader=is_leader)
+        line = decision.line if is_leader else f"standing by, another planner acts; {decision.line}"
+        level = logging.DEBUG if decision.outcome == "hold" else logging.INFO
+        _logger.log(level, "%s", line)
+        entry: dict[str, object] = {
+            "time": time.time(),
+            "outcome": decision.outcome,
+            "is_leader": is_leader,
+            "present": decision.present._asdict(),
+            "replicas": decision.replicas._asdict(),
+            "reason": decision.reason,
+        }
+        self._decisions.append(entry)
+        if self._log_file is not None:
+            with self._log_file.open("ab") as file:
+                file.write(msgspec.json.encode(entry) + b"\n")
+
+    def _answer_decisions(self, request: exchange.Exchange) -> None:
+        rows = list(self._decisions)[::-1]
+        request.respond(200, msgspec.json.encode({"decisions": rows}))
+
+    def _answer_metrics(self, request: exchange.Exchange) -> None:
+        request.respond(200, self._metrics.registry.render(), content_type=observed.CONTENT_TYPE)

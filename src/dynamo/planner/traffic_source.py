@@ -1,0 +1,199 @@
+"""The traffic of a model: read from the frontends' /metrics, or asked of a Prometheus server.
+
+A frontend counts since its start; the traffic of an interval is the difference of two readings. A counter that fell
+belongs to a frontend that was restarted, and counts from zero. Without any answer the reading is `Missing`; if that
+lasts longer than `STALE_INTERVALS` intervals it is `Stale`.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+from urllib import parse
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.planner.observation import Fresh, Missing, Stale, Traffic
+
+STALE_INTERVALS = 3
+_TIMEOUT_S = 3.0
+_MOST_BYTES = 16 * 2**20
+_PREFIX = "dynamo_frontend_"
+_MEANS = {  # field of Traffic: metric
+    "isl": "input_sequence_tokens",
+    "osl": "output_sequence_tokens",
+    "ttft_s": "time_to_first_token_seconds",
+    "itl_s": "inter_token_latency_seconds",
+    "duration_s": "request_duration_seconds",
+}
+_STARTED, _CACHED = "requests_started_total", "cached_tokens_sum"
+_INFLIGHT, _HELD = "inflight_requests", "requests_waiting_for_worker"
+Reading = Fresh[Traffic] | Missing | Stale
+
+
+class TrafficSource(Protocol):
+    """Reads the traffic since the last reading."""
+
+    num_open: int  # requests between arrival and end, when it was last read
+
+    async def read(self, interval_s: float) -> Reading:
+        """Return the traffic of the interval that ends now."""
+        ...
+
+
+async def get(url: str) -> bytes:
+    """Return the body of an http URL. Raises Unavailable if there is no answer with status 200."""
+    parts = parse.urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise errors.ConfigError(f"{url}: expected an address such as http://127.0.0.1:8000")
+    path = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+            try:
+                head = f"GET {path} HTTP/1.0\r\nhost: {parts.netloc}\r\n\r\n"
+                writer.write(head.encode("ascii"))
+                answer = await reader.read(-1)
+            finally:
+                writer.close()
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or f"no answer within {_TIMEOUT_S:g} s"
+        raise errors.Unavailable(f"{url} does not answer: {reason}") from error
+    status, _, rest = answer.partition(b"\r\n")
+    if b" 200" not in status or len(answer) > _MOST_BYTES:
+        raise errors.Unavailable(f"{url}: expected status 200, got {status[:80]!r}")
+    return rest.partition(b"\r\n\r\n")[2]
+
+
+def parse_metrics(exposition: str, model: str | None) -> dict[str, float]:
+    """Return the sum of each frontend metric over its labels, those of one model if one is named.
+
+    Buckets are left out, and so are values that are no finite number.
+    """
+    totals: dict[str, float] = {}
+    for line in exposition.splitlines():
+        if not line.startswith(_PREFIX):
+            continue
+        name, _, rest = line.partition("{")
+        labels, _, value = rest.rpartition("}")
+        if not rest:
+            name, _, value = line.partition(" ")
+        if name.endswith("_bucket") or (model and f'model="{model.lower()}"' not in labels):
+            continue
+        try:
+            number = float(value)
+        except ValueError:
+            continue
+        if math.isfinite(number):
+            key = name.removeprefix(_PREFIX)
+            totals[key] = totals.get(key, 0.0) + number
+    return totals
+
+
+class _Memory:
+    """The time of the last good reading, to tell a missing one from a stale one."""
+
+    def __init__(self, clock: clocks.Clock) -> None:
+        self._clock = clock
+        self._good_at: float | None = None
+
+    def note_success(self) -> None:
+        self._good_at = self._clock.now()
+
+    def describe_failure(self, reason: str, interval_s: float) -> Missing | Stale:
+        if self._good_at is None:
+            return Missing(reason)
+        age_s = self._clock.now() - self._good_at
+        return Stale(age_s, reason) if age_s > STALE_INTERVALS * interval_s else Missing(reason)
+
+
+class FrontendSource:
+    """Reads the /metrics of some frontends, all of which must answer."""
+
+    def __init__(self, urls: Sequence[str], model: str | None, clock: clocks.Clock) -> None:
+        self.num_open = 0
+        self._urls = [url.rstrip("/") + "/metrics" for url in urls]
+        self._model = model
+        self._memory = _Memory(clock)
+        self._last: list[dict[str, float]] | None = None
+
+    async def read(self, interval_s: float) -> Reading:
+        """Return the traffic of the interval that ends now."""
+        try:
+            pages = await asyncio.gather(*(get(url) for url in self._urls))
+            totals = [parse_metrics(page.decode("utf-8", "replace"), self._model) for page in pages]
+        except errors.Unavailable as error:
+            return self._memory.describe_failure(str(error), interval_s)
+        last, self._last = self._last, totals
+        self._memory.note_success()
+        self.num_open = int(sum(each.get(_INFLIGHT, 0.0) + each.get(_HELD, 0.0) for each in totals))
+        if last is None:
+            return Missing("the first reading: an interval needs two")
+        changes: dict[str, float] = {}
+        for before, after in zip(last, totals, strict=True):
+            for name, value in after.items():
+                rise = value - before.get(name, 0.0)
+                changes[name] = changes.get(name, 0.0) + (rise if rise >= 0 else value)
+        return Fresh(traffic_of(changes))
+
+
+def traffic_of(changes: Mapping[str, float]) -> Traffic:
+    """Return the traffic that the changes of the frontends' counters describe."""
+    num_prompt = changes.get("input_sequence_tokens_sum", 0.0)
+    means = {
+        field: changes[f"{metric}_sum"] / count
+        for field, metric in _MEANS.items()
+        if (count := changes.get(f"{metric}_count", 0.0)) > 0
+    }
+    return Traffic(
+        num_requests=changes.get(_STARTED, 0.0),
+        hit_rate=min(1.0, changes.get(_CACHED, 0.0) / num_prompt) if num_prompt else 0.0,
+        **means,
+    )
+
+
+class PrometheusSource:
+    """Asks a Prometheus server, which has read the frontends."""
+
+    def __init__(self, url: str, model: str | None, clock: clocks.Clock) -> None:
+        self.num_open = 0
+        self._url = url.rstrip("/")
+        self._labels = f'{{model="{model.lower()}"}}' if model else ""
+        self._memory = _Memory(clock)
+
+    async def read(self, interval_s: float) -> Reading:
+        """Return the traffic of the interval that ends now."""
+        range_text = f"[{max(1, round(interval_s))}s]"
+        names = [_STARTED, _CACHED]
+        names += [f"{metric}_{part}" for metric in _MEANS.values() for part in ("sum", "count")]
+        queries = {
+            name: f"sum(increase({_PREFIX}{name}{self._labels}{range_text}))" for name in names
+        }
+        gauges = (_INFLIGHT, _HELD)
+        queries |= {name: f"sum({_PREFIX}{name}{self._labels})" for name in gauges}
+        try:
+            values = await asyncio.gather(*map(self._query, queries.values()))
+        except errors.Unavailable as error:
+            return self._memory.describe_failure(str(error), interval_s)
+        changes = {
+            name: value for name, value in zip(queries, values, strict=True) if value is not None
+        }
+        if _STARTED not in changes:
+            reason = f"{self._url} knows no {_PREFIX}{_STARTED}{self._labels}"
+            return self._memory.describe_failure(reason, interval_s)
+        self._memory.note_success()
+        self.num_open = int(sum(changes.get(name, 0.0) for name in gauges))
+        return Fresh(traffic_of(changes))
+
+    async def _query(self, query: str) -> float | None:
+        body = await get(f"{self._url}/api/v1/query?{parse.urlencode({'query': query})}")
+        try:
+            rows = msgspec.json.decode(body)["data"]["result"]
+            value = float(rows[0]["value"][1]) if rows else math.nan
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+            raise errors.Unavailable(
+                f"{self._url}: expected Prometheus's answer: {error}"
+            ) from error
+        return value if math.isfinite(value) else None

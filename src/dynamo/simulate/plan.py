@@ -1,0 +1,234 @@
+"""The command `simulate plan`: how many workers, by which policy, and what it costs, before a GPU is bought.
+
+Every policy of the table sees the same arrivals on workers of one profile. `sin` is the original's experiment; a trace
+is scaled so that eight workers are half busy with it. `docs/planner.md` says how to read the table.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from dynamo.base import config, errors
+from dynamo.planner import observation, predictors, profile_files
+from dynamo.simulate import plan_arrivals, plan_oracle, plan_policies, plan_run, plan_worker, screen
+from dynamo.simulate.plan_run import PlanResult, PlanScenario
+from dynamo.simulate.plan_worker import Request, StepTimes
+
+_BUILT_IN = "h100-8b"
+_SWEEP_STARTUPS, _SWEEP_INTERVALS = (0, 30, 60, 100, 200, 300), (1, 5, 10, 30)
+# latency and TTFT in seconds; ratio: GPU seconds over those of the oracle; moves: changes of a pool
+COLUMNS = (
+    "policy", "mean s", "p90", "p99", "TTFT", "p90", "p99", "SLA", "GPU s", "ratio", "moves", "lost",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Scale simulated workers by one policy after the other, in virtual time."""
+
+    scenario: str = config.option("plan", flag="", help="simulation to run: plan")
+    trace: str = config.option(
+        "sin",
+        help="arrivals: sin, idle, or a trace file (JSON lines of Mooncake, CSV of Azure), scaled to half of 8 workers",
+    )
+    step: bool = config.option(
+        False,
+        help="let requests arrive three times as fast for five minutes, from a third of the run on",
+    )
+    limit: int | None = config.option(None, help="requests to take from a trace file", least=2)
+    profile: str = config.option(
+        _BUILT_IN, help="profile of a worker: h100-8b, or a directory that the profiler wrote"
+    )
+    write_profile: str | None = config.option(
+        None, help="write the profile as the profiler does to this directory, and end"
+    )
+    policy: tuple[str, ...] = config.option(
+        plan_policies.NAMES,
+        help="policies to compare, comma-separated: fixed (all splits of --fixed-workers), hpa, load, sla, predictive,"
+        " best-fixed, oracle",
+    )
+    mode: Literal["disagg", "agg"] = config.option(
+        "disagg", help="workers for prefill and decode apart, or workers that do both"
+    )
+    ttft: float = config.option(500.0, help="target time to first token in ms", least=0.001)
+    itl: float = config.option(50.0, help="target time between two tokens in ms", least=0.001)
+    load_predictor: str = config.option(
+        "seasonal", help=f"predictor of the predictive policy: {', '.join(predictors.PREDICTORS)}"
+    )
+    startup: float = config.option(
+        60.0, help="seconds from the order of a worker to readiness", least=0
+    )
+    interval: float = config.option(10.0, help="seconds between two decisions", least=0.1)
+    max_gpu_budget: int = config.option(8, help="most GPUs; a worker has one", least=1)
+    initial: str = config.option(
+        "2p2d", help="workers at the begin of the run, such as 2p2d; in mode agg their sum"
+    )
+    fixed_workers: int = config.option(4, help="workers of the fixed splits", least=1)
+    seeds: int = config.option(5, help="seeds of sin and idle; figures are medians", least=1)
+    sweep: bool = config.option(
+        False, help="vary start-up time and interval for the predictive policy instead of the table"
+    )
+    output: str | None = config.option(None, help="file for the figures as JSON")
+
+    @property
+    def initial_replicas(self) -> observation.Replicas:
+        """Return the workers at the begin of the run. Raises ConfigError."""
+        head, _, tail = self.initial.partition("p")
+        if not (head.isdigit() and tail.endswith("d") and tail[:-1].isdigit()):
+            raise errors.ConfigError(f"--initial {self.initial}: expected a split such as 2p2d")
+        return observation.Replicas(int(head), int(tail[:-1]))
+
+
+def run(settings: PlanConfig) -> None:
+    """Simulate, print the table, and write the figures. Raises ConfigError."""
+    times = _read_times(settings)
+    if settings.write_profile is not None:
+        directory = Path(settings.write_profile)
+        profile_files.write_profile(plan_policies.sample_profile(times), directory)
+        sys.stdout.write(f"wrote {directory}\n")
+        return
+    scenarios = make_scenarios(settings, times)
+    rows = _sweep(settings, scenarios) if settings.sweep else _compare(settings, scenarios)
+    results: list[PlanResult] = []
+    with screen.progress_bar("runs", len(rows) * len(scenarios)) as on_progress:
+        for name, simulate in rows:
+            seeds = []
+            for scenario in scenarios:
+                seeds.append(replace(simulate(scenario), policy=name))
+                on_progress(len(results) * len(scenarios) + len(seeds))
+            results.append(plan_run.median_result(seeds))
+    oracle = next((r.gpu_seconds for r in results if r.policy == "oracle"), None)
+    screen.print_table(
+        COLUMNS, [cells(result, oracle) for result in results], _caption(settings, scenarios)
+    )
+    if settings.output is not None:
+        text = json.dumps([asdict(result) for result in results], indent=1)
+        Path(settings.output).write_text(text + "\n", "utf-8")
+
+
+Simulate = Callable[[PlanScenario], PlanResult]
+
+
+def make_scenarios(settings: PlanConfig, times: StepTimes) -> list[PlanScenario]:
+    """Return a scenario for each seed; a recorded trace is one. Raises ConfigError."""
+    initial = settings.initial_replicas
+    is_aggregated = settings.mode == "agg"
+    scenarios = []
+    for requests in _arrivals(settings, times):
+        plan_arrivals.mark_servable(requests, times, settings.ttft / 1e3)
+        scenarios.append(
+            PlanScenario(
+                requests=requests,
+                times=times,
+                ttft_s=settings.ttft / 1e3,
+                itl_s=settings.itl / 1e3,
+                interval_s=settings.interval,
+                startup_s=settings.startup,
+                max_gpus=settings.max_gpu_budget,
+                initial=observation.Replicas(0, sum(initial)) if is_aggregated else initial,
+                is_aggregated=is_aggregated,
+            )
+        )
+    return scenarios
+
+
+def _arrivals(settings: PlanConfig, times: StepTimes) -> Iterator[list[Request]]:
+    synthetic = {"sin": plan_arrivals.sinusoidal, "idle": plan_arrivals.idle}
+    if settings.trace in synthetic:
+        for seed in range(1, settings.seeds + 1):
+            requests = synthetic[settings.trace](seed=seed)
+            yield plan_arrivals.add_step(requests) if settings.step else requests
+    else:
+        trace = plan_arrivals.read_trace(Path(settings.trace), limit=settings.limit)
+        scaled = plan_arrivals.scale_to_load(trace, times)
+        yield plan_arrivals.add_step(scaled) if settings.step else scaled
+
+
+def _read_times(settings: PlanConfig) -> StepTimes:
+    if settings.profile == _BUILT_IN:
+        return plan_worker.h100_8b()
+    profile = profile_files.read_profile(Path(settings.profile))
+    return plan_policies.step_times(profile, context=3075.0)
+
+
+def _compare(settings: PlanConfig, scenarios: Sequence[PlanScenario]) -> list[tuple[str, Simulate]]:
+    profile = plan_policies.sample_profile(scenarios[0].times)
+    rows: list[tuple[str, Simulate]] = []
+    for name in settings.policy:
+        if name == "oracle":
+            rows.append((name, plan_oracle.run_oracle))
+        elif name == "best-fixed":
+            best = plan_policies.find_best_fixed(scenarios[0])
+            rows.append((f"best fixed: {plan_policies.split_name(best)}", _fixed(best)))
+        elif name == "fixed":
+            splits = plan_policies.fixed_splits(
+                settings.fixed_workers, is_aggregated=settings.mode == "agg"
+            )
+            rows += [
+                (f"fixed {plan_policies.split_name(split)}", _fixed(split)) for split in splits
+            ]
+        else:
+            plan_policies.make_decide(name, scenarios[0], profile, settings.load_predictor)
+            rows.append((name, _policy(name, settings.load_predictor)))
+    return rows
+
+
+def _sweep(settings: PlanConfig, scenarios: Sequence[PlanScenario]) -> list[tuple[str, Simulate]]:
+    rows: list[tuple[str, Simulate]] = []
+    for startup_s in _SWEEP_STARTUPS:
+        for interval_s in _SWEEP_INTERVALS:
+            simulate = _policy("predictive", settings.load_predictor)
+
+            def vary(
+                scenario: PlanScenario,
+                startup_s: float = startup_s,
+                interval_s: float = interval_s,
+                simulate: Simulate = simulate,
+            ) -> PlanResult:
+                return simulate(replace(scenario, startup_s=startup_s, interval_s=interval_s))
+
+            rows.append((f"start {startup_s}, every {interval_s}", vary))
+    return rows
+
+
+def _fixed(replicas: observation.Replicas) -> Simulate:
+    return lambda scenario: plan_run.run_fixed(scenario, replicas)
+
+
+def _policy(name: str, predictor: str) -> Simulate:
+    def simulate(scenario: PlanScenario) -> PlanResult:
+        profile = plan_policies.sample_profile(scenario.times)
+        decide = plan_policies.make_decide(name, scenario, profile, predictor)
+        return plan_run.run(scenario, name, decide)
+
+    return simulate
+
+
+def cells(result: PlanResult, oracle_gpu_seconds: float | None) -> tuple[str, ...]:
+    """Return a row of the table with `COLUMNS`."""
+    ratio = f"{result.gpu_seconds / oracle_gpu_seconds:.2f}" if oracle_gpu_seconds else "-"
+    latencies = (result.mean_latency, result.p90_latency, result.p99_latency)
+    ttfts = (result.mean_ttft, result.p90_ttft, result.p99_ttft)
+    return (
+        result.policy,
+        *(f"{x:.1f}" if x >= 10 else f"{x:.2f}" for x in (*latencies, *ttfts)),
+        f"{result.attainment:.1%}",
+        f"{result.gpu_seconds:,.0f}",
+        ratio,
+        f"{result.num_scalings}",
+        f"{result.num_lost}",
+    )
+
+
+def _caption(settings: PlanConfig, scenarios: Sequence[PlanScenario]) -> str:
+    requests = scenarios[0].requests
+    servable = sum(request.is_servable for request in requests) / len(requests)
+    return (
+        f"{Path(settings.trace).name}{', step' if settings.step else ''}: {len(requests):,} requests in"
+        f" {requests[-1].at:,.0f} s, {servable:.1%} servable; {settings.profile}, {settings.mode},"
+        f" TTFT {settings.ttft:g} ms, ITL {settings.itl:g} ms, start-up {settings.startup:g} s,"
+        f" every {settings.interval:g} s, from {settings.initial}, at most {settings.max_gpu_budget} GPUs"
+    )

@@ -1,0 +1,148 @@
+"""The arrivals of the planner's experiments: a sinusoidal rate, traces scaled to a mean load, and idle times."""
+
+import csv
+import datetime
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dynamo.base import errors
+from dynamo.simulate import workload
+from dynamo.simulate.plan_worker import Request, StepTimes
+
+NUM_TRACE_WORKERS = 8
+TRACE_LOAD = 0.5  # of these workers, on average
+_STEP_FACTOR, _STEP_S = 3.0, 300.0
+
+
+def sinusoidal(
+    *, seed: int, duration_s: float = 600.0, isl: int = 3000, osl: int = 150, begin: float = 0.0
+) -> list[Request]:
+    """Return Poisson arrivals of 12.5 + 7.5 sin(2 pi t / 150) requests a second, by thinning."""
+    draw = random.Random(seed)
+    requests: list[Request] = []
+    at = 0.0
+    while True:
+        at += draw.expovariate(20.0)
+        if at >= duration_s:
+            return requests
+        rate = 12.5 + 7.5 * math.sin(2 * math.pi * at / 150)
+        if draw.random() < rate / 20.0:
+            requests.append(Request(at=begin + at, num_prompt=isl, num_output=osl))
+
+
+def idle(*, seed: int) -> list[Request]:
+    """Return ten minutes of nothing, one request, ten minutes of nothing, then sinusoidal arrivals."""
+    one = Request(at=600.0, num_prompt=3000, num_output=150)
+    return [one, *sinusoidal(seed=seed, begin=1200.0)]
+
+
+def steady(*, seed: int, rate: float, duration_s: float, isl: int, osl: int) -> list[Request]:
+    """Return Poisson arrivals of a constant rate."""
+    draw = random.Random(seed)
+    requests: list[Request] = []
+    at = draw.expovariate(rate)
+    while at < duration_s:
+        requests.append(Request(at=at, num_prompt=isl, num_output=osl))
+        at += draw.expovariate(rate)
+    return requests
+
+
+def read_trace(path: Path, *, limit: int | None) -> list[Request]:
+    """Read a trace in Mooncake's format (JSON lines) or in Azure's (CSV). Raises ConfigError."""
+    if path.suffix == ".csv":
+        return _read_azure(path, limit)
+    trace = workload.spread_arrivals(workload.read_trace(path, limit=limit))
+    return [
+        Request(
+            at=arrival.at,
+            num_prompt=arrival.num_tokens,
+            num_output=arrival.num_output,
+            names=arrival.names,
+            block_size=trace.block_size,
+        )
+        for arrival in trace.arrivals
+    ]
+
+
+def _read_azure(path: Path, limit: int | None) -> list[Request]:
+    requests: list[Request] = []
+    begin: datetime.datetime | None = None
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
+                begin = begin or moment
+                requests.append(
+                    Request(
+                        at=(moment - begin).total_seconds(),
+                        num_prompt=max(1, int(row["ContextTokens"])),
+                        num_output=max(1, int(row["GeneratedTokens"])),
+                    )
+                )
+                if limit is not None and len(requests) >= limit:
+                    break
+    except (OSError, KeyError, ValueError) as error:
+        raise errors.ConfigError(
+            f"--trace {path}: expected a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens: {error}"
+        ) from error
+    return requests
+
+
+def scale_to_load(
+    requests: Sequence[Request],
+    times: StepTimes,
+    *,
+    load: float = TRACE_LOAD,
+    num_workers: int = NUM_TRACE_WORKERS,
+) -> list[Request]:
+    """Scale the times so that the mean work is a share of what some workers can do.
+
+    The work of a request is its prefill, without what an unlimited cache would hold, and its share of decode steps with
+    half of the KV cache in use.
+    """
+    num_new = ideal_new_tokens(requests)
+    half_full_s = times.decode_s(0.5)
+    work_s = sum(
+        times.prefill_s(new)
+        + r.num_output
+        * half_full_s
+        * (r.num_prompt + r.num_output / 2)
+        / (0.5 * times.num_kv_tokens)
+        for r, new in zip(requests, num_new, strict=True)
+    )
+    begin = requests[0].at
+    factor = work_s / (load * num_workers) / (requests[-1].at - begin)
+    return [replace(request, at=(request.at - begin) * factor) for request in requests]
+
+
+def add_step(requests: Sequence[Request]) -> list[Request]:
+    """Let requests arrive three times as fast for five minutes, from a third of the run on."""
+    begin = requests[-1].at / 3
+    end = begin + _STEP_FACTOR * _STEP_S  # in the times of the trace
+
+    def move(at: float) -> float:
+        return at - (min(at, end) - begin) * (1 - 1 / _STEP_FACTOR) if at > begin else at
+
+    return [replace(request, at=move(request.at)) for request in requests]
+
+
+def mark_servable(requests: Sequence[Request], times: StepTimes, ttft_s: float) -> None:
+    """Mark the requests whose own prefill, after the best possible reuse, leaves the target within reach."""
+    for request, num_new in zip(requests, ideal_new_tokens(requests), strict=True):
+        request.is_servable = times.prefill_s(num_new) <= ttft_s
+
+
+def ideal_new_tokens(requests: Sequence[Request]) -> list[int]:
+    """Return the prompt tokens of each request that no earlier prompt had."""
+    names: set[int] = set()
+    numbers = []
+    for request in requests:
+        num_known = next(
+            (i for i, name in enumerate(request.names) if name not in names), len(request.names)
+        )
+        numbers.append(max(1, request.num_prompt - num_known * request.block_size))
+        names.update(request.names)
+    return numbers

@@ -1,0 +1,244 @@
+"""The cluster of the planner's simulation: pools of workers that start, serve, drain and are billed.
+
+It is what a connector orders from, and what an observation measures. A worker is billed from the order of its start
+until it has drained. A prompt goes to the worker that will have computed it first, its cached prefix included; what a
+draining prefill worker has not begun goes to another one. Without a ready worker requests wait.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dynamo.planner import observation
+from dynamo.simulate.plan_worker import PlanWorker, Request, Role, StepResult, StepTimes
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A worker of the cluster."""
+
+    worker: PlanWorker
+    role: Role
+    ordered_at: float
+    ready_at: float
+    is_draining: bool = False
+
+
+@dataclass(slots=True)
+class _Pool:
+    role: Role
+    ready: list[_Member] = field(default_factory=list)
+    starting: list[_Member] = field(default_factory=list)
+    draining: list[_Member] = field(default_factory=list)
+    held: list[Request] = field(default_factory=list)  # no worker is ready
+
+
+@dataclass(slots=True)
+class _Interval:
+    """What happened since the last observation."""
+
+    arrived: list[Request] = field(default_factory=list)
+    first_tokens: list[Request] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
+
+
+class PlanCluster:
+    """Two pools, or one of aggregated workers, and the requests that are on their way."""
+
+    def __init__(self, times: StepTimes, *, startup_s: float, is_aggregated: bool = False) -> None:
+        self.now = 0.0
+        self.gpu_seconds = 0.0
+        self.num_scalings = 0
+        self.num_ended = 0
+        self._times = times
+        self._startup_s = startup_s
+        self._prefill = _Pool("prefill")
+        self._decode = _Pool("agg" if is_aggregated else "decode")
+        self._entry = self._decode if is_aggregated else self._prefill
+        self._order = itertools.count()
+        self._due: list[tuple[float, int, _Member | Request]] = []
+        self._interval = _Interval()
+
+    def add_ready(self, replicas: observation.Replicas) -> None:
+        """Add workers that serve at once: those that were there before the first request."""
+        for pool, number in zip((self._prefill, self._decode), replicas, strict=True):
+            for _ in range(number):
+                pool.ready.append(self._make(pool, ready_at=self.now))
+
+    def scale(self, target: observation.Replicas) -> None:
+        """Order starts, give up starts, and begin to drain, until the pools have this many workers."""
+        for pool, number in zip((self._prefill, self._decode), target, strict=True):
+            num_present = len(pool.ready) + len(pool.starting)
+            self.num_scalings += num_present != number
+            for _ in range(number - num_present):
+                member = self._make(pool, ready_at=self.now + self._startup_s)
+                pool.starting.append(member)
+                self._push(member.ready_at, member)
+            for _ in range(num_present - number):
+                if pool.starting:
+                    self._bill(pool.starting.pop())
+                else:
+                    self._drain(pool)
+
+    def set_ready(self, target: observation.Replicas) -> None:
+        """Change the pools at once, without start-up time: the oracle's search."""
+        for pool, number in zip((self._prefill, self._decode), target, strict=True):
+            num_new = max(0, number - len(pool.ready))
+            is_prefill = pool is self._prefill
+            self.add_ready(observation.Replicas(num_new * is_prefill, num_new * (not is_prefill)))
+            self._send_held(pool)
+            while len(pool.ready) > number:
+                self._drain(pool)
+
+    def submit(self, request: Request) -> None:
+        """Let a request arrive now."""
+        self._interval.arrived.append(request)
+        self._send(request, self._entry)
+
+    def run_until(self, time: float) -> None:
+        """Let time pass until `time`."""
+        while self._due and self._due[0][0] <= time:
+            self.now, _, due = heapq.heappop(self._due)
+            if isinstance(due, Request):
+                self._send(due, self._decode)
+            elif due.ready_at == self.now and due in self._pool_of(due).starting:
+                self._begin_serving(due)
+            elif due.worker.next_time == self.now:
+                self._step(due)
+        if time < math.inf:
+            self.now = time
+
+    def stop(self) -> None:
+        """Bill what still runs; the run is over."""
+        for pool in (self._prefill, self._decode):
+            for member in (*pool.ready, *pool.starting, *pool.draining):
+                self._bill(member)
+
+    def observe(self, interval_s: float) -> observation.Observation:
+        """Return the observation of the interval that ends now, and begin the next one."""
+        interval, self._interval = self._interval, _Interval()
+        first, ended = interval.first_tokens, interval.ended
+        prompts = interval.arrived or first
+        num_prompt = sum(request.num_prompt for request in first)
+        decoded = [request for request in ended if request.num_output > 1]
+        traffic = observation.Traffic(
+            num_requests=len(interval.arrived),
+            isl=_mean([request.num_prompt for request in prompts]),
+            osl=_mean([request.num_output for request in ended]),
+            ttft_s=_mean([request.ttft_s for request in first]),
+            itl_s=_mean([request.itl_s for request in decoded]),
+            duration_s=_mean([request.ended_at - request.at for request in ended]),
+            hit_rate=sum(r.num_cached for r in first) / num_prompt if num_prompt else 0.0,
+        )
+        return observation.Observation(
+            at=self.now,
+            interval_s=interval_s,
+            traffic=observation.Fresh(traffic),
+            prefill=self._state(self._prefill),
+            decode=self._state(self._decode),
+            prefill_load=_load(self._prefill),
+            decode_load=_load(self._decode),
+        )
+
+    def _make(self, pool: _Pool, *, ready_at: float) -> _Member:
+        worker = PlanWorker(pool.role, self._times)
+        return _Member(worker, pool.role, ordered_at=self.now, ready_at=ready_at)
+
+    def _pool_of(self, member: _Member) -> _Pool:
+        return self._prefill if member.role == "prefill" else self._decode
+
+    def _push(self, time: float, due: _Member | Request) -> None:
+        heapq.heappush(self._due, (time, next(self._order), due))
+
+    def _begin_serving(self, member: _Member) -> None:
+        pool = self._pool_of(member)
+        pool.starting.remove(member)
+        pool.ready.append(member)
+        self._send_held(pool)
+        if pool is self._entry and len(pool.ready) > 1:
+            self._share_queue(pool)
+
+    def _share_queue(self, pool: _Pool) -> None:
+        """Give a new worker its share of the prompts that no other has begun."""
+        waiting = [r for other in pool.ready for r in other.worker.withdraw_waiting()]
+        for request in sorted(waiting, key=lambda r: r.at):
+            self._send(request, pool)
+
+    def _send_held(self, pool: _Pool) -> None:
+        held, pool.held = pool.held, []
+        for request in held:
+            self._send(request, pool)
+
+    def _send(self, request: Request, pool: _Pool) -> None:
+        if not pool.ready:
+            pool.held.append(request)
+            return
+        if pool is self._entry:
+            member = min(pool.ready, key=lambda m: _queued_after(m.worker, request))
+        else:
+            member = min(pool.ready, key=lambda m: m.worker.num_active_tokens)
+        next_time = member.worker.next_time
+        member.worker.submit(request, self.now)
+        if member.worker.next_time != next_time:
+            self._push(member.worker.next_time, member)
+
+    def _step(self, member: _Member) -> None:
+        result: StepResult = member.worker.advance(self.now)
+        if member.worker.next_time < math.inf:
+            self._push(member.worker.next_time, member)
+        self._interval.first_tokens += result.prefilled
+        self._interval.ended += result.ended
+        self.num_ended += len(result.ended)
+        if member.role == "prefill":
+            times = self._times
+            for request in result.prefilled:
+                if request.num_output > 1:
+                    num_bytes = request.num_prompt * times.kv_bytes_per_token
+                    self._push(self.now + num_bytes / times.kv_bytes_per_s, request)
+        if member.is_draining and not member.worker.num_open:
+            self._pool_of(member).draining.remove(member)
+            self._bill(member)
+
+    def _drain(self, pool: _Pool) -> None:
+        member = min(pool.ready, key=lambda m: (m.worker.num_active_tokens, m.worker.num_open))
+        pool.ready.remove(member)
+        member.is_draining = True
+        for request in member.worker.withdraw_waiting():
+            self._send(request, pool)
+        if member.worker.num_open:
+            pool.draining.append(member)
+        else:
+            self._bill(member)
+
+    def _bill(self, member: _Member) -> None:
+        self.gpu_seconds += self.now - member.ordered_at
+
+    def _state(self, pool: _Pool) -> observation.PoolState:
+        return observation.PoolState(
+            num_ready=len(pool.ready),
+            starting_since=tuple(sorted(member.ordered_at for member in pool.starting)),
+            num_draining=len(pool.draining),
+            startup_s=self._startup_s,
+        )
+
+
+def _queued_after(worker: PlanWorker, request: Request) -> tuple[int, int]:
+    num_new = request.num_prompt - (worker.cached_tokens(request) if request.names else 0)
+    return worker.num_queued_tokens + num_new, worker.num_active_tokens
+
+
+def _load(pool: _Pool) -> observation.PoolLoad:
+    workers = [member.worker for member in (*pool.ready, *pool.draining)]
+    ready = [member.worker for member in pool.ready]
+    return observation.PoolLoad(
+        kv_usage=_mean([worker.kv_usage for worker in ready]) or 0.0,
+        num_running=sum(worker.num_open - worker.num_waiting for worker in workers),
+        num_waiting=sum(worker.num_waiting for worker in workers) + len(pool.held),
+        waiting_tokens=sum(worker.num_queued_tokens for worker in workers),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

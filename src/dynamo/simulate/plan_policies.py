@@ -1,0 +1,128 @@
+"""The policies of the planner's simulation: those of the planner itself, and others to compare them with."""
+
+import functools
+import math
+
+from dynamo.base import errors
+from dynamo.planner import (
+    load_policy,
+    observation,
+    policies,
+    predictive_policy,
+    predictors,
+    profile,
+    scaling_pipeline,
+    sla_policy,
+)
+from dynamo.simulate.plan_run import Decide, PlanScenario, run_fixed
+from dynamo.simulate.plan_worker import StepTimes
+
+NAMES = ("fixed", "hpa", "load", "sla", "predictive", "best-fixed", "oracle")
+_MOST_DECODE = 4  # of the fixed splits that are tried
+_CONTEXTS = (256, 1024, 3072, 8192, 16384)
+
+
+def sample_profile(times: StepTimes) -> profile.WorkerProfile:
+    """Return what a profiler would measure of a worker with these step times."""
+    isl = tuple(float(2**k) for k in range(6, 18))
+    ttft_s = tuple(times.prefill_s(n) for n in isl)
+    points = {}
+    for context in _CONTEXTS:
+        for step in range(1, 41):
+            concurrency = max(1, step / 40 * min(times.max_num_seqs, times.num_kv_tokens / context))
+            usage = concurrency * context / times.num_kv_tokens
+            itl_s = times.decode_s(usage)
+            points[usage, context] = profile.DecodePoint(usage, context, itl_s, concurrency / itl_s)
+    return profile.WorkerProfile(
+        prefill=profile.PrefillCurve(
+            isl=isl,
+            ttft_s=ttft_s,
+            throughput=tuple(n / s for n, s in zip(isl, ttft_s, strict=True)),
+        ),
+        decode=profile.DecodeSurface(list(points.values()), max_kv_tokens=times.num_kv_tokens),
+    )
+
+
+def step_times(profile: profile.WorkerProfile, *, context: float) -> StepTimes:
+    """Return the step times that a measured profile implies for sequences of this length."""
+    return StepTimes(
+        prefill_s=profile.prefill.prompt_s,
+        decode_s=lambda share: profile.decode.itl_s(share, context),
+        num_kv_tokens=profile.decode.max_kv_tokens,
+    )
+
+
+def make_decide(
+    name: str, scenario: PlanScenario, profile: profile.WorkerProfile, predictor: str
+) -> Decide:
+    """Return what a policy decides. Raises ConfigError for an unknown name."""
+    targets = policies.Targets(
+        mode="agg" if scenario.is_aggregated else "disagg",
+        ttft_s=scenario.ttft_s,
+        itl_s=scenario.itl_s,
+    )
+    make_predictor = functools.partial(predictors.make_predictor, predictor)
+    stabilization_s = 0.0
+    policy: policies.Policy
+    match name:
+        case "predictive":
+            policy = predictive_policy.PredictivePolicy(profile, targets, make_predictor)
+            stabilization_s = scenario.startup_s
+        case "sla":
+            arima = functools.partial(predictors.make_predictor, "arima")
+            policy = sla_policy.SlaPolicy(profile, targets, arima)
+        case "load":
+            policy = load_policy.LoadPolicy(targets, is_literal=True)
+        case "hpa":
+            return functools.partial(_hpa, scenario.max_gpus)
+        case _:
+            raise errors.ConfigError(f"--policy {name}: expected one of {', '.join(NAMES)}")
+    limits = scaling_pipeline.Limits(
+        max_gpus=scenario.max_gpus,
+        stabilization_s=stabilization_s,
+        startup_s=scenario.startup_s,
+    )
+    pipeline = scaling_pipeline.ScalingPipeline(policy, targets, limits)
+    return lambda observation: pipeline.decide(observation).replicas
+
+
+def _hpa(max_gpus: int, observed: observation.Observation) -> observation.Replicas:
+    """Scale each pool as Kubernetes' HPA does for a queue of one request per worker, with its tolerance of 10 %."""
+    numbers = []
+    for pool, load in (
+        (observed.prefill, observed.prefill_load),
+        (observed.decode, observed.decode_load),
+    ):
+        ratio = load.num_waiting / max(1, pool.num_ready)
+        is_steady = abs(ratio - 1) <= 0.1
+        number = pool.num_ordered if is_steady else math.ceil(pool.num_ready * ratio)
+        numbers.append(max(1, number))
+    while sum(numbers) > max_gpus:
+        numbers[numbers.index(max(numbers))] -= 1
+    return observation.Replicas(*numbers)
+
+
+def fixed_splits(num_workers: int, *, is_aggregated: bool) -> list[observation.Replicas]:
+    """Return all ways to split workers between prefill and decode."""
+    if is_aggregated:
+        return [observation.Replicas(0, num_workers)]
+    return [observation.Replicas(n, num_workers - n) for n in range(1, num_workers)]
+
+
+def split_name(replicas: observation.Replicas) -> str:
+    """Return a split as people write it, such as 2p2d."""
+    return f"{replicas.prefill}p{replicas.decode}d" if replicas.prefill else f"{replicas.decode}"
+
+
+def find_best_fixed(scenario: PlanScenario, least_attainment: float = 0.95) -> observation.Replicas:
+    """Return the smallest fixed number of workers that holds the targets, in hindsight; else the best there is."""
+    best, best_attainment = observation.Replicas(0, 1), -1.0
+    for total in range(1, scenario.max_gpus + 1):
+        splits = fixed_splits(total, is_aggregated=scenario.is_aggregated)
+        for replicas in splits[-_MOST_DECODE:]:
+            attainment = run_fixed(scenario, replicas).attainment
+            if attainment > best_attainment:
+                best, best_attainment = replicas, attainment
+        if best_attainment >= least_attainment:
+            break
+    return best

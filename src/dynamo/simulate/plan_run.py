@@ -1,0 +1,132 @@
+"""One run of the planner's simulation: arrivals, a cluster, and what orders its workers, on a virtual clock."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dynamo.planner import observation
+from dynamo.simulate.plan_cluster import PlanCluster
+from dynamo.simulate.plan_worker import Request, StepTimes
+
+INITIAL = observation.Replicas(1, 1)
+Decide = Callable[[observation.Observation], observation.Replicas]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanScenario:
+    """What all policies of a table have in common. Times are seconds."""
+
+    requests: Sequence[Request]
+    times: StepTimes
+    ttft_s: float = 0.5
+    itl_s: float = 0.05
+    interval_s: float = 10.0
+    startup_s: float = 60.0
+    max_gpus: int = 8
+    initial: observation.Replicas = INITIAL
+    is_aggregated: bool = False
+
+    def cluster(self) -> PlanCluster:
+        """Return a cluster without workers."""
+        return PlanCluster(self.times, startup_s=self.startup_s, is_aggregated=self.is_aggregated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """The figures of one run. Times are seconds, shares are from 0 to 1."""
+
+    policy: str
+    num_requests: int
+    num_lost: int
+    mean_latency: float
+    p90_latency: float
+    p99_latency: float
+    mean_ttft: float
+    p90_ttft: float
+    p99_ttft: float
+    attainment: float  # share of the servable requests that met both targets
+    servable: float
+    gpu_seconds: float
+    num_scalings: int
+
+
+def run(
+    scenario: PlanScenario, name: str, decide: Decide, initial: observation.Replicas | None = None
+) -> PlanResult:
+    """Simulate one policy until the last request has ended."""
+    cluster = scenario.cluster()
+    cluster.add_ready(scenario.initial if initial is None else initial)
+    requests = [copy.copy(request) for request in scenario.requests]
+    tick_at, position = scenario.interval_s, 0
+    last_tick = requests[-1].at + 36_000
+    while cluster.num_ended < len(requests) and tick_at < last_tick:
+        position = feed(cluster, requests, position, tick_at)
+        cluster.run_until(tick_at)
+        if cluster.num_ended < len(requests):
+            cluster.scale(decide(cluster.observe(scenario.interval_s)))
+        tick_at += scenario.interval_s
+    cluster.now = max((r.ended_at for r in requests if r.ended_at < math.inf), default=cluster.now)
+    cluster.stop()
+    return summarise(scenario, name, requests, cluster)
+
+
+def run_fixed(scenario: PlanScenario, replicas: observation.Replicas) -> PlanResult:
+    """Simulate a number of workers that never changes."""
+    return run(scenario, "fixed", lambda _: replicas, replicas)
+
+
+def feed(cluster: PlanCluster, requests: Sequence[Request], position: int, until: float) -> int:
+    """Let the requests before `until` arrive, from this position on; return the next position."""
+    while position < len(requests) and requests[position].at < until:
+        cluster.run_until(requests[position].at)
+        cluster.submit(requests[position])
+        position += 1
+    return position
+
+
+def meets_targets(scenario: PlanScenario, request: Request) -> bool:
+    """Return True if the request's TTFT and mean ITL are within the targets."""
+    return request.ttft_s <= scenario.ttft_s and request.itl_s <= scenario.itl_s
+
+
+def summarise(
+    scenario: PlanScenario, name: str, requests: Sequence[Request], cluster: PlanCluster
+) -> PlanResult:
+    """Compute the figures of a run."""
+    ended = [request for request in requests if request.ended_at < math.inf]
+    latencies = sorted(request.ended_at - request.at for request in ended)
+    ttfts = sorted(request.ttft_s for request in ended)
+    servable = [request for request in requests if request.is_servable]
+    num_met = sum(
+        request.ended_at < math.inf and meets_targets(scenario, request) for request in servable
+    )
+    return PlanResult(
+        policy=name,
+        num_requests=len(requests),
+        num_lost=len(requests) - len(ended),
+        mean_latency=sum(latencies) / max(1, len(latencies)),
+        p90_latency=_quantile(latencies, 0.9),
+        p99_latency=_quantile(latencies, 0.99),
+        mean_ttft=sum(ttfts) / max(1, len(ttfts)),
+        p90_ttft=_quantile(ttfts, 0.9),
+        p99_ttft=_quantile(ttfts, 0.99),
+        attainment=num_met / max(1, len(servable)),
+        servable=len(servable) / max(1, len(requests)),
+        gpu_seconds=cluster.gpu_seconds,
+        num_scalings=cluster.num_scalings,
+    )
+
+
+def median_result(results: Sequence[PlanResult]) -> PlanResult:
+    """Return the median of each figure over several seeds."""
+    names = PlanResult.__dataclass_fields__.keys() - {"policy"}
+    medians = {
+        name: sorted(getattr(result, name) for result in results)[len(results) // 2]
+        for name in names
+    }
+    return replace(results[0], **medians)
+
+
+def _quantile(rising: Sequence[float], share: float) -> float:
+    return rising[min(len(rising) - 1, int(share * len(rising)))] if rising else math.nan

@@ -1,0 +1,247 @@
+"""A worker of the planner's simulation: batches, chunked prompts, decode steps by the use of the KV cache.
+
+Steps in which nothing but decoding happens are computed in one go up to the first answer that ends; a request that
+comes in between joins at the end of the step that runs then. A request is admitted when its prompt and answer have
+room, so nothing is preempted. Times are seconds, and never go back.
+"""
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["prefill", "decode", "agg"]
+_MOST_STEPS = 512  # computed in one go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """The times of a worker's steps in seconds, and its memory."""
+
+    prefill_s: Callable[[float], float]  # by the new prompt tokens of the step
+    decode_s: Callable[[float], float]  # by the share of the KV cache in use
+    num_kv_tokens: int = 448_000
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    kv_bytes_per_s: float = 64e9  # from a prefill worker to a decode worker
+    kv_bytes_per_token: int = 131_072
+
+
+def h100_8b() -> StepTimes:
+    """Return the profile of the planner's experiments: a model of 8 billion parameters on one H100."""
+
+    def prefill_s(num_tokens: float) -> float:
+        return (8 + 0.049 * num_tokens) / 1e3 if num_tokens else 0.0
+
+    def decode_s(share: float) -> float:
+        share = min(1.0, share)
+        return max(1.0, (-25.74 * share + 54.01) * share + 5.74) / 1e3
+
+    return StepTimes(prefill_s=prefill_s, decode_s=decode_s)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One request on its way."""
+
+    at: float
+    num_prompt: int
+    num_output: int
+    names: Sequence[int] = ()  # of its blocks, equal where prompts are equal up to there
+    block_size: int = 512
+    is_servable: bool = True  # its own prefill leaves time for the TTFT target
+    num_left: int = 0  # prompt tokens still to be computed
+    num_cached: int = 0
+    first_token_at: float = math.inf
+    ended_at: float = math.inf
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of prompt and answer."""
+        return self.num_prompt + self.num_output
+
+    @property
+    def ttft_s(self) -> float:
+        """Return the seconds from arrival to the first token."""
+        return self.first_token_at - self.at
+
+    @property
+    def itl_s(self) -> float:
+        """Return the mean seconds between two tokens."""
+        return (self.ended_at - self.first_token_at) / max(1, self.num_output - 1)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The requests that got their first token, and those that ended; a prefill worker hands over the first."""
+
+    prefilled: list[Request] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
+
+
+class PlanWorker:
+    """One worker in one role."""
+
+    def __init__(self, role: Role, times: StepTimes) -> None:
+        self.role = role
+        self.next_time = math.inf
+        self.num_queued_tokens = 0  # prompt tokens that are not computed yet
+        self.num_active_tokens = 0
+        self._times = times
+        self._waiting: deque[Request] = deque()
+        self._prefilling: deque[Request] = deque()
+        self._decoding: list[tuple[int, int, Request]] = []  # a heap by the step of their end
+        self._order = itertools.count()
+        self._num_reserved = 0
+        self._num_steps = 0
+        self._ends: list[float] = []  # of the steps that are computed in one go
+        self._chunks: list[tuple[Request, int]] = []
+        self._cache: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of requests of which nothing is computed yet."""
+        return len(self._waiting)
+
+    @property
+    def num_open(self) -> int:
+        """Return the number of requests in the worker."""
+        return len(self._waiting) + len(self._prefilling) + len(self._decoding)
+
+    @property
+    def kv_usage(self) -> float:
+        """Return the share of the KV cache in use."""
+        return min(1.0, self.num_active_tokens / self._times.num_kv_tokens)
+
+    def cached_tokens(self, request: Request) -> int:
+        """Return the leading tokens of a prompt that are in the cache, at most all but one."""
+        num_blocks = 0
+        for name in request.names:
+            if name not in self._cache:
+                break
+            num_blocks += 1
+        return min(num_blocks * request.block_size, request.num_prompt - 1)
+
+    def submit(self, request: Request, now: float) -> None:
+        """Queue a request; its prompt is computed already if this worker only decodes."""
+        if self.role != "decode":
+            request.num_cached = self.cached_tokens(request)
+            request.num_left = request.num_prompt - request.num_cached
+            self.num_queued_tokens += request.num_left
+        self._waiting.append(request)
+        if self.next_time == math.inf:
+            self._begin(now)
+        elif len(self._ends) > 1:
+            del self._ends[bisect_left(self._ends, now) + 1 :]
+            self.next_time = self._ends[-1]
+
+    def withdraw_waiting(self) -> list[Request]:
+        """Remove the requests of which nothing is computed yet, and return them."""
+        withdrawn = list(self._waiting)
+        self._waiting.clear()
+        if self.role != "decode":
+            self.num_queued_tokens -= sum(request.num_left for request in withdrawn)
+        return withdrawn
+
+    def advance(self, now: float) -> StepResult:
+        """End the steps that end at `next_time`, and begin the next ones."""
+        result = StepResult()
+        num_steps = len(self._ends)
+        if self._decoding:
+            self._num_steps += num_steps
+            self.num_active_tokens += num_steps * len(self._decoding)
+        while self._decoding and self._decoding[0][0] <= self._num_steps:
+            self._end(heapq.heappop(self._decoding)[2], now, result)
+        for request, num_tokens in self._chunks:
+            request.num_left -= num_tokens
+            self.num_queued_tokens -= num_tokens
+            if not request.num_left:
+                self._prefilling.popleft()
+                self._complete_prompt(request, now, result)
+        self._begin(now)
+        return result
+
+    def _complete_prompt(self, request: Request, now: float, result: StepResult) -> None:
+        request.first_token_at = min(now, request.first_token_at)
+        result.prefilled.append(request)
+        self._store(request.names, request.block_size)
+        if self.role == "prefill" or request.num_output == 1:
+            self._end(request, now, result)
+        else:
+            self._decode(request)
+
+    def _decode(self, request: Request) -> None:
+        end = self._num_steps + request.num_output - 1
+        heapq.heappush(self._decoding, (end, next(self._order), request))
+
+    def _end(self, request: Request, now: float, result: StepResult) -> None:
+        is_prefill = self.role == "prefill"
+        self._num_reserved -= request.num_prompt if is_prefill else request.num_tokens
+        self.num_active_tokens -= request.num_prompt if is_prefill else request.num_tokens - 1
+        if not is_prefill or request.num_output == 1:
+            request.ended_at = now
+            result.ended.append(request)
+
+    def _store(self, names: Sequence[int], block_size: int) -> None:
+        for name in reversed(names):
+            self._cache[name] = None
+            self._cache.move_to_end(name)
+        num_over = len(self._cache) - self._times.num_kv_tokens // block_size
+        for _ in range(num_over):
+            self._cache.popitem(last=False)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            request = self._waiting[0]
+            need = request.num_prompt if self.role == "prefill" else request.num_tokens
+            num_running = len(self._prefilling) + len(self._decoding)
+            has_room = self._num_reserved + need <= self._times.num_kv_tokens or not num_running
+            if not has_room or num_running >= self._times.max_num_seqs:
+                return
+            self._waiting.popleft()
+            self._num_reserved += need
+            self.num_active_tokens += request.num_prompt
+            if self.role == "decode":
+                self._decode(request)
+            else:
+                self._prefilling.append(request)
+
+    def _begin(self, now: float) -> None:
+        self._admit()
+        num_decoding = len(self._decoding)
+        self._chunks = []
+        budget = self._times.max_num_batched_tokens - num_decoding
+        num_prompt_tokens = 0
+        for request in self._prefilling:
+            num_tokens = min(budget, request.num_left)
+            if num_tokens <= 0:
+                break
+            self._chunks.append((request, num_tokens))
+            num_prompt_tokens += num_tokens
+            budget -= num_tokens
+        if self._chunks:
+            now += self._times.prefill_s(num_prompt_tokens)
+            if num_decoding:
+                now += self._times.decode_s(self.kv_usage)
+            self._ends = [now]
+        elif num_decoding:
+            self._ends = self._decode_ends(now, num_decoding)
+        else:
+            self._ends = []
+        self.next_time = self._ends[-1] if self._ends else math.inf
+
+    def _decode_ends(self, now: float, num_decoding: int) -> list[float]:
+        num_steps = min(_MOST_STEPS, self._decoding[0][0] - self._num_steps)
+        share = self.num_active_tokens / self._times.num_kv_tokens
+        growth = num_decoding / self._times.num_kv_tokens
+        decode_s = self._times.decode_s
+        ends = []
+        for _ in range(max(1, num_steps)):
+            now += decode_s(share)
+            share += growth
+            ends.append(now)
+        return ends

@@ -1,0 +1,141 @@
+"""One suite over the planner's connectors: with real child processes, and with an orchestrator that follows targets."""
+
+import asyncio
+import contextlib
+import sys
+
+import pytest
+
+from dynamo.base import clock as clocks
+from dynamo.launch import allocation, children, guard
+from dynamo.planner import virtual_connector
+from dynamo.planner.connectors import RegisteredWorkers, endpoints
+from dynamo.planner.local_connector import LocalConnector
+from dynamo.planner.observation import Replicas
+from dynamo.planner.scaling_pipeline import Decision
+from dynamo.runtime.backends import file
+
+NAMESPACE = "plan"
+WORKER = """
+import asyncio, sys
+from dynamo.base import process_setup
+from dynamo.runtime import component, DistributedRuntime
+async def main():
+    settings = component.RuntimeConfig(namespace="plan")
+    async with await component.DistributedRuntime.open(settings) as runtime:
+        stop = process_setup.stop_on_signals()
+        from dynamo.protocols import instances
+        name = instances.EndpointName("plan", sys.argv[1], "generate")
+        async def handler(call): ...
+        await runtime.register(name, handler)
+        await stop.wait()
+asyncio.run(main())
+"""
+
+
+class Foreign:
+    """An orchestrator that registers as many workers as the target says."""
+
+    def __init__(self, registry):
+        self.registry, self.keys = registry, {name: [] for name in ("prefill", "backend")}
+        self.client = virtual_connector.VirtualOrchestrator(registry, NAMESPACE)
+
+    async def run(self):
+        while True:
+            target = await self.client.wait()
+            counts = (target.num_prefill_workers, target.num_decode_workers)
+            for component, number in zip(self.keys, counts, strict=True):
+                keys = self.keys[component]
+                while len(keys) < number:
+                    keys.append(f"v1/instances/{NAMESPACE}/{component}/generate/{len(keys):x}")
+                    await self.registry.put(keys[-1], b"{}")
+                while len(keys) > number:
+                    await self.registry.delete(keys.pop())
+            await self.client.complete(target)
+
+
+@pytest.fixture(params=["local", "virtual"])
+async def connector(request, tmp_path):
+    registry = await file.FileDiscovery.open(tmp_path, 1)
+    registered = tuple(RegisteredWorkers(registry, name) for name in endpoints(NAMESPACE))
+    async with contextlib.AsyncExitStack() as stack:
+        if request.param == "virtual":
+            made = virtual_connector.VirtualConnector(
+                registry, NAMESPACE, clocks.SystemClock(), registered
+            )
+            follower = asyncio.ensure_future(Foreign(registry).run())
+            stack.callback(follower.cancel)
+        else:
+            guardian = stack.enter_context(guard.Guard())
+
+            def make_spec(pool, number, resources):
+                component = {"prefill": "prefill", "decode": "backend"}[pool]
+                return children.ChildSpec(
+                    name=f"{pool} {number}",
+                    argv=[sys.executable, "-c", WORKER, component],
+                    environ={"DYN_FILE_KV": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+                    resources=resources,
+                )
+
+            made = LocalConnector(
+                make_spec,
+                guardian,
+                clocks.SystemClock(),
+                registered=registered,
+                allocator=allocation.Allocator(allocation.Allocation()),
+            )
+        stack.push_async_callback(made.close)
+        yield made
+    await registry.close()
+
+
+async def order(connector, *replicas):
+    prefill, decode = await connector.observe()
+    present = Replicas(prefill.num_ordered, decode.num_ordered)
+    await connector.scale(
+        Decision(at=0.0, present=present, replicas=Replicas(*replicas), outcome="", reason="")
+    )
+
+
+async def settle(connector, *replicas):
+    """Wait until exactly these workers serve; return the states."""
+    async with asyncio.timeout(30):
+        while True:
+            states = await connector.observe()
+            if [(s.num_ready, s.num_billed) for s in states] == [(n, n) for n in replicas]:
+                return states
+            await asyncio.sleep(0.02)
+
+
+async def test_nothing_is_there_at_first(connector):
+    assert [state.num_billed for state in await connector.observe()] == [0, 0]
+
+
+async def test_ordered_workers_come(connector):
+    await order(connector, 1, 2)
+
+    await settle(connector, 1, 2)
+
+
+async def test_ordering_the_same_again_changes_nothing(connector):
+    await order(connector, 0, 1)
+    await settle(connector, 0, 1)
+    await order(connector, 0, 1)
+
+    await settle(connector, 0, 1)
+
+
+async def test_workers_go_down_to_none(connector):
+    await order(connector, 1, 1)
+    await settle(connector, 1, 1)
+    await order(connector, 0, 0)
+
+    await settle(connector, 0, 0)
+
+
+async def test_order_returns_before_the_worker_serves(connector):
+    await order(connector, 0, 1)
+    _, decode = await connector.observe()
+
+    assert decode.num_ordered == 1
+    await settle(connector, 0, 1)

@@ -1,0 +1,145 @@
+"""The planner scales real worker processes under streams: 1 -> 2 -> 1, and no answer is cut."""
+
+import concurrent.futures
+import json
+import re
+import signal
+
+import httpx
+import pytest
+from deployment import MODEL, chat, eventually
+
+import ports
+
+pytestmark = pytest.mark.system
+WORKER = "--tick-ms 20 --num-gpu-blocks-override 80 --block-size 64 --max-num-seqs 16"
+SCALING = (
+    "--adjustment-interval", "0.25", "--scale-down-delay", "0.5", "--max-workers", "2",
+    "--decode-kv-scale-up-threshold", "0.3", "--decode-kv-scale-down-threshold", "0.15",
+)  # fmt: skip
+NUM_TOKENS = 400  # of an answer: eight seconds
+
+
+class Planner:
+    """A planner that starts mocker workers, and questions to it."""
+
+    def __init__(self, deployment, frontend, *flags):
+        port = ports.reserve()
+        argv = ("dynamo.planner", "--environment", "local", "--backend", "mocker")
+        argv += ("--model-name", MODEL, "--frontend-url", frontend.url, "--worker-flags", WORKER)
+        self.process = deployment.run(*argv, "--planner-port", str(port), *SCALING, *flags)
+        self.url = f"http://127.0.0.1:{port}"
+
+    def decisions(self):
+        self.process.check()
+        try:
+            return httpx.get(f"{self.url}/planner/decisions", timeout=2).json()["decisions"]
+        except httpx.TransportError:
+            return []
+
+    def num_workers(self):
+        """Workers that are ready or starting, by the last decision."""
+        rows = self.decisions()
+        return rows[0]["present"]["decode"] if rows else 0
+
+    def metric(self, name):
+        text = httpx.get(f"{self.url}/metrics", timeout=5).text
+        rows = [row for row in text.splitlines() if row.startswith(f"dynamo_planner_{name}")]
+        return sum(float(row.rpartition(" ")[2]) for row in rows)
+
+
+@pytest.fixture
+def frontend(deployment):
+    return deployment.frontend()
+
+
+def stream_to_the_end(frontend):
+    """Return the tokens of one streamed answer, and how it ended."""
+    fields = {"max_tokens": NUM_TOKENS, "stream_options": {"include_usage": True}}
+    body = chat("Tell me a story", stream=True, ignore_eos=True, **fields)
+    usage, end = None, None
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{frontend.url}/v1/chat/completions", json=body) as answer,
+    ):
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            end = line.removeprefix("data: ")
+            if end != "[DONE]":
+                chunk = json.loads(end)
+                assert "error" not in chunk, chunk
+                usage = chunk.get("usage") or usage
+    return (usage or {}).get("completion_tokens"), end
+
+
+def test_workers_come_and_go_under_streams_and_no_answer_is_cut(deployment, frontend):
+    planner = Planner(deployment, frontend)
+    frontend.await_models([MODEL])
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        burst = [pool.submit(stream_to_the_end, frontend) for _ in range(10)]
+        eventually(lambda: planner.num_workers() == 2, within_s=20, what="a second worker")
+        eventually(
+            lambda: planner.metric("num_decode_replicas") == 2, within_s=20, what="it serves"
+        )
+        answers = [each.result() for each in burst]
+        while planner.num_workers() == 2:  # few streams at a time: one worker suffices
+            answers += [
+                f.result() for f in [pool.submit(stream_to_the_end, frontend) for _ in "ab"]
+            ]
+            assert len(answers) < 40, planner.decisions()[:3]
+
+    assert set(answers) == {(NUM_TOKENS, "[DONE]")}
+    assert planner.metric("scaling_events_total") >= 2
+    eventually(lambda: planner.metric("num_decode_replicas") == 1, within_s=20, what="one is left")
+
+
+def test_missing_metrics_change_nothing_and_are_said(deployment, frontend):
+    planner = Planner(deployment, frontend)
+    frontend.await_models([MODEL])
+    frontend.signal(signal.SIGTERM)
+    frontend.popen.wait(10)
+
+    eventually(
+        lambda: any("no metrics" in row["reason"] for row in planner.decisions()[:1]),
+        within_s=10,
+        what="the reason",
+    )
+    assert planner.decisions()[0]["outcome"] == "skipped"
+    assert planner.decisions()[0]["replicas"]["decode"] == 1
+    assert planner.metric("metrics_missing") == 1
+
+
+def test_served_model_sleeps_and_wakes_for_a_request(deployment):
+    port = ports.reserve()
+    flags = "--scale-down-delay 0.5 --adjustment-interval 0.25"
+    process = deployment.run(
+        *("dynamo.cli", "serve", "--engine", "mocker", "--http-port", str(port)),
+        *("--planner", "--planner-min-workers", "0", "--planner-max-workers", "2"),
+        *("--planner-flags", flags, "--worker-flags", "--tick-ms 5"),
+    )
+    url = f"http://127.0.0.1:{port}"
+    eventually(lambda: "answers at" in process.log.read_text(), within_s=30, what="it serves")
+    decisions = re.search(r"decisions at (\S+)", process.log.read_text())[1]
+
+    def present():
+        process.check()
+        return httpx.get(decisions, timeout=2).json()["decisions"][0]["present"]["decode"]
+
+    for _ in range(2):
+        eventually(lambda: present() == 0, within_s=30, what="it sleeps")
+        body = chat("Tell me a story", max_tokens=8)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=40)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 8
+
+
+def test_second_planner_stands_by(deployment, frontend):
+    first = Planner(deployment, frontend)
+    frontend.await_models([MODEL])
+    second = Planner(deployment, frontend)
+    eventually(lambda: second.decisions(), within_s=15, what="the second planner decides")
+
+    assert not second.decisions()[0]["is_leader"]
+    assert first.decisions()[0]["is_leader"]

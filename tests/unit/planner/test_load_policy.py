@@ -1,0 +1,79 @@
+from dynamo.planner.load_policy import LoadPolicy
+from dynamo.planner.observation import PoolState, Replicas
+from dynamo.planner.policies import Targets
+from planner_cases import observe
+
+
+def propose(policy, observation):
+    return policy.propose(observation, observation.traffic.value).replicas
+
+
+def disaggregated():
+    return LoadPolicy(Targets(mode="disagg"))
+
+
+def test_full_cache_adds_a_decode_worker():
+    assert propose(disaggregated(), observe(kv_usage=0.95)).decode == 2
+
+
+def test_empty_cache_takes_a_decode_worker_away():
+    assert propose(disaggregated(), observe(kv_usage=0.2, num_decode=3)).decode == 2
+
+
+def test_cache_between_the_thresholds_changes_nothing():
+    assert propose(disaggregated(), observe(kv_usage=0.7, num_decode=3)).decode == 3
+
+
+def test_long_queue_adds_a_prefill_worker():
+    assert propose(disaggregated(), observe(num_waiting=4)).prefill == 2
+
+
+def test_queue_that_shrinks_adds_no_prefill_worker():
+    policy = disaggregated()
+    propose(policy, observe(num_waiting=9, num_prefill=2))
+
+    assert propose(policy, observe(at=10, num_waiting=4, num_prefill=2)).prefill == 2
+
+
+def test_pool_does_not_grow_while_a_worker_starts():
+    starting = PoolState(num_ready=1, starting_since=(0.0,))
+
+    assert propose(disaggregated(), observe(kv_usage=0.95, decode=starting)).decode == 2
+
+
+def test_new_decode_worker_has_three_intervals_of_grace():
+    policy = disaggregated()
+    propose(policy, observe(kv_usage=0.95, num_decode=1))
+    numbers = [
+        propose(policy, observe(at=at, kv_usage=0.95, num_decode=2)).decode
+        for at in (10, 20, 30, 40)
+    ]
+
+    assert numbers == [2, 2, 2, 3]
+
+
+def test_aggregated_worker_goes_only_if_cache_and_queue_allow_it():
+    policy = LoadPolicy(Targets(mode="agg"))
+
+    assert propose(policy, observe(kv_usage=0.1, num_decode=2, num_waiting=1)).decode == 2
+    assert propose(policy, observe(kv_usage=0.1, num_decode=2, num_waiting=0)).decode == 1
+
+
+def test_no_load_at_all_needs_no_worker():
+    policy = LoadPolicy(Targets(mode="agg"))
+
+    assert propose(policy, observe(num_requests=0, kv_usage=0.0, num_decode=3)) == (0, 0)
+
+
+def test_waiting_request_without_workers_starts_one():
+    policy = LoadPolicy(Targets(mode="agg"))
+
+    assert propose(policy, observe(num_requests=0, num_waiting=1, num_decode=0)) == (0, 1)
+
+
+def test_survivors_hold_if_the_spread_load_stays_below_the_threshold():
+    policy, observation = disaggregated(), observe(kv_usage=0.45, num_decode=2)
+    light = observe(kv_usage=0.3, num_decode=2)
+
+    assert not policy.survivors_hold(observation, observation.traffic.value, Replicas(1, 1))
+    assert policy.survivors_hold(light, light.traffic.value, Replicas(1, 1))

@@ -1,0 +1,188 @@
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.planner.config import ScalingConfig
+from dynamo.planner.observation import Fresh, Missing, PoolLoad, PoolState, Traffic
+from dynamo.planner.service import Leadership, PlannerService
+from dynamo.runtime.backends import memory
+
+
+class Source:
+    """The traffic that a test says."""
+
+    num_open = 1
+
+    def __init__(self):
+        self.reading = Fresh(Traffic(num_requests=5.0))
+
+    async def read(self, interval_s):
+        return self.reading
+
+
+class Load:
+    """The load that a test says."""
+
+    def __init__(self):
+        self.value = PoolLoad(kv_usage=0.95, num_running=1)
+
+    async def start(self):
+        return None
+
+    def read(self):
+        return self.value
+
+
+class Orders:
+    """A connector that keeps what was ordered."""
+
+    def __init__(self):
+        self.num_ready, self.decisions, self.error = 1, [], None
+
+    async def observe(self):
+        return PoolState(), PoolState(num_ready=self.num_ready, startup_s=1.0)
+
+    async def scale(self, decision):
+        if self.error:
+            raise self.error
+        self.decisions.append(decision.replicas)
+        self.num_ready = decision.replicas.decode
+
+    async def close(self):
+        return None
+
+
+@pytest.fixture
+async def parts():
+    registry = memory.MemoryDiscovery(memory.MemoryRegistry())
+    made = []
+
+    async def make(**settings):
+        source, load, orders = Source(), Load(), Orders()
+        service = PlannerService(
+            ScalingConfig(adjustment_interval=0.05, scale_down_delay=0, **settings),
+            source,
+            orders,
+            Leadership(registry, "n", len(made) + 1),
+            clocks.SystemClock(),
+            loads=(Load(), load),
+        )
+        made.append(service)
+        url = f"http://127.0.0.1:{await service.start('127.0.0.1', 0)}"
+        return source, load, orders, url
+
+    yield make
+    for service in made:
+        await service.close()
+
+
+async def decisions_of(url):
+    async with httpx.AsyncClient() as client:
+        return (await client.get(f"{url}/planner/decisions")).json()["decisions"]
+
+
+async def until(check):
+    async with asyncio.timeout(10):
+        while not await check():
+            await asyncio.sleep(0.01)
+
+
+async def test_full_caches_order_workers_and_every_decision_is_told(parts):
+    _, _, orders, url = await parts(max_gpu_budget=3)
+
+    async def has_grown():
+        return orders.num_ready == 3
+
+    await until(has_grown)
+    rows = await decisions_of(url)
+    assert rows[-1]["outcome"] == "up"
+    assert rows[-1]["replicas"] == {"prefill": 0, "decode": 2}
+    assert "KV cache 95% in use" in rows[-1]["reason"]
+
+
+async def test_metrics_show_the_desired_workers_and_count_events(parts):
+    _, _, orders, url = await parts(max_gpu_budget=2)
+
+    async def has_grown():
+        return orders.num_ready == 2
+
+    await until(has_grown)
+    async with httpx.AsyncClient() as client:
+        page = (await client.get(f"{url}/metrics")).text
+    assert 'dynamo_planner_desired_replicas{model_name="",pool="decode"} 2.0' in page
+    assert (
+        'dynamo_planner_scaling_events_total{direction="up",model_name="",pool="decode"} 1.0'
+        in page
+    )
+
+
+async def test_advisory_planner_orders_nothing(parts):
+    _, _, orders, url = await parts(operation=False)
+
+    async def has_decided():
+        return len(await decisions_of(url)) >= 2
+
+    await until(has_decided)
+    assert orders.decisions == []
+    assert (await decisions_of(url))[0]["outcome"] == "advisory"
+
+
+async def test_failure_of_the_connector_does_not_end_the_planner(parts):
+    _, _, orders, url = await parts()
+    orders.error = errors.Unavailable("no cluster")
+
+    async def has_decided():
+        return len(await decisions_of(url)) >= 3
+
+    await until(has_decided)
+    orders.error = None
+    await until(lambda: _is_true(orders.decisions))
+
+
+async def _is_true(value):
+    return bool(value)
+
+
+async def test_missing_traffic_holds_the_workers(parts):
+    source, _, orders, url = await parts()
+    source.reading = Missing("nothing listens")
+
+    async def has_skipped():
+        return (await decisions_of(url) or [{}])[0].get("outcome") == "skipped"
+
+    await until(has_skipped)
+    number, num_rows = orders.num_ready, len(await decisions_of(url))
+
+    async def has_decided_again():
+        return len(await decisions_of(url)) >= num_rows + 3
+
+    await until(has_decided_again)
+    assert orders.num_ready == number
+
+
+async def test_younger_planner_stands_by(parts):
+    await parts()
+    _, _, orders, url = await parts()
+
+    async def has_decided():
+        return len(await decisions_of(url)) >= 2
+
+    await until(has_decided)
+    assert orders.decisions == []
+    assert not (await decisions_of(url))[0]["is_leader"]
+
+
+async def test_decisions_are_json_for_people(parts):
+    _, _, _, url = await parts()
+
+    async def has_decided():
+        return bool(await decisions_of(url))
+
+    await until(has_decided)
+    assert set(json.loads(json.dumps((await decisions_of(url))[0]))) == {
+        "time", "outcome", "is_leader", "present", "replicas", "reason",
+    }  # fmt: skip

@@ -1,0 +1,128 @@
+import functools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.planner import predictors
+from dynamo.planner.observation import Fresh, PoolState, Traffic
+from dynamo.planner.policies import Targets
+from dynamo.planner.predictive_policy import PredictivePolicy
+from planner_cases import make_profile, observe
+
+
+def make_policy(mode="disagg", **targets):
+    make = functools.partial(predictors.make_predictor, "constant")
+    return PredictivePolicy(make_profile(), Targets(mode=mode, **targets), make)
+
+
+def propose(policy, observation):
+    return policy.propose(observation, observation.traffic.value)
+
+
+def test_queue_that_will_be_there_adds_workers():
+    calm = propose(make_policy(), observe(num_requests=100, num_prefill=2))
+    crowded = propose(make_policy(), observe(num_requests=100, num_prefill=2, num_waiting=900))
+
+    assert crowded.replicas.prefill > calm.replicas.prefill
+
+
+def test_worker_that_starts_counts_against_the_queue():
+    pool = PoolState(num_ready=2, starting_since=(-29.0,) * 4, startup_s=30.0)
+    without = propose(make_policy(), observe(num_requests=150, num_prefill=2, num_waiting=200))
+    with_starts = propose(make_policy(), observe(num_requests=150, num_waiting=200, prefill=pool))
+
+    assert with_starts.replicas.prefill <= max(6, without.replicas.prefill)
+
+
+def test_cached_prefixes_need_fewer_workers():
+    def traffic(hit_rate):
+        return Fresh(Traffic(num_requests=400, isl=1000, osl=10, hit_rate=hit_rate))
+
+    plain = propose(make_policy(), observe(traffic=traffic(0.0))).replicas.prefill
+    cached = propose(make_policy(), observe(traffic=traffic(0.8))).replicas.prefill
+
+    assert plain >= 4
+    assert cached < plain / 2
+
+
+def test_no_request_yet_asks_for_no_worker():
+    assert propose(make_policy(), observe(num_requests=0)).replicas == (0, 0)
+
+
+def test_waiting_request_before_any_other_asks_for_one_worker_each():
+    assert propose(make_policy(), observe(num_requests=0, num_waiting=1)).replicas == (1, 1)
+
+
+def test_target_below_one_prompts_time_is_called_unreachable():
+    proposal = propose(make_policy(ttft_s=0.001), observe())
+
+    assert "1 ms" in proposal.unreachable
+    assert "100 ms" in proposal.unreachable
+
+
+def test_unreachable_target_does_not_add_workers_without_end():
+    policy = make_policy(ttft_s=0.001)
+    numbers = {
+        propose(policy, observe(at=10.0 * i, num_requests=150, num_prefill=2)).replicas.prefill
+        for i in range(20)
+    }
+
+    assert numbers == {2}
+
+
+def test_unreachable_itl_is_called_so():
+    assert "ITL" in propose(make_policy(itl_s=0.005), observe()).unreachable
+
+
+@pytest.mark.parametrize("mode", ["agg", "disagg"])
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_more_requests_never_need_fewer_workers(mode, a, b):
+    low, high = sorted((a, b))
+    few = propose(make_policy(mode), observe(num_requests=low, num_prefill=0, num_decode=0))
+    many = propose(make_policy(mode), observe(num_requests=high, num_prefill=0, num_decode=0))
+
+    assert all(x <= y for x, y in zip(few.replicas, many.replicas, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.6, 0.7, 0.8])
+def test_constant_load_of_two_workers_is_scaled_once_at_most(share):
+    policy, number, changes = make_policy("prefill"), 2, 0
+    for i in range(60):
+        observation = observe(at=10.0 * i, num_requests=200 * share, num_prefill=number)
+        proposal = propose(policy, observation).replicas.prefill
+        if proposal < number and not policy.survivors_hold(
+            observation,
+            observation.traffic.value,
+            observation.num_ordered._replace(prefill=proposal),
+        ):
+            proposal = number
+        changes += proposal != number
+        number = proposal
+
+    assert changes <= 1
+
+
+def test_noise_of_short_intervals_adds_no_workers():
+    draw = random.Random(1)
+    policy = make_policy("prefill")
+    proposals = []
+    for second in range(120):
+        number = sum(draw.random() < 0.01 for _ in range(1500))  # 15 a second
+        observation = observe(at=float(second), num_requests=number, num_prefill=3, interval_s=1.0)
+        proposals.append(propose(policy, observation).replicas.prefill)
+
+    assert max(proposals[20:]) <= 3
+
+
+@pytest.mark.parametrize("mode", ["agg", "decode", "disagg"])
+def test_one_worker_does_not_carry_the_load_of_many(mode):
+    policy = make_policy(mode)
+    observation = observe(num_requests=3000, num_prefill=40, num_decode=40)
+    traffic = observation.traffic.value
+    assert policy.survivors_hold(observation, traffic, observation.num_ordered)  # knows nothing
+    propose(policy, observation)
+
+    fewer = observation.num_ordered._replace(prefill=1, decode=1)
+    assert not policy.survivors_hold(observation, traffic, fewer)

@@ -1,0 +1,164 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.planner.observation import Missing, PoolState, Replicas, Stale
+from dynamo.planner.policies import Proposal, Targets
+from dynamo.planner.scaling_pipeline import Limits, ScalingPipeline
+from planner_cases import observe
+
+
+class FixedPolicy:
+    """Proposes what a test says."""
+
+    def __init__(self, *replicas, holds=True, unreachable=""):
+        self.replicas, self.holds, self.unreachable = Replicas(*replicas), holds, unreachable
+
+    def propose(self, observation, traffic):
+        return Proposal(replicas=self.replicas, reason="because", unreachable=self.unreachable)
+
+    def survivors_hold(self, observation, traffic, fewer):
+        return self.holds
+
+
+def make(policy, mode="disagg", **limits):
+    return ScalingPipeline(policy, Targets(mode=mode), Limits(**limits))
+
+
+def test_proposal_within_limits_is_decided():
+    decision = make(FixedPolicy(2, 3)).decide(observe())
+
+    assert decision.replicas == (2, 3)
+    assert decision.outcome == "up"
+    assert "because" in decision.line
+
+
+def test_line_names_the_change():
+    assert "1p1d -> 2p3d" in make(FixedPolicy(2, 3)).decide(observe()).line
+
+
+def test_minimum_holds():
+    decision = make(FixedPolicy(0, 0), min_workers=1).decide(observe(num_decode=2))
+
+    assert decision.replicas == (1, 1)
+
+
+def test_minimum_of_zero_scales_to_zero():
+    decision = make(FixedPolicy(0, 0), mode="agg", min_workers=0).decide(observe(num_prefill=0))
+
+    assert decision.replicas == (0, 0)
+
+
+def test_maximum_holds():
+    assert make(FixedPolicy(3, 9), max_gpus=99, max_workers=4).decide(observe()).replicas == (3, 4)
+
+
+@given(
+    st.integers(0, 20), st.integers(0, 20), st.integers(0, 6), st.integers(0, 6),
+    st.integers(0, 3), st.integers(2, 12),
+)  # fmt: skip
+def test_new_workers_never_exceed_the_budget(prefill, decode, ready_p, ready_d, draining, budget):
+    observation = observe(
+        prefill=PoolState(num_ready=ready_p, num_draining=draining),
+        decode=PoolState(num_ready=ready_d),
+    )
+    replicas = make(FixedPolicy(prefill, decode), max_gpus=budget).decide(observation).replicas
+
+    num_new = max(0, replicas.prefill - ready_p) + max(0, replicas.decode - ready_d)
+    assert not num_new or num_new + ready_p + ready_d + draining <= budget
+    assert sum(replicas) <= max(budget, 2)
+
+
+def test_change_of_two_pools_takes_away_before_it_gives():
+    pipeline = make(FixedPolicy(3, 1), max_gpus=4)
+    first = pipeline.decide(observe(num_prefill=2, num_decode=2))
+    second = pipeline.decide(
+        observe(at=10, num_prefill=2, decode=PoolState(num_ready=1, num_draining=1))
+    )
+    third = pipeline.decide(observe(at=20, num_prefill=2, num_decode=1))
+
+    assert [first.replicas, second.replicas, third.replicas] == [(2, 1), (2, 1), (3, 1)]
+
+
+@pytest.mark.parametrize("reading", [Missing("connection refused"), Stale(95.0)])
+def test_without_a_fresh_reading_nothing_changes(reading):
+    decision = make(FixedPolicy(9, 9)).decide(observe(traffic=reading, num_prefill=3, num_decode=2))
+
+    assert decision.replicas == (3, 2)
+    assert decision.outcome == "skipped"
+
+
+def test_reason_of_a_missing_reading_is_said():
+    decision = make(FixedPolicy(9, 9)).decide(observe(traffic=Missing("connection refused")))
+
+    assert "connection refused" in decision.reason
+
+
+def test_without_a_fresh_reading_the_minimum_still_holds():
+    decision = make(FixedPolicy(9, 9), min_workers=2).decide(
+        observe(traffic=Missing("no metrics"), num_prefill=1, num_decode=1)
+    )
+
+    assert decision.replicas == (2, 2)
+    assert "filled up to the minimum" in decision.reason
+
+
+def test_pool_shrinks_to_the_most_that_was_proposed_in_the_window():
+    policy = FixedPolicy(1, 4)
+    pipeline = make(policy, stabilization_s=60)
+    pipeline.decide(observe(at=0, num_decode=4))
+    policy.replicas = Replicas(1, 2)
+    soon = pipeline.decide(observe(at=30, num_decode=4))
+    later = pipeline.decide(observe(at=70, num_decode=4))
+
+    assert soon.replicas.decode == 4
+    assert later.replicas.decode == 2
+
+
+def test_worker_stays_if_the_others_could_not_carry_its_load():
+    decision = make(FixedPolicy(1, 1, holds=False)).decide(observe(num_decode=2))
+
+    assert decision.replicas.decode == 2
+    assert "could not carry" in decision.reason
+
+
+def test_worker_that_does_not_come_is_withdrawn_with_its_reason():
+    pool = PoolState(num_ready=1, starting_since=(0.0,), startup_s=10.0, failure="CUDA is absent")
+    decision = make(FixedPolicy(1, 2)).decide(observe(at=31, decode=pool))
+
+    assert decision.withdrawals == (0, 1)
+    assert decision.replicas == (1, 1)
+    assert "CUDA is absent" in decision.reason
+
+
+def test_start_is_retried_after_a_pause():
+    pipeline = make(FixedPolicy(1, 2))
+    late = PoolState(num_ready=1, starting_since=(0.0,), startup_s=10.0)
+    pipeline.decide(observe(at=31, decode=late))
+    ready = PoolState(num_ready=1, startup_s=10.0)
+
+    assert pipeline.decide(observe(at=45, decode=ready)).replicas.decode == 1
+    assert pipeline.decide(observe(at=62, decode=ready)).replicas.decode == 2
+
+
+def test_worker_that_does_not_come_does_not_hinder_the_other_pool():
+    pool = PoolState(num_ready=1, starting_since=(0.0,), startup_s=10.0)
+
+    assert make(FixedPolicy(3, 2)).decide(observe(at=31, decode=pool)).replicas.prefill == 3
+
+
+def test_unreachable_target_is_said():
+    decision = make(FixedPolicy(1, 1, unreachable="TTFT of 1 ms")).decide(observe())
+
+    assert "cannot be met: TTFT of 1 ms" in decision.line
+
+
+def test_foreign_change_of_replicas_is_said():
+    pipeline = make(FixedPolicy(1, 1))
+    pipeline.decide(observe())
+
+    assert "2 decode workers where 1 were ordered" in pipeline.decide(observe(num_decode=2)).line
+
+
+def test_advisory_decisions_are_marked():
+    assert make(FixedPolicy(2, 2), is_advisory=True).decide(observe()).outcome == "advisory"

@@ -1,0 +1,111 @@
+import msgspec
+import pytest
+
+from dynamo.planner.observation import Fresh, Missing, Stale
+from dynamo.planner.traffic_source import FrontendSource, PrometheusSource, parse_metrics
+from dynamo.runtime.http import exchange, server
+from dynamo.testing import clock as virtual
+
+PAGE = """# HELP dynamo_frontend_requests_started_total Requests
+dynamo_frontend_requests_started_total{{endpoint="chat",model="m",request_type="stream"}} {started}
+dynamo_frontend_requests_started_total{{endpoint="chat",model="other",request_type="stream"}} 99.0
+dynamo_frontend_input_sequence_tokens_bucket{{le="100.0",model="m"}} 4.0
+dynamo_frontend_input_sequence_tokens_sum{{model="m"}} {tokens}
+dynamo_frontend_input_sequence_tokens_count{{model="m"}} {started}
+dynamo_frontend_cached_tokens_sum{{model="m"}} {cached}
+dynamo_frontend_inter_token_latency_seconds_sum{{model="m"}} NaN
+dynamo_frontend_inflight_requests{{model="m"}} 3.0
+"""
+
+
+@pytest.fixture
+async def page():
+    """A server whose /metrics and answers to queries a test sets."""
+
+    class Page:
+        text, answer, url = "", b"{}", ""
+
+    pages = Page()
+
+    def respond(request):
+        is_query = request.request.path == "/api/v1/query"
+        request.respond(200, pages.answer if is_query else pages.text.encode())
+
+    table = {("GET", "/metrics"): respond, ("GET", "/api/v1/query"): respond}
+    http = server.HttpServer(exchange.HttpRouter(table, error_body=server.plain_error))
+    pages.url = f"http://127.0.0.1:{await http.start('127.0.0.1', 0)}"
+    yield pages
+    await http.close()
+
+
+def test_values_of_one_model_are_summed_and_nonsense_is_left_out():
+    values = parse_metrics(PAGE.format(started=5, tokens=500, cached=0), "M")
+
+    assert values["requests_started_total"] == 5
+    assert "inter_token_latency_seconds_sum" not in values
+    assert "input_sequence_tokens_bucket" not in values
+
+
+async def test_traffic_is_the_difference_of_two_readings(page):
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    page.text = PAGE.format(started=5, tokens=500, cached=0)
+    first = await source.read(10)
+    page.text = PAGE.format(started=15, tokens=2500, cached=1000)
+    second = await source.read(10)
+
+    assert isinstance(first, Missing)
+    assert second.value.num_requests == 10
+    assert second.value.isl == 200
+    assert second.value.hit_rate == 0.5
+    assert second.value.osl is None
+    assert source.num_open == 3
+
+
+async def test_no_request_is_a_measured_zero(page):
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    page.text = PAGE.format(started=5, tokens=500, cached=0)
+    await source.read(10)
+
+    assert (await source.read(10)).value.num_requests == 0
+
+
+async def test_counter_that_fell_counts_from_zero(page):
+    source = FrontendSource([page.url], "m", virtual.VirtualClock())
+    page.text = PAGE.format(started=50, tokens=500, cached=0)
+    await source.read(10)
+    page.text = PAGE.format(started=4, tokens=40, cached=0)
+
+    assert (await source.read(10)).value.num_requests == 4
+
+
+async def test_frontend_that_does_not_answer_is_missing_then_stale(page):
+    clock = virtual.VirtualClock()
+    source = FrontendSource([page.url], "m", clock)
+    await source.read(10)
+    source._urls = ["http://127.0.0.1:1/metrics"]
+    soon = await source.read(10)
+    await clock.advance(40)
+    late = await source.read(10)
+
+    assert isinstance(soon, Missing)
+    assert "127.0.0.1:1" in soon.reason
+    assert isinstance(late, Stale)
+    assert late.age_s == 40
+
+
+async def test_prometheus_is_asked(page):
+    rows = {"data": {"result": [{"value": [0, "7"]}]}}
+    page.answer = msgspec.json.encode(rows)
+    reading = await PrometheusSource(page.url, "m", virtual.VirtualClock()).read(30)
+
+    assert isinstance(reading, Fresh)
+    assert reading.value.num_requests == 7
+    assert reading.value.isl == 1
+
+
+@pytest.mark.parametrize("answer", [b"no json", b'{"data":{"result":[]}}', b'{"status":"error"}'])
+async def test_prometheus_without_a_value_is_missing(page, answer):
+    page.answer = answer
+
+    reading = await PrometheusSource(page.url, "m", virtual.VirtualClock()).read(30)
+    assert isinstance(reading, Missing)

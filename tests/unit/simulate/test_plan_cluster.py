@@ -1,0 +1,97 @@
+import pytest
+
+from dynamo.planner.observation import Replicas
+from dynamo.simulate import plan_arrivals
+from dynamo.simulate.plan_cluster import PlanCluster
+from dynamo.simulate.plan_run import PlanScenario, feed, run, run_fixed
+from dynamo.simulate.plan_worker import Request, h100_8b
+
+TIMES = h100_8b()
+
+
+def make_cluster(*replicas, startup_s=60.0):
+    cluster = PlanCluster(TIMES, startup_s=startup_s)
+    cluster.add_ready(Replicas(*replicas))
+    return cluster
+
+
+def test_worker_serves_one_startup_time_after_its_order():
+    cluster = make_cluster(1, 1)
+    cluster.scale(Replicas(2, 1))
+    cluster.run_until(59)
+    early = cluster.observe(10).prefill
+    cluster.run_until(60)
+
+    assert (early.num_ready, early.num_starting) == (1, 1)
+    assert cluster.observe(10).prefill.num_ready == 2
+
+
+def test_worker_is_billed_from_its_order():
+    cluster = make_cluster(0, 1)
+    cluster.scale(Replicas(1, 1))
+    cluster.run_until(100)
+    cluster.stop()
+
+    assert cluster.gpu_seconds == 200
+
+
+def test_start_that_is_given_up_is_billed_until_then():
+    cluster = make_cluster(0, 1)
+    cluster.scale(Replicas(1, 1))
+    cluster.run_until(20)
+    cluster.scale(Replicas(0, 1))
+
+    assert cluster.gpu_seconds == 20
+
+
+def test_draining_worker_ends_its_requests_and_is_billed_until_then():
+    cluster = make_cluster(1, 2)
+    request = Request(at=0.0, num_prompt=3000, num_output=150)
+    cluster.submit(request)
+    cluster.run_until(0.5)
+    cluster.scale(Replicas(1, 1))  # the idle one
+    cluster.scale(Replicas(1, 0))
+    cluster.run_until(10)
+
+    assert request.ended_at < 2
+    assert cluster.gpu_seconds == pytest.approx(0.5 + request.ended_at)
+
+
+def test_request_waits_for_the_first_worker():
+    cluster = make_cluster(0, 1, startup_s=5.0)
+    request = Request(at=0.0, num_prompt=3000, num_output=2)
+    cluster.submit(request)
+    cluster.scale(Replicas(1, 1))
+    cluster.run_until(20)
+
+    assert request.ttft_s == pytest.approx(5.155)
+
+
+def test_observation_counts_the_interval_only():
+    cluster = make_cluster(1, 1)
+    feed(cluster, plan_arrivals.sinusoidal(seed=1), 0, 10.0)
+    cluster.run_until(10)
+    first, second = cluster.observe(10), cluster.observe(10)
+
+    assert first.traffic.value.num_requests > 100
+    assert first.traffic.value.isl == 3000
+    assert second.traffic.value.num_requests == 0
+
+
+def test_scaling_up_and_down_loses_no_request():
+    requests = plan_arrivals.sinusoidal(seed=2, duration_s=100)
+    scenario = PlanScenario(requests=requests, times=TIMES, startup_s=3.0)
+    turns = iter(range(10_000))
+    result = run(scenario, "swing", lambda _: Replicas(1 + next(turns) % 3, 1 + next(turns) % 2))
+
+    assert result.num_lost == 0
+    assert result.num_scalings > 5
+
+
+def test_three_prefill_workers_beat_two_of_the_published_split():
+    scenario = PlanScenario(requests=plan_arrivals.sinusoidal(seed=1), times=TIMES)
+    published = run_fixed(scenario, Replicas(2, 2))
+    better = run_fixed(scenario, Replicas(3, 1))
+
+    assert published.mean_latency > 3 * better.mean_latency
+    assert better.gpu_seconds == pytest.approx(published.gpu_seconds, rel=0.01)

@@ -1,0 +1,90 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.simulate.plan_worker import PlanWorker, Request, h100_8b
+
+TIMES = h100_8b()
+
+
+def serve(worker, requests):
+    """Submit each request at its time, and run until all have left; return the order of ends."""
+    left, ended = sorted(requests, key=lambda r: r.at), []
+    while left or worker.next_time < math.inf:
+        if left and left[0].at < worker.next_time:
+            worker.submit(left[0], left.pop(0).at)
+        else:
+            result = worker.advance(worker.next_time)
+            ended += result.prefilled if worker.role == "prefill" else result.ended
+    return ended
+
+
+def request(at=0.0, num_prompt=3000, num_output=150, **more):
+    return Request(at=at, num_prompt=num_prompt, num_output=num_output, **more)
+
+
+def test_prompt_takes_the_time_of_the_profile():
+    prompt = request()
+    serve(PlanWorker("prefill", TIMES), [prompt])
+
+    assert prompt.ttft_s == pytest.approx(0.155)
+
+
+def test_prompts_queue_one_behind_the_other():
+    prompts = [request(num_prompt=8192), request(num_prompt=8192)]
+    serve(PlanWorker("prefill", TIMES), prompts)
+
+    assert prompts[1].ttft_s == pytest.approx(2 * TIMES.prefill_s(8192))
+
+
+def test_tokens_of_a_lone_sequence_take_a_decode_step_each():
+    alone = request(num_prompt=64, num_output=3)
+    serve(PlanWorker("agg", TIMES), [alone])
+
+    steps = TIMES.decode_s(64 / TIMES.num_kv_tokens) + TIMES.decode_s(65 / TIMES.num_kv_tokens)
+    assert alone.ended_at - alone.first_token_at == pytest.approx(steps)
+
+
+def test_request_joins_at_the_end_of_the_step_that_runs():
+    worker = PlanWorker("decode", TIMES)
+    first, second = request(num_prompt=10), request(at=0.0061, num_prompt=10, num_output=2)
+    first.first_token_at = second.first_token_at = 0.0
+    serve(worker, [first, second])
+
+    step = TIMES.decode_s(0)
+    assert second.ended_at == pytest.approx(3 * step, rel=0.01)
+
+
+def test_cached_prefix_is_not_computed_again():
+    worker = PlanWorker("prefill", TIMES)
+    prompts = [request(at=at, num_prompt=1024, names=(1, 2), block_size=512) for at in (0.0, 5.0)]
+    serve(worker, prompts)
+
+    assert prompts[1].num_cached == 1023
+    assert prompts[1].ttft_s == pytest.approx(TIMES.prefill_s(1))
+
+
+def test_full_cache_makes_requests_wait():
+    worker = PlanWorker("agg", TIMES)
+    requests = [request(num_prompt=300_000, num_output=10) for _ in range(2)]
+    serve(worker, requests)
+
+    assert requests[1].first_token_at > requests[0].ended_at
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 3), st.integers(1, 9000), st.integers(1, 60)),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_every_request_ends_and_nothing_is_left(rows):
+    worker = PlanWorker("agg", TIMES)
+    requests = [request(at, prompt, output) for at, prompt, output in rows]
+
+    assert len(serve(worker, requests)) == len(requests)
+    assert worker.num_active_tokens == worker.num_queued_tokens == worker.num_open == 0
+    assert all(r.at < r.first_token_at <= r.ended_at for r in requests)

@@ -1,0 +1,98 @@
+import json
+
+import pytest
+
+from dynamo.planner import profile_files
+from dynamo.planner.observation import Replicas
+from dynamo.simulate import __main__ as command
+from dynamo.simulate import plan_arrivals, plan_oracle
+from dynamo.simulate.plan_run import PlanScenario
+from dynamo.simulate.plan_worker import Request, h100_8b
+
+TIMES = h100_8b()
+
+
+def test_table_has_a_row_for_each_policy(capsys):
+    argv = ["plan", "--seeds", "1", "--policy", "fixed,predictive", "--fixed-workers", "3"]
+
+    assert command.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "fixed 2p1d" in out
+    assert "predictive" in out
+
+
+def test_figures_are_written_as_json(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    command.main(["plan", "--seeds", "1", "--policy", "load", "--output", str(file)])
+    rows = json.loads(file.read_text())
+
+    assert [row["policy"] for row in rows] == ["load"]
+    assert rows[0]["num_lost"] == 0
+
+
+def test_profile_is_written_in_the_originals_format(tmp_path, capsys):
+    assert command.main(["plan", "--write-profile", str(tmp_path)]) == 0
+    profile = profile_files.read_profile(tmp_path)
+
+    assert profile.prefill.prompt_s(2048) == pytest.approx(TIMES.prefill_s(2048))
+    assert profile.decode.itl_s(0.5, 3072) == pytest.approx(TIMES.decode_s(0.5), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--policy", "magic"], ["--initial", "four"], ["--trace", "/nowhere.csv"]]
+)
+def test_wrong_flags_end_with_status_2(flags, capsys):
+    assert command.main(["plan", *flags]) == 2
+
+
+def test_sinusoidal_rate_swings_between_5_and_20():
+    requests = plan_arrivals.sinusoidal(seed=1)
+    peak = sum(30 <= r.at % 150 < 45 for r in requests) / 60
+    trough = sum(105 <= r.at % 150 < 120 for r in requests) / 60
+
+    assert len(requests) == pytest.approx(7500, rel=0.05)
+    assert peak > 18
+    assert trough < 7
+
+
+def test_step_triples_the_rate():
+    steady = plan_arrivals.steady(seed=1, rate=10, duration_s=3000, isl=100, osl=10)
+    stepped = plan_arrivals.add_step(steady)
+
+    assert sum(1050 < r.at < 1250 for r in stepped) == pytest.approx(6000, rel=0.1)
+    assert stepped[-1].at == pytest.approx(2400, rel=0.01)
+
+
+def test_trace_is_scaled_to_half_of_eight_workers():
+    requests = [Request(at=float(i), num_prompt=3000, num_output=1) for i in range(100)]
+    scaled = plan_arrivals.scale_to_load(requests, TIMES)
+
+    assert 100 / scaled[-1].at == pytest.approx(4 / TIMES.prefill_s(3000), rel=0.05)
+
+
+def test_prompt_that_takes_longer_than_the_target_is_not_servable():
+    requests = [
+        Request(at=float(i), num_prompt=n, num_output=1) for i, n in enumerate((100, 20_000))
+    ]
+    plan_arrivals.mark_servable(requests, TIMES, 0.5)
+
+    assert [r.is_servable for r in requests] == [True, False]
+
+
+def test_known_prefix_makes_a_long_prompt_servable():
+    names = tuple(range(40))
+    requests = [
+        Request(at=float(i), num_prompt=20_480, num_output=1, names=names) for i in range(2)
+    ]
+    plan_arrivals.mark_servable(requests, TIMES, 0.5)
+
+    assert [r.is_servable for r in requests] == [False, True]
+
+
+def test_oracle_holds_the_target_of_steady_arrivals_with_the_least_workers():
+    requests = plan_arrivals.steady(seed=1, rate=10, duration_s=120, isl=3000, osl=50)
+    scenario = PlanScenario(requests=requests, times=TIMES, startup_s=20.0)
+    result = plan_oracle.run_oracle(scenario)
+
+    assert result.attainment >= 0.95
+    assert max(plan_oracle.find_needs(scenario)) <= Replicas(4, 1)
