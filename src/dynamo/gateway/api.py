@@ -1,0 +1,304 @@
+"""The classification API: what the classifiers and the router say of a text, over HTTP.
+
+Texts are read by the same classifiers, over the same windows, as in routing. Paths, fields and errors are those of
+the original.
+"""
+
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.runtime.http import exchange
+from dynamo.semantic import service
+from dynamo.semantic.classifiers import profile
+
+_SPECIALIZED = 0.7  # the confidence from which a specialised model is recommended
+_MOST_TEXT = 8 * 2**20  # characters
+
+
+class ClassifyOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a classification."""
+
+    return_probabilities: bool = False
+    confidence_threshold: float | None = None
+    include_explanation: bool = False
+
+
+class TextToClassify(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a classification of one text."""
+
+    text: Annotated[str, msgspec.Meta(min_length=1, max_length=_MOST_TEXT)]
+    options: ClassifyOptions = ClassifyOptions()
+
+
+class TextsToClassify(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a classification of several texts."""
+
+    texts: list[Annotated[str, msgspec.Meta(max_length=_MOST_TEXT)]]
+    task_type: Literal["intent", "pii", "security", "all"] = "intent"
+    options: ClassifyOptions = ClassifyOptions()
+
+
+_decode_text = msgspec.json.Decoder(TextToClassify).decode
+_decode_texts = msgspec.json.Decoder(TextsToClassify).decode
+_PATHS = (
+    "POST /api/v1/classify/intent",
+    "POST /api/v1/classify/pii",
+    "POST /api/v1/classify/security",
+    "POST /api/v1/classify/combined",
+    "POST /api/v1/classify/batch",
+    "GET /api/v1/response-cache/stats",
+    "POST /api/v1/response-cache/flush",
+    "GET /config/classification",
+    "GET /info/classifier",
+    "GET /info/models",
+    "GET /v1/models",
+    "GET /health",
+)
+
+
+class ClassificationApi:
+    """Answers the requests of the API."""
+
+    def __init__(self, routing: service.RoutingService, clock: clocks.Clock) -> None:
+        self._routing = routing
+        self._clock = clock
+        self._profile = profile.load_profile()
+
+    def classify_intent(self, text: str, options: ClassifyOptions) -> dict[str, Any]:
+        """Return the domain of a text and the model that the router would choose for it."""
+        start = self._clock.now()
+        score = self._profile.classify_domain(text)
+        threshold = options.confidence_threshold
+        if threshold is None:
+            threshold = _SPECIALIZED
+        answer: dict[str, Any] = {
+            "classification": {
+                "category": score.category,
+                "confidence": score.confidence,
+                "processing_time_ms": self._elapsed_ms("category", start),
+            },
+            "recommended_model": self._recommend(text),
+            "routing_decision": "high_confidence_specialized"
+            if score.confidence >= threshold
+            else "low_confidence_general",
+        }
+        if options.return_probabilities:
+            answer["probabilities"] = score.probabilities
+        return answer
+
+    def classify_pii(self, text: str) -> dict[str, Any]:
+        """Return the personal data in a text, without the data itself."""
+        start = self._clock.now()
+        spans, is_complete = self._profile.find_pii(text)
+        entities = [
+            {
+                "type": span.type,
+                "value": "[DETECTED]",
+                "confidence": span.confidence,
+                "start_position": span.start,
+                "end_position": span.end,
+            }
+            for span in spans
+        ]
+        return {
+            "has_pii": bool(spans),
+            "entities": entities,
+            "security_recommendation": "block" if spans else "allow",
+            "is_complete": is_complete,
+            "processing_time_ms": self._elapsed_ms("pii", start),
+        }
+
+    def classify_security(self, text: str) -> dict[str, Any]:
+        """Return the probability that a text attacks the model's instructions, and what speaks for it."""
+        start = self._clock.now()
+        score = self._profile.classify_attack(text)
+        threshold = self._routing.router.settings.prompt_guard.threshold
+        is_attack = score.risk >= threshold
+        matched = ", ".join(score.rules) or "none"
+        return {
+            "is_jailbreak": is_attack,
+            "risk_score": score.risk,
+            "detection_types": ["jailbreak"] if is_attack else [],
+            "confidence": max(score.risk, 1 - score.risk),
+            "recommendation": "block" if is_attack else "allow",
+            "reasoning": f"probability of an attack {score.risk:.3f}, threshold {threshold:g}; rules: {matched}",
+            "patterns_detected": list(score.rules),
+            "is_complete": score.is_complete,
+            "processing_time_ms": self._elapsed_ms("jailbreak", start),
+        }
+
+    def classify_combined(self, text: str, options: ClassifyOptions) -> dict[str, Any]:
+        """Return the results of all classifiers for a text."""
+        return {
+            "intent": self.classify_intent(text, options),
+            "pii": self.classify_pii(text),
+            "security": self.classify_security(text),
+        }
+
+    def classify_batch(self, request: TextsToClassify) -> dict[str, Any]:
+        """Return the results for several texts in their order. Raises InvalidRequest for too many."""
+        most = self._routing.router.settings.api.batch_classification.max_batch_size
+        if not 0 < len(request.texts) <= most:
+            raise errors.InvalidRequest(
+                f"texts: expected 1 to {most} texts, got {len(request.texts)}", param="texts"
+            )
+        start = self._clock.now()
+        intents: list[dict[str, Any]] = []
+        results = []
+        for text in request.texts:
+            match request.task_type:
+                case "pii":
+                    results.append(self.classify_pii(text))
+                case "security":
+                    results.append(self.classify_security(text))
+                case "all":
+                    results.append(self.classify_combined(text, request.options))
+                    intents.append(results[-1]["intent"])
+                case "intent":
+                    results.append(self.classify_intent(text, request.options))
+                    intents.append(results[-1])
+        return {
+            "results": results,
+            "total_count": len(results),
+            "processing_time_ms": (self._clock.now() - start) * 1000,
+            "statistics": _summarize([intent["classification"] for intent in intents]),
+        }
+
+    def describe_cache(self) -> dict[str, Any]:
+        """Return the size of the semantic cache."""
+        cache = self._routing.router.cache
+        return {
+            "enabled": cache.settings.enabled,
+            "entries": len(cache),
+            "bytes": cache.num_bytes,
+            "conversations": len(self._routing.router.conversations),
+        }
+
+    def flush_cache(self) -> dict[str, Any]:
+        """Remove all cached answers."""
+        return {"removed": self._routing.router.cache.invalidate()}
+
+    def describe_config(self) -> dict[str, Any]:
+        """Return the configuration in force without its keys, its notes, and why the last file was refused."""
+        settings: dict[str, Any] = msgspec.to_builtins(self._routing.router.settings)
+        for model in settings["model_config"].values():
+            if model["access_key"]:
+                model["access_key"] = "(set)"
+        loader = self._routing.loader
+        return {
+            "config": settings,
+            "notes": loader.router.loaded.notes,
+            "last_error": loader.last_error,
+        }
+
+    def describe_classifier(self) -> dict[str, Any]:
+        """Return which classifiers are loaded and what they know."""
+        return {
+            "status": "active",
+            "profile": "fast",
+            "languages": ["en"],
+            "categories": sorted(self._profile.categories),
+            "capabilities": ["intent", "pii", "security", "batch"],
+        }
+
+    def describe_models(self) -> dict[str, Any]:
+        """Return the loaded classifiers, as the original lists its models."""
+        names = ("category_classifier", "pii_classifier", "jailbreak_classifier")
+        return {"models": [{"name": name, "type": "fast", "loaded": True} for name in names]}
+
+    def _recommend(self, text: str) -> str:
+        """Return the first model of the decision that applies, or the default one."""
+        router = self._routing.router
+        for match in router.matches(router.find_signals(text)):
+            for reference in match.settings.modelRefs[:1]:
+                return reference.served_name
+        return router.settings.default_model
+
+    def _elapsed_ms(self, classifier: str, start: float) -> float:
+        seconds = self._clock.now() - start
+        self._routing.metrics.record_classification(classifier, seconds)
+        return seconds * 1000
+
+
+def _summarize(classifications: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    distribution: dict[str, int] = {}
+    for result in classifications:
+        distribution[result["category"]] = distribution.get(result["category"], 0) + 1
+    confidences = [result["confidence"] for result in classifications]
+    return {
+        "category_distribution": distribution,
+        "avg_confidence": sum(confidences) / len(confidences) if confidences else 0.0,
+        "low_confidence_count": sum(confidence < _SPECIALIZED for confidence in confidences),
+    }
+
+
+def make_routes(routing: service.RoutingService, clock: clocks.Clock) -> exchange.HttpRouter:
+    """Return the routes of the API."""
+    api = ClassificationApi(routing, clock)
+    error_body = functools.partial(_error_body, clock)
+
+    def get(describe: Callable[[], Any]) -> exchange.Handler:
+        def handle(client: exchange.Exchange) -> None:
+            client.respond(200, msgspec.json.encode(describe()))
+
+        return handle
+
+    def post(answer: Callable[[bytes], Any]) -> exchange.Handler:
+        async def handle(client: exchange.Exchange) -> None:
+            try:
+                result = await client.decode_body(answer)
+            except (msgspec.DecodeError, UnicodeDecodeError, errors.InvalidRequest) as error:
+                client.respond(400, error_body(400, str(error), client.request.path))
+                return
+            client.respond(200, msgspec.json.encode(result))
+
+        return handle
+
+    def list_models(client: exchange.Exchange) -> None:
+        client.respond(200, routing.router.list_models().body)
+
+    def for_text(classify: Callable[..., Any], *, takes_options: bool) -> exchange.Handler:
+        def answer(body: bytes) -> Any:
+            request = _decode_text(body)
+            return classify(request.text, *([request.options] if takes_options else ()))
+
+        return post(answer)
+
+    service_status = {"status": "healthy", "service": "classification-api"}
+    table: dict[tuple[str, str], exchange.Handler] = {
+        ("GET", "/health"): get(lambda: service_status),
+        ("GET", "/api/v1"): get(lambda: {"service": "classification-api", "endpoints": _PATHS}),
+        ("GET", "/info/models"): get(api.describe_models),
+        ("GET", "/info/classifier"): get(api.describe_classifier),
+        ("GET", "/config/classification"): get(api.describe_config),
+        ("GET", "/api/v1/response-cache/stats"): get(api.describe_cache),
+        ("GET", "/v1/models"): list_models,
+        ("POST", "/api/v1/response-cache/flush"): get(api.flush_cache),
+        ("POST", "/api/v1/classify/intent"): for_text(api.classify_intent, takes_options=True),
+        ("POST", "/api/v1/classify/combined"): for_text(api.classify_combined, takes_options=True),
+        ("POST", "/api/v1/classify/pii"): for_text(api.classify_pii, takes_options=False),
+        ("POST", "/api/v1/classify/security"): for_text(api.classify_security, takes_options=False),
+        ("POST", "/api/v1/classify/batch"): post(
+            lambda body: api.classify_batch(_decode_texts(body))
+        ),
+    }
+    return exchange.HttpRouter(table, error_body=error_body)
+
+
+def _error_body(clock: clocks.Clock, status: int, message: str, path: str) -> bytes:
+    """Return an error in the original's shape."""
+    del path
+    moment = datetime.datetime.fromtimestamp(clock.wall(), datetime.UTC)
+    codes = {400: "INVALID_INPUT", 404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}
+    error = {
+        "code": codes.get(status, "ERROR"),
+        "message": message,
+        "timestamp": moment.isoformat(timespec="seconds"),
+    }
+    return msgspec.json.encode({"error": error})

@@ -1,0 +1,120 @@
+"""`python -m dynamo.semantic_router`: Envoy's external processing, the classification API and the metrics."""
+
+import asyncio
+import logging
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynamo.base import clock as clocks
+from dynamo.base import config, distribution, errors, process_setup, tasks
+from dynamo.observability import logs, metrics
+from dynamo.runtime.http import exchange, parser
+from dynamo.runtime.http import server as http
+
+_logger = logging.getLogger(__name__)
+_GRACE_S = 2.0  # for running requests, after a signal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The semantic router of its own process, for Envoy and for programs that classify."""
+
+    router_config: str | None = config.option(
+        None,
+        env="DYN_SEMANTIC_ROUTER",
+        help="configuration (YAML) of the semantic router; --config is the same",
+    )
+    host: str = config.option("127.0.0.1", env="DYN_SEMANTIC_HOST", help="address to listen on")
+    port: int = config.option(
+        50051, help="port of Envoy's external processing (gRPC); 0: any", least=0, most=65535
+    )
+    api_port: int = config.option(
+        8080, help="port of the classification API; 0: any", least=0, most=65535
+    )
+    metrics_port: int = config.option(9190, help="port of the metrics; 0: any", least=0, most=65535)
+    enable_api: bool = config.option(True, help="serve the classification API")
+    secure: bool = config.option(False, help="serve gRPC with TLS")
+    cert_path: str | None = config.option(
+        None, help="directory of tls.crt and tls.key, for --secure"
+    )
+    body_limit_mb: int = config.option(64, help="largest body of a request, in MiB", least=1)
+
+
+def main() -> int:
+    """Run the process and return its exit status."""
+    prog = "python -m dynamo.semantic_router"
+    try:
+        logs.configure()
+        settings = config.load(GatewayConfig, prog=prog, argv=translate_flags(sys.argv[1:]))
+        asyncio.run(serve(settings))
+    except errors.ConfigError as error:
+        sys.stderr.write(f"{prog}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def translate_flags(argv: Sequence[str]) -> list[str]:
+    """Return the original's flags in our words: `--config FILE` is its YAML file, and flags may be `=true`."""
+    words = []
+    for word in argv:
+        word = re.sub(r"^--config(?==|$)", "--router-config", word)
+        if word.startswith("--") and word.endswith("=true"):
+            word = word.removesuffix("=true")
+        elif word.startswith("--") and word.endswith("=false"):
+            word = "--no-" + word.removesuffix("=false").removeprefix("--")
+        words.append(word)
+    return words
+
+
+async def serve(settings: GatewayConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError."""
+    if settings.router_config is None:
+        raise errors.ConfigError("--config: expected the configuration of the router, got none")
+    if settings.secure and settings.cert_path is None:
+        raise errors.ConfigError(
+            "--secure: expected --cert-path, the directory of tls.crt and tls.key"
+        )
+    feature, extra = "python -m dynamo.semantic_router", "gateway"
+    api = distribution.load_extra("dynamo.gateway.api", feature=feature, extra=extra)
+    grpc_server = distribution.load_extra("dynamo.gateway.server", feature=feature, extra=extra)
+    clock = clocks.SystemClock()
+    registry = metrics.Registry("llm")
+    routing = api.service.RoutingService(Path(settings.router_config), registry, clock)
+    process_setup.collect_garbage_rarely()
+    stop = process_setup.stop_on_signals()
+    limits = parser.HttpLimits(body_bytes=settings.body_limit_mb * 2**20)
+    ext_proc = grpc_server.ExtProcServer(routing, settings.body_limit_mb * 2**20)
+    classification = http.HttpServer(api.make_routes(routing, clock), limits=limits)
+    exposition = http.HttpServer(_metrics_routes(registry))
+    running = tasks.Tasks()
+    try:
+        certificates = Path(settings.cert_path) if settings.secure and settings.cert_path else None
+        ports = [await ext_proc.start(settings.host, settings.port, certificates)]
+        if settings.enable_api:
+            ports.append(
+                await classification.start(settings.host, settings.api_port, port_flag="--api-port")
+            )
+        ports.append(
+            await exposition.start(settings.host, settings.metrics_port, port_flag="--metrics-port")
+        )
+        _logger.info("ready on ports %s", ", ".join(map(str, ports)))
+        running.start("watch the configuration", routing.loader.watch())
+        await running.run_until(stop)
+    finally:
+        await ext_proc.stop(_GRACE_S)
+        await classification.close()
+        await exposition.close()
+        await running.close()
+
+
+def _metrics_routes(registry: metrics.Registry) -> exchange.HttpRouter:
+    def respond(client: exchange.Exchange) -> None:
+        client.respond(200, registry.render(), content_type=metrics.CONTENT_TYPE)
+
+    return exchange.HttpRouter({("GET", "/metrics"): respond}, error_body=http.plain_error)

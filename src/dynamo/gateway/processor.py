@@ -1,0 +1,235 @@
+"""One HTTP request on its way through Envoy: what to answer to each message of its external-processing stream.
+
+Envoy sends headers, body and trailers of the request, then those of the response. With a buffered body the request's
+changes are the answer to its body. With full-duplex streaming the answers to headers and body are given together, once
+all of the body has come; the response's body is passed on piece by piece.
+"""
+
+from typing import Any
+
+from dynamo.base import errors
+from dynamo.gateway import ext_proc_pb2 as messages
+from dynamo.runtime.http import exchange
+from dynamo.semantic import cache, immediate, router, service
+
+ROUTED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_CHAT = ROUTED_PATHS[0]
+_STREAMED, _FULL_DUPLEX = 1, 4
+_OVERWRITE = 2
+_PIECE_BYTES = 60_000  # of a streamed body: HTTP/2 frames have 64 KiB at most
+_STATUS_BY_ERROR: dict[type[errors.DynamoError], int] = {
+    errors.InvalidRequest: 400,
+    errors.Forbidden: 403,
+}
+
+
+class StreamProcessor:
+    """Answers the messages of one stream."""
+
+    def __init__(self, routing: service.RoutingService, max_body_bytes: int) -> None:
+        self._routing = routing
+        self._max_body_bytes = max_body_bytes
+        self._headers: dict[str, str] = {}
+        self._body = bytearray()
+        self._is_duplex_request = self._is_duplex_response = False
+        self._outcome: router.RoutedRequest | None = None
+        self._is_success = False
+        self._recorder: cache.StreamRecorder | None = None
+        self._answer_body = bytearray()
+
+    async def process(self, message: Any) -> list[Any]:
+        """Return the answers to a message of Envoy, in order."""
+        if message.HasField("protocol_config"):
+            modes = message.protocol_config
+            self._is_duplex_request = modes.request_body_mode == _FULL_DUPLEX
+            self._is_duplex_response = modes.response_body_mode == _FULL_DUPLEX
+        kind = message.WhichOneof("request")
+        match kind:
+            case "request_headers":
+                return self._take_request_headers(message.request_headers)
+            case "request_body":
+                return await self._take_request_body(message.request_body)
+            case "response_headers":
+                return [self._take_response_headers(message.response_headers)]
+            case "response_body":
+                return self._take_response_body(message.response_body)
+            case "request_trailers":
+                return await self._take_request_trailers()
+            case _:
+                return [messages.ProcessingResponse(response_trailers=messages.TrailersResponse())]
+
+    def _take_request_headers(self, headers: Any) -> list[Any]:
+        self._headers = _read_headers(headers.headers)
+        path = self._path
+        if self._headers.get(":method") == "GET" and path == "/v1/models":
+            return [_respond(self._routing.router.list_models())]
+        if self._is_duplex_request and not headers.end_of_stream:
+            return []  # answered with the body
+        return [messages.ProcessingResponse(request_headers=messages.HeadersResponse())]
+
+    async def _take_request_body(self, body: Any) -> list[Any]:
+        self._body += body.body
+        if len(self._body) > self._max_body_bytes:
+            text = f"expected a body of at most {self._max_body_bytes} bytes, got more"
+            return [_respond(immediate.refuse(413, text, "invalid_request_error"))]
+        if self._is_duplex_request and not body.end_of_stream:
+            return []
+        return await self._finish_request()
+
+    async def _take_request_trailers(self) -> list[Any]:
+        trailers = messages.ProcessingResponse(request_trailers=messages.TrailersResponse())
+        if not self._is_duplex_request:
+            return [trailers]
+        answers = await self._finish_request(ends_stream=False)
+        is_refused = answers[0].WhichOneof("response") == "immediate_response"
+        return answers if is_refused else [*answers, trailers]
+
+    async def _finish_request(self, *, ends_stream: bool = True) -> list[Any]:
+        """Route the whole request, and return the answers that change it or end it."""
+        body = bytes(self._body)
+        common = messages.CommonResponse()
+        if self._path in ROUTED_PATHS and self._headers.get(":method") == "POST":
+            answer = await self._route(body)
+            if answer is not None:
+                return [_respond(answer)]
+            assert self._outcome is not None  # it was routed
+            common = self._request_changes(self._outcome, len(body))
+            body = self._outcome.body
+        self._body.clear()
+        if not self._is_duplex_request:
+            if self._outcome is not None and len(common.header_mutation.set_headers):
+                common.body_mutation.body = body
+            return [
+                messages.ProcessingResponse(request_body=messages.BodyResponse(response=common))
+            ]
+        head = messages.HeadersResponse(response=common)
+        pieces = _streamed(body, ends_stream=ends_stream)
+        return [
+            messages.ProcessingResponse(request_headers=head),
+            *(messages.ProcessingResponse(request_body=piece) for piece in pieces),
+        ]
+
+    async def _route(self, body: bytes) -> immediate.ImmediateAnswer | None:
+        """Route the request; return the answer that it gets at once."""
+        headers = self._headers
+        if self._path != _CHAT:
+            headers = {**headers, "x-vsr-skip-cache": "true"}
+        tenant = service.tenant_of(headers)
+        try:
+            outcome = await exchange.decode_apart(
+                body, lambda data: self._routing.route(data, headers, tenant)
+            )
+        except errors.DynamoError as error:
+            status = _STATUS_BY_ERROR.get(type(error), 503)
+            kind = "invalid_request_error" if status < 500 else "service_unavailable"
+            return immediate.refuse(status, str(error), kind)
+        self._outcome = outcome
+        if outcome.answer is not None and self._path != _CHAT:
+            guard = outcome.explanation.verdicts[-1].guard
+            text = f"the request was refused by the {guard} guard; rephrase it and ask again"
+            return immediate.refuse(403, text, "permission_error")
+        return outcome.answer
+
+    def _request_changes(self, outcome: router.RoutedRequest, num_bytes: int) -> Any:
+        headers = list(outcome.upstream_headers)
+        if len(outcome.body) != num_bytes:
+            headers.append(("content-length", str(len(outcome.body))))
+        mutation = _mutation(headers)
+        mutation.remove_headers.extend(outcome.removed_headers)
+        if self._is_duplex_request:  # a streamed body has no length that is known before
+            mutation.remove_headers.append("content-length")
+        return messages.CommonResponse(
+            header_mutation=mutation,
+            clear_route_cache=self._routing.router.settings.clear_route_cache,
+        )
+
+    def _take_response_headers(self, headers: Any) -> Any:
+        received = _read_headers(headers.headers)
+        self._is_success = received.get(":status", "").startswith("2")
+        common = messages.CommonResponse()
+        response = messages.ProcessingResponse(
+            response_headers=messages.HeadersResponse(response=common)
+        )
+        if self._outcome is None:
+            return response
+        if self._is_success:
+            common.header_mutation.CopyFrom(_mutation(self._outcome.explanation.headers()))
+            response.response_headers.response.CopyFrom(common)
+        if received.get("content-type", "").startswith(immediate.EVENT_STREAM):
+            self._recorder = cache.StreamRecorder()
+            if not self._is_duplex_response:
+                response.mode_override.response_body_mode = _STREAMED
+        return response
+
+    def _take_response_body(self, body: Any) -> list[Any]:
+        if self._outcome is not None and self._is_success:
+            self._record(self._outcome, body)
+        if not self._is_duplex_response:
+            return [messages.ProcessingResponse(response_body=messages.BodyResponse())]
+        pieces = _streamed(body.body, ends_stream=body.end_of_stream)
+        return [messages.ProcessingResponse(response_body=piece) for piece in pieces]
+
+    def _record(self, outcome: router.RoutedRequest, body: Any) -> None:
+        """Keep the answer for usage and cache, and hand it over when it is complete."""
+        if self._recorder is not None:
+            self._recorder.feed(body.body)
+        elif len(self._answer_body) <= cache.MAX_BODY:
+            self._answer_body += body.body
+        if body.end_of_stream:
+            streamed = None if self._recorder is None else self._recorder.body()
+            self._routing.record_answer(outcome, streamed or bytes(self._answer_body) or None)
+
+    @property
+    def _path(self) -> str:
+        return self._headers.get(":path", "").partition("?")[0]
+
+
+def _read_headers(headers: Any) -> dict[str, str]:
+    """Return headers by name in lower case; Envoy sends their values as bytes."""
+    return {
+        header.key.lower(): header.raw_value.decode("latin-1") if header.raw_value else header.value
+        for header in headers.headers
+    }
+
+
+def _mutation(headers: list[tuple[str, str]]) -> Any:
+    """Return the message that sets these headers."""
+    return messages.HeaderMutation(
+        set_headers=[
+            messages.HeaderValueOption(
+                header=messages.HeaderValue(key=name, raw_value=value.encode()),
+                append_action=_OVERWRITE,
+            )
+            for name, value in headers
+        ]
+    )
+
+
+def _respond(answer: immediate.ImmediateAnswer) -> Any:
+    """Return the message that ends the request with this answer."""
+    headers = [("content-type", answer.content_type), *answer.headers]
+    return messages.ProcessingResponse(
+        immediate_response=messages.ImmediateResponse(
+            status=messages.HttpStatus(code=answer.status),
+            headers=_mutation(headers),
+            body=answer.body,
+        )
+    )
+
+
+def _streamed(body: bytes, *, ends_stream: bool) -> list[Any]:
+    """Return the pieces of a streamed body; the last one may end the stream."""
+    starts = range(0, len(body), _PIECE_BYTES) or (0,)
+    return [
+        messages.BodyResponse(
+            response=messages.CommonResponse(
+                body_mutation=messages.BodyMutation(
+                    streamed_response=messages.StreamedBodyResponse(
+                        body=body[start : start + _PIECE_BYTES],
+                        end_of_stream=ends_stream and start + _PIECE_BYTES >= len(body),
+                    )
+                )
+            )
+        )
+        for start in starts
+    ]

@@ -1,0 +1,74 @@
+"""The gRPC server that Envoy calls: one stream of messages for each HTTP request."""
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from dynamo.base import errors
+from dynamo.gateway import ext_proc_pb2, processor
+from dynamo.semantic import service
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"  # the published name
+MAX_CALLS = 10_000
+_ENVELOPE_BYTES = 2**20  # of a message around its body
+_logger = logging.getLogger(__name__)
+
+
+class ExtProcServer:
+    """Serves Envoy's external processing until stopped."""
+
+    def __init__(self, routing: service.RoutingService, max_body_bytes: int) -> None:
+        self._routing = routing
+        self._max_body_bytes = max_body_bytes
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, host: str, port: int, certificates: Path | None = None) -> int:
+        """Listen and return the port, which the system chooses for 0. Raises ConfigError.
+
+        `certificates` is a directory with `tls.crt` and `tls.key`; without it the connection is not encrypted.
+        """
+        size = self._max_body_bytes + _ENVELOPE_BYTES
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", size),
+                ("grpc.max_send_message_length", size),
+                ("grpc.so_reuseport", 0),
+            ],
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        method = grpc.stream_stream_rpc_method_handler(
+            self._process,
+            request_deserializer=ext_proc_pb2.ProcessingRequest.FromString,
+            response_serializer=ext_proc_pb2.ProcessingResponse.SerializeToString,
+        )
+        handlers = grpc.method_handlers_generic_handler(SERVICE, {"Process": method})
+        server.add_generic_rpc_handlers((handlers,))
+        address = f"{f'[{host}]' if ':' in host else host}:{port}"
+        try:
+            if certificates is None:
+                bound_port = server.add_insecure_port(address)
+            else:
+                pair = [(certificates / name).read_bytes() for name in ("tls.key", "tls.crt")]
+                credentials = grpc.ssl_server_credentials([(pair[0], pair[1])])
+                bound_port = server.add_secure_port(address, credentials)
+        except (RuntimeError, OSError) as error:
+            raise errors.ConfigError(f"--port: cannot listen on {address}: {error}") from error
+        await server.start()
+        self._server = server
+        _logger.info("external processing: listening on %s:%d", host, bound_port)
+        return int(bound_port)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new streams, let running ones finish within `grace_s` seconds, and end."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    async def _process(self, requests: AsyncIterator[Any], context: Any) -> None:
+        stream = processor.StreamProcessor(self._routing, self._max_body_bytes)
+        async for message in requests:
+            for answer in await stream.process(message):
+                await context.write(answer)

@@ -1,0 +1,1 @@
+"""The semantic router: which model answers a request, with which prompt, and whether it may pass."""

@@ -1,0 +1,252 @@
+"""The semantic cache: answers given again to the same question in other words.
+
+A wrong hit is worse than a miss. So everything but the last user text is compared exactly (tenant, requested model,
+system prompt, earlier messages, tools, response format, sampling), and of that text all words that carry meaning, in
+their order: numbers, names, negations, opposites, operators. Only words of courtesy, articles, forms of "to be" and
+endings may differ. What is left to compare is one key of a dictionary, so a search costs the same at any size.
+"""
+
+import collections
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.semantic import config, request_view
+
+MAX_TEXT = 20_000  # characters of a question that is cached
+MAX_BODY = 2**20  # bytes of an answer that is cached
+_FREE_FIELDS = frozenset({"stream", "stream_options", "user", "metadata", "store"})
+_SIDE_EFFECTS = ("tools", "functions", "seed", "previous_response_id", "logprobs", "nvext")
+_TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)?|[^\w\s?!.,;:\"'`]|_")
+_FREE_WORDS = frozenset(["a", "an", "the", "is", "are", "of", "please", "kindly"])
+_COURTESY = re.compile(
+    r"(?:\s*(?:please|kindly|hi|hello|hey|thanks|(?:can|could|would|will) you|do you know|i(?:'d| would) like to know|"
+    r"i want to know|(?:tell|give|show) me|what(?:'s| is| are))\b[\s,!.]*)+"
+)
+_LETTER = re.compile(r"(?<=\S )A\b")  # of an answer or a vitamin; no article
+_CONTRACTIONS = frozenset({"can't", "cannot"})
+_ENDINGS = re.compile(r"(?<=[^\W\d_]{3})(?:'s|s|')$")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """What two requests must share to share an answer, and the question's words."""
+
+    digest: bytes  # of everything that is compared exactly
+    tenant: str
+    words: Mapping[str, float]  # the words of the question with their weights
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHit:
+    """A stored answer, and how similar its question was."""
+
+    body: bytes
+    similarity: float
+
+
+@dataclass(slots=True)
+class _Entry:
+    key: CacheKey
+    body: bytes
+    expires_at: float
+    num_hits: int = 0
+
+
+def make_key(
+    view: request_view.RequestView, headers: Mapping[str, str], tenant: str
+) -> CacheKey | None:
+    """Return the key of a request; None if its answer must not come from a cache."""
+    directives = headers.get("cache-control", "")
+    if "no-cache" in directives or "no-store" in directives or "x-vsr-skip-cache" in headers:
+        return None
+    is_plain = view.messages_field == "messages" and view.last_user == len(view.messages) - 1
+    text = view.user_text
+    if not is_plain or view.has_images or not 0 < len(text) <= MAX_TEXT:
+        return None
+    if any(view.fields.get(name) not in (None, False) for name in _SIDE_EFFECTS):
+        return None
+    if view.fields.get("n") not in (None, 1):
+        return None
+    fields = {k: v for k, v in view.fields.items() if k not in _FREE_FIELDS and k != "messages"}
+    last = {k: v for k, v in view.messages[-1].items() if k != "content"}
+    exact = [tenant, fields, view.messages[:-1], last, *meaningful_words(text)]
+    digest = hashlib.blake2b(msgspec.json.encode(exact, order="deterministic"), digest_size=16)
+    return CacheKey(digest.digest(), tenant, _weigh(_split(text)))
+
+
+def meaningful_words(text: str) -> list[str]:
+    """Return the words of a question that its meaning depends on, in order and without endings."""
+    return [stem for word in _split(text) if word not in _FREE_WORDS for stem in _stems(word)]
+
+
+def _split(text: str) -> list[str]:
+    """Return the words, numbers and operators of a question, without its words of courtesy at the beginning."""
+    lowered = _LETTER.sub("_a", text.replace("’", "'")).lower()
+    courtesy = _COURTESY.match(lowered)
+    return _TOKEN.findall(lowered, courtesy.end() if courtesy is not None else 0)
+
+
+def _weigh(words: list[str]) -> dict[str, float]:
+    """Return the words with their counts; those that may differ count little."""
+    weights: dict[str, float] = {}
+    for word in words:
+        weight = 0.25 if word in _FREE_WORDS else 1.0
+        for stem in _stems(word):
+            weights[stem] = weights.get(stem, 0.0) + weight
+    return weights
+
+
+def _stems(word: str) -> Iterator[str]:
+    """Yield the word without a plural's or genitive's ending; a contraction with "not" is two words."""
+    if word in _CONTRACTIONS or word.endswith("n't"):
+        yield word.removesuffix("n't") if word not in _CONTRACTIONS else "can"
+        yield "not"
+    else:
+        yield _ENDINGS.sub("", word)
+
+
+def similarity(a: Mapping[str, float], b: Mapping[str, float]) -> float:
+    """Return the cosine of two sets of weighted words, 0 to 1."""
+    product = sum(count * b.get(word, 0.0) for word, count in a.items())
+    norms = sum(n * n for n in a.values()) * sum(n * n for n in b.values())
+    return min(1.0, product / math.sqrt(norms)) if norms else 0.0
+
+
+class SemanticCache:
+    """Answers by question, bounded in entries, bytes and time."""
+
+    def __init__(self, settings: config.CacheSettings, clock: clocks.Clock) -> None:
+        self.settings = settings
+        self._clock = clock
+        self._entries: collections.OrderedDict[bytes, _Entry] = collections.OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all stored answers."""
+        return self._num_bytes
+
+    def find(self, key: CacheKey, threshold: float) -> CacheHit | None:
+        """Return the answer to a question of the same meaning whose words are as similar as the threshold asks."""
+        entry = self._entries.get(key.digest)
+        if entry is None:
+            return None
+        if self._clock.now() >= entry.expires_at:
+            self._remove(key.digest)
+            return None
+        score = similarity(key.words, entry.key.words)
+        if score < threshold:
+            return None
+        entry.num_hits += 1
+        if self.settings.eviction_policy == "lru":
+            self._entries.move_to_end(key.digest)
+        return CacheHit(entry.body, score)
+
+    def store(self, key: CacheKey, body: bytes) -> None:
+        """Store a complete answer; one that is cut off, refused or too large is not kept."""
+        if len(body) > MAX_BODY or not _is_complete(body):
+            return
+        self._remove(key.digest)
+        self._entries[key.digest] = _Entry(key, body, self._clock.now() + self.settings.ttl_seconds)
+        self._num_bytes += len(body)
+        most_bytes = self.settings.max_megabytes * 2**20
+        while len(self._entries) > self.settings.max_entries or self._num_bytes > most_bytes:
+            self._remove(self._victim(key.digest))
+
+    def invalidate(self, tenant: str | None = None) -> int:
+        """Remove the answers of a tenant, or all; return their number."""
+        digests = [d for d, e in self._entries.items() if tenant is None or e.key.tenant == tenant]
+        for digest in digests:
+            self._remove(digest)
+        return len(digests)
+
+    def _victim(self, newest: bytes) -> bytes:
+        """Return the entry to give up: the oldest, or with `lfu` the one with the fewest hits."""
+        if self.settings.eviction_policy == "lfu" and len(self._entries) > 1:
+            others = (digest for digest in self._entries if digest != newest)
+            return min(others, key=lambda digest: self._entries[digest].num_hits)
+        return next(iter(self._entries))
+
+    def _remove(self, digest: bytes) -> None:
+        entry = self._entries.pop(digest, None)
+        if entry is not None:
+            self._num_bytes -= len(entry.body)
+
+
+def _is_complete(body: bytes) -> bool:
+    """Return whether the body is a completion whose choices all ended by themselves."""
+    try:
+        completion = msgspec.json.decode(body)
+        choices = completion["choices"]
+        return bool(choices) and all(
+            choice["finish_reason"] == "stop" and not choice["message"].get("tool_calls")
+            for choice in choices
+        )
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        return False
+
+
+class StreamRecorder:
+    """Joins the events of a streamed answer into the body that the whole answer would have had."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._num_bytes = 0
+        self._head: dict[str, object] = {}
+        self._texts: dict[int, list[str]] = {}
+        self._finish: dict[int, str] = {}
+        self._is_done = False
+        self._is_plain = True
+
+    def feed(self, data: bytes) -> None:
+        """Take a piece of the stream, cut anywhere."""
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_BODY * 8:
+            self._is_plain = False
+        if not self._is_plain:
+            return
+        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        for event in events:
+            self._take(event.strip())
+
+    def body(self) -> bytes | None:
+        """Return the whole answer; None if the stream was cut off or carried more than text."""
+        if not (self._is_done and self._is_plain and self._texts):
+            return None
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "".join(texts)},
+                "finish_reason": self._finish.get(index),
+            }
+            for index, texts in sorted(self._texts.items())
+        ]
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        return msgspec.json.encode(
+            {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+        )
+
+    def _take(self, event: bytes) -> None:
+        if event == b"data: [DONE]":
+            self._is_done = True
+        elif event.startswith(b"data: "):
+            try:
+                chunk = msgspec.json.decode(event[6:])
+                self._head = self._head or {k: chunk[k] for k in ("id", "created", "model")}
+                for choice in chunk["choices"]:
+                    delta, index = choice["delta"], choice["index"]
+                    self._is_plain = self._is_plain and not delta.get("tool_calls")
+                    self._texts.setdefault(index, []).append(delta.get("content") or "")
+                    if choice.get("finish_reason"):
+                        self._finish[index] = choice["finish_reason"]
+            except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+                self._is_plain = False

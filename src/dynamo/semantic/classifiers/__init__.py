@@ -1,0 +1,1 @@
+"""The fast classifiers: linear models over words, patterns with checksums, and rules; numpy alone."""

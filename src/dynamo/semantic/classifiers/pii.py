@@ -1,0 +1,203 @@
+"""Personal data in a text: patterns, decided by checksums and parsers where a kind has one.
+
+The names of the types are Presidio's. English is what the patterns for addresses and names are made for.
+"""
+
+import ipaddress
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+MAX_CHARACTERS = 4_000_000  # of one text; what is behind them is reported as unread
+
+
+@dataclass(frozen=True, slots=True)
+class PiiSpan:
+    """A piece of personal data."""
+
+    type: str
+    start: int  # characters
+    end: int
+    confidence: float
+
+
+Check = Callable[
+    [re.Match[str]], float
+]  # the confidence that a match is what it looks like; 0: it is not
+
+
+def find_spans(text: str, names: Iterable[PiiSpan] = ()) -> tuple[list[PiiSpan], bool]:
+    """Return the spans in order, none over another, and whether all of the text was read.
+
+    `names` are spans found elsewhere, which count where nothing else is.
+    """
+    is_complete = len(text) <= MAX_CHARACTERS
+    text = text[:MAX_CHARACTERS]
+    spans: list[PiiSpan] = []
+    covered = bytearray()  # a byte for each character; so many spans cost no more than a few
+    for span in itertools.chain(*_finders(text), names):
+        covered = covered or bytearray(len(text))
+        if covered.find(1, span.start, span.end) < 0:
+            covered[span.start : span.end] = b"\x01" * (span.end - span.start)
+            spans.append(span)
+    return sorted(spans, key=lambda span: span.start), is_complete
+
+
+def _finders(text: str) -> Iterator[Iterator[PiiSpan]]:
+    """Yield the searches that the characters of the text make worth while, the surest first."""
+    has_digits = _DIGITS.search(text) is not None
+    if "@" in text:
+        yield _search("EMAIL_ADDRESS", _EMAIL, text, lambda _: 1.0)
+    if has_digits:
+        yield _search_ibans(text)
+        yield _search("CREDIT_CARD", _CARD, text, _check_card)
+        yield _search("US_SSN", _SSN, text, _check_ssn)
+        yield _search("US_SSN", _NEAR_SSN, text, lambda _: 0.8, group=1)
+        yield _search("US_DRIVER_LICENSE", _LICENCE, text, lambda _: 0.8, group=1)
+        yield _search("IP_ADDRESS", _IPV4, text, _check_ip)
+        yield _search("PHONE_NUMBER", _PHONE, text, _check_phone)
+        yield _search("DATE_TIME", _BIRTH, text, lambda _: 0.8, group=1)
+        yield _search("STREET_ADDRESS", _STREET, text, lambda _: 0.75)
+    if text.count(":") >= 2:
+        yield _search("IP_ADDRESS", _IPV6, text, _check_ip)
+    yield _search("PERSON", _NAME, text, _check_name, group=1)
+
+
+def _search(
+    kind: str, pattern: re.Pattern[str], text: str, check: Check, *, group: int = 0
+) -> Iterator[PiiSpan]:
+    for match in pattern.finditer(text):
+        confidence = check(match)
+        if confidence > 0:
+            yield PiiSpan(kind, match.start(group), match.end(group), confidence)
+
+
+_DIGITS = re.compile(r"\d")
+_EMAIL = re.compile(
+    r"(?<![\w.+-])[\w.+%'-]{1,64}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,62})\.){1,8}[A-Za-z]{2,24}(?![\w-])"
+)
+_IBAN_START = re.compile(r"(?<![A-Za-z0-9])[A-Za-z]{2}\d{2}(?=[ -]?[A-Za-z0-9])")
+_CARD = re.compile(r"(?<![\w.-])(?:[2-6]\d{3}|1800)(?:[ -]?\d){8,15}(?![\w-])")
+_SSN = re.compile(r"(?<![\w-])(\d{3})([- ])(\d{2})\2(\d{4})(?![\w-])")
+_NEAR_SSN = re.compile(
+    r"\b(?:ssn|social[ -]security(?: (?:number|no\.?|#))?)\b[^\w\n]{0,4}(?:is|:|=|#)?[^\w\n]{0,4}"
+    r"(\d{3}[- ]?\d{2}[- ]?\d{4})(?!\d)",
+    re.IGNORECASE,
+)
+_IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)")
+_IPV6 = re.compile(r"(?<![\w:.])(?=[\w.]*:[\w.]*:)[0-9A-Fa-f:]{2,39}(?![\w:])")
+_PHONE = re.compile(
+    r"(?<![\w.$€£#/:=-])(?:\+|00)?\(?\d{1,4}\)?(?:[ .-]?\(?\d{1,5}\)?){1,5}(?:,? ?(?:x|"
+    r"ext\.?) ?\d{1,6})?(?![\w%]|[.,/:-]\d)",
+    re.IGNORECASE,
+)
+_LICENCE = re.compile(
+    r"\bdriver(?:'s|s)? licen[cs]e\b(?: (?:number|no\.?|#))?[^\w\n]{0,3}(?:is|:|=)?[^\w\n]{0,3}"
+    r"([A-Za-z]{0,3}\d[\w-]{4,15})",
+    re.IGNORECASE,
+)
+_BIRTH = re.compile(
+    r"\b(?:born(?: on)?|date of birth|dob|birthday|birth date)\b[^\w\n]{0,3}(?:is|:|=|on)?[^\w\n]{0,3}"
+    r"(\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}|\d{1,2}(?:st|nd|rd|th)? [A-Z][a-z]{2,8},? \d{4}|"
+    r"[A-Z][a-z]{2,8} \d{1,2},? \d{4})",
+    re.IGNORECASE,
+)
+_STREET = re.compile(
+    r"(?<![\w.])\d{1,6}[A-Za-z]? (?:[A-Z][\w'.-]{1,20} ){1,4}(?:Street|St|Avenue|Ave|Road|Rd|Boulevard|Blvd|"
+    r"Lane|Ln|Drive|"
+    r"Dr|Court|Ct|Place|Pl|Terrace|Way|Parkway|Pkwy|Circle|Square|Highway|Hwy)\b\.?(?:,? (?:Apt|Suite|Unit|"
+    r"#)\.? ?\w{1,6})?"
+)
+_NAME_WORD = r"[^\W\d_a-z][^\W\d_A-Z]{1,20}(?:[-'][^\W\d_a-z][^\W\d_A-Z]{1,20})?"
+_NAME = re.compile(
+    rf"\b(?:[Mm]y (?:full )?name is|[Mm]y name's|[Nn]ame(?:d| on the \w{{1,12}})?:|[Ii] am called|[Cc]all me|"
+    rf"[Mm]r\.?|[Mm]rs\.?|[Mm]s\.?|"
+    rf"[Dd]r\.|[Mm]aiden name is|[Rr]egards,?\s|[Ss]incerely,?\s|"
+    rf"[Dd]ear)\s{{1,3}}({_NAME_WORD}(?: (?:[A-Z]\. )?{_NAME_WORD}){{0,2}})"
+)
+_NOT_NAMES = frozenset(
+    ("Sir Madam All Team Customer Friend Hiring Editor Santa Diary God Lord President").split()  # noqa: SIM905
+)
+_IBAN_LENGTH_TABLE = """
+AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DK18 DO28 EE20
+EG29 ES24 FI18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 JO30
+KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MR27 MT31 MU30 NL18 NO15 PK24
+PL28 PS29 PT25 QA29 RO24 RS22 SA24 SC31 SE24 SI19 SK24 SM27 ST25 SV28 TL23 TN24 TR26 UA29 VA22
+VG24 XK20
+"""
+_IBAN_LENGTHS = {code[:2]: int(code[2:]) for code in _IBAN_LENGTH_TABLE.split()}
+
+
+def _search_ibans(text: str) -> Iterator[PiiSpan]:
+    """Yield the account numbers that have their country's length and leave a remainder of 1 by 97."""
+    for match in _IBAN_START.finditer(text):
+        length = _IBAN_LENGTHS.get(match[0][:2].upper())
+        if length is None:
+            continue
+        rest = rf"(?:[ -]?[A-Za-z0-9]){{{length - 4}}}(?![A-Za-z0-9])"
+        tail = re.compile(rest).match(text, match.end())
+        if tail is None:
+            continue
+        code = re.sub(r"[ -]", "", match[0] + tail[0]).upper()
+        number = "".join(str(int(sign, 36)) for sign in code[4:] + code[:4])
+        if int(number) % 97 == 1:
+            yield PiiSpan("IBAN_CODE", match.start(), tail.end(), 1.0)
+
+
+def _check_card(match: re.Match[str]) -> float:
+    """Return 1 if the sum of digits by Luhn's rule ends in 0."""
+    digits = [int(sign) for sign in match[0] if sign.isdigit()]
+    if not 12 <= len(digits) <= 19 or len(set(digits)) == 1:
+        return 0.0
+    doubled = sum(sum(divmod(2 * digit, 10)) for digit in digits[-2::-2])
+    return 1.0 if (doubled + sum(digits[-1::-2])) % 10 == 0 else 0.0
+
+
+def _check_ssn(match: re.Match[str]) -> float:
+    """Return the confidence for three groups of digits: parts that are never given out exclude it."""
+    area, _, group, serial = match.groups()
+    if area in ("000", "666") or area[0] == "9" or group == "00" or serial == "0000":
+        return 0.0
+    return 0.85
+
+
+def _check_ip(match: re.Match[str]) -> float:
+    """Return the confidence of an address that parses; unspecified and loopback ones tell nothing of a person."""
+    try:
+        address = ipaddress.ip_address(match[0])
+    except ValueError:
+        return 0.0
+    return 0.0 if address.is_unspecified else 0.95
+
+
+def _check_phone(match: re.Match[str]) -> float:
+    """Return the confidence of a run of digits by its groups: numbers of other kinds lack a prefix or "
+    "separators."""
+    written = match[0]
+    number = re.split(r",? ?(?:x|ext)", written, flags=re.IGNORECASE)[0]
+    groups = re.findall(r"\d+", number)
+    num_digits = sum(map(len, groups))
+    if not 7 <= num_digits <= 15:
+        return 0.0
+    if re.match(r"\(?(?:\+|00[1-9])", number) and num_digits >= 8:
+        return 0.95
+    sizes = [len(group) for group in groups]
+    if number.startswith("(") and num_digits >= 9:
+        return 0.9
+    if sizes[-3:] == [3, 3, 4] or sizes == [3, 4, 4]:
+        return 0.9
+    has_word = re.search(
+        r"\b(?:phone|call|tel|telephone|mobile|cell|fax|number|whatsapp|text|dial|contact|answering|"
+        r"reach)\b[^\n]{0,40}$",
+        match.string[max(0, match.start() - 60) : match.start()],
+        re.IGNORECASE,
+    )
+    if has_word is not None:
+        return 0.85
+    is_grouped = 3 <= len(groups) <= 5 and all(2 <= size <= 4 for size in sizes)
+    return 0.75 if is_grouped and re.match(r"0[1-9]", groups[0]) and num_digits >= 9 else 0.0
+
+
+def _check_name(match: re.Match[str]) -> float:
+    return 0.0 if match[1].split()[0] in _NOT_NAMES else 0.8

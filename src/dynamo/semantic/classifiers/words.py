@@ -1,0 +1,138 @@
+"""The words of a text, and linear models over them: what the fast classifiers have in common.
+
+A model gives each word and each pair of neighbouring words a row of weights, one weight for each class. Words that it
+does not know get a row made of their n-grams of letters, from a hashed table. The score of a stretch of text is the sum
+of its rows, divided by the root of their number. Because sums are all that is needed, running totals give the scores of
+any number of overlapping windows for the price of one pass.
+"""
+
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MAX_TOKENS = 200_000  # of one text; what is behind them is reported as unread
+MAX_WORD = 40  # letters of a word; a longer run of letters is cut into several words
+_TOKEN = re.compile(rf"[^\W\d_]{{1,{MAX_WORD}}}|\d|[!-/:-@\[-`{{-~]|[\xa1-\xbf×÷\u2190-\u22ff]")
+_DIGIT = "0"  # stands for every digit
+_NGRAM_SIZES = (3, 4, 5)
+_MAX_UNKNOWN_WORDS = 100_000  # whose rows are kept, of all models together
+
+
+class TokenizedText(NamedTuple):
+    """The words of a text, and each with the one before it; the first pair is empty."""
+
+    words: list[str]
+    pairs: list[str]
+    is_complete: bool = True  # all of the text was read
+
+
+def pair_words(words: list[str]) -> TokenizedText:
+    """Return words with their pairs."""
+    pairs = [f"{first} {second}" for first, second in itertools.pairwise(words)]
+    return TokenizedText(words, ["", *pairs][: len(words)])
+
+
+@lru_cache(4)  # the classifiers of one request read the same texts
+def tokenize(text: str) -> TokenizedText:
+    """Return the words, digits and signs of a text in lower case.
+
+    Pictures (emoji) and the like are no tokens: no number of them hides what stands between.
+    """
+    limit = MAX_TOKENS * 16  # characters; bounds the work for a text without spaces
+    tokens = _TOKEN.findall(text[:limit].lower())
+    is_complete = len(text) <= limit and len(tokens) <= MAX_TOKENS
+    words = [_DIGIT if token.isdigit() else token for token in tokens[:MAX_TOKENS]]
+    return pair_words(words)._replace(is_complete=is_complete)
+
+
+def letter_ngrams(word: str) -> list[int]:
+    """Return the hashes (32 bits) of the n-grams of letters in `<word>`."""
+    data = f"<{word}>".encode()
+    return [
+        zlib.crc32(data[start : start + size])
+        for size in _NGRAM_SIZES
+        for start in range(len(data) - size + 1)
+    ]
+
+
+class WordModel:
+    """A linear model over the words of a text, read from a `.npz` file.
+
+    The rows of words are integers of 8 bits, with one scale for each class; those of n-grams have scales of their own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path, allow_pickle=False) as stored:
+            self.classes: Sequence[str] = json.loads(bytes(stored["classes"]).decode())
+            vocabulary = bytes(stored["vocabulary"]).decode().split("\n")
+            self._rows: Any = stored["rows"]
+            self._scale: Any = stored["scale"]
+            self._bias: Any = stored["bias"]
+            self._ngrams: Any = stored["ngrams"]
+            self._ngram_scale: Any = stored["ngram_scale"]
+        self._index = {entry: number for number, entry in enumerate(vocabulary)}
+        self._unknown_row = lru_cache(_MAX_UNKNOWN_WORDS // 10)(self._compute_row)
+
+    def token_rows(self, text: TokenizedText) -> Any:
+        """Return a row for each word, float32 [words, classes]: that of the word and of the pair that it ends."""
+        find, none = self._index.get, len(self._index)
+        words = [find(word, none) for word in text.words]
+        rows = self._rows[words].astype(np.float32)
+        rows += self._rows[[find(pair, none) for pair in text.pairs]]
+        rows *= self._scale
+        if self._ngrams.size:
+            for position, number in enumerate(words):
+                if number == none and len(word := text.words[position]) > 1 and word.isalpha():
+                    rows[position] += self._unknown_row(word)
+        return rows
+
+    def logits(self, text: TokenizedText) -> Any:
+        """Return the score of each class for the whole text, float32 [classes]."""
+        if not text.words:
+            return self._bias
+        return self.token_rows(text).sum(axis=0) / np.sqrt(len(text.words)) + self._bias
+
+    def window_logits(self, rows: Any, sizes: Sequence[int]) -> Any:
+        """Return the scores of overlapping windows of a text by its rows, float32 [windows, classes]; at least one.
+
+        Windows of each size overlap by half; the whole text is one more if it is no longer than the largest size.
+        """
+        if not len(rows):
+            return self._bias[None]
+        totals: Any = np.zeros((len(rows) + 1, len(self._bias)), np.float64)
+        np.cumsum(rows, axis=0, out=totals[1:])
+        starts, ends = window_bounds(len(rows), tuple(sizes))
+        spans = (totals[ends] - totals[starts]) / np.sqrt(ends - starts)[:, None]
+        return spans.astype(np.float32) + self._bias
+
+    def _compute_row(self, word: str) -> Any:
+        buckets = [number % len(self._ngrams) for number in letter_ngrams(word)]
+        return self._ngrams[buckets].sum(axis=0, dtype=np.float32) * self._ngram_scale
+
+
+@lru_cache(256)
+def window_bounds(num_tokens: int, sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return the first token of each window and the one after its last."""
+    bounds = []
+    for size in sizes:
+        if num_tokens > size:
+            last = num_tokens - size
+            bounds += [(start, start + size) for start in range(0, last, size // 2)]
+            bounds.append((last, num_tokens))
+    if num_tokens <= max(sizes):
+        bounds.append((0, num_tokens))
+    array = np.array(bounds)
+    return array[:, 0], array[:, 1]
+
+
+def softmax(logits: Any) -> Any:
+    """Return the probabilities of the classes, along the last axis."""
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)

@@ -1,0 +1,334 @@
+"""The configuration of the semantic router: the original's v0.1, its types and what each key may say.
+
+Keys of our own, all optional: `mode`, `route_to` and `on_error` of guards, `mode` of decisions, `conversations`, and
+the limits of a model (`context_length`, `accepts_images`, `accepts_tools`, `accepts_structured_output`).
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+GuardMode = Literal["enforce", "observe", "route"]
+OnError = Literal["pass", "block"]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True):
+    """The base of all sections; a key that a section does not have is named in the notes."""
+
+
+class KeywordRule(_Section, frozen=True, kw_only=True):
+    """A signal that is present if its keywords are: any (OR), all (AND) or none (NOR)."""
+
+    name: str
+    operator: Literal["AND", "OR", "NOR"] = "OR"
+    keywords: list[str] = []
+    case_sensitive: bool = False
+
+
+class ModelPreference(_Section, frozen=True, kw_only=True):
+    """How well a model answers questions of a category."""
+
+    model: str
+    score: float = 0.0
+    use_reasoning: bool | None = None
+
+
+class Category(_Section, frozen=True, kw_only=True):
+    """A domain by a name of one's own, as a set of the classifier's categories."""
+
+    name: str
+    description: str = ""
+    mmlu_categories: list[str] = []
+    model_scores: list[ModelPreference] = []
+
+
+class ReasoningFamily(_Section, frozen=True, kw_only=True):
+    """How the models of a family are told to think."""
+
+    type: Literal["chat_template_kwargs", "reasoning_effort"]
+    parameter: str = "thinking"
+
+
+class VllmEndpoint(_Section, frozen=True, kw_only=True):
+    """The address of a server, for the gateway's destination header."""
+
+    name: str
+    address: str
+    port: int
+    weight: float = 1.0
+
+
+class LoraName(_Section, frozen=True, kw_only=True):
+    """A LoRA adapter of a model."""
+
+    name: str
+    description: str = ""
+
+
+class Pricing(_Section, frozen=True, kw_only=True):
+    """The price of a model's tokens."""
+
+    currency: str = "USD"
+    prompt_per_1m: float = 0.0
+    completion_per_1m: float = 0.0
+
+
+class ModelSettings(_Section, frozen=True, kw_only=True):
+    """A model that requests may be sent to, with its limits where the router cannot see them itself."""
+
+    preferred_endpoints: list[str] = []
+    reasoning_family: str | None = None
+    loras: list[LoraName] = []
+    access_key: str | None = None
+    pricing: Pricing | None = None
+    context_length: int | None = None
+    accepts_images: bool = True
+    accepts_tools: bool = True
+    accepts_structured_output: bool = True
+
+
+class Condition(_Section, frozen=True, kw_only=True):
+    """A signal that a decision asks for. `rule_name` is how published values spell `name`."""
+
+    type: str
+    name: str = ""
+    rule_name: str = ""
+
+    @property
+    def signal(self) -> str:
+        """Return the name of the signal."""
+        return self.name or self.rule_name
+
+
+class RuleSet(_Section, frozen=True, kw_only=True):
+    """The conditions of a decision: all of them (AND), any (OR) or none (NOR)."""
+
+    operator: Literal["AND", "OR", "NOR"] = "AND"
+    conditions: list[Condition] = []
+
+
+class ModelReference(_Section, frozen=True, kw_only=True):
+    """A model that a decision selects."""
+
+    model: str
+    lora_name: str | None = None
+    use_reasoning: bool | None = None
+    reasoning_description: str = ""
+    reasoning_effort: str | None = None
+
+    @property
+    def served_name(self) -> str:
+        """Return the name under which the model, or its adapter, is served."""
+        return self.lora_name or self.model
+
+
+class Plugin(_Section, frozen=True, kw_only=True):
+    """A step that a decision adds; its configuration is decoded by type."""
+
+    type: str
+    configuration: dict[str, Any] = {}
+
+
+class CachePlugin(_Section, frozen=True, kw_only=True):
+    """Answers from the semantic cache."""
+
+    enabled: bool = True
+    similarity_threshold: Share | None = None
+
+
+class JailbreakPlugin(_Section, frozen=True, kw_only=True):
+    """The guard against attacks, as one decision wants it."""
+
+    enabled: bool = True
+    threshold: Share | None = None
+    mode: GuardMode | None = None
+    route_to: str | None = None
+
+
+class PiiPlugin(_Section, frozen=True, kw_only=True):
+    """The guard against personal data; a threshold of 0 switches it off."""
+
+    enabled: bool = True
+    threshold: Share | None = None
+    pii_types_allowed: list[str] = []
+    mode: GuardMode = "enforce"
+    route_to: str | None = None
+    on_error: OnError = "pass"
+
+
+class SystemPromptPlugin(_Section, frozen=True, kw_only=True):
+    """Sets the system prompt, or puts it before the client's."""
+
+    enabled: bool = True
+    system_prompt: str = ""
+    mode: Literal["replace", "insert"] = "replace"
+
+
+class HeaderValue(_Section, frozen=True, kw_only=True):
+    """A header to set."""
+
+    name: str
+    value: str
+
+
+class HeaderMutationPlugin(_Section, frozen=True, kw_only=True):
+    """Changes the headers that the model's server gets."""
+
+    add: list[HeaderValue] = []
+    update: list[HeaderValue] = []
+    delete: list[str] = []
+
+
+PLUGIN_TYPES: dict[str, type[_Section]] = {
+    "semantic-cache": CachePlugin,
+    "jailbreak": JailbreakPlugin,
+    "pii": PiiPlugin,
+    "system_prompt": SystemPromptPlugin,
+    "header_mutation": HeaderMutationPlugin,
+}
+
+
+class DecisionSettings(_Section, frozen=True, kw_only=True):
+    """A decision: when it applies, which models it selects, and what it does to the request."""
+
+    name: str
+    description: str = ""
+    priority: int = 0
+    rules: RuleSet = RuleSet()
+    modelRefs: list[ModelReference] = []
+    plugins: list[Plugin] = []
+    mode: Literal["enforce", "observe"] = "enforce"
+
+
+class CategoryModel(_Section, frozen=True, kw_only=True):
+    """The domain classifier. Only the threshold and the fallback are used: the shipped classifier takes its place."""
+
+    model_id: str = ""
+    threshold: Share = 0.0
+    use_cpu: bool = True
+    use_modernbert: bool = False
+    category_mapping_path: str = ""
+    fallback_category: str = "other"
+
+
+class PiiModel(_Section, frozen=True, kw_only=True):
+    """The classifier of personal data. Only the threshold is used: the shipped patterns take its place."""
+
+    model_id: str = ""
+    threshold: Share = 0.7
+    use_cpu: bool = True
+    use_modernbert: bool = False
+    pii_mapping_path: str = ""
+
+
+class Classifiers(_Section, frozen=True, kw_only=True):
+    """The classifiers of domain and personal data."""
+
+    category_model: CategoryModel = CategoryModel()
+    pii_model: PiiModel = PiiModel()
+    mcp_category_model: dict[str, Any] = {}
+
+
+class PromptGuard(_Section, frozen=True, kw_only=True):
+    """The guard against attacks, for every decision that does not say otherwise."""
+
+    enabled: bool = False
+    model_id: str = ""
+    threshold: Share = 0.7
+    use_cpu: bool = True
+    use_modernbert: bool = False
+    use_vllm: bool = False
+    jailbreak_mapping_path: str = ""
+    mode: GuardMode = "enforce"
+    route_to: str | None = None
+    on_error: OnError = "pass"
+
+
+class CacheSettings(_Section, frozen=True, kw_only=True):
+    """The semantic cache."""
+
+    enabled: bool = False
+    backend_type: str = "memory"
+    similarity_threshold: Share | None = None
+    max_entries: int = 1000
+    ttl_seconds: int = 3600
+    eviction_policy: Literal["fifo", "lru", "lfu"] = "fifo"
+    use_hnsw: bool = False
+    hnsw_m: int = 16
+    hnsw_ef_construction: int = 200
+    embedding_model: str = "bert"
+    backend_config_path: str = ""
+    max_megabytes: int = 64
+
+
+class BertModel(_Section, frozen=True, kw_only=True):
+    """The original's embedding model. Only the threshold is used, by the cache."""
+
+    model_id: str = ""
+    threshold: Share = 0.8
+    use_cpu: bool = True
+
+
+class Conversations(_Section, frozen=True, kw_only=True):
+    """When a conversation may change its model."""
+
+    enabled: bool = True
+    switch_margin: Share = 0.5
+    idle_seconds: float = 1800.0
+    max_conversations: int = 50_000
+
+
+class BatchClassification(_Section, frozen=True, kw_only=True):
+    """The limits of `POST /api/v1/classify/batch`."""
+
+    max_batch_size: int = 100
+    concurrency_threshold: int = 5
+    max_concurrency: int = 8
+    metrics: dict[str, Any] = {}
+
+
+class ClassificationApiSettings(_Section, frozen=True, kw_only=True):
+    """The settings of the classification API."""
+
+    batch_classification: BatchClassification = BatchClassification()
+
+
+class SemanticConfig(_Section, frozen=True, kw_only=True):
+    """The whole configuration."""
+
+    config_source: str = "file"
+    mom_registry: dict[str, str] = {}
+    strategy: Literal["priority", "confidence"] = "priority"
+    auto_model_name: str = "MoM"
+    include_config_models_in_list: bool = False
+    clear_route_cache: bool = False
+    default_model: str = ""
+    default_reasoning_effort: str = "medium"
+    reasoning_families: dict[str, ReasoningFamily] = {}
+    vllm_endpoints: list[VllmEndpoint] = []
+    model_config: dict[str, ModelSettings] = {}
+    categories: list[Category] = []
+    keyword_rules: list[KeywordRule] = []
+    embedding_rules: list[dict[str, Any]] = []
+    fact_check_rules: list[dict[str, Any]] = []
+    user_feedback_rules: list[dict[str, Any]] = []
+    preference_rules: list[dict[str, Any]] = []
+    decisions: list[DecisionSettings] = []
+    bert_model: BertModel = BertModel()
+    classifier: Classifiers = Classifiers()
+    prompt_guard: PromptGuard = PromptGuard()
+    semantic_cache: CacheSettings = CacheSettings()
+    embedding_models: dict[str, Any] = {}
+    feedback_detector: dict[str, Any] = {}
+    hallucination_mitigation: dict[str, Any] = {}
+    tools: dict[str, Any] = {}
+    response_api: dict[str, Any] = {}
+    api: ClassificationApiSettings = ClassificationApiSettings()
+    observability: dict[str, Any] = {}
+    conversations: Conversations = Conversations()
+
+    @property
+    def auto_names(self) -> frozenset[str]:
+        """Return the model names that ask the router to choose."""
+        return frozenset({"auto", self.auto_model_name})

@@ -1,0 +1,236 @@
+"""The configuration file: read, checked and decoded, with notes on what has no effect.
+
+What the original has and this router does not is refused by name; a key that neither knows is named in a note, because
+the original passes over it. Nothing in a file can run away: its size, depth and number of values have bounds.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from dynamo.base import errors
+from dynamo.semantic import config
+
+MAX_BYTES = 2**20
+MAX_VALUES = 50_000  # aliases count as often as they are used
+_TYPE_TABLE = """
+AGE CREDIT_CARD DATE_TIME DOMAIN_NAME EMAIL_ADDRESS GPE IBAN_CODE IP_ADDRESS NRP ORGANIZATION
+PERSON PHONE_NUMBER STREET_ADDRESS TITLE US_DRIVER_LICENSE US_SSN ZIP_CODE
+"""
+PII_TYPES = frozenset(_TYPE_TABLE.split())
+_SIGNALS = ("keyword", "domain")
+_NO_EFFECT = ("embedding_models", "mom_registry", "response_api", "observability")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A configuration and what its author should know of it."""
+
+    settings: config.SemanticConfig
+    plugins: dict[str, dict[str, Any]]  # by decision, then by type: the decoded configuration
+    notes: tuple[str, ...] = field(default=())
+
+
+def load(path: Path, categories: frozenset[str]) -> LoadedConfig:
+    """Return the configuration in a file. Raises ConfigError, which names the key.
+
+    `categories` are those that the domain classifier knows.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise errors.ConfigError(f"{path}: expected a readable file: {error.strerror}") from error
+    try:
+        return parse(data, categories)
+    except errors.ConfigError as error:
+        raise errors.ConfigError(f"{path}: {error}") from error
+
+
+def parse(data: bytes, categories: frozenset[str]) -> LoadedConfig:
+    """Return the configuration in the bytes of a file. Raises ConfigError, which names the key."""
+    tree = _read_yaml(data)
+    version = tree.get("version")
+    if version is not None and str(version) not in ("v0.1", "0.1"):
+        raise errors.ConfigError(
+            f"version: expected v0.1 or none, got {version}; write the keys of v0.1 "
+            "(decisions, keyword_rules, model_config)"
+        )
+    notes = [f"{key}: unknown key, it has no effect" for key in _unknown_keys(tree)]
+    tree.pop("version", None)
+    try:
+        settings = msgspec.convert(tree, config.SemanticConfig)
+    except msgspec.ValidationError as error:
+        raise errors.ConfigError(str(error).replace("`$", "`").replace("`.", "`")) from error
+    plugins = {
+        decision.name: _decode_plugins(decision, notes, number)
+        for number, decision in enumerate(settings.decisions)
+    }
+    _refuse_unsupported(settings)
+    _check_references(settings, plugins, categories)
+    notes += [f"{key}: accepted, it has no effect here" for key in _NO_EFFECT if tree.get(key)]
+    for key, model in (
+        ("classifier.category_model", settings.classifier.category_model.model_id),
+        ("classifier.pii_model", settings.classifier.pii_model.model_id),
+        ("prompt_guard", settings.prompt_guard.model_id if settings.prompt_guard.enabled else ""),
+        ("bert_model", settings.bert_model.model_id),
+    ):
+        if model:
+            notes.append(f"{key}.model_id: {model} is not loaded; the shipped classifier is used")
+    return LoadedConfig(settings, plugins, tuple(notes))
+
+
+def _read_yaml(data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_BYTES:
+        raise errors.ConfigError(f"expected at most {MAX_BYTES} bytes, got more")
+    try:
+        tree = yaml.safe_load(data)
+        num_values = _count_values(tree, 0)
+    except RecursionError as error:
+        raise errors.ConfigError("expected nested keys, got far too many levels of them") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: text that is not UTF-8, odd dates
+        raise errors.ConfigError(f"expected YAML: {' '.join(str(error).split())}") from error
+    if num_values > MAX_VALUES:
+        raise errors.ConfigError(f"expected at most {MAX_VALUES} values, got more")
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise errors.ConfigError("expected keys and values, got something else")
+    return tree
+
+
+def _count_values(tree: Any, num_values: int) -> int:
+    """Return `num_values` and the number of values in the tree, or a little more than the most allowed."""
+    num_values += 1
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    for child in children:
+        if num_values > MAX_VALUES:
+            break
+        num_values = _count_values(child, num_values)
+    return num_values
+
+
+def _unknown_keys(tree: dict[str, Any]) -> list[str]:
+    known = {"version", *config.SemanticConfig.__struct_fields__}
+    keys = [key for key in tree if key not in known]
+    info = msgspec.inspect.type_info(config.SemanticConfig)
+    keys += _unknown_below(tree, info, "")
+    return list(dict.fromkeys(keys))
+
+
+def _unknown_below(tree: Any, info: Any, path: str) -> Iterator[str]:
+    """Yield the paths of keys that the type has no field for."""
+    children: list[tuple[str, Any, Any]] = []  # path, type and value
+    match info, tree:
+        case msgspec.inspect.StructType(), dict():
+            types = {item.encode_name: item.type for item in info.fields}
+            yield from (f"{path}{key}" for key in tree if key not in types and path)
+            known = types.keys() & tree.keys()
+            children = [(f"{path}{key}.", types[key], tree[key]) for key in known]
+        case msgspec.inspect.ListType(), list():
+            children = [(f"{path[:-1]}[{n}].", info.item_type, item) for n, item in enumerate(tree)]
+        case msgspec.inspect.DictType(), dict():
+            children = [(f"{path}{key}.", info.value_type, item) for key, item in tree.items()]
+        case msgspec.inspect.UnionType(), _:
+            children = [(path, kind, tree) for kind in info.types]
+    for child_path, kind, child in children:
+        yield from _unknown_below(child, kind, child_path)
+
+
+def _decode_plugins(
+    decision: config.DecisionSettings, notes: list[str], number: int
+) -> dict[str, Any]:
+    """Return the configurations of a decision's plugins by type. Raises ConfigError."""
+    plugins: dict[str, Any] = {}
+    for position, plugin in enumerate(decision.plugins):
+        path = f"decisions[{number}].plugins[{position}]"
+        if plugin.type == "hallucination" and plugin.configuration.get("enabled") is False:
+            continue
+        kind = config.PLUGIN_TYPES.get(plugin.type)
+        if kind is None:
+            raise errors.ConfigError(
+                f"{path}: the plugin {plugin.type} is not supported; "
+                f"expected one of {', '.join(config.PLUGIN_TYPES)}"
+            )
+        try:
+            plugins[plugin.type] = msgspec.convert(plugin.configuration, kind)
+        except msgspec.ValidationError as error:
+            raise errors.ConfigError(f"{path}.configuration: {error}") from error
+        info = msgspec.inspect.type_info(kind)
+        unknown = _unknown_below(plugin.configuration, info, f"{path}.configuration.")
+        notes.extend(f"{key}: unknown key, it has no effect" for key in unknown)
+    return plugins
+
+
+def _refuse_unsupported(settings: config.SemanticConfig) -> None:
+    """Raise ConfigError for what the original has and this router has not."""
+    cache = settings.semantic_cache
+    refusals = {
+        "config_source: kubernetes": settings.config_source != "file",
+        "embedding_rules": bool(settings.embedding_rules),
+        "fact_check_rules": bool(settings.fact_check_rules),
+        "user_feedback_rules": bool(settings.user_feedback_rules),
+        "preference_rules": bool(settings.preference_rules),
+        "classifier.mcp_category_model": bool(
+            settings.classifier.mcp_category_model.get("enabled")
+        ),
+        "prompt_guard.use_vllm": settings.prompt_guard.enabled and settings.prompt_guard.use_vllm,
+        "feedback_detector": bool(settings.feedback_detector.get("enabled")),
+        "hallucination_mitigation": bool(settings.hallucination_mitigation.get("enabled")),
+        "tools": bool(settings.tools.get("enabled")),
+        f"semantic_cache.backend_type: {cache.backend_type}": cache.enabled
+        and cache.backend_type != "memory",
+    }
+    for key, is_refused in refusals.items():
+        if is_refused:
+            raise errors.ConfigError(f"{key}: not supported here; leave it out or disable it")
+
+
+def _check_references(
+    settings: config.SemanticConfig, plugins: dict[str, dict[str, Any]], categories: frozenset[str]
+) -> None:
+    """Raise ConfigError for a name that nothing in the configuration defines."""
+    names = [decision.name for decision in settings.decisions]
+    if len(set(names)) < len(names):
+        raise errors.ConfigError("decisions: expected names that differ, got one of them twice")
+    for category in settings.categories:
+        for label in category.mmlu_categories:
+            _check_label(f"categories.{category.name}.mmlu_categories", label, categories)
+    signals = {
+        "keyword": {rule.name for rule in settings.keyword_rules},
+        "domain": {*categories, *(category.name for category in settings.categories)},
+    }
+    for decision in settings.decisions:
+        path = f"decisions.{decision.name}"
+        for condition in decision.rules.conditions:
+            if condition.type not in _SIGNALS:
+                raise errors.ConfigError(
+                    f"{path}: conditions of type {condition.type} are not supported; "
+                    f"expected one of {', '.join(_SIGNALS)}"
+                )
+            _check_label(f"{path}: {condition.type}", condition.signal, signals[condition.type])
+        for label in getattr(plugins[decision.name].get("pii"), "pii_types_allowed", ()):
+            _check_label(f"{path}: pii_types_allowed", label, PII_TYPES)
+    _check_models(settings)
+
+
+def _check_models(settings: config.SemanticConfig) -> None:
+    """Raise ConfigError for a family or an endpoint of a model that is not defined."""
+    for name, model in settings.model_config.items():
+        if model.reasoning_family is not None:
+            families = settings.reasoning_families.keys()
+            _check_label(f"model_config.{name}.reasoning_family", model.reasoning_family, families)
+        endpoints = {endpoint.name for endpoint in settings.vllm_endpoints}
+        for endpoint in model.preferred_endpoints:
+            _check_label(f"model_config.{name}.preferred_endpoints", endpoint, endpoints)
+
+
+def _check_label(path: str, label: str, known: Any) -> None:
+    if label not in known:
+        raise errors.ConfigError(
+            f"{path}: no such name: {label!r}; expected one of {sorted(known)}"
+        )

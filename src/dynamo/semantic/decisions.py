@@ -1,0 +1,146 @@
+"""Decisions: from the signals of a text to the decision that applies, with its reasons."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dynamo.semantic import config
+from dynamo.semantic.classifiers import domain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signals:
+    """What is known of the last user text."""
+
+    keyword_rule: str | None = None
+    matched_keywords: tuple[str, ...] = ()
+    domain_score: domain.DomainScore | None = None
+    domain_names: frozenset[str] = frozenset()  # the category and the configured names for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchedDecision:
+    """A decision that applies."""
+
+    settings: config.DecisionSettings
+    confidence: float  # matched conditions of all, 0 to 1
+    strength: float  # of the strongest signal that it rests on: 1 for keywords, else a probability
+    reasons: tuple[str, ...] = field(default=())
+
+
+class KeywordMatcher:
+    """Finds the first keyword rule that a text satisfies. Keywords are literal: no pattern of a user's runs."""
+
+    def __init__(self, rules: Iterable[config.KeywordRule]) -> None:
+        self._rules = [
+            (rule, [_Keyword(word, rule) for word in rule.keywords if word]) for rule in rules
+        ]
+
+    def match(self, text: str) -> tuple[str | None, tuple[str, ...]]:
+        """Return the name of the first rule that holds, and its keywords that were found."""
+        lowered = text.lower()
+        for rule, keywords in self._rules:
+            subject = text if rule.case_sensitive else lowered
+            matches = [keyword.word for keyword in keywords if keyword.is_in(subject)]
+            holds = {
+                "OR": bool(matches),
+                "AND": bool(keywords) and len(matches) == len(keywords),
+                "NOR": bool(keywords) and not matches,
+            }
+            if holds[rule.operator]:
+                return rule.name, tuple(matches)
+        return None, ()
+
+
+class _Keyword:
+    """A keyword, between word boundaries where it has word characters at its ends."""
+
+    def __init__(self, word: str, rule: config.KeywordRule) -> None:
+        self.word = word
+        self._literal = word if rule.case_sensitive else word.lower()
+        start = r"\b" if re.match(r"\w", word) else ""
+        end = r"\b" if re.search(r"\w\Z", word) else ""
+        self._pattern = re.compile(start + re.escape(self._literal) + end)
+
+    def is_in(self, subject: str) -> bool:
+        """Return whether the keyword stands in a text, which is in lower case unless its rule minds the case."""
+        return self._literal in subject and self._pattern.search(subject) is not None
+
+
+class DecisionTable:
+    """All decisions of a configuration, in the order of the strategy."""
+
+    def __init__(self, settings: config.SemanticConfig) -> None:
+        self._decisions = sorted(settings.decisions, key=lambda decision: -decision.priority)
+        self._by_confidence = settings.strategy == "confidence"
+        self._names_by_category: dict[str, set[str]] = {}
+        for category in settings.categories:
+            for label in (category.name, *category.mmlu_categories):
+                self._names_by_category.setdefault(label, set()).add(category.name)
+
+    @property
+    def needs_domain(self) -> bool:
+        """Return whether a decision rests on the domain."""
+        return any(
+            condition.type == "domain"
+            for decision in self._decisions
+            for condition in decision.rules.conditions
+        )
+
+    def names_of(self, category: str) -> frozenset[str]:
+        """Return the names under which decisions may ask for a category of the classifier."""
+        return frozenset({category, *self._names_by_category.get(category, ())})
+
+    def matches(self, signals: Signals) -> Sequence[MatchedDecision]:
+        """Return the decisions that apply, the one to take first."""
+        matched = [match for one in self._decisions if (match := _match(one, signals)) is not None]
+        if self._by_confidence:
+            matched.sort(key=lambda match: -match.confidence)
+        return matched
+
+
+def _match(decision: config.DecisionSettings, signals: Signals) -> MatchedDecision | None:
+    conditions = decision.rules.conditions
+    if not conditions:
+        return None
+    satisfied = [condition for condition in conditions if _holds(condition, signals)]
+    operator = decision.rules.operator
+    if operator == "NOR":
+        if satisfied:
+            return None
+        reason = "none of " + ", ".join(_label(condition) for condition in conditions)
+        return MatchedDecision(settings=decision, confidence=1.0, strength=0.0, reasons=(reason,))
+    if not satisfied or (operator == "AND" and len(satisfied) < len(conditions)):
+        return None
+    return MatchedDecision(
+        settings=decision,
+        confidence=len(satisfied) / len(conditions),
+        strength=max(_strength(condition, signals) for condition in satisfied),
+        reasons=tuple(_label(condition) for condition in satisfied),
+    )
+
+
+def _holds(condition: config.Condition, signals: Signals) -> bool:
+    if condition.type == "keyword":
+        return condition.signal == signals.keyword_rule
+    return condition.signal in signals.domain_names
+
+
+def _strength(condition: config.Condition, signals: Signals) -> float:
+    if condition.type == "keyword" or signals.domain_score is None:
+        return 1.0
+    return signals.domain_score.confidence
+
+
+def _label(condition: config.Condition) -> str:
+    return f"{condition.type} {condition.signal}"
+
+
+def strength_by_model(matches: Sequence[MatchedDecision]) -> Mapping[str, float]:
+    """Return for each model the strength of the best decision that would select it."""
+    strengths: dict[str, float] = {}
+    for match in matches:
+        for reference in match.settings.modelRefs[:1]:
+            name = reference.served_name
+            strengths[name] = max(strengths.get(name, 0.0), match.strength)
+    return strengths

@@ -1,0 +1,98 @@
+"""The metrics of the semantic router, under the original's names (`llm_…`)."""
+
+from dynamo.observability import metrics
+from dynamo.semantic import guards, router
+
+_LATENCY_BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1)
+
+
+class SemanticMetrics:
+    """Counts requests, changes of model, refusals, classifications and the cache's hits."""
+
+    def __init__(self, registry: metrics.Registry) -> None:
+        registry = registry.with_prefix("llm")
+        self._requests = registry.counter(
+            "model_requests_total", "requests by the model that gets them", ("model",)
+        )
+        self._errors = registry.counter(
+            "request_errors_total", "refused requests", ("model", "reason")
+        )
+        self._changes = registry.counter(
+            "model_routing_modifications_total",
+            "requests whose model the router changed",
+            ("source_model", "target_model"),
+        )
+        self._reasons = registry.counter(
+            "routing_reason_codes_total", "decisions of the router", ("reason_code", "model")
+        )
+        self._latency = registry.histogram(
+            "model_routing_latency_seconds", "time to route a request", buckets=_LATENCY_BOUNDS
+        )
+        self._classifier_latency = registry.histogram(
+            "classifier_latency_seconds",
+            "time of a classifier",
+            ("classifier",),
+            buckets=_LATENCY_BOUNDS,
+        )
+        self._categories = registry.counter(
+            "category_classifications_total", "requests by their domain", ("category",)
+        )
+        self._pii = registry.counter(
+            "pii_violations_total", "personal data found", ("model", "pii_type")
+        )
+        self._reasoning = registry.counter(
+            "reasoning_decisions_total",
+            "requests by domain, model and reasoning",
+            ("category", "model", "enabled"),
+        )
+        self._hits = registry.counter("cache_hits_total", "answers from the semantic cache")
+        self._misses = registry.counter("cache_misses_total", "questions that it did not know")
+        self._entries = registry.gauge("cache_entries_total", "answers that it holds")
+        self._tokens = registry.counter(
+            "model_tokens_total", "tokens of prompts and answers", ("model", "kind")
+        )
+
+    def record_outcome(
+        self, outcome: router.RoutedRequest, seconds: float, num_entries: int
+    ) -> None:
+        """Count a routed request and the time that its routing took."""
+        explanation = outcome.explanation
+        model = explanation.model or explanation.requested_model or "none"
+        self._latency.observe(seconds)
+        self._entries.set(num_entries)
+        if explanation.category:
+            self._categories.labels(explanation.category).inc()
+        for verdict in explanation.verdicts:
+            self._record_verdict(verdict, model)
+        if explanation.path == "cache":
+            self._hits.inc()
+        elif outcome.cache_key is not None:
+            self._misses.inc()
+        if outcome.answer is not None:
+            return
+        self._requests.labels(model).inc()
+        self._reasons.labels(explanation.decision or router.FALLBACK, model).inc()
+        self._reasoning.labels(explanation.category, model, explanation.reasoning).inc()
+        if model != explanation.requested_model:
+            self._changes.labels(explanation.requested_model, model).inc()
+
+    def record_refusal(self, model: str, reason: str) -> None:
+        """Count a request that could not be routed."""
+        self._errors.labels(model, reason).inc()
+
+    def record_classification(self, classifier: str, seconds: float) -> None:
+        """Record the time of one call of the classification API."""
+        self._classifier_latency.labels(classifier).observe(seconds)
+
+    def record_usage(self, model: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count the tokens that an answer reports."""
+        self._tokens.labels(model, "prompt").inc(prompt_tokens)
+        self._tokens.labels(model, "completion").inc(completion_tokens)
+
+    def _record_verdict(self, verdict: guards.GuardVerdict, model: str) -> None:
+        if verdict.guard == "pii":
+            for label in verdict.labels:
+                self._pii.labels(model, label).inc()
+        if verdict.action == "block":
+            reason = "pii_policy_denied" if verdict.guard == "pii" else "jailbreak_block"
+            self._errors.labels(model, reason).inc()

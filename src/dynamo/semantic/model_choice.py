@@ -1,0 +1,151 @@
+"""The choice of a model: which models can serve the request, which is best, and which the conversation had."""
+
+import collections
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo.base import clock as clocks
+from dynamo.semantic import config, decisions, request_view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What is known of a model that live workers serve."""
+
+    context_length: int | None = None
+    accepts_images: bool = True
+    accepts_tools: bool = True
+    accepts_structured_output: bool = True
+
+
+class ServedModels(Protocol):
+    """The models that have live workers, as the process around the router knows them."""
+
+    def find_served(self, model: str) -> ServedModel | None:
+        """Return what a model can do; None if no worker serves it."""
+        ...
+
+
+class ConfiguredModels:
+    """Takes every model for served, with the limits of the configuration: behind a gateway no worker is visible."""
+
+    def __init__(self, settings: config.SemanticConfig) -> None:
+        self._models = settings.model_config
+
+    def find_served(self, model: str) -> ServedModel | None:
+        """Return what the configuration says of a model."""
+        entry = self._models.get(model)
+        return ServedModel() if entry is None else limits_of(entry)
+
+
+def limits_of(entry: config.ModelSettings) -> ServedModel:
+    """Return the limits that the configuration sets for a model."""
+    return ServedModel(
+        context_length=entry.context_length,
+        accepts_images=entry.accepts_images,
+        accepts_tools=entry.accepts_tools,
+        accepts_structured_output=entry.accepts_structured_output,
+    )
+
+
+def refusal_of(
+    model: str,
+    view: request_view.RequestView,
+    served: ServedModels,
+    settings: config.SemanticConfig,
+) -> str | None:
+    """Return why a model cannot serve a request; None if it can."""
+    live = served.find_served(model)
+    if live is None:
+        return "no live worker"
+    entry = settings.model_config.get(model)
+    for limits in (live,) if entry is None else (live, limits_of(entry)):
+        if view.has_images and not limits.accepts_images:
+            return "it takes no images"
+        if view.has_tools and not limits.accepts_tools:
+            return "it calls no tools"
+        if view.wants_structure and not limits.accepts_structured_output:
+            return "it cannot hold an answer to a schema"
+        if limits.context_length is not None and view.least_context > limits.context_length:
+            return f"the request needs some {view.least_context} tokens, it has {limits.context_length}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredTurn:
+    """What answered the last turn of a conversation."""
+
+    decision: str
+    model: str
+    at: float
+
+
+class ConversationMemory:
+    """The last turn of each conversation, the oldest forgotten first."""
+
+    def __init__(self, settings: config.Conversations, clock: clocks.Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._turns: collections.OrderedDict[str, AnsweredTurn] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def previous_turn(self, keys: Sequence[str]) -> AnsweredTurn | None:
+        """Return the last turn of a conversation that has one of these keys; None after its idle time."""
+        for key in keys:
+            turn = self._turns.get(key)
+            if turn is not None and self._clock.now() - turn.at <= self._settings.idle_seconds:
+                return turn
+        return None
+
+    def remember(self, keys: Sequence[str], decision: str, model: str) -> None:
+        """Note which model answers the present turn."""
+        turn = AnsweredTurn(decision, model, self._clock.now())
+        for key in keys:
+            self._turns[key] = turn
+            self._turns.move_to_end(key)
+        while len(self._turns) > self._settings.max_conversations:
+            self._turns.popitem(last=False)
+
+
+def conversation_keys(
+    view: request_view.RequestView, headers: Mapping[str, str], tenant: str
+) -> tuple[list[str], list[str]]:
+    """Return the keys under which earlier turns were noted, and those under which this one is to be noted."""
+    session = headers.get("x-session-id") or view.fields.get("user")
+    if isinstance(session, str) and session:
+        key = f"{tenant}\n{session}"
+        return [key], [key]
+    previous = view.fields.get("previous_response_id")
+    earlier = [f"{tenant}\n{previous}"] if isinstance(previous, str) else []
+    users = [n for n, message in enumerate(view.messages) if message.get("role") == "user"]
+    if not users:
+        return earlier, []
+    present = f"{tenant}\n{view.history_hash(users[-1] + 1)}"
+    if len(view.messages) > users[-1] + 1:  # a tool result: the user's last message was answered
+        earlier.append(present)
+    if len(users) > 1:
+        earlier.append(f"{tenant}\n{view.history_hash(users[-2] + 1)}")
+    return earlier, [present]
+
+
+def stays_with(
+    turn: AnsweredTurn,
+    matches: Sequence[decisions.MatchedDecision],
+    view: request_view.RequestView,
+    settings: config.Conversations,
+) -> tuple[bool, str]:
+    """Return whether the conversation keeps the model of its last turn, and why."""
+    if view.is_tool_result:
+        return True, "a tool's result goes to the model that called it"
+    strengths = decisions.strength_by_model(matches)
+    kept = strengths.get(turn.model, 0.0)
+    references = matches[0].settings.modelRefs if matches else []
+    best = matches[0].strength if references else 0.0
+    if references and references[0].served_name == turn.model:
+        return True, "the same model is best"
+    if best - kept >= settings.switch_margin and best >= settings.switch_margin:
+        return False, f"a better model by {best - kept:.2f}"
+    return True, f"no other model is better by {settings.switch_margin:g}"

@@ -1,0 +1,131 @@
+"""A request's JSON as the semantic router sees it: its texts, and what a model must be able to do to answer it.
+
+Chat, completions, responses and Anthropic's messages are told apart by their fields. Texts in lists of parts count;
+parts of other kinds (images) are noted and passed on.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from dynamo.base import errors
+
+_IMAGE_KINDS = ("image_url", "input_image", "image")
+_CHARACTERS_PER_TOKEN = 4  # of English text; a rough estimate of a prompt's length
+_decoder = msgspec.json.Decoder()
+
+
+class RequestView:
+    """The parts of one request that decide its route. Raises InvalidRequest for a body that is no JSON object."""
+
+    def __init__(self, body: bytes) -> None:
+        try:
+            fields = _decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise errors.InvalidRequest(f"the body is not valid JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise errors.InvalidRequest("expected a JSON object, got another value")
+        self.body = body
+        self.fields: dict[str, Any] = fields
+        model = fields.get("model")
+        self.model: str = model if isinstance(model, str) else ""
+        self.is_stream: bool = fields.get("stream") is True
+        self.messages_field = next(
+            (name for name in ("messages", "input", "prompt") if name in fields), "messages"
+        )
+        raw = fields.get(self.messages_field)
+        if isinstance(raw, str):
+            raw = [{"role": "user", "content": raw}]
+        items = raw if isinstance(raw, list) else []
+        self.messages: list[dict[str, Any]] = [
+            item if isinstance(item, dict) else {"role": "user", "content": item} for item in items
+        ]
+
+    @cached_property
+    def last_user(self) -> int:
+        """Return the number of the last user message, -1 if there is none."""
+        users = [n for n, message in enumerate(self.messages) if message.get("role") == "user"]
+        return users[-1] if users else -1
+
+    @cached_property
+    def user_text(self) -> str:
+        """Return the text of the last user message."""
+        return text_of(self.messages[self.last_user]) if self.last_user >= 0 else ""
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """Return every text that a model would see: all messages, tool results and arguments, system prompts."""
+        texts = [text for message in self.messages for text in _texts(message)]
+        for name in ("system", "instructions"):
+            texts += _texts(self.fields.get(name))
+        return [text for text in texts if text]
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether a message has an image."""
+        return any(
+            isinstance(part, dict) and part.get("type") in _IMAGE_KINDS
+            for message in self.messages
+            for part in _parts(message.get("content"))
+        )
+
+    @property
+    def has_tools(self) -> bool:
+        """Return whether the model may call tools."""
+        return bool(self.fields.get("tools"))
+
+    @property
+    def wants_structure(self) -> bool:
+        """Return whether the answer must follow a schema or grammar."""
+        kind = self.fields.get("response_format")
+        return isinstance(kind, dict) and kind.get("type") not in (None, "text")
+
+    @property
+    def least_context(self) -> int:
+        """Return an estimate of the tokens of prompt and answer, which the context must have room for."""
+        prompt = sum(map(len, self.texts)) // _CHARACTERS_PER_TOKEN
+        limits = (self.fields.get(name) for name in ("max_completion_tokens", "max_tokens"))
+        return prompt + next((limit for limit in limits if isinstance(limit, int)), 0)
+
+    @property
+    def is_tool_result(self) -> bool:
+        """Return whether the request brings the result of a tool call that the model asked for."""
+        last = self.messages[-1] if self.messages else {}
+        kinds = {part.get("type") for part in _parts(last.get("content")) if isinstance(part, dict)}
+        is_result = last.get("role") == "tool" or last.get("type") == "function_call_output"
+        return is_result or "tool_result" in kinds
+
+    def history_hash(self, num_messages: int) -> str:
+        """Return a hash of the first messages, the same in every later turn of a conversation."""
+        data = msgspec.json.encode(
+            [self.fields.get("system"), self.messages[:num_messages]], order="deterministic"
+        )
+        return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """Return the text of a message; parts are joined by blank lines."""
+    return "\n\n".join(text for text in _texts(message.get("content")) if text)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of a message, a list of parts, or a part, tool calls included."""
+    match value:
+        case str():
+            yield value
+        case list():
+            for item in value:
+                yield from _texts(item)
+        case dict():
+            for name in ("text", "content", "output", "refusal"):
+                yield from _texts(value.get(name))
+            for call in _parts(value.get("tool_calls")):
+                if isinstance(call, dict) and isinstance(call.get("function"), dict):
+                    yield from _texts(call["function"].get("arguments"))
+
+
+def _parts(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,355 @@
+"""The semantic router: the whole order of steps from a request to its outcome, without any I/O.
+
+Signals, decision, guards, cache, model, changes of the body. The outcome is a value with its reasons: a request to
+forward, or an answer to give at once. Processes around it (frontend, gateway, command line) act on it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.semantic import (
+    cache,
+    config,
+    config_file,
+    decisions,
+    guards,
+    immediate,
+    model_choice,
+    request_view,
+    rewriting,
+)
+from dynamo.semantic.classifiers import profile
+
+FALLBACK = "default_model"
+_ON, _OFF = "on", "off"
+
+
+@dataclass(slots=True, kw_only=True)
+class Explanation:
+    """Why a request went where it went: for headers, log, metrics and `explain`. It holds none of the text."""
+
+    signals: decisions.Signals = field(default_factory=decisions.Signals)
+    decision: str = ""
+    reasons: tuple[str, ...] = ()
+    confidence: float = 0.0
+    requested_model: str = ""
+    model: str = ""
+    endpoint: str = ""
+    reasoning: str = _OFF
+    has_system_prompt: bool = False
+    conversation: str = ""  # why the conversation stayed with its model or left it
+    struck_out: dict[str, str] = field(default_factory=dict)  # why a model cannot serve the request
+    verdicts: list[guards.GuardVerdict] = field(default_factory=list)
+    observed: str = ""  # the decision that is only observed
+    path: str = "upstream"  # upstream, cache or blocked
+    similarity: float | None = None
+
+    @property
+    def category(self) -> str:
+        """Return the domain of the text, or nothing."""
+        return "" if self.signals.domain_score is None else self.signals.domain_score.category
+
+    def headers(self) -> list[tuple[str, str]]:
+        """Return the headers that tell the client of it."""
+        verdicts = {verdict.guard: verdict for verdict in self.verdicts}
+        attack, pii = verdicts.get("jailbreak"), verdicts.get("pii")
+        keywords = self.signals.keyword_rule or ""
+        pairs = {
+            "x-vsr-selected-category": self.category,
+            "x-vsr-selected-decision": self.decision,
+            "x-vsr-selected-confidence": f"{self.confidence:.4f}" if self.decision else "",
+            "x-vsr-selected-reasoning": self.reasoning,
+            "x-vsr-selected-model": self.model,
+            "x-vsr-injected-system-prompt": "true" if self.has_system_prompt else "false",
+            "x-vsr-matched-keywords": keywords,
+            "x-vsr-matched-domains": self.category,
+            "x-vsr-response-path": self.path,
+            "x-vsr-conversation": self.conversation,
+            "x-vsr-observed-decision": self.observed,
+            "x-vsr-cache-hit": "true" if self.path == "cache" else "",
+            "x-vsr-cache-similarity": "" if self.similarity is None else f"{self.similarity:.4f}",
+            "x-vsr-unread-text": "" if all(v.is_complete for v in self.verdicts) else "true",
+        }
+        if attack is not None and attack.action in ("observe", "route"):
+            pairs["x-vsr-jailbreak-observed"] = f"{attack.risk:.3f}"
+        if pii is not None and pii.action in ("observe", "route"):
+            pairs["x-vsr-pii-types"] = ",".join(pii.labels)
+        return [(name, _printable(value)) for name, value in pairs.items() if value]
+
+
+@dataclass(slots=True, kw_only=True)
+class RoutedRequest:
+    """What is to be done with a request."""
+
+    explanation: Explanation
+    body: bytes  # as it goes on; the very object that came if nothing changes
+    answer: immediate.ImmediateAnswer | None = None  # to give at once
+    upstream_headers: list[tuple[str, str]] = field(default_factory=list)
+    removed_headers: list[str] = field(default_factory=list)
+    cache_key: cache.CacheKey | None = None  # under which the answer is to be stored
+
+
+class SemanticRouter:
+    """The deciders of one configuration, and the memory that outlives it."""
+
+    def __init__(
+        self,
+        loaded: config_file.LoadedConfig,
+        classifiers: profile.FastProfile,
+        clock: clocks.Clock,
+        served: model_choice.ServedModels | None = None,
+    ) -> None:
+        self._classifiers = classifiers
+        self._clock = clock
+        self._chosen_models = served
+        self.conversations = model_choice.ConversationMemory(loaded.settings.conversations, clock)
+        self.cache = cache.SemanticCache(loaded.settings.semantic_cache, clock)
+        self.replace_config(loaded)
+
+    def replace_config(self, loaded: config_file.LoadedConfig) -> None:
+        """Use another configuration from now on. Conversations stay; a cache with other settings starts empty."""
+        self.loaded = loaded
+        self.settings = loaded.settings
+        self._keywords = decisions.KeywordMatcher(self.settings.keyword_rules)
+        self._table = decisions.DecisionTable(self.settings)
+        self._served = self._chosen_models or model_choice.ConfiguredModels(self.settings)
+        if self.cache.settings != self.settings.semantic_cache:
+            self.cache = cache.SemanticCache(self.settings.semantic_cache, self._clock)
+
+    def list_models(self) -> immediate.ImmediateAnswer:
+        """Return the answer to `GET /v1/models`."""
+        names = [self.settings.auto_model_name]
+        if self.settings.include_config_models_in_list:
+            names += self.settings.model_config
+        return immediate.list_models(names, int(self._clock.wall()))
+
+    def route(self, body: bytes, headers: Mapping[str, str], tenant: str = "") -> RoutedRequest:
+        """Return the outcome of a request. Raises InvalidRequest, and NoWorkers if no model can serve it."""
+        view = request_view.RequestView(body)
+        explanation = Explanation(requested_model=view.model)
+        outcome = RoutedRequest(explanation=explanation, body=body)
+        signals = explanation.signals = self.find_signals(view.user_text)
+        matches = list(self._table.matches(signals))
+        if matches and matches[0].settings.mode == "observe":
+            explanation.observed = matches[0].settings.name
+            matches = [match for match in matches if match.settings.mode == "enforce"]
+        is_auto = view.model in self.settings.auto_names
+        guarded = matches[0].settings.name if matches else ""
+        route_to = self._guard(view, guarded, outcome)
+        if outcome.answer is not None:
+            return outcome
+        match, kept = matches[0] if matches else None, ""
+        earlier, present = model_choice.conversation_keys(view, headers, tenant)
+        if is_auto and self.settings.conversations.enabled and not route_to:
+            match, kept = self._keep_conversation(match, matches, view, earlier, explanation)
+        plugins = {} if match is None else self.loaded.plugins[match.settings.name]
+        if match is not None:
+            explanation.decision = match.settings.name
+            explanation.reasons, explanation.confidence = match.reasons, match.confidence
+        if self._is_cached(view, headers, tenant, plugins.get("semantic-cache"), outcome):
+            return outcome
+        if not is_auto and not route_to:
+            explanation.model = view.model
+            self._add_headers(outcome, plugins)
+            return outcome
+        reference = self._choose(match, route_to or kept, view, explanation)
+        explanation.model = reference.served_name
+        self._rewrite(outcome, view, match, reference, plugins)
+        self.conversations.remember(present, explanation.decision, explanation.model)
+        return outcome
+
+    def find_signals(self, text: str) -> decisions.Signals:
+        """Return the signals of a text; the domain only where a decision asks for it."""
+        rule, keywords = self._keywords.match(text)
+        score = self._classifiers.classify_domain(text) if self._table.needs_domain else None
+        names = frozenset() if score is None else self._table.names_of(score.category)
+        return decisions.Signals(
+            keyword_rule=rule, matched_keywords=keywords, domain_score=score, domain_names=names
+        )
+
+    def matches(self, signals: decisions.Signals) -> Sequence[decisions.MatchedDecision]:
+        """Return the decisions that apply, for `explain`."""
+        return self._table.matches(signals)
+
+    def _guard(self, view: request_view.RequestView, decision: str, outcome: RoutedRequest) -> str:
+        """Let the guards read the request; return the model that one of them sends it to."""
+        explanation = outcome.explanation
+        plugins = self.loaded.plugins.get(decision, {})
+        verdicts = (
+            guards.check_attack(
+                view.texts, self.settings.prompt_guard, plugins.get("jailbreak"), self._classifiers
+            ),
+            guards.check_pii(
+                view.texts,
+                plugins.get("pii"),
+                self.settings.classifier.pii_model.threshold,
+                self._classifiers,
+            ),
+        )
+        route_to = ""
+        for verdict in verdicts:
+            if verdict is None:
+                continue
+            explanation.verdicts.append(verdict)
+            if verdict.action == "block":
+                explanation.path, explanation.decision = "blocked", decision
+                outcome.answer = self._refuse(verdict, decision, explanation, view)
+                break
+            if verdict.action == "route" and verdict.route_to:
+                route_to = verdict.route_to
+        return route_to
+
+    def _refuse(
+        self,
+        verdict: guards.GuardVerdict,
+        decision: str,
+        explanation: Explanation,
+        view: request_view.RequestView,
+    ) -> immediate.ImmediateAnswer:
+        created = int(self._clock.wall())
+        if verdict.guard == "pii":
+            return immediate.refuse_pii(
+                verdict.labels, decision, explanation.category, created, is_stream=view.is_stream
+            )
+        return immediate.refuse_attack("jailbreak", verdict.risk, created, is_stream=view.is_stream)
+
+    def _keep_conversation(
+        self,
+        match: decisions.MatchedDecision | None,
+        matches: Sequence[decisions.MatchedDecision],
+        view: request_view.RequestView,
+        keys: Sequence[str],
+        explanation: Explanation,
+    ) -> tuple[decisions.MatchedDecision | None, str]:
+        """Return the decision of the conversation's last turn and its model, if it is to be kept."""
+        turn = self.conversations.previous_turn(keys)
+        if turn is None:
+            return match, ""
+        stays, reason = model_choice.stays_with(turn, matches, view, self.settings.conversations)
+        if stays:
+            refusal = model_choice.refusal_of(turn.model, view, self._served, self.settings)
+            if refusal is not None:
+                stays, reason = False, refusal
+        explanation.conversation = f"{'stayed' if stays else 'switched'}: {reason}"
+        if not stays:
+            return match, ""
+        earlier = next((d for d in self.settings.decisions if d.name == turn.decision), None)
+        if earlier is None:
+            return (match if turn.decision else None), turn.model
+        confidence = match.confidence if match is not None else 0.0
+        kept = decisions.MatchedDecision(
+            settings=earlier, confidence=confidence, strength=0.0, reasons=("conversation",)
+        )
+        return kept, turn.model
+
+    def _is_cached(
+        self,
+        view: request_view.RequestView,
+        headers: Mapping[str, str],
+        tenant: str,
+        plugin: config.CachePlugin | None,
+        outcome: RoutedRequest,
+    ) -> bool:
+        """Answer from the cache and return True, or note the key under which the answer is to be stored."""
+        if not self.settings.semantic_cache.enabled or plugin is None or not plugin.enabled:
+            return False
+        key = cache.make_key(view, headers, tenant)
+        if key is None:
+            return False
+        threshold = (
+            plugin.similarity_threshold
+            or self.settings.semantic_cache.similarity_threshold
+            or self.settings.bert_model.threshold
+        )
+        hit = self.cache.find(key, threshold)
+        if hit is None:
+            outcome.cache_key = key
+            return False
+        explanation = outcome.explanation
+        explanation.path, explanation.similarity = "cache", hit.similarity
+        outcome.answer = immediate.replay(
+            hit.body, int(self._clock.wall()), explanation.headers(), is_stream=view.is_stream
+        )
+        return True
+
+    def _choose(
+        self,
+        match: decisions.MatchedDecision | None,
+        kept: str,
+        view: request_view.RequestView,
+        explanation: Explanation,
+    ) -> config.ModelReference:
+        """Return the first model that can serve the request. Raises NoWorkers, with the reason for each."""
+        references = [] if match is None else list(match.settings.modelRefs)
+        if kept and kept not in [reference.served_name for reference in references]:
+            references.insert(0, config.ModelReference(model=kept))
+        references.sort(key=lambda reference: reference.served_name != kept)
+        if self.settings.default_model:
+            references.append(config.ModelReference(model=self.settings.default_model))
+        for reference in references:
+            name = reference.served_name
+            refusal = model_choice.refusal_of(name, view, self._served, self.settings)
+            if refusal is None:
+                return reference
+            explanation.struck_out[name] = refusal
+        reasons = "; ".join(f"{name}: {why}" for name, why in explanation.struck_out.items())
+        raise errors.NoWorkers(
+            f"no model can serve this request ({reasons or 'no decision applies and there is no default_model'})"
+        )
+
+    def _rewrite(
+        self,
+        outcome: RoutedRequest,
+        view: request_view.RequestView,
+        match: decisions.MatchedDecision | None,
+        reference: config.ModelReference,
+        plugins: Mapping[str, object],
+    ) -> None:
+        """Change the body for the model that was chosen."""
+        explanation = outcome.explanation
+        body = rewriting.set_model(outcome.body, reference.served_name)
+        entry = self.settings.model_config.get(reference.model)
+        family = (
+            self.settings.reasoning_families.get(entry.reasoning_family or "") if entry else None
+        )
+        if match is not None:
+            effort = None
+            if reference.use_reasoning:
+                explanation.reasoning = _ON
+                effort = reference.reasoning_effort or self.settings.default_reasoning_effort
+            body = rewriting.set_reasoning(body, view.fields, family, effort=effort)
+            prompt = plugins.get("system_prompt")
+            if (
+                isinstance(prompt, config.SystemPromptPlugin)
+                and prompt.enabled
+                and prompt.system_prompt
+            ):
+                body = rewriting.set_system_prompt(
+                    body, view, prompt.system_prompt, is_inserted=prompt.mode == "insert"
+                )
+                explanation.has_system_prompt = True
+        outcome.body = body
+        if entry is not None and entry.access_key:
+            outcome.upstream_headers.append(("authorization", f"Bearer {entry.access_key}"))
+        self._add_headers(outcome, plugins)
+
+    def _add_headers(self, outcome: RoutedRequest, plugins: Mapping[str, object]) -> None:
+        """Add the headers for the model's server: its address, its name, and what the decision sets."""
+        entry = self.settings.model_config.get(outcome.explanation.model)
+        addresses = {e.name: f"{e.address}:{e.port}" for e in self.settings.vllm_endpoints}
+        for name in entry.preferred_endpoints[:1] if entry is not None else ():
+            outcome.explanation.endpoint = addresses[name]
+            outcome.upstream_headers.append(("x-vsr-destination-endpoint", addresses[name]))
+        outcome.upstream_headers.append(("x-selected-model", outcome.explanation.model))
+        mutation = plugins.get("header_mutation")
+        if isinstance(mutation, config.HeaderMutationPlugin):
+            pairs = (*mutation.add, *mutation.update)
+            outcome.upstream_headers += [(pair.name.lower(), pair.value) for pair in pairs]
+            outcome.removed_headers += [name.lower() for name in mutation.delete]
+
+
+def _printable(value: str) -> str:
+    """Return a header's value without what ends a line."""
+    return "".join(sign if " " <= sign <= "~" else "?" for sign in value)[:1000]

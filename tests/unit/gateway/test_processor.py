@@ -1,0 +1,148 @@
+"""One request through Envoy's external processing, message by message."""
+
+import msgspec
+import pytest
+
+from dynamo.gateway import ext_proc_pb2 as messages
+from dynamo.gateway import processor
+from dynamo.observability import metrics
+from dynamo.semantic import service
+from dynamo.testing import clock
+from semantic_configs import ATTACK, COMPLETION, CONFIG, SUM, chat
+
+DUPLEX = messages.ProtocolConfiguration(request_body_mode=4, response_body_mode=4)
+
+
+@pytest.fixture
+def routing(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return service.RoutingService(path, metrics.Registry("llm"), clock.VirtualClock())
+
+
+@pytest.fixture
+def stream(routing):
+    return processor.StreamProcessor(routing, 10_000)
+
+
+def headers(**pairs):
+    values = {":method": "POST", ":path": "/v1/chat/completions", **pairs}
+    return messages.HttpHeaders(
+        headers=messages.HeaderMap(
+            headers=[
+                messages.HeaderValue(key=name, raw_value=value.encode())
+                for name, value in values.items()
+            ]
+        )
+    )
+
+
+async def ask(stream, body, protocol=None, **pairs):
+    """The answers to headers and body of a request."""
+    first = messages.ProcessingRequest(request_headers=headers(**pairs), protocol_config=protocol)
+    whole = messages.HttpBody(body=body, end_of_stream=True)
+    answers = await stream.process(first)
+    return answers + await stream.process(messages.ProcessingRequest(request_body=whole))
+
+
+async def answer(stream, *pieces, content_type="application/json"):
+    """The answers to headers and body of a response."""
+    head = headers(**{":status": "200", "content-type": content_type})
+    answers = await stream.process(messages.ProcessingRequest(response_headers=head))
+    for number, piece in enumerate(pieces):
+        body = messages.HttpBody(body=piece, end_of_stream=number == len(pieces) - 1)
+        answers += await stream.process(messages.ProcessingRequest(response_body=body))
+    return answers
+
+
+def pairs_of(mutation):
+    return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
+
+
+async def test_buffered_body_is_changed_with_its_length(stream):
+    _, reply = await ask(stream, chat("python"))
+
+    common = reply.request_body.response
+    assert msgspec.json.decode(common.body_mutation.body)["model"] == "coder"
+    pairs = pairs_of(common.header_mutation)
+    assert pairs["content-length"] == str(len(common.body_mutation.body))
+    assert pairs["x-selected-model"] == "coder"
+
+
+async def test_duplex_answers_come_together_after_the_body(stream):
+    first, *pieces = await ask(stream, chat("python"), DUPLEX)
+
+    assert "content-length" in first.request_headers.response.header_mutation.remove_headers
+    streamed = [piece.request_body.response.body_mutation.streamed_response for piece in pieces]
+    assert msgspec.json.decode(b"".join(piece.body for piece in streamed))["model"] == "coder"
+    assert [piece.end_of_stream for piece in streamed] == [True]
+
+
+@pytest.mark.parametrize("protocol", [None, DUPLEX])
+async def test_attack_is_answered_at_once(stream, protocol):
+    *_, reply = await ask(stream, chat(ATTACK), protocol)
+
+    assert reply.immediate_response.status.code == 200
+    assert pairs_of(reply.immediate_response.headers)["x-vsr-jailbreak-blocked"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/chat/completions", b"{", 400),
+        ("/v1/chat/completions", b"\xff", 400),
+        ("/v1/chat/completions", b"x" * 20_000, 413),
+        ("/v1/messages", chat(ATTACK), 403),
+    ],
+)
+async def test_request_that_cannot_pass_gets_its_status(stream, path, body, status):
+    *_, reply = await ask(stream, body, **{":path": path})
+
+    assert reply.immediate_response.status.code == status
+
+
+async def test_other_paths_pass_unchanged(stream):
+    _, reply = await ask(stream, b"anything", **{":path": "/upload"})
+
+    assert not reply.request_body.response.HasField("body_mutation")
+
+
+async def test_models_are_listed_at_once(stream):
+    first = headers(**{":method": "GET", ":path": "/v1/models?x=1"})
+
+    (reply,) = await stream.process(messages.ProcessingRequest(request_headers=first))
+
+    assert b'"MoM"' in reply.immediate_response.body
+
+
+async def test_response_gets_headers_and_event_streams_are_not_buffered(stream):
+    await ask(stream, chat("python"))
+
+    (reply,) = await answer(stream, content_type="text/event-stream")
+
+    mutation = reply.response_headers.response.header_mutation
+    assert pairs_of(mutation)["x-vsr-selected-decision"] == "code_decision"
+    assert reply.mode_override.response_body_mode == 1
+
+
+@pytest.mark.parametrize("protocol", [None, DUPLEX])
+async def test_answer_fills_the_cache_for_the_next_request(routing, protocol):
+    first = processor.StreamProcessor(routing, 10_000)
+    await ask(first, chat(SUM), protocol)
+    await answer(first, COMPLETION[:50], COMPLETION[50:])
+
+    *_, reply = await ask(processor.StreamProcessor(routing, 10_000), chat(SUM), protocol)
+
+    assert pairs_of(reply.immediate_response.headers)["x-vsr-cache-hit"] == "true"
+
+
+async def test_duplex_response_is_passed_on_piece_by_piece(stream):
+    await ask(stream, chat("python"), DUPLEX)
+
+    _, *pieces = await answer(stream, b"one", b"two")
+
+    bodies = [piece.response_body.response.body_mutation.streamed_response for piece in pieces]
+    assert [(piece.body, piece.end_of_stream) for piece in bodies] == [
+        (b"one", False),
+        (b"two", True),
+    ]

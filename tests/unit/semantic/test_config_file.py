@@ -1,0 +1,104 @@
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import semantic_configs
+from dynamo.base import errors
+from dynamo.semantic import config_file
+
+CATEGORIES = frozenset({"math", "law", "other"})
+
+
+def parse(text):
+    return config_file.parse(text.encode(), CATEGORIES)
+
+
+def refusal_of(text):
+    with pytest.raises(errors.ConfigError) as raised:
+        parse(text)
+    return str(raised.value)
+
+
+def test_unknown_keys_are_named_with_their_path():
+    notes = parse("typo: 1\nkeyword_rules: [{name: a, keywords: [x], wrong: 2}]").notes
+
+    assert any(note.startswith("typo: unknown key") for note in notes)
+    assert any(note.startswith("keyword_rules[0].wrong: unknown key") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("embedding_rules: [{name: a}]", "embedding_rules"),
+        (
+            "semantic_cache: {enabled: true, backend_type: milvus}",
+            "semantic_cache.backend_type: milvus",
+        ),
+        ("tools: {enabled: true}", "tools"),
+        ("config_source: kubernetes", "config_source"),
+        ("decisions: [{name: d, plugins: [{type: rag}]}]", "rag"),
+        (
+            "decisions: [{name: d, rules: {conditions: [{type: preference, name: p}]}}]",
+            "preference",
+        ),
+    ],
+)
+def test_unsupported_part_is_refused_by_name(text, name):
+    assert name in refusal_of(text)
+    assert "not supported" in refusal_of(text)
+
+
+def test_disabled_unsupported_parts_are_accepted():
+    parse("tools: {enabled: false}\nhallucination_mitigation: {enabled: false}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "decisions: [{name: d, rules: {conditions: [{type: domain, name: cooking}]}}]",
+        "categories: [{name: c, mmlu_categories: [cooking]}]",
+        "decisions: [{name: d, rules: {conditions: [{type: keyword, name: cooking}]}}]",
+        "model_config: {m: {reasoning_family: cooking}}",
+        "model_config: {m: {preferred_endpoints: [cooking]}}",
+        "decisions: [{name: d, plugins: [{type: pii, configuration: {pii_types_allowed: [cooking]}}]}]",
+    ],
+)
+def test_label_that_nothing_defines_is_refused(text):
+    assert "cooking" in refusal_of(text)
+
+
+def test_wrong_type_names_its_key():
+    assert "prompt_guard.threshold" in refusal_of("prompt_guard: {threshold: 7}")
+
+
+def test_model_of_the_original_is_said_to_be_replaced():
+    notes = parse("classifier: {category_model: {model_id: models/x}}").notes
+
+    assert any("models/x is not loaded" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- a list",
+        "{",
+        "a: &a [x, x]\nb: &b [*a, *a]\n"
+        + "".join(f"{chr(i)}: &{chr(i)} [*{chr(i - 1)}, *{chr(i - 1)}]\n" for i in range(99, 123)),
+        "[" * 3000,
+        "a: " + "x" * 2**20,
+    ],
+)
+def test_file_that_is_no_configuration_is_refused(text):
+    assert "expected" in refusal_of(text)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_parsed_or_refused(data):
+    with contextlib.suppress(errors.ConfigError):
+        config_file.parse(data, CATEGORIES)
+
+
+def test_shared_configuration_of_the_tests_has_no_notes():
+    assert parse(semantic_configs.CONFIG).notes == ()

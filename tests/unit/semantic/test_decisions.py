@@ -1,0 +1,90 @@
+"""Rules, operators and strategies of decisions."""
+
+import msgspec
+import pytest
+
+from dynamo.semantic import config, decisions
+from dynamo.semantic.classifiers import domain
+
+
+def make_table(*rules, strategy="priority", **fields):
+    """Return a table whose decisions have these rules, named a, b, …"""
+    entries = [
+        {"name": name, "rules": rule, "priority": 10 - number}
+        for number, (name, rule) in enumerate(zip("abc", rules, strict=False))
+    ]
+    settings = {"decisions": entries, "strategy": strategy, **fields}
+    return decisions.DecisionTable(msgspec.convert(settings, config.SemanticConfig))
+
+
+def condition(kind, name):
+    return {"type": kind, "name": name}
+
+
+MATH = decisions.Signals(
+    keyword_rule="code",
+    domain_score=domain.DomainScore("math", 0.8, {"math": 0.8}),
+    domain_names=frozenset({"math", "sums"}),
+)
+CODE, SUMS, LAW = (
+    condition("keyword", "code"),
+    condition("domain", "sums"),
+    condition("domain", "law"),
+)
+
+
+@pytest.mark.parametrize(
+    ("operator", "conditions", "applies"),
+    [
+        ("AND", [CODE, SUMS], True),
+        ("AND", [CODE, LAW], False),
+        ("OR", [LAW, SUMS], True),
+        ("OR", [LAW], False),
+        ("NOR", [LAW], True),
+        ("NOR", [LAW, SUMS], False),
+        ("AND", [], False),
+        ("NOR", [], False),
+    ],
+)
+def test_operator_joins_conditions(operator, conditions, applies):
+    table = make_table({"operator": operator, "conditions": conditions})
+
+    assert bool(table.matches(MATH)) == applies
+
+
+def test_strategies_differ_in_the_first_decision():
+    half, whole = {"operator": "OR", "conditions": [CODE, LAW]}, {"conditions": [SUMS]}
+
+    by_priority = make_table(half, whole).matches(MATH)
+    by_confidence = make_table(half, whole, strategy="confidence").matches(MATH)
+
+    assert [match.settings.name for match in by_priority] == ["a", "b"]
+    assert [match.settings.name for match in by_confidence] == ["b", "a"]
+    assert [match.strength for match in by_priority] == [1.0, 0.8]
+
+
+def test_configured_category_stands_for_those_of_the_classifier():
+    categories = [{"name": "sums", "mmlu_categories": ["math", "physics"]}]
+    table = make_table({"conditions": [SUMS]}, categories=categories)
+
+    assert table.names_of("physics") == {"physics", "sums"}
+    assert table.needs_domain
+
+
+def match_keywords(text, **rule):
+    rules = [config.KeywordRule(name="r", **rule)]
+    return decisions.KeywordMatcher(rules).match(text)[0]
+
+
+def test_keywords_match_whole_words_unless_they_end_in_signs():
+    assert match_keywords("C++!", keywords=["c++"]) == "r"
+    assert match_keywords("pythonic", keywords=["python"]) is None
+    assert match_keywords("PYTHON", keywords=["python"]) == "r"
+    assert match_keywords("PYTHON", keywords=["python"], case_sensitive=True) is None
+
+
+def test_all_or_none_of_the_keywords_may_be_asked_for():
+    assert match_keywords("a b", keywords=["a", "b"], operator="AND") == "r"
+    assert match_keywords("a", keywords=["a", "b"], operator="AND") is None
+    assert match_keywords("c", keywords=["a", "b"], operator="NOR") == "r"
+    assert match_keywords("a", keywords=["a", "b"], operator="NOR") is None

@@ -1,0 +1,72 @@
+"""Which models can serve a request, and the bounds of the memory of conversations."""
+
+import pytest
+
+from dynamo.semantic import config, model_choice, request_view
+from dynamo.testing import clock
+from semantic_configs import chat
+
+SETTINGS = config.SemanticConfig(
+    model_config={
+        "plain": config.ModelSettings(accepts_tools=False, accepts_structured_output=False)
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"tools": [{}]}, "it calls no tools"),
+        ({"response_format": {"type": "json_object"}}, "it cannot hold an answer to a schema"),
+        ({"response_format": {"type": "text"}}, None),
+    ],
+)
+def test_limit_of_the_configuration_refuses(fields, reason):
+    view = request_view.RequestView(chat("hi", **fields))
+    served = model_choice.ConfiguredModels(SETTINGS)
+
+    assert model_choice.refusal_of("plain", view, served, SETTINGS) == reason
+
+
+def test_model_that_is_not_configured_has_no_limits():
+    view = request_view.RequestView(chat("hi", tools=[{}]))
+    served = model_choice.ConfiguredModels(SETTINGS)
+
+    assert model_choice.refusal_of("other", view, served, SETTINGS) is None
+
+
+def test_oldest_conversation_is_forgotten():
+    settings = config.Conversations(max_conversations=2)
+    memory = model_choice.ConversationMemory(settings, clock.VirtualClock())
+    for key in "abc":
+        memory.remember([key], "decision", "model")
+
+    assert len(memory) == 2
+    assert memory.previous_turn(["a"]) is None
+    assert memory.previous_turn(["a", "c"]).model == "model"
+
+
+def test_request_without_user_has_no_key_of_its_own():
+    view = request_view.RequestView(chat([], previous_response_id="r"))
+
+    assert model_choice.conversation_keys(view, {}, "t") == (["t\nr"], [])
+
+
+@pytest.mark.parametrize("body", [b"[]", b"3", b"{", b"\xff", b"[" * 100_000])
+def test_body_that_is_no_object_is_refused(body):
+    with pytest.raises(request_view.errors.InvalidRequest):
+        request_view.RequestView(body)
+
+
+def test_texts_of_all_parts_and_tool_calls_are_read():
+    call = {"function": {"name": "f", "arguments": "three"}}
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "one"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call, 3]},
+        {"role": "user", "content": [{"type": "tool_result", "content": "four"}, 5]},
+    ]
+    view = request_view.RequestView(chat(messages, system="two"))
+
+    assert sorted(view.texts) == ["four", "one", "three", "two"]
+    assert view.is_tool_result

@@ -1,0 +1,63 @@
+import pytest
+
+from dynamo.semantic.classifiers import pii
+
+
+def types_of(text):
+    return [span.type for span in pii.find_spans(text)[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("write to jane.doe+x@mail.example.co.uk please", "EMAIL_ADDRESS"),
+        ("card 4111-1111-1111-1111", "CREDIT_CARD"),
+        ("amex 378282246310005", "CREDIT_CARD"),
+        ("IBAN GB29 NWBK 6016 1331 9268 19", "IBAN_CODE"),
+        ("send it to FR7630006000011234567890189", "IBAN_CODE"),
+        ("SSN 536-90-4399", "US_SSN"),
+        ("my social security number is 536904399", "US_SSN"),
+        ("from 192.168.10.7", "IP_ADDRESS"),
+        ("at 2001:db8::ff00:42:8329", "IP_ADDRESS"),
+        ("call (212) 555-0187", "PHONE_NUMBER"),
+        ("call +44 20 7946 0958 now", "PHONE_NUMBER"),
+        ("my name is Jane Doe", "PERSON"),
+        ("I live at 12 Elm Street", "STREET_ADDRESS"),
+        ("born on 10/5/1971", "DATE_TIME"),
+        ("driver's license number is D1234567", "US_DRIVER_LICENSE"),
+    ],
+)
+def test_personal_data_is_found(text, kind):
+    assert types_of(text) == [kind]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "card 4111-1111-1111-1112",
+        "IBAN GB29 NWBK 6016 1331 9268 18",
+        "000-12-3456 and 666-12-3456",
+        "version 1.2.3 of 2024-05-06",
+        "the sum of 123456789 and 987654321",
+        "999.999.999.999",
+        "the ratio is 3:4:5",
+        "add 100 200 300 and 400",
+        "Dear Sir or Madam",
+        "0.123456789012345",
+    ],
+)
+def test_harmless_numbers_and_words_pass(text):
+    assert types_of(text) == []
+
+
+def test_span_covers_the_data_alone():
+    text = "Ask bob@example.com today"
+
+    (span,) = pii.find_spans(text)[0]
+
+    assert text[span.start : span.end] == "bob@example.com"
+
+
+def test_hostile_text_is_read_in_linear_time():
+    for text in ("a@" * 50_000, "1 " * 100_000, "4111 " * 40_000, ":" * 100_000, "Mr. " * 50_000):
+        pii.find_spans(text)

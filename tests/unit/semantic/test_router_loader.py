@@ -1,0 +1,43 @@
+"""Reloading the configuration of the semantic router."""
+
+import pytest
+
+import semantic_configs
+from dynamo.base import errors
+from dynamo.semantic import loading
+from dynamo.testing import clock
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(semantic_configs.CONFIG)
+    return path
+
+
+def test_changed_file_takes_effect(path):
+    loader = loading.RouterLoader(path, clock.VirtualClock())
+    path.write_text("default_model: other-model\n")
+
+    assert loader.reload_if_changed()
+    assert loader.router.settings.default_model == "other-model"
+
+
+def test_wrong_file_keeps_the_old_one_and_says_why(path):
+    loader = loading.RouterLoader(path, clock.VirtualClock())
+    path.write_text("strategy: best\n")
+
+    assert not loader.reload_if_changed()
+    assert loader.router.settings.default_model == "general"
+    assert "strategy" in loader.last_error
+
+
+def test_unchanged_file_is_not_read_again(path):
+    assert not loading.RouterLoader(path, clock.VirtualClock()).reload_if_changed()
+
+
+def test_wrong_first_file_stops_the_start(path):
+    path.write_text("a list: [\n")
+
+    with pytest.raises(errors.ConfigError, match="YAML"):
+        loading.RouterLoader(path, clock.VirtualClock())

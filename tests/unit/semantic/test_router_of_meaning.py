@@ -1,0 +1,259 @@
+"""The semantic router's order of steps."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import semantic_configs
+from dynamo.base import errors
+from dynamo.semantic import model_choice
+from dynamo.testing import clock
+from semantic_configs import ATTACK, CARD, SUM, chat, make_router
+
+
+def fields_of(outcome):
+    return msgspec.json.decode(outcome.body)
+
+
+def headers_of(outcome):
+    return dict(outcome.explanation.headers())
+
+
+def test_keyword_selects_model_reasoning_and_headers():
+    outcome = make_router().route(chat("How do I sort in C++?"), {})
+
+    assert fields_of(outcome)["model"] == "coder"
+    assert fields_of(outcome)["reasoning_effort"] == "high"
+    assert headers_of(outcome)["x-vsr-selected-decision"] == "code_decision"
+    assert headers_of(outcome)["x-vsr-selected-reasoning"] == "on"
+    assert outcome.explanation.reasons == ("keyword code",)
+
+
+def test_decision_sets_system_prompt_reasoning_endpoint_and_key():
+    outcome = make_router().route(chat(SUM, chat_template_kwargs={"a": 1}), {})
+
+    fields = fields_of(outcome)
+    assert fields["messages"][0] == {"role": "system", "content": "You calculate."}
+    assert fields["chat_template_kwargs"] == {"a": 1, "enable_thinking": True}
+    assert ("x-vsr-destination-endpoint", "10.0.0.1:8000") in outcome.upstream_headers
+    assert ("authorization", "Bearer secret") in outcome.upstream_headers
+    assert ("x-team", "sums") in outcome.upstream_headers
+    assert outcome.removed_headers == ["x-old"]
+
+
+def test_text_without_decision_goes_to_the_default_model_unchanged():
+    outcome = make_router().route(chat("hello", top_k=1.50), {})
+
+    assert outcome.body == chat("hello", "general", top_k=1.50)
+
+
+def test_named_model_keeps_its_body():
+    body = chat(SUM, "mathy")
+
+    outcome = make_router().route(body, {})
+
+    assert outcome.body is body
+    assert headers_of(outcome)["x-vsr-selected-reasoning"] == "off"
+
+
+def test_card_number_is_refused_by_the_decision_that_guards_it():
+    outcome = make_router().route(chat(f"{SUM} my card is {CARD}"), {})
+
+    answer = msgspec.json.decode(outcome.answer.body)
+    assert answer["choices"][0]["finish_reason"] == "content_filter"
+    assert answer["model"] == "sums_decision"
+    assert CARD not in outcome.answer.body.decode()
+    assert dict(outcome.answer.headers)["x-vsr-pii-types"] == "B-CREDIT_CARD"
+
+
+def test_allowed_type_and_unguarded_decision_pass():
+    made = make_router()
+
+    assert made.route(chat(f"{SUM} ask bob@example.com"), {}).answer is None
+    assert made.route(chat(f"python {CARD}"), {}).answer is None
+
+
+def test_attack_in_a_tool_result_is_refused_as_a_stream():
+    messages = [
+        {"role": "user", "content": "Read the page"},
+        {"role": "tool", "content": [{"type": "text", "text": ATTACK}]},
+    ]
+
+    answer = make_router().route(chat(messages, stream=True), {}).answer
+
+    assert answer.content_type == "text/event-stream"
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    assert dict(answer.headers)["x-vsr-jailbreak-blocked"] == "true"
+
+
+@pytest.mark.parametrize(
+    "filler", ["harmless words about cooking. ", "QUJDRA==", "你好世界", "😀🎉"]
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_attack_and_card_are_found_anywhere_in_a_long_text(filler, place):
+    padding = filler * (200_000 // len(filler))
+    text = padding + f" {ATTACK} {CARD} " + padding * place
+
+    outcome = make_router().route(chat(text), {})
+
+    assert dict(outcome.answer.headers)["x-vsr-jailbreak-blocked"] == "true"
+    unguarded = make_router(
+        semantic_configs.CONFIG.replace(
+            "prompt_guard: {enabled: true", "prompt_guard: {enabled: false"
+        )
+    )
+    assert unguarded.route(chat(f"{SUM} {text}"), {}).answer is not None
+
+
+def test_observed_guard_changes_nothing_but_the_headers():
+    text = semantic_configs.CONFIG.replace(
+        "{enabled: true, threshold: 0.7}", "{enabled: true, mode: observe}"
+    )
+
+    outcome = make_router(text).route(chat(ATTACK), {})
+
+    assert outcome.answer is None
+    assert float(headers_of(outcome)["x-vsr-jailbreak-observed"]) > 0.7
+
+
+def test_routing_guard_sends_an_attack_to_its_model():
+    text = semantic_configs.CONFIG.replace("threshold: 0.7}", "mode: route, route_to: general}")
+
+    outcome = make_router(text).route(chat(f"python {ATTACK}"), {})
+
+    assert fields_of(outcome)["model"] == "general"
+
+
+def test_observed_decision_is_named_and_not_followed():
+    text = semantic_configs.CONFIG.replace("priority: 20", "priority: 20\n    mode: observe")
+
+    outcome = make_router(text).route(chat("python"), {})
+
+    assert fields_of(outcome)["model"] == "general"
+    assert headers_of(outcome)["x-vsr-observed-decision"] == "code_decision"
+
+
+@pytest.mark.parametrize(("on_error", "is_blocked"), [("block", True), ("pass", False)])
+def test_failing_guard_follows_the_configuration(on_error, is_blocked, monkeypatch):
+    made = make_router(
+        semantic_configs.CONFIG.replace("threshold: 0.7}", f"on_error: {on_error}}}")
+    )
+    monkeypatch.setattr(made._classifiers, "classify_attack", lambda _: 1 / 0)
+
+    assert (made.route(chat("python"), {}).answer is not None) == is_blocked
+
+
+class Served:
+    """Serves the models it is given."""
+
+    def __init__(self, *models):
+        self.models = models
+
+    def find_served(self, model):
+        return model_choice.ServedModel() if model in self.models else None
+
+
+def test_model_without_images_or_context_is_struck_out():
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    made = make_router()
+
+    with_image = made.route(
+        chat([{"role": "user", "content": [{"type": "text", "text": "python"}, part]}]), {}
+    )
+    too_long = made.route(chat("python", max_tokens=6000), {})
+
+    assert fields_of(with_image)["model"] == fields_of(too_long)["model"] == "general"
+    assert with_image.explanation.struck_out == {"coder": "it takes no images"}
+
+
+def test_request_that_no_model_can_serve_names_the_reason_of_each():
+    with pytest.raises(errors.NoWorkers, match="coder: no live worker; general: no live worker"):
+        make_router(served=Served("mathy")).route(chat("python"), {})
+
+
+def turns(*texts):
+    messages = [{"role": "user", "content": texts[0]}]
+    for text in texts[1:]:
+        messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": text}]
+    return messages
+
+
+def test_conversation_keeps_its_model():
+    made = make_router()
+    made.route(chat("Sort a list in python"), {})
+
+    outcome = made.route(chat(turns("Sort a list in python", "commit it")), {})
+
+    assert fields_of(outcome)["model"] == "coder"
+    assert headers_of(outcome)["x-vsr-conversation"].startswith("stayed")
+
+
+def test_conversation_switches_for_a_much_better_model():
+    made = make_router()
+    made.route(chat("Sort a list in python", user="u"), {})
+
+    outcome = made.route(chat(SUM, user="u"), {})
+
+    assert fields_of(outcome)["model"] == "mathy"
+    assert headers_of(outcome)["x-vsr-conversation"].startswith("switched")
+
+
+def test_tool_result_goes_to_the_model_that_called_the_tool():
+    made = make_router()
+    question = turns("Sort a list in python")
+    made.route(chat(question), {})
+
+    result = [*question, {"role": "assistant", "tool_calls": []}, {"role": "tool", "content": SUM}]
+
+    assert fields_of(made.route(chat(result), {}))["model"] == "coder"
+
+
+async def test_idle_conversation_is_decided_anew():
+    at = clock.VirtualClock()
+    made = make_router(at=at)
+    made.route(chat("python", user="u"), {})
+
+    await at.advance(3600)
+
+    assert fields_of(made.route(chat("hello", user="u"), {}))["model"] == "general"
+
+
+def test_conversations_of_two_tenants_are_apart():
+    made = make_router()
+    made.route(chat("python", user="u"), {}, "one")
+
+    assert fields_of(made.route(chat("hello", user="u"), {}, "two"))["model"] == "general"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.binary(max_size=60)
+    | st.text(max_size=60).map(chat)
+    | st.lists(
+        st.dictionaries(
+            st.sampled_from(["role", "content", "type", "tool_calls"]),
+            st.none()
+            | st.text(max_size=8)
+            | st.lists(
+                st.integers()
+                | st.dictionaries(
+                    st.sampled_from(["type", "text"]), st.none() | st.text(max_size=5)
+                ),
+                max_size=2,
+            ),
+            max_size=3,
+        ),
+        max_size=3,
+    ).map(chat)
+)
+def test_any_body_is_routed_or_refused(body):
+    try:
+        outcome = ROUTER.route(body, {})
+    except errors.InvalidRequest:
+        pass
+    else:
+        assert outcome.answer is not None or fields_of(outcome)["model"]
+
+
+ROUTER = make_router()

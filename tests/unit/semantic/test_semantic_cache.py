@@ -1,0 +1,169 @@
+"""The semantic cache: what hits, what does not, and its bounds."""
+
+import msgspec
+import pytest
+
+from dynamo.semantic import cache, config, request_view
+from dynamo.testing import clock
+from semantic_configs import COMPLETION, SUM, chat, make_router
+
+
+def key_of(body, headers=None, tenant=""):
+    return cache.make_key(request_view.RequestView(body), headers or {}, tenant)
+
+
+def make_cache(at=None, **settings):
+    return cache.SemanticCache(config.CacheSettings(**settings), at or clock.VirtualClock())
+
+
+@pytest.mark.parametrize(
+    ("question", "other"),
+    [
+        ("What is the capital of France?", "Please tell me the capital of France"),
+        ("Can you explain photosynthesis?", "explain photosynthesis!"),
+        ("What's a hash table?", "what is the hash table"),
+    ],
+)
+def test_same_question_in_other_words_hits(question, other):
+    store = make_cache()
+    store.store(key_of(chat(question)), COMPLETION)
+
+    assert store.find(key_of(chat(other)), 0.8).body == COMPLETION
+
+
+@pytest.mark.parametrize(
+    ("question", "other"),
+    [
+        ("What is 2 plus 3?", "What is 2 plus 4?"),
+        ("What is 3 + 2?", "What is 3 - 2?"),
+        ("Shift the curve to the left", "Shift the curve to the right"),
+        ("Is it safe to fly?", "Is it not safe to fly?"),
+        ("Can I eat it?", "Can't I eat it?"),
+        ("Who is Ann Lee?", "Who is Bob Lee?"),
+        ("Who is the president?", "Who was the president?"),
+        ("Does A imply B?", "Does B imply A?"),
+        ("How much vitamin A is in it?", "How much vitamin is in it?"),
+    ],
+)
+def test_question_of_another_meaning_misses(question, other):
+    store = make_cache()
+    store.store(key_of(chat(question)), COMPLETION)
+
+    assert store.find(key_of(chat(other)), 0.0) is None
+
+
+def test_everything_else_is_compared_exactly():
+    history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    last = {"role": "user", "content": "go on"}
+    keys = [
+        key_of(chat([*history, last])),
+        key_of(chat([last])),
+        key_of(chat([last], "other")),
+        key_of(chat([last], temperature=0)),
+        key_of(chat([{"role": "system", "content": "s"}, last])),
+        key_of(chat([last]), tenant="t"),
+    ]
+
+    assert len({key.digest for key in keys}) == len(keys)
+    assert key_of(chat([last], stream=True)).digest == keys[1].digest
+
+
+@pytest.mark.parametrize("fields", [{"tools": [{}]}, {"seed": 1}, {"n": 2}])
+def test_request_with_side_effects_has_no_key(fields):
+    assert key_of(chat("hello", **fields)) is None
+
+
+def test_client_can_bypass_the_cache():
+    assert key_of(chat("hello"), {"cache-control": "no-cache"}) is None
+
+
+async def test_entry_ends_with_its_time():
+    at = clock.VirtualClock()
+    store = make_cache(at, ttl_seconds=60)
+    key = key_of(chat("hello"))
+    store.store(key, COMPLETION)
+
+    await at.advance(61)
+
+    assert store.find(key, 0) is None
+    assert store.num_bytes == 0
+
+
+@pytest.mark.parametrize(("policy", "remaining"), [("fifo", "bc"), ("lru", "ac"), ("lfu", "ac")])
+def test_full_cache_evicts_by_its_policy(policy, remaining):
+    store = make_cache(max_entries=2, eviction_policy=policy)
+    keys = {name: key_of(chat(f"question {name}x")) for name in "abc"}
+    for name in "ab":
+        store.store(keys[name], COMPLETION)
+    store.find(keys["a"], 0)
+    store.store(keys["c"], COMPLETION)
+
+    assert "".join(name for name in keys if store.find(keys[name], 0)) == remaining
+
+
+def test_tenant_can_remove_its_entries():
+    store = make_cache()
+    store.store(key_of(chat("hello"), tenant="a"), COMPLETION)
+    store.store(key_of(chat("hello"), tenant="b"), COMPLETION)
+
+    assert store.invalidate("a") == 1
+    assert len(store) == 1
+
+
+@pytest.mark.parametrize("finish", ["length", "tool_calls", None])
+def test_incomplete_answer_is_not_stored(finish):
+    store = make_cache()
+    completion = msgspec.json.decode(COMPLETION)
+    completion["choices"][0]["finish_reason"] = finish
+    store.store(key_of(chat("hello")), msgspec.json.encode(completion))
+
+    assert len(store) == 0
+
+
+def test_hit_is_replayed_as_a_stream_and_recorded_again():
+    made = make_router()
+    first = made.route(chat(SUM), {})
+    made.cache.store(first.cache_key, COMPLETION)
+
+    hit = made.route(chat(SUM + "!", stream=True), {})
+
+    assert dict(hit.answer.headers)["x-vsr-cache-hit"] == "true"
+    recorder = cache.StreamRecorder()
+    for start in range(0, len(hit.answer.body), 7):
+        recorder.feed(hit.answer.body[start : start + 7])
+    choice = msgspec.json.decode(recorder.body())["choices"][0]
+    assert choice["message"]["content"] == "It is four."
+
+
+def test_stream_that_was_cut_off_has_no_body():
+    recorder = cache.StreamRecorder()
+    recorder.feed(b'data: {"id":"a","created":1,"model":"m","choices":[]}\n\n')
+
+    assert recorder.body() is None
+
+
+def test_answers_stay_within_their_bytes():
+    store = make_cache(max_megabytes=1)
+    completion = msgspec.json.decode(COMPLETION)
+    completion["choices"][0]["message"]["content"] = "x" * 400_000
+    for number in range(4):
+        store.store(key_of(chat(f"question {number}")), msgspec.json.encode(completion))
+
+    assert len(store) == 2
+    assert store.num_bytes < 2**20
+
+
+def test_less_similar_question_misses():
+    store = make_cache()
+    store.store(key_of(chat("a the of what is life")), COMPLETION)
+
+    assert store.find(key_of(chat("life")), 1.0) is None
+
+
+@pytest.mark.parametrize("event", [b"data: {", b"data: 3", b'data: {"id":1}'])
+def test_stream_of_another_shape_has_no_body(event):
+    recorder = cache.StreamRecorder()
+    recorder.feed(event + b"\n\ndata: [DONE]\n\n")
+    recorder.feed(b"more")
+
+    assert recorder.body() is None

@@ -1,0 +1,1 @@
+"""Training and evaluation of the classifiers that `dynamo.semantic` ships."""

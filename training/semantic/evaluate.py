@@ -1,0 +1,148 @@
+"""Measure the shipped classifiers on texts that they were never trained on: `python -m training.semantic.evaluate`."""
+
+import argparse
+import collections
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dynamo.semantic.classifiers import profile
+from training.semantic import texts
+
+FAST = profile.load_profile()
+_PATTERNED = "EMAIL_ADDRESS CREDIT_CARD IBAN_CODE US_SSN IP_ADDRESS PHONE_NUMBER".split()  # noqa: SIM905
+
+
+def main() -> None:
+    """Print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--texts", type=Path, default=Path("../shared/data/text"))
+    source = parser.parse_args().texts
+    show_domain(source)
+    show_attacks(source)
+    show_pii(source)
+    show_cost(source)
+
+
+def show_domain(source: Path) -> None:
+    """Print the accuracy of the domain, and what is taken for what."""
+    for name, rows in (
+        ("exam style", texts.read(source, "domain_dev")),
+        ("plainly worded", texts.read_plain_questions()[1]),
+    ):
+        scores = [FAST.classify_domain(row["text"]) for row in rows]
+        best = [max(s.probabilities, key=s.probabilities.__getitem__) for s in scores]
+        correct = np.mean([b == row["category"] for b, row in zip(best, rows, strict=True)])
+        print(f"domain, {name}: top-1 {correct:.3f} of {len(rows)}")
+        if name == "exam style":
+            _show_confusion([row["category"] for row in rows], best)
+
+
+def _show_confusion(labels: Sequence[str], predictions: Sequence[str]) -> None:
+    pairs = collections.Counter(zip(labels, predictions, strict=True))
+    for label, total in sorted(collections.Counter(labels).items()):
+        wrong = [(n, p) for (actual, p), n in pairs.items() if actual == label != p]
+        taken = ", ".join(f"{p} {n}" for n, p in sorted(wrong, reverse=True)[:3])
+        print(f"| {label} | {total} | {pairs[label, label] / total:.2f} | {taken} |")
+
+
+def show_attacks(source: Path) -> None:
+    """Print the recall of attacks at thresholds set on plain chat, and false alarms by source."""
+    chat, dev = texts.read(source, "plain_chat_dev"), texts.read(source, "jailbreak_dev")
+    chat_margins = np.array([_margin(row["text"]) for row in chat])
+    margins = np.array([_margin(row["text"]) for row in dev])
+    usual = math.log(0.7 / 0.3)
+    thresholds = {f"{share:.0%}": np.quantile(chat_margins, 1 - share) for share in (0.01, 0.02)}
+    for name, threshold in {**thresholds, "risk 0.7": usual}.items():
+        groups: dict[str, list[bool]] = collections.defaultdict(list)
+        clusters: dict[str, list[bool]] = collections.defaultdict(list)
+        for row, margin in zip(dev, margins, strict=True):
+            groups[f"{row['label']}/{row['family']}"].append(margin > threshold)
+            if row["label"] == "jailbreak":
+                groups["all jailbreaks"].append(margin > threshold)
+            if row["label"] in ("jailbreak", "injection") and row["family"] != "indirect":
+                clusters[row["cluster"]].append(margin > threshold)
+        for row, margin in zip(chat, chat_margins, strict=True):
+            groups[f"chat/{row['source']}"].append(margin > threshold)
+        print(f"attacks, threshold {name} ({np.mean(chat_margins > threshold):.3f} of plain chat):")
+        per_cluster = np.mean([np.mean(hits) for hits in clusters.values()])
+        print(f"| per cluster | {len(clusters)} | {per_cluster:.3f} |")
+        for group, hits in sorted(groups.items()):
+            print(f"| {group} | {len(hits)} | {np.mean(hits):.3f} |")
+
+
+def _margin(text: str) -> float:
+    risk = FAST.classify_attack(text).risk
+    return math.log(risk + 1e-15) - math.log(1 - risk + 1e-15)
+
+
+def show_pii(source: Path) -> None:
+    """Print recall and precision by kind, and harmless texts with a pattern in them."""
+    dev = texts.read(source, "pii_dev")
+    for kind in (*_PATTERNED, "PERSON", "STREET_ADDRESS"):
+        for style in ("template", "forum"):
+            rows = [row for row in dev if (row["source"] == "wnut17") == (style == "forum")]
+            _show_kind(kind, style, rows)
+            if kind == "PERSON":
+                print("at a threshold of 0.6:")
+                _show_kind(kind, style, rows, 0.6)
+    for name in ("domain_dev", "plain_chat_dev"):
+        rows = texts.read(source, name)
+        spans = [FAST.find_pii(row["text"])[0] for row in rows]
+        marked = [{span.type for span in found if span.confidence >= 0.7} for found in spans]
+        patterned = np.mean([bool(kinds.intersection(_PATTERNED)) for kinds in marked])
+        named = np.mean(["PERSON" in kinds for kinds in marked])
+        listed = np.mean(["PERSON" in {span.type for span in found} for found in spans])
+        print(
+            f"{name}: {patterned:.2%} of texts marked by a pattern, {named:.2%} by a name, "
+            f"{listed:.2%} by one at a threshold of 0.6"
+        )
+
+
+def _show_kind(kind: str, style: str, rows: Iterable[texts.Row], least: float = 0.7) -> None:
+    num_true = num_hit = num_marked = num_right = 0
+    for row in rows:
+        true = [(start, end) for start, end, label in row["spans"] if label == kind]
+        marked = [
+            (span.start, span.end)
+            for span in FAST.find_pii(row["text"])[0]
+            if span.type == kind and span.confidence >= least
+        ]
+        num_true += len(true)
+        num_marked += len(marked)
+        num_hit += sum(any(_covers(m, t) for m in marked) for t in true)
+        num_right += sum(any(_covers(t, m) for t in true) for m in marked)
+    if num_true:
+        precision = num_right / num_marked if num_marked else float("nan")
+        print(f"| {kind} | {style} | {num_true} | {num_hit / num_true:.2f} | {precision:.2f} |")
+
+
+def _covers(span: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return whether a span covers at least half of another."""
+    common = min(span[1], other[1]) - max(span[0], other[0])
+    return common * 2 >= other[1] - other[0]
+
+
+def show_cost(source: Path) -> None:
+    """Print the CPU time of each classifier on pieces of 2,300 characters, some 512 tokens."""
+    joined = "\n".join(row["text"] for row in texts.read(source, "plain_chat_dev"))
+    pieces = [joined[start : start + 2300] for start in range(0, 460_000, 2300)]
+    classifiers: dict[str, Callable[[str], object]] = {
+        "domain": FAST.classify_domain,
+        "attacks": FAST.classify_attack,
+        "pii": FAST.find_pii,
+    }
+    for name, classify in classifiers.items():
+        for piece in pieces[:20]:
+            classify(piece)
+        start = time.process_time()
+        for piece in pieces:
+            classify(piece)
+        print(f"cost, {name}: {(time.process_time() - start) / len(pieces) * 1000:.2f} CPU-ms")
+
+
+if __name__ == "__main__":
+    main()

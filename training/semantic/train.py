@@ -1,0 +1,155 @@
+"""Train the fast classifiers: `python -m training.semantic.train --texts DIRECTORY` (some ten minutes of two cores).
+
+The domain classifier is fitted to whole questions, that of attacks to windows of texts, because it will read windows.
+"""
+
+import argparse
+import collections
+import random
+import re
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dynamo.semantic.classifiers import attacks, domain, words
+from training.semantic import linear, texts
+
+ATTACK_SETTINGS = linear.FitSettings(
+    max_entries=25_000, ngram_buckets=2**14, ngram_weight=0.3, penalty=1e-5, steps=80
+)
+SEED = 20
+FRAGMENTS, LEAST_WORDS, MOST_WORDS = 3, 5, 16
+FRAGMENT_WEIGHT = 0.25
+PLAIN_WEIGHT = 6.0  # of a plainly worded question beside one of an exam: there are few
+SHORT_SOURCES = ("mmlu", "clinc150", "banking77", "gsm8k")  # too easy to set a threshold by
+FALSE_ALARMS = (0.02, 0.005)  # among the other harmless texts, by the windows of each size alone
+LEFT_OUT = ("harmful", "indirect", "bipia-clean")  # what words cannot tell apart, or no attack
+_LOWER_WORD = re.compile(r"(?<![\w'])[a-z]{2,20}(?![\w'])")
+OUT = Path(domain.__file__).with_name("weights")
+
+
+def main() -> None:
+    """Train the models and write them where the package reads them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--texts", type=Path, default=Path("../shared/data/text"))
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--only", choices=("domain", "attacks", "names"))
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    warnings.filterwarnings("ignore", category=UserWarning, module="training")
+    for name, train in (
+        ("domain", train_domain),
+        ("attacks", train_attacks),
+        ("names", pack_names),
+    ):
+        if arguments.only in (None, name):
+            start = time.process_time()
+            train(arguments.texts, arguments.out)
+            print(f"{name}: {time.process_time() - start:.0f} CPU-seconds")
+
+
+def train_domain(source: Path, out: Path) -> None:
+    """Fit the 14 categories of MMLU-Pro."""
+    exam, (plain, _) = texts.read(source, "domain_train"), texts.read_plain_questions()
+    classes = sorted({row["category"] for row in exam})
+    samples, labels, weights = [], [], []
+    draw = random.Random(SEED)
+    for rows, weight in ((exam, 1.0), (plain, PLAIN_WEIGHT)):
+        for row, tokens in zip(rows, _tokens(rows), strict=True):
+            fragments = _draw_fragments(tokens, draw) if rows is exam else []
+            samples += [tokens, *fragments]
+            labels += [classes.index(row["category"])] * (1 + len(fragments))
+            weights += [weight] + [FRAGMENT_WEIGHT] * len(fragments)
+    settings = linear.FitSettings(max_entries=80_000)
+    fitted = linear.fit(samples, np.array(labels), len(classes), settings, np.array(weights))
+    linear.write(fitted, classes, out / "domain.npz")
+
+
+def _draw_fragments(tokens: linear.Tokens, draw: random.Random) -> list[linear.Tokens]:
+    """Return short pieces of a long question: people ask in few words, exams do not."""
+    fragments = []
+    for _ in range(FRAGMENTS if len(tokens) > MOST_WORDS else 0):
+        size = draw.randint(LEAST_WORDS, MOST_WORDS)
+        start = draw.randrange(len(tokens) - size)
+        fragments.append(tokens[start : start + size])
+    return fragments
+
+
+def train_attacks(source: Path, out: Path) -> None:
+    """Fit attacks against harmless texts, by windows, and the offsets that make windows of all sizes comparable."""
+    rows = [
+        row
+        for row in texts.read(source, "jailbreak_train")
+        if row["label"] != "harmful" and row["family"] not in LEFT_OUT
+    ]
+    path = out / "attacks.npz"
+    _fit_windows([row for row in rows if not texts.is_held_out(row["cluster"])], path)
+    offsets = _calibrate([row for row in rows if texts.is_held_out(row["cluster"])], path)
+    _fit_windows(rows, path)
+    with np.load(path) as stored:
+        np.savez_compressed(path, **stored, offsets=offsets)
+
+
+def _fit_windows(rows: Sequence[texts.Row], path: Path) -> None:
+    samples, labels, weights = [], [], []
+    for row, tokens in zip(rows, _tokens(rows), strict=True):
+        is_attack = row["label"] in ("jailbreak", "injection")
+        starts, ends = words.window_bounds(max(1, len(tokens)), attacks.WINDOW_SIZES[:1])
+        for start, end in zip(starts, ends, strict=True):
+            samples.append(tokens[start:end])
+            labels.append(int(is_attack))
+            weights.append((2.0 if is_attack else 1.0) / len(starts) ** 0.7)
+    fitted = linear.fit(samples, np.array(labels), 2, ATTACK_SETTINGS, np.array(weights))
+    linear.write(fitted, ("benign", "attack"), path)
+
+
+def _calibrate(rows: Sequence[texts.Row], path: Path) -> np.ndarray:
+    """Return for each window size what to subtract, so that few harmless texts pass the usual threshold."""
+    model = words.WordModel(path)
+    harmless = [
+        row for row in rows if row["label"] == "benign" and row["source"] not in SHORT_SOURCES
+    ]
+    offsets = []
+    for size, share in zip(attacks.WINDOW_SIZES, FALSE_ALARMS, strict=True):
+        margins = []
+        for tokens in _tokens(harmless):
+            rows_of_text = model.token_rows(words.pair_words(list(tokens)))
+            logits = model.window_logits(rows_of_text, (size,))
+            margins.append(float((logits[:, 1] - logits[:, 0]).max()))
+        offsets.append(np.quantile(margins, 1 - share) - attacks.USUAL_MARGIN)
+    print("offsets", offsets, "from", len(harmless))
+    return np.array(offsets, np.float32)
+
+
+def pack_names(source: Path, out: Path) -> None:
+    """Pack first names, where `source` has the lists of the package `names`, and the common words of the texts."""
+    files = [source / f"dist.{kind}" for kind in ("male.first", "female.first")]
+    if not all(file.exists() for file in files):
+        print("names: no dist.* lists in the directory of texts; the packed ones stay")
+        return
+    counts: collections.Counter[str] = collections.Counter()
+    for name in ("domain_train", "jailbreak_train"):
+        for row in texts.read(source, name):
+            counts.update(_LOWER_WORD.findall(row["text"]))
+    lists = {
+        "first": {line.split()[0].lower() for file in files for line in file.open()},
+        "common": {word for word, count in counts.items() if count > 1},
+    }
+    np.savez_compressed(
+        out / "names.npz",
+        **{
+            name: np.frombuffer("\n".join(sorted(entries)).encode(), np.uint8)
+            for name, entries in lists.items()
+        },
+    )
+
+
+def _tokens(rows: Sequence[texts.Row]) -> list[linear.Tokens]:
+    return [words.tokenize(row["text"])[0] for row in rows]
+
+
+if __name__ == "__main__":
+    main()
