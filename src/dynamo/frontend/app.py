@@ -1,23 +1,24 @@
 """The HTTP application of a frontend: the operations of all APIs, and the routes made from them.
 
-A new API is one folder in `apis` and one line in `_APIS`.
+A new API is one module or folder in `apis` and one line in `_APIS`.
 """
 
+from dynamo.frontend.admission import load_thresholds
 from dynamo.frontend.apis import (
     administration,
+    chat,
+    completions,
     description,
+    embeddings,
+    error_dialects,
     models,
-    openai_errors,
     operation,
     status,
+    tokenize,
 )
-from dynamo.frontend.apis.chat import api as chat
-from dynamo.frontend.apis.completions import api as completions
-from dynamo.frontend.apis.embeddings import api as embeddings
 from dynamo.frontend.apis.kserve import api as kserve
 from dynamo.frontend.apis.messages import api as messages
 from dynamo.frontend.apis.responses import api as responses
-from dynamo.frontend.apis.tokenize import api as tokenize
 from dynamo.frontend.delivery import delivery
 from dynamo.frontend.processes import peers
 from dynamo.runtime.http import exchange
@@ -47,17 +48,24 @@ class App:
         self._dialect_by_prefix = {
             entry.path.removesuffix(operation.ANY_ID): entry.dialect
             for entry in self.operations
-            if entry.dialect is not openai_errors
+            if entry.dialect is not error_dialects.OPENAI
         }
+        self._body_factor_by_path = {entry.path: entry.body_factor for entry in self.operations}
         self.routes = exchange.HttpRouter(
             {(entry.method, entry.path): entry.handler for entry in self.operations},
             error_body=self.error_body,
         )
         self.sibling_routes: peers.PeerRoutes = {
             ("GET", "/metrics"): status.metrics_handler(context),
-            ("POST", "/busy_threshold"): context.compute(context.admission.thresholds.change),
+            ("POST", "/busy_threshold"): context.compute(
+                load_thresholds.decode_change, context.admission.thresholds.change
+            ),
             **context.shared_responses.routes,
         }
+
+    def body_factor_of(self, path: str) -> int:
+        """Return by which factor a body may be larger at this path than at others."""
+        return self._body_factor_by_path.get(path, 1)
 
     def start_draining(self) -> None:
         """Refuse new requests from now on."""
@@ -72,4 +80,4 @@ class App:
         for prefix, dialect in self._dialect_by_prefix.items():
             if path.startswith(prefix):
                 return dialect
-        return openai_errors
+        return error_dialects.OPENAI

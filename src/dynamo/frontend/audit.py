@@ -67,14 +67,13 @@ class AuditLog:
         self._writer.put(row, len(row.request.body) + len(row.response))
 
 
-class AuditedExchange(exchange.Exchange):
+class AuditedExchange(exchange.WrappedExchange):
     """Passes everything on to another exchange, and calls `on_end` with a row of it once it has ended."""
 
     __slots__ = (
         "_chunks",
         "_fields",
         "_has_ended",
-        "_inner",
         "_is_cut",
         "_num_bytes",
         "_on_end",
@@ -88,8 +87,7 @@ class AuditedExchange(exchange.Exchange):
         fields: _RequestFields,
         on_end: Callable[[AuditRow], None],
     ) -> None:
-        self.request = inner.request
-        self._inner = inner
+        super().__init__(inner)
         self._fields = fields
         self._on_end = on_end
         self._chunks: list[bytes] = []
@@ -99,13 +97,8 @@ class AuditedExchange(exchange.Exchange):
         self._request_id: str | None = None
         inner.on_disconnect(lambda: self._end(is_complete=False))
 
-    @property
-    def is_closed(self) -> bool:
-        return self._inner.is_closed
-
-    @property
-    def is_streaming(self) -> bool:
-        return self._inner.is_streaming
+    def _drop_body(self) -> None:
+        """Do nothing: the row has the body."""
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         def lost() -> None:

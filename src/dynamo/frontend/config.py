@@ -3,9 +3,11 @@
 The names of the environment variables are the original's. Records and admission are off by default.
 """
 
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dynamo.base import config, errors
 from dynamo.observability import row_writer
@@ -13,6 +15,7 @@ from dynamo.preprocess import tokenize
 from dynamo.runtime import component
 
 _MILLISECONDS = 1000
+_ORIGIN = re.compile(r"https?://[^/\s?#]+|null|\*").fullmatch
 _TRACE_STEM = "dynamo-request-trace"
 
 
@@ -203,6 +206,17 @@ class FrontendConfig(AdmissionConfig):
         None,
         help="Unix socket at which other processes of --http-workers ask this one; set by their parent",
     )
+    cors_allow_origin: tuple[str, ...] = config.option(
+        (),
+        env="DYN_CORS_ALLOW_ORIGIN",
+        help="origins, such as https://chat.example.com, whose web pages may send requests; * for all",
+    )
+    allowed_hosts: tuple[str, ...] = config.option(
+        (),
+        env="DYN_ALLOWED_HOSTS",
+        help="names by which browsers reach this server, beside its host name and addresses; not "
+        "looked at where API keys are used",
+    )
     namespace: str = config.option(
         "", env="DYN_NAMESPACE", help="serve only the models of this namespace; by default all"
     )
@@ -236,9 +250,15 @@ class FrontendConfig(AdmissionConfig):
         "dynamo_frontend", env="DYN_METRICS_PREFIX", help="first part of the name of every metric"
     )
     http_body_limit_mb: int = config.option(
-        64,
+        8,
         env="DYN_HTTP_BODY_LIMIT_MB",
-        help="largest request body, in MiB; raise it for large batches or images",
+        help="largest request body, in MiB, four times as much for embeddings; raise it for larger batches",
+        least=1,
+    )
+    http_body_memory_mb: int = config.option(
+        512,
+        env="DYN_HTTP_BODY_MEMORY_MB",
+        help="MiB for the bodies of all requests together; beyond it the largest that is still arriving is refused",
         least=1,
     )
     http_read_timeout_secs: float = config.option(
@@ -246,6 +266,12 @@ class FrontendConfig(AdmissionConfig):
         env="DYN_HTTP_READ_TIMEOUT_SECS",
         help="seconds within which a request must arrive completely",
         least=0.1,
+    )
+    tokenizer: Literal["fastokens", "default"] = config.option(
+        "fastokens",
+        env="DYN_TOKENIZER",
+        help="library that turns prompts into tokens; a model for which fastokens gives other tokens than "
+        "Hugging Face's tokenizers uses the latter, as all do with `default`",
     )
     tokenizer_cache_mb: int = config.option(
         tokenize.CACHE_BYTES // 2**20,
@@ -284,10 +310,17 @@ class FrontendConfig(AdmissionConfig):
         help="tokens of prompt and output above which a request does not migrate, as they are computed again",
         least=1,
     )
-    migration_wait_secs: float = config.option(
+    worker_wait_secs: float = config.option(
         5.0,
-        env="DYN_MIGRATION_WAIT_SECS",
-        help="seconds that a migrating request waits for a worker, if there is none",
+        env="DYN_WORKER_WAIT_SECS",
+        help="seconds that a request, new or migrating, waits for a worker if there is none; longer while one is known"
+        " to be starting",
+        least=0,
+    )
+    worker_wait_limit: int = config.option(
+        1000,
+        env="DYN_WORKER_WAIT_LIMIT",
+        help="new requests that may wait so; more are refused at once",
         least=0,
     )
     http_graceful_shutdown_timeout_secs: float = config.option(
@@ -295,6 +328,12 @@ class FrontendConfig(AdmissionConfig):
         env="DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
         help="seconds that running responses may take to finish after SIGTERM",
         least=0,
+    )
+
+    semantic_router: str | None = config.option(
+        None,
+        env="DYN_SEMANTIC_ROUTER",
+        help="configuration (YAML) of the semantic router, which chooses models by what requests say; by default none",
     )
 
     def check(self) -> None:
@@ -306,6 +345,16 @@ class FrontendConfig(AdmissionConfig):
         if self.kserve_grpc_server and self.http_workers > 1 and not self.kserve_grpc_port:
             raise errors.ConfigError(
                 "--kserve-grpc-port: expected a port that all processes of --http-workers share, got 0"
+            )
+        for origin in self.cors_allow_origin:
+            if not _ORIGIN(origin):
+                raise errors.ConfigError(
+                    "--cors-allow-origin: expected an origin such as https://chat.example.com, null "
+                    f"or *, got {origin!r}"
+                )
+        if "*" in self.cors_allow_origin and self.api_keys_file:
+            raise errors.ConfigError(
+                "--cors-allow-origin *: with --api-keys-file expected the exact origins that may use the keys"
             )
         row_writer.check_options(self.audit_options)
         row_writer.check_options(self.request_trace_options)

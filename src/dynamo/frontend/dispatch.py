@@ -1,11 +1,11 @@
 """Dispatch of requests to workers, and of the rest of a request when its worker is lost.
 
-`Dispatcher.dispatch_request` sends each prompt to a worker. From then on the answer comes by callbacks. When an attempt
-ends early because its worker is lost, `RequestDispatch.retry` starts the only task of a request: it sends the rest to
-another instance, and waits a little for one if there is none (a restarted worker is back in a second or two). The
-client sees a pause.
+`Dispatcher.dispatch_request` sends each prompt to a worker, and waits a while for one (`waiting`). From then on the
+answer comes by callbacks. When an attempt ends early because its worker is lost, `RequestDispatch.retry` starts the
+only task of a request: it sends the rest to another instance, and waits for one by the same rule (a restarted worker is
+back in a second or two). The client sees a pause.
 
-A request that names an instance is for that instance alone: it does not migrate.
+A request that names an instance is for that instance alone: it neither waits nor migrates.
 """
 
 import logging
@@ -13,15 +13,14 @@ from collections.abc import Callable, Collection
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.frontend import metrics, migration, nvext_response
+from dynamo.frontend import metrics, migration, nvext, waiting
 from dynamo.frontend.delivery import delivery
 from dynamo.frontend.delivery.attempt import Attempt
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate
-from dynamo.router import route
+from dynamo.router import route, suspects
 
-RETRY_PAUSE_S = 0.1  # between two tries to find a worker
 _logger = logging.getLogger(__name__)
 
 
@@ -35,6 +34,7 @@ class Dispatcher:
         clock: clocks.Clock,
         timeout_s: float | None,
         busy_workers: Callable[[RegisteredModel], Collection[int]],
+        worker_wait: waiting.WorkerWait,
     ) -> None:
         self.find_model = find_model
         self.policy = policy
@@ -42,6 +42,7 @@ class Dispatcher:
         self.timeout_s = timeout_s
         self.tasks = tasks.Tasks()
         self.busy_workers = busy_workers
+        self.worker_wait = worker_wait
 
     async def dispatch_request(
         self,
@@ -53,13 +54,12 @@ class Dispatcher:
         """Send each prompt of a request to a worker; an error goes to the delivery."""
         dispatch = RequestDispatch(self, model, reply, meter, instance_id)
         reply.retry = dispatch.retry
-        avoid = self.busy_workers(model)
         for attempt in reply.make_attempts():
             if reply.is_over:  # the client has disconnected, or an earlier prompt has failed
                 return
             meter.record_prompt(attempt.request)
             try:
-                await dispatch.send(attempt, model, avoid)
+                await dispatch.find_worker(attempt)
             except errors.DynamoError as error:
                 reply.fail(error)
                 return
@@ -73,7 +73,15 @@ class Dispatcher:
 class RequestDispatch:
     """The dispatch of one request."""
 
-    __slots__ = ("_deadline", "_instance_id", "_meter", "_model", "_reply", "_shared")
+    __slots__ = (
+        "_dead_instances",
+        "_deadline",
+        "_instance_id",
+        "_meter",
+        "_model",
+        "_reply",
+        "_shared",
+    )
 
     def __init__(
         self,
@@ -88,11 +96,31 @@ class RequestDispatch:
         self._reply = reply
         self._meter = meter
         self._instance_id = instance_id
+        self._dead_instances: frozenset[int] = frozenset()  # that died with a prompt of the request
         limit_s = shared.timeout_s
         self._deadline = None if limit_s is None else shared.clock.now() + limit_s
 
-    async def send(self, attempt: Attempt, model: RegisteredModel, avoid: Collection[int]) -> None:
-        """Send an attempt to an instance, if possible none of `avoid`. Raises as `RegisteredModel.open_stream`."""
+    async def find_worker(self, attempt: Attempt, *, is_under_way: bool = False) -> None:
+        """Send an attempt to a worker as soon as there is one. Raises the error of the last try.
+
+        A request for one instance does not wait.
+        """
+        if self._instance_id is not None:
+            await self._send(attempt)
+            return
+        await self._shared.worker_wait.until_served(
+            lambda: self._send(attempt),
+            self._model.name,
+            is_over=lambda: self._reply.is_over or not attempt.is_open,
+            is_under_way=is_under_way,
+        )
+
+    async def _send(self, attempt: Attempt) -> None:
+        """Send an attempt to an instance, if possible to none that is busy or was lost with it.
+
+        Raises as `RegisteredModel.open_stream`.
+        """
+        model = self._find_same_model()
         extra, headers = self._reply.prepared.extra, dict(self._reply.prepared.headers)
         trace, deadline = self._meter.arrival.trace, self._deadline
         stream = await model.open_stream(
@@ -108,14 +136,17 @@ class RequestDispatch:
                 ),
                 on_prefilled=None if extra is None else extra.record_prefill,
             ),
-            avoid=avoid,
+            avoid={*self._shared.busy_workers(model), *attempt.lost_instances},
         )
         attempt.set_stream(stream)
         if self._reply.is_over or not attempt.is_open:
             attempt.cancel()
 
     def retry(self, attempt: Attempt, error: errors.DynamoError) -> bool:
-        """Start to migrate the rest of an attempt that ended early; return False if it must not migrate."""
+        """Start to migrate the rest of an attempt that ended early; return False if it must not migrate.
+
+        A suspect is failed here, by an error that says so.
+        """
         # a request that has migrated need not fail because the next worker is full
         is_full = attempt.num_moves > 0 and isinstance(error, errors.Unavailable)
         if self._instance_id is not None or not (is_full or isinstance(error, errors.WorkerLost)):
@@ -123,6 +154,10 @@ class RequestDispatch:
         policy, card = self._shared.policy, self._model.card
         original, num_choices = self._reply.original_request(attempt), self._reply.num_choices
         answered = attempt.collect_answered(num_choices)
+        num_deaths = self._count_deaths(attempt, error)
+        if suspects.is_suspect(original, num_deaths, has_tokens=attempt.has_begun):
+            self._reply.fail(suspects.make_error(self._meter.arrival.reported_id, num_deaths))
+            return True
         verdict = policy.judge(
             num_migrations=attempt.num_moves,
             limit=policy.limit_of(card.migration_limit),
@@ -134,6 +169,15 @@ class RequestDispatch:
         attempts = self._reply.split(attempt, migration.remaining_requests(original, answered))
         self._shared.tasks.start("migrate a request", self._migrate(attempts, error))
         return True
+
+    def _count_deaths(self, attempt: Attempt, error: errors.DynamoError) -> int:
+        """Return how many workers died that had this attempt or one before it for the same choices."""
+        had_it = attempt.lost_instances
+        if attempt.instance_id is not None:
+            had_it |= {attempt.instance_id}
+            if isinstance(error, errors.WorkerDied):
+                self._dead_instances |= {attempt.instance_id}
+        return len(had_it & self._dead_instances)
 
     def _log_refusal(self, verdict: migration.MigrationVerdict, error: errors.DynamoError) -> None:
         token = logs.log_context.set(self._log_context)
@@ -149,34 +193,24 @@ class RequestDispatch:
         _logger.warning("Stream disconnected... recreating stream... (%s)", error)
         began_at = self._shared.clock.now()
         if isinstance(error, errors.Unavailable):  # the last try was a moment ago
-            await self._shared.clock.sleep(RETRY_PAUSE_S)
+            await self._shared.clock.sleep(waiting.PAUSE_S)
         for attempt in attempts:
             if migration.has_no_tokens_left(attempt.request):
                 attempt.receive(generate.Output((), generate.FinishReason.LENGTH))
             elif not self._reply.is_over:
-                await self._find_worker(attempt, began_at)
+                await self._resume(attempt, began_at)
 
-    async def _find_worker(self, attempt: Attempt, began_at: float) -> None:
-        """Send an attempt to a worker, as soon as there is one; fail the answer after the wait limit."""
-        clock, limit_s = self._shared.clock, self._shared.policy.wait_s
-        while attempt.is_open and not self._reply.is_over:
-            try:
-                model = self._find_same_model()
-                busy = self._shared.busy_workers(model)
-                await self.send(attempt, model, {*busy, *attempt.lost_instances})
-            except (errors.Unavailable, errors.WorkerLost) as error:
-                if clock.now() - began_at >= limit_s:
-                    self._reply.fail(error)
-                    return
-                await clock.sleep(RETRY_PAUSE_S)
-            except errors.DynamoError as error:
-                self._reply.fail(error)
-            else:
-                duration_s = clock.now() - began_at
-                self._meter.record_migration(duration_s, is_new=not attempt.has_begun)
-                num_tokens, ms = attempt.request.num_resumed, duration_s * 1e3
-                _logger.info("the stream goes on after %d tokens and %.1f ms", num_tokens, ms)
-                return
+    async def _resume(self, attempt: Attempt, began_at: float) -> None:
+        """Send the rest of an answer to a worker, or fail the answer."""
+        try:
+            await self.find_worker(attempt, is_under_way=True)
+        except errors.DynamoError as error:
+            self._reply.fail(error)
+            return
+        duration_s = self._shared.clock.now() - began_at
+        self._meter.record_migration(duration_s, is_new=not attempt.has_begun)
+        num_tokens, ms = attempt.request.num_resumed, duration_s * 1e3
+        _logger.info("the stream goes on after %d tokens and %.1f ms", num_tokens, ms)
 
     def _find_same_model(self) -> RegisteredModel:
         """Return the model as it is served now; it may have vanished and returned. Raises NoWorkers."""
@@ -193,9 +227,7 @@ class RequestDispatch:
         return logs.LogContext("http-request", arrival.reported_id, arrival.trace)
 
 
-def _record_instance(
-    attempt: Attempt, extra: nvext_response.NvextResponse
-) -> Callable[[int], None]:
+def _record_instance(attempt: Attempt, extra: nvext.NvextResponse) -> Callable[[int], None]:
     def record(instance_id: int) -> None:
         attempt.set_instance(instance_id)
         extra.record_instance(instance_id)

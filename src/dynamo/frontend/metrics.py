@@ -8,7 +8,7 @@ A `RequestMeter` also records when each stage of its request ended. Records of r
 by a `RequestObserver`, which is given the meter once, when the request has ended.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
@@ -105,6 +105,9 @@ class FrontendMetrics:
         )
         self.queued = registry.fast_gauge(
             "queued_requests", "Requests that wait for their first token", by_model
+        )
+        self.waiting_for_worker = registry.gauge(
+            "requests_waiting_for_worker", "Requests of a model that no worker serves yet", by_model
         )
         self.active = registry.fast_gauge("active_requests", "Requests that a worker has", by_model)
         self.ready = registry.gauge("model_ready", "1 if the model can be asked", by_model)
@@ -239,6 +242,7 @@ class RequestMeter:
         "prepared_at",
         "request",
         "request_type",
+        "tier_tokens",
     )
 
     def __init__(
@@ -262,6 +266,9 @@ class RequestMeter:
         self.ended_at: float | None = None
         self.request: generate.Request | None = None  # of the first prompt
         self.num_prompts = self.num_tokens = self.num_cached = 0
+        self.tier_tokens: dict[
+            str, int
+        ] = {}  # of `num_cached`, those of tiers below the engine's memory
         self.error_type = ""
         self._is_over = False
         self._is_queued = True
@@ -288,9 +295,13 @@ class RequestMeter:
             self.opened_at = now = self._now()
             self.model.families.route.observe(now - self.prepared_at)
 
-    def record_cached(self, num_tokens: int) -> None:
-        """Record how many tokens of a prompt a worker had in its cache."""
+    def record_cached(
+        self, num_tokens: int, tier_tokens: Iterable[tuple[str, int]] | None = None
+    ) -> None:
+        """Record how many tokens of a prompt a worker had in its cache, and how many of them in which slower tier."""
         self.num_cached += num_tokens
+        for tier, count in tier_tokens or ():
+            self.tier_tokens[tier] = self.tier_tokens.get(tier, 0) + count
         self.model.cached_len.observe(num_tokens)
 
     def record_tokens(self, choice: TimedChoice, num_tokens: int) -> None:

@@ -4,7 +4,8 @@ The tokens that have come become the end of the prompt, marked as output (`Reque
 penalties, grammars and limits of thinking continue as if nothing had happened. The state of the answer to the client
 is kept by the delivery, which sees one answer all along: its text, its parsers, its usage.
 
-Only the loss of a worker is a reason (`WorkerLost`): what one engine cannot serve, another cannot serve either.
+Only the loss of a worker is a reason (`WorkerLost`): what one engine cannot serve, another cannot serve either. A
+request that may have killed its worker (`router.suspects`) does not migrate, because it would kill the next one too.
 """
 
 import enum
@@ -31,7 +32,6 @@ class MigrationPolicy:
 
     limit: int = 3  # migrations of one request; 0: none
     max_seq_len: int | None = None  # tokens of prompt and output together; None: no limit
-    wait_s: float = 5.0  # how long a request waits for a worker, if there is none
 
     def limit_of(self, card_limit: int | None) -> int:
         """Return the limit for a model; its card may lower it."""

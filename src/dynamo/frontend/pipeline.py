@@ -8,17 +8,18 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
-from dynamo.frontend import audit, dispatch, metrics, nvext_response, routing_headers
+from dynamo.frontend import audit, dispatch, metrics, nvext, waiting
 from dynamo.frontend.admission import controller
-from dynamo.frontend.delivery import delivery, identity, sse, whole
+from dynamo.frontend.delivery import delivery, identity, sse
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import logs, tracing
 from dynamo.preprocess import inputs, preprocessor
+from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange
 
 REQUEST_ID_HEADERS = ("x-request-id", "x-dynamo-request-id")
@@ -46,26 +47,40 @@ class GenerationApi(Generic[R, F]):
     id_headers: Sequence[str] = REQUEST_ID_HEADERS
 
 
+class BodyRouter(Protocol):
+    """Chooses the model of a request by what it says, changes its body, or answers it."""
+
+    async def route(
+        self, client: exchange.Exchange, endpoint: str
+    ) -> tuple[exchange.Exchange, bytes]:
+        """Return the exchange to answer and the body to decode; a closed exchange was answered. Raises RequestError."""
+        ...
+
+
 class Pipeline:
     """Answers the requests of all APIs that generate text."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the parts of a frontend
         self,
         registry: registry.ModelRegistry,
         frontend_metrics: metrics.FrontendMetrics,
         clock: clocks.Clock,
         dispatcher: dispatch.Dispatcher,
+        worker_wait: waiting.WorkerWait,
         admission: controller.AdmissionController,
         start_trace: tracing.StartSpan = tracing.forward_trace,
         watch: audit.WatchExchange | None = None,
+        semantic: BodyRouter | None = None,
     ) -> None:
         self._models = registry
         self._metrics = frontend_metrics
         self._clock = clock
         self._dispatcher = dispatcher
+        self.worker_wait = worker_wait
         self._admission = admission
         self._start_trace = start_trace
         self._watch = watch
+        self._semantic = semantic
 
     async def answer(self, api: GenerationApi[R, F], client: exchange.Exchange) -> None:
         """Take one request from its body to the workers that answer it."""
@@ -73,8 +88,14 @@ class Pipeline:
         if self._watch is not None:
             client = self._watch(client)
         try:
-            request = api.decode(client.request.body)
-            model = self._models.find(request.model)
+            if self._semantic is None:
+                request = await client.decode_body(api.decode)
+            else:
+                client, body = await self._semantic.route(client, api.endpoint)
+                if client.is_closed:  # the router has answered, or the client is gone
+                    return
+                request = await exchange.decode_apart(body, api.decode)
+            model = await self.find_model(request.model, client)
         except errors.DynamoError as error:  # for no known model
             unknown = self._metrics.for_model(metrics.UNKNOWN_MODEL)
             meter = metrics.RequestMeter(unknown, api.endpoint, is_stream=False, arrival=arrival)
@@ -88,8 +109,14 @@ class Pipeline:
             arrival=arrival,
         )
         try:
-            routing = routing_headers.parse_headers(client.request.headers)
-            prepared = await self._prepare(api, model, request, arrival, routing)
+            routing = nvext.parse_headers(client.request.headers)
+            self._admission.check_rights(
+                client,
+                chooses_worker=routing.chooses_worker(request),
+                sets_priority=request.scheduling_priority != 0,
+            )
+            salt = self._admission.cache_salt(client, model, request.cache_salt)
+            prepared = await self._prepare(api, model, request, arrival, routing, salt)
             instance_id = routing.instance_of(request)
             if self._admission.is_active:
                 prompts = [prompt.request for prompt in prepared.prompts]
@@ -102,9 +129,24 @@ class Pipeline:
             meter.record_failure(error)
             delivery.respond_error(client, error, api.dialect, _id_headers(api, arrival))
             return
-        deliver = api.stream if request.stream else whole.WholeDelivery
+        deliver = api.stream if request.stream else delivery.WholeDelivery
         reply = deliver(client, prepared, meter)
         await self._dispatcher.dispatch_request(model, reply, meter, instance_id)
+
+    async def find_model(self, name: str, client: exchange.Exchange) -> RegisteredModel:
+        """Return the model of this name, as soon as a worker has registered it. Raises ModelNotFound or NoWorkers."""
+
+        async def find() -> RegisteredModel:
+            try:
+                return self._models.find(name)
+            except model_errors.ModelNotFound:
+                if self.worker_wait.is_expected(name):
+                    raise errors.NoWorkers(
+                        f"the first worker of {name!r} is starting: try again shortly"
+                    ) from None
+                raise
+
+        return await self.worker_wait.until_served(find, name, is_over=lambda: client.is_closed)
 
     async def _prepare(
         self,
@@ -112,7 +154,8 @@ class Pipeline:
         model: RegisteredModel,
         request: R,
         arrival: metrics.Arrival,
-        routing: routing_headers.RoutingHeaders,
+        routing: nvext.RoutingHeaders,
+        cache_salt: str | None,
     ) -> delivery.PreparedRequest[F]:
         """Tokenize the request and gather what its answer needs. Raises RequestError."""
         model.check_can_generate()
@@ -124,7 +167,7 @@ class Pipeline:
         _check_logprobs(model, request)
         preparer = model.preparer
         extra_fields = request.extensions.extra_fields
-        extra = nvext_response.NvextResponse(extra_fields, self._clock) if extra_fields else None
+        extra = nvext.NvextResponse(extra_fields, self._clock) if extra_fields else None
         prompts = await api.prepare(preparer, request, arrival.id)
         guided = prompts[0].request.sampling_options.guided_decoding
         if guided is not None and not model.card.runtime_config.supports_guided:
@@ -143,7 +186,7 @@ class Pipeline:
             formatter=api.make_formatter(request, answer_identity),
             dialect=api.dialect,
             preparer=preparer,
-            prompts=routing.apply(prompts if extra is None else extra.apply(prompts)),
+            prompts=routing.apply(prompts if extra is None else extra.apply(prompts), cache_salt),
             request=request,
             headers=_id_headers(api, arrival),
             extra=extra,

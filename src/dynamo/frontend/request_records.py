@@ -201,6 +201,7 @@ def encode_trace_row(row: TraceRow) -> bytes:
         "request_received_ms": row.ended_ms - round(total_ms),
         "input_tokens": request.request.prompt_len if request.request else 0,
         "cached_tokens": request.num_cached,
+        "cached_tokens_by_tier": request.tier_tokens,
         "output_tokens": request.num_tokens,
         "ttft_ms": _elapsed_ms(request.arrived_at, request.first_token_at),
         "total_time_ms": total_ms,
@@ -221,8 +222,8 @@ def _replay_fields(request: metrics.RequestMeter) -> dict[str, Any] | None:
     block_size = request.model.block_size
     if request.request is None or not block_size:
         return None
-    seed = blocks.seed_of(request.request.lora_name)
-    local = blocks.local_hashes(request.request.token_ids, block_size, seed)
+    generated = request.request
+    local = blocks.local_hashes(generated.token_ids, block_size, generated.hash_seed)
     return {
         "trace_block_size": block_size,
         "input_length": request.request.prompt_len,

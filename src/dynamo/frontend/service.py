@@ -6,11 +6,12 @@ import ssl
 from types import TracebackType
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, process_setup, tasks
+from dynamo.base import distribution, errors, process_setup, tasks
 from dynamo.disagg import config as prefill_config
 from dynamo.disagg import prefill_route
 from dynamo.frontend import (
     app,
+    browsers,
     cache_clearing,
     config,
     dispatch,
@@ -18,18 +19,19 @@ from dynamo.frontend import (
     migration,
     pipeline,
     request_records,
+    waiting,
 )
-from dynamo.frontend.admission import controller
+from dynamo.frontend.admission import authentication, controller
 from dynamo.frontend.apis import operation
 from dynamo.frontend.apis.kserve import grpc_loading
 from dynamo.frontend.model_registry import file_fetcher, registry
-from dynamo.frontend.processes import peers, response_store, shared_responses
-from dynamo.observability import loop_delay
+from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
+from dynamo.preprocess import tokenize
 from dynamo.router import config as router_config
-from dynamo.router import route_factory
+from dynamo.router import route_factory, wait_policy
 from dynamo.runtime import component
-from dynamo.runtime.http import parser, server
+from dynamo.runtime.http import exchange, parser, server
 
 _logger = logging.getLogger(__name__)
 
@@ -53,12 +55,11 @@ class Frontend:
         self._clock = clocks.SystemClock()
         self._tasks = tasks.Tasks()
         metrics_registry = observed.Registry(settings.metrics_prefix)
-        self._loop_delay = loop_delay.LoopDelay(metrics_registry, self._clock)
+        self._loop_delay = observed.LoopDelay(metrics_registry, self._clock)
         self._records = request_records.RequestRecords(settings, metrics_registry, self._clock)
         migration_policy = migration.MigrationPolicy(
             limit=settings.migration_limit,
             max_seq_len=settings.migration_max_seq_len,
-            wait_s=settings.migration_wait_secs,
         )
         frontend_metrics = metrics.FrontendMetrics(
             metrics_registry, self._clock.now, self._records.observers, migration_policy
@@ -90,25 +91,44 @@ class Frontend:
                 self._clock,
             ),
             namespace=settings.namespace,
-            tokenizer_cache_bytes=settings.tokenizer_cache_mb * 2**20,
+            tokenizer_options=tokenize.TokenizerOptions(
+                settings.tokenizer, settings.tokenizer_cache_mb * 2**20
+            ),
         )
 
         self._admission = controller.AdmissionController(
             settings, self.models, runtime.events, metrics_registry, self._clock, self._tasks
         )
         timeout_s = settings.request_timeout_secs or None
+        self._expected_workers = waiting.ExpectedWorkers(
+            runtime.discovery, namespace=settings.namespace
+        )
+        worker_wait = waiting.WorkerWait(
+            wait_policy.WaitPolicy(
+                wait_s=settings.worker_wait_secs, max_waiting=settings.worker_wait_limit
+            ),
+            self._clock,
+            self._expected_workers,
+            frontend_metrics.waiting_for_worker,
+        )
         self._dispatcher = dispatch.Dispatcher(
             self.models.find,
             migration_policy,
             self._clock,
             timeout_s,
             self._admission.busy_workers,
+            worker_wait,
         )
         store = response_store.ResponseStore(
             max_items=settings.response_store_items,
             max_bytes=settings.response_store_mb * 2**20,
         )
         self._peers = peers.Peers(settings.http_worker_socket, self._clock)
+        self._semantic = None
+        if settings.semantic_router is not None:
+            self._semantic = distribution.load_extra(
+                "dynamo.frontend.semantic_routing", feature="--semantic-router", extra="semantic"
+            ).SemanticRouting(settings.semantic_router, self.models, metrics_registry, self._clock)
         self._app = app.App(
             operation.ApiContext(
                 models=self.models,
@@ -117,15 +137,19 @@ class Frontend:
                     frontend_metrics,
                     self._clock,
                     self._dispatcher,
+                    worker_wait,
                     self._admission,
                     self._records.enter_trace,
                     self._records.watch,
+                    self._semantic,
                 ),
                 metrics=frontend_metrics,
                 admission=self._admission,
                 cache_clearer=cache_clearing.CacheClearer(self.models, runtime.client),
                 response_store=store,
-                shared_responses=shared_responses.SharedResponses(store, self._peers),
+                shared_responses=peers.SharedResponses(
+                    store, self._peers, self._admission.tenant_of
+                ),
                 peers=self._peers,
                 metrics_registry=metrics_registry,
                 start_trace=self._records.enter_trace,
@@ -133,18 +157,35 @@ class Frontend:
             )
         )
 
-        handler = self._admission.wrap_handler(self._app.routes, self._app.dialect_of)
+        authenticator = self._admission.make_authenticator(self._app.routes, self._app.dialect_of)
+        handler = authenticator or authentication.LocalAdministration(
+            self._app.routes, self._app.dialect_of
+        )
+        hosts = frozenset(settings.allowed_hosts) | browsers.own_names()
+        policy = browsers.BrowserPolicy(
+            frozenset(settings.cors_allow_origin), None if settings.api_keys_file else hosts
+        )
+
+        def check_head(request: exchange.Request) -> int:
+            """Return how many bytes a request's body may have. Raises RequestRefused without a valid key."""
+            if browsers.is_preflight(request):
+                return 0  # it has no key, and needs no body
+            if authenticator is not None:
+                authenticator.check_head(request)
+            return self._app.body_factor_of(request.path) * settings.http_body_limit_mb * 2**20
+
         self._server = server.HttpServer(
-            handler,
+            browsers.BrowserGuard(handler, policy, self._app.dialect_of),
             limits=parser.HttpLimits(
-                body_bytes=settings.http_body_limit_mb * 2**20,
+                kept_body_bytes=settings.http_body_memory_mb * 2**20,
                 request_s=settings.http_read_timeout_secs,
                 num_connections=process_setup.reserve_open_files(parser.NUM_CONNECTIONS),
             ),
             tls=_make_tls_context(settings),
             error_body=self._app.error_body,
+            check_head=check_head,
         )
-        self._grpc = grpc_loading.make_server(settings, handler)
+        self._grpc = grpc_loading.make_server(settings, handler, check_head)
         self.port = 0  # the real ones once it listens
         self.grpc_port = 0
 
@@ -180,6 +221,9 @@ class Frontend:
         await self._peers.start(self._app.sibling_routes)
         self._admission.start()
         self._tasks.start("watch models", self.models.watch())
+        self._tasks.start("watch starting workers", self._expected_workers.watch())
+        if self._semantic is not None:
+            self._tasks.start("watch the semantic router's file", self._semantic.watch())
         self._tasks.start("watch the event loop", self._loop_delay.watch())
         _logger.info("listening on %s", self.url)
         return self

@@ -49,6 +49,14 @@ async def rig(bare):
     return bare
 
 
+@pytest.fixture
+async def impatient(bare):
+    """A running frontend with one worker, where no request waits for a worker."""
+    await bare.start(worker_wait_secs=0)
+    bare.one = await bare.worker()
+    return bare
+
+
 @pytest.fixture(autouse=True)
 def quiet_libraries():
     """httpx logs each request, which hides what we log."""

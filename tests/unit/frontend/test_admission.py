@@ -276,11 +276,16 @@ async def test_busy_worker_is_avoided_while_another_is_free(bare):
     assert (len(rig.one.calls), len(free.calls)) == (0, 4)
 
 
-async def test_named_worker_is_used_although_it_is_busy(bare):
+async def test_named_worker_is_not_used_while_it_is_busy(bare):
     rig = await busy_rig(bare)
-    answer = await rig.chat(nvext={"backend_instance_id": rig.one.instance.instance_id})
+    free = await rig.worker()
+    busy_id, free_id = (worker.instance.instance_id for worker in (rig.one, free))
+    refused = await rig.chat(nvext={"backend_instance_id": busy_id})
+    answer = await rig.chat(nvext={"backend_instance_id": free_id})
 
-    assert answer.status_code == 200
+    assert (refused.status_code, answer.status_code) == (503, 200)
+    assert "retry-after" in refused.headers
+    assert (len(rig.one.calls), len(free.calls)) == (0, 1)
 
 
 async def test_queued_request_starts_when_a_worker_is_free(bare):

@@ -31,9 +31,9 @@ class Rig:
         )  # fmt: skip
         self.entered = []
 
-    async def enter(self, name="", *, priority=0, caller=None, pinned=False):
+    async def enter(self, name="", *, priority=0, caller=None, is_worker_busy=None):
         await self.permits.acquire_permit(
-            caller or Caller(), priority=priority, num_tokens=7, ignores_load=pinned
+            caller or Caller(), priority=priority, num_tokens=7, is_worker_busy=is_worker_busy
         )
         self.entered.append(name)
 
@@ -79,14 +79,23 @@ async def test_request_is_refused_in_the_originals_words_when_all_workers_are_bu
     assert rig.row('f_admission_rejection_total{gate="workers_busy",model="m"}') == [1]
 
 
-async def test_request_for_one_instance_ignores_busy_workers():
+async def test_request_for_one_instance_ignores_other_busy_workers():
     rig = Rig(limit=1)
     rig.num_free = 0
-    await rig.enter(pinned=True)
+    await rig.enter(is_worker_busy=False)
     with pytest.raises(errors.Overloaded, match="the limit"):
-        await rig.enter(pinned=True)
+        await rig.enter(is_worker_busy=False)
 
     assert len(rig.entered) == 1
+
+
+async def test_request_for_a_busy_instance_is_refused_at_once():
+    rig = Rig(queue=4)
+    rig.num_free = 1
+    with pytest.raises(errors.Overloaded):
+        await rig.enter(is_worker_busy=True)
+
+    assert rig.entered == []
 
 
 async def test_queue_admits_by_priority_then_arrival_and_is_not_overtaken():

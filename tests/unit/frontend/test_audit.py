@@ -92,6 +92,20 @@ async def test_disconnected_client_is_recorded_with_what_it_received(audited):
     assert len(row["response"]) == 3
 
 
+async def test_recorded_answer_has_the_rate_limit_headers_after_its_charge(bare, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "a"\nkey = "sk-key-0001"\ntokens_per_minute = 1000\n')
+    path = tmp_path / "audit.jsonl"
+    await bare.start(api_keys_file=str(keys), audit_sinks=("jsonl",), audit_output_path=str(path))
+    await bare.worker()
+    answer = await bare.client.post(
+        CHAT, json=body(store=True), headers={"authorization": "Bearer sk-key-0001"}
+    )
+
+    assert answer.status_code == 200
+    assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 1000
+
+
 async def test_store_is_refused_without_an_audit_log(rig):
     answer = await rig.chat(store=True)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.frontend.delivery import choices
-from dynamo.preprocess import choice_text
+from dynamo.preprocess import detokenize
 from dynamo.protocols import generate
 
 
@@ -21,7 +21,7 @@ class Bytes:
 
 def choice(*stops, min_tokens=0, has_logprobs=True):
     conditions = generate.StopConditions(stop=stops, min_tokens=min_tokens)
-    return choices.Choice(0, choice_text.ChoiceText(Bytes(), conditions), has_logprobs=has_logprobs)
+    return choices.Choice(0, detokenize.ChoiceText(Bytes(), conditions), has_logprobs=has_logprobs)
 
 
 def said(text, reason=None):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.frontend.apis.completions import request as openai_completions
+from dynamo.frontend.apis import completions as openai_completions
 
 
 def decode(prompt="x", **fields):

@@ -8,8 +8,8 @@ import pytest
 from frontend_rig import events, outputs
 
 from dynamo.frontend import app
+from dynamo.frontend.apis import chat as chat_request
 from dynamo.frontend.apis import description, openapi
-from dynamo.frontend.apis.chat import request as chat_request
 from dynamo.observability import metrics
 
 OPERATIONS = app.App(mock.MagicMock()).operations

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.base import errors
-from dynamo.frontend.apis.embeddings import api as embeddings
+from dynamo.frontend.apis import embeddings
 from dynamo.protocols import model_card
 
 PLAIN = model_card.EmbeddingFacts(dimensions=8)

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.apis.embeddings import api as embeddings
+from dynamo.frontend.apis import embeddings
 from dynamo.protocols import embed, generate, model_card
 
 

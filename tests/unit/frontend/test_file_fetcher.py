@@ -3,12 +3,14 @@
 import contextlib
 import hashlib
 import os
+import pathlib
 
 import msgspec
 import pytest
 
 from dynamo.base import clock, errors
 from dynamo.frontend.model_registry import file_fetcher
+from dynamo.preprocess import loading
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
 
@@ -121,13 +123,22 @@ async def test_error_without_a_provider_is_one_sentence(rig):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"checksum": "sha256:../../etc"}, {"size": file_fetcher.MAX_FILE_BYTES + 1}]
+    "fields", [{"checksum": "sha256:../../etc"}, {"size": loading.MAX_FILE_BYTES + 1}]
 )
 async def test_card_with_an_invalid_checksum_fetches_nothing(rig, fields):
     card = card_of(**fields)
 
     assert await rig.fetch.fetch_files(card, [await rig.giver(BODY)]) == card
     assert not rig.asked
+
+
+async def test_device_that_a_card_names_is_not_opened(rig, monkeypatch):
+    opened = []
+    monkeypatch.setattr(pathlib.Path, "open", lambda path, *mode, **how: opened.append(path))
+    with pytest.raises(errors.ConfigError, match="cannot read /dev/zero"):
+        await rig.fetch.fetch_files(card_of("/dev/zero", b""), [])
+
+    assert opened == []
 
 
 async def test_error_names_a_cache_that_cannot_be_written(rig):

@@ -45,12 +45,23 @@ async def test_guided_decoding_options_reach_the_worker(able):
     await able.complete(model="none", nvext={"guided_choice": ["a", "b"]})
 
     assert (asked(able.h).regex, asked(able.none).choice) == ("a+", ("a", "b"))
-    assert asked(able.h).thoughts == generate.GuidedReasoning(
-        opens=("<think>",), closes=("</think>",)
-    )
-    assert asked(able.none).thoughts is None  # completions do not think
-    await able.chat(model="h", guided_regex="a+", chat_template_kwargs={"enable_thinking": False})
-    assert asked(able.h).thoughts is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, False),
+        ({"guided_choice": ["yes", "no"], "guided_regex": None, "max_tokens": 5}, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"chat_template_kwargs": {"thinking": True}}, True),
+    ],
+)
+async def test_structured_answer_thinks_only_if_the_request_says_so(able, fields, thinks):
+    await able.chat(model="h", **{"guided_regex": "a+"} | fields)
+    thoughts = generate.GuidedReasoning(opens=("<think>",), closes=("</think>",))
+
+    assert asked(able.h).thoughts == (thoughts if thinks else None)
 
 
 async def test_guided_request_is_refused_if_the_engine_has_no_grammars(able):
@@ -64,6 +75,33 @@ async def test_guided_request_is_refused_if_the_engine_has_no_grammars(able):
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == list(fields)[-1]
     assert able.one.requests == []
+
+
+async def test_schema_over_a_limit_is_refused_before_any_worker_sees_it(able):
+    schema = {"enum": list(range(5_000))}
+    for fields in (
+        {"guided_json": schema},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": schema},
+            }
+        },
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"properties": {"a": schema}}},
+                }
+            ],
+            "tool_choice": "required",
+        },
+    ):
+        answer = await able.chat(model="h", **fields)
+
+        assert answer.status_code == 400
+        assert "at most 1024 values in all enums, got 5000" in answer.json()["error"]["message"]
+    assert able.h.requests == []
 
 
 async def test_grammar_error_of_the_worker_names_the_callers_parameter(able, client):
@@ -103,6 +141,23 @@ async def test_forced_tool_call_is_returned_as_a_tool_call(able, model, text, ch
     assert told["message"]["content"] is None
     (call,) = told["message"]["tool_calls"]
     assert call["function"] == {"name": "look", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [(name, text[:end]) for name, text in (("h", CALL), ("none", ARRAY)) for end in (1, 4, 20, 30)],
+)
+async def test_forced_tool_call_that_is_cut_leaves_no_marks_in_the_content(able, model, text):
+    getattr(able, model).script = outputs(text, "length")
+    body = (await able.chat(model=model, tools=TOOLS, tool_choice="required")).json()
+    (choice,) = body["choices"]
+    streamed = await able.chat(model=model, tools=TOOLS, tool_choice="required", stream=True)
+
+    assert choice["finish_reason"] == "length"
+    assert not choice["message"]["content"]
+    assert not any(
+        chunk["choices"][0]["delta"].get("content") for chunk in events(streamed.text)[:-1]
+    )
 
 
 async def test_forced_tool_calls_are_streamed_separately(able):

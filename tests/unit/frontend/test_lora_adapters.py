@@ -24,10 +24,10 @@ def served(rig):
 
 
 @pytest.fixture
-async def poetic(rig):
+async def poetic(impatient):
     """Beside a worker without adapters, one that has two."""
-    rig.poet = await rig.worker(lora_names=("poet", "clerk"))
-    return rig
+    impatient.poet = await impatient.worker(lora_names=("poet", "clerk"))
+    return impatient
 
 
 async def test_adapter_is_listed_with_its_base_model(poetic):
@@ -213,7 +213,8 @@ async def test_adapter_prompt_goes_to_a_prefill_worker_with_the_adapter_or_stays
         one.script = [generate.Output((1,), done, kv_transfer_params=params)]
     (route,) = [one.route for one in bare.frontend.models.find("m").replicas.values()]
     await bare.until(lambda: route._prefill and len(route._prefill.instance_ids) == 2)
-    answers = [await bare.chat(model="poet") for _ in range(3)]
+    longer_than_a_block = [f"{number} of these words" for number in range(3)]
+    answers = [await bare.chat(text, model="poet") for text in longer_than_a_block]
 
     assert [one.status_code for one in answers] == [200] * 3
     assert [len(one.requests) for one in prefills] == [0, 3 if has_adapter else 0]

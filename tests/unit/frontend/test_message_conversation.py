@@ -5,7 +5,6 @@ import json
 import pytest
 
 from dynamo.base import errors
-from dynamo.frontend.apis.messages import conversation
 from dynamo.frontend.apis.messages import request as message_request
 
 SAY = {"role": "user", "content": "hi"}
@@ -14,7 +13,7 @@ USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Par
 
 
 def decode(**fields):
-    return conversation.decode(json.dumps(LEAST | fields).encode())
+    return message_request.decode(json.dumps(LEAST | fields).encode())
 
 
 def chat(*messages, **fields):

@@ -326,7 +326,7 @@ async def test_migrating_request_waits_for_a_worker(rig, caplog):
 
 
 async def test_migrating_request_fails_after_the_wait_limit(bare):
-    await bare.start(migration_wait_secs=0.3)
+    await bare.start(worker_wait_secs=0.3)
     leave_after(bare, await bare.worker(), 1)
     found = events((await bare.chat(stream=True)).text)
 
@@ -335,7 +335,7 @@ async def test_migrating_request_fails_after_the_wait_limit(bare):
 
 
 async def test_migration_fails_if_the_model_has_changed(bare, tmp_path, caplog):
-    await bare.start(migration_wait_secs=0.5)
+    await bare.start(worker_wait_secs=0.5)
     leave_after(bare, await bare.worker(), 3)
     answer = bare.start_task(bare.chat())
     await bare.until(lambda: "recreating stream" in caplog.text)
@@ -362,3 +362,39 @@ async def test_client_that_disconnects_during_migration_leaves_nothing_running(r
         while not await is_over():
             await asyncio.sleep(0.01)
     assert not replacement.requests
+
+
+DIED = errors.WorkerDied("worker at x closed the connection")
+
+
+async def test_request_with_which_two_workers_died_goes_to_no_third(workers):
+    third = await workers.worker()
+    third.script = Speaker()
+    fail_after(workers, 5, 5, error=DIED)
+    third.script = workers.one.script
+    answer = await workers.chat()
+
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "suspect_request"
+    assert "2 workers died while they had this request" in answer.json()["error"]["message"]
+    assert sum(len(each.requests) for each in (workers.one, workers.two, third)) == 2
+
+
+async def test_request_whose_worker_died_while_it_compiled_its_grammar_does_not_migrate(workers):
+    facts = model_card.ModelRuntimeConfig(supports_guided=True)
+    guiding = [await workers.worker("g", runtime_config=facts) for _ in range(2)]
+    for worker in guiding:
+        worker.script = Speaker(SAYS, [0])
+        worker.script.error = DIED
+    answer = await workers.chat(model="g", response_format={"type": "json_object"})
+
+    assert answer.status_code == 500
+    assert "died while it prepared this request" in answer.json()["error"]["message"]
+    assert sum(len(worker.requests) for worker in guiding) == 1
+
+
+async def test_request_migrates_from_a_worker_that_died_with_tokens_of_it(workers):
+    fail_after(workers, 5, error=DIED)
+    answer = await workers.chat()
+
+    assert answer.json()["choices"][0]["message"]["content"] == SAYS

@@ -11,9 +11,9 @@ SAY = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
-async def client(rig):
+async def client(impatient):
     async with openai.AsyncOpenAI(
-        base_url=rig.frontend.url + "/v1", api_key="none", max_retries=0
+        base_url=impatient.frontend.url + "/v1", api_key="none", max_retries=0
     ) as made:
         yield made
 
@@ -47,8 +47,8 @@ async def test_client_gets_and_streams_a_completion(client):
     assert whole.choices[0].text == "".join(pieces) == "hello"
 
 
-async def test_logprobs_parse(client, rig):
-    rig.one.script = [
+async def test_logprobs_parse(client, impatient):
+    impatient.one.script = [
         generate.Output(
             (104,),
             generate.FinishReason.LENGTH,
@@ -82,21 +82,21 @@ async def test_invalid_value_raises_bad_request(client):
         await client.chat.completions.create(model="m", messages=SAY, temperature=9)
 
 
-async def test_no_worker_is_a_server_error_that_clients_retry(client, rig):
-    await rig.one.runtime.close()
-    await rig.until(lambda: not rig.instances)
+async def test_no_worker_is_a_server_error_that_clients_retry(client, impatient):
+    await impatient.one.runtime.close()
+    await impatient.until(lambda: not impatient.instances)
 
     with pytest.raises(openai.InternalServerError) as caught:
         await client.chat.completions.create(model="m", messages=SAY)
     assert caught.value.status_code == 503
 
 
-async def test_error_within_a_stream_is_raised(client, rig):
+async def test_error_within_a_stream_is_raised(client, impatient):
     def script(call, _):
         call.send(generate.Output((104,)))
         call.fail(errors.EngineFailed("out of memory"))
 
-    rig.one.script = script
+    impatient.one.script = script
     stream = await client.chat.completions.create(model="m", messages=SAY, stream=True)
 
     with pytest.raises(openai.APIError, match="out of memory"):
@@ -104,9 +104,9 @@ async def test_error_within_a_stream_is_raised(client, rig):
             pass
 
 
-async def test_leaving_a_stream_stops_the_worker(client, rig):
-    rig.one.script = outputs("endless", None)
+async def test_leaving_a_stream_stops_the_worker(client, impatient):
+    impatient.one.script = outputs("endless", None)
     stream = await client.chat.completions.create(model="m", messages=SAY, stream=True)
     await anext(aiter(stream))
     await stream.close()
-    await rig.until(lambda: rig.one.num_cancelled == 1)
+    await impatient.until(lambda: impatient.one.num_cancelled == 1)

@@ -77,7 +77,7 @@ async def test_more_alternatives_than_the_engine_has_are_refused(rig):
 
 
 async def test_request_before_any_worker_is_a_503(bare):
-    await bare.start()
+    await bare.start(worker_wait_secs=0)
     answer = await bare.chat()
 
     assert answer.status_code == 503
@@ -85,10 +85,10 @@ async def test_request_before_any_worker_is_a_503(bare):
     assert answer.headers["retry-after"] == "1"
 
 
-async def test_request_after_the_last_worker_left_is_a_503(rig):
-    await rig.one.runtime.close()
-    await rig.until(lambda: not rig.instances)
-    answer = await rig.chat()
+async def test_request_after_the_last_worker_left_is_a_503(impatient):
+    await impatient.one.runtime.close()
+    await impatient.until(lambda: not impatient.instances)
+    answer = await impatient.chat()
 
     assert answer.status_code == 503
     assert "'m' has lost its last worker" in answer.json()["error"]["message"]

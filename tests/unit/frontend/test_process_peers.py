@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import os
 
 import pytest
 from prometheus_client import parser
 
-from dynamo.base import clock
-from dynamo.frontend.processes import peers, response_store, shared_responses
+from dynamo.base import clock, local_users
+from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics
 from dynamo.runtime.http import exchange
 
@@ -36,6 +37,33 @@ async def three(tmp_path):
 async def test_peers_that_answer_are_collected(three):
     assert await three["1"].ask_all("POST", "/x", b"body") == {"2": b"POST body"}
     assert await three["2"].ask_all("GET", "/x") == {"1": b"GET "}
+
+
+async def test_process_of_another_user_gets_no_answer(three, tmp_path, monkeypatch):
+    monkeypatch.setattr(local_users, "peer_uid", lambda sock: os.getuid() + 1)
+    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "1.sock"))
+    writer.write(b"GET /x HTTP/1.0\r\nhost: peer\r\n\r\n")
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        answer = await reader.read()
+    writer.close()
+
+    assert answer == b""
+
+
+async def test_socket_of_another_user_is_not_asked(three, tmp_path, monkeypatch):
+    requests = []
+
+    async def listen(reader, writer):
+        requests.append(await reader.read())
+        writer.close()
+
+    async with await asyncio.start_unix_server(listen, str(tmp_path / "0.sock")):
+        monkeypatch.setattr(local_users, "peer_uid", lambda sock: os.getuid() + 1)
+        answers = await three["1"].ask_all("GET", "/x")
+
+    assert answers == {}
+    assert requests in ([], [b""])
 
 
 async def test_closed_peer_is_left_out(three):
@@ -121,7 +149,7 @@ async def stores(tmp_path):
         for name in "12":
             others = peers.Peers(str(tmp_path / f"{name}.sock"), clock.SystemClock())
             store = response_store.ResponseStore(max_items=9, max_bytes=9999)
-            shared = shared_responses.SharedResponses(store, others)
+            shared = peers.SharedResponses(store, others, lambda _: "")
             await others.start(shared.routes)
             stack.push_async_callback(others.close)
             made.append((store, shared))
@@ -135,7 +163,7 @@ async def test_response_to_continue_from_is_fetched_before_the_handler_runs(stor
     (first, _), (second, shared) = stores
     first.put("resp_1", KEPT)
     seen = []
-    handler = shared.wrap_continuing(lambda _: seen.append(second.find("resp_1")))
+    handler = shared.wrap_continuing(lambda _: seen.append(second.find("resp_1", "")))
     await handler(caller(body=b'{"previous_response_id": "resp_1", "model": "m"}'))
 
     assert seen == [KEPT]
@@ -165,7 +193,7 @@ async def test_deleted_response_is_deleted_in_all_processes(stores):
 
 async def test_single_process_gets_its_handlers_unchanged():
     store = response_store.ResponseStore(max_items=9, max_bytes=9999)
-    shared = shared_responses.SharedResponses(store, peers.Peers(None, clock.SystemClock()))
+    shared = peers.SharedResponses(store, peers.Peers(None, clock.SystemClock()), lambda _: "")
 
     assert shared.wrap_continuing(echo) is echo
     assert shared.wrap_lookup("/", echo) is echo

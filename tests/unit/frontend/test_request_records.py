@@ -53,6 +53,15 @@ async def test_trace_row_has_lengths_times_and_blocks(traced):
     assert told["request_received_ms"] <= row["event_time_unix_ms"]
 
 
+async def test_trace_row_says_how_many_tokens_came_from_which_tier(traced):
+    first = generate.Output((104,), cached_tokens=8, tier_tokens=(("disk", 4), ("host", 2)))
+    traced.one.script = [first, *outputs("ello")]
+    await traced.complete("ten tokens")
+    (row,) = await rows(traced)
+
+    assert row["request"]["cached_tokens_by_tier"] == {"disk": 4, "host": 2}
+
+
 async def test_request_that_cannot_be_replayed_has_no_trace_row(traced):
     await traced.complete(["one", "two"])
     await traced.chat(model="made-up")

@@ -14,10 +14,10 @@ def test_least_recently_used_response_is_dropped_first():
     store = response_store.ResponseStore(max_items=2, max_bytes=100)
     store.put("a", kept(1))
     store.put("b", kept(1))
-    store.find("a")
+    store.find("a", "")
     store.put("c", kept(1))
 
-    assert [store.find(name) is not None for name in "abc"] == [True, False, True]
+    assert [store.find(name, "") is not None for name in "abc"] == [True, False, True]
 
 
 def test_large_response_displaces_as_many_as_needed():
@@ -26,7 +26,7 @@ def test_large_response_displaces_as_many_as_needed():
         store.put(name, kept(3))
     store.put("d", kept(6))
 
-    assert [store.find(name) is not None for name in "abcd"] == [False, False, True, True]
+    assert [store.find(name, "") is not None for name in "abcd"] == [False, False, True, True]
 
 
 def test_too_large_response_displaces_none():
@@ -34,8 +34,8 @@ def test_too_large_response_displaces_none():
     store.put("a", kept(10))
     store.put("b", kept(11))
 
-    assert store.find("a")
-    assert store.find("b") is None
+    assert store.find("a", "")
+    assert store.find("b", "") is None
 
 
 def test_remove_returns_whether_the_response_was_stored():
@@ -44,7 +44,7 @@ def test_remove_returns_whether_the_response_was_stored():
 
     assert store.remove("a")
     assert not store.remove("a")
-    assert store.find("a") is None
+    assert store.find("a", "") is None
 
 
 @given(
@@ -58,7 +58,7 @@ def test_store_never_exceeds_its_limits(steps, max_items):
             store.put(name, kept(size))
         else:
             store.remove(name)
-        held = [one for name in "abcdef" if (one := store.find(name))]
+        held = [one for name in "abcdef" if (one := store.find(name, ""))]
 
         assert len(store) == len(held) <= max_items
         assert sum(one.num_bytes for one in held) <= 10

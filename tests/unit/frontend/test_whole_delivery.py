@@ -127,7 +127,7 @@ async def test_worker_that_vanishes_is_a_503(rig):
     answer = await rig.chat()
 
     assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "stream_broken"
+    assert answer.json()["error"]["code"] == "worker_died"
 
 
 async def test_disconnected_client_of_a_whole_answer_cancels_the_worker(rig):

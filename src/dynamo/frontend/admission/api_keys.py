@@ -1,5 +1,6 @@
 """API keys: the file that lists them, and the registry that finds the key of a request.
 
+    share_prefix_cache = false           # between tenants; true makes what others asked measurable
     [tenants.acme]                       # limits that the keys of a tenant share
     tokens_per_minute = 100_000
 
@@ -8,6 +9,8 @@
     sha256 = "2bb80d53…"                 # of the key; or: key = "sk-…"
     tenant = "acme"
     models = ["storyteller"]             # all, if left out
+    may_choose_worker = true             # by header or nvext, as a gateway does
+    may_set_priority = true
     requests_per_minute = 60
     concurrent_streams = 4
 
@@ -41,6 +44,8 @@ class ApiKeyEntry(rate_limits.RateLimits, frozen=True, kw_only=True, forbid_unkn
     tenant: _Name | None = None
     models: tuple[str, ...] | None = None
     admin: bool = False  # may use the routes that concern all clients
+    may_choose_worker: bool = False
+    may_set_priority: bool = False
 
     @property
     def digest(self) -> bytes:
@@ -55,6 +60,7 @@ class ApiKeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     keys: tuple[ApiKeyEntry, ...] = ()
     tenants: dict[str, rate_limits.RateLimits] = {}
+    share_prefix_cache: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,25 @@ class ApiKey:
     entry: ApiKeyEntry
     digest: bytes
     accounts: tuple[rate_limits.RateAccount, ...]
+
+    @property
+    def tenant(self) -> str:
+        """The owner of what its requests leave behind: its tenant, or the key itself if it has none."""
+        entry = self.entry
+        return f"key {entry.name}" if entry.tenant is None else f"tenant {entry.tenant}"
+
+    def check_rights(self, *, chooses_worker: bool, sets_priority: bool) -> None:
+        """Raise Forbidden for what the key may not do."""
+        if chooses_worker and not self.entry.may_choose_worker:
+            raise errors.Forbidden(
+                f"the key {self.entry.name!r} may not choose a worker: leave out the routing headers and nvext "
+                "fields, or ask for a key with may_choose_worker = true"
+            )
+        if sets_priority and not self.entry.may_set_priority:
+            raise errors.Forbidden(
+                f"the key {self.entry.name!r} may not set a priority: leave it out, or ask for a key with "
+                "may_set_priority = true"
+            )
 
     def allows_model(self, model: str) -> bool:
         """Return whether the key may be used for this model."""
@@ -76,6 +101,7 @@ class ApiKeyRegistry:
     def __init__(self) -> None:
         self._key_by_digest: dict[bytes, ApiKey] = {}
         self._accounts: dict[str, rate_limits.RateAccount] = {}
+        self.shares_prefix_cache = False  # between tenants
 
     def __len__(self) -> int:
         return len(self._key_by_digest)
@@ -89,6 +115,7 @@ class ApiKeyRegistry:
             name: self._open_account(name, limits, now) for name, limits in limits_by_name.items()
         }
         self._accounts = accounts
+        self.shares_prefix_cache = file.share_prefix_cache
         self._key_by_digest = {
             digest: ApiKey(entry, digest, _accounts_of(entry, accounts))
             for digest, entry in entry_by_digest.items()

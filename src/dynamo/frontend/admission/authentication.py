@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors
+from dynamo.base import errors, membership
 from dynamo.frontend.admission import api_keys, metrics, rate_limits
 from dynamo.frontend.delivery import delivery
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, parser
 
 CHECK_INTERVAL_S = 1.0
 OPEN_PATHS = frozenset(("/live", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"))
@@ -75,6 +75,29 @@ class KeyFileWatcher:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
 
+class LocalAdministration:
+    """A handler for servers without API keys: routes that concern all clients are taken from this machine only."""
+
+    def __init__(
+        self, handler: exchange.Handler, dialect_of: Callable[[str], delivery.ErrorDialect]
+    ) -> None:
+        self._handler = handler
+        self._dialect_of = dialect_of
+
+    def __call__(self, client: exchange.Exchange) -> Awaitable[None] | None:
+        request = client.request
+        if (request.method, request.path) in ADMIN_ROUTES and not membership.is_loopback(
+            request.peer.rpartition(":")[0]
+        ):
+            error = errors.Forbidden(
+                f"expected {request.path} from this machine, got it from {request.peer}: ask here, "
+                "or use an administrator's API key (--api-keys-file)"
+            )
+            delivery.respond_error(client, error, self._dialect_of(request.path))
+            return None
+        return self._handler(client)
+
+
 class KeyAuthenticator:
     """A handler that passes a request on to another handler if its API key is valid."""
 
@@ -102,18 +125,22 @@ class KeyAuthenticator:
                 return None
         return self._handler(client)
 
+    def check_head(self, request: exchange.Request) -> None:
+        """Refuse a request without a valid key before its body has come. Raises RequestRefused."""
+        if request.path in OPEN_PATHS:
+            return
+        try:
+            self._authenticate(request)
+        except errors.RequestError as error:
+            dialect = self._dialect_of(request.path)
+            raise parser.RequestRefused(
+                dialect.status_of(error), str(error), body=dialect.body_of(error)
+            ) from error
+
     def _check(self, client: exchange.Exchange) -> None:
         """Raise Unauthenticated, Forbidden or RateLimited if the key does not allow the request."""
         request = client.request
-        try:
-            api_key = self._api_keys.authenticate(request.headers)
-        except errors.Unauthenticated:
-            self._metrics.count_rejection(metrics.RejectionReason.API_KEY, _NO_MODEL)
-            raise
-        if (request.method, request.path) in ADMIN_ROUTES and not api_key.entry.admin:
-            raise errors.Forbidden(
-                f"the key {api_key.entry.name!r} is not an administrator's (admin = true), which {request.path} takes"
-            )
+        api_key = self._authenticate(request)
         if request.method != "POST":
             return
         now = self._clock.now()
@@ -124,3 +151,16 @@ class KeyAuthenticator:
             raise
         finally:
             client.headers = rate_limits.limit_headers(api_key.accounts, now)
+
+    def _authenticate(self, request: exchange.Request) -> api_keys.ApiKey:
+        """Return the key of a request. Raises Unauthenticated or Forbidden."""
+        try:
+            api_key = self._api_keys.authenticate(request.headers)
+        except errors.Unauthenticated:
+            self._metrics.count_rejection(metrics.RejectionReason.API_KEY, _NO_MODEL)
+            raise
+        if (request.method, request.path) in ADMIN_ROUTES and not api_key.entry.admin:
+            raise errors.Forbidden(
+                f"the key {api_key.entry.name!r} is not an administrator's (admin = true), which {request.path} takes"
+            )
+        return api_key

@@ -5,13 +5,13 @@ model. Both are given back when the request's meter says that the request has en
 that the settings ask for run; `is_active` is false while none of them can refuse a request.
 """
 
-import ipaddress
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors, tasks
+from dynamo.base import errors, membership, tasks
 from dynamo.frontend import config
 from dynamo.frontend import metrics as frontend_metrics
 from dynamo.frontend.admission import (
@@ -31,6 +31,7 @@ from dynamo.protocols import embed, generate
 from dynamo.runtime import events
 from dynamo.runtime.http import exchange
 
+_SALT_CHARS = 32  # of a hash: 128 bits
 _logger = logging.getLogger(__name__)
 
 
@@ -78,6 +79,7 @@ class AdmissionController:
             event_plane, models, self.loads, self.admit_waiting, clock
         )
         self._is_monitoring_loads = initial_thresholds.are_set
+        self._unsalted_models: set[str] = set()  # that were warned about
         self._permits: dict[str, permits.ModelPermits] = {}  # by model
         self.is_active = (
             self._key_file is not None
@@ -99,7 +101,7 @@ class AdmissionController:
         """Start to follow the key file and the load of the workers, as far as the settings ask for it."""
         if self._key_file is not None:
             self._running.start("watch the API keys", self._key_file.watch())
-        elif not _is_loopback(self._settings.http_host):
+        elif not membership.is_loopback(self._settings.http_host):
             _logger.warning(
                 "listening on %s without API keys: every client that reaches it may use it (--api-keys-file)",
                 self._settings.http_host,
@@ -107,12 +109,12 @@ class AdmissionController:
         if self._is_monitoring_loads:
             self._running.start("watch the workers' load", self._load_monitor.watch())
 
-    def wrap_handler(
+    def make_authenticator(
         self, handler: exchange.Handler, dialect_of: Callable[[str], delivery.ErrorDialect]
-    ) -> exchange.Handler:
-        """Return a handler that authenticates requests first, or `handler` itself if API keys are not used."""
+    ) -> authentication.KeyAuthenticator | None:
+        """Return a handler that authenticates requests before `handler` gets them; None if API keys are not used."""
         if self._key_file is None:
-            return handler
+            return None
         return authentication.KeyAuthenticator(
             handler, self._key_file.api_keys, dialect_of, self._metrics, self._clock
         )
@@ -127,7 +129,8 @@ class AdmissionController:
     ) -> None:
         """Return when the request may go to a worker; a request for one instance does not wait for others.
 
-        Raises Forbidden, RateLimited, Overloaded, or Cancelled if the client went away while it waited.
+        Raises Forbidden, RateLimited, Overloaded (also if that instance is busy), or Cancelled if the client went away
+        while it waited.
         """
         num_tokens = sum(prompt.prompt_len for prompt in prompts)
         reservation = _Reservation(self._clock.now)
@@ -151,7 +154,9 @@ class AdmissionController:
                 client,
                 priority=max(prompt.priority for prompt in prompts),
                 num_tokens=num_tokens,
-                ignores_load=instance_id is not None,
+                is_worker_busy=None
+                if instance_id is None
+                else instance_id in self.busy_workers(model),
             )
         except errors.Cancelled:
             meter.record_disconnect()
@@ -174,6 +179,54 @@ class AdmissionController:
             model.card.runtime_config.max_num_batched_tokens,
             self._clock.now(),
         )
+
+    def tenant_of(self, client: exchange.Exchange) -> str:
+        """Return the tenant of the client's API key; "" without keys. Raises Unauthenticated."""
+        if self._key_file is None:
+            return ""
+        return self._key_file.api_keys.authenticate(client.request.headers).tenant
+
+    def has_valid_key(self, client: exchange.Exchange) -> bool:
+        """Return whether the client's API key is valid; always true without keys."""
+        try:
+            self.tenant_of(client)
+        except errors.Unauthenticated:
+            return False
+        return True
+
+    def check_rights(
+        self, client: exchange.Exchange, *, chooses_worker: bool, sets_priority: bool
+    ) -> None:
+        """Raise Forbidden if the client's API key may not do this; without keys every client may."""
+        if self._key_file is not None and (chooses_worker or sets_priority):
+            api_key = self._key_file.api_keys.authenticate(client.request.headers)
+            api_key.check_rights(chooses_worker=chooses_worker, sets_priority=sets_priority)
+
+    def cache_salt(
+        self, client: exchange.Exchange, model: RegisteredModel, requested: str | None
+    ) -> str | None:
+        """Return the salt of a request's cached blocks: of its tenant, and of the salt that it asks for.
+
+        None, for all that have none, without keys (or with a cache that tenants share) and without a salt of its own.
+        Raises InvalidRequest for a requested salt that the model's engine cannot keep.
+        """
+        can_keep = model.card.runtime_config.supports_cache_salt
+        if requested is not None and not can_keep:
+            raise errors.InvalidRequest(
+                f"cache_salt: the engine of {model.name!r} does not keep cached prefixes apart; leave it out",
+                param="cache_salt",
+            )
+        is_shared = self._key_file is None or self._key_file.api_keys.shares_prefix_cache
+        tenant = "" if is_shared else self.tenant_of(client)
+        if tenant and not can_keep and model.name not in self._unsalted_models:
+            self._unsalted_models.add(model.name)
+            _logger.warning(
+                "the engine of %r does not keep the cached prefixes of tenants apart: each can measure what others ask",
+                model.name,
+            )
+        if not tenant and requested is None:
+            return None
+        return hashlib.sha256(f"{tenant}\0{requested or ''}".encode()).hexdigest()[:_SALT_CHARS]
 
     def may_see(self, client: exchange.Exchange, model: str) -> bool:
         """Return whether the client's API key allows this model. Raises Unauthenticated."""
@@ -239,10 +292,3 @@ class _Reservation:
             rate_limits.finish_response(self.accounts, num_output_tokens, self._now())
         else:
             rate_limits.finish_response(self.accounts, -self.num_prompt_tokens, self._now())
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -33,7 +33,7 @@ class ThresholdChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     active_prefill_tokens_threshold_frac: _Batches = msgspec.UNSET
 
 
-_decode_change = json_body.RequestDecoder(ThresholdChange).decode
+decode_change = json_body.RequestDecoder(ThresholdChange).decode
 _decode_event = msgspec.msgpack.Decoder(load.LoadEvent).decode
 
 
@@ -60,9 +60,8 @@ class ThresholdRegistry:
         rows = [self._row(model.name) for model in self._models.ready]
         client.respond(200, sse.encode({"thresholds": rows}))
 
-    async def change(self, body: bytes) -> dict[str, Any]:
+    async def change(self, request: ThresholdChange) -> dict[str, Any]:
         """Answer `POST`: change thresholds of one model and return all of its thresholds. Raises RequestError."""
-        request = _decode_change(body)
         name = self._models.find(request.model).name
         fields = {
             field: value

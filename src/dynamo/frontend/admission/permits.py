@@ -50,14 +50,22 @@ class ModelPermits:
         self._completion_rate = queue.CompletionRate()
 
     async def acquire_permit(
-        self, client: exchange.Exchange, *, priority: int, num_tokens: int, ignores_load: bool
+        self,
+        client: exchange.Exchange,
+        *,
+        priority: int,
+        num_tokens: int,
+        is_worker_busy: bool | None = None,
     ) -> None:
-        """Return with a permit, which must be released. `ignores_load`: the request has chosen its worker already.
+        """Return with a permit, which must be released. `is_worker_busy`: whether the worker is that it has chosen.
 
         Raises Overloaded, or Cancelled if the client went away while it waited.
         """
-        room = self._num_unused_permits() if ignores_load else self._num_admissible()
-        if room != 0 and (ignores_load or not self._queue):
+        if is_worker_busy:
+            raise self._make_refusal()
+        has_chosen = is_worker_busy is not None
+        room = self._num_unused_permits() if has_chosen else self._num_admissible()
+        if room != 0 and (has_chosen or not self._queue):
             self._num_permits += 1
             return
         if self._queue.is_full:

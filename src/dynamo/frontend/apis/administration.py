@@ -13,6 +13,7 @@ from dynamo.frontend.apis.operation import (
     Operation,
     add_request_id,
 )
+from dynamo.frontend.delivery import sse
 
 _THRESHOLD_PATH = "/busy_threshold"
 
@@ -52,10 +53,10 @@ class AllThresholds(msgspec.Struct, kw_only=True):
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
 
-    async def change_thresholds(body: bytes) -> dict[str, Any]:
+    async def change_thresholds(request: load_thresholds.ThresholdChange) -> dict[str, Any]:
         """Change them in this process and, if that succeeds, in the siblings at this port."""
-        changed = await context.admission.thresholds.change(body)
-        await context.peers.ask_all("POST", _THRESHOLD_PATH, body)
+        changed = await context.admission.thresholds.change(request)
+        await context.peers.ask_all("POST", _THRESHOLD_PATH, sse.encode(request))
         return changed
 
     return (
@@ -80,7 +81,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         Operation(
             method="POST",
             path=_THRESHOLD_PATH,
-            handler=context.compute(change_thresholds),
+            handler=context.compute(load_thresholds.decode_change, change_thresholds),
             summary="Change it for one model; what is left out stays, and null is no threshold",
             tag="Operation",
             request=load_thresholds.ThresholdChange,

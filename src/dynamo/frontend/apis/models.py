@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.apis import openai_errors
+from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_ID,
@@ -54,7 +54,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             context.admission.check_may_see(client, model.name)
             client.respond(200, sse.encode(_model_object(model)))
         except errors.DynamoError as error:
-            delivery.respond_error(client, error, openai_errors)
+            delivery.respond_error(client, error, error_dialects.OPENAI)
 
     return (
         Operation(

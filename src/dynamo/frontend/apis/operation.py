@@ -6,20 +6,23 @@ Each API folder has a function `operations(context)` that returns its operations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from dynamo.base import errors, ids
 from dynamo.frontend import cache_clearing, metrics
 from dynamo.frontend.admission import controller
-from dynamo.frontend.apis import openai_errors
+from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.pipeline import REQUEST_ID_HEADERS, GenerationApi, Pipeline, client_request_id
-from dynamo.frontend.processes import peers, response_store, shared_responses
+from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
 from dynamo.observability import tracing
+from dynamo.preprocess import inputs
+from dynamo.protocols import blocks
 from dynamo.runtime.http import exchange
 
+R = TypeVar("R")
 ANY_ID = "*"  # ends a path whose last part is an id
 ACCESS_ERRORS = (401, 403, 429)  # where API keys are required
 READ_ERRORS = (400, *ACCESS_ERRORS, 404, 408, 413, 415, 503)  # of a request with a body
@@ -40,12 +43,13 @@ class Operation:
     tag: str
     answer: type | str  # the type of its JSON, or the media type of its text
     request: type | None = None
+    body_factor: int = 1  # its body may be larger than others by this factor
     request_details: Mapping[str, Any] = field(default_factory=dict)  # JSON schemas by field name
     events: type | None = None  # of the data of a streamed answer
     ends_with_done: bool = False  # the last event of a stream is [DONE]
     other_answers: Mapping[int, type] = field(default_factory=dict)  # by status
     errors: Sequence[int] = ()  # statuses
-    dialect: delivery.ErrorDialect = openai_errors
+    dialect: delivery.ErrorDialect = error_dialects.OPENAI
     example: Mapping[str, Any] = field(default_factory=dict)  # a body without `model`
 
 
@@ -68,7 +72,7 @@ class ApiContext:
     admission: controller.AdmissionController
     cache_clearer: cache_clearing.CacheClearer
     response_store: response_store.ResponseStore
-    shared_responses: shared_responses.SharedResponses
+    shared_responses: peers.SharedResponses
     peers: peers.Peers
     metrics_registry: observed.Registry
     start_trace: tracing.StartSpan
@@ -87,22 +91,29 @@ class ApiContext:
 
     def compute(
         self,
-        answer: Callable[[bytes], Awaitable[Any]],
-        dialect: delivery.ErrorDialect = openai_errors,
+        decode: Callable[[bytes], R],
+        answer: Callable[[R], Awaitable[Any]],
+        dialect: delivery.ErrorDialect = error_dialects.OPENAI,
     ) -> exchange.Handler:
-        """Return a handler that answers the request's body by what `answer` returns, without a worker."""
+        """Return a handler that answers the decoded request by what `answer` returns, without a worker."""
 
         async def handle(client: exchange.Exchange) -> None:
             if not self.accept(client, dialect):
                 return
             try:
-                body = sse.encode(await answer(client.request.body))
+                body = sse.encode(await answer(await client.decode_body(decode)))
             except errors.DynamoError as error:
                 delivery.respond_error(client, error, dialect)
             else:
                 client.respond(200, body)
 
         return add_request_id(handle)
+
+    async def count_tokens(self, conversation: inputs.Conversation) -> int:
+        """Return the length of a conversation's prompt. Raises RequestError."""
+        preparer = self.models.find(conversation.model).preparer
+        token_ids, _ = await preparer.tokenize_conversation(conversation)
+        return blocks.count(token_ids)
 
     def accept(self, client: exchange.Exchange, dialect: delivery.ErrorDialect) -> bool:
         """Return whether the frontend takes this request with a JSON body; if not, it has been answered."""

@@ -28,20 +28,20 @@ class Live(msgspec.Struct, kw_only=True):
     message: str
 
 
-class Healthy(msgspec.Struct, kw_only=True):
-    """At least one worker is ready."""
+class Healthy(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """At least one worker is ready. Where API keys are required, only the holder of one sees more than that."""
 
     status: Literal["healthy"]
-    endpoints: list[str]
-    instances: list[dict[str, Any]]
+    endpoints: list[str] = []
+    instances: list[dict[str, Any]] = []
 
 
-class Unhealthy(msgspec.Struct, kw_only=True):
+class Unhealthy(msgspec.Struct, kw_only=True, omit_defaults=True):
     """No worker is ready, or the frontend is shutting down."""
 
     status: Literal["unhealthy"]
     message: str
-    instances: list[dict[str, Any]]
+    instances: list[dict[str, Any]] = []
 
 
 def metrics_handler(context: ApiContext) -> exchange.Handler:
@@ -61,12 +61,15 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         is_draining = context.drain_state.is_draining
         if is_draining or not instances:
             message = "draining" if is_draining else "No endpoints available"
-            body = {"status": "unhealthy", "message": message, "instances": instances}
-            client.respond(503, sse.encode(body))
-            return
-        endpoints = sorted({str(instance.name) for instance in instances})
-        body = {"status": "healthy", "endpoints": endpoints, "instances": instances}
-        client.respond(200, sse.encode(body))
+            body = {"status": "unhealthy", "message": message}
+            details: dict[str, Any] = {"instances": instances}
+        else:
+            body = {"status": "healthy"}
+            endpoints = sorted({str(instance.name) for instance in instances})
+            details = {"endpoints": endpoints, "instances": instances}
+        if context.admission.has_valid_key(client):
+            body |= details
+        client.respond(200 if body["status"] == "healthy" else 503, sse.encode(body))
 
     async def show_metrics_of_all(client: exchange.Exchange) -> None:
         """Merge the metrics of all processes at this port."""

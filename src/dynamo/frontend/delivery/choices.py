@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dynamo.preprocess import choice_text, preprocessor
+from dynamo.preprocess import detokenize, preprocessor
 from dynamo.preprocess.parsers import parser
 from dynamo.protocols import blocks, generate
 
@@ -45,7 +45,7 @@ ReadResult = tuple[str, list[TokenReport] | None]
 class LogprobReporter:
     """Reports the log probability of each token together with its text, so that a stop string's tokens stay hidden."""
 
-    def __init__(self, text: choice_text.ChoiceText) -> None:
+    def __init__(self, text: detokenize.ChoiceText) -> None:
         self._text = text
         self._pending: list[tuple[TokenReport, int]] = []  # with the end of the token's text
         self._num_read = 0  # characters of all tokens so far
@@ -89,7 +89,7 @@ class LogprobReporter:
 
 def split_tokens(output: generate.Output) -> Iterator[generate.Output]:
     """Yield the output one visible token at a time, and its end last."""
-    visible = choice_text.visible_ids(output)
+    visible = detokenize.visible_ids(output)
     for place, token_id in enumerate(visible):
         logprobs = output.logprobs[place : place + 1] if output.logprobs else None
         yield generate.Output((token_id,), logprobs=logprobs)
@@ -111,7 +111,7 @@ class Choice:
         "text",
     )
 
-    def __init__(self, index: int, text: choice_text.ChoiceText, *, has_logprobs: bool) -> None:
+    def __init__(self, index: int, text: detokenize.ChoiceText, *, has_logprobs: bool) -> None:
         self.index = index
         self.text = text
         self.push = text.push
@@ -172,7 +172,7 @@ class ParsedChoice(Choice):
     def __init__(
         self,
         index: int,
-        text: choice_text.ChoiceText,
+        text: detokenize.ChoiceText,
         parsers: parser.ParserFactory,
         *,
         has_logprobs: bool,
@@ -309,7 +309,7 @@ class EchoedChoice(Choice):
     def __init__(
         self,
         index: int,
-        text: choice_text.ChoiceText,
+        text: detokenize.ChoiceText,
         prompt: EchoedPrompt,
         *,
         has_logprobs: bool,

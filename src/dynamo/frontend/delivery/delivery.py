@@ -1,4 +1,4 @@
-"""The delivery of an answer from workers to a client: what streamed and whole answers share.
+"""The delivery of an answer from workers to a client: what streamed and whole answers share, and whole answers.
 
 A request has one or more prompts; each is one stream at a worker and brings n choices. An `Attempt` takes the outputs
 of one worker and passes them to the `Delivery` of the whole request, which ends exactly once: complete, failed, or
@@ -7,30 +7,31 @@ followed by others (`retry`), of which the client sees nothing.
 """
 
 import abc
+import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend import metrics, nvext_response
+from dynamo.frontend import metrics, nvext
 from dynamo.frontend.delivery import choices, sse
 from dynamo.frontend.delivery.attempt import Attempt
+from dynamo.observability import logs
 from dynamo.preprocess import inputs, preprocessor
 from dynamo.protocols import blocks, generate
 from dynamo.runtime.http import exchange
 
+_failures = logs.PeerLog(logging.getLogger(__name__), time.monotonic)
 F_co = TypeVar("F_co", bound=sse.AnswerFormatter, covariant=True)
 
 
 class ErrorDialect(Protocol):
-    """The form of an API's errors: a module such as `apis.openai_errors`."""
+    """The form of an API's errors: one of `apis.error_dialects`."""
 
-    @property
-    def BODY_TYPE(self) -> type:
-        """The type of an error's JSON."""
-        ...
+    BODY_TYPE: type  # of an error's JSON
 
     def status_of(self, error: errors.DynamoError) -> int:
         """Return the HTTP status."""
@@ -54,7 +55,7 @@ class PreparedRequest(msgspec.Struct, Generic[F_co], frozen=True, kw_only=True):
     prompts: Sequence[preprocessor.Prepared]
     request: inputs.GenerationInput
     headers: exchange.Headers = ()
-    extra: nvext_response.NvextResponse | None = None
+    extra: nvext.NvextResponse | None = None
 
     @property
     def num_choices(self) -> int:
@@ -207,6 +208,7 @@ class Delivery(abc.ABC):
         self._close()
         self._meter.record_failure(error)
         if self.client.is_streaming:
+            _log_failure(error)
             self.client.end(self.error_event(error))
         else:
             respond_error(self.client, error, self.prepared.dialect, self.prepared.headers)
@@ -227,7 +229,7 @@ class Delivery(abc.ABC):
         prompt_number = choice.index // self.num_choices
         if prompt_number not in self._cached_by_prompt:
             self._cached_by_prompt[prompt_number] = output.cached_tokens
-            self._meter.record_cached(output.cached_tokens)
+            self._meter.record_cached(output.cached_tokens, output.tier_tokens)
 
     def settle(self, choice: choices.Choice) -> bool:
         """Account for a choice that has ended, and return whether the whole answer is complete."""
@@ -265,7 +267,9 @@ class Delivery(abc.ABC):
         if self.prepared.extra is None:
             return {}
         share = self._num_cached / self._num_prompt_tokens
-        return self.prepared.extra.build_fields(is_last=is_last, cached_share=share)
+        return self.prepared.extra.build_fields(
+            is_last=is_last, cached_share=share, tier_tokens=self._meter.tier_tokens
+        )
 
     @property
     def _num_prompt_tokens(self) -> int:
@@ -312,6 +316,80 @@ def respond_error(
     headers: exchange.Headers = (),
 ) -> None:
     """Answer by an error; a temporary one carries Retry-After, in whole seconds."""
-    if isinstance(error, errors.Unavailable | errors.RateLimited):
-        headers = (*headers, ("retry-after", str(max(1, math.ceil(error.retry_after_s)))))
+    _log_failure(error)
+    headers = (*headers, *retry_headers(error))
     client.respond(dialect.status_of(error), dialect.body_of(error), headers=headers)
+
+
+def _log_failure(error: errors.DynamoError) -> None:
+    """Log an error that is not the client's fault, in which the client is told no names of inner processes."""
+    if not isinstance(error, errors.RequestError):
+        kind = type(error).__name__
+        _failures.warning(kind, "a request failed: %s: %s", kind, error)
+
+
+def retry_headers(error: errors.DynamoError) -> exchange.Headers:
+    """Return Retry-After, in whole seconds, for a temporary error."""
+    if not isinstance(error, errors.Unavailable | errors.RateLimited):
+        return ()
+    return (("retry-after", str(max(1, math.ceil(error.retry_after_s)))),)
+
+
+class WholeDelivery(Delivery):
+    """Keeps the text of each choice until the last one ends."""
+
+    def __init__(
+        self,
+        client: exchange.Exchange,
+        prepared: PreparedRequest[sse.AnswerFormatter],
+        meter: metrics.RequestMeter,
+    ) -> None:
+        super().__init__(client, prepared, meter)
+        self._texts: list[list[str]] = [[] for _ in self.choices]
+        self._reports: list[list[choices.TokenReport]] = [[] for _ in self.choices]
+
+    def deliver(self, output: generate.Output, first: int = 0) -> None:
+        number = first + output.index
+        choice = self.choices[number]
+        if choice.is_over:
+            return
+        self.count_tokens(choice, len(output.token_ids))
+        self.record_cached(choice, output)
+        text, reports = choice.read(output)
+        self._texts[number].append(text)
+        if reports:
+            self._reports[number] += reports
+        if self.settle(choice):
+            self._respond()
+
+    def _respond(self) -> None:
+        selected = [
+            choice
+            for number in range(len(self.prepared.prompts))
+            for choice in self._select_best(number)
+        ]
+        has_reports = self.prepared.request.num_logprobs is not None
+        answers = [
+            sse.WholeChoice(
+                index,
+                choice.take_pieces("".join(self._texts[choice.index])),
+                sse.finish_reason(choice),
+                self._reports[choice.index] if has_reports else None,
+                choice.text.stop_reason,
+            )
+            for index, choice in enumerate(selected)
+        ]
+        whole = self.prepared.formatter.whole(answers, self.usage())
+        body = {**whole, **self.extra_fields(is_last=True)}
+        self.client.respond(200, sse.encode(body), headers=self.prepared.headers)
+
+    def _select_best(self, prompt_number: int) -> Sequence[choices.Choice]:
+        """Return the answers to this prompt that the client receives: of more than requested the likeliest first."""
+        drawn, num_choices = self.choices_of(prompt_number), self.prepared.request.num_choices
+        if len(drawn) == num_choices:
+            return drawn
+        return sorted(drawn, key=_mean_logprob, reverse=True)[:num_choices]
+
+
+def _mean_logprob(choice: choices.Choice) -> float:
+    return choice.reporter.mean_logprob if choice.reporter is not None else 0.0

@@ -55,6 +55,16 @@ class Template(NamedTuple):
     tail: bytes
 
 
+class ChoicePart(msgspec.Struct, frozen=True):
+    """What one chunk of a stream says of one choice."""
+
+    index: int
+    piece: choices.Piece | None = None
+    reports: Sequence[choices.TokenReport] | None = None
+    finish_reason: str | None = None
+    is_first: bool = False
+
+
 class WholeChoice(msgspec.Struct, frozen=True):
     """A complete choice of an answer that is not streamed."""
 
@@ -76,16 +86,8 @@ class AnswerFormatter(Protocol):
 class ChunkFormatter(AnswerFormatter, Protocol):
     """Formats the streams of an API as chunks of choices."""
 
-    def chunk(
-        self,
-        index: int,
-        piece: choices.Piece | None,
-        *,
-        reports: Sequence[choices.TokenReport] | None = None,
-        finish_reason: str | None = None,
-        is_first: bool = False,
-    ) -> dict[str, Any]:
-        """Return the chunk for a piece of one choice; None for a chunk without any."""
+    def chunk(self, part: ChoicePart) -> dict[str, Any]:
+        """Return the chunk for a part of one choice."""
         ...
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def annotation(name: str, value: str) -> bytes:
 
 def make_template(formatter: ChunkFormatter, index: int, extra: dict[str, Any]) -> Template:
     """Return head and tail of the events of one choice; `extra` are further fields of each chunk."""
-    marked = event({**formatter.chunk(index, _TEXT_MARK), **extra})
+    marked = event({**formatter.chunk(ChoicePart(index, _TEXT_MARK)), **extra})
     head, _, tail = marked.rpartition(encode(_TEXT_MARK))
     return Template(head, tail)
 

@@ -85,8 +85,8 @@ class StreamDelivery(delivery.Delivery):
             self._begin(choice)
         formatter, extra, events = self._formatter, self._extra(), b""
         for piece in pieces or ("",):
-            chunk = formatter.chunk(choice.index, piece, reports=reports, is_first=is_first)
-            events += sse.event({**chunk, **extra})
+            part = sse.ChoicePart(choice.index, piece, reports, is_first=is_first)
+            events += sse.event({**formatter.chunk(part), **extra})
             is_first, reports = False, None
         if (
             choice.is_plain
@@ -129,7 +129,7 @@ class StreamDelivery(delivery.Delivery):
 
     def _end_choice(self, choice: choices.Choice, event: bytes) -> None:
         reason = sse.finish_reason(choice)
-        chunk = self._formatter.chunk(choice.index, None, finish_reason=reason)
+        chunk = self._formatter.chunk(sse.ChoicePart(choice.index, finish_reason=reason))
         event += sse.event({**chunk, **self._extra(is_last=True)})
         if not self.settle(choice):
             self.client.write(event)

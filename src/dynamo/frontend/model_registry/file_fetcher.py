@@ -24,12 +24,12 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.preprocess import loading
 from dynamo.protocols import instances, model_card
 from dynamo.runtime import requests, services
 
 FETCH_TIMEOUT_S = 30.0  # for all files of a model
 PART_TIMEOUT_S = 10.0
-MAX_FILE_BYTES = 256 * 2**20
 MAX_PROVIDERS = 3  # workers that are asked for a file
 MAX_CACHED_FILES = 256
 _CHECKSUM = re.compile(r"sha256:([0-9a-f]{64})")
@@ -42,13 +42,14 @@ class FileProvider:
 
     address: str
     endpoint: str
+    instance_id: int | None = None
 
     @classmethod
     def of(cls, instance: instances.Instance, plane: str) -> "FileProvider | None":
         """Return the provider for an instance; None if this request plane does not reach it."""
         address = instance.transport.get(plane)
         endpoint = model_card.model_files_path(instance.name)
-        return cls(address, endpoint) if address is not None else None
+        return cls(address, endpoint, instance.instance_id) if address is not None else None
 
 
 def cache_directory(configured: str | None) -> Path:
@@ -105,7 +106,7 @@ class FileFetcher:
         if await asyncio.to_thread(_is_same_file, Path(file.path), file):
             return file
         digest = _CHECKSUM.fullmatch(file.checksum)
-        if digest is None or file.size > MAX_FILE_BYTES:
+        if digest is None or file.size > loading.MAX_FILE_BYTES:
             return file  # the error is reported where the file is read
         cached = self._directory / digest[1]
         if not await asyncio.to_thread(_is_same_file, cached, file):
@@ -171,6 +172,7 @@ class FileFetcher:
                 model_card.FilePart(name=name, offset=len(content)),
                 reply_type=bytes,
                 timeout_s=PART_TIMEOUT_S,
+                instance_id=provider.instance_id,
             )
             if not part:
                 break
@@ -180,7 +182,7 @@ class FileFetcher:
 
 def _is_same_file(path: Path, file: model_card.ModelFile) -> bool:
     try:
-        return path.stat().st_size == file.size and _has_checksum(path.read_bytes(), file)
+        return _has_checksum(loading.read_regular_file(path, file.size), file)
     except OSError:
         return False
 

@@ -3,34 +3,111 @@
 A model appears with the first card of its name and vanishes with the last, and with it its LoRA adapters. The oldest
 card defines the model; a card of the same name with other files is refused, because its tokens would mean something
 else. A refused card stays recorded, so that it counts once the others are gone.
+
+Prefill workers answer no client, but compute prompts for decode workers: the routes of a model (`disagg.prefill_route`)
+get a router to its prefill workers as soon as there is one, and none when the last is gone. A prefill worker works for
+the decode workers of its namespace that serve the same files.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.disagg import prefill_route
 from dynamo.frontend import metrics
-from dynamo.frontend.model_registry import file_fetcher, prefill_pools, registered_model
+from dynamo.frontend.model_registry import file_fetcher, registered_model
 from dynamo.frontend.model_registry.registered_model import EndpointInstances, RegisteredModel
 from dynamo.preprocess import loading, tokenize
-from dynamo.protocols import instances, model_card, model_errors
-from dynamo.router import route
+from dynamo.protocols import instances, model_card, model_errors, wire
+from dynamo.router import kv_router, route
 from dynamo.runtime import client, discovery
 
 SETTLE_S = 1.0  # how long a card may be seen before its instance
+ANNOUNCED_S = 30.0  # how long the models that were there at the start may take to load
 _logger = logging.getLogger(__name__)
 RouteFactory = Callable[[client.EndpointClient, model_card.ModelCard], route.Route]
 _decode_record = msgspec.json.Decoder(model_card.CardRecord).decode
+Connect = Callable[[instances.EndpointName], Awaitable[client.EndpointClient]]
+PrefillRouterFactory = Callable[[client.EndpointClient, model_card.ModelCard], kv_router.KvRouter]
+_CardsByInstance = Mapping[int, model_card.ModelCard]
+
+
+class PrefillPools:
+    """The pools of prefill workers, by model and endpoint."""
+
+    def __init__(self, connect: Connect, make_router: PrefillRouterFactory) -> None:
+        self._connect = connect
+        self._make_router = make_router
+        self._records: dict[str, model_card.CardRecord] = {}  # by key, oldest first
+        self._routers: dict[tuple[str, instances.EndpointName], kv_router.KvRouter] = {}
+        self._active: set[tuple[str, str]] = set()  # models and namespaces with prefill workers
+
+    def add_worker(self, key: str, record: model_card.CardRecord) -> None:
+        """Add or replace the record of a prefill worker."""
+        self._records[key] = record
+
+    def remove_worker(self, key: str) -> model_card.CardRecord | None:
+        """Remove and return the record of a prefill worker; None if the key is not one's."""
+        return self._records.pop(key, None)
+
+    async def update_routes(self, model: RegisteredModel) -> None:
+        """Give the routes of a model the prefill workers that there are now."""
+        for name, replicas in model.replicas.items():
+            if isinstance(replicas.route, prefill_route.PrefillRoute):
+                replicas.route.set_prefill_router(await self._find_router(model, name.namespace))
+
+    async def _find_router(
+        self, model: RegisteredModel, namespace: str
+    ) -> kv_router.KvRouter | None:
+        endpoint, cards = self._find_pool(model, namespace)
+        self._log_change(model.name, namespace, len(cards))
+        if endpoint is None:
+            return None
+        key = model.name, endpoint
+        if key not in self._routers:
+            endpoint_client = await self._connect(endpoint)
+            self._routers[key] = self._make_router(endpoint_client, next(iter(cards.values())))
+        self._routers[key].set_model_cards(cards)
+        return self._routers[key]
+
+    def _find_pool(
+        self, model: RegisteredModel, namespace: str
+    ) -> tuple[instances.EndpointName | None, _CardsByInstance]:
+        """Return the endpoint of the model's oldest prefill worker, and the cards of all workers at it."""
+        endpoint, cards = None, {}
+        for record in self._records.values():
+            name = instances.EndpointName(record.namespace, record.component, record.endpoint)
+            card = record.card_json
+            if card.display_name != model.name or record.namespace != namespace:
+                continue
+            if card.checksums != model.card.checksums or name != (endpoint or name):
+                _logger.warning("ignored the prefill worker %x of %s", record.instance_id, name)
+                continue
+            endpoint = name
+            cards[record.instance_id] = card
+        return endpoint, cards
+
+    def _log_change(self, model: str, namespace: str, num_workers: int) -> None:
+        key = model, namespace
+        if num_workers and key not in self._active:
+            _logger.info("prompts of %r go by prefill workers of %s", model, namespace)
+            self._active.add(key)
+        elif not num_workers and key in self._active:
+            _logger.info("%r has lost its last prefill worker in %s", model, namespace)
+            self._active.discard(key)
 
 
 class CardSource(Protocol):
     """The part of discovery that the registry needs."""
+
+    async def get_prefix(self, prefix: str) -> Mapping[str, bytes]: ...
 
     def watch(self, prefix: str) -> AsyncIterator[discovery.Change]: ...
 
@@ -39,7 +116,7 @@ class RouteFactories(NamedTuple):
     """How routes to workers are made; without `make_prefill_router`, prefill workers are recorded, but not asked."""
 
     make_route: RouteFactory
-    make_prefill_router: prefill_pools.PrefillRouterFactory | None = None
+    make_prefill_router: PrefillRouterFactory | None = None
 
 
 class ModelRegistry:
@@ -55,7 +132,7 @@ class ModelRegistry:
         fetcher: file_fetcher.FileFetcher,
         *,
         namespace: str = "",
-        tokenizer_cache_bytes: int = tokenize.CACHE_BYTES,
+        tokenizer_options: tokenize.TokenizerOptions = tokenize.DEFAULT_OPTIONS,
     ) -> None:
         self._cards = cards
         self._connect = connect
@@ -64,16 +141,19 @@ class ModelRegistry:
         self._clock = clock
         self._fetcher = fetcher
         self._namespace = namespace
-        self._tokenizer_cache_bytes = tokenizer_cache_bytes
+        self._tokenizer_options = tokenizer_options
         self._records: dict[str, model_card.CardRecord] = {}  # by key, oldest first
         self._prefill_records: dict[str, model_card.CardRecord] = {}  # those of prefill workers
         self._models: dict[str, RegisteredModel] = {}
         self._adapters: Mapping[str, RegisteredModel] = {}  # of these models
+        self._names_by_alias: Mapping[str, str] = {}
         self._clients: dict[instances.EndpointName, client.EndpointClient] = {}
         self._lost_names: set[str] = set()  # of models that were served before
+        self._announced_names: set[str] = set()  # of models with a card at the start
+        self._announced_until = 0.0  # by then they are loaded, or gone
         self._unloaded_names: set[str] = set()  # of adapters that left with the last change
         self._pools = (
-            prefill_pools.PrefillPools(self._connect_endpoint, factories.make_prefill_router)
+            PrefillPools(self._connect_endpoint, factories.make_prefill_router)
             if factories.make_prefill_router is not None
             else None
         )
@@ -97,6 +177,7 @@ class ModelRegistry:
 
     def find(self, name: str) -> RegisteredModel:
         """Return the model of this name. Raises ModelNotFound, or NoWorkers if it has lost its workers."""
+        name = self._names_by_alias.get(name, name)
         model = self._models.get(name) or self._adapters.get(name)
         if model is not None:
             return model
@@ -104,6 +185,8 @@ class ModelRegistry:
             raise errors.NoWorkers(
                 f"the model {name!r} has lost its last worker: start one, or try again shortly"
             )
+        if name in self._announced_names and self._clock.now() < self._announced_until:
+            raise errors.NoWorkers(f"the model {name!r} is being loaded: try again shortly")
         ready_names = ", ".join(repr(model.name) for model in self.ready)
         if not ready_names and not self._models:
             raise errors.NoWorkers(
@@ -117,11 +200,17 @@ class ModelRegistry:
 
     async def watch(self) -> None:
         """Follow the model cards in discovery until cancelled."""
+        for value in (await self._cards.get_prefix(instances.CARDS)).values():
+            with contextlib.suppress(ValueError):  # it is reported when its turn comes
+                card = _decode_record(value).card_json
+                self._announced_names.update((card.display_name, *card.lora_names, *card.aliases))
+        self._announced_until = self._clock.now() + ANNOUNCED_S
         async for change in self._cards.watch(instances.CARDS):
             record = self._apply_change(change)
             if record is not None:
                 await self._refresh(record.card_json.display_name)
                 self._refresh_adapters()
+                self._refresh_aliases()
 
     def _apply_change(self, change: discovery.Change) -> model_card.CardRecord | None:
         """Record a change; return the record that came or went, or None if no model here changes by it."""
@@ -132,7 +221,7 @@ class ModelRegistry:
             return removed or self._records.pop(change.key, None)
         try:
             record = _decode_record(change.value)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except wire.DECODE_ERRORS as error:
             _logger.warning("ignored the model card %s: %s", change.key, error)
             return None
         if self._namespace not in ("", record.namespace):
@@ -191,6 +280,21 @@ class ModelRegistry:
             self._lost_names.discard(name)
             self._update_metrics(model)
 
+    def _refresh_aliases(self) -> None:
+        """Make the aliases agree with the cards; a name of a model is no alias, and the oldest card has an alias."""
+        lost = {
+            alias: name for alias, name in self._names_by_alias.items() if name in self._lost_names
+        }
+        living = {
+            alias: record.card_json.display_name
+            for record in reversed(self._records.values())
+            for alias in record.card_json.aliases
+        }
+        names = {model.name for model in self._all_models()}
+        self._names_by_alias = {
+            alias: name for alias, name in (lost | living).items() if alias not in names
+        }
+
     def _lose(self, model: RegisteredModel) -> None:
         _logger.warning("the model %r has lost its last worker", model.name)
         self._lost_names.add(model.name)
@@ -217,7 +321,7 @@ class ModelRegistry:
                     card, [provider for provider in providers if provider is not None]
                 ),
                 self._clock,
-                cache_bytes=self._tokenizer_cache_bytes,
+                tokenizer_options=self._tokenizer_options,
                 cache_observer=self._metrics.for_model(card.display_name),
             )
         except errors.ConfigError as error:

@@ -80,7 +80,7 @@ async def _serve(
             for number in range(1, settings.http_workers + 1):
                 spec = _spec(number, argv, port, folder)
                 await parent.start(spec)
-                parent.watch(spec.name, is_restarted=True, fatal_codes=frozenset((_CONFIG_EXIT,)))
+                parent.watch(spec.name, fatal_codes=frozenset((_CONFIG_EXIT,)))
             pids = ", ".join(str(child.pid) for child in parent.child_by_name.values())
             _logger.info("%d processes for port %d: %s", settings.http_workers, port, pids)
             await parent.run()

@@ -7,15 +7,23 @@ of their parent can enter; every socket in the directory is a peer. A peer that 
 The metrics of several processes make one page on which each sample is labelled by its process. Which samples may be
 added up (counters, most gauges) and which not (a model's context length) only the reader knows; Prometheus adds by
 `sum without (http_worker)`.
+
+The process that gets a request may not be the one that stores the response from which it continues. It asks its peers
+for a response that it does not have, and stores what they give, so that a conversation that moves to another connection
+moves to its process once.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.base import errors
+from dynamo.base import errors, local_users
+from dynamo.frontend.processes import response_store
 from dynamo.runtime.http import exchange, server
 
 TIMEOUT_S = 2.0
@@ -79,6 +87,8 @@ async def _exchange(socket: Path, method: str, target: str, body: bytes) -> byte
     """Make one HTTP/1.0 request; its response ends with the connection. Return the body if the status is 200."""
     reader, writer = await asyncio.open_unix_connection(str(socket))
     try:
+        if not local_users.is_own_user(writer.transport):
+            raise errors.RemoteProtocolError("expected a process of our own user")
         head = f"{method} {target} HTTP/1.0\r\nhost: peer\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         response = await _read_to_end(reader)
@@ -127,3 +137,89 @@ def _add_label(sample: str, process: str) -> str:
         return f'{name}{{{WORKER_LABEL}="{process}",{labels}'
     name, _, value = sample.partition(" ")
     return f'{name}{{{WORKER_LABEL}="{process}"}} {value}'
+
+
+STORED_PATH = "/kept/"
+_encode = msgspec.msgpack.Encoder().encode
+_decode_stored = msgspec.msgpack.Decoder(response_store.StoredResponse).decode
+
+
+class _Continuation(msgspec.Struct, frozen=True):
+    """The field of a request that names the response to continue from."""
+
+    previous_response_id: str | None = None
+
+
+_decode_continuation = msgspec.json.Decoder(_Continuation).decode
+
+
+class SharedResponses:
+    """The response store of this process and those of its peers."""
+
+    def __init__(
+        self,
+        store: response_store.ResponseStore,
+        other_processes: Peers,
+        tenant_of: Callable[[exchange.Exchange], str],
+    ) -> None:
+        self._store = store
+        self._peers = other_processes
+        self._tenant_of = tenant_of
+        self.routes: PeerRoutes = {
+            ("GET", STORED_PATH + "*"): self._respond_stored,
+            ("DELETE", STORED_PATH + "*"): self._remove,
+        }
+
+    def wrap_continuing(self, handler: exchange.Handler) -> exchange.Handler:
+        """Return a handler that first fetches the response from which a request continues."""
+        if self._peers.name is None:
+            return handler
+
+        async def handle(client: exchange.Exchange) -> None:
+            try:
+                continuation = await exchange.decode_apart(
+                    client.request.body, _decode_continuation
+                )
+                response_id = continuation.previous_response_id
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                response_id = None  # the error is reported where the whole request is decoded
+            if response_id is not None:
+                await self._fetch(response_id)
+            await _finish(handler(client))
+
+        return handle
+
+    def wrap_lookup(self, path: str, handler: exchange.Handler) -> exchange.Handler:
+        """Return a handler for `path` and a response id that fetches it first; DELETE removes it from all processes."""
+        if self._peers.name is None:
+            return handler
+
+        async def handle(client: exchange.Exchange) -> None:
+            response_id = client.request.path.removeprefix(path)
+            await self._fetch(response_id)
+            is_own = self._store.find(response_id, self._tenant_of(client)) is not None
+            if client.request.method == "DELETE" and is_own:
+                await self._peers.ask_all("DELETE", STORED_PATH + quote(response_id, safe=""))
+            await _finish(handler(client))
+
+        return handle
+
+    async def _fetch(self, response_id: str) -> None:
+        if self._store.find_any(response_id) is not None:
+            return
+        bodies = await self._peers.ask_all("GET", STORED_PATH + quote(response_id, safe=""))
+        for body in bodies.values():
+            self._store.put(response_id, _decode_stored(body))
+
+    def _respond_stored(self, client: exchange.Exchange) -> None:
+        stored = self._store.find_any(client.request.path.removeprefix(STORED_PATH))
+        respond_optional(client, None if stored is None else _encode(stored))
+
+    def _remove(self, client: exchange.Exchange) -> None:
+        was_stored = self._store.remove(client.request.path.removeprefix(STORED_PATH))
+        respond_optional(client, b"" if was_stored else None)
+
+
+async def _finish(answering: Awaitable[None] | None) -> None:
+    if answering is not None:
+        await answering

@@ -4,6 +4,7 @@ They are kept in memory, bounded by number and by bytes; the least recently used
 conversation, so nothing is lost when an earlier response is dropped.
 """
 
+import contextlib
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ class StoredResponse(NamedTuple):
 
     response: bytes  # the object that the client received
     conversation: bytes  # the messages up to and including the answer, without instructions
+    tenant: str = (
+        ""  # whose key asked for it, and the only one that may read, continue or delete it
+    )
 
     @property
     def num_bytes(self) -> int:
@@ -43,10 +47,20 @@ class ResponseStore:
             _, oldest = self._responses.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def find(self, response_id: str) -> StoredResponse | None:
-        """Return a stored response and mark it as used; None if there is none of this id."""
-        if response_id in self._responses:
+    def find(self, response_id: str, tenant: str) -> StoredResponse | None:
+        """Return a stored response of this tenant and mark it as used; None if there is none of this id.
+
+        May be called in the thread that decodes large requests.
+        """
+        stored = self._responses.get(response_id)
+        if stored is None or stored.tenant != tenant:
+            return None
+        with contextlib.suppress(KeyError):  # it was dropped in this moment
             self._responses.move_to_end(response_id)
+        return stored
+
+    def find_any(self, response_id: str) -> StoredResponse | None:
+        """Return a stored response of any tenant, for other processes of this frontend."""
         return self._responses.get(response_id)
 
     def remove(self, response_id: str) -> bool:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamo.base import errors
-from dynamo.frontend.apis.completions import answer as completion_answer
+from dynamo.frontend.apis import completions
 from dynamo.frontend.apis.kserve import request as kserve
-from dynamo.frontend.delivery import choices, identity, sse, streaming
+from dynamo.frontend.delivery import identity, sse, streaming
 
 
 class GenerateFormatter:
@@ -17,19 +17,10 @@ class GenerateFormatter:
         if request.infer_id:
             self._head["id"] = request.infer_id
 
-    def chunk(
-        self,
-        index: int,
-        piece: choices.Piece | None,
-        *,
-        reports: Sequence[choices.TokenReport] | None = None,
-        finish_reason: str | None = None,
-        is_first: bool = False,
-    ) -> dict[str, Any]:
-        """Return the chunk for a piece of the only choice; the last one has a finish reason."""
-        del index, reports, is_first
-        reasons = [] if finish_reason is None else [finish_reason]
-        return self._outputs([completion_answer.content_of(piece)], reasons)
+    def chunk(self, part: sse.ChoicePart) -> dict[str, Any]:
+        """Return the chunk for a part of the only choice; the last one has a finish reason."""
+        reasons = [] if part.finish_reason is None else [part.finish_reason]
+        return self._outputs([completions.content_of(part.piece)], reasons)
 
     def usage_chunk(self, usage: sse.Usage) -> dict[str, Any]:
         """Raise LocalProtocolError: the protocol has no usage, so no request can ask for it."""
@@ -38,7 +29,7 @@ class GenerateFormatter:
     def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
         """Return the complete answer."""
         del usage
-        texts = ["".join(map(completion_answer.content_of, answer.pieces)) for answer in answers]
+        texts = ["".join(map(completions.content_of, answer.pieces)) for answer in answers]
         return self._outputs(texts, [answer.finish_reason for answer in answers])
 
     def _outputs(self, texts: list[str], reasons: list[str]) -> dict[str, Any]:

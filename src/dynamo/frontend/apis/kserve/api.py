@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from dynamo.base import distribution, errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis.completions import api as completions
+from dynamo.frontend.apis import completions, error_dialects
 from dynamo.frontend.apis.kserve import answer, request
-from dynamo.frontend.apis.kserve import errors as kserve_errors
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_ID,
@@ -76,7 +75,7 @@ class KserveHandlers:
             model.check_can_generate()
             self._context.admission.check_may_see(client, model.name)
         except errors.DynamoError as error:
-            delivery.respond_error(client, error, kserve_errors)
+            delivery.respond_error(client, error, error_dialects.KSERVE)
             return
         match target.action:
             case "":
@@ -94,7 +93,7 @@ class KserveHandlers:
         if target.action not in _POST_ACTIONS:
             _refuse(client, 405, f"{client.request.path} takes GET, not POST")
             return None
-        if not self._context.accept(client, kserve_errors):
+        if not self._context.accept(client, error_dialects.KSERVE):
             return None
         if _BINARY in client.request.headers:
             _refuse(client, 400, "the binary tensor extension is not supported: send JSON tensors")
@@ -116,7 +115,7 @@ def _make_api(target: Target) -> InferApi:
         prepare=completions.prepare,
         make_formatter=answer.InferFormatter if has_tensors else answer.GenerateFormatter,
         stream=answer.KserveStreamDelivery,
-        dialect=kserve_errors,
+        dialect=error_dialects.KSERVE,
     )
 
 
@@ -176,7 +175,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             request=request.InferBody,
             answer=dict[str, Any],
             errors=(*GENERATION_ERRORS, 405),
-            dialect=kserve_errors,
+            dialect=error_dialects.KSERVE,
         ),
         Operation(
             method="GET",
@@ -186,7 +185,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             tag="KServe",
             answer=dict[str, Any],
             errors=(400, *ACCESS_ERRORS, 404, 405, 503),
-            dialect=kserve_errors,
+            dialect=error_dialects.KSERVE,
         ),
         Operation(
             method="GET",
@@ -196,7 +195,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             tag="KServe",
             answer=dict[str, Any],
             errors=ACCESS_ERRORS,
-            dialect=kserve_errors,
+            dialect=error_dialects.KSERVE,
         ),
         Operation(
             method="GET",
@@ -205,7 +204,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="200 as long as the process runs",
             tag="KServe",
             answer=dict[str, Any],
-            dialect=kserve_errors,
+            dialect=error_dialects.KSERVE,
         ),
         Operation(
             method="GET",
@@ -215,7 +214,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             tag="KServe",
             answer=dict[str, Any],
             other_answers={503: dict[str, Any]},
-            dialect=kserve_errors,
+            dialect=error_dialects.KSERVE,
         ),
     )
 
@@ -229,4 +228,4 @@ def _respond(client: exchange.Exchange, body: Any, status: int = 200) -> None:
 
 
 def _refuse(client: exchange.Exchange, status: int, message: str) -> None:
-    client.respond(status, kserve_errors.refusal(status, message))
+    client.respond(status, error_dialects.KSERVE.refusal(status, message))

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from dynamo.base import distribution, errors
 from dynamo.frontend import config
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, parser
 
 T = TypeVar("T")
 _SERVER = "dynamo.frontend.apis.kserve.grpc_server"
@@ -36,13 +36,19 @@ class DisabledServer:
         """Do nothing."""
 
 
-def make_server(settings: config.FrontendConfig, handler: exchange.Handler) -> KserveServer:
-    """Return the server for these settings. Raises ConfigError if its library or a certificate is missing."""
+def make_server(
+    settings: config.FrontendConfig, handler: exchange.Handler, check_head: parser.CheckHead
+) -> KserveServer:
+    """Return the server for these settings; `check_head` refuses a call before its message has come.
+
+    Raises ConfigError if its library or a certificate is missing.
+    """
     if not settings.kserve_grpc_server:
         return DisabledServer()
     module = distribution.load_extra(_SERVER, feature="--kserve-grpc-server", extra="kserve")
     server: KserveServer = module.GrpcServer(
         handler,
+        check_head=check_head,
         max_message_bytes=settings.http_body_limit_mb * 2**20,
         tls=_tls(settings, module.GrpcTls),
         shares_port=settings.http_worker_socket is not None,

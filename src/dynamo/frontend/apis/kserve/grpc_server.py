@@ -15,7 +15,7 @@ import grpc.aio
 
 from dynamo.base import errors
 from dynamo.frontend.apis.kserve import inference, kserve_pb2, transcode
-from dynamo.runtime.http import exchange
+from dynamo.runtime.http import exchange, parser
 
 SERVICE = "inference.GRPCInferenceService"  # the published name; see kserve.proto
 MAX_CALLS = 10_000
@@ -32,6 +32,7 @@ _CODE_BY_STATUS = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+_PROBES = ("ServerLive", "ServerReady")
 _logger = logging.getLogger(__name__)
 Method = Callable[[Any, Any], Awaitable[Any]]  # of a request and its context
 
@@ -52,11 +53,13 @@ class GrpcServer:
         self,
         handler: exchange.Handler,
         *,
+        check_head: parser.CheckHead,
         max_message_bytes: int,
         tls: GrpcTls | None,
         shares_port: bool,
     ) -> None:
         self._inference = inference.Inference(handler)
+        self._check_head = check_head
         self._tls = tls
         self._options = [
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -66,7 +69,11 @@ class GrpcServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port, which the system chooses for 0. Raises ConfigError."""
-        server = grpc.aio.server(options=self._options, maximum_concurrent_rpcs=MAX_CALLS)
+        server = grpc.aio.server(
+            interceptors=(_HeadInterceptor(self._check_head),),
+            options=self._options,
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
         server.add_generic_rpc_handlers((self._handlers(),))
         address = f"{f'[{host}]' if ':' in host else host}:{port}"
         try:
@@ -170,6 +177,33 @@ class GrpcServer:
                 yield transcode.make_failure(str(error), request.id)
 
 
+class _HeadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # its library has no types
+    """Refuses calls without a right before their messages have come; probes need none."""
+
+    def __init__(self, check_head: parser.CheckHead) -> None:
+        self._check_head = check_head
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
+    ) -> Any:
+        headers = {k: v for k, v in details.invocation_metadata or () if isinstance(v, str)}
+        request = exchange.Request(
+            method="POST", path="/v2/models/", query="", headers=headers, body=b"", peer=""
+        )
+        try:
+            if details.method.rpartition("/")[2] not in _PROBES:
+                self._check_head(request)
+        except parser.RequestRefused as error:
+            refusal = error.refusal
+
+            async def refuse(requests: Any, context: Any) -> None:
+                del requests
+                await context.abort(_code_of(refusal.status), refusal.message)
+
+            return grpc.stream_stream_rpc_method_handler(refuse)
+        return await continuation(details)
+
+
 def _add_port(server: grpc.aio.Server, address: str, tls: GrpcTls | None) -> int:
     """Bind the server and return its port. Raises RuntimeError."""
     if tls is None:
@@ -201,8 +235,11 @@ async def _aborting(context: Any, *, ignored_statuses: tuple[int, ...] = ()) -> 
         yield
     except inference.HttpRefusal as refusal:
         if refusal.status not in ignored_statuses:
-            code = _CODE_BY_STATUS.get(refusal.status, grpc.StatusCode.INTERNAL)
-            await context.abort(code, str(refusal))
+            await context.abort(_code_of(refusal.status), str(refusal))
+
+
+def _code_of(status: int) -> grpc.StatusCode:
+    return _CODE_BY_STATUS.get(status, grpc.StatusCode.INTERNAL)
 
 
 def _headers_and_peer(context: Any) -> tuple[dict[str, str], str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.apis.kserve import errors as kserve_errors
+from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.kserve import transcode
 from dynamo.runtime.http import exchange
 
@@ -104,6 +104,9 @@ class _NoConnection:
 
     write_soon = write
 
+    def release_body(self, num_bytes: int) -> None:
+        """Do nothing: gRPC has bounds of its own."""
+
 
 def _ignore_end() -> None:
     """Do nothing: no further request of the same connection waits."""
@@ -136,7 +139,7 @@ class Inference:
                 async for piece in pieces:
                     yield piece
         except errors.DynamoError as error:
-            raise HttpRefusal(kserve_errors.status_of(error), str(error)) from error
+            raise HttpRefusal(error_dialects.KSERVE.status_of(error), str(error)) from error
 
     async def _send(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], peer: str

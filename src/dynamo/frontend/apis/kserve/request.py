@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.apis.completions import request as completion_request
+from dynamo.frontend.apis import completions
 from dynamo.protocols import model_errors
 from dynamo.runtime.http import json_body
 
@@ -34,7 +34,7 @@ _NO_EFFECT = "triton_enable_empty_final_response"  # the last response is always
 
 
 class InferRequest(
-    completion_request.CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True
+    completions.CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
     """A completion request with the client's own id, which the answer repeats."""
 
@@ -161,7 +161,6 @@ def _make_request(
             raise _wrong(f"parameters.{name}", "not supported; leave it out")
     fields |= {"model": model, "prompt": text, "stream": is_stream, "infer_id": infer_id}
     request = _completion_decoder.convert(fields, "parameters")
-    request.check()
     if is_stream and request.num_choices > 1:
         raise _wrong("parameters.n", f"expected 1 in a stream, got {request.num_choices}")
     return request

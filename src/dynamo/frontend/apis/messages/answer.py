@@ -10,8 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.frontend.apis.messages import conversation
-from dynamo.frontend.apis.messages import errors as message_errors
+from dynamo.frontend.apis import error_dialects
+from dynamo.frontend.apis.messages import request as message_request
 from dynamo.frontend.delivery import choices, identity, sse
 
 _TEXT_MARK = "\u0000"
@@ -72,7 +72,7 @@ class MessageFormatter:
     """Formats the answer to one request."""
 
     def __init__(
-        self, request: conversation.MessageConversation, answer_identity: identity.Identity
+        self, request: message_request.MessageConversation, answer_identity: identity.Identity
     ) -> None:
         self._id = "msg_" + answer_identity.request_id.replace("-", "")
         self._model = answer_identity.model
@@ -120,7 +120,7 @@ class MessageFormatter:
 
     def error(self, error: errors.DynamoError) -> bytes:
         """Return the last event of a failed stream."""
-        return b"event: error\ndata: " + message_errors.body_of(error) + b"\n\n"
+        return b"event: error\ndata: " + error_dialects.ANTHROPIC.body_of(error) + b"\n\n"
 
     def _is_shown(self, piece: choices.Piece) -> bool:
         return self._shows_thinking or isinstance(piece, str | choices.Call)

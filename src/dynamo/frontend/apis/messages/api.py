@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis.messages import answer, conversation, errors, request
+from dynamo.frontend.apis import chat, error_dialects
+from dynamo.frontend.apis.messages import answer, request
 from dynamo.frontend.apis.operation import (
     GENERATION_ERRORS,
     HELLO,
@@ -14,8 +15,6 @@ from dynamo.frontend.apis.operation import (
     Operation,
 )
 from dynamo.frontend.delivery import streaming
-from dynamo.preprocess import preprocessor
-from dynamo.protocols import blocks
 
 PATH = "/v1/messages"
 _TURNS = {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/Turn"}}
@@ -27,20 +26,13 @@ class MessageTokens(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-async def prepare(
-    preparer: preprocessor.Preprocessor, chat: conversation.MessageConversation, request_id: str
-) -> Sequence[preprocessor.Prepared]:
-    """Prepare the one prompt of a conversation. Raises RequestError."""
-    return (await preparer.prepare_conversation(chat, request_id),)
-
-
 API = pipeline.GenerationApi(
     endpoint="messages",
-    decode=conversation.decode,
-    prepare=prepare,
+    decode=request.decode,
+    prepare=chat.prepare,
     make_formatter=answer.MessageFormatter,
     stream=streaming.EventDelivery,
-    dialect=errors,
+    dialect=error_dialects.ANTHROPIC,
     id_headers=(*pipeline.REQUEST_ID_HEADERS, "request-id"),
 )
 
@@ -48,11 +40,8 @@ API = pipeline.GenerationApi(
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
 
-    async def count_tokens(body: bytes) -> MessageTokens:
-        chat = conversation.convert(request.decode_count(body))
-        preparer = context.models.find(chat.model).preparer
-        token_ids, _ = await preparer.tokenize_conversation(chat)
-        return MessageTokens(blocks.count(token_ids))
+    async def count_tokens(counted: request.MessageCountRequest) -> MessageTokens:
+        return MessageTokens(await context.count_tokens(request.convert(counted)))
 
     return (
         Operation(
@@ -66,20 +55,20 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             answer=answer.MessageAnswer,
             events=answer.MessageEvent,
             errors=(*GENERATION_ERRORS, 529),
-            dialect=errors,
+            dialect=error_dialects.ANTHROPIC,
             example={"messages": HELLO, "max_tokens": 60},
         ),
         Operation(
             method="POST",
             path=f"{PATH}/count_tokens",
-            handler=context.compute(count_tokens, errors),
+            handler=context.compute(request.decode_count, count_tokens, error_dialects.ANTHROPIC),
             summary="Count the tokens of such a request",
             tag="Anthropic",
             request=request.MessageCountRequest,
             request_details={"messages": _TURNS},
             answer=MessageTokens,
             errors=READ_ERRORS,
-            dialect=errors,
+            dialect=error_dialects.ANTHROPIC,
             example={"messages": HELLO},
         ),
     )

@@ -1,7 +1,10 @@
-"""The requests of Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`.
+"""The requests of Anthropic's Messages API, and their content blocks and tools as a conversation.
 
 As with OpenAI's, a parameter is honoured, or refused by name, or documented as without effect (docs/api.md). Content
-blocks and tools are decoded later, one by one (`conversation`), so that an error names the one that is wrong.
+blocks and tools are decoded one by one, so that an error names the one that is wrong.
+The differences from a conversation: the system prompt is a field of its own; turns of one role in a row are one
+message; the results of tools are blocks of the user's turn, where a conversation has a message for each; and thoughts
+are blocks of the assistant's turn.
 """
 
 from typing import Annotated, Any, Literal
@@ -9,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from dynamo.base import errors
-from dynamo.preprocess import conversation, inputs
+from dynamo.preprocess import conversation, inputs, options
 from dynamo.runtime.http import json_body
 
 MAX_STOP_SEQUENCES = 64
@@ -145,19 +148,277 @@ class MessageRequest(MessageCountRequest, frozen=True, kw_only=True, forbid_unkn
             )
 
 
-_request_decoder = json_body.RequestDecoder(MessageRequest)
-_count_decoder = json_body.RequestDecoder(MessageCountRequest)
+_decode_request = json_body.RequestDecoder(MessageRequest).decode
+decode_count = json_body.RequestDecoder(MessageCountRequest).decode
 
 
-def decode(body: bytes) -> MessageRequest:
-    """Return the request in this JSON body. Raises InvalidRequest, which names the field."""
-    request = _request_decoder.decode(body)
-    request.check()
-    return request
+class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of every content block."""
+
+    cache_control: CacheControl | None = None
 
 
-def decode_count(body: bytes) -> MessageCountRequest:
-    """Return the request to count tokens in this JSON body. Raises InvalidRequest, which names the field."""
-    request = _count_decoder.decode(body)
-    request.check()
-    return request
+class TextBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Text of any role."""
+
+    type: Literal["text"]
+    text: str
+    citations: None = None
+
+
+class ToolUseBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool call of the assistant."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A thought of the assistant."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Block, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An encrypted thought, which is skipped: none of our models wrote it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client runs."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None
+    strict: bool | None = None
+
+
+class MessageConversation(inputs.Conversation, frozen=True, kw_only=True):
+    """The conversation of a messages request. As with Anthropic, its thinking budget need not be kept."""
+
+    @property
+    def effort_param(self) -> str:
+        return "output_config.effort"
+
+    @property
+    def format_param(self) -> str:
+        return "output_config.format"
+
+    @property
+    def must_limit_thinking(self) -> bool:
+        return False
+
+    @property
+    def shows_thinking(self) -> bool:
+        """True if the answer includes the model's thoughts."""
+        return bool(self.template_args[options.SWITCH])
+
+
+_DECODERS: dict[str, json_body.RequestDecoder[Any]] = {
+    "text": json_body.RequestDecoder(TextBlock),
+    "tool_use": json_body.RequestDecoder(ToolUseBlock),
+    "tool_result": json_body.RequestDecoder(ToolResultBlock),
+    "thinking": json_body.RequestDecoder(ThinkingBlock),
+    "redacted_thinking": json_body.RequestDecoder(RedactedThinkingBlock),
+}
+_BLOCK_TYPES = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+_tool_decoder = json_body.RequestDecoder(Tool)
+
+
+def decode(body: bytes) -> MessageConversation:
+    """Return the conversation of the messages request in this JSON body. Raises InvalidRequest."""
+    request = _decode_request(body)
+    budget = None
+    if request.thinking is not None and request.thinking.type == "enabled":
+        budget = inputs.NvExt(max_thinking_tokens=request.thinking.budget_tokens)
+    return convert(
+        request,
+        max_tokens=request.max_tokens,
+        stream=request.stream,
+        stop=request.stop_sequences,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        nvext=budget,
+    )
+
+
+def convert(request: MessageCountRequest, **fields: Any) -> MessageConversation:
+    """Return the conversation with the prompt of this request and further `fields`. Raises InvalidRequest."""
+    builder = _MessageBuilder()
+    if request.system is not None:
+        blocks = _decode_blocks(request.system, "system", ("text",))
+        builder.append_text("system", _join_texts(blocks))
+    for number, turn in enumerate(request.messages):
+        builder.append_turn(turn, f"messages[{number}].content")
+    choice, config = request.tool_choice, request.output_config
+    response_format = None
+    if config is not None and config.format is not None:
+        schema = inputs.JsonSchema(name="output", schema=config.format.schema)
+        response_format = inputs.ResponseFormat(type="json_schema", json_schema=schema)
+    return MessageConversation(
+        model=request.model,
+        response_format=response_format,
+        messages=builder.messages,
+        tools=convert_tools(request.tools or []),
+        tool_choice=convert_tool_choice(choice),
+        parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        chat_template_kwargs={options.SWITCH: request.is_thinking},
+        reasoning_effort=config.effort if config else None,
+        **fields,
+    )
+
+
+def convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools in OpenAI's form. Raises InvalidRequest."""
+    if len(tools) > inputs.MAX_TOOLS:
+        raise errors.InvalidRequest(
+            f"tools: expected at most {inputs.MAX_TOOLS}, got {len(tools)}", param="tools"
+        )
+    return [_convert_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+
+
+def convert_tool_choice(choice: ToolSelection | None) -> inputs.ToolChoice | None:
+    """Return the tool choice in OpenAI's form."""
+    match choice:
+        case None:
+            return None
+        case ToolSelection(type="any"):
+            return "required"
+        case ToolSelection(type="tool", name=str(name)):
+            return inputs.NamedTool(type="function", function=inputs.NamedFunction(name=name))
+        case ToolSelection(type="none"):
+            return "none"
+        case _:
+            return "auto"
+
+
+def _convert_tool(value: dict[str, Any], place: str) -> dict[str, Any]:
+    kind = value.get("type", "custom")
+    if kind not in ("custom", None):
+        raise errors.InvalidRequest(
+            f"{place}.type: tools that the server runs are not supported; expected 'custom', got "
+            + json_body.describe(kind),
+            param=f"{place}.type",
+        )
+    tool = _tool_decoder.convert(value, place)
+    if tool.strict:
+        raise errors.InvalidRequest(
+            f"{place}.strict: not supported; expected false or nothing, got true",
+            param=f"{place}.strict",
+        )
+    function = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
+
+
+class _MessageBuilder:
+    """Builds the messages of a conversation turn by turn."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._tool_by_call: dict[str, str] = {}
+
+    def append_turn(self, turn: Turn, place: str) -> None:
+        blocks = _decode_blocks(turn.content, place, _BLOCK_TYPES[turn.role])
+        if turn.role == "assistant":
+            self._append_assistant(blocks)
+            return
+        for number, block in enumerate(blocks):
+            if isinstance(block, ToolResultBlock):
+                self._append_result(block, f"{place}[{number}]")
+        if any(isinstance(block, TextBlock) for block in blocks):
+            self.append_text(turn.role, _join_texts(blocks))
+
+    def append_text(self, role: str, text: str) -> None:
+        """Append a message; text of the role that wrote last joins its message."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == role:
+            last["content"] = _join_lines(last["content"], text)
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def _append_assistant(self, blocks: list[Block]) -> None:
+        self.append_text("assistant", _join_texts(blocks))
+        message = self.messages[-1]
+        if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+            earlier = message.get("reasoning_content", "")
+            message["reasoning_content"] = _join_lines(earlier, "\n".join(thoughts))
+        for block in blocks:
+            if isinstance(block, ToolUseBlock):
+                self._tool_by_call[block.id] = block.name
+                function = {"name": block.name, "arguments": block.input}
+                call = {"id": block.id, "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
+
+    def _append_result(self, block: ToolResultBlock, place: str) -> None:
+        name = self._tool_by_call.get(block.tool_use_id)
+        if name is None:
+            param = f"{place}.tool_use_id"
+            raise errors.InvalidRequest(
+                f"{param}: expected the id of a tool_use block before it, got "
+                + json_body.describe(block.tool_use_id),
+                param=param,
+            )
+        text = _join_texts(_decode_blocks(block.content or "", f"{place}.content", ("text",)))
+        message: dict[str, Any] = {
+            "role": "tool",
+            "tool_call_id": block.tool_use_id,
+            "name": name,
+            "content": text,
+        }
+        if block.is_error:  # for templates that show it
+            message["is_error"] = True
+        self.messages.append(message)
+
+
+def _decode_blocks(
+    content: str | list[dict[str, Any]], place: str, types: tuple[str, ...]
+) -> list[Block]:
+    """Return the blocks of this content, each of one of these types; a plain text is one block."""
+    if isinstance(content, str):
+        return [TextBlock(type="text", text=content)]
+    blocks = []
+    for number, block in enumerate(content):
+        block_place = f"{place}[{number}]"
+        kind = block.get("type")
+        if kind not in types:
+            expected = ", ".join(map(repr, types))
+            got = f"got {kind!r:.60}" if "type" in block else "but it is missing"
+            raise errors.InvalidRequest(
+                f"{block_place}.type: expected one of {expected} (models read text only), {got}",
+                param=f"{block_place}.type",
+            )
+        blocks.append(_DECODERS[kind].convert(block, block_place))
+    return blocks
+
+
+def _join_texts(blocks: list[Block]) -> str:
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def _join_lines(text: str, more: str) -> str:
+    return f"{text}\n{more}" if text and more else text or more

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from dynamo.base import errors
+from dynamo.frontend.apis import error_dialects
 from dynamo.frontend.apis.responses import request as responses_request
 from dynamo.frontend.delivery import choices, identity, sse
 
@@ -152,7 +153,7 @@ class ResponseFormatter:
         if self._open is not None:
             items.append(_complete_item(self._open.item, "".join(self._open.texts), "incomplete"))
         failed = self._response("failed", items, None)
-        failed["error"] = {"code": "server_error", "message": str(error)}
+        failed["error"] = {"code": "server_error", "message": error_dialects.message_of(error)}
         return self._event("response.failed", response=failed)
 
     def _open_item(self, piece: choices.Piece) -> tuple[bytes, _OpenItem]:

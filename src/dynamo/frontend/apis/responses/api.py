@@ -1,6 +1,7 @@
 """OpenAI's Responses API: a conversation whose earlier turns the server may have stored."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Awaitable, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -8,7 +9,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.frontend import pipeline
-from dynamo.frontend.apis import openai_errors
+from dynamo.frontend.apis import chat, error_dialects
 from dynamo.frontend.apis.operation import (
     ACCESS_ERRORS,
     ANY_ID,
@@ -18,11 +19,11 @@ from dynamo.frontend.apis.operation import (
     Operation,
     add_request_id,
 )
-from dynamo.frontend.apis.responses import answer, input_items, request
+from dynamo.frontend.apis.responses import answer, request
 from dynamo.frontend.delivery import delivery, identity, sse, streaming
 from dynamo.frontend.processes import response_store
-from dynamo.preprocess import inputs, preprocessor
-from dynamo.protocols import blocks, model_errors
+from dynamo.preprocess import inputs
+from dynamo.protocols import model_errors
 from dynamo.runtime.http import exchange
 
 PATH = "/v1/responses"
@@ -39,6 +40,7 @@ class ResponseTokens(msgspec.Struct, frozen=True, tag_field="object", tag="respo
 class ResponseConversation(inputs.Conversation, frozen=True, kw_only=True):
     """The conversation of a request."""
 
+    tenant: str  # of the client's API key
     request: request.ResponsesRequest
     stored_messages: list[dict[str, Any]]  # without the instructions, which are for this turn only
 
@@ -51,32 +53,41 @@ class ResponseConversation(inputs.Conversation, frozen=True, kw_only=True):
         return "reasoning.effort"
 
 
-async def prepare(
-    preparer: preprocessor.Preprocessor, chat: ResponseConversation, request_id: str
-) -> Sequence[preprocessor.Prepared]:
-    """Prepare the one prompt of a conversation. Raises RequestError."""
-    return (await preparer.prepare_conversation(chat, request_id, param="input"),)
-
-
 class Responses:
     """Decodes requests, which may continue a stored answer, and stores the answers."""
 
-    def __init__(self, store: response_store.ResponseStore) -> None:
-        self._store = store
-        self.api = pipeline.GenerationApi(
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._store = context.response_store
+        self._tenant_of = context.admission.tenant_of
+
+    def generate(self, client: exchange.Exchange) -> Awaitable[None] | None:
+        """Answer a request, and store the answer (`POST /v1/responses`)."""
+        api = pipeline.GenerationApi(
             endpoint="responses",
-            decode=self.decode,
-            prepare=prepare,
+            decode=functools.partial(self.decode, self._tenant_of(client)),
+            prepare=functools.partial(chat.prepare, param="input"),
             make_formatter=self._make_formatter,
             stream=streaming.EventDelivery,
-            dialect=openai_errors,
+            dialect=error_dialects.OPENAI,
         )
+        return self._context.generate(api)(client)
 
-    def decode(self, body: bytes) -> ResponseConversation:
-        """Return the conversation of the request in this JSON body. Raises RequestError."""
+    def count_tokens(self, client: exchange.Exchange) -> Awaitable[None] | None:
+        """Answer with the length of a request's prompt (`POST /v1/responses/input_tokens`)."""
+
+        async def count(conversation: inputs.Conversation) -> ResponseTokens:
+            return ResponseTokens(await self._context.count_tokens(conversation))
+
+        decode = functools.partial(self.decode_count, self._tenant_of(client))
+        return self._context.compute(decode, count)(client)
+
+    def decode(self, tenant: str, body: bytes) -> ResponseConversation:
+        """Return the conversation of a tenant's request in this JSON body. Raises RequestError."""
         decoded = request.decode(body)
-        messages = self._collect_messages(decoded)
+        messages = self._collect_messages(decoded, tenant)
         return ResponseConversation(
+            tenant=tenant,
             request=decoded,
             stored_messages=messages,
             model=decoded.model,
@@ -85,21 +96,21 @@ class Responses:
             temperature=decoded.temperature,
             top_p=decoded.top_p,
             stream=decoded.stream,
-            tools=input_items.convert_tools(decoded.tools or []),
+            tools=request.convert_tools(decoded.tools or []),
             tool_choice=decoded.chat_tool_choice,
             response_format=decoded.response_format,
             reasoning_effort=decoded.effort,
             parallel_tool_calls=decoded.parallel_tool_calls,
         )
 
-    def decode_count(self, body: bytes) -> inputs.Conversation:
+    def decode_count(self, tenant: str, body: bytes) -> inputs.Conversation:
         """Return the conversation of a request to count tokens. Raises RequestError."""
         decoded = request.decode_count(body)
-        messages = [*_instructions(decoded), *self._collect_messages(decoded)]
+        messages = [*_instructions(decoded), *self._collect_messages(decoded, tenant)]
         return inputs.Conversation(
             model=decoded.model,
             messages=messages,
-            tools=input_items.convert_tools(decoded.tools or []),
+            tools=request.convert_tools(decoded.tools or []),
             tool_choice=decoded.chat_tool_choice,
             reasoning_effort=decoded.effort,
         )
@@ -111,9 +122,9 @@ class Responses:
             error = errors.InvalidRequest(
                 f"{options[0]}: not supported; leave it out", param=options[0]
             )
-            delivery.respond_error(client, error, openai_errors)
+            delivery.respond_error(client, error, error_dialects.OPENAI)
             return
-        stored = self._store.find(_response_id(client))
+        stored = self._store.find(_response_id(client), self._tenant_of(client))
         if stored is None:
             _respond_unknown(client)
         else:
@@ -122,25 +133,28 @@ class Responses:
     def delete(self, client: exchange.Exchange) -> None:
         """Delete a stored response (`DELETE /v1/responses/{id}`)."""
         response_id = _response_id(client)
-        if self._store.remove(response_id):
+        if self._store.find(response_id, self._tenant_of(client)) is not None:
+            self._store.remove(response_id)
             body = {"id": response_id, "object": "response", "deleted": True}
             client.respond(200, sse.encode(body))
         else:
             _respond_unknown(client)
 
     def _make_formatter(
-        self, chat: ResponseConversation, answer_identity: identity.Identity
+        self, turn: ResponseConversation, answer_identity: identity.Identity
     ) -> answer.ResponseFormatter:
         return answer.ResponseFormatter(
-            chat.request, answer_identity, lambda response: self._store_turn(chat, response)
+            turn.request, answer_identity, lambda response: self._store_turn(turn, response)
         )
 
-    def _collect_messages(self, decoded: request.ResponseCountRequest) -> list[dict[str, Any]]:
+    def _collect_messages(
+        self, decoded: request.ResponseCountRequest, tenant: str
+    ) -> list[dict[str, Any]]:
         """Return the messages of the stored response that this request continues, and its own."""
-        messages = input_items.convert_items(decoded.input)
+        messages = request.convert_items(decoded.input)
         if decoded.previous_response_id is None:
             return messages
-        stored = self._store.find(decoded.previous_response_id)
+        stored = self._store.find(decoded.previous_response_id, tenant)
         if stored is None:
             raise model_errors.ResponseNotFound(
                 f"Previous response with id {decoded.previous_response_id[:100]!r} not found: answers are kept "
@@ -149,32 +163,25 @@ class Responses:
             )
         return [*_decode_messages(stored.conversation), *messages]
 
-    def _store_turn(self, chat: ResponseConversation, response: dict[str, Any]) -> None:
-        if not chat.request.is_stored:
+    def _store_turn(self, turn: ResponseConversation, response: dict[str, Any]) -> None:
+        if not turn.request.is_stored:
             return
-        messages = [*chat.stored_messages, *input_items.convert_items(response["output"])]
+        messages = [*turn.stored_messages, *request.convert_items(response["output"])]
         self._store.put(
             response["id"],
-            response_store.StoredResponse(sse.encode(response), sse.encode(messages)),
+            response_store.StoredResponse(sse.encode(response), sse.encode(messages), turn.tenant),
         )
 
 
 def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of this API."""
-    responses = Responses(context.response_store)
+    responses = Responses(context)
     shared = context.shared_responses
-
-    async def count_tokens(body: bytes) -> ResponseTokens:
-        chat = responses.decode_count(body)
-        preparer = context.models.find(chat.model).preparer
-        token_ids, _ = await preparer.tokenize_conversation(chat)
-        return ResponseTokens(blocks.count(token_ids))
-
     return (
         Operation(
             method="POST",
             path=PATH,
-            handler=shared.wrap_continuing(context.generate(responses.api)),
+            handler=shared.wrap_continuing(responses.generate),
             summary="Answer, and store the answer so that a request can continue it",
             tag="OpenAI",
             request=request.ResponsesRequest,
@@ -204,7 +211,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         Operation(
             method="POST",
             path=f"{PATH}/input_tokens",
-            handler=shared.wrap_continuing(context.compute(count_tokens)),
+            handler=shared.wrap_continuing(responses.count_tokens),
             summary="Count the tokens of such a request",
             tag="OpenAI",
             request=request.ResponseCountRequest,
@@ -227,4 +234,4 @@ def _response_id(client: exchange.Exchange) -> str:
 
 def _respond_unknown(client: exchange.Exchange) -> None:
     message = f"Response with id {_response_id(client)[:100]!r} not found."
-    client.respond(404, openai_errors.encode(message, type="invalid_request_error"))
+    client.respond(404, error_dialects.OPENAI.refusal(404, message))

@@ -1,13 +1,17 @@
-"""The requests of `POST /v1/responses` and `/v1/responses/input_tokens`."""
+"""The requests of the Responses API, and their input items as the messages of a conversation.
+
+Reasoning, text and tool calls of one turn of the assistant are an item each; a conversation has one message for them.
+"""
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from dynamo.base import errors
-from dynamo.preprocess import conversation as preprocess_conversation
-from dynamo.preprocess import inputs
+from dynamo.preprocess import conversation, inputs
 from dynamo.runtime.http import json_body
+
+_Messages = conversation.Messages  # the requests have a field of the module's name
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,11 +71,11 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 class ResponseCountRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields that make the prompt: the whole of a request to count tokens.
 
-    Items of `input` are decoded later, one by one (`input_items`).
+    Items of `input` are decoded later, one by one (`convert_items`).
     """
 
     model: str
-    input: str | preprocess_conversation.Messages
+    input: str | _Messages
     instructions: str | None = None
     previous_response_id: str | None = None
     text: TextOptions | None = None
@@ -154,19 +158,184 @@ class ResponsesRequest(ResponseCountRequest, frozen=True, kw_only=True, forbid_u
             )
 
 
-_request_decoder = json_body.RequestDecoder(ResponsesRequest)
-_count_decoder = json_body.RequestDecoder(ResponseCountRequest)
+decode = json_body.RequestDecoder(ResponsesRequest).decode
+decode_count = json_body.RequestDecoder(ResponseCountRequest).decode
 
 
-def decode(body: bytes) -> ResponsesRequest:
-    """Return the request in this JSON body. Raises InvalidRequest, which names the field."""
-    request = _request_decoder.decode(body)
-    request.check()
-    return request
+class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of an item that came from an answer."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-def decode_count(body: bytes) -> ResponseCountRequest:
-    """Return the request to count tokens in this JSON body. Raises InvalidRequest, which names the field."""
-    request = _count_decoder.decode(body)
-    request.check()
-    return request
+class MessageItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message of any role."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class FunctionCallItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool call of the assistant."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutputItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The result of a tool call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[dict[str, Any]]
+
+
+class ReasoningItem(Item, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The reasoning of the assistant; its summary is not given to the model."""
+
+    type: Literal["reasoning"]
+    summary: list[dict[str, Any]]
+    content: list[dict[str, Any]] | None = None
+    encrypted_content: None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client runs."""
+
+    type: Literal["function"]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=conversation.MAX_TOOL_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # official clients always send true; without effect
+
+
+class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part with text."""
+
+    type: Literal["input_text", "output_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class RefusalPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part in which the assistant refuses."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The text of the refusal."""
+        return self.refusal
+
+
+_Decoders = dict[str, json_body.RequestDecoder[Any]]
+_ITEM_DECODERS: _Decoders = {
+    "message": json_body.RequestDecoder(MessageItem),
+    "function_call": json_body.RequestDecoder(FunctionCallItem),
+    "function_call_output": json_body.RequestDecoder(FunctionOutputItem),
+    "reasoning": json_body.RequestDecoder(ReasoningItem),
+}
+_tool_decoder = json_body.RequestDecoder(FunctionTool)
+_text_decoder = json_body.RequestDecoder(TextPart)
+_PART_DECODERS: _Decoders = {
+    "input_text": _text_decoder,
+    "output_text": _text_decoder,
+    "reasoning_text": _text_decoder,
+    "refusal": json_body.RequestDecoder(RefusalPart),
+}
+
+
+def convert_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools in the form of chat completions. Raises InvalidRequest."""
+    return [_convert_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+
+
+def convert_items(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of these items. Raises InvalidRequest."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    builder = _MessageBuilder()
+    for number, item in enumerate(items):
+        place = f"input[{number}]"
+        decoded = _decode(item, item.get("type", "message"), _ITEM_DECODERS, place)
+        builder.append(decoded, place)
+    return builder.messages
+
+
+def _convert_tool(value: dict[str, Any], place: str) -> dict[str, Any]:
+    if value.get("type") != "function":
+        raise errors.InvalidRequest(
+            f"{place}.type: tools that the server runs are not supported; expected 'function', got "
+            + json_body.describe(value.get("type")),
+            param=f"{place}.type",
+        )
+    tool: FunctionTool = _tool_decoder.convert(value, place)
+    function = {"name": tool.name, "parameters": tool.parameters or {}}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
+
+
+class _MessageBuilder:
+    """Builds the messages of a conversation item by item."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def append(self, item: Item, place: str) -> None:
+        match item:
+            case MessageItem():
+                self._append_text(item.role, _join_parts(item.content, f"{place}.content"))
+            case FunctionCallItem():
+                # checked, but kept as text, which nests no deeper each time the conversation is stored
+                conversation.parse_arguments(item.arguments or "{}", f"{place}.arguments")
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                self._open_assistant().setdefault("tool_calls", []).append(call)
+            case FunctionOutputItem():
+                text = _join_parts(item.output, f"{place}.output")
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": text}
+                self.messages.append(message)
+            case ReasoningItem(content=[*parts]):
+                text = _join_parts(parts, f"{place}.content")
+                self._open_assistant()["reasoning_content"] = text
+
+    def _append_text(self, role: str, text: str) -> None:
+        if role == "assistant" and not (message := self._open_assistant())["content"]:
+            message["content"] = text
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def _open_assistant(self) -> dict[str, Any]:
+        """Return the assistant's last message if its turn continues, or a new one."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+        return self.messages[-1]
+
+
+def _join_parts(content: str | list[dict[str, Any]], place: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = (
+        _decode(part, part.get("type"), _PART_DECODERS, f"{place}[{number}]")
+        for number, part in enumerate(content)
+    )
+    return "\n".join(part.text for part in parts)
+
+
+def _decode(value: dict[str, Any], kind: Any, decoders: _Decoders, place: str) -> Any:
+    if not isinstance(kind, str) or kind not in decoders:
+        expected = ", ".join(map(repr, decoders))
+        raise errors.InvalidRequest(
+            f"{place}.type: expected one of {expected} (models read text only), "
+            f"got {json_body.describe(kind)}",
+            param=f"{place}.type",
+        )
+    return decoders[kind].convert(value, place)

@@ -1,12 +1,15 @@
-"""The nvext object of responses: worker, times and usage."""
+"""The nvext object of responses, and the headers and hints that name the worker of a request."""
 
 import json
 
+import pytest
 from frontend_rig import events
 
 from dynamo.base import errors
-from dynamo.frontend import nvext_response
+from dynamo.frontend import nvext
+from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate
+from dynamo.router import config
 from dynamo.testing import clock as clocks
 
 
@@ -16,7 +19,7 @@ def chunks(answer):
 
 async def test_times_are_in_milliseconds_from_arrival():
     clock = clocks.VirtualClock()
-    one = nvext_response.NvextResponse(["timing"], clock)
+    one = nvext.NvextResponse(["timing"], clock)
     counted = []
     count = one.wrap_counter(lambda choice, num: counted.append((choice, num)))
     for num_tokens, pause_s in ((1, 0.5), (2, 0.2), (2, 0.2)):
@@ -34,7 +37,7 @@ async def test_times_are_in_milliseconds_from_arrival():
 
 
 def test_answer_of_one_token_has_no_inter_token_time():
-    one = nvext_response.NvextResponse(["timing"], clocks.VirtualClock())
+    one = nvext.NvextResponse(["timing"], clocks.VirtualClock())
     one.wrap_counter(lambda *_: None)("c", 1)
 
     assert one.build_fields(is_last=True)["nvext"]["timing"]["itl_ms"] is None
@@ -50,6 +53,14 @@ async def test_whole_answer_has_its_worker_and_times(rig):
         "request_received_ms", "ttft_ms", "itl_ms", "total_time_ms", "kv_hit_rate",
     }  # fmt: skip
     assert told["timing"]["total_time_ms"] >= told["timing"]["ttft_ms"] > 0
+
+
+async def test_times_say_how_many_tokens_were_loaded_from_which_tier(rig):
+    loaded = generate.Output((104,), cached_tokens=4, tier_tokens=(("host", 4),))
+    rig.one.script = [loaded, generate.Output((105,), generate.FinishReason.LENGTH)]
+    answer = await rig.chat(nvext={"extra_fields": ["timing"]})
+
+    assert answer.json()["nvext"]["timing"]["kv_tier_tokens"] == {"host": 4}
 
 
 async def test_nvext_is_absent_unless_requested(rig):
@@ -150,3 +161,82 @@ async def test_error_of_the_worker_keeps_its_field_and_retry_time(rig):
 
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "7")
     assert (named.status_code, named.json()["error"]["param"]) == (400, "logit_bias")
+
+
+async def ask(rig, headers, **fields):
+    body = {"model": "m", "prompt": "x", **fields}
+    return await rig.client.post("/v1/completions", json=body, headers=headers)
+
+
+@pytest.mark.parametrize("name", nvext.INSTANCE)
+async def test_header_overrides_the_worker_in_the_body(rig, name):
+    other = await rig.worker()
+    nvext = {"backend_instance_id": rig.one.instance.instance_id}
+    for _ in range(3):
+        await ask(rig, {name: str(other.instance.instance_id)}, nvext=nvext)
+
+    assert (len(other.requests), len(rig.one.requests)) == (3, 0)
+
+
+async def test_decode_worker_id_names_the_worker(rig):
+    other = await rig.worker()
+    for _ in range(3):
+        await ask(rig, {}, nvext={"decode_worker_id": other.instance.instance_id})
+
+    assert (len(other.requests), len(rig.one.requests)) == (3, 0)
+
+
+async def test_rank_and_session_reach_the_worker(rig):
+    nvext = {
+        "agent_hints": {"priority": 3, "osl": 77},
+        "session_control": {"session_id": "body", "action": "bind", "timeout": 9},
+    }
+    await ask(rig, {"x-dp-rank": "1", "x-dynamo-session-id": "header"}, nvext=nvext)
+    await ask(rig, {}, nvext=nvext, priority=4)
+    first, second = rig.one.requests
+
+    assert (first.priority, first.expected_output_tokens) == (3, 77)
+    assert (first.data_parallel_rank, first.session_id) == (1, "header")
+    assert (second.priority, second.session_id) == (-4, "body")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x-worker-instance-id", "abc"),
+        ("x-dynamo-worker-instance-id", "-1"),
+        ("x-dp-rank", "1.5"),
+        ("x-dynamo-dp-rank", "9" * 30),
+        ("x-dynamo-session-id", "s" * 201),
+    ],
+)
+async def test_invalid_header_is_named(rig, name, value):
+    answer = await ask(rig, {name: value})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+
+
+def test_request_without_routing_headers_is_unchanged():
+    request = generate.Request(id="r", model="m", token_ids=b"1234", session_id="s")
+    prompts = [preprocessor.Prepared(request, None)]
+
+    assert nvext.parse_headers({"host": "x"}).apply(prompts) is prompts
+
+
+def test_instance_id_beyond_64_bits_is_refused():
+    with pytest.raises(errors.InvalidRequest, match="from 0 to 9223372036854775807"):
+        nvext.parse_headers({"x-worker-instance-id": str(2**63)})
+
+
+async def test_session_stays_with_its_worker(bare):
+    keeps = config.RoutingConfig(router_mode="kv", router_session_affinity_ttl_secs=60.0)
+    await bare.start(keeps)
+    workers = [await bare.worker() for _ in range(3)]
+
+    for number in range(6):
+        headers = {"x-dynamo-session-id": "s"}
+        answer = await ask(bare, headers, prompt=f"{number} {'x' * 100}")
+        assert answer.status_code == 200
+
+    assert sorted(len(worker.requests) for worker in workers) == [0, 0, 6]

@@ -90,15 +90,13 @@ _decode_detokenize = json_body.RequestDecoder(DetokenizeRequest).decode
 
 
 class Tokenization:
-    """Answers both routes. Each method returns the answer to a request body and raises RequestError."""
+    """Answers both routes. Each method returns the answer to a request and raises RequestError."""
 
     def __init__(self, registry: registry.ModelRegistry) -> None:
         self._models = registry
 
-    async def tokenize(self, body: bytes) -> TokenizeAnswer:
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeAnswer:
         """Return the tokens of a text or a conversation."""
-        request = _decode_tokenize(body)
-        request.check()
         model = self._find(request.model)
         preparer = model.preparer
         if request.prompt is None:
@@ -115,11 +113,10 @@ class Tokenization:
             token_strs=preparer.list_vocabulary(token_ids) if request.return_token_strs else None,
         )
 
-    async def detokenize(self, body: bytes) -> DetokenizeAnswer:
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeAnswer:
         """Return the text of tokens."""
-        request = _decode_detokenize(body)
         preparer = self._find(request.model).preparer
-        return DetokenizeAnswer(prompt=preparer.detokenize(request.tokens))
+        return DetokenizeAnswer(prompt=preparer.detokenize_ids(request.tokens))
 
     def _find(self, name: str | None) -> RegisteredModel:
         """Return the model of this name; without a name, the only model."""
@@ -142,7 +139,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         Operation(
             method="POST",
             path="/tokenize",
-            handler=context.compute(tokenization.tokenize),
+            handler=context.compute(_decode_tokenize, tokenization.tokenize),
             summary="From text, or a conversation, to token ids",
             tag="Tokens",
             request=TokenizeRequest,
@@ -153,7 +150,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         Operation(
             method="POST",
             path="/detokenize",
-            handler=context.compute(tokenization.detokenize),
+            handler=context.compute(_decode_detokenize, tokenization.detokenize),
             summary="From token ids to text",
             tag="Tokens",
             request=DetokenizeRequest,

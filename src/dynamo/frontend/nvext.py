@@ -3,18 +3,27 @@
 Times are measured here, from the arrival of the request, in milliseconds, under the original's names. Times that only a
 worker could measure (how long a prompt waited there) are left out, except those of a prompt that another worker
 computed: the worker that answers is asked to report how its blocks came (`kv_transfer.TransferReport`).
+
+Routing headers, by which a gateway names the worker of a request, override the `nvext` of its body.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from dynamo.base import clock as clocks
-from dynamo.preprocess import preprocessor
+from dynamo.base import errors
+from dynamo.preprocess import inputs, preprocessor
 from dynamo.protocols import kv_transfer
 from dynamo.router import route
 
+INSTANCE = ("x-worker-instance-id", "x-dynamo-worker-instance-id")
+RANK = ("x-dp-rank", "x-dynamo-dp-rank")
+SESSION = ("x-dynamo-session-id",)
+_ALL = frozenset((*INSTANCE, *RANK, *SESSION))
+MAX_SESSION_ID = 200
 CountTokens = Callable[[Any, int], None]
 
 
@@ -68,7 +77,13 @@ class NvextResponse:
 
         return count_and_time
 
-    def build_fields(self, *, is_last: bool, cached_share: float = 0.0) -> dict[str, Any]:
+    def build_fields(
+        self,
+        *,
+        is_last: bool,
+        cached_share: float = 0.0,
+        tier_tokens: Mapping[str, int] | None = None,
+    ) -> dict[str, Any]:
         """Return `nvext` for a chunk or a whole response; only the last chunk of a stream has times."""
         fields: dict[str, Any] = {}
         if "worker_id" in self._requested_fields and self._instance_id is not None:
@@ -78,6 +93,8 @@ class NvextResponse:
             }
         if "timing" in self._requested_fields and is_last:
             fields["timing"] = self._timing(cached_share)
+            if tier_tokens:  # prompt tokens that were loaded from a tier below the engine's memory
+                fields["timing"]["kv_tier_tokens"] = dict(tier_tokens)
         return {"nvext": fields} if fields else {}
 
     @property
@@ -116,3 +133,77 @@ class NvextResponse:
             times["kv_transfer_time_ms"] = report.transfer_ms
             times["kv_transfer_blocks"] = report.num_blocks
         return times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingHeaders:
+    """The values of the routing headers; None: the header is absent."""
+
+    instance_id: int | None = None
+    data_parallel_rank: int | None = None
+    session_id: str | None = None
+
+    def apply(
+        self, prompts: Sequence[preprocessor.Prepared], cache_salt: str | None = None
+    ) -> Sequence[preprocessor.Prepared]:
+        """Return the requests with the rank and session of the headers, and with this salt of their blocks."""
+        if self is NO_ROUTING and cache_salt is None:
+            return prompts
+        values = {
+            "data_parallel_rank": self.data_parallel_rank,
+            "session_id": self.session_id,
+            "cache_salt": cache_salt,
+        }
+        changes = {name: value for name, value in values.items() if value is not None}
+        return [
+            prompt._replace(request=msgspec.structs.replace(prompt.request, **changes))
+            for prompt in prompts
+        ]
+
+    def chooses_worker(self, request: inputs.GenerationInput) -> bool:
+        """Return whether the request names a worker or asks which one it would get, by a header or in its body."""
+        is_query = "query_instance_id" in (request.extensions.annotations or ())
+        return is_query or (self.instance_of(request), self.data_parallel_rank) != (None, None)
+
+    def instance_of(self, request: inputs.GenerationInput) -> int | None:
+        """Return the worker that the request is for; None: any."""
+        return request.instance_id if self.instance_id is None else self.instance_id
+
+
+NO_ROUTING = RoutingHeaders()
+
+
+def parse_headers(headers: Mapping[str, str]) -> RoutingHeaders:
+    """Parse the routing headers of a request. Raises InvalidRequest that names a wrong header."""
+    if _ALL.isdisjoint(headers):
+        return NO_ROUTING
+    return RoutingHeaders(
+        instance_id=_parse_number(headers, INSTANCE, 2**63 - 1),
+        data_parallel_rank=_parse_number(headers, RANK, 2**31 - 1),
+        session_id=_parse_session(headers),
+    )
+
+
+def _parse_number(headers: Mapping[str, str], names: tuple[str, ...], highest: int) -> int | None:
+    for name in names:
+        value = headers.get(name)
+        if value is None:
+            continue
+        if value.isascii() and value.isdigit() and len(value) <= 20 and int(value) <= highest:
+            return int(value)
+        raise _make_error(name, f"a whole number from 0 to {highest}", value)
+    return None
+
+
+def _parse_session(headers: Mapping[str, str]) -> str | None:
+    for name in SESSION:
+        value = headers.get(name)
+        if value is not None and not 0 < len(value) <= MAX_SESSION_ID:
+            raise _make_error(name, f"1 to {MAX_SESSION_ID} characters", value)
+        if value is not None:
+            return value
+    return None
+
+
+def _make_error(name: str, expected: str, value: str) -> errors.InvalidRequest:
+    return errors.InvalidRequest(f"{name}: expected {expected}, got {value[:40]!r}", param=name)

@@ -1,18 +1,65 @@
-"""The answer to a chat request: its types for the description, and its formatter, for chunks of a stream or one body.
+"""OpenAI's chat: `POST /v1/chat/completions`, its requests and its answers, as chunks of a stream or one body.
 
 A chunk that carries only content is a template, `head + JSON of the text + tail`, made once per choice; everything
-rarer (reasoning, tool calls, log probabilities) is encoded as it comes. So answers are not made from the types; a test
-of the description keeps both in step. Fields may be added, so clients have to accept more.
+rarer (reasoning, tool calls, log probabilities) is encoded as it comes. So answers are not made from the types that
+describe them; a test of the description keeps both in step. Fields may be added, so clients have to accept more.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from dynamo.frontend.apis.chat import request as chat_request
-from dynamo.frontend.delivery import choices, identity, sse
+from dynamo.base import errors
+from dynamo.frontend import pipeline
+from dynamo.frontend.apis import error_dialects
+from dynamo.frontend.apis.operation import GENERATION_ERRORS, HELLO, ApiContext, Operation
+from dynamo.frontend.delivery import choices, identity, sse, streaming
+from dynamo.preprocess import conversation, inputs, preprocessor
 from dynamo.preprocess.parsers import parser
+from dynamo.runtime.http import json_body
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer that the caller expects. It may save time and never changes the answer."""
+
+    type: Literal["content"]
+    content: str | list[dict[str, Any]]
+
+
+class ChatRequest(inputs.Conversation, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A conversation, with the fields that only OpenAI's chat has."""
+
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    prediction: Prediction | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # refused, unless they ask for nothing
+    audio: None = None
+    web_search_options: None = None
+    functions: None = None
+    function_call: None = None
+    prompt_cache_retention: None = None
+    prompt_cache_options: None = None
+    moderation: None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise errors.InvalidRequest(
+                "top_logprobs: only allowed when logprobs is true", param="top_logprobs"
+            )
+
+
+decode = json_body.RequestDecoder(ChatRequest).decode
+
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
@@ -123,30 +170,20 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 class ChatFormatter:
     """Formats the answer to one request."""
 
-    def __init__(
-        self, request: chat_request.ChatRequest, answer_identity: identity.Identity
-    ) -> None:
+    def __init__(self, request: ChatRequest, answer_identity: identity.Identity) -> None:
         self._identity = answer_identity
         # the tier that served the request, for clients that chose one
         self._tier = {} if request.service_tier is None else {"service_tier": "default"}
         self._token_names = answer_identity.token_names(by_id=request.return_tokens_as_token_ids)
 
-    def chunk(
-        self,
-        index: int,
-        piece: choices.Piece | None,
-        *,
-        reports: Sequence[choices.TokenReport] | None = None,
-        finish_reason: str | None = None,
-        is_first: bool = False,
-    ) -> dict[str, Any]:
-        """Return the chunk for a piece of one choice; None for a chunk without any."""
-        delta = {"role": "assistant"} if is_first else {}
+    def chunk(self, part: sse.ChoicePart) -> dict[str, Any]:
+        """Return the chunk for a part of one choice."""
+        delta = {"role": "assistant"} if part.is_first else {}
         choice = {
-            "index": index,
-            "delta": delta | _delta(piece),
-            "logprobs": self._logprobs(reports),
-            "finish_reason": finish_reason,
+            "index": part.index,
+            "delta": delta | _delta(part.piece),
+            "logprobs": self._logprobs(part.reports),
+            "finish_reason": part.finish_reason,
         }
         return self._object("chat.completion.chunk", [choice])
 
@@ -233,3 +270,107 @@ def _message(pieces: Sequence[choices.Piece]) -> dict[str, Any]:
 def _call(call: choices.Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+Schema = dict[str, Any]
+
+
+async def prepare(
+    preparer: preprocessor.Preprocessor,
+    chat: inputs.Conversation,
+    request_id: str,
+    param: str = "messages",
+) -> Sequence[preprocessor.Prepared]:
+    """Prepare the one prompt of a conversation, which the field `param` holds. Raises RequestError."""
+    return (await preparer.prepare_conversation(chat, request_id, param=param),)
+
+
+API = pipeline.GenerationApi(
+    endpoint="chat_completions",
+    decode=decode,
+    prepare=prepare,
+    make_formatter=ChatFormatter,
+    stream=streaming.StreamDelivery,
+    dialect=error_dialects.OPENAI,
+)
+
+
+def _object(required: tuple[str, ...], **properties: Schema) -> Schema:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+# Messages and tools are decoded to dictionaries and checked afterwards (`preprocess.conversation`); here as schemas.
+_ASSISTANT = "assistant"
+_OTHER_ROLES = [role for role in conversation.ROLES if role != _ASSISTANT]
+_TEXT: Schema = {"type": "string"}
+_PARTS: Schema = {
+    "type": "array",
+    "items": {
+        "anyOf": [
+            _object(("type", "text"), type={"const": "text"}, text=_TEXT),
+            _object(("type", "refusal"), type={"const": "refusal"}, refusal=_TEXT),
+        ]
+    },
+}
+_CALL = _object(
+    ("function",),
+    function=_object(("name",), name=_TEXT, arguments={"type": ["string", "object"]}),
+)
+_OTHER_KEYS: dict[str, Schema] = {
+    "tool_calls": {"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
+    "audio": {"type": "null"},
+    "function_call": {"type": "null"},
+}
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            _object(
+                ("role", "content"),
+                role={"enum": _OTHER_ROLES},
+                content={"anyOf": [_TEXT, _PARTS]},
+                **_OTHER_KEYS,
+            ),
+            _object(
+                ("role",),
+                role={"const": _ASSISTANT},
+                content={"anyOf": [_TEXT, _PARTS, {"type": "null"}]},
+                **_OTHER_KEYS,
+            ),
+        ]
+    },
+}
+_TOOL_NAME = {"type": "string", "minLength": 1, "maxLength": conversation.MAX_TOOL_NAME}
+_TOOLS = {
+    "type": "array",
+    "maxItems": inputs.MAX_TOOLS,
+    "items": _object(
+        ("type", "function"),
+        type={"const": "function"},
+        function=_object(("name",), name=_TOOL_NAME),
+    ),
+}
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of this API."""
+    return (
+        Operation(
+            method="POST",
+            path="/v1/chat/completions",
+            handler=context.generate(API),
+            summary="Answer a conversation, as OpenAI's chat does",
+            tag="OpenAI",
+            request=ChatRequest,
+            request_details={
+                "messages": _MESSAGES,
+                "tools": {"anyOf": [_TOOLS, {"type": "null"}], "default": None},
+            },
+            answer=ChatCompletion,
+            events=ChatChunk,
+            ends_with_done=True,
+            errors=GENERATION_ERRORS,
+            example={"messages": HELLO, "max_tokens": 60},
+        ),
+    )

@@ -1,0 +1,287 @@
+"""OpenAI's `POST /v1/completions`: its requests and its answers, as chunks of a stream or one body.
+
+Choices are numbered over all prompts: prompt number * n + number of the choice.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.frontend import pipeline
+from dynamo.frontend.apis import error_dialects
+from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
+from dynamo.frontend.delivery import choices, identity, sse, streaming
+from dynamo.preprocess import inputs, preprocessor
+from dynamo.runtime.http import json_body
+
+MAX_ANSWERS = 2048  # to all prompts of a request together
+MAX_BEST_OF = 20
+
+
+class CompletionRequest(
+    inputs.GenerationInput, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Text to continue; several prompts are several continuations."""
+
+    prompt: str | list[str | inputs.UInt32 | list[inputs.UInt32]]
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_BEST_OF)] | None = None
+    suffix: str | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_drawn(self) -> int:
+        return self.best_of or self.num_choices
+
+    @property
+    def is_best_of(self) -> bool:
+        return self.num_drawn > self.num_choices
+
+    @property
+    def is_echoed(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def is_scored(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
+    def prompts(self) -> list[inputs.Prompt]:
+        """One or more prompts, each a text or token ids."""
+        if self.extensions.token_data is not None:
+            return [self.extensions.token_data]
+        return split_prompts(self.prompt)
+
+    @property
+    def prompt_param(self) -> str:
+        """The name of the field that holds the prompts."""
+        return "prompt" if self.extensions.token_data is None else "nvext.token_data"
+
+    def check(self) -> None:
+        super().check()
+        if not isinstance(self.prompt, str):
+            self._check_prompts(self.prompt)
+        if self.is_scored and not self.echo:
+            raise errors.InvalidRequest(
+                "max_tokens: expected at least 1, got 0; 0 is only allowed with echo",
+                param="max_tokens",
+            )
+        if self.extensions.max_thinking_tokens is not None:
+            raise errors.InvalidRequest(
+                "nvext.max_thinking_tokens: a completion is all content; only allowed in a chat",
+                param="nvext.max_thinking_tokens",
+            )
+        if self.suffix and self.echo:
+            raise errors.InvalidRequest("suffix: not supported together with echo", param="suffix")
+        if self.best_of is not None:
+            self._check_best_of(self.best_of)
+
+    def _check_prompts(self, prompt: list[str | int | list[int]]) -> None:
+        check_one_kind(prompt, "prompt")
+        is_single = len(prompt) == 1 or isinstance(prompt[0], int)
+        if not isinstance(prompt[0], int) and len(prompt) * self.num_drawn > MAX_ANSWERS:
+            raise errors.InvalidRequest(
+                f"prompt: expected at most {MAX_ANSWERS} answers to all prompts together, "
+                f"got {len(prompt)} prompts and n (or best_of) of {self.num_drawn}",
+                param="prompt",
+            )
+        if self.extensions.token_data is not None and not is_single:
+            raise errors.InvalidRequest(
+                f"nvext.token_data: it stands for one prompt; got {len(prompt)} in prompt",
+                param="nvext.token_data",
+            )
+
+    def _check_best_of(self, best_of: int) -> None:
+        if best_of < self.num_choices:
+            raise errors.InvalidRequest(
+                f"best_of: expected at least n, which is {self.num_choices}, got {best_of}",
+                param="best_of",
+            )
+        if best_of > self.num_choices and self.stream:
+            raise errors.InvalidRequest(
+                "best_of: which answers are the best is known at their end; expected n or nothing "
+                f"when stream is true, got {best_of}",
+                param="best_of",
+            )
+
+
+def split_prompts(prompt: str | list[str | int | list[int]]) -> list[inputs.Prompt]:
+    """Return the prompts in this field, whose kinds `check_one_kind` has checked."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]  # all are ids
+    return prompt  # type: ignore[return-value]  # none is an id
+
+
+def check_one_kind(prompts: list[str | int | list[int]], param: str) -> None:
+    """Raise InvalidRequest, which names `param`, for an empty or a mixed list."""
+    if len(set(map(type, prompts))) != 1:
+        raise errors.InvalidRequest(
+            f"{param}: expected a string, or a list of strings, of token ids, or of lists of token ids, got "
+            + ("a mixed list" if prompts else "an empty list"),
+            param=param,
+        )
+
+
+decode = json_body.RequestDecoder(CompletionRequest).decode
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Log probabilities of a choice; the lists have one length."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One of the `n` answers to one of the prompts."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length", "content_filter"] | None  # null: the stream goes on
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The whole answer, and the data of an event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str | None
+    usage: sse.Usage | None = None
+
+
+class CompletionFormatter:
+    """Formats the answer to one request."""
+
+    def __init__(self, request: CompletionRequest, answer_identity: identity.Identity) -> None:
+        self._head = answer_identity.head("cmpl-", "text_completion")
+        names = answer_identity.token_names(by_id=request.return_tokens_as_token_ids)
+        self._token_text = names.token_text
+
+    def chunk(self, part: sse.ChoicePart) -> dict[str, Any]:
+        """Return the chunk for a part of one choice; a first chunk is like the others."""
+        text = content_of(part.piece)
+        return self._object([self._choice(part.index, text, part.reports, part.finish_reason)])
+
+    def usage_chunk(self, usage: sse.Usage) -> dict[str, Any]:
+        """Return the last chunk of a stream that reports usage."""
+        return {**self._object([]), "usage": usage}
+
+    def whole(self, answers: Sequence[sse.WholeChoice], usage: sse.Usage) -> dict[str, Any]:
+        """Return the complete answer."""
+        rows = [
+            self._choice(
+                answer.index,
+                "".join(map(content_of, answer.pieces)),
+                answer.reports,
+                answer.finish_reason,
+            )
+            for answer in answers
+        ]
+        return {**self._object(rows), "usage": usage}
+
+    def _object(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "choices": rows}
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        reports: Sequence[choices.TokenReport] | None,
+        finish_reason: str | None,
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if reports is None else self._logprobs(reports),
+            "finish_reason": finish_reason,
+        }
+
+    def _logprobs(self, reports: Sequence[choices.TokenReport]) -> dict[str, Any]:
+        logprobs = [report.logprobs for report in reports]
+        return {
+            "tokens": [self._token_text(report.token_id) for report in reports],
+            "token_logprobs": [token and sse.finite(token.logprob) for token in logprobs],
+            "top_logprobs": [
+                token
+                and {self._token_text(top.token_id): sse.finite(top.logprob) for top in token.top}
+                for token in logprobs
+            ],
+            "text_offset": [report.start for report in reports],
+        }
+
+
+def content_of(piece: choices.Piece | None) -> str:
+    """Return the text of a piece; a completion has no others than content."""
+    return piece if isinstance(piece, str) else ""
+
+
+async def prepare(
+    preparer: preprocessor.Preprocessor, completion: CompletionRequest, request_id: str
+) -> Sequence[preprocessor.Prepared]:
+    """Prepare each prompt of the request. Raises RequestError."""
+    return await preparer.prepare_prompts(
+        completion,
+        request_id,
+        prompts=completion.prompts,
+        suffix=completion.suffix,
+        param=completion.prompt_param,
+    )
+
+
+API = pipeline.GenerationApi(
+    endpoint="completions",
+    decode=decode,
+    prepare=prepare,
+    make_formatter=CompletionFormatter,
+    stream=streaming.StreamDelivery,
+    dialect=error_dialects.OPENAI,
+)
+_TEXT = {"type": "string"}
+_IDS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1},
+}
+_PROMPT = {
+    "anyOf": [
+        _TEXT,
+        _IDS,
+        {"type": "array", "minItems": 1, "items": _TEXT},
+        {"type": "array", "minItems": 1, "items": _IDS},
+    ]
+}
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of this API."""
+    return (
+        Operation(
+            method="POST",
+            path="/v1/completions",
+            handler=context.generate(API),
+            summary="Continue a text",
+            tag="OpenAI",
+            request=CompletionRequest,
+            request_details={"prompt": _PROMPT},
+            answer=Completion,
+            events=Completion,
+            ends_with_done=True,
+            errors=GENERATION_ERRORS,
+            example={"prompt": "Once upon a time", "max_tokens": 60},
+        ),
+    )

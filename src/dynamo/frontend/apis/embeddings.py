@@ -1,0 +1,354 @@
+"""`POST /v1/embeddings`: requests, their path to workers, as `pipeline` is that of generated text, and answers.
+
+The path is separate, because almost nothing is shared: no template, no sampling, no stream, no choices. The inputs of
+a request are dealt out in *shares*, one for each worker. What a worker replies is encoded as it comes, a batch at a
+time, so that a large answer never delays the streams of other requests for long. The answer ends exactly once:
+complete, failed, or abandoned by the client; whatever still runs at a worker is then cancelled.
+"""
+
+import base64
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.frontend import metrics, pipeline
+from dynamo.frontend.apis import completions, error_dialects
+from dynamo.frontend.apis.operation import GENERATION_ERRORS, ApiContext, Operation
+from dynamo.frontend.delivery import delivery, sse
+from dynamo.frontend.model_registry.registered_model import RegisteredModel
+from dynamo.preprocess import inputs, options
+from dynamo.protocols import blocks, embed, generate, model_card
+from dynamo.router import route
+from dynamo.runtime import requests
+from dynamo.runtime.http import exchange, json_body
+
+_decode_vectors = msgspec.msgpack.Decoder(embed.Vectors).decode
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """One vector, as numbers or base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingPlan:
+    """The answer that a client asked for."""
+
+    model: str
+    num_inputs: int
+    num_tokens: int
+    dimensions: int  # of each vector
+    is_base64: bool
+    headers: exchange.Headers = ()
+
+
+class EmbeddingDelivery:
+    """Gathers the vectors of one request and answers when all have come."""
+
+    def __init__(
+        self, client: exchange.Exchange, plan: EmbeddingPlan, meter: metrics.RequestMeter
+    ) -> None:
+        self._client = client
+        self.plan = plan
+        self._meter = meter
+        self._objects: list[msgspec.Raw | None] = [None] * plan.num_inputs
+        self._num_missing = plan.num_inputs
+        self._streams: list[requests.Stream] = []
+        self.is_over = False  # complete, failed or abandoned
+        client.on_disconnect(self._abandon)
+
+    def add_stream(self, stream: requests.Stream) -> None:
+        """Take the stream of a share, to cancel it when the answer is over."""
+        self._streams.append(stream)
+        if self.is_over:
+            stream.cancel()
+
+    def add_vectors(self, numbers: Sequence[int], data: bytes) -> None:
+        """Take the vectors of these inputs, packed floats. Raises RemoteProtocolError for a wrong length or input."""
+        size = self.plan.dimensions * embed.FLOAT_BYTES
+        if len(data) != len(numbers) * size:
+            raise errors.RemoteProtocolError(
+                f"expected {len(numbers)} vectors of {size} bytes from the worker, got {len(data)} bytes"
+            )
+        for place, number in enumerate(numbers):
+            if self._objects[number] is not None:
+                raise errors.RemoteProtocolError(f"the worker sent vector {number} twice")
+            vector = data[place * size : (place + 1) * size]
+            value = (
+                base64.b64encode(vector).decode() if self.plan.is_base64 else embed.unpack(vector)
+            )
+            encoded = sse.encode({"object": "embedding", "index": number, "embedding": value})
+            self._objects[number] = msgspec.Raw(encoded)
+            self._num_missing -= 1
+        if self._num_missing:
+            return
+        self._close()
+        self._meter.record_success()
+        num_tokens = self.plan.num_tokens
+        body = {
+            "object": "list",
+            "data": self._objects,
+            "model": self.plan.model,
+            "usage": EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        }
+        self._client.respond(200, sse.encode(body), headers=self.plan.headers)
+
+    def has_vectors(self, numbers: Sequence[int]) -> bool:
+        """Return whether the vectors of all these inputs have come."""
+        return all(self._objects[number] is not None for number in numbers)
+
+    def fail(self, error: errors.DynamoError) -> None:
+        """End the answer by an error, unless it is over."""
+        if not self.is_over:
+            self._close()
+            self._meter.record_failure(error)
+            delivery.respond_error(self._client, error, error_dialects.OPENAI, self.plan.headers)
+
+    def _abandon(self) -> None:
+        self._close()
+        self._meter.record_disconnect()
+
+    def _close(self) -> None:
+        self.is_over = True
+        for stream in self._streams:
+            stream.cancel()
+
+
+class ShareReceiver:
+    """The receiver of one share's stream. `numbers` are its inputs' places in the whole request."""
+
+    def __init__(self, reply: EmbeddingDelivery, numbers: Sequence[int]) -> None:
+        self._reply = reply
+        self._numbers = numbers
+
+    def receive(self, output: generate.Output) -> None:
+        del output
+        self._reply.fail(errors.RemoteProtocolError("expected vectors from the worker"))
+
+    def replied(self, body: msgspec.Raw) -> None:
+        if self._reply.is_over:
+            return
+        try:
+            vectors = _decode_vectors(body)
+            numbers = [self._numbers[number] for number in vectors.numbers]
+            self._reply.add_vectors(numbers, vectors.data)
+        except errors.RemoteProtocolError as error:
+            self._reply.fail(error)
+        except (msgspec.DecodeError, IndexError) as error:
+            self._reply.fail(errors.RemoteProtocolError(f"expected vectors: {error}"))
+
+    def ended(self, error: errors.DynamoError | None) -> None:
+        if error is not None:
+            self._reply.fail(error)
+        elif not self._reply.has_vectors(self._numbers):
+            self._reply.fail(errors.StreamBroken("the worker ended before its answer did"))
+
+
+ENDPOINT = "embeddings"  # the label in metrics
+MAX_INPUTS = 2048  # OpenAI's limit
+MAX_CHARS = 16 * options.MAX_EMBEDDING_TOKENS  # so that far too long a text is not tokenized
+MIN_SHARE_TOKENS = 512  # fewer are not worth another worker
+
+
+class TextEmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Texts or token ids to embed."""
+
+    model: str
+    input: str | list[str | inputs.UInt32 | list[inputs.UInt32]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    user: str | None = None
+    # refused, unless it asks for nothing
+    nvext: None = None
+
+    @property
+    def prompts(self) -> list[inputs.Prompt]:
+        """One or more inputs, each a text or token ids."""
+        return completions.split_prompts(self.input)
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what the types allow and the API does not."""
+        if not isinstance(self.input, str):
+            completions.check_one_kind(self.input, "input")
+        if len(self.prompts) > MAX_INPUTS:
+            raise _wrong_input(f"at most {MAX_INPUTS} inputs", str(len(self.prompts)))
+        for number, text in enumerate(self.prompts):
+            if not text:
+                raise _wrong_input(
+                    "at least one character or token in each", f"none in number {number}"
+                )
+        num_chars = sum(len(text) for text in self.prompts if isinstance(text, str))
+        if num_chars > MAX_CHARS:
+            raise _wrong_input(
+                f"at most {MAX_CHARS} characters in all inputs together", str(num_chars)
+            )
+
+
+def _wrong_input(expected: str, got: str) -> errors.InvalidRequest:
+    return errors.InvalidRequest(f"input: expected {expected}, got {got}", param="input")
+
+
+decode = json_body.RequestDecoder(TextEmbeddingRequest).decode
+
+
+class EmbeddingPipeline:
+    """Answers requests for embeddings."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._pipeline = context.pipeline
+        self._metrics = context.metrics
+        self._admission = context.admission
+        self._timeout_s = context.request_timeout_s
+        self._start_trace = context.start_trace
+
+    async def handle(self, client: exchange.Exchange) -> None:
+        """Take one request from its body to the workers that answer it."""
+        arrival = pipeline.record_arrival(client, self._metrics, self._start_trace)
+        headers = tuple((name, arrival.reported_id) for name in pipeline.REQUEST_ID_HEADERS)
+        try:
+            request = await client.decode_body(decode)
+            model = await self._pipeline.find_model(request.model, client)
+        except errors.DynamoError as error:
+            self._meter(metrics.UNKNOWN_MODEL, arrival).record_failure(error)
+            delivery.respond_error(client, error, error_dialects.OPENAI, headers)
+            return
+        meter = self._meter(model.name, arrival)
+        try:
+            check_dimensions(request.dimensions, model.embedding)
+            engine_request = embed.EmbeddingRequest(
+                id=arrival.id,
+                model=model.name,
+                inputs=tuple(await model.preparer.tokenize_embedding_inputs(request.prompts)),
+                dimensions=request.dimensions,
+            )
+            if self._admission.is_active:
+                await self._admission.admit(model, [engine_request], client, meter, None)
+        except errors.DynamoError as error:
+            meter.record_failure(error)
+            delivery.respond_error(client, error, error_dialects.OPENAI, headers)
+            return
+        meter.record_prompt(engine_request)
+        plan = EmbeddingPlan(
+            model=model.name,
+            num_inputs=len(engine_request.inputs),
+            num_tokens=engine_request.prompt_len,
+            dimensions=request.dimensions or model.embedding.dimensions,
+            is_base64=request.encoding_format == "base64",
+            headers=headers,
+        )
+        reply = EmbeddingDelivery(client, plan, meter)
+        await self._dispatch(model, engine_request, reply, arrival)
+        meter.record_dispatched()
+
+    async def _dispatch(
+        self,
+        model: RegisteredModel,
+        request: embed.EmbeddingRequest,
+        reply: EmbeddingDelivery,
+        arrival: metrics.Arrival,
+    ) -> None:
+        """Send each share to a worker."""
+        headers = dict(reply.plan.headers)
+        if arrival.trace is not None:
+            headers |= arrival.trace.headers()
+        lengths = list(map(blocks.count, request.inputs))
+        for numbers in split_inputs(lengths, len(model.instances)):
+            if reply.is_over:  # the client disconnected, or an earlier share failed
+                return
+            share = embed.EmbeddingRequest(
+                id=request.id,
+                model=request.model,
+                inputs=tuple(request.inputs[number] for number in numbers),
+                dimensions=request.dimensions,
+            )
+            try:
+                stream = await self._pipeline.worker_wait.until_served(
+                    functools.partial(
+                        model.open_stream,
+                        share,
+                        ShareReceiver(reply, numbers),
+                        route.RoutingOptions(headers=headers, timeout_s=self._timeout_s),
+                    ),
+                    model.name,
+                    is_over=lambda: reply.is_over,
+                )
+            except errors.DynamoError as error:
+                reply.fail(error)
+                return
+            reply.add_stream(stream)
+
+    def _meter(self, model: str, arrival: metrics.Arrival) -> metrics.RequestMeter:
+        return metrics.RequestMeter(
+            self._metrics.for_model(model), ENDPOINT, is_stream=False, arrival=arrival
+        )
+
+
+def split_inputs(lengths: Sequence[int], num_workers: int) -> list[list[int]]:
+    """Return the numbers of the inputs in each share: at most one share per worker, with similar numbers of tokens.
+
+    `lengths` are tokens per input. The longest inputs are dealt out first.
+    """
+    num_shares = max(1, min(num_workers, len(lengths), sum(lengths) // MIN_SHARE_TOKENS))
+    longest_first = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    return [sorted(longest_first[first::num_shares]) for first in range(num_shares)]
+
+
+def check_dimensions(dimensions: int | None, facts: model_card.EmbeddingFacts) -> None:
+    """Raise InvalidRequest if the model makes no vectors of this length; None is its full length."""
+    if dimensions in (None, facts.dimensions) or (
+        facts.can_shorten and dimensions in (facts.lengths or range(1, facts.dimensions))
+    ):
+        return
+    if not facts.can_shorten:
+        expected = f"{facts.dimensions} or nothing, as this model's vectors cannot be shortened"
+    elif facts.lengths:
+        expected = f"one of {', '.join(map(str, facts.lengths))}"
+    else:
+        expected = f"from 1 to {facts.dimensions}"
+    raise errors.InvalidRequest(
+        f"dimensions: expected {expected}, got {dimensions}", param="dimensions"
+    )
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of this API."""
+    embeddings = EmbeddingPipeline(context)
+    return (
+        Operation(
+            method="POST",
+            path="/v1/embeddings",
+            handler=lambda client: (
+                embeddings.handle(client) if context.accept(client, error_dialects.OPENAI) else None
+            ),
+            summary="Vectors of texts",
+            tag="OpenAI",
+            request=TextEmbeddingRequest,
+            body_factor=4,  # the texts of a full batch, where each character is several bytes
+            answer=EmbeddingList,
+            errors=GENERATION_ERRORS,
+            example={"input": ["A cat sat on a mat.", "Where was the cat?"]},
+        ),
+    )

@@ -1,1 +1,0 @@
-"""vLLM's tokenize and detokenize."""

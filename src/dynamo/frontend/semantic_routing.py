@@ -1,0 +1,137 @@
+"""The semantic router inside the frontend: between the body of a request and its model.
+
+It is imported only where `--semantic-router` is set, because its libraries are an extra. Chat completions get the
+router's own answers; an API of another shape gets its error where a guard refuses.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.frontend.model_registry import registry
+from dynamo.observability import metrics
+from dynamo.runtime.http import exchange
+from dynamo.semantic import cache, model_choice, router, service
+
+_CHAT = "chat_completions"
+
+
+class LiveModels:
+    """What the registry of a frontend knows of its models, as the router asks for it."""
+
+    def __init__(self, models: registry.ModelRegistry) -> None:
+        self._models = models
+
+    def find_served(self, model: str) -> model_choice.ServedModel | None:
+        """Return what a model with live workers can do; None if there is none."""
+        try:
+            entry = self._models.find(model)
+        except errors.DynamoError:
+            return None
+        if not entry.is_ready or not entry.can_generate:
+            return None
+        return model_choice.ServedModel(
+            context_length=entry.card.context_length or None,
+            accepts_structured_output=entry.card.runtime_config.supports_guided,
+        )
+
+
+class SemanticRouting:
+    """Routes the requests of a frontend by what they say."""
+
+    def __init__(
+        self,
+        path: str,
+        models: registry.ModelRegistry,
+        metrics_registry: metrics.Registry,
+        clock: clocks.Clock,
+    ) -> None:
+        self._service = service.RoutingService(
+            Path(path), metrics_registry, clock, LiveModels(models)
+        )
+
+    async def watch(self) -> None:
+        """Reload the configuration whenever its file changes, until cancelled."""
+        await self._service.loader.watch()
+
+    async def route(
+        self, client: exchange.Exchange, endpoint: str
+    ) -> tuple[exchange.Exchange, bytes]:
+        """Return the exchange to answer and the body to decode; a closed exchange was answered.
+
+        Raises InvalidRequest for a body that is not JSON, Forbidden for one that a guard refuses, NoWorkers.
+        """
+        headers = client.request.headers
+        if endpoint != _CHAT:
+            headers = {**headers, "x-vsr-skip-cache": "true"}
+        tenant = service.tenant_of(headers)
+        outcome = await client.decode_body(lambda body: self._service.route(body, headers, tenant))
+        if outcome.answer is None:
+            record = self._service.record_answer
+            return RoutedExchange(client, outcome, record), outcome.body
+        if endpoint != _CHAT:
+            guard = outcome.explanation.verdicts[-1]
+            raise errors.Forbidden(
+                f"the request was refused by the {guard.guard} guard ({', '.join(guard.labels)}); "
+                "rephrase it and ask again"
+            )
+        answer = outcome.answer
+        given = dict(answer.headers)
+        others = [pair for pair in outcome.explanation.headers() if pair[0] not in given]
+        client.respond(
+            answer.status,
+            answer.body,
+            content_type=answer.content_type,
+            headers=(*answer.headers, *others),
+        )
+        return client, outcome.body
+
+
+class RoutedExchange(exchange.WrappedExchange):
+    """Passes everything on to another exchange, adds the router's headers, and keeps the answer for the cache."""
+
+    __slots__ = ("_outcome", "_recorder", "_store")
+
+    def __init__(
+        self,
+        inner: exchange.Exchange,
+        outcome: router.RoutedRequest,
+        store: Callable[[router.RoutedRequest, bytes | None], None],
+    ) -> None:
+        super().__init__(inner)
+        self._outcome = outcome
+        self._store = store
+        self._recorder: cache.StreamRecorder | None = None
+
+    def respond(
+        self,
+        status: int,
+        body: bytes,
+        *,
+        content_type: str = "application/json",
+        headers: exchange.Headers = (),
+    ) -> None:
+        if status == 200:
+            self._store(self._outcome, body)
+        all_headers = (*headers, *self._outcome.explanation.headers())
+        self._inner.respond(status, body, content_type=content_type, headers=all_headers)
+
+    def start_stream(
+        self, status: int, *, content_type: str, headers: exchange.Headers = ()
+    ) -> None:
+        if status == 200 and self._outcome.cache_key is not None:
+            self._recorder = cache.StreamRecorder()
+        all_headers = (*headers, *self._outcome.explanation.headers())
+        self._inner.start_stream(status, content_type=content_type, headers=all_headers)
+
+    def write(self, chunk: bytes) -> None:
+        if self._recorder is not None:
+            self._recorder.feed(chunk)
+        self._inner.write(chunk)
+
+    def end(self, chunk: bytes = b"") -> None:
+        if self._recorder is not None:
+            self._recorder.feed(chunk)
+            self._store(self._outcome, self._recorder.body())
+        self._inner.end(chunk)

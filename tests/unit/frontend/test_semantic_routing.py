@@ -1,0 +1,157 @@
+"""The semantic router inside the frontend: two models, chosen by what requests say."""
+
+import pytest
+from frontend_rig import events, outputs
+
+from dynamo.semantic import loading
+from semantic_configs import ATTACK, CARD
+
+CONFIG = """
+default_model: m
+keyword_rules:
+  - {name: code, keywords: [python]}
+decisions:
+  - name: code_decision
+    rules: {conditions: [{type: keyword, name: code}]}
+    modelRefs: [{model: coder}]
+    plugins:
+      - {type: pii, configuration: {}}
+      - {type: system_prompt, configuration: {system_prompt: Write code.}}
+      - {type: semantic-cache, configuration: {}}
+prompt_guard: {enabled: true}
+semantic_cache: {enabled: true}
+"""
+
+
+@pytest.fixture
+async def routed(bare, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "RELOAD_INTERVAL_S", 0.01)
+    bare.config = tmp_path / "config.yaml"
+    bare.config.write_text(CONFIG)
+    await bare.start(semantic_router=str(bare.config))
+    bare.general, bare.coder = await bare.worker("m"), await bare.worker("coder")
+    bare.coder.script = outputs("print", "eos")
+    return bare
+
+
+async def test_auto_goes_to_the_model_of_the_decision(routed):
+    answer = await routed.chat("some python", model="auto")
+
+    assert answer.json()["model"] == "coder"
+    assert routed.coder.prompts == ["system: Write code.\nuser: some python\n"]
+    assert answer.headers["x-vsr-selected-decision"] == "code_decision"
+    assert answer.headers["x-vsr-injected-system-prompt"] == "true"
+
+
+async def test_text_without_decision_goes_to_the_default_model(routed):
+    answer = await routed.chat("hello", model="MoM")
+
+    assert answer.json()["model"] == "m"
+
+
+async def test_stream_carries_the_headers(routed):
+    answer = await routed.chat("some python", model="auto", stream=True)
+
+    assert answer.headers["x-vsr-selected-model"] == "coder"
+    assert events(answer.text)[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_attack_is_answered_without_a_worker(routed, is_stream):
+    answer = await routed.chat(ATTACK, model="m", stream=is_stream)
+
+    assert answer.status_code == 200
+    assert answer.headers["x-vsr-jailbreak-blocked"] == "true"
+    assert routed.general.requests == []
+
+
+async def test_personal_data_is_refused_by_its_decision(routed):
+    answer = await routed.chat(f"python {CARD}", model="auto")
+
+    assert answer.headers["x-vsr-pii-violation"] == "true"
+    assert answer.json()["choices"][0]["finish_reason"] == "content_filter"
+
+
+async def test_other_apis_refuse_in_their_own_way(routed):
+    completion = await routed.complete(ATTACK)
+    message = await routed.client.post(
+        "/v1/messages",
+        json={"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": ATTACK}]},
+    )
+
+    assert completion.status_code == message.status_code == 403
+    assert "jailbreak guard" in completion.json()["error"]["message"]
+    assert message.json()["type"] == "error"
+
+
+async def test_message_to_the_other_api_is_routed_with_its_system_prompt(routed):
+    messages = [{"role": "user", "content": "python"}]
+    body = {"model": "auto", "max_tokens": 9, "messages": messages, "system": "Old."}
+
+    answer = await routed.client.post("/v1/messages", json=body)
+
+    assert answer.json()["model"] == "coder"
+    assert routed.coder.prompts[0].startswith("system: Write code.")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_same_question_is_answered_from_the_cache(routed, is_stream):
+    first = await routed.chat("What is python?", model="auto", stream=is_stream)
+    second = await routed.chat("Tell me, what is python", model="auto")
+
+    assert "x-vsr-cache-hit" not in first.headers
+    assert second.headers["x-vsr-cache-hit"] == "true"
+    assert second.json()["choices"][0]["message"]["content"] == "print"
+    assert len(routed.coder.requests) == 1
+
+
+async def test_cache_is_apart_for_each_key(routed):
+    await routed.chat("What is python?", model="auto")
+    body = {"model": "auto", "messages": [{"role": "user", "content": "What is python?"}]}
+
+    other = await routed.client.post(
+        "/v1/chat/completions", json=body, headers={"authorization": "Bearer other"}
+    )
+
+    assert "x-vsr-cache-hit" not in other.headers
+
+
+async def test_changed_file_takes_effect_without_a_restart(routed):
+    routed.config.write_text(CONFIG.replace("[python]", "[haskell]"))
+
+    async def goes_to_coder():
+        return (await routed.chat("haskell", model="auto")).json()["model"] == "coder"
+
+    for _ in range(500):
+        if await goes_to_coder():
+            break
+    assert await goes_to_coder()
+
+
+async def test_metrics_have_the_original_names(routed):
+    await routed.chat("some python", model="auto")
+
+    metrics = await routed.metrics()
+
+    assert metrics['llm_model_requests_total{model="coder"}'] == 1
+    assert (
+        metrics['llm_model_routing_modifications_total{source_model="auto",target_model="coder"}']
+        == 1
+    )
+
+
+async def test_broken_body_is_refused_as_ever(routed):
+    answer = await routed.client.post("/v1/chat/completions", content=b"{")
+
+    assert answer.status_code == 400
+
+
+async def test_lost_model_is_named_with_its_reason(routed):
+    routed.config.write_text("default_model: gone\n")
+
+    for _ in range(500):
+        answer = await routed.chat("x", model="auto")
+        if answer.status_code == 503:
+            break
+
+    assert "gone: no live worker" in answer.json()["error"]["message"]

@@ -1,0 +1,162 @@
+"""Requests wait for a worker when none serves."""
+
+import asyncio
+
+import msgspec
+import pytest
+from frontend_rig import Worker
+
+from dynamo.base import errors
+from dynamo.frontend import waiting
+from dynamo.protocols import instances
+from dynamo.router import wait_policy
+from dynamo.testing import clock as clocks
+
+LIMIT = wait_policy.WaitPolicy(wait_s=5.0, max_waiting=2)
+
+
+class Expected:
+    """Starts that the test announces."""
+
+    def __init__(self, start_s=None):
+        self.start_s = start_s
+
+    def estimate_start(self, model):
+        return self.start_s
+
+
+class Asked:
+    """A worker that is away until the test says otherwise."""
+
+    def __init__(self, clock, expected, policy=LIMIT):
+        self.wait = waiting.WorkerWait(policy, clock, expected)
+        self.clock, self.error, self.is_over = clock, errors.NoWorkers("nobody"), False
+
+    async def ask(self):
+        if self.error is not None:
+            raise self.error
+        return "answer"
+
+    def begin(self, **options):
+        return asyncio.ensure_future(
+            self.wait.until_served(self.ask, "m", is_over=lambda: self.is_over, **options)
+        )
+
+
+@pytest.fixture
+def asked():
+    return Asked(clocks.VirtualClock(), Expected())
+
+
+async def test_request_is_served_as_soon_as_a_worker_is_there(asked):
+    waits = asked.begin()
+    await asked.clock.advance(3)
+    asked.error = None
+    await asked.clock.advance(waiting.PAUSE_S)
+
+    assert await waits == "answer"
+
+
+async def test_request_is_refused_after_the_limit(asked):
+    waits = asked.begin()
+    await asked.clock.advance(4.8)
+    still_waits = not waits.done()
+    await asked.clock.advance(0.5)
+
+    assert still_waits
+    with pytest.raises(errors.NoWorkers):
+        await waits
+
+
+async def test_request_waits_longer_while_a_worker_is_starting():
+    asked = Asked(clocks.VirtualClock(), Expected(40.0))
+    waits = asked.begin()
+    await asked.clock.advance(59)
+    still_waits = not waits.done()
+    await asked.clock.advance(2)
+
+    assert still_waits
+    with pytest.raises(errors.NoWorkers):
+        await waits
+
+
+async def test_no_more_new_requests_wait_than_the_limit_allows(asked):
+    waits = [asked.begin() for _ in range(3)]
+    under_way = asked.begin(is_under_way=True)
+    await asked.clock.advance(1)
+
+    assert [each.done() for each in (*waits, under_way)] == [False, False, True, False]
+    asked.error = None
+    await asked.clock.advance(waiting.PAUSE_S)
+    assert await waits[0] == "answer"
+    with pytest.raises(errors.NoWorkers):
+        await waits[2]
+
+
+async def test_place_of_an_ended_wait_is_free_again(asked):
+    waits = [asked.begin() for _ in range(2)]
+    await asked.clock.advance(6)
+    assert all(each.exception() is not None for each in waits)
+    later = asked.begin()
+    await asked.clock.advance(1)
+    asked.error = None
+    await asked.clock.advance(waiting.PAUSE_S)
+
+    assert await later == "answer"
+
+
+@pytest.mark.parametrize("is_under_way", [True, False])
+async def test_only_requests_under_way_wait_for_busy_workers(asked, is_under_way):
+    asked.error = errors.Overloaded("full")
+    waits = asked.begin(is_under_way=is_under_way)
+    await asked.clock.advance(1)
+
+    assert waits.done() is not is_under_way
+    asked.error = None
+    await asked.clock.advance(waiting.PAUSE_S)
+    assert (waits.exception() is None) is is_under_way
+
+
+async def test_request_of_a_client_that_left_does_not_wait(asked):
+    waits = asked.begin()
+    await asked.clock.advance(1)
+    asked.is_over = True
+    await asked.clock.advance(waiting.PAUSE_S)
+
+    assert waits.exception() is not None
+
+
+async def test_new_request_waits_for_the_first_worker(bare):
+    await bare.start()
+    answer = bare.start_task(bare.chat())
+    await asyncio.sleep(0)
+    await bare.worker()
+
+    assert (await answer).status_code == 200
+
+
+async def test_new_request_waits_for_a_restarted_worker(rig):
+    await rig.one.runtime.close()
+    await rig.until(lambda: not rig.instances)
+    answer = rig.start_task(rig.chat())
+    embedded = rig.start_task(rig.embed("a"))
+    await asyncio.sleep(0)
+    await rig.worker()
+
+    assert (await answer).status_code == 200
+    assert (await embedded).status_code == 404
+
+
+async def test_request_waits_for_the_announced_first_worker_of_its_model(rig):
+    start = instances.WorkerStart(model="q", namespace="dynamo", estimate_s=60.0)
+    await rig.one.runtime.discovery.put(f"{instances.STARTS}1", msgspec.json.encode(start))
+    await rig.until(lambda: rig.frontend._expected_workers.estimate_start("q") == 60.0)
+    answer = rig.start_task(rig.complete(model="q"))
+    await asyncio.sleep(0)
+    made = await rig.register(Worker, "q", rig.one.name)
+    await rig.until(lambda: answer.done())
+
+    assert answer.result().status_code == 200
+    assert len(made.requests) == 1
+    await rig.one.runtime.discovery.delete(f"{instances.STARTS}1")
+    await rig.until(lambda: rig.frontend._expected_workers.estimate_start("q") is None)
