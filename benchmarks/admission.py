@@ -37,7 +37,7 @@ async def acquire_and_release(permits_of_model: permits.ModelPermits) -> None:
     """Acquire and release permits of which there are enough."""
     caller = Caller()
     for _ in range(NUM_REQUESTS):
-        await permits_of_model.acquire_permit(caller, priority=0, num_tokens=1, ignores_load=False)
+        await permits_of_model.acquire_permit(caller, priority=0, num_tokens=1)
         permits_of_model.release_permit()
 
 

@@ -84,9 +84,8 @@ def main() -> None:
     model = parser.parse_args().model
     torch.set_num_threads(1)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    grammar = guided_decoding.GrammarCompiler(model / "tokenizer.json", vocab_size).compile(
-        generate.GuidedDecoding(json=json.dumps(SCHEMA)), EOS
-    )
+    builder = guided_decoding.GrammarBuilder(model / "tokenizer.json", vocab_size, EOS)
+    grammar = builder.build(generate.GuidedDecoding(json=json.dumps(SCHEMA)))
     print(f"{vocab_size} tokens; µs of CPU time per step, median (best), by how many are guided")
     for name, options in HOW.items():
         for batch in (1, 8, 32):

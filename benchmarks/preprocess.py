@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dynamo.base import clock
-from dynamo.frontend.apis.chat import request as openai_chat
+from dynamo.frontend.apis import chat as openai_chat
 from dynamo.preprocess import loading, preprocessor
 from dynamo.protocols import generate, model_card
 

@@ -21,11 +21,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks import credentials
-from dynamo.base import errors
+from dynamo.base import clock, errors, ids
 from dynamo.protocols import generate
 from dynamo.runtime import requests
 from dynamo.runtime.backends import tcp
-from dynamo.runtime.backends.nats import access, planes
+from dynamo.runtime.backends.nats import services
 
 ENDPOINT = "bench/backend/generate"
 
@@ -54,9 +54,14 @@ async def join(url: str, number: int) -> requests.RequestPlane:
     """Over TCP, secured as said (`credentials.WAYS`), or through the NATS server at this address."""
     if url in credentials.WAYS:
         return tcp.TcpRequestPlane(credentials=credentials.of(url), item_type=generate.Output)
-    nats = await planes.NatsPlanes.open(
-        access.read((url,), {}), namespace="bench", instance_id=number, start_timeout_s=5
+    nats = services.NatsServices(
+        (url,),
+        namespace="bench",
+        instance_id=ids.InstanceId(number),
+        start_timeout_s=5,
+        time=clock.SystemClock(),
     )
+    await nats.connect()
     return nats.new_requests(generate.Output)
 
 

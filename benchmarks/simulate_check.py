@@ -17,16 +17,16 @@ from pathlib import Path
 
 from benchmarks import frontend, routing, systems
 from dynamo.router import config as router_config
-from dynamo.simulate import config, simulation, workload
 from dynamo.simulate import routing as simulated
+from dynamo.simulate import simulation, workload
 
 BLOCKS, BLOCK = 1536, 16
 WORDS = range(1000, 30_000)
 
 
-def told(conc: int, requests: int) -> config.SimulateConfig:
+def told(conc: int, requests: int) -> simulated.SimulateConfig:
     """What the simulator is told."""
-    return config.SimulateConfig(
+    return simulated.SimulateConfig(
         engine="batch",
         workers=routing.WORKERS,
         cache_tokens=BLOCKS * BLOCK,
@@ -37,7 +37,7 @@ def told(conc: int, requests: int) -> config.SimulateConfig:
     )
 
 
-def write_prompts(path: Path, shape: config.SimulateConfig) -> None:
+def write_prompts(path: Path, shape: simulated.SimulateConfig) -> None:
     """The simulation's requests, in its order: the same name of a block is the same tokens."""
     made = workload.SharedPrefixes(
         num_prefixes=shape.prefixes,
@@ -76,7 +76,7 @@ def measure(policy: str, model: Path, path: Path, conc: int, requests: int) -> t
     ]
 
 
-def predict(policy: str, shape: config.SimulateConfig) -> simulation.PolicySummary:
+def predict(policy: str, shape: simulated.SimulateConfig) -> simulation.PolicySummary:
     """The same, in virtual time."""
     router = router_config.RouterConfig()
     return simulated.run(shape, router, None, policy, lambda _: None, time.perf_counter)

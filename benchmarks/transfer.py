@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from benchmarks import credentials
-from dynamo.transfer import agent, api, descriptors, memory, routes
+from dynamo.transfer import agent, api, descriptors, memory
 from dynamo.transfer.backends import shm, tcp
 
 MIB = 2**20
@@ -101,9 +101,9 @@ async def start(way: str) -> agent.TransferAgent:
     return made
 
 
-def make_backend(way: str) -> routes.Backend:
+def make_backend(way: str) -> api.Backend:
     if way == "nixl":
-        return importlib.import_module("dynamo.transfer.backends.nixl.backend").NixlBackend()
+        return importlib.import_module("dynamo.transfer.backends.nixl").NixlBackend()
     shown = credentials.of("tls" if way == "tls" else "open")
     return shm.ShmBackend() if way == "shm" else tcp.TcpBackend(credentials=shown)
 
@@ -203,7 +203,7 @@ def report(num_bytes: int, taken: dict[str, Taken]) -> None:
         )
 
 
-async def report_lateness(way: str, mine: agent.TransferAgent, peer: api.Peer) -> None:
+async def report_lateness(way: str, mine: agent.TransferAgent, peer: agent.ConnectedPeer) -> None:
     copy = pull(mine, peer, LAYOUT.num_blocks, is_scattered=True)
     copying = asyncio.create_task(repeat(copy))
     late_s = []
@@ -233,7 +233,9 @@ def memcpy(num_bytes: int) -> Copy:
     return copy
 
 
-def pull(mine: agent.TransferAgent, peer: api.Peer, num_blocks: int, *, is_scattered: bool) -> Copy:
+def pull(
+    mine: agent.TransferAgent, peer: agent.ConnectedPeer, num_blocks: int, *, is_scattered: bool
+) -> Copy:
     chosen = random.Random(num_blocks).sample(range(LAYOUT.num_blocks), num_blocks)
     remote = chosen if is_scattered else range(num_blocks)
     transfer = mine.prepare(api.TransferOperation.READ, peer, range(num_blocks), remote)

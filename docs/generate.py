@@ -15,13 +15,14 @@ from dynamo.frontend import config as frontend_config
 from dynamo.frontend import metrics as frontend_metrics
 from dynamo.frontend import request_records as records
 from dynamo.frontend.admission import metrics as admission_metrics
-from dynamo.observability import loop_delay, metrics
+from dynamo.observability import metrics
+from dynamo.planner import config as planner_config
+from dynamo.planner import profiling
 from dynamo.protocols import instances
 from dynamo.router import __main__ as router_main
 from dynamo.router import config as router_config
 from dynamo.router import metrics as router_metrics
-from dynamo.worker import engines, settings
-from dynamo.worker import metrics as worker_metrics
+from dynamo.worker import engines, health, settings
 
 TARGET = Path(__file__).parent / "reference.md"
 HEAD = """# Reference
@@ -53,6 +54,10 @@ def reference() -> str:
     sections += _settings(
         "python -m dynamo.router", router_main.ServiceConfig, router_config.RoutingConfig
     )
+    sections += _settings(
+        "python -m dynamo.planner", planner_config.PlannerConfig, planner_config.ScalingConfig
+    )
+    sections += _settings("python -m dynamo.profiler", profiling.ProfilerConfig)
     for name in engines.KIND_BY_NAME:
         sections += _settings(
             f"python -m dynamo.{name}", settings.WorkerConfig, engines.settings_of(name)
@@ -83,7 +88,7 @@ def _settings(command: str, *parts: type) -> Iterator[str]:
 def _frontend_registry() -> prometheus_client.CollectorRegistry:
     registry = metrics.Registry("dynamo_frontend")
     frontend_metrics.FrontendMetrics(registry, clock.SystemClock().now)
-    loop_delay.LoopDelay(registry, clock.SystemClock())
+    metrics.LoopDelay(registry, clock.SystemClock())
     records.RequestRecords(frontend_config.FrontendConfig(), registry, clock.SystemClock())
     admission_metrics.AdmissionMetrics(registry)
     router_metrics.RouterMetrics(registry, "")
@@ -93,7 +98,7 @@ def _frontend_registry() -> prometheus_client.CollectorRegistry:
 
 def _worker_registry() -> prometheus_client.CollectorRegistry:
     name = instances.EndpointName("dynamo", "backend", "generate")
-    registry = worker_metrics.WorkerMetrics(name, clock.SystemClock()).registry
+    registry = health.WorkerMetrics(name, clock.SystemClock()).registry
     disagg_metrics.DisaggMetrics(registry)
     disagg_metrics.PrefillJobMetrics(registry)
     return registry.collectors

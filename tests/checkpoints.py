@@ -40,6 +40,14 @@ FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
 }
 
 ENCODER_SHAPE = {
@@ -79,6 +87,8 @@ def make_checkpoint(
     fields = SHAPE | overrides
     if family == "qwen2":
         del fields["head_dim"]
+    if family == "qwen3_moe":
+        fields = EXPERTS | fields
     torch.manual_seed(0)
     _save(make_model(make_config(**fields)).to(dtype), directory, max_shard_size=max_shard_size)
     return directory

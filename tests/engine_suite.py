@@ -81,7 +81,17 @@ class Host:
         self.engine, self.sink, self.facts = engine, sink, facts
 
     def submit(
-        self, request_id, prompt, *, n=1, eos=(), logprobs=None, scores=None, seed=0, **conditions
+        self,
+        request_id,
+        prompt,
+        *,
+        n=1,
+        eos=(),
+        logprobs=None,
+        scores=None,
+        seed=0,
+        salt=None,
+        **conditions,
     ):
         self.engine.submit(
             generate.Request(
@@ -92,6 +102,7 @@ class Host:
                 sampling_options=generate.SamplingOptions(n=n, temperature=0.0, seed=seed),
                 output_options=generate.OutputOptions(logprobs=logprobs, prompt_logprobs=scores),
                 eos_token_ids=eos,
+                cache_salt=salt,
             )
         )
 

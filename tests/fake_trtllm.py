@@ -123,10 +123,6 @@ class LLM:
 
 
 MODULES = {
-    "yaml": {
-        "safe_load": lambda text: {"max_batch_size": 8} if text else None,
-        "YAMLError": OSError,
-    },
     "tensorrt_llm": {"LLM": LLM, "SamplingParams": SamplingParams},
     "tensorrt_llm.executor.utils": {"RequestError": RequestError},
     "tensorrt_llm.llmapi": {"GuidedDecodingParams": dict, "KvCacheConfig": dict},

@@ -7,6 +7,7 @@ import tokenizers
 
 from dynamo.base import errors
 from dynamo.engine.native.assemble import assemble
+from dynamo.engine.native.guided_decoding import GrammarBuilder
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks, generate
 
@@ -27,6 +28,7 @@ class Storyteller:
 
     def __init__(self) -> None:
         self.parts = assemble(STORYTELLER, NativeConfig(threads=1, num_gpu_blocks_override=2000))
+        self.builder = GrammarBuilder(STORYTELLER / "tokenizer.json", self.parts.vocab_size, EOS)
         self.tokenizer = tokenizers.Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
         self._tokens: dict[str, list[int]] = {}
         self._ends: dict[str, generate.FinishReason | errors.DynamoError] = {}
@@ -66,7 +68,7 @@ class Storyteller:
 
     def submit(self, request: generate.Request) -> None:
         guided = request.sampling_options.guided_decoding
-        grammar = self.parts.grammars.compile(guided, EOS) if guided is not None else None
+        grammar = self.builder.build(guided) if guided is not None else None
         self.parts.scheduler.submit(request, grammar)
         self._tokens[request.id] = []
 

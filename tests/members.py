@@ -10,7 +10,9 @@ KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-
 
 
 def with_token(token: str = TOKEN) -> membership.Credentials:
-    return membership.read(membership.ClusterConfig(), {membership.TOKEN_VARIABLE: token})
+    return membership.read(
+        membership.ClusterConfig(discovery_backend="mem"), {membership.TOKEN_VARIABLE: token}
+    )
 
 
 def make_certificates(folder: pathlib.Path) -> None:
@@ -39,4 +41,6 @@ def with_tls(
     folder: pathlib.Path, *, token: str | None = None, **names: str
 ) -> membership.Credentials:
     environ = {} if token is None else {membership.TOKEN_VARIABLE: token}
-    return membership.read(membership.ClusterConfig(**flags(folder, **names)), environ)
+    return membership.read(
+        membership.ClusterConfig(discovery_backend="mem", **flags(folder, **names)), environ
+    )

@@ -153,7 +153,7 @@ def credentials(how):
 
 def nixl_backend(**options):
     """Imported here, because a machine may not have NIXL."""
-    return importlib.import_module("dynamo.transfer.backends.nixl.backend").NixlBackend(**options)
+    return importlib.import_module("dynamo.transfer.backends.nixl").NixlBackend(**options)
 
 
 def run(control, backend, seed, options, changes):

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 import vllm_models
-from dynamo.engine.adapters.vllm.settings import VllmConfig
+from dynamo.engine.adapters.settings import VllmConfig
 from engine_suite import Host, Sink
 from foreign_engine import shared
 

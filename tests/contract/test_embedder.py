@@ -7,7 +7,7 @@ import pytest
 
 import checkpoints
 from dynamo.engine import api
-from dynamo.engine.mock.embedder import MockEmbedder
+from dynamo.engine.mock.engine import MockEmbedder
 from dynamo.engine.native.embedder import NativeEmbedder
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks, embed

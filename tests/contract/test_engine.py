@@ -1,12 +1,17 @@
 """What every engine promises its host, over the mock and the native engine."""
 
+import contextlib
 import functools
 import json
+import math
 
+import hypothesis
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import strategies as st
 
+from dynamo.base import errors
 from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.batch import MockBatch
 from dynamo.engine.mock.engine import MockEngine
@@ -14,8 +19,10 @@ from dynamo.engine.mock.settings import MockConfig
 from dynamo.engine.native.engine import NativeEngine
 from dynamo.engine.native.runner import Runner
 from dynamo.engine.native.settings import NativeConfig
+from dynamo.protocols import blocks, generate, kv_transfer
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from engine_suite import Host, Sink
+from salt_suite import *  # noqa: F403 (the same)
 
 WORDS = tuple(range(100, 150))
 
@@ -126,3 +133,116 @@ async def test_start_returns_the_facts(host, request):
 
     assert (facts.context_length, facts.kv_block_size, facts.total_kv_blocks) == (512, 16, 64)
     assert (facts.max_num_seqs, facts.max_num_batched_tokens) == (8, num_batched)
+
+
+ODD_INTS = st.sampled_from([-(2**63), -1, 0, 1, 2, 7, 255, 256, 2**31, 2**32, 2**40, 2**63 - 1])
+ODD_FLOATS = st.sampled_from(
+    [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-300, 1e-6, 0.5, 1.0, 2.0, 1e6, 1e39, 1e300]
+)
+TOKENS = st.lists(st.one_of(st.integers(0, 255), ODD_INTS), max_size=6).map(tuple)
+SCHEMAS = st.sampled_from(["", "{", "{}", '{"multipleOf": 1e999}', "[" * 5000, '{"type": "null"}'])
+
+
+def some(strategy, usual):
+    """Draw the usual value mostly, so that a request has two or three odd ones, and gets past the first check."""
+    return st.integers(0, 9).flatmap(lambda draw: st.just(usual) if draw else strategy)
+
+
+ABSURD = st.builds(
+    generate.Request,
+    id=st.just("absurd"),
+    model=st.just("m"),
+    token_ids=some(st.binary(max_size=9), blocks.pack([1, 2, 3])),
+    eos_token_ids=some(TOKENS, (5,)),
+    priority=some(ODD_INTS, 0),
+    data_parallel_rank=some(ODD_INTS, None),
+    lora_name=some(st.text(max_size=3), None),
+    num_resumed=some(ODD_INTS, 0),
+    first_choice=some(ODD_INTS, 0),
+    stop_conditions=st.builds(
+        generate.StopConditions,
+        max_tokens=some(ODD_INTS, 3),
+        min_tokens=some(ODD_INTS, 0),
+        stop=some(st.lists(st.text(), max_size=3).map(tuple), ()),
+        stop_token_ids=some(TOKENS, ()),
+        ignore_eos=st.booleans(),
+    ),
+    sampling_options=st.builds(
+        generate.SamplingOptions,
+        n=some(ODD_INTS, 1),
+        temperature=some(ODD_FLOATS, 1.0),
+        top_k=some(ODD_INTS, 0),
+        top_p=some(ODD_FLOATS, 1.0),
+        min_p=some(ODD_FLOATS, 0.0),
+        repetition_penalty=some(ODD_FLOATS, 1.0),
+        presence_penalty=some(ODD_FLOATS, 0.0),
+        frequency_penalty=some(ODD_FLOATS, 0.0),
+        seed=some(ODD_INTS, None),
+        logit_bias=some(st.dictionaries(st.integers(-1, 256), ODD_FLOATS, max_size=3), {}),
+        guided_decoding=some(st.builds(generate.GuidedDecoding, json=SCHEMAS), None),
+    ),
+    output_options=st.builds(
+        generate.OutputOptions, logprobs=some(ODD_INTS, None), prompt_logprobs=some(ODD_INTS, None)
+    ),
+    thinking=some(
+        st.builds(
+            generate.ThinkingLimit,
+            max_tokens=ODD_INTS,
+            close_ids=TOKENS,
+            open_ids=TOKENS,
+            is_open=st.booleans(),
+        ),
+        None,
+    ),
+    kv_transfer_params=some(
+        st.builds(
+            kv_transfer.KvTransferParams,
+            do_remote_decode=st.booleans(),
+            do_remote_prefill=st.booleans(),
+            remote=some(
+                st.builds(
+                    kv_transfer.RemoteBlocks,
+                    remote_block_ids=TOKENS,
+                    remote_hold_id=ODD_INTS,
+                    remote_engine_id=st.text(max_size=3),
+                    remote_port=ODD_INTS,
+                    remote_hold_s=ODD_FLOATS,
+                    first_token=some(st.builds(kv_transfer.FirstToken, token_id=ODD_INTS), None),
+                ),
+                None,
+            ),
+        ),
+        None,
+    ),
+)
+
+
+def with_thinking(**fields):
+    return generate.Request(
+        id="absurd",
+        model="m",
+        token_ids=blocks.pack([1, 2, 3]),
+        thinking=generate.ThinkingLimit(max_tokens=0, is_open=True, **fields),
+    )
+
+
+@hypothesis.settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(request=ABSURD)
+@hypothesis.example(with_thinking(close_ids=()))
+@hypothesis.example(with_thinking(close_ids=(2**40,)))
+@hypothesis.example(with_thinking(close_ids=(-300,)))
+async def test_absurd_request_harms_no_other(host, request):
+    honest = f"honest {len(host.sink.batches)}"
+    with contextlib.suppress(errors.DynamoError):
+        host.engine.submit(request)
+    tokens = await host.answer(honest, [1, 2, 3, 4], max_tokens=2)
+    host.engine.abort("absurd")
+    await host.until_idle()
+
+    assert len(tokens) == 2
+    assert not host.sink.deaths

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 import fake_sglang
-from dynamo.engine.adapters.sglang.settings import SglangConfig
+from dynamo.engine.adapters.settings import SglangConfig
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from engine_suite import Host, Sink
 

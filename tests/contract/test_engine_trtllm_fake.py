@@ -9,7 +9,7 @@ import json
 import pytest
 
 import fake_trtllm
-from dynamo.engine.adapters.trtllm.settings import TrtllmConfig
+from dynamo.engine.adapters.settings import TrtllmConfig
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from engine_suite import Host, Sink
 

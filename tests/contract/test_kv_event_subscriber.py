@@ -94,7 +94,7 @@ class Router:
     """A fed index."""
 
     @classmethod
-    async def start(cls, runtime, saved=None):
+    async def start(cls, runtime):
         router = cls()
         router.runtime, router.index = runtime, prefix_index.PrefixIndex()
         router.feed = kv_event_subscriber.KvEventSubscriber(
@@ -104,7 +104,7 @@ class Router:
             component_name="backend",
             clock=clocks.SystemClock(),
         )
-        await router.feed.start(saved)
+        await router.feed.start()
         return router
 
     def held(self):
@@ -231,31 +231,6 @@ async def test_large_cache_is_replayed_in_parts(worker, join, monkeypatch):
     await router.close()
 
 
-async def test_snapshot_needs_only_a_replay_of_later_events(worker, router, join, monkeypatch):
-    worker.store([1, 2, 3])
-    await router.await_held({api.Worker(worker.id): names([1, 2, 3])})
-    saved = router.feed.snapshot()
-    worker.remove([1, 2, 3])
-    monkeypatch.setattr(kv_event_publisher.KvEventLog, "snapshot", None)  # nobody may ask for all
-    restored = await Router.start(await join(), saved)
-    await restored.await_held({api.Worker(worker.id): names([1, 2])})
-    await restored.close()
-
-
-async def test_snapshot_does_not_restore_a_dead_worker(router, join):
-    dead = await Worker.start(await join())
-    dead.store([1])
-    await router.await_held({api.Worker(dead.id): names([1])})
-    saved = router.feed.snapshot()
-    await dead.die()
-    living = await Worker.start(await join())
-    living.store([2])
-    restored = await Router.start(await join(), saved)
-    await restored.await_held({api.Worker(living.id): names([2])})
-    await restored.close()
-    await living.die()
-
-
 async def test_refused_replay_is_requested_again(router, join):
     runtime, num_asked = await join(), 0
 
@@ -298,3 +273,36 @@ async def test_malformed_replay_request_is_refused(worker, join):
 
     with pytest.raises(errors.RemoteProtocolError, match="a replay"):
         await client.call("noise", reply_type=kv_events.ReplayPart)
+
+
+async def test_silent_worker_is_asked_for_what_its_events_did_not_say(
+    worker, router, monkeypatch, caplog
+):
+    """Nothing of it comes by the event plane, heartbeats neither; requests reach it."""
+    monkeypatch.setattr(kv_event_subscriber, "SILENCE_S", 0.2)
+    monkeypatch.setattr(kv_event_subscriber, "_WATCH_S", 0.05)
+    worker.store([1, 2])
+    await router.await_held({api.Worker(worker.id): names([1, 2])})
+    worker.lose()
+    worker.store([3, 4])
+    await router.await_held({api.Worker(worker.id): names([1, 2], [3, 4])})
+    worker.store([5, 6])
+    await router.await_held({api.Worker(worker.id): names([1, 2], [3, 4], [5, 6])})
+    warnings = [line for line in caplog.messages if line.startswith("no event of worker")]
+
+    assert len(warnings) == 1
+
+
+async def test_seconds_since_the_last_event_are_reported_by_worker(worker, join, monkeypatch):
+    monkeypatch.setattr(kv_event_subscriber, "_WATCH_S", 0.02)
+    router, ages = await Router.start(await join()), []
+    router.feed._on_age = lambda *report: ages.append(report)
+    worker.store([1])
+    await router.await_held({api.Worker(worker.id): names([1])})
+    worker.lose()
+    async with asyncio.timeout(10):
+        while not any(age > 0.3 for _, age in ages):
+            await asyncio.sleep(0.005)
+    await router.close()
+
+    assert {instance_id for instance_id, _ in ages} == {worker.id}

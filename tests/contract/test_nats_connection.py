@@ -183,7 +183,7 @@ def test_missing_extra_is_named():
     story = (
         "import sys; sys.modules['nats'] = None\n"
         "from dynamo.base import distribution\n"
-        "distribution.load_extra('dynamo.runtime.backends.nats.planes', feature='NATS', extra='nats')"
+        "distribution.load_extra('dynamo.runtime.backends.nats.connection', feature='NATS', extra='nats')"
     )
     done = subprocess.run([sys.executable, "-c", story], capture_output=True, text=True)
 

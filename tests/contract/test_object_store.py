@@ -7,11 +7,11 @@ import pytest
 
 import nats_server as servers
 from dynamo.base import errors
-from dynamo.runtime import object_store
+from dynamo.runtime import services
 from dynamo.runtime.backends import memory
 from dynamo.runtime.backends.nats import jetstream
 
-NORMAL = object_store.ObjectStoreBounds()
+NORMAL = services.ObjectStoreBounds()
 PATIENT_S = 15.0  # on a busy machine
 BIG = random.Random(1).randbytes(700_000)  # several chunks
 
@@ -53,13 +53,13 @@ async def test_absent_object_is_unavailable(open_store):
 
 
 async def test_too_long_object_is_refused(open_store):
-    store = open_store(object_store.ObjectStoreBounds(max_object_bytes=10))
+    store = open_store(services.ObjectStoreBounds(max_object_bytes=10))
     with pytest.raises(errors.LocalProtocolError, match=r"11 bytes.*10"):
         await store.put("k", b"x" * 11)
 
 
 async def test_full_store_is_an_error(open_store):
-    store = open_store(object_store.ObjectStoreBounds(max_bytes=500_000))
+    store = open_store(services.ObjectStoreBounds(max_bytes=500_000))
     with pytest.raises(errors.Unavailable):
         await store.put("k", BIG)
 
@@ -76,7 +76,7 @@ async def nats(tmp_path):
 
 async def test_only_old_objects_are_stored_again(nats):
     patient = jetstream.NatsObjectStore(nats)
-    hasty = jetstream.NatsObjectStore(nats, object_store.ObjectStoreBounds(max_age_s=0.0))
+    hasty = jetstream.NatsObjectStore(nats, services.ObjectStoreBounds(max_age_s=0.0))
     await patient.put("k", b"x")
     stored = [await _version(nats)]
     await patient.put("k", b"x")
@@ -93,7 +93,7 @@ async def _version(nats):
 
 
 async def test_unused_objects_expire(nats):
-    store = jetstream.NatsObjectStore(nats, object_store.ObjectStoreBounds(max_age_s=0.5))
+    store = jetstream.NatsObjectStore(nats, services.ObjectStoreBounds(max_age_s=0.5))
     url = await store.put("k", b"x")
 
     async with asyncio.timeout(PATIENT_S):
@@ -106,7 +106,7 @@ async def test_unused_objects_expire(nats):
 
 async def test_too_long_object_is_not_read(nats):
     url = await jetstream.NatsObjectStore(nats).put("k", b"x" * 100)
-    careful = jetstream.NatsObjectStore(nats, object_store.ObjectStoreBounds(max_object_bytes=10))
+    careful = jetstream.NatsObjectStore(nats, services.ObjectStoreBounds(max_object_bytes=10))
     with pytest.raises(errors.Unavailable, match="100 bytes"):
         await careful.get(url, timeout_s=PATIENT_S)
 

@@ -11,17 +11,17 @@ import kv_params
 import nats_server as servers
 from dynamo.base import clock as clocks
 from dynamo.base import errors
-from dynamo.disagg import job_consumer, metrics, prefill_queue, shared_queue
+from dynamo.disagg import metrics, prefill_queue, shared_queue
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, instances, kv_transfer, model_errors
-from dynamo.runtime import component, work_queue
+from dynamo.runtime import component, services
 from dynamo.runtime.backends.nats import jetstream
 
 PREFILL = instances.EndpointName("d", "prefill", "generate")
 LEASES = "d/backend/prefill_claims"
 NAMES = itertools.count()
 PATIENT_S = 20.0  # on a busy machine
-BOUNDS = work_queue.WorkQueueBounds(acknowledge_s=0.5)
+BOUNDS = services.WorkQueueBounds(acknowledge_s=0.5)
 
 
 def request(i=0):
@@ -36,7 +36,7 @@ class Worker:
         self.counts = metrics.PrefillJobMetrics(registries.Registry("x"))
         self.consumer = None
         if join is not None:
-            self.consumer = job_consumer.PrefillJobConsumer(
+            self.consumer = shared_queue.PrefillJobConsumer(
                 join, runtime.requests, runtime.instance_id, self.counts, clocks.SystemClock()
             )
 
@@ -151,7 +151,7 @@ async def until(is_so):
 
 @pytest.fixture(autouse=True)
 def _leave_quickly(monkeypatch):
-    monkeypatch.setattr(job_consumer, "PULL_S", 0.2)
+    monkeypatch.setattr(shared_queue, "PULL_S", 0.2)
 
 
 @pytest.fixture(params=["direct", "memory", "nats"])
@@ -329,17 +329,17 @@ async def test_draining_worker_takes_no_jobs_and_finishes_its_own(shared):
     await shared.open(num_workers=1)
     (leaving,) = shared.workers
     asking = [shared.ask(i) for i in range(4)]
-    await shared.busy(job_consumer.NUM_JOBS)
+    await shared.busy(shared_queue.NUM_JOBS)
     await leaving.consumer.leave()
     other = await shared.add_worker()
-    for i in range(job_consumer.NUM_JOBS):
+    for i in range(shared_queue.NUM_JOBS):
         leaving.answer(i)
-    await until(lambda: len(other.calls) == 4 - job_consumer.NUM_JOBS)
+    await until(lambda: len(other.calls) == 4 - shared_queue.NUM_JOBS)
     for i in range(len(other.calls)):
         other.answer(i)
 
     assert len(await asyncio.gather(*asking)) == 4
-    assert len(leaving.calls) == job_consumer.NUM_JOBS
+    assert len(leaving.calls) == shared_queue.NUM_JOBS
 
 
 async def test_worker_that_is_not_connected_yet_gets_no_prompt(shared):
@@ -358,23 +358,23 @@ async def test_worker_that_is_not_connected_yet_gets_no_prompt(shared):
 async def test_stopping_decode_worker_fails_prompts_that_no_worker_has_begun(shared):
     await shared.open(num_workers=1)
     asking = [shared.ask(i) for i in range(4)]
-    await shared.busy(job_consumer.NUM_JOBS)
+    await shared.busy(shared_queue.NUM_JOBS)
     await shared.queue.leave()
     shared.workers[0].answer(0)
     shared.workers[0].answer(1)
     ends = await asyncio.gather(*asking, return_exceptions=True)
 
     assert (
-        sum(isinstance(one, kv_transfer.KvTransferParams) for one in ends) == job_consumer.NUM_JOBS
+        sum(isinstance(one, kv_transfer.KvTransferParams) for one in ends) == shared_queue.NUM_JOBS
     )
-    assert sum(isinstance(one, errors.Unavailable) for one in ends) == 4 - job_consumer.NUM_JOBS
+    assert sum(isinstance(one, errors.Unavailable) for one in ends) == 4 - shared_queue.NUM_JOBS
     assert shared.queue.size is None
 
 
 async def test_waiting_prompts_fail_when_the_last_worker_leaves(shared):
     await shared.open(num_workers=1)
     asking = [shared.ask(i) for i in range(4)]
-    await shared.busy(job_consumer.NUM_JOBS)
+    await shared.busy(shared_queue.NUM_JOBS)
     await shared.workers.pop().die()
 
     for one in asking:
@@ -386,14 +386,14 @@ async def test_job_of_a_cancelled_prompt_is_acknowledged(shared):
     await shared.open(num_workers=1)
     work = await shared.join()
     asking = [shared.ask(i) for i in range(5)]
-    await shared.busy(job_consumer.NUM_JOBS)
+    await shared.busy(shared_queue.NUM_JOBS)
     for one in asking:
         one.cancel()
 
     async with asyncio.timeout(PATIENT_S):
         while await work.depth():
             await asyncio.sleep(0.01)
-    assert len(shared.workers[0].calls) == job_consumer.NUM_JOBS
+    assert len(shared.workers[0].calls) == shared_queue.NUM_JOBS
     await work.close()
 
 

@@ -107,18 +107,22 @@ class World:
             return self.memory_network
         return tcp.TcpNetwork(credentials=self.credentials)
 
-    def plane(self, limits=NORMAL):
+    def plane(self, limits=NORMAL, instance_id=0, *, address=None):
+        """A plane; with `address` at that of an instance that is gone."""
+        options = {"item_type": generate.Output, "instance_id": instance_id}
         if self.kind == "memory":
-            plane = memory.MemoryRequestPlane(
-                self.memory_network, limits, item_type=generate.Output
-            )
+            if address is not None:
+                self.memory_network._numbers = iter([int(address.rpartition(":")[2])])
+            plane = multiplex.MultiplexedPlane(self.memory_network, limits, **options)
         elif self.kind == "nats":
-            plane = nats_requests.NatsRequestPlane(
-                self.network(), limits, item_type=generate.Output
-            )
+            network = self.network()
+            if address is not None:
+                network._inbox = address
+            plane = nats_requests.NatsRequestPlane(network, limits, **options)
         else:
+            port = int(address.rpartition(":")[2]) if address is not None else 0
             plane = tcp.TcpRequestPlane(
-                limits=limits, credentials=self.credentials, item_type=generate.Output
+                port=port, limits=limits, credentials=self.credentials, **options
             )
         self.planes.append(plane)
         return plane
@@ -154,7 +158,7 @@ class Peer(asyncio.Protocol):
     def __init__(self, *frames):
         self._frames = frames
         self.heard = []
-        self.gone = asyncio.Event()
+        self.gone, self.has_failure = asyncio.Event(), asyncio.Event()
         self._reader = wire.FrameReader()
 
     def connection_made(self, transport):
@@ -163,6 +167,8 @@ class Peer(asyncio.Protocol):
 
     def data_received(self, data):
         self.heard += self._reader.feed(data)
+        if any(isinstance(frame, wire.Fail) for frame in self.heard):
+            self.has_failure.set()
 
     def connection_lost(self, exc):
         self.gone.set()
@@ -453,7 +459,7 @@ async def test_closing_server_breaks_its_streams_at_both_sides(world):
     await server.close()
     error = await receiver.end()
 
-    assert type(error) is errors.StreamBroken
+    assert type(error) is errors.WorkerDied
     assert address in str(error)
     assert receiver.tokens == [1]
     assert holder.cancelled == holder.calls
@@ -510,6 +516,25 @@ async def test_streams_of_a_silent_worker_break_in_time(world):
     assert type(error) is errors.StreamBroken
     assert "silent" in str(error)
     assert loop.time() - began < 10 * QUICK.silence_s
+
+
+async def test_silent_worker_is_borne_until_another_can_take_over(world):
+    listener = await world.network().listen(lambda: Peer(WELCOME))
+    receivers, may_move = [Recorder(), Recorder()], False
+    plane = world.plane(QUICK)
+    for receiver in receivers:
+        await plane.open(listener.address, ECHO, None, receiver, may_move=lambda: may_move)
+    other = Recorder()
+    await plane.open(listener.address, ECHO, None, other)
+    silent = await other.end()  # nothing holds this one
+    num_ended = sum(len(receiver.ends) for receiver in receivers)
+    may_move = True
+    moved = [await receiver.end() for receiver in receivers]
+    listener.close()
+
+    assert type(silent) is errors.StreamBroken
+    assert num_ended == 0
+    assert [type(error) for error in moved] == [errors.StreamBroken] * 2
 
 
 async def test_silent_caller_is_noticed(world):
@@ -835,3 +860,46 @@ async def test_refused_connections_log_one_line_a_second(world, caplog):
         await asyncio.wait_for(peer.gone.wait(), 10)
 
     assert len(caplog.records) == 1
+
+
+async def test_request_reaches_the_instance_that_is_meant(world):
+    holder = Holder()
+    address = await world.plane(instance_id=7).serve(ECHO, holder)
+    await world.plane().open(address, ECHO, None, Recorder(), instance_id=7)
+    await holder.call()
+
+    assert len(holder.calls) == 1
+
+
+async def test_instance_at_the_address_of_another_refuses_its_requests(world):
+    """A worker is gone, discovery still names it, and another one has its address."""
+    former, caller = world.plane(instance_id=7), world.plane()
+    holder, receiver = Holder(), Recorder()
+    address = await former.serve(ECHO, holder)
+    await caller.open(address, ECHO, None, receiver, instance_id=7)
+    await holder.call()
+    await former.close()
+    error = await receiver.end()
+    successor = Holder()
+    at_same_address = world.plane(instance_id=8, address=address)
+
+    assert await at_same_address.serve(ECHO, successor) == address
+    assert isinstance(error, errors.WorkerLost)
+    with pytest.raises(errors.WorkerLost, match="instance 7 is not at this address any more"):
+        await caller.open(address, ECHO, None, Recorder(), instance_id=7)
+    await caller.open(address, ECHO, None, Recorder(), instance_id=8)
+    await successor.call()
+    assert len(successor.calls) == 1
+
+
+async def test_stream_that_means_another_instance_is_refused_on_an_open_connection(world):
+    holder = Holder()
+    meant = wire.Open(1, ECHO, msgspec.Raw(b"\xc0"), instance=9)
+    peer = Peer(HELLO, meant)
+    address = await world.plane(instance_id=8).serve(ECHO, holder)
+    await world.network().connect(address, lambda: peer)
+    await asyncio.wait_for(peer.has_failure.wait(), 10)
+    (failure,) = [frame for frame in peer.heard if isinstance(frame, wire.Fail)]
+
+    assert isinstance(failure.error, errors.WorkerLost)
+    assert holder.calls == []

@@ -14,7 +14,7 @@ import nats_server as nats_servers
 from dynamo.base import errors, membership, proof
 from dynamo.protocols import generate, wire
 from dynamo.runtime import requests
-from dynamo.runtime.backends import frame_connection, memory, tcp
+from dynamo.runtime.backends import frame_connection, memory, multiplex, tcp
 from dynamo.runtime.backends.nats import requests as nats_requests
 
 ECHO = "a/b/echo"
@@ -81,7 +81,7 @@ async def ask_a_stranger(network, make_plane, data):
 @contextlib.asynccontextmanager
 async def over_memory(_):
     network = memory.MemoryNetwork()
-    yield network, memory.MemoryRequestPlane
+    yield network, multiplex.MultiplexedPlane
 
 
 @contextlib.asynccontextmanager

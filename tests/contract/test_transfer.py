@@ -145,19 +145,19 @@ async def test_many_transfers_at_once(backend):
 
 
 @pytest.mark.parametrize("backend", WAYS)
-async def test_transfer_goes_through_its_states_and_again(backend):
+async def test_running_transfer_cannot_be_posted_again_and_a_done_one_can(backend):
     blocks = [block * 3 % 1024 for block in range(1000)]
     async with connected(backend) as (ours, _, peer):
         transfer = ours.agent.prepare(READ, peer, range(1000), blocks)
-        before = transfer.poll()
+        before = transfer.is_running
         posted = transfer.post(deadline_s=LONG_S)
-        during = transfer.poll()
+        during = transfer.is_running
         with pytest.raises(errors.LocalProtocolError, match="running"):
             transfer.post(deadline_s=LONG_S)
         await posted
         await transfer.post(deadline_s=LONG_S)
 
-        assert [before, during, transfer.poll()] == ["prepared", "running", "done"]
+        assert [before, during, transfer.is_running] == [False, True, False]
 
         await transfer.release()
         with pytest.raises(errors.LocalProtocolError, match="released"):
@@ -284,15 +284,14 @@ async def test_transfers_that_wait_for_a_thread_keep_their_deadline():
     async with connected("tcp") as (ours, process, peer):
         process.freeze()
         stalled = [ours.agent.prepare(READ, peer, [i], [i]) for i in range(4)]
-        for transfer in stalled:
-            transfer.post(deadline_s=LONG_S)
+        outcomes = [transfer.post(deadline_s=LONG_S) for transfer in stalled]
 
         with pytest.raises(errors.TransferError, match="other jobs were ahead of it"):
             await move(ours, READ, peer, [9], [9], deadline_s=SOON_S)
 
         for transfer in stalled:
             await transfer.release()
-        assert {transfer.poll() for transfer in stalled} == {"failed"}
+        assert {type(outcome.exception()) for outcome in outcomes} == {errors.TransferError}
 
 
 async def test_peer_killed_in_the_middle_is_an_error_at_once_over_tcp():
@@ -405,7 +404,8 @@ async def test_cancelled_transfer_stops_and_is_quiet_after_release():
         async with asyncio.timeout(LONG_S / 2):
             await transfer.release()
 
-        assert transfer.poll() == "failed"
+        assert posted.cancelled()
+        assert not transfer.is_running
 
 
 async def test_killed_peer_leaves_nothing_behind():

@@ -16,10 +16,11 @@ import members
 import transfer_peer
 from dynamo.base import errors, membership, proof
 from dynamo.runtime import authentication
-from dynamo.transfer import api, descriptors, handshake, messages
+from dynamo.transfer import api, descriptors, messages
+from dynamo.transfer import link as links
 from dynamo.transfer.backends import shm, tcp
 from dynamo.transfer.job import TimeLimit
-from dynamo.transfer.link import Link
+from dynamo.transfer.link import Link, admit, new_authenticator, welcome
 from transfer_peer import LAYOUT, blocks_of, content
 
 READ = api.TransferOperation.READ
@@ -52,11 +53,11 @@ def enter(metadata):
     """A link past the handshake."""
     link = Link(dial(metadata))
     epoch = descriptors.decode(metadata).epoch
-    handshake.enter(
+    links.enter(
         link,
         name="stranger",
         epoch=epoch,
-        authenticator=handshake.new_authenticator(OPEN),
+        authenticator=new_authenticator(OPEN),
         limit=TimeLimit(10),
     )
     return link
@@ -105,7 +106,7 @@ async def test_frame_that_is_too_large_is_refused_by_its_length_alone():
         def knock():
             with dial(served.metadata) as sock:
                 link = Link(sock)
-                handshake.new_authenticator(OPEN).authenticate_server(
+                new_authenticator(OPEN).authenticate_server(
                     lambda output: link.send_bytes(output, TimeLimit(10)),
                     lambda size: link.receive_bytes(size, TimeLimit(10)),
                 )
@@ -320,5 +321,30 @@ def impostor(behave):
 
 
 def greet_truly(link, epoch):
-    handshake.admit(link, authenticator=handshake.new_authenticator(OPEN), limit=TimeLimit(10))
-    handshake.welcome(link, epoch=epoch, limit=TimeLimit(10))
+    admit(link, authenticator=new_authenticator(OPEN), limit=TimeLimit(10))
+    welcome(link, epoch=epoch, limit=TimeLimit(10))
+
+
+async def test_bytes_that_are_no_text_are_refused_without_a_traceback(caplog):
+    async with worker() as made:
+
+        def talk():
+            raised = []
+            hook, threading.excepthook = threading.excepthook, lambda args: raised.append(args)
+            try:
+                for _ in range(20):
+                    link = enter(made.metadata)
+                    link.send_bytes(struct.pack(">I", 4) + b"\x92\xa1\xff\xc0", TimeLimit(10))
+                    with pytest.raises(errors.TransferError):
+                        receive(link)
+                    link.close()
+            finally:
+                threading.excepthook = hook
+            return raised
+
+        raised = await asyncio.to_thread(talk)
+    lines = [record for record in caplog.records if "dropping a peer" in record.getMessage()]
+
+    assert raised == []
+    assert 1 <= len(lines) <= 3  # one a second
+    assert all(record.exc_info is None for record in lines)

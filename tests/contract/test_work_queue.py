@@ -7,15 +7,15 @@ import pytest
 
 import nats_server as servers
 from dynamo.base import errors
-from dynamo.runtime import work_queue
+from dynamo.runtime import services
 from dynamo.runtime.backends import memory
 from dynamo.runtime.backends.nats import jetstream
 
 NAMES = itertools.count()
 PATIENT_S = 15.0  # on a busy machine
 NOTHING_S = 0.05  # for what should not come
-NORMAL = work_queue.WorkQueueBounds()
-IMPATIENT = work_queue.WorkQueueBounds(acknowledge_s=0.2)
+NORMAL = services.WorkQueueBounds()
+IMPATIENT = services.WorkQueueBounds(acknowledge_s=0.2)
 
 
 class Factory:
@@ -30,8 +30,7 @@ class Factory:
 
     async def open(self, bounds=NORMAL):
         if self._kind == "memory":
-            self._work = self._work or memory.MemoryWork(bounds)
-            queue = memory.MemoryWorkQueue(self._work)
+            queue = self._work = self._work or memory.MemoryWorkQueue(bounds)
         else:
             queue = await jetstream.NatsWorkQueue.open(self._nats, self._name, bounds)
         self.opened.append(queue)
@@ -162,7 +161,7 @@ async def test_extended_item_stays_with_its_puller(factory):
 
 
 async def test_full_queue_is_an_error_and_keeps_working(factory):
-    queue = await factory.open(work_queue.WorkQueueBounds(max_items=2))
+    queue = await factory.open(services.WorkQueueBounds(max_items=2))
     for _ in range(2):
         await queue.push(b"x")
     with pytest.raises(errors.Overloaded, match="full"):
@@ -174,7 +173,7 @@ async def test_full_queue_is_an_error_and_keeps_working(factory):
 
 
 async def test_queue_is_bounded_in_bytes(factory):
-    queue = await factory.open(work_queue.WorkQueueBounds(max_bytes=3000, max_item_bytes=2000))
+    queue = await factory.open(services.WorkQueueBounds(max_bytes=3000, max_item_bytes=2000))
     await queue.push(b"x" * 2000)
     with pytest.raises(errors.Overloaded, match="full"):
         await queue.push(b"x" * 2000)
@@ -183,7 +182,7 @@ async def test_queue_is_bounded_in_bytes(factory):
 
 
 async def test_old_items_expire(factory):
-    queue = await factory.open(work_queue.WorkQueueBounds(max_age_s=0.3))
+    queue = await factory.open(services.WorkQueueBounds(max_age_s=0.3))
     await queue.push(b"waiting")
     await queue.push(b"in work")
     item = await queue.pull(PATIENT_S)
@@ -210,8 +209,8 @@ async def test_cancelled_pull_loses_no_item(factory):
 async def test_bounds_are_those_of_the_last_opener(nats_server):
     nats = await servers.connect(nats_server.url)
     name = f"rebound {next(NAMES)}"
-    await jetstream.NatsWorkQueue.open(nats, name, work_queue.WorkQueueBounds(max_items=1))
-    queue = await jetstream.NatsWorkQueue.open(nats, name, work_queue.WorkQueueBounds(max_items=2))
+    await jetstream.NatsWorkQueue.open(nats, name, services.WorkQueueBounds(max_items=1))
+    queue = await jetstream.NatsWorkQueue.open(nats, name, services.WorkQueueBounds(max_items=2))
     for _ in range(2):
         await queue.push(b"x")
 

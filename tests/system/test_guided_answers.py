@@ -1,5 +1,8 @@
 """Official clients ask the built-in model for answers of a shape."""
 
+import pathlib
+import signal
+from concurrent import futures
 from typing import Annotated, Literal
 
 import anthropic
@@ -7,7 +10,9 @@ import httpx
 import openai
 import pydantic
 import pytest
-from deployment import MODEL, chat
+from deployment import MODEL, chat, eventually
+
+import processes
 
 ASK = [{"role": "user", "content": "What time is it in Paris?"}]
 CITY = {
@@ -132,3 +137,48 @@ def test_refused_grammar_has_a_reason_and_the_worker_continues(url):
         f"{url}/v1/completions", json={"model": MODEL, "prompt": "x", "guided_choice": ["yes"]}
     )
     assert answer.json()["choices"][0]["text"] == "yes"
+
+
+# Within the limits of size, and compiled for ever.
+_PATTERNS = [{"pattern": f".*a.{{{i}}}b.*"} for i in range(16)]
+ENDLESS = {"type": "string", "allOf": [{"allOf": _PATTERNS[:8]}, {"allOf": _PATTERNS[8:]}]}
+
+
+def ask_for(url, schema, timeout_s=60):
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 100, "guided_json": schema}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=timeout_s)
+
+
+def test_schema_that_is_compiled_for_ever_is_refused_while_others_are_answered(url):
+    with futures.ThreadPoolExecutor() as threads:
+        endless = threads.submit(ask_for, url, ENDLESS)
+        honest = ask_for(url, CITY)
+        was_first = not endless.done()
+        refused = endless.result()
+
+    assert honest.status_code == 200
+    assert was_first
+    assert refused.status_code == 400
+    assert "2 s of processor time" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"] == "guided_json"
+
+
+def test_trial_ends_with_its_client_and_with_its_worker(deployment):
+    worker = deployment.native()
+    frontend = deployment.frontend()
+    frontend.await_models([MODEL])
+    assert ask_for(frontend.url, CITY).status_code == 200
+    num_idle = len(processes.descendants(worker.pid))
+    is_idle = lambda: len(processes.descendants(worker.pid)) <= num_idle  # noqa: E731
+    with pytest.raises(httpx.ReadTimeout):
+        ask_for(frontend.url, ENDLESS, timeout_s=0.5)
+    eventually(is_idle, within_s=1.5, what="the trial ends with its client")
+
+    with futures.ThreadPoolExecutor() as threads:
+        answer = threads.submit(ask_for, frontend.url, ENDLESS)
+        eventually(lambda: not is_idle(), within_s=5, what="the trial begins")
+        below = processes.descendants(worker.pid)
+        worker.signal(signal.SIGTERM)
+        assert worker.exit_code() == 0
+        assert answer.result().status_code >= 400
+    assert not [pid for pid in below if pathlib.Path(f"/proc/{pid}").exists()]

@@ -49,7 +49,7 @@ def test_32_concurrent_answers_equal_those_of_an_aggregated_worker(split, backen
     assert split.ask_all(prompts) == expected
     assert split.ask_all(prompts) == expected  # now they are known on both sides
     assert prefills(decode, "fallback") == 0
-    assert prefills(decode, "remote") > 32
+    assert prefills(decode, "remote") >= 30  # of the first time, those of a block at least
     until_idle(decode, prefill)
 
 
@@ -65,7 +65,7 @@ def test_sampled_answers_equal_those_of_an_aggregated_worker(split):
     for i, way in enumerate(ways):
         prompts = [prompt(n, i) for n in (2, 16, 200, 1000)]  # none that is known by now
         assert split.ask_all(prompts, **way) == split.ask_all(prompts, model=ALONE, **way)
-    assert prefills(decode, "remote") == 3 * 4
+    assert prefills(decode, "remote") == 3 * 3  # two tokens are less than a block
     until_idle(decode, prefill)
 
 

@@ -97,6 +97,26 @@ def test_stopped_worker_is_abandoned_within_seconds_and_harmless_when_it_wakes(d
     assert frontend.chat(max_tokens=4).status_code == 200
 
 
+def test_stopped_only_worker_is_waited_for(deployment):
+    frontend, (worker,) = start(deployment, 1)
+    fields = asked(max_tokens=400)
+    with frontend.stream(QUESTION, **fields) as lines:
+        undisturbed = text_of(lines)
+    with frontend.stream(QUESTION, **fields) as lines:
+        begun = [next(lines) for _ in range(20)]
+        worker.signal(signal.SIGSTOP)
+        eventually(
+            lambda: "no other can take over" in frontend.log.read_text(),
+            within_s=20,
+            what="the limit of silence",
+        )
+        worker.signal(signal.SIGCONT)
+        answer = text_of([*begun, *lines])
+
+    assert answer == undisturbed
+    assert "recreating stream" not in frontend.log.read_text()
+
+
 def test_answer_unfinished_after_the_grace_period_migrates(deployment):
     frontend, workers = start(deployment, 2, flags=(*PACED, "--graceful-shutdown-timeout", "0.2"))
     with frontend.stream(QUESTION, **asked(max_tokens=300)) as lines:

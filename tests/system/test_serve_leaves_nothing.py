@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import time
 
 import pytest
@@ -105,6 +106,25 @@ def test_nothing_is_left_after_sigkill_of_a_command_with_the_native_engine(deplo
     command.process.kill()
 
     command.await_nothing()
+
+
+@pytest.fixture
+def short_path():
+    """A directory for Unix sockets, whose paths have at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="dyn-") as folder:
+        yield pathlib.Path(folder)
+
+
+def test_nothing_is_left_after_sigkill_of_several_http_workers(deployment, short_path):
+    folder = short_path
+    deployment.environ |= {"TMPDIR": str(folder)}
+    frontend = deployment.frontend("--http-workers", "2")
+    eventually(
+        lambda: len(list(folder.glob("dynamo-http-*/*.sock"))) == 2, within_s=30, what="listening"
+    )
+    frontend.kill()
+
+    eventually(lambda: not list(folder.iterdir()), within_s=10, what="no folder is left")
 
 
 @pytest.mark.parametrize("delay_s", [0.3, 1.0, None], ids=["import", "start", "serving"])

@@ -50,3 +50,20 @@ def test_answers_of_a_stopped_frontend_continue_when_it_wakes(deployment, tmp_pa
         assert peak - before < ROOM_BYTES
         assert ends == ["[DONE]"] * NUM_STREAMS
         assert still.chat(max_tokens=4).status_code == 200
+
+
+def test_frontend_that_stood_still_gives_up_no_worker(deployment):
+    worker = deployment.mocker("--tick-ms", "20")
+    frontend = deployment.frontend()
+    frontend.await_models([MODEL])
+    with frontend.stream(max_tokens=NUM_TOKENS, ignore_eos=True) as lines:
+        next(lines)
+        frontend.signal(signal.SIGSTOP)
+        time.sleep(STILL_S * 1.5)  # the fault itself
+        frontend.signal(signal.SIGCONT)
+        end = list(lines)[-1]
+    logs = frontend.log.read_text() + worker.log.read_text()
+
+    assert end == "[DONE]"
+    assert "was silent" not in logs
+    assert "migrat" not in logs

@@ -13,8 +13,8 @@ if importlib.util.find_spec("sglang") is None:
 
 import pytest_asyncio
 
+from dynamo.engine.adapters.settings import SglangConfig
 from dynamo.engine.adapters.sglang import engine as adapter
-from dynamo.engine.adapters.sglang.settings import SglangConfig
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from engine_suite import Host, Sink
 from foreign_engine import model_directory, shared  # noqa: F401 (a fixture)

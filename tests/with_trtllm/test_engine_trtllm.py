@@ -10,8 +10,8 @@ if importlib.util.find_spec("tensorrt_llm") is None:
         allow_module_level=True,
     )
 
+from dynamo.engine.adapters.settings import TrtllmConfig
 from dynamo.engine.adapters.trtllm import engine as adapter
-from dynamo.engine.adapters.trtllm.settings import TrtllmConfig
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from foreign_engine import *  # noqa: F403 (its fixtures)
 from foreign_engine import model_directory

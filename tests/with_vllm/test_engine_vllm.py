@@ -16,6 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 import psutil
 
 from engine_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
+from salt_suite import *  # noqa: F403 (the same)
 from sleeper_suite import *  # noqa: F403 (likewise)
 from vllm_engine import *  # noqa: F403 (its fixtures)
 

@@ -18,7 +18,7 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") 
 import processes
 import vllm_models
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm.settings import VllmConfig
+from dynamo.engine.adapters.settings import VllmConfig
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer
 from dynamo.router import api as router_api
 from dynamo.router import prefix_index

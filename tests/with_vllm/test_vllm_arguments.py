@@ -1,5 +1,6 @@
 """Our flags and vLLM's, as the vLLM that is installed here reads them."""
 
+import asyncio
 import importlib.util
 import warnings
 
@@ -9,14 +10,15 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm.settings import VllmConfig
+from dynamo.engine.adapters.settings import VllmConfig
+from dynamo.testing import clock
 from dynamo.worker import model_source
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm_models
-    from dynamo.engine.adapters.vllm import arguments, versions
     from dynamo.engine.adapters.vllm import engine as adapter
+    from dynamo.engine.adapters.vllm import versions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
@@ -24,7 +26,7 @@ MODEL = model_source.built_in()  # vLLM looks whether it is there
 
 
 def made(*flags, directory=MODEL, **settings):
-    return arguments.engine_args(directory, VllmConfig(engine_args=flags, **settings), "some")
+    return adapter.engine_args(directory, VllmConfig(engine_args=flags, **settings), "some")
 
 
 def test_vllms_own_flags_are_accepted_in_every_spelling():
@@ -61,7 +63,7 @@ def test_sleep_mode_excludes_kv_export():
 
 
 def test_lora_modules_are_read_by_name_and_directory():
-    read = arguments.lora_requests(VllmConfig(lora_modules=("poet=/a", "cook=/b")), is_enabled=True)
+    read = adapter.lora_requests(VllmConfig(lora_modules=("poet=/a", "cook=/b")), is_enabled=True)
 
     assert [(one.lora_name, one.lora_path) for one in read.values()] == [
         ("poet", "/a"),
@@ -81,10 +83,59 @@ def test_lora_modules_are_read_by_name_and_directory():
 )
 def test_invalid_lora_modules_are_refused(modules, is_enabled, expected):
     with pytest.raises(errors.ConfigError, match=expected):
-        arguments.lora_requests(VllmConfig(lora_modules=modules), is_enabled=is_enabled)
+        adapter.lora_requests(VllmConfig(lora_modules=modules), is_enabled=is_enabled)
 
 
 def test_a_setting_that_does_not_fit_the_model_is_refused_before_loading(tmp_path):
     directory = vllm_models.make(tmp_path, context_length=512)
     with pytest.raises(errors.ConfigError, match="max_model_len"):
         versions.make_config(made("--max-model-len", "4096", directory=directory))
+
+
+class HoldingEngine:
+    """An engine whose blocks are fetched by another engine after some attempts to clear them."""
+
+    errored = False
+
+    def __init__(self, num_refusals):
+        self.options, self._num_refusals = [], num_refusals
+
+    async def reset_prefix_cache(self, **options):
+        self.options.append(options)
+        if len(self.options) > self._num_refusals:
+            return True
+        if "reset_running_requests" in options:
+            raise RuntimeError("Failed to reset KV cache")
+        return False
+
+
+def clear(num_refusals, time):
+    library = adapter.VllmLibrary(made(), {}, time)
+    library._llm = HoldingEngine(num_refusals)
+    return library._llm, asyncio.create_task(library.clear())
+
+
+async def test_cache_is_cleared_once_held_blocks_are_free():
+    time = clock.VirtualClock()
+    engine, clearing = clear(3, time)
+    await time.advance(4.9)
+    is_early = clearing.done()
+    await time.advance(5.1)
+    await clearing
+
+    assert not is_early
+    assert [options.get("reset_running_requests") for options in engine.options] == [
+        None,
+        True,
+        True,
+        True,
+    ]
+
+
+async def test_cache_that_cannot_be_cleared_is_an_error():
+    time = clock.VirtualClock()
+    _, clearing = clear(99, time)
+    await time.advance(adapter.HELD_S + 1)
+
+    with pytest.raises(errors.EngineFailed, match="in use for 35 s"):
+        await clearing

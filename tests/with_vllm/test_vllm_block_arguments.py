@@ -10,18 +10,18 @@ if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") 
     pytest.skip("vllm and nixl are not installed here: make test-vllm", allow_module_level=True)
 
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm.settings import VllmConfig
+from dynamo.engine.adapters.settings import VllmConfig
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's, and those of what it imports
-    from dynamo.engine.adapters.vllm import arguments, engine
+    from dynamo.engine.adapters.vllm import engine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODEL = pathlib.Path("/a/model")
 
 
 def made(*flags, **settings):
-    return arguments.engine_args(MODEL, VllmConfig(engine_args=flags, **settings), "m")
+    return engine.engine_args(MODEL, VllmConfig(engine_args=flags, **settings), "m")
 
 
 def test_nixl_is_the_default_connector_if_installed():
@@ -60,7 +60,7 @@ def test_only_an_engine_with_nixl_transfers_blocks():
 def test_vllm_connects_to_our_kv_event_port():
     args = made()
 
-    endpoints = arguments.kv_event_endpoints(args)
+    endpoints = engine.kv_event_endpoints(args)
 
     told = args.kv_events_config
     assert (told.enable_kv_cache_events, told.publisher) == (True, "zmq")
@@ -71,7 +71,7 @@ def test_vllm_connects_to_our_kv_event_port():
 def test_a_users_kv_events_config_is_kept():
     given = '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv", "endpoint": "tcp://*:20080"}'
 
-    endpoints = arguments.kv_event_endpoints(made("--kv-events-config", given))
+    endpoints = engine.kv_event_endpoints(made("--kv-events-config", given))
 
     assert (endpoints.endpoint, endpoints.topic) == ("tcp://*:20080", "kv")
 
@@ -81,4 +81,4 @@ def test_a_users_kv_events_config_is_kept():
     [("--no-enable-prefix-caching",), ("--kv-events-config", '{"enable_kv_cache_events": false}')],
 )
 def test_without_prefix_caching_or_events_there_is_no_endpoint(flags):
-    assert arguments.kv_event_endpoints(made(*flags)) is None
+    assert engine.kv_event_endpoints(made(*flags)) is None

@@ -16,7 +16,7 @@ from deployment import Deployment, eventually
 
 import vllm_models
 from dynamo.base import errors
-from dynamo.engine.adapters.vllm.settings import VllmConfig
+from dynamo.engine.adapters.settings import VllmConfig
 from lora_suite import *  # noqa: F403 (the suite's tests, which pytest finds here)
 from lora_suite import answer as written
 from vllm_engine import *  # noqa: F403 (its fixtures, but for make_engine)

@@ -1,11 +1,14 @@
 """A worker with real vLLM, as users start it: what an operator sees of it, and how it ends."""
 
 import importlib.util
+import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import tempfile
+import time
 
 import httpx
 import pytest
@@ -13,7 +16,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
 
-from deployment import Process, Worker, eventually
+from deployment import Frontend, Process, Worker, eventually
 
 import ports
 import processes
@@ -27,7 +30,8 @@ END_S = 30.0
 
 @pytest.fixture
 def worker(tmp_path):
-    environ = os.environ | ENVIRONMENT | {"DYN_FILE_KV": str(tmp_path / "discovery")}
+    environ = os.environ | ENVIRONMENT
+    environ |= {"DYN_FILE_KV": str(tmp_path / "discovery"), "DYN_LOGGING_JSONL": "1"}
     flags = ("--model", str(vllm_models.make(tmp_path / "model")), "--served-model-name", "tiny")
     made = Worker("vllm", environ, tmp_path / "vllm.log", *flags, *FLAGS.split())
     eventually(lambda: is_ready(made), within_s=START_S, what=f"ready, see {made.log}")
@@ -72,6 +76,61 @@ def test_a_worker_exports_vllms_metrics_and_ends_with_its_engine(worker):
     assert worker.exit_code(END_S) == 1
     assert "vLLM's engine process died" in worker.log.read_text()
     await_gone(below)
+
+
+def test_worker_that_is_interrupted_with_its_group_finishes_its_streams(worker, tmp_path):
+    environ = os.environ | {"DYN_FILE_KV": str(tmp_path / "discovery")}
+    frontend = Frontend(ports.reserve(), environ, tmp_path / "frontend.log")
+    try:
+        frontend.await_models(["tiny"])
+        body = {"model": "tiny", "nvext": {"ignore_eos": True}, "max_tokens": 300}
+        with frontend.stream(**body) as lines:
+            first = next(lines)
+            group = [
+                pid
+                for pid in (worker.pid, *processes.descendants(worker.pid))
+                if os.getpgid(pid) == os.getpgid(worker.pid)
+            ]
+            engine = core_of(worker)
+            worker.may_end = True
+            for pid in group:  # as a terminal does
+                os.kill(pid, signal.SIGINT)
+            rest = list(lines)
+        code = worker.exit_code(END_S)
+    finally:
+        frontend.end()
+    log = worker.log.read_text()
+    rows = [json.loads(line) for line in log.splitlines()]
+
+    assert engine not in group
+    assert "error" not in "".join((first, *rest[:-1]))
+    assert '"finish_reason":"length"' in "".join(rest)
+    assert code == 0
+    assert "Traceback" not in log
+    assert "force killing" not in log
+    assert {row["target"].partition(".")[0] for row in rows} >= {"dynamo", "vllm"}
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", row["time"]) for row in rows)
+    story = "Prefilling locally for request ", "Added request "
+    assert all(any(row["message"].startswith(line) for row in rows) for line in story)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs NIXL")
+def test_idle_worker_with_nixl_takes_little_of_a_core(worker):
+    pids = {worker.pid, *processes.descendants(worker.pid)}
+    before = cpu_s(pids)
+    time.sleep(5)  # a share of CPU is over a time
+
+    assert "NixlConnector" in worker.log.read_text()
+    assert (cpu_s(pids) - before) / 5 < 0.25  # without the pause more than 0.9
+
+
+def cpu_s(pids):
+    """The seconds of CPU that these processes have taken."""
+    ticks = 0
+    for pid in pids:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_killed_worker_leaves_no_vllm_process(worker):

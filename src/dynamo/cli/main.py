@@ -5,17 +5,31 @@
 """
 
 import argparse
+import importlib.metadata
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamo.base import config, distribution, errors
-from dynamo.cli import completion, environment, run, serve
+from dynamo.base import config, distribution, errors, membership
+from dynamo.cli import completion, kvbm, run, semantic, serve
+from dynamo.worker import engines
 
 _INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentConfig:
+    """Show what belongs into a bug report."""
+
+
+def show_environment(_: EnvironmentConfig) -> int:
+    """Print the report and return 0."""
+    print(report())
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +43,9 @@ class Command:
 COMMANDS = {
     "serve": Command(serve.ServeConfig, lambda options: serve.serve(options)),
     "run": Command(run.RunConfig, lambda options: run.run(options)),
-    "env": Command(environment.EnvironmentConfig, environment.show),
+    "kvbm": Command(kvbm.KvbmCommandConfig, kvbm.run),
+    "semantic": Command(semantic.SemanticCommandConfig, semantic.run),
+    "env": Command(EnvironmentConfig, show_environment),
 }
 
 
@@ -105,3 +121,46 @@ def make_parser() -> config.Parser:
         subparser = commands.add_parser(name, help=summary, allow_abbrev=False)
         config.add_options(subparser, (command.options,))
     return parser
+
+
+_PACKAGES = (
+    distribution.NAME,
+    "torch",
+    "tokenizers",
+    "msgspec",
+    "httptools",
+    "pyzmq",
+    "huggingface-hub",
+)
+_PREFIXES = ("DYN_", "ETCD_", "HF_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_SECRETS = ("TOKEN", "KEY", "PASSWORD", "SECRET")
+
+
+def report() -> str:
+    """Return versions, machine, engines, planes and the variables that matter, one per line; secrets are hidden."""
+    variables = {
+        name: "(set)" if any(word in name for word in _SECRETS) else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_PREFIXES) and name != "DYN_FILE_KV"
+    }
+    rows = {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": f"{platform.platform()}, {os.cpu_count()} CPUs",
+        **{package: _version(package) for package in _PACKAGES},
+        "engines": ", ".join(
+            name if engines.is_installed(name) else f"{name} (not installed)"
+            for name in engines.KIND_BY_NAME
+        ),
+        "discovery": f"file, {membership.discovery_directory(None, os.environ)}",
+        "planes": "requests tcp, events zmq",
+        **variables,
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

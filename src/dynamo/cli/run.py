@@ -21,7 +21,7 @@ from typing import Any
 
 from dynamo.base import clock as clocks
 from dynamo.base import config, errors, process_setup
-from dynamo.cli import batch, chat, serve, session, workers
+from dynamo.cli import batch, serve, session, workers
 from dynamo.frontend import config as frontend_config
 from dynamo.frontend import service
 from dynamo.observability import logs
@@ -121,7 +121,7 @@ def run(options: RunConfig) -> int:
     if planned.answers_path:
         batch.check_output(planned.answers_path)
     clock = clocks.SystemClock()
-    with chat.BackgroundLoop() as loop:
+    with session.BackgroundLoop() as loop:
         context = _open_session(planned, clock)
         talk = loop.call(context.__aenter__())
         try:
@@ -131,9 +131,9 @@ def run(options: RunConfig) -> int:
                 batch.write(planned.answers_path, rows)
                 print(f"{summary}; answers in {planned.answers_path}")
             elif planned.source == "stdin":
-                chat.answer_standard_input(loop, talk, planned.fields)
+                session.answer_standard_input(loop, talk, planned.fields)
             else:
-                chat.converse(loop, talk, planned.fields)
+                session.converse(loop, talk, planned.fields)
         finally:
             loop.call(context.__aexit__(None, None, None))
     return 0

@@ -1,8 +1,8 @@
 """`dynamo serve`: one frontend and some workers as child processes, supervised until Ctrl-C.
 
 The command is ready when the frontend lists the model, and says so. Until then it says what it waits for, and it gives
-up when a child dies or the time is over. Afterwards a worker that dies is restarted, each time after a longer pause and
-not for ever. A frontend that dies ends the command, because no client could reach the workers.
+up when a child dies or the time is over. Afterwards a worker or frontend that dies is restarted, each time after a
+longer pause and not for ever.
 
 Each run has its own discovery directory unless DYN_FILE_KV names one, so that two runs on one machine do not mix.
 However the command ends, nothing of it is left (`launch.guard`).
@@ -33,7 +33,7 @@ PROBE_TIMEOUT_S = 1.0
 STOP_TIMEOUT_S = 35.0  # a worker drains for at most 30 s
 PROMPT = "Tell me a story about a brave cat"
 _DISCOVERY = "DYN_FILE_KV"
-_FRONTEND = "frontend"
+_FRONTEND, _PLANNER = "frontend", "planner"
 _SOCKET_FOLDER_CHARS = 70  # a socket's path has 107 characters at most, and vLLM appends 37
 
 
@@ -85,6 +85,18 @@ class ServeConfig(HttpConfig):
     worker_flags: str = config.option(
         "",
         help='more flags for each worker, as one argument: "--max-num-seqs 64"',
+        takes_flags=True,
+    )
+    planner: bool = config.option(
+        False, help="let a planner start and drain workers by their load (docs/planner.md)"
+    )
+    planner_min_workers: int = config.option(
+        1, help="least workers with --planner; 0: none while nobody asks", least=0
+    )
+    planner_max_workers: int = config.option(4, help="most workers with --planner", least=1)
+    planner_flags: str = config.option(
+        "",
+        help='more flags for the planner, as one argument: "--policy predictive --ttft 300"',
         takes_flags=True,
     )
     ready_timeout: float = config.option(
@@ -142,6 +154,7 @@ class _Serving:
         self._topology = options.topology
         if model_source.task("auto", directory) == "embed":  # it has no prompts to compute apart
             self._topology = cli_workers.Topology(num_answering=options.workers)
+        self._planner_port = 0
         self._specs = self._make_specs()
         self._supervisor = supervisor.Supervisor(
             guardian, self._clock, say, stop_timeout_s=STOP_TIMEOUT_S
@@ -171,7 +184,7 @@ class _Serving:
             return
         print(self._banner(), flush=True)
         for name in self._specs:
-            self._supervisor.watch(name, is_restarted=name != _FRONTEND)
+            self._supervisor.watch(name)
         await self._supervisor.run()
 
     def _make_specs(self) -> dict[str, children.ChildSpec]:
@@ -184,12 +197,17 @@ class _Serving:
         )
         allocator = allocation.Allocator(children.machine_resources(self._environ))
         specs = {spec.name: spec}
+        if options.planner:
+            return specs | {_PLANNER: self._planner_spec()}
         for name, mode in self._topology.modes.items():
             resources = allocator.acquire(
                 num_cores=options.cores_per_worker, num_devices=options.devices_per_worker
             )
             role = ("--disaggregation-mode", mode) if mode is not None else ()
             flags = ["--model", str(self._directory), "--model-name", self._name, *role]
+            if not options.model_name:
+                for alias in model_source.aliases(options.model):
+                    flags += ["--model-alias", alias]
             flags += shlex.split(options.worker_flags)
             specs[name] = children.ChildSpec(
                 name=name,
@@ -199,40 +217,88 @@ class _Serving:
             )
         return specs
 
+    def _planner_spec(self) -> children.ChildSpec:
+        options = self._options
+        host = "127.0.0.1" if options.http_host == "0.0.0.0" else options.http_host
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._planner_port = listener.getsockname()[1]
+        values = {
+            "--backend": options.engine,
+            "--model": self._directory,
+            "--model-name": self._name,
+            "--mode": "disagg" if options.prefill else "agg",
+            "--frontend-url": f"http://{host}:{options.http_port}",
+            "--planner-port": self._planner_port,
+            "--adjustment-interval": 2,
+            "--min-endpoint": options.planner_min_workers,
+            "--max-workers": options.planner_max_workers,
+            "--max-gpu-budget": options.planner_max_workers * (2 if options.prefill else 1),
+            "--cores-per-worker": options.cores_per_worker,
+            "--devices-per-worker": options.devices_per_worker,
+            "--worker-flags": options.worker_flags,
+        }
+        flags = [text for flag, value in values.items() for text in (flag, str(value))]
+        return children.ChildSpec(
+            name=_PLANNER,
+            argv=[
+                *(sys.executable, "-m", "dynamo.planner", "--environment", "local"),
+                *flags,
+                *shlex.split(options.planner_flags),
+            ],
+            environ=self._environ,
+        )
+
     async def _wait_until_ready(self) -> bool:
         """Wait until the frontend lists the model; False if a signal came first. Raises ChildDied."""
         options = self._options
         limit_s = options.ready_timeout
         progress = Progress(f"waiting for {self._name}", limit_s=limit_s, clock=self._clock)
+        expected_model = None if self._starts_asleep else self._name
         probe = functools.partial(
-            lists_model, options.http_host, options.http_port, self._name, self._clock
+            lists_model, options.http_host, options.http_port, expected_model, self._clock
         )
         try:
             return await self._supervisor.wait_until(
                 probe, timeout_s=limit_s, on_wait=progress.show
             )
         except TimeoutError:
-            worker = self._supervisor.child_by_name[self._topology.answering[0]]
+            name = _PLANNER if options.planner else self._topology.answering[0]
+            worker = self._supervisor.child_by_name[name]
             raise children.ChildDied(
                 f"{self._name} did not answer within {limit_s:g} s; "
-                f"the worker's last words: {worker.last_line}"
+                f"the last words of {name}: {worker.last_line}"
             ) from None
 
     def _banner(self) -> str:
         options = self._options
         host = "127.0.0.1" if options.http_host == "0.0.0.0" else options.http_host
         url = f"http://{host}:{options.http_port}"
-        join = shlex.join(self._specs[self._topology.answering[0]].argv)
+        name = _PLANNER if options.planner else self._topology.answering[0]
+        join = shlex.join(self._specs[name].argv)
         started = self._supervisor.child_by_name.items()
         pids = ", ".join(f"{name} {child.pid}" for name, child in started)
         return (
             f"\n{self._name} answers at {url}\n\n"
-            f"  workers {self._topology.describe()}\n"
+            f"  workers {self._describe_workers()}\n"
             f"  pids    dynamo {os.getpid()}, {pids}\n"
             f"  engine  {options.engine}, model {self._directory}\n"
             f"  join    {_DISCOVERY}={self._environ[_DISCOVERY]} {join}\n"
             f"  stop    Ctrl-C\n\n"
             f"  {curl_line(url, self._name)}\n"
+        )
+
+    @property
+    def _starts_asleep(self) -> bool:
+        return self._options.planner and not self._options.planner_min_workers
+
+    def _describe_workers(self) -> str:
+        options = self._options
+        if not options.planner:
+            return self._topology.describe()
+        asleep = "; the first request starts one" if self._starts_asleep else ""
+        return (
+            f"{options.planner_min_workers} to {options.planner_max_workers}, by load{asleep};"
+            f" decisions at http://127.0.0.1:{self._planner_port}/planner/decisions"
         )
 
 
@@ -246,8 +312,8 @@ def curl_line(url: str, model: str) -> str:
     )
 
 
-async def lists_model(host: str, port: int, model: str, clock: clocks.Clock) -> bool:
-    """Return whether the frontend at this address lists the model; False if none answers."""
+async def lists_model(host: str, port: int, model: str | None, clock: clocks.Clock) -> bool:
+    """Return whether the frontend at this address lists the model, or any answer if it is None."""
     try:
         async with clock.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -255,7 +321,7 @@ async def lists_model(host: str, port: int, model: str, clock: clocks.Clock) -> 
             answer = await reader.read()
             writer.close()
         models = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])
-        return any(entry["id"] == model for entry in models["data"])
+        return model is None or any(entry["id"] == model for entry in models["data"])
     except (OSError, TimeoutError, msgspec.DecodeError, KeyError, TypeError):
         return False
 

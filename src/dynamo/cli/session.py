@@ -1,15 +1,22 @@
-"""A session with one model: messages in, text out as it is generated, as `dynamo run` does it without HTTP."""
+"""A session with one model, as `dynamo run` has it without HTTP: from the terminal, or for one prompt.
+
+The main thread talks to the person; the worker, its heartbeats and the streams run on an event loop in a thread of
+their own. Line editing, Ctrl-C and Ctrl-D then work as in every terminal program.
+"""
 
 import asyncio
+import concurrent.futures
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, ids
-from dynamo.frontend.apis.chat import request as openai_chat
+from dynamo.frontend.apis import chat as openai_chat
 from dynamo.frontend.model_registry import file_fetcher
 from dynamo.preprocess import loading, preprocessor
 from dynamo.protocols import generate, instances, model_card
@@ -118,3 +125,99 @@ def _write(piece: str, on_text: Callable[[str], None]) -> None:
         on_text(piece)
     except OSError as error:  # the reader of this program's output has gone
         raise errors.ConfigError(f"cannot write the answer: {error.strerror}") from error
+
+
+with contextlib.suppress(ImportError):  # line editing, where the platform has it
+    import readline  # noqa: F401
+
+T = TypeVar("T")
+_CANCEL_S = 2.0
+_HELP = "Ctrl-C stops an answer, /clear begins anew, /exit or Ctrl-D leaves."
+
+
+class BackgroundLoop:
+    """`with BackgroundLoop() as loop: loop.call(coroutine)`."""
+
+    def __enter__(self) -> "BackgroundLoop":
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="event loop")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop and wait for its result; Ctrl-C cancels it and is raised when it has ended."""
+        ended = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        try:
+            return future.result()
+        except (KeyboardInterrupt, concurrent.futures.CancelledError):
+            future.cancel()
+            ended.wait(_CANCEL_S)
+            raise KeyboardInterrupt from None
+
+
+def converse(loop: BackgroundLoop, talk: Session, fields: dict[str, Any]) -> None:
+    """Answer what the person types, as one conversation, until they leave."""
+    print(f"{talk.model}. {_HELP}")
+    messages: list[Message] = []
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, RuntimeError):  # the latter: there is no standard input at all
+            print()
+            return
+        except KeyboardInterrupt:
+            print(f"\n{_HELP}")
+            continue
+        if text == "/exit":
+            return
+        if text == "/clear":
+            messages.clear()
+        elif text:
+            _take_turn(loop, talk, messages, text, fields)
+
+
+def _take_turn(
+    loop: BackgroundLoop,
+    talk: Session,
+    messages: list[Message],
+    text: str,
+    fields: dict[str, Any],
+) -> None:
+    """Answer one question; add both to the conversation unless the answer was interrupted or failed."""
+    conversation = [*messages, {"role": "user", "content": text}]
+    try:
+        answer = loop.call(talk.chat(conversation, _print_piece, **fields))
+    except KeyboardInterrupt:
+        print("\n(stopped)")
+    except errors.DynamoError as error:
+        print(f"(no answer: {error})")
+    else:
+        print()
+        messages[:] = [*conversation, {"role": "assistant", "content": answer.text}]
+
+
+def answer_standard_input(loop: BackgroundLoop, talk: Session, fields: dict[str, Any]) -> None:
+    """Answer all of standard input as one prompt. Raises ConfigError if it is empty."""
+    text = sys.stdin.read().strip() if sys.stdin else ""
+    if not text:
+        raise errors.ConfigError("in=stdin: expected a prompt on standard input, got nothing")
+    loop.call(talk.chat([{"role": "user", "content": text}], _print_piece, **fields))
+    print()
+
+
+def _print_piece(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -11,13 +11,12 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
-from dynamo.frontend.apis.chat import request as chat_request
-from dynamo.frontend.apis.completions import request as completion_request
-from dynamo.frontend.apis.embeddings import api as embeddings
+from dynamo.frontend.apis import chat as chat_request
+from dynamo.frontend.apis import completions as completion_request
+from dynamo.frontend.apis import embeddings, tokenize
 from dynamo.frontend.apis.kserve import request as kserve
 from dynamo.frontend.apis.messages import request as message_request
 from dynamo.frontend.apis.responses import request as responses_request
-from dynamo.frontend.apis.tokenize import api as tokenize
 from dynamo.preprocess import inputs
 
 PAGE = (pathlib.Path(__file__).parents[3] / "docs" / "api.md").read_text()

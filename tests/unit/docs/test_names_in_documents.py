@@ -15,6 +15,7 @@ DOCUMENTS = [
 PACKAGES = "|".join(sorted(path.parent.name for path in SRC.glob("*/__init__.py")))
 MODULE = re.compile(rf"`(?:python -m )?(?:dynamo\.)?((?:{PACKAGES})(?:\.\w+)+)")
 FILE = re.compile(r"(?<![\w./-])((?:src|tests|benchmarks|training|deploy|\.ci)/[\w./*-]*\w)")
+TEST = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
 NOT_MODULES = {"backend.generate", "frontend.env"}  # an endpoint, and a file of settings
 
@@ -39,6 +40,13 @@ def test_document_names_modules_and_files_that_exist(document):
     modules = set(MODULE.findall(text)) - NOT_MODULES
     files = set(FILE.findall(text))
 
+    absent_tests = {
+        (path, name)
+        for path, name in TEST.findall(text)
+        if f"def {name}(" not in (ROOT / path).read_text()
+    }
+
     assert not {name for name in modules if not is_module(name)}
     assert not {name for name in files if not list(ROOT.glob(name))}
+    assert not absent_tests
     assert not {link for link in LINK.findall(text) if not (document.parent / link).exists()}

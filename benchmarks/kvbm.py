@@ -1,0 +1,261 @@
+"""What KV cache tiers bring the native engine, and what they cost where nothing comes again.
+
+Users resend their conversation turn by turn, in lock step: 256 new tokens, 32 answered. Two engines of one random model
+(0.08B parameters, float32), without and with tiers, each in a process of its own, take turns round by round, so that a
+busy machine is busy for both; their answers are compared. The engine's own memory holds a quarter of all that the
+conversations come to.
+
+conversation   host memory holds the rest: the case that tiers are for
+disk           host memory holds an eighth, the disk all
+overload       engine and host memory together hold half: blocks leave before they are needed
+unique         every prompt is new, so nothing can be loaded
+
+Times to first token are means over the users of a round, in seconds; inter-token latency is the mean and the 99th
+percentile over a whole run.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from dynamo.base import errors
+from dynamo.engine import api
+from dynamo.engine.native.engine import NativeEngine
+from dynamo.engine.native.settings import NativeConfig
+from dynamo.protocols import blocks, generate, kv_events
+
+BLOCK = 16  # tokens
+VOCABULARY = 8192
+SHAPE = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 8192,
+}
+CASES = ("conversation", "disk", "overload", "unique")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer, with the times of its tokens in seconds after it was asked for."""
+
+    token_ids: list[int]
+    times: list[float]
+
+
+class Watch:
+    """A sink that notes each token's time."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answered] = {}
+        self.ends: dict[str, asyncio.Future[None]] = {}
+        self._began_at: dict[str, float] = {}
+
+    def begin(self, request_id: str) -> asyncio.Future[None]:
+        """Note that a request is submitted now."""
+        self.answers[request_id] = Answered([], [])
+        self._began_at[request_id] = time.perf_counter()
+        end = self.ends[request_id] = asyncio.get_running_loop().create_future()
+        return end
+
+    def outputs(self, batch: Sequence[api.EngineOutput]) -> None:
+        """Note tokens."""
+        now = time.perf_counter()
+        for request_id, output in batch:
+            self.answers[request_id].token_ids.extend(output.token_ids)
+            self.answers[request_id].times.append(now - self._began_at[request_id])
+            if output.finish_reason is not None:
+                self.ends[request_id].set_result(None)
+
+    def failed(self, request_id: str, error: errors.DynamoError) -> None:
+        """Fail the run."""
+        self.ends[request_id].set_exception(error)
+
+    def kv_events(self, events: Sequence[kv_events.KvEvent], dp_rank: int = 0) -> None:
+        """Ignore events."""
+
+    def died(self, error: errors.EngineFailed) -> None:
+        """Fail the run."""
+        raise error
+
+
+async def serve(pipe: Connection, model: Path, options: dict[str, Any]) -> None:
+    """Answer rounds of prompts until None comes, then report the tiers."""
+    engine, watch = NativeEngine(model, NativeConfig(**options)), Watch()
+    await engine.start(watch)
+    pipe.send("ready")
+    num_requests = 0
+    while (task := await asyncio.to_thread(pipe.recv)) is not None:
+        prompts, answer_len = task
+        ids = [str(num_requests + i) for i in range(len(prompts))]
+        num_requests += len(prompts)
+        began_at = time.perf_counter()
+        ends = []
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            ends.append(watch.begin(request_id))
+            engine.submit(
+                generate.Request(
+                    id=request_id,
+                    model="m",
+                    token_ids=blocks.pack(prompt),
+                    stop_conditions=generate.StopConditions(max_tokens=answer_len),
+                    sampling_options=generate.SamplingOptions(temperature=0.0),
+                )
+            )
+        await asyncio.gather(*ends)
+        seconds = time.perf_counter() - began_at
+        pipe.send(([watch.answers.pop(request_id) for request_id in ids], seconds))
+    pipe.send(engine.report_tiers())
+    await engine.stop()
+
+
+def run_server(pipe: Connection, model: Path, options: dict[str, Any]) -> None:
+    """Run one engine: the child's main function."""
+    asyncio.run(serve(pipe, model, options))
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, model: Path, options: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=run_server, args=(theirs, model, options))
+        self._process.start()
+        self._pipe.recv()
+        self.ttfts: list[float] = []  # mean of each round
+        self.gaps: list[float] = []
+        self.seconds = 0.0
+        self.num_tokens = 0
+
+    def answer(self, prompts: list[list[int]], answer_len: int) -> list[list[int]]:
+        """Answer a round of prompts."""
+        self._pipe.send((prompts, answer_len))
+        answers, seconds = self._pipe.recv()
+        self.ttfts.append(statistics.fmean(answer.times[0] for answer in answers))
+        self.gaps += [
+            later - earlier
+            for answer in answers
+            for earlier, later in zip(answer.times, answer.times[1:], strict=False)
+        ]
+        self.seconds += seconds
+        self.num_tokens += sum(len(answer.token_ids) for answer in answers)
+        return [answer.token_ids for answer in answers]
+
+    def stop(self) -> Any:
+        """End the process and return the report of its tiers."""
+        self._pipe.send(None)
+        report = self._pipe.recv()
+        self._process.join()
+        return report
+
+
+def make_model(directory: Path) -> None:
+    """Write a checkpoint with random weights."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)).save_pretrained(directory)
+
+
+def tier_options(case: str, num_blocks: int, directory: str) -> dict[str, Any]:
+    """Return the options of the engine with tiers; `num_blocks` is what the conversations come to."""
+    shares = {"conversation": 0.8, "disk": 0.125, "overload": 0.25, "unique": 0.8}
+    options: dict[str, Any] = {
+        "connector": "kvbm",
+        "kvbm_cpu_cache_override_num_blocks": int(shares[case] * num_blocks),
+    }
+    if case == "disk":
+        options |= {
+            "kvbm_nvme_path": directory,
+            "kvbm_disk_cache_override_num_blocks": int(1.1 * num_blocks),
+        }
+    return options
+
+
+def bench(case: str, model: Path, args: argparse.Namespace) -> None:
+    """Run one case and print its table."""
+    per_turn = args.prompt + args.answer
+    num_blocks = args.users * -(-per_turn * args.turns // BLOCK)
+    options = {
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": max(num_blocks // 4, 2 * per_turn * args.turns // BLOCK),
+        "max_num_seqs": args.users,
+        "threads": args.threads,
+    }
+    draw = random.Random(7)
+    with tempfile.TemporaryDirectory(dir=args.disk) as directory:
+        engines = (
+            Engine(model, options),
+            Engine(model, options | tier_options(case, num_blocks, directory)),
+        )
+        histories: list[list[int]] = [[] for _ in range(args.users)]
+        for turn in range(args.turns):
+            for user in range(args.users):
+                if case == "unique":
+                    histories[user] = []
+                length = (
+                    args.prompt + (len(histories[user]) == 0 and case == "unique") * turn * per_turn
+                )
+                histories[user] += [draw.randrange(VOCABULARY) for _ in range(length)]
+            said = [
+                engine.answer(histories, args.answer)
+                for engine in (engines[::-1] if turn % 2 else engines)
+            ]
+            assert said[0] == said[1], "the answers differ"
+            for history, answer in zip(histories, said[0], strict=True):
+                history += answer
+        reports = [engine.stop() for engine in engines]
+    print_table(case, *engines)
+    print(f"  tiers: {reports[1].copied}, {reports[1].counts}, offloading {reports[1].offloading}")
+
+
+def print_table(case: str, without: Engine, with_tiers: Engine) -> None:
+    """Print the rounds and what they come to."""
+    print(f"\n{case}\n  round   without    with   change")
+    rows = list(zip(without.ttfts, with_tiers.ttfts, strict=True))
+    means = statistics.fmean(without.ttfts), statistics.fmean(with_tiers.ttfts)
+    for name, (before, after) in [*((str(i), row) for i, row in enumerate(rows)), ("mean", means)]:
+        print(f"  {name:>5} {before:8.3f} {after:8.3f} {100 * (after / before - 1):+7.1f} %")
+    for name, engine in (("without", without), ("with", with_tiers)):
+        gaps = sorted(engine.gaps)
+        print(
+            f"  {name}: {engine.num_tokens / engine.seconds:.1f} tokens/s, inter-token latency"
+            f" {1000 * statistics.fmean(gaps):.1f} ms, p99 {1000 * gaps[int(0.99 * len(gaps))]:.1f} ms"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--users", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--prompt", type=int, default=256, help="new tokens of each turn")
+    parser.add_argument("--answer", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--disk", help="directory for the disk tier (default: the system's)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory))
+        for case in args.cases.split(","):
+            bench(case, Path(directory), args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""`dynamo kvbm`: look at, verify or empty the file of a disk tier while no worker uses it."""
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dynamo.base import config, errors
+from dynamo.kvbm import disk_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvbmCommandConfig:
+    """Look at, verify or empty the file of a disk tier of the KV cache."""
+
+    action: Literal["ls", "verify", "clear"] = config.option(
+        "ls", flag="", help="ls: what the file holds; verify: read every block; clear: forget all"
+    )
+    directory: str = config.option(
+        "", flag="", env="DYN_KVBM_DISK_CACHE_DIR", help="the worker's --kvbm-nvme-path"
+    )
+
+
+def run(options: KvbmCommandConfig) -> int:
+    """Run the action and return the exit code: 1 if blocks are damaged. Raises ConfigError."""
+    if not options.directory:
+        raise errors.ConfigError("dynamo kvbm: expected the directory of a disk tier")
+    file = disk_file.open_stored(Path(options.directory))
+    actions: dict[str, Callable[[disk_file.DiskFile], int]] = {
+        "ls": _list,
+        "verify": _verify,
+        "clear": _clear,
+    }
+    try:
+        return actions[options.action](file)
+    except OSError as error:
+        raise errors.EngineFailed(f"{file.path}: {error}") from error
+    finally:
+        file.close()
+
+
+def _list(file: disk_file.DiskFile) -> int:
+    size = file.header.block_bytes
+    print(f"{file.path}: {len(file.blocks)} of {file.num_slots} blocks, {size} bytes each")
+    for name, value in file.header.fingerprint.items():
+        print(f"  {name}: {value}")
+    return 0
+
+
+def _verify(file: disk_file.DiskFile) -> int:
+    content = memoryview(mmap.mmap(-1, file.header.block_bytes))  # whole pages, for direct reads
+    damaged = [slot for slot in file.blocks if not file.read(slot, content)]
+    print(
+        f"{file.path}: {len(file.blocks) - len(damaged)} blocks are intact, {len(damaged)} are not"
+    )
+    return 1 if damaged else 0
+
+
+def _clear(file: disk_file.DiskFile) -> int:
+    file.forget()
+    print(f"{file.path}: {len(file.blocks)} blocks are forgotten")
+    return 0

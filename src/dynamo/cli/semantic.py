@@ -1,0 +1,89 @@
+"""`dynamo semantic`: check a configuration of the semantic router, or explain what it would do with a prompt."""
+
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import config, distribution, errors
+
+if typing.TYPE_CHECKING:
+    from dynamo.semantic import loading, router
+
+_FEATURE = "dynamo semantic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SemanticCommandConfig:
+    """Check a configuration of the semantic router, or explain its decision."""
+
+    action: Literal["check", "explain"] = config.option(
+        "check", flag="", help="check CONFIG.YAML, or explain TEXT"
+    )
+    subject: str = config.option("", flag="", help="the configuration file, or the prompt")
+    semantic_router: str | None = config.option(
+        None, env="DYN_SEMANTIC_ROUTER", help="configuration file to explain by"
+    )
+    model: str = config.option("auto", help="the model that the explained request names")
+
+
+def run(options: SemanticCommandConfig) -> int:
+    """Check or explain, and return the exit code. Raises ConfigError."""
+    if not options.subject:
+        raise errors.ConfigError(f"dynamo semantic {options.action}: expected a file or a prompt")
+    module = distribution.load_extra("dynamo.semantic.loading", feature=_FEATURE, extra="semantic")
+    loader = typing.cast("type[loading.RouterLoader]", module.RouterLoader)
+    if options.action == "check":
+        loaded = loader(Path(options.subject), clocks.SystemClock()).router.loaded
+        for note in loaded.notes:
+            print(f"note: {note}")
+        settings = loaded.settings
+        print(
+            f"{options.subject}: valid; {len(settings.decisions)} decisions, "
+            f"{len(settings.keyword_rules)} keyword rules, {len(settings.model_config)} models"
+        )
+        return 0
+    if options.semantic_router is None:
+        raise errors.ConfigError(
+            "dynamo semantic explain: expected --semantic-router CONFIG.YAML or DYN_SEMANTIC_ROUTER"
+        )
+    made = loader(Path(options.semantic_router), clocks.SystemClock()).router
+    for line in explain(made, options.subject, options.model):
+        print(line)
+    return 0
+
+
+def explain(made: "router.SemanticRouter", text: str, model: str) -> Iterator[str]:
+    """Yield the lines that say what the router would do with a prompt, and why."""
+    message = {"role": "user", "content": text}
+    body = msgspec.json.encode({"model": model, "messages": [message]})
+    signals = made.find_signals(text)
+    yield f"keyword rule: {signals.keyword_rule or 'none'}"
+    if signals.domain_score is not None:
+        probabilities = signals.domain_score.probabilities.items()
+        best = sorted(probabilities, key=lambda item: -item[1])[:3]
+        chances = ", ".join(f"{name} {share:.2f}" for name, share in best)
+        yield f"domain: {signals.domain_score.category} ({chances})"
+    for match in made.matches(signals):
+        reasons = " and ".join(match.reasons)
+        yield f"decision {match.settings.name} applies: {reasons} (priority {match.settings.priority})"
+    try:
+        outcome = made.route(body, {})
+    except errors.DynamoError as error:
+        yield f"refused: {error}"
+        return
+    for verdict in outcome.explanation.verdicts:
+        labels = ", ".join(verdict.labels)
+        yield f"guard {verdict.guard}: {verdict.action} {labels} {verdict.reason}".rstrip()
+    for name, reason in outcome.explanation.struck_out.items():
+        yield f"model {name} is struck out: {reason}"
+    for header, value in outcome.explanation.headers():
+        yield f"{header}: {value}"
+    if outcome.answer is not None:
+        yield f"answered at once with status {outcome.answer.status}"
+    elif outcome.body != body:
+        yield f"request: {outcome.body.decode()}"

@@ -1,0 +1,93 @@
+"""A worker with cache tiers is killed and started again; the disk remembers, and the answer is the same."""
+
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+from deployment import MODEL, eventually
+
+PROMPT = " ".join(f"Tell me the story of the cat number {i}." for i in range(40))
+FIELDS = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
+
+
+def start(deployment, directory, *flags):
+    worker = deployment.native(
+        "--connector", "kvbm", "--kvbm-storage-tiers", "hbm,host_dram,nvme_ssd",
+        "--kvbm-cpu-cache-gb", "100MB", "--kvbm-disk-cache-gb", "200MB", "--kvbm-nvme-path", str(directory),
+        *flags,
+    )  # fmt: skip
+    frontend = deployment.frontend("--router-mode", "kv")
+    frontend.others = [worker]
+    frontend.await_models([MODEL])
+    return frontend, worker
+
+
+def ask(frontend):
+    answer = frontend.chat(PROMPT, nvext={"extra_fields": ["timing"]}, **FIELDS).json()
+    timing = answer["nvext"]["timing"]
+    return answer["choices"][0]["message"]["content"], timing.get("kv_tier_tokens", {})
+
+
+def report(worker):
+    return httpx.get(f"{worker.url}/kvbm", timeout=5).json()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_restarted_worker_loads_its_first_long_prompt_from_disk(deployment, tmp_path, how):
+    frontend, worker = start(deployment, tmp_path / "cache")
+    said, loaded = ask(frontend)
+    eventually(
+        lambda: report(worker)["copied"]["offload_blocks_h2d"] > 20,
+        within_s=20,
+        what="blocks on disk",
+    )
+    worker.signal(how)
+    worker.popen.wait(15)
+    frontend.end()
+    frontend, worker = start(deployment, tmp_path / "cache")
+    again, loaded_again = ask(frontend)
+
+    assert loaded == {}
+    assert again == said
+    assert loaded_again["disk"] > 300
+    metrics = httpx.get(f"{worker.url}/metrics", timeout=5).text
+    assert 'dynamo_kvbm_memory_utilization_percent{tier="disk"}' in metrics
+    assert f"kvbm_matched_tokens {loaded_again['disk']}.0" in metrics
+
+
+def test_clearing_blocks_empties_every_tier(deployment, tmp_path):
+    frontend, worker = start(deployment, tmp_path / "cache")
+    ask(frontend)
+    eventually(
+        lambda: report(worker)["copied"]["offload_blocks_h2d"] > 20,
+        within_s=20,
+        what="blocks on disk",
+    )
+    assert httpx.post(f"{frontend.url}/clear_kv_blocks", timeout=10).status_code == 200
+
+    assert [tier["used_blocks"] for tier in report(worker)["tiers"]] == [0, 0, 0]
+    assert ask(frontend)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--kvbm-cpu-cache-gb", "100000"), "the largest that fits is"),
+        (("--kvbm-storage-tiers", "hbm,nvme_ssd"), "nvme_ssd needs host_dram"),
+        (("--kvbm-storage-tiers", "hbm,host_dram,nvme_ssd"), "expected --kvbm-nvme-path"),
+        (("--kvbm-storage-tiers", "hbm,tape"), "got 'tape'"),
+        (("--kvbm-storage-tiers", "host_dram"), "expected hbm first"),
+        (("--kvbm-cpu-cache-gb", "lots"), "expected a size in GB"),
+    ],
+)
+def test_impossible_tiers_are_refused_in_one_sentence(deployment, flags, expected):
+    answer = subprocess.run(
+        [sys.executable, "-m", "dynamo.native", "--connector", "kvbm", *flags],
+        env=deployment.environ, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+    assert answer.returncode == 2
+    assert expected in answer.stderr
+    assert len(answer.stderr.strip().splitlines()[-1:]) == 1

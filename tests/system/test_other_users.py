@@ -1,0 +1,83 @@
+"""Another user of the host, without any setting of ours, cannot use a cluster whose addresses it knows."""
+
+import asyncio
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from deployment import MODEL
+
+from dynamo.protocols import instances, kv_transfer, model_card
+from dynamo.runtime import component
+
+ATTACKS = pathlib.Path(__file__).with_name("other_user.py")
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+
+
+async def addresses(directory):
+    """All that discovery knows, as root or a port scan would find it."""
+    settings = component.RuntimeConfig(file_kv=directory)
+    async with await component.DistributedRuntime.open(settings) as runtime:
+        records = await runtime.discovery.get_prefix("v1/")
+    endpoints, channels, metadata = {}, {}, None
+    for key, value in records.items():
+        if key.startswith(instances.INSTANCES):
+            record = msgspec.json.decode(value, type=instances.Instance)
+            endpoints[record.name.path] = record.transport["tcp"]
+        elif key.startswith(instances.EVENT_CHANNELS):
+            channel = msgspec.json.decode(value, type=instances.EventChannel)
+            channels[channel.topic] = (channel.transport["zmq"], channel.instance_id)
+        elif key.startswith(instances.CARDS):
+            card = msgspec.json.decode(value, type=model_card.CardRecord).card_json
+            data = card.runtime_config.runtime_data
+            metadata = data.get(kv_transfer.METADATA_KEY, metadata)
+    return {
+        "instances": endpoints,
+        "channels": channels,
+        "metadata": metadata,
+        "directory": directory,
+    }
+
+
+def attack(target):
+    done = subprocess.run(
+        [sys.executable, str(ATTACKS), json.dumps(target)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def start(deployment):
+    """A cluster with a prefill and a decode worker: its frontend, and all its addresses."""
+    frontend = deployment.frontend("--router-mode", "kv")
+    deployment.mocker("--disaggregation-mode", "prefill")
+    deployment.mocker("--disaggregation-mode", "decode")
+    frontend.await_models([MODEL])
+    return frontend, asyncio.run(addresses(deployment.environ["DYN_FILE_KV"]))
+
+
+def test_other_user_cannot_generate_copy_blocks_clear_caches_or_hear_events(deployment):
+    frontend, target = start(deployment)
+    results = attack(target)
+    honest = frontend.chat("Tell me a story " * 40, max_tokens=5)
+
+    assert set(results.values()) == {"refused"}, results
+    assert honest.status_code == 200
+
+
+def test_same_attacks_succeed_on_an_insecure_cluster(deployment):
+    deployment.environ["DYN_INSECURE"] = "1"
+    _, target = start(deployment)
+    results = attack(target)
+    successes = {name for name, result in results.items() if result != "refused"}
+
+    assert {"call dynamo/backend/generate", "copy by tcp"} <= successes, results
+    assert any("clear_kv_blocks" in name for name in successes), results
+    assert any("hear" in name for name in successes), results
