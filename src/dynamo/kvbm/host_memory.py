@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dynamo.base import errors
-from dynamo.transfer import descriptors, memory
+from dynamo.transfer import memory
 
 PIECE_BYTES = 64 * 2**20
 AUTO_SHARE = 0.25  # of the memory that is left
@@ -82,39 +82,40 @@ def count_host_blocks(size: str, num_blocks: int | None, block_bytes: int, reser
 class HostMemory:
     """The memory of a host tier: blocks that follow one another, each in one piece."""
 
-    def __init__(self, layout: descriptors.Layout) -> None:
-        """`layout` is block-major. Raises ConfigError if the system refuses the address range."""
-        self.layout = layout
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        """Raises ConfigError if the system refuses the address range."""
+        self.num_blocks, self.block_bytes = num_blocks, block_bytes
+        self.num_bytes = num_blocks * block_bytes
         try:
-            region = mmap.mmap(-1, layout.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            region = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise errors.ConfigError(
-                f"cannot reserve {layout.num_bytes / 1e9:.3g} GB for the host tier: {error}"
+                f"cannot reserve {self.num_bytes / 1e9:.3g} GB for the host tier: {error}"
             ) from error
         self.window = memory.Window(region)
 
     def block(self, slot: int) -> memoryview:
         """Return the memory of a slot."""
-        size = self.layout.block_bytes
+        size = self.block_bytes
         return self.window.view[slot * size : (slot + 1) * size]
 
     def provide(self) -> Iterator[int]:
         """Provide the memory piece by piece; yield after each piece how many slots more can be used."""
         num_provided, num_slots = 0, 0
-        while num_provided < self.layout.num_bytes:
-            length = min(PIECE_BYTES, self.layout.num_bytes - num_provided)
+        while num_provided < self.num_bytes:
+            length = min(PIECE_BYTES, self.num_bytes - num_provided)
             if available_bytes() < length + _KEPT_BYTES:
                 _logger.warning(
                     "the host tier stays at %d blocks of %d: other processes have taken the memory",
                     num_slots,
-                    self.layout.num_blocks,
+                    self.num_blocks,
                 )
                 return
             address = self.window.address + num_provided  # other threads run meanwhile
             if _libc.madvise(address, length, _MADV_POPULATE_WRITE):  # older than Linux 5.14
                 _libc.memset(address, 0, length)
             num_provided += length
-            usable = num_provided // self.layout.block_bytes
+            usable = num_provided // self.block_bytes
             yield usable - num_slots
             num_slots = usable
 

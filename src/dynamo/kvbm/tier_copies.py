@@ -13,6 +13,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
 
 from dynamo.base import errors
 from dynamo.kvbm import tier_policy
@@ -47,12 +50,46 @@ class CopyOutcome:
 OnEnd = Callable[[TierCopy, CopyOutcome], None]
 
 
+class DeviceMemory(Protocol):
+    """The engine's own memory: copies blocks from and to slots of the host tier. Used by several threads."""
+
+    def move(
+        self,
+        operation: api.TransferOperation,
+        device_blocks: Sequence[int],
+        host_slots: Sequence[int],
+        limit: job.TimeLimit,
+    ) -> None:
+        """WRITE copies blocks to slots, READ slots to blocks. Raises TransferError at the time limit."""
+
+
+class RegionMemory:
+    """Device memory that lies in one region, as that of the native engine on a CPU."""
+
+    def __init__(self, device: descriptors.Region, host: HostMemory) -> None:
+        self._layout, self._host = device.layout, host
+        self._host_layout = msgspec.structs.replace(
+            device.layout, num_blocks=host.num_blocks, order=descriptors.Order.BLOCK_MAJOR
+        )
+        self._window = memory.Window(device.memory)
+
+    def move(
+        self,
+        operation: api.TransferOperation,
+        device_blocks: Sequence[int],
+        host_slots: Sequence[int],
+        limit: job.TimeLimit,
+    ) -> None:
+        """Copy blocks, those that follow one another in one piece; see `DeviceMemory`."""
+        copies = plan.make(self._layout, self._host_layout, device_blocks, host_slots)
+        memory.move(operation, self._window, self._host.window, copies.pattern(), limit)
+
+
 class TierCopies:
     """The threads of one engine. All methods are called by the engine's thread."""
 
-    def __init__(self, device: descriptors.Region, host: HostMemory, disk: DiskFile | None) -> None:
-        self._device_layout, self._host, self._disk = device.layout, host, disk
-        self._device = memory.Window(device.memory)
+    def __init__(self, device: DeviceMemory, host: HostMemory, disk: DiskFile | None) -> None:
+        self._device, self._host, self._disk = device, host, disk
         self._jobs: dict[tier_policy.Path, queue.SimpleQueue[TierCopy | None]] = {}
         self._threads: list[threading.Thread] = []
         self._deadlines: dict[TierCopy, float] = {}  # of copies that a request waits for
@@ -186,11 +223,10 @@ class TierCopies:
         host_slots: Sequence[int],
         limit_s: float | None,
     ) -> None:
-        copies = plan.make(self._device_layout, self._host.layout, device_blocks, host_slots)
         limit = job.TimeLimit(
             job.MAX_DEADLINE_S if limit_s is None else max(limit_s, _MIN_MEMORY_S)
         )
-        memory.move(operation, self._device, self._host.window, copies.pattern(), limit)
+        self._device.move(operation, device_blocks, host_slots, limit)
 
     def _log_failure(self, copy: TierCopy, error: object) -> None:
         if time.monotonic() - self._logged_at < _LOG_EVERY_S:

@@ -2,9 +2,8 @@
 
 import msgspec
 
-from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_policy
-from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, TieredCache
+from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, DevicePool, TieredCache
 
 _COPY_NAMES = {
     (DEVICE, HOST): "offload_blocks_d2h",
@@ -45,7 +44,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     offloading: str  # "on", or why it is turned down
 
 
-def make_report(pool: pools.BlockPool, cache: TieredCache) -> TierReport:
+def make_report(pool: DevicePool, cache: TieredCache) -> TierReport:
     """Return the report of a cache. May be called by any thread: it reads numbers only."""
     counts = dict(cache.counts)
     queued = cache.num_queued

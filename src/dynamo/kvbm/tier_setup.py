@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import msgspec
+import xxhash
 
 from dynamo.base import config, errors
-from dynamo.kvbm import disk_file, host_memory, local_agent, tier_policy
+from dynamo.kvbm import disk_file, host_memory, local_agent, tier_policy, tiered_cache
 from dynamo.kvbm import pool as pools
-from dynamo.kvbm.tier_copies import TierCopies
+from dynamo.kvbm.tier_copies import RegionMemory, TierCopies
 from dynamo.kvbm.tiered_cache import DISK, HOST, TieredCache, TierOptions
-from dynamo.kvbm.tiers import Tier
+from dynamo.kvbm.tiers import CachedBlock, Tier
 from dynamo.protocols import kv_events
 from dynamo.transfer import descriptors
 
@@ -30,17 +30,13 @@ _FINGERPRINT = (
     "tp_rank",
 )
 AUTO_DISK_SHARE = 0.5  # of the free space
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 64 * 1024  # of each file of weights, for `identify_model`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvbmConfig(local_agent.TransferConfig):
-    """Options of the KV cache tiers, with --connector kvbm."""
+@dataclass(frozen=True, kw_only=True)  # without slots, for classes with another base
+class TierConfig:
+    """Tiers of the KV cache, with --connector kvbm."""
 
-    connector: Literal["none", "kvbm"] = config.option(
-        "none",
-        help="kvbm keeps KV blocks in host memory and on disk as well, so that a long prompt that comes again is"
-        " loaded instead of computed",
-    )
     kvbm_storage_tiers: tuple[str, ...] = config.option(
         (),
         help="memories of KV blocks: hbm (the engine's own), host_dram, nvme_ssd; by default hbm and host_dram, and"
@@ -92,10 +88,8 @@ class KvbmConfig(local_agent.TransferConfig):
     )
 
     @property
-    def tier_names(self) -> tuple[kv_events.Tier, ...]:
+    def storage_tiers(self) -> tuple[kv_events.Tier, ...]:
         """Return the tiers below the engine's memory. Raises ConfigError for a combination that cannot be."""
-        if self.connector == "none":
-            return ()
         names = self.kvbm_storage_tiers or (
             "hbm",
             "host_dram",
@@ -127,6 +121,30 @@ class KvbmConfig(local_agent.TransferConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvbmConfig(TierConfig, local_agent.TransferConfig):
+    """Whether the KV cache has tiers."""
+
+    connector: Literal["none", "kvbm"] = config.option(
+        "none",
+        help="kvbm keeps KV blocks in host memory and on disk as well, so that a long prompt that comes again is"
+        " loaded instead of computed",
+    )
+
+    @property
+    def tier_names(self) -> tuple[kv_events.Tier, ...]:
+        """Return the tiers below the engine's memory. Raises ConfigError for a combination that cannot be."""
+        return self.storage_tiers if self.connector == "kvbm" else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStorage:
+    """The memory and the file of one process's tiers."""
+
+    host: host_memory.HostMemory
+    disk: disk_file.DiskFile | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTiers:
     """The tiers of one engine: what decides, and what copies."""
 
@@ -145,8 +163,7 @@ def open_tiers(
     `region` is the engine's memory, which the pool pages; `fingerprint` says what computed the blocks. Raises
     ConfigError for sizes that do not fit, and for a file of another engine.
     """
-    names = settings.tier_names
-    if HOST not in names:
+    if HOST not in settings.tier_names:
         if settings.kvbm_cpu_cache_gb or settings.kvbm_disk_cache_gb or settings.kvbm_nvme_path:
             _logger.warning(
                 "sizes and paths of KV cache tiers have no effect without --connector kvbm and host_dram"
@@ -157,49 +174,110 @@ def open_tiers(
             "--connector kvbm: expected --device cpu; blocks of a GPU are not copied yet"
         )
     layout = region.layout
+    storage = open_storage(
+        settings,
+        block_bytes=layout.block_bytes,
+        device_bytes=layout.num_bytes,
+        fingerprint={**fingerprint, **{name: str(getattr(layout, name)) for name in _FINGERPRINT}},
+    )
+    cache = make_cache(
+        settings,
+        pool,
+        num_host=storage.host.num_blocks,
+        num_disk=storage.disk.num_slots if storage.disk else 0,
+        stored=storage.disk.blocks if storage.disk else {},
+        block_size=layout.block_size,
+        block_bytes=layout.block_bytes,
+    )
+    copies = TierCopies(RegionMemory(region, storage.host), storage.host, storage.disk)
+    return OpenTiers(cache=cache, copies=copies)
+
+
+def open_storage(
+    settings: TierConfig,
+    *,
+    block_bytes: int,
+    device_bytes: int,
+    fingerprint: Mapping[str, str],
+    part: str = "",
+) -> TierStorage:
+    """Open the memory of the host tier, and the file of the disk tier if there is one.
+
+    `device_bytes` is the engine's own memory, which counts as taken. `part` is the name of a rank, whose file lies in
+    a directory of its own. Raises ConfigError for sizes that do not fit, and for a file of another engine.
+    """
     num_host = host_memory.count_host_blocks(
         settings.kvbm_cpu_cache_gb or "auto",
         settings.kvbm_cpu_cache_override_num_blocks,
-        layout.block_bytes,
-        layout.num_bytes,
+        block_bytes,
+        device_bytes,
     )
     if num_host < 1:
         raise errors.ConfigError(
             "--connector kvbm: there is no memory left for a host tier; stop other processes, or use --connector none"
         )
-    host_layout = msgspec.structs.replace(
-        layout, num_blocks=num_host, order=descriptors.Order.BLOCK_MAJOR
+    host = host_memory.HostMemory(num_host, block_bytes)
+    if DISK not in settings.storage_tiers:
+        return TierStorage(host=host, disk=None)
+    assert settings.kvbm_nvme_path is not None
+    directory = Path(settings.kvbm_nvme_path, part)
+    file = disk_file.DiskFile(
+        directory,
+        fingerprint,
+        block_bytes=block_bytes,
+        num_slots=_count_disk_blocks(settings, directory, block_bytes),
     )
-    host = host_memory.HostMemory(host_layout)
-    file = None
-    disk = None
-    if DISK in names:
-        assert settings.kvbm_nvme_path is not None
-        directory = Path(settings.kvbm_nvme_path)
-        file = disk_file.DiskFile(
-            directory,
-            {**fingerprint, **{name: str(getattr(layout, name)) for name in _FINGERPRINT}},
-            block_bytes=layout.block_bytes,
-            num_slots=_count_disk_blocks(settings, directory, layout.block_bytes),
-        )
-        disk = Tier(DISK, file.num_slots, pool.events)
-        disk.restore(file.blocks)
-    cache = TieredCache(
+    return TierStorage(host=host, disk=file)
+
+
+def make_cache(
+    settings: TierConfig,
+    pool: tiered_cache.DevicePool,
+    *,
+    num_host: int,
+    num_disk: int,
+    stored: Mapping[int, CachedBlock],
+    block_size: int,
+    block_bytes: int,
+) -> TieredCache:
+    """Return the cache over these tiers, whose host tier has no usable slots yet.
+
+    `stored` is what the disk has, by slot.
+    """
+    disk = Tier(DISK, num_disk, pool.events) if num_disk else None
+    if disk is not None:
+        disk.restore(stored)
+    return TieredCache(
         pool,
         Tier(HOST, num_host, pool.events, num_usable=0),
         disk,
-        block_size=layout.block_size,
-        block_bytes=layout.block_bytes,
+        block_size=block_size,
+        block_bytes=block_bytes,
         options=TierOptions(
             host_filter=tier_policy.FilterKind(settings.kvbm_host_offload_filter),
             disk_filter=tier_policy.FilterKind(settings.kvbm_disk_offload_filter),
             offload_ratio=settings.kvbm_offload_ratio,
         ),
     )
-    return OpenTiers(cache=cache, copies=TierCopies(region, host, file))
 
 
-def _count_disk_blocks(settings: KvbmConfig, directory: Path, block_bytes: int) -> int:
+def identify_model(directory: Path) -> str:
+    """Return a name of a checkpoint's content: of its config.json, and of samples from all over its weights.
+
+    Two checkpoints of one shape differ in it, and reading it takes milliseconds.
+    """
+    digest = xxhash.xxh3_128((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name} {num_bytes}".encode())
+        with path.open("rb") as file:
+            for i in range(_NUM_SAMPLES):
+                file.seek(max(0, num_bytes - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _count_disk_blocks(settings: TierConfig, directory: Path, block_bytes: int) -> int:
     size, num_blocks = (
         settings.kvbm_disk_cache_gb or "auto",
         settings.kvbm_disk_cache_override_num_blocks,

@@ -14,9 +14,11 @@ A request waits for its copies at most as long as computing would make it wait t
 """
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from dynamo.kvbm import pool as pools
 from dynamo.kvbm import tier_policy
@@ -74,12 +76,41 @@ class TierOptions:
     )
 
 
+class DevicePool(Protocol):
+    """The engine's own blocks, as far as the tiers need them: `pool.BlockPool`, or those of another engine."""
+
+    num_blocks: int
+    events: pools.EventLog
+    on_evicted: Callable[[int], None] | None
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can return."""
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that are not empty."""
+
+    @property
+    def num_registered(self) -> int:
+        """Blocks that can be found."""
+
+    def __contains__(self, sequence_hash: int) -> bool:
+        """Return whether a block can be found."""
+
+    def match_prefix(self, sequence_hashes: Iterable[int]) -> list[int]:
+        """Return the blocks of the longest registered prefix of this chain, acquired for the caller."""
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Release blocks that the caller acquired, in the order of its sequence."""
+
+
 class TieredCache:
     """Mutable; the thread that owns the pool owns it."""
 
     def __init__(
         self,
-        pool: pools.BlockPool,
+        pool: DevicePool,
         host: Tier,
         disk: Tier | None,
         *,
@@ -201,7 +232,7 @@ class TieredCache:
         blocks: list[CachedBlock] = []
         sources: list[int] = []
         targets: list[TierBlock] = []
-        max_both = self._ratio * self._pool.num_registered
+        max_both = self._ratio * self._pool.num_registered if self._ratio < 1 else math.inf
         while len(blocks) < self._batch_blocks and len(self._in_both) + 1 <= max_both:
             if self._pool.num_free < self._batch_blocks:
                 break
@@ -342,6 +373,11 @@ class TieredCache:
             preparation.copies.clear()
             self.counts["late_loads"] += 1
 
+    def count_loadable(self, sequence_hashes: Sequence[int], *, is_engine_busy: bool) -> int:
+        """Return how many leading blocks of this chain `load` would load now; changes nothing."""
+        num_blocks = len(_leading(map(self.host.find, sequence_hashes)))
+        return num_blocks if self._pays(num_blocks, is_engine_busy=is_engine_busy) else 0
+
     def load(
         self,
         waiting: Hashable,
@@ -358,20 +394,13 @@ class TieredCache:
         from_disk = self._release_preparation(waiting)
         entries = _leading(map(self.host.find, sequence_hashes))
         self.counts["host_lookups"] += len(sequence_hashes)
-        num_tokens = len(entries) * self._block_size
         if len(entries) < len(sequence_hashes) and self.guard.record_miss(
             sequence_hashes[len(entries)]
         ):
             self.counts["turned_up"] += 1
         if not entries:
             return 0
-        load_s = self._load_s((HOST, DEVICE), len(entries))
-        load_s += (
-            self.cost.step_s
-            if is_engine_busy and len(entries) * self._block_bytes > QUICK_BYTES
-            else 0.0
-        )
-        if not self.cost.pays(load_s, num_tokens):
+        if not self._pays(len(entries), is_engine_busy=is_engine_busy):
             self.counts["not_worth_loading"] += 1
             self.cost.record_declined((HOST, DEVICE))
             return 0
@@ -383,7 +412,7 @@ class TieredCache:
             to_slots=tuple(block_ids[: len(entries)]),
             num_bytes=len(entries) * self._block_bytes,
             sources=tuple(sources),
-            limit_s=self.cost.max_wait_s(num_tokens),
+            limit_s=self.cost.max_wait_s(len(entries) * self._block_size),
             waiting=waiting,
             origins=tuple([DISK if each in from_disk else HOST for each in entries]),
         )
@@ -416,6 +445,13 @@ class TieredCache:
         self.host.clear()
         if self.disk is not None:
             self.disk.clear()
+
+    def _pays(self, num_blocks: int, *, is_engine_busy: bool) -> bool:
+        """Return whether blocks of host memory are worth loading."""
+        load_s = self._load_s((HOST, DEVICE), num_blocks)
+        if is_engine_busy and num_blocks * self._block_bytes > QUICK_BYTES:
+            load_s += self.cost.step_s
+        return self.cost.pays(load_s, num_blocks * self._block_size)
 
     def _load_s(self, path: tier_policy.Path, num_blocks: int) -> float:
         num_bytes = self._queued_bytes[path] + num_blocks * self._block_bytes

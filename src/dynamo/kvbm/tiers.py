@@ -15,7 +15,7 @@ so that it loses its tail before its head. The tier knows slots and hashes, no b
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -112,7 +112,7 @@ class Tier:
         self._by_hash[block.sequence_hash] = reserved
         return reserved
 
-    def restore(self, slots: dict[int, CachedBlock]) -> None:
+    def restore(self, slots: Mapping[int, CachedBlock]) -> None:
         """Enter blocks that lie in these slots from an earlier run, used longest ago first."""
         self._free = [slot for slot in self._free if slot not in slots]
         for slot, block in slots.items():

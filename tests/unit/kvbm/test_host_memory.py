@@ -4,12 +4,8 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.kvbm import host_memory
-from dynamo.transfer import descriptors
 
-LAYOUT = descriptors.Layout(
-    num_blocks=100, block_size=16, num_layers=2, num_kv_heads=2, head_dim=64, dtype="float32",
-    order=descriptors.Order.BLOCK_MAJOR,
-)  # fmt: skip
+BLOCK_BYTES = 32_768
 
 
 @pytest.mark.parametrize(
@@ -74,8 +70,8 @@ def test_limit_of_a_control_group_counts(tmp_path, monkeypatch):
 
 
 def test_memory_is_provided_piece_by_piece(monkeypatch):
-    monkeypatch.setattr(host_memory, "PIECE_BYTES", 30 * LAYOUT.block_bytes)
-    memory = host_memory.HostMemory(LAYOUT)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 30 * BLOCK_BYTES)
+    memory = host_memory.HostMemory(100, BLOCK_BYTES)
     memory.block(99)[:4] = b"last"
 
     assert list(memory.provide()) == [30, 30, 30, 10]
@@ -83,9 +79,9 @@ def test_memory_is_provided_piece_by_piece(monkeypatch):
 
 
 def test_memory_that_others_take_meanwhile_is_not_provided(monkeypatch, caplog):
-    monkeypatch.setattr(host_memory, "PIECE_BYTES", 50 * LAYOUT.block_bytes)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 50 * BLOCK_BYTES)
     left = iter([10**12, 10**6])
     monkeypatch.setattr(host_memory, "available_bytes", lambda: next(left))
 
-    assert list(host_memory.HostMemory(LAYOUT).provide()) == [50]
+    assert list(host_memory.HostMemory(100, BLOCK_BYTES).provide()) == [50]
     assert "stays at 50 blocks of 100" in caplog.text

@@ -22,7 +22,6 @@ from dynamo.engine.native import (
     grammar_compiler,
     model_files,
     runner,
-    weights,
 )
 from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
@@ -87,7 +86,7 @@ def assemble(
         allocate=allocate,
     )
     tiers = tier_setup.open_tiers(
-        settings, model_runner.region, paging.pool, {"model": weights.identify(model_path)}
+        settings, model_runner.region, paging.pool, {"model": tier_setup.identify_model(model_path)}
     )
     paging.tiers = tiers.cache if tiers is not None else None
     return Assembly(

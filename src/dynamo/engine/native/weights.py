@@ -13,12 +13,10 @@ from typing import Any
 
 import safetensors
 import torch
-import xxhash
 
 from dynamo.base import errors
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_NUM_SAMPLES, _SAMPLE_BYTES = 16, 64 * 1024  # of each file, for `identify`
 _FLOATS = ("F32", "F16", "BF16")
 _DERIVED = re.compile(
     r".*(rotary_emb\.inv_freq|position_ids)"
@@ -104,19 +102,3 @@ def _open(path: Path) -> Any:
         return safetensors.safe_open(path, framework="pt")
     except (OSError, safetensors.SafetensorError) as error:
         raise errors.ConfigError(f"{path} cannot be read as safetensors: {error}") from error
-
-
-def identify(model_path: Path) -> str:
-    """Return a name of a checkpoint's content: of its config.json, and of samples from all over its weights.
-
-    Two checkpoints of one shape differ in it, and reading it takes milliseconds.
-    """
-    digest = xxhash.xxh3_128((model_path / "config.json").read_bytes())
-    for path in sorted(model_path.glob("*.safetensors")):
-        num_bytes = path.stat().st_size
-        digest.update(f"{path.name} {num_bytes}".encode())
-        with path.open("rb") as file:
-            for i in range(_NUM_SAMPLES):
-                file.seek(max(0, num_bytes - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
