@@ -1,6 +1,8 @@
 """What breaks around a real etcd, and that discovery outlives it. Leases are short, so that tests are."""
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import logging
 import signal
@@ -10,13 +12,17 @@ import sys
 import pytest
 
 from dynamo.base import errors
+from dynamo.protocols import instances
+from dynamo.runtime import component
 from dynamo.runtime.backends.etcd import access, connection
+from dynamo.runtime.backends.etcd import discovery as etcd_discovery
 from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
 from dynamo.runtime.discovery import Delete, Put
 from etcd_server import EtcdServer
 from tcp_proxy import TcpProxy
 
 TTL_S = 2
+ECHO = instances.EndpointName("dynamo", "echo", "generate")
 PATIENCE_S = 20  # on a busy machine; usually a few seconds
 OWNER = """
 import asyncio, sys
@@ -421,3 +427,84 @@ def make_certificates(directory):
         openssl("x509", "-req", "-in", f"{name}.csr", *authority, "-out", f"{name}.pem")
     files = {"CA": "ca.pem", "CLIENT_CERT": "client.pem", "CLIENT_KEY": "client.key"}
     return {f"ETCD_AUTH_{name}": str(directory / file) for name, file in files.items()}
+
+
+@pytest.fixture
+async def runtimes(etcd, proxy, monkeypatch):
+    """Two runtimes over TCP: a worker that reaches etcd through the proxy, and a client."""
+    monkeypatch.setattr(
+        EtcdDiscovery, "open", functools.partial(EtcdDiscovery.open, lease_ttl_s=TTL_S)
+    )
+    monkeypatch.setattr(etcd_discovery, "UNCONFIRMED_S", 1.0)
+    async with contextlib.AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                await component.DistributedRuntime.open(
+                    component.RuntimeConfig(
+                        discovery_backend="etcd", etcd_endpoints=(address,), event_plane="memory"
+                    )
+                )
+            )
+            for address in (await proxy.start(), etcd.address)
+        ]
+
+
+async def serve_echo(runtime):
+    def echo(call):
+        call.reply("here")
+        call.finish()
+
+    return await runtime.register(ECHO, echo)
+
+
+async def until_etcd_has_lost(etcd, key):
+    async with asyncio.timeout(PATIENCE_S):
+        while key in await asyncio.to_thread(etcd.held):
+            await asyncio.sleep(0.02)
+
+
+async def test_worker_that_etcd_has_lost_is_asked_while_it_answers(runtimes, etcd, proxy):
+    worker, asker = runtimes
+    instance = await serve_echo(worker)
+    client = asker.client(ECHO)
+    await client.wait_for_instances(PATIENCE_S)
+    assert await client.call("", reply_type=str) == "here"
+
+    proxy.drop()
+    await until_etcd_has_lost(etcd, instance.key)
+    await asyncio.sleep(2.0)  # longer than an unknown owner is kept
+
+    assert await client.call("", reply_type=str) == "here"
+    await worker.requests.close()
+    async with asyncio.timeout(PATIENCE_S):
+        while client.instances:
+            await asyncio.sleep(0.02)
+
+
+async def test_worker_that_was_never_asked_is_found_alive_after_etcd_has_lost_it(
+    runtimes, etcd, proxy
+):
+    worker, asker = runtimes
+    instance = await serve_echo(worker)
+    client = asker.client(ECHO)
+    await client.wait_for_instances(PATIENCE_S)
+
+    proxy.drop()
+    await until_etcd_has_lost(etcd, instance.key)
+    await asyncio.sleep(2.0)
+
+    assert await client.call("", reply_type=str) == "here"
+
+
+async def test_worker_that_leaves_vanishes_though_it_still_answers(runtimes):
+    worker, asker = runtimes
+    await serve_echo(worker)
+    client = asker.client(ECHO)
+    await client.wait_for_instances(PATIENCE_S)
+    assert await client.call("", reply_type=str) == "here"
+
+    await worker.deregister()
+
+    async with asyncio.timeout(PATIENCE_S):
+        while client.instances:
+            await asyncio.sleep(0.02)

@@ -89,6 +89,16 @@ class EventChannel(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
         return f"{EVENT_CHANNELS}{self.topic}/{self.instance_id:x}"
 
 
+def owner_of(key: str) -> int | None:
+    """Return the instance that put an instance, a card or an event channel into discovery; None for other keys."""
+    if not key.startswith((INSTANCES, CARDS, EVENT_CHANNELS)):
+        return None
+    try:
+        return int(key.rpartition("/")[2], 16)
+    except ValueError:
+        return None
+
+
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that is starting, or waking up, and its estimate of how long that takes in all."""
 

@@ -272,7 +272,10 @@ class EndpointClient:
             self._instances[instance_id] = instance
         else:
             self._instances.pop(instance_id, None)
-        self._down_until.pop(instance_id, None)
+        if isinstance(change, discovery.Put) and not change.is_confirmed:
+            self.report_down(instance_id)
+        else:
+            self._down_until.pop(instance_id, None)
         self._ids = tuple(sorted(self._instances))
         if self._ids:
             self._is_served.set()

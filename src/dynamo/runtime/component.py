@@ -161,7 +161,7 @@ class DistributedRuntime:
         plane = parts.new_plane(instance_id)  # before discovery: it may refuse its address
         if settings.event_plane == "zmq":
             zmq.check_host(settings.tcp_rpc_host, credentials)
-        registry = await parts.open_discovery()
+        registry = await parts.open_discovery(functools.partial(_is_owner_answering, plane))
         is_memory_only = settings.request_plane == "memory" and not uses_nats
         return cls(
             instance_id=instance_id,
@@ -341,7 +341,7 @@ class _Parts:
             instance_id=instance_id,
         )
 
-    async def open_discovery(self) -> discovery.Discovery:
+    async def open_discovery(self, is_alive: discovery.OwnerCheck) -> discovery.Discovery:
         if self.settings.discovery_backend == "mem":
             return memory.MemoryDiscovery(self.cluster.registry)
         if self.settings.discovery_backend == "etcd":
@@ -352,6 +352,7 @@ class _Parts:
                 etcd_access.read(self.settings.etcd_endpoints, os.environ),
                 self.instance_id,
                 start_timeout_s=self.settings.etcd_start_timeout_secs,
+                is_alive=is_alive,
                 time=self.time,
             )
             return registry
@@ -429,3 +430,20 @@ def dynamo_endpoint(
         return checked
 
     return decorate
+
+
+def _is_owner_answering(plane: requests.RequestPlane, key: str, value: bytes) -> bool | None:
+    """Return whether the instance that put a key into discovery answers on the request plane; None: unknown.
+
+    False for keys of no instance: these end with their lease.
+    """
+    owner = instances.owner_of(key)
+    if owner is None:
+        return False
+    if not key.startswith(instances.INSTANCES):
+        return plane.is_answering(owner)
+    try:
+        record = msgspec.json.decode(value, type=instances.Instance)
+    except (ValueError, RecursionError):
+        return False
+    return plane.is_answering(owner, record.transport.get(plane.name))

@@ -9,17 +9,22 @@ Implementations: `backends.memory` (one process), `backends.file` (one host, the
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
-    """A key is new or has a new value."""
+    """A key is new or has a new value.
+
+    `is_confirmed` is false when discovery has lost the key, its owner did not remove it, and nobody knows whether the
+    owner lives: ask it last.
+    """
 
     key: str
     value: bytes
+    is_confirmed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,8 @@ class Delete:
 
 
 Change = Put | Delete
+OwnerCheck = Callable[[str, bytes], bool | None]
+"""Tells whether the process that put this key and value answers us; None: unknown, ask again."""
 
 
 class Discovery(Protocol):
@@ -68,6 +75,7 @@ class KeyView:
 
     def __init__(self) -> None:
         self._value_by_key: dict[str, bytes] = {}
+        self._unconfirmed: set[str] = set()
         self._watches: set[_Watch] = set()
 
     def get_prefix(self, prefix: str) -> dict[str, bytes]:
@@ -76,13 +84,21 @@ class KeyView:
 
     def put(self, key: str, value: bytes) -> None:
         """Set the value of a key; the same value again is no change."""
-        if self._value_by_key.get(key) == value:
+        if self._value_by_key.get(key) == value and key not in self._unconfirmed:
             return
         self._value_by_key[key] = value
+        self._unconfirmed.discard(key)
         self._report(Put(key=key, value=value))
+
+    def doubt(self, key: str) -> None:
+        """Report that it is unknown whether the owner of a key lives."""
+        if key in self._value_by_key and key not in self._unconfirmed:
+            self._unconfirmed.add(key)
+            self._report(Put(key=key, value=self._value_by_key[key], is_confirmed=False))
 
     def remove(self, key: str) -> None:
         """Remove a key; one that is not there is no change."""
+        self._unconfirmed.discard(key)
         if self._value_by_key.pop(key, None) is not None:
             self._report(Delete(key=key))
 
@@ -97,7 +113,7 @@ class KeyView:
         """Iterate over a Put for each key under `prefix`, then over every change; ends only by cancellation."""
         watch = _Watch(prefix)
         for key, value in self._value_by_key.items():
-            watch.add_change(Put(key=key, value=value))
+            watch.add_change(Put(key=key, value=value, is_confirmed=key not in self._unconfirmed))
         self._watches.add(watch)
         try:
             while True:

@@ -140,6 +140,14 @@ class RequestPlane(Protocol):
         """
         ...
 
+    def is_answering(self, instance_id: int, address: str | None = None) -> bool | None:
+        """Return whether an instance answers on its connection, without waiting.
+
+        False: it has ended its connection, or takes no new streams. None: unknown, because there is no connection or it
+        is silent; a connection to `address` is tried, so that a later question may get an answer.
+        """
+        ...
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new streams (WorkerLost: ask another) and wait for open ones; return False if some stay open."""
         ...

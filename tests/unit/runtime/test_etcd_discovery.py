@@ -17,15 +17,74 @@ STEPS = st.lists(st.one_of(LIVING, PUTS, DELETES, st.sampled_from(["begin", "end
 def shown_after(*steps):
     """What a view shows after these: a reading (a dict), changes, begin and end of a time of grace."""
     shown = discovery.KeyView()
-    judge = etcd_discovery.OutageGrace(shown)
+    judge = etcd_discovery.KeyRetention(shown, lambda _key, _value: False, 10.0)
     for step in steps:
-        if step in ("begin", "end"):
-            getattr(judge, step)()
+        if step == "begin":
+            judge.begin()
+        elif step == "end":
+            judge.end(0.0)
         elif isinstance(step, dict):
-            judge.replace(step)
+            judge.replace(step, 0.0)
         else:
-            judge.apply([step])
+            judge.apply([step], 0.0)
     return shown.get_prefix("")
+
+
+class Owners:
+    """What is known of the owner of each key, and a view of the keys, which are all missing in etcd."""
+
+    def __init__(self, **is_alive):
+        self.is_alive = is_alive
+        self.view = discovery.KeyView()
+        self.judge = etcd_discovery.KeyRetention(
+            self.view, lambda key, _value: self.is_alive[key], 10.0
+        )
+        self.judge.replace(dict.fromkeys(is_alive, b"1"), 0.0)
+        self.judge.apply([Delete(key=key) for key in is_alive], 0.0)
+
+    def shown(self, now):
+        self.judge.judge(now)
+        return {*self.view.get_prefix("")}
+
+
+def test_key_whose_owner_answers_is_kept_without_end():
+    assert Owners(a=True, b=False).shown(1000.0) == {"a"}
+
+
+def test_key_is_removed_when_its_owner_answers_no_longer():
+    owners = Owners(a=True)
+    assert owners.shown(100.0) == {"a"}
+    owners.is_alive["a"] = False
+    assert owners.shown(101.0) == set()
+
+
+def test_key_of_an_unknown_owner_is_kept_for_a_while():
+    owners = Owners(a=None)
+    assert owners.shown(9.9) == {"a"}
+    assert owners.shown(10.0) == set()
+
+
+def test_silence_of_an_owner_counts_from_its_last_answer():
+    owners = Owners(a=True)
+    assert owners.shown(100.0) == {"a"}
+    owners.is_alive["a"] = None
+    assert owners.shown(109.9) == {"a"}
+    assert owners.shown(110.0) == set()
+
+
+def test_key_that_its_owner_removes_vanishes_though_the_owner_answers():
+    owners = Owners(a=True)
+    owners.judge.apply([Put(key="a", value=etcd_discovery.REMOVED), Delete(key="a")], 1.0)
+    assert owners.shown(1.0) == set()
+
+
+async def test_key_of_an_unknown_owner_is_reported_as_unconfirmed_until_it_comes_back():
+    owners = Owners(a=None)
+    changes = owners.view.watch("")
+    assert await anext(changes) == Put(key="a", value=b"1", is_confirmed=False)
+    owners.judge.apply([Put(key="a", value=b"1")], 1.0)
+    assert await anext(changes) == Put(key="a", value=b"1")
+    await changes.aclose()
 
 
 def test_deleted_key_is_removed_when_there_was_no_outage():

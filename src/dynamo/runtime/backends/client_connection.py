@@ -78,7 +78,7 @@ class ClientConnection:
 
         Raises WorkerLost, DeadlineExceeded or LocalProtocolError (the body is too long).
         """
-        if self.frames.is_lost or self._goodbye is not None:
+        if not self.takes_requests:
             reason = self._goodbye or "the connection is closed"
             raise errors.WorkerLost(f"worker at {self.address} takes no new requests: {reason}")
         if timeout_s is not None and timeout_s <= 0:
@@ -107,6 +107,16 @@ class ClientConnection:
         """Send the handler of a stream a signal; does nothing if the stream is over."""
         if number in self._receivers:
             self.frames.write(wire.encode(wire.Cancel(number, signal)))
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the peer is silent for too long, and only kept because no other can take over."""
+        return self._is_borne
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a new stream could be opened."""
+        return not self.frames.is_lost and self._goodbye is None
 
     @property
     def num_streams(self) -> int:

@@ -17,6 +17,7 @@ from dynamo.runtime.backends import client_connection, frame_connection, server_
 
 _NO_HEADERS: Mapping[str, str] = {}
 _Target = tuple[str, int]  # address, and the instance that is meant there; 0: any
+_MAX_GONE = 1024  # instances that are remembered as gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,9 @@ class MultiplexedPlane:
         self._connecting: dict[
             _Target, asyncio.Task[client_connection.ClientConnection | errors.WorkerLost]
         ] = {}
+        self._gone: dict[
+            int, None
+        ] = {}  # ids of instances that ended their connection, the last at the end
         self._tasks = tasks.Tasks()
         self._is_closed = False
 
@@ -110,6 +114,16 @@ class MultiplexedPlane:
             endpoint, body, receiver, headers or _NO_HEADERS, timeout_s, may_move
         )
 
+    def is_answering(self, instance_id: int, address: str | None = None) -> bool | None:
+        for target, connection in self._connections.items():
+            if target[1] == instance_id:
+                return None if connection.is_silent else connection.takes_requests
+        if instance_id in self._gone or self._is_closed:
+            return False
+        if address is not None and (address, instance_id) not in self._connecting:
+            self._start_connecting((address, instance_id))
+        return None
+
     async def drain(self, timeout_s: float) -> bool:
         if self._listener is not None:
             self._listener.close()
@@ -129,11 +143,7 @@ class MultiplexedPlane:
         """Connect to an instance; concurrent callers wait for the same connection."""
         if self._is_closed:
             raise errors.WorkerLost("our request plane is closed")
-        task = self._connecting.get(target)
-        if task is None:
-            task = self._tasks.start(f"connect to {target[0]}", self._connect(target))
-            self._connecting[target] = task
-            task.add_done_callback(lambda _: self._connecting.pop(target, None))
+        task = self._connecting.get(target) or self._start_connecting(target)
         await asyncio.wait((task,))
         if task.cancelled():
             raise errors.WorkerLost("our request plane was closed")
@@ -141,6 +151,14 @@ class MultiplexedPlane:
         if isinstance(result, errors.WorkerLost):
             raise type(result)(str(result)) from result
         return result
+
+    def _start_connecting(
+        self, target: _Target
+    ) -> asyncio.Task[client_connection.ClientConnection | errors.WorkerLost]:
+        task = self._tasks.start(f"connect to {target[0]}", self._connect(target))
+        self._connecting[target] = task
+        task.add_done_callback(lambda _: self._connecting.pop(target, None))
+        return task
 
     async def _connect(
         self, target: _Target
@@ -162,7 +180,10 @@ class MultiplexedPlane:
             if connection.frames.is_lost:
                 return errors.WorkerLost(f"worker at {address} closed the connection at once")
             self._connections[target] = connection
+            self._gone.pop(instance_id, None)
         except errors.WorkerLost as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                self._note_gone(instance_id)
             return error
         except TimeoutError:
             return errors.WorkerLost(f"worker at {address} did not answer within {limit_s:g} s")
@@ -176,3 +197,10 @@ class MultiplexedPlane:
         target = connection.address, connection.instance_id
         if self._connections.get(target) is connection:
             del self._connections[target]
+        if connection.frames.was_ended_by_peer:
+            self._note_gone(connection.instance_id)
+
+    def _note_gone(self, instance_id: int) -> None:
+        self._gone[instance_id] = None
+        if len(self._gone) > _MAX_GONE:
+            del self._gone[next(iter(self._gone))]

@@ -5,8 +5,8 @@ live side by side. When one of them gets no answer, the connection ends for all,
 
 While etcd is away, watchers keep the keys that they know, for as long as it takes: which owners died is unknown, and
 the request plane finds out a dead one with the first request. Only when etcd has been back for a whole time to live are
-the keys removed that have not come back with it (`OutageGrace`). The process goes on serving, and its
-lease is taken again (`EtcdLease`).
+the keys removed that have not come back with it, and a key that etcd loses while its owner answers stays in use
+(`KeyRetention`). The process goes on serving, and its lease is taken again (`EtcdLease`).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from dynamo.base import clock, errors, tasks
 from dynamo.runtime.backends.etcd import access, connection
-from dynamo.runtime.discovery import Change, KeyView, Put
+from dynamo.runtime.discovery import Change, Delete, KeyView, OwnerCheck, Put
 
 T = TypeVar("T")
 LEASE_TTL_S = 10
@@ -30,15 +30,27 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0  # so that a living process is back long before its lease ends
 _STABLE_S = 5.0  # a connection that lasted so long is watcher by a quick attempt
 _RETRY_S = 0.05
+_JUDGE_EVERY_S = 0.5
+UNCONFIRMED_S = (
+    10.0  # for which a key that etcd has lost is kept while nobody knows whether its owner lives
+)
+REMOVED = b"\0removed"  # the last value of a key that its owner removes itself
 
 
 class EtcdDiscovery:
     """One process's lease, keys and watches in an etcd that processes of many hosts share."""
 
     def __init__(
-        self, settings: access.EtcdAccess, instance_id: int, *, lease_ttl_s: int, time: clock.Clock
+        self,
+        settings: access.EtcdAccess,
+        instance_id: int,
+        *,
+        lease_ttl_s: int,
+        is_alive: OwnerCheck,
+        time: clock.Clock,
     ) -> None:
         self._access = settings
+        self._is_alive = is_alive
         self._clock = time
         self._lease = EtcdLease(instance_id, lease_ttl_s, time)
         self._lease_ttl_s = lease_ttl_s
@@ -59,11 +71,22 @@ class EtcdDiscovery:
         *,
         lease_ttl_s: int = LEASE_TTL_S,
         start_timeout_s: float = START_TIMEOUT_S,
+        is_alive: OwnerCheck = lambda _key, _value: False,
         time: clock.Clock | None = None,
     ) -> "EtcdDiscovery":
-        """Take a lease as soon as etcd answers. Raises ConfigError if it refuses, or does not answer in time."""
-        self = cls(settings, instance_id, lease_ttl_s=lease_ttl_s, time=time or clock.SystemClock())
+        """Take a lease as soon as etcd answers. Raises ConfigError if it refuses, or does not answer in time.
+
+        A key whose lease has ended stays while `is_alive` says that its owner answers (`KeyRetention`).
+        """
+        self = cls(
+            settings,
+            instance_id,
+            lease_ttl_s=lease_ttl_s,
+            is_alive=is_alive,
+            time=time or clock.SystemClock(),
+        )
         self._tasks.start("etcd discovery", self._stay_connected(start_timeout_s))
+        self._tasks.start("judge keys that etcd has lost", self._judge_missing_keys())
         try:
             async with self._clock.timeout(start_timeout_s):
                 await self._started
@@ -98,10 +121,10 @@ class EtcdDiscovery:
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
         """Return all living keys that begin with `prefix`. Raises Unavailable."""
         living, _ = await self._call(lambda etcd: etcd.read(prefix), READ_TIMEOUT_S)
-        return living
+        return {key: value for key, value in living.items() if value != REMOVED}
 
     async def watch(self, prefix: str) -> AsyncIterator[Change]:
-        watcher = PrefixWatcher(prefix, self._lease_ttl_s, self._clock)
+        watcher = PrefixWatcher(prefix, self._lease_ttl_s, self._is_alive, self._clock)
         self._task_by_watcher[watcher] = None
         self._watcher_added.set()
         try:
@@ -124,6 +147,12 @@ class EtcdDiscovery:
             log.info("our keys leave etcd when our lease ends: %r", error)
         finally:
             await self._tasks.close()
+
+    async def _judge_missing_keys(self) -> None:
+        while True:
+            await self._clock.sleep(_JUDGE_EVERY_S)
+            for watcher in self._task_by_watcher:
+                watcher.judge()
 
     async def _stay_connected(self, start_timeout_s: float) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -276,6 +305,9 @@ class EtcdLease:
         """Revoke the lease: its keys vanish."""
         async with self._writing:
             self._is_over = True
+            for key, value in self._desired.items():
+                if value is not None:
+                    await etcd.put(key, REMOVED, self._id)
             await etcd.revoke(self._id)
 
     async def _take(self, etcd: connection.EtcdConnection) -> None:
@@ -293,6 +325,7 @@ class EtcdLease:
         if value is not None:
             await etcd.put(key, value, self._id)
         elif key in self._desired:
+            await etcd.put(key, REMOVED, self._id)  # others see that the lease did not just end
             await etcd.delete(key, self._id)
             if self._desired[key] is None:  # and not set again meanwhile
                 del self._desired[key]
@@ -311,49 +344,72 @@ class EtcdLease:
 log = logging.getLogger(__name__)
 
 
-class OutageGrace:
-    """The decision which keys to believe dead after an outage of etcd, without clock or network; it feeds a view.
+class KeyRetention:
+    """The decision which keys of a prefix to believe dead, without clock or network; it feeds a view.
 
-    An etcd that comes back may have lost everything, or have ended leases because their holders could not reach it.
-    Those holders live, and put their keys back within moments. So for a while after each outage, between `begin` and
-    `end`, a missing key is shown as it was. A request to an instance that is really dead fails at its connection and
-    goes to another; to forget all living instances would leave none to ask.
+    An owner that leaves writes `REMOVED` as the value of its key before it deletes it, and the key vanishes at once. A
+    key that is missing without that has lost its lease: because its owner died, or because owner and etcd could not
+    reach each other, while requests still reach it. A missing key is therefore shown
+
+        while its owner answers                           as it was
+        while nobody knows, for `unconfirmed_s` seconds   as unconfirmed: it is asked last
+
+    and is removed when its owner is known to be gone. An etcd that comes back may have lost everything, and the owners
+    put their keys back within moments: between `begin` and `end` every missing key is shown as it was.
     """
 
-    def __init__(self, view: KeyView) -> None:
+    def __init__(self, view: KeyView, is_alive: OwnerCheck, unconfirmed_s: float) -> None:
         self._view = view
-        self._missing: set[str] = set()
+        self._is_alive = is_alive
+        self._unconfirmed_s = unconfirmed_s
+        self._missing_since: dict[str, float] = {}
         self._is_active = False
 
     def begin(self) -> None:
         """Keep missing keys from now on, since their owners may put them back."""
         self._is_active = True
 
-    def end(self) -> None:
-        """Remove the keys that are still missing."""
+    def end(self, now: float) -> None:
+        """Judge the keys that are still missing."""
         self._is_active = False
-        for key in self._missing:
-            self._view.remove(key)
-        self._missing.clear()
+        self._missing_since = dict.fromkeys(self._missing_since, now)
+        self.judge(now)
 
-    def replace(self, living: Mapping[str, bytes]) -> None:
+    def replace(self, living: Mapping[str, bytes], now: float) -> None:
         """Take all keys of the prefix as etcd has them now."""
-        if self._is_active:
-            shown = self._view.get_prefix("")
-            self._missing = shown.keys() - living.keys()
-            living = {**shown, **living}
-        self._view.replace(living)
+        shown = self._view.get_prefix("")
+        self.apply([Delete(key=key) for key in shown.keys() - living.keys()], now)
+        self.apply([Put(key=key, value=value) for key, value in living.items()], now)
 
-    def apply(self, changes: Sequence[Change]) -> None:
+    def apply(self, changes: Sequence[Change], now: float) -> None:
         """Take changes that etcd reports."""
+        shown = self._view.get_prefix("")
         for change in changes:
             if isinstance(change, Put):
-                self._missing.discard(change.key)
-                self._view.put(change.key, change.value)
-            elif self._is_active:
-                self._missing.add(change.key)
+                self._missing_since.pop(change.key, None)
+                if change.value == REMOVED:
+                    self._view.remove(change.key)
+                else:
+                    self._view.put(change.key, change.value)
+            elif change.key in shown:
+                self._missing_since.setdefault(change.key, now)
+        self.judge(now)
+
+    def judge(self, now: float) -> None:
+        """Decide about each missing key by what is known of its owner now."""
+        if self._is_active or not self._missing_since:
+            return
+        shown = self._view.get_prefix("")
+        for key, since in list(self._missing_since.items()):
+            is_alive = self._is_alive(key, shown[key]) if key in shown else False
+            if is_alive is False or (is_alive is None and now - since >= self._unconfirmed_s):
+                del self._missing_since[key]
+                self._view.remove(key)
+            elif is_alive is None:
+                self._view.doubt(key)
             else:
-                self._view.remove(change.key)
+                self._missing_since[key] = now
+                self._view.put(key, shown[key])
 
 
 class PrefixWatcher:
@@ -364,13 +420,15 @@ class PrefixWatcher:
     restarted empty: it waits for a revision that is far in its future, and reports nothing until then.
     """
 
-    def __init__(self, prefix: str, grace_s: float, time: clock.Clock) -> None:
+    def __init__(
+        self, prefix: str, grace_s: float, is_alive: OwnerCheck, time: clock.Clock
+    ) -> None:
         """`grace_s`: seconds after an outage for which a missing key is believed alive."""
         self._prefix = prefix
         self._grace_s = grace_s
         self._clock = time
         self._view = KeyView()
-        self._grace = OutageGrace(self._view)
+        self._retention = KeyRetention(self._view, is_alive, UNCONFIRMED_S)
         self._has_read = False
 
     def watch(self) -> AsyncIterator[Change]:
@@ -380,20 +438,27 @@ class PrefixWatcher:
     async def follow(self, etcd: connection.EtcdConnection) -> None:
         """Keep the view as etcd has it, for as long as it answers. Raises Unavailable, ConfigError."""
         if self._has_read:
-            self._grace.begin()
-        timer = self._clock.call_later(self._grace_s, self._grace.end)
+            self._retention.begin()
+        timer = self._clock.call_later(self._grace_s, self._end_grace)
         try:
             while True:
                 await self._read_and_watch(etcd)
         finally:
             timer.cancel()  # the grace begins anew if this connection did not last for the whole time
 
+    def judge(self) -> None:
+        """Remove the missing keys whose owners are gone."""
+        self._retention.judge(self._clock.now())
+
+    def _end_grace(self) -> None:
+        self._retention.end(self._clock.now())
+
     async def _read_and_watch(self, etcd: connection.EtcdConnection) -> None:
         try:
             living, revision = await etcd.read(self._prefix)
-            self._grace.replace(living)
+            self._retention.replace(living, self._clock.now())
             self._has_read = True
             async for changes in etcd.watch(self._prefix, revision + 1):
-                self._grace.apply(changes)
+                self._retention.apply(changes, self._clock.now())
         except connection.HistoryLost as error:
             log.info("reading %r anew: %s", self._prefix, error)
