@@ -31,6 +31,8 @@ class ServerArgs:
         parser.add_argument("--dp-size", type=int, default=1)
         parser.add_argument("--disable-radix-cache", action="store_true")
         parser.add_argument("--kv-events-config")
+        parser.add_argument("--enable-hierarchical-cache", action="store_true")
+        parser.add_argument("--hicache-storage-backend")
         parser.add_argument("--enable-priority-scheduling", action="store_true")
         parser.add_argument("--schedule-low-priority-values-first", action="store_true")
 

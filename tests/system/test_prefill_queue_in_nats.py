@@ -13,7 +13,7 @@ from nats_server import NatsServer
 
 pytestmark = pytest.mark.timeout(180)  # many processes, and perhaps two cores
 BY_QUEUE = ("--prefill-queue", "queue", "--prefill-timeout-s", "60")
-ONLY_THE_QUEUE = {}
+ONLY_THE_QUEUE = {"DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
 ALL_OVER_NATS = {
     "DYN_REQUEST_PLANE": "nats",
     "DYN_EVENT_PLANE": "nats",
@@ -25,7 +25,7 @@ ALL_OVER_NATS = {
 def nats(deployment, tmp_path):
     server = NatsServer(tmp_path / "nats")
     server.start()
-    deployment.environ["NATS_SERVER"] = server.url
+    deployment.environ |= ONLY_THE_QUEUE | {"NATS_SERVER": server.url}
     yield server
     deployment.end()
     server.stop()
@@ -39,7 +39,7 @@ def split(nats, deployment):
 @pytest.fixture(params=[ONLY_THE_QUEUE, ALL_OVER_NATS], ids=["file+tcp+zmq", "etcd+nats+nats"])
 def mixed(request, nats, deployment, tmp_path):
     etcd = None
-    if request.param:
+    if request.param is ALL_OVER_NATS:
         etcd = EtcdServer(tmp_path / "etcd")
         etcd.start()
         deployment.environ["ETCD_ENDPOINTS"] = etcd.url
@@ -129,6 +129,7 @@ def test_lost_clients_and_decode_workers_leave_nothing_behind(split):
 
 
 def test_queue_without_a_server_is_one_sentence(deployment):
+    deployment.environ |= ONLY_THE_QUEUE
     deployment.environ |= {"NATS_SERVER": "nats://127.0.0.1:1", "DYN_NATS_START_TIMEOUT_SECS": "1"}
     worker = deployment.native("--is-prefill-worker", *BY_QUEUE)
     worker.may_end = True

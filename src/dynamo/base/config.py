@@ -39,7 +39,7 @@ _TRUE = frozenset(("1", "true", "yes", "on"))
 _FALSE = frozenset(("0", "false", "no", "off", ""))
 
 
-def option(
+def option(  # noqa: PLR0913 (a declaration; all but two have a default)
     default: Any,
     *,
     help: str,  # noqa: A002
@@ -49,11 +49,12 @@ def option(
     least: float | None = None,
     most: float | None = None,
     takes_flags: bool = False,
+    implied: tuple[str, Any] | None = None,
 ) -> Any:
     """Declare an option. `flag` replaces the one made from the field's name; "" makes it a positional argument.
 
     `aliases` are other flags for it; `least` and `most` bound a number. With `takes_flags` a text may begin with a
-    dash.
+    dash. `implied` names another variable and the value that this option has if that one is set and this one is not.
     """
     metadata = {
         "help": help,
@@ -62,6 +63,7 @@ def option(
         "aliases": tuple(aliases),
         "range": (least, most),
         "takes_flags": takes_flags,
+        "implied": implied,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -103,8 +105,13 @@ def load_parts(
         _join_texts(argv, texts), takes_rest=rest_of is not None
     )
     path = flags.pop("config")
-    values = _from_file(path, fields, hints) if path else {}
     environ = os.environ if environ is None else environ
+    values = {
+        name: implied[1]
+        for name, field in fields.items()
+        if (implied := field.metadata.get("implied")) and environ.get(implied[0])
+    }
+    values |= _from_file(path, fields, hints) if path else {}
     values |= {
         name: _read(field, hints[name], environ[variable], variable)
         for name, field in fields.items()

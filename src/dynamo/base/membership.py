@@ -34,7 +34,9 @@ class ClusterConfig:
     discovery_backend: Literal["file", "etcd", "mem"] = config.option(
         "file",
         env="DYN_DISCOVERY_BACKEND",
-        help="how processes find each other: by a directory of this host, by etcd, or within one process only",
+        implied=("ETCD_ENDPOINTS", "etcd"),
+        help="how processes find each other: by a directory of this host, by etcd (also if ETCD_ENDPOINTS is set), or"
+        " within one process only",
     )
     file_kv: str | None = config.option(
         None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"

@@ -54,10 +54,16 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
         least=1,
     )
     request_plane: Literal["tcp", "nats", "memory"] = config.option(
-        "tcp", env="DYN_REQUEST_PLANE", help="transport of requests between processes"
+        "tcp",
+        env="DYN_REQUEST_PLANE",
+        implied=("NATS_SERVER", "nats"),
+        help="transport of requests between processes; nats also if NATS_SERVER is set",
     )
     event_plane: Literal["zmq", "nats", "memory"] = config.option(
-        "zmq", env="DYN_EVENT_PLANE", help="transport of events, between processes"
+        "zmq",
+        env="DYN_EVENT_PLANE",
+        implied=("NATS_SERVER", "nats"),
+        help="transport of events, between processes; nats also if NATS_SERVER is set",
     )
     nats_server: tuple[str, ...] = config.option(
         ("nats://localhost:4222",),

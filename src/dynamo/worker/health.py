@@ -153,6 +153,16 @@ class WorkerMetrics:
             "errors_total", "requests that failed, by kind of error", (*_LABELS, "error_type")
         )
         self._label_values = labels
+        self._prefill_latency = (
+            registry.with_prefix("dynamo_worker")
+            .histogram(
+                "prefill_latency_ms",
+                "milliseconds from receiving a request to the first output of its answer",
+                _LABELS,
+                buckets=[1000 * bound for bound in _DURATION_BUCKETS],
+            )
+            .labels(*labels)
+        )
         self._uptime = registry.gauge("uptime_seconds", "seconds since the worker started")
         self._active_blocks = registry.gauge(
             "kvstats_active_blocks", "KV blocks of running requests"
@@ -175,6 +185,10 @@ class WorkerMetrics:
         self._requests.inc()
         self._bytes.inc(request_bytes)
         self._inflight.inc()
+
+    def answer_began(self, latency_s: float) -> None:
+        """Record that the first output of an answer came `latency_s` seconds after its request."""
+        self._prefill_latency.observe(1000 * latency_s)
 
     def request_ended(self, duration_s: float, error: errors.DynamoError | None = None) -> None:
         """Count the end of a request `duration_s` seconds after it came: in full, or by an error."""

@@ -100,6 +100,7 @@ class InFlight:
             if entry.prompt_len:
                 self.num_prompt_tokens += entry.prompt_len
                 entry.prompt_len = 0
+                self._metrics.answer_began(self._clock.now() - entry.accepted_at)
             self.num_output_tokens += len(output.token_ids)
             entry.call.send(output)
             if output.finish_reason is not None:

@@ -47,6 +47,7 @@ class WorkerConfig(component.RuntimeConfig):
     )
     disaggregation_mode: Literal["agg", "prefill", "decode"] | None = config.option(
         None,
+        aliases=("--worker-type",),
         help="agg: compute all prompts here; prefill: only compute prompts, for decode workers; decode: let prefill"
         " workers compute long prompts, and copy their KV blocks by shared memory on the same host; default: as decode,"
         " without that shared memory",

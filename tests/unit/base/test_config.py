@@ -292,3 +292,26 @@ class Blanks:
     port: int = config.option(0, help="a number")
     text: str = config.option("", help="a text")
     names: tuple[str, ...] = config.option((), env="X_NAMES", help="some names")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Implied:
+    """An option that another variable can imply."""
+
+    backend: str = config.option("file", env="BACKEND", implied=("ADDRESS", "etcd"), help="which")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        ([], {}, "file"),
+        ([], {"ADDRESS": ""}, "file"),
+        ([], {"ADDRESS": "there"}, "etcd"),
+        ([], {"ADDRESS": "there", "BACKEND": "mem"}, "mem"),
+        (["--backend", "mem"], {"ADDRESS": "there"}, "mem"),
+    ],
+)
+def test_variable_implies_the_value_of_an_option_that_is_not_set(argv, environ, expected):
+    options = config.load(Implied, prog="x", argv=argv, environ=environ)
+
+    assert options.backend == expected

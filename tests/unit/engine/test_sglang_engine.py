@@ -1,6 +1,7 @@
 """Our flags and SGLang's, by a fake of SGLang's parser."""
 
 import json
+import os
 
 import pytest
 
@@ -70,3 +71,23 @@ def test_an_unknown_flag_is_named():
 def test_sglangs_own_errors_are_passed_on():
     with pytest.raises(errors.ConfigError, match="SGLang: tp_size must be positive"):
         made("--tp-size", "0")
+
+
+def test_kvbm_connector_is_sglangs_hierarchical_cache(monkeypatch):
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "")
+    tiers = ("hbm", "host_dram", "nvme_ssd")
+    args = made(connector="kvbm", kvbm_storage_tiers=tiers, kvbm_nvme_path="/fast")
+
+    assert args.enable_hierarchical_cache
+    assert args.hicache_storage_backend == "file"
+    assert os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == "/fast"
+    assert made(connector="kvbm").hicache_storage_backend is None
+    assert not made(kvbm_storage_tiers=tiers).enable_hierarchical_cache
+
+
+@pytest.mark.parametrize(
+    ("tiers", "says"), [(("tape",), "tape"), (("hbm", "host_dram", "nvme_ssd"), "--kvbm-nvme-path")]
+)
+def test_impossible_tiers_are_refused_by_name(tiers, says):
+    with pytest.raises(errors.ConfigError, match=says):
+        made(connector="kvbm", kvbm_storage_tiers=tiers)

@@ -134,7 +134,9 @@ async def test_wrong_method_or_path_is_an_openai_error(rig, method, path, status
 
 
 async def test_wrong_content_type_is_refused(rig):
-    answer = await rig.client.post("/v1/completions", data={"model": "m"})
+    answer = await rig.client.post(
+        "/v1/completions", content=b"{}", headers={"content-type": "a/b"}
+    )
 
     assert answer.status_code == 415
     assert "Content-Type: application/json" in answer.json()["error"]["message"]

@@ -20,11 +20,20 @@ async def test_whole_chat_response_has_all_fields(rig):
     assert body == {
         "object": "chat.completion",
         "model": "m",
+        "service_tier": None,
         "system_fingerprint": body["system_fingerprint"],
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "hello", "refusal": None},
+                "message": {
+                    "role": "assistant",
+                    "content": "hello",
+                    "reasoning_content": None,
+                    "refusal": None,
+                    "tool_calls": None,
+                    "function_call": None,
+                    "audio": None,
+                },
                 "logprobs": None,
                 "finish_reason": "stop",
             }

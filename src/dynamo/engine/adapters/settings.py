@@ -16,6 +16,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dynamo.base import config, distribution, errors
 
@@ -169,10 +170,38 @@ class SglangConfig:
         help="let SGLang load the model's tokenizer, which guided decoding and min_tokens need; SGLang then also"
         " makes text, which is discarded",
     )
+    connector: Literal["none", "kvbm"] = config.option(
+        "none", help="kvbm: keep KV blocks on the host as well, by SGLang's hierarchical cache"
+    )
+    kvbm_storage_tiers: tuple[str, ...] = config.option(
+        (), help="memories of KV blocks with --connector kvbm: hbm, host_dram, nvme_ssd"
+    )
+    kvbm_offload_ratio: float | None = config.option(
+        None, help="accepted for NVIDIA Dynamo's articles; SGLang decides itself what it offloads"
+    )
+    kvbm_nvme_path: str | None = config.option(
+        None, env="DYN_KVBM_DISK_CACHE_DIR", help="directory of the tier nvme_ssd"
+    )
     engine_args: tuple[str, ...] = config.rest(
         help="All flags of SGLang's engine are taken as well (`sglang serve --help` lists them),"
         " like --context-length or --tp-size.",
     )
+
+
+def hierarchical_cache_flags(settings: SglangConfig) -> tuple[str, ...]:
+    """Return SGLang's flags for --connector kvbm; its directory goes by a variable. Raises ConfigError."""
+    if settings.connector == "none":
+        return ()
+    if unknown := {*settings.kvbm_storage_tiers} - {"hbm", "host_dram", "nvme_ssd"}:
+        raise errors.ConfigError(
+            f"--kvbm-storage-tiers: expected some of hbm, host_dram, nvme_ssd, got {min(unknown)!r}"
+        )
+    if "nvme_ssd" not in settings.kvbm_storage_tiers:
+        return ("--enable-hierarchical-cache",)
+    if settings.kvbm_nvme_path is None:
+        raise errors.ConfigError("nvme_ssd needs a directory: expected --kvbm-nvme-path")
+    os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = settings.kvbm_nvme_path
+    return ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
 
 
 TENSORRT_LLM = SupportedReleases(

@@ -106,8 +106,10 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: str = ""
-    tool_calls: list[ToolCall] = []
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: None = None
+    audio: None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -129,6 +131,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: sse.Usage
     system_fingerprint: str | None
+    service_tier: str | None = None
 
 
 class ToolCallDelta(ToolCall, kw_only=True):
@@ -202,7 +205,8 @@ class ChatFormatter:
             }
             for answer in answers
         ]
-        return {**self._object("chat.completion", rows), "usage": usage}
+        answer = self._object("chat.completion", rows)
+        return {"service_tier": None, **answer, "usage": usage}
 
     def _object(self, kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._identity.head("chatcmpl-", kind), **self._tier, "choices": rows}
@@ -244,7 +248,7 @@ def _delta(piece: choices.Piece | None) -> dict[str, Any]:
 
 
 def _message(pieces: Sequence[choices.Piece]) -> dict[str, Any]:
-    """Return the message; reasoning and tool calls are keys only where there are any."""
+    """Return the message; every key of OpenAI's message is there, null where it has no value."""
     content = reasoning = ""
     calls = []
     for piece in pieces:
@@ -255,16 +259,15 @@ def _message(pieces: Sequence[choices.Piece]) -> dict[str, Any]:
                 reasoning += text
             case choices.Call():
                 calls.append(_call(piece))
-    message: dict[str, Any] = {
+    return {
         "role": "assistant",
         "content": content or (None if calls else ""),
+        "reasoning_content": reasoning or None,
         "refusal": None,
+        "tool_calls": calls or None,
+        "function_call": None,
+        "audio": None,
     }
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
 
 
 def _call(call: choices.Call) -> dict[str, Any]:

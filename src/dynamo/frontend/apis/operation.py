@@ -30,6 +30,10 @@ GENERATION_ERRORS = (*READ_ERRORS, 500, 504)  # of a request that goes to a work
 HTML = "text/html; charset=utf-8"
 HELLO = ({"role": "user", "content": "What is the capital of France?"},)  # messages of examples
 _JSON = "application/json"
+_TYPES = (
+    _JSON,
+    "application/x-www-form-urlencoded",
+)  # the latter: curl -d; `browsers` refuses forms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +126,7 @@ class ApiContext:
             delivery.respond_error(client, error, dialect)
             return False
         content_type = client.request.headers.get("content-type", _JSON)
-        if content_type != _JSON and content_type.partition(";")[0].strip().lower() != _JSON:
+        if content_type != _JSON and content_type.partition(";")[0].strip().lower() not in _TYPES:
             message = (
                 f"expected the header Content-Type: application/json, got {content_type[:100]!r}"
             )

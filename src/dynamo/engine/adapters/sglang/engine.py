@@ -56,7 +56,13 @@ def server_args(directory: Path, settings: SglangConfig, model_name: str) -> Ser
     }
     parser = _SglangParser(prog="sglang", add_help=False)
     ServerArgs.add_cli_args(parser)
-    words = [*settings.engine_args, "--model-path", str(directory)]  # required by the parser
+    tiers = adapter_settings.hierarchical_cache_flags(settings)
+    words = [
+        *tiers,
+        *settings.engine_args,
+        "--model-path",
+        str(directory),
+    ]  # required by the parser
     namespace = parser.parse_args(words)
     vars(namespace).update(overrides)
     try:

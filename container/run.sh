@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# run.sh [-it] [--framework NAME] [--image IMAGE] [-v HOST:CONTAINER] [--gpus all|none] [--dry-run] [-- COMMAND]: run the image
+set -euo pipefail
+framework=native image="" gpus="" run="" command=() flags=(--rm --network host)
+[ -e /dev/nvidiactl ] && gpus=all
+while [ $# -gt 0 ]; do
+    case "$1" in
+    -it | -i | -t) flags+=("$1"); [ ${#command[@]} -gt 0 ] || command=(bash); shift ;;
+    --framework) framework=$(tr '[:upper:]' '[:lower:]' <<<"$2"); shift 2 ;;
+    --image) image=$2; shift 2 ;;
+    --gpus) gpus=${2#none}; shift 2 ;;
+    -v) flags+=(-v "$2"); shift 2 ;;
+    --dry-run) run=echo; shift ;;
+    -h | --help) sed -n 2p "$0" | cut -c3-; exit ;;
+    --) shift; command=("$@"); break ;;
+    *) echo "run.sh: expected the flags that --help shows, got $1" >&2; exit 2 ;;
+    esac
+done
+[ -z "$gpus" ] || flags+=(--gpus "$gpus")
+$run docker run "${flags[@]}" -v "${HF_HOME:-$HOME/.cache/huggingface}:/root/.cache/huggingface" \
+    "${image:-dynamo:latest-$framework}" ${command[@]+"${command[@]}"}

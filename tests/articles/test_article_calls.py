@@ -1,0 +1,56 @@
+"""The calls of the articles, to a frontend and a worker that runs without a model's weights."""
+
+import httpx
+from deployment import eventually
+
+ARTICLE_MODEL = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+CALL = {
+    "model": ARTICLE_MODEL,
+    "messages": [{"role": "user", "content": "Hello, how are you?"}],
+    "stream": False,
+    "max_tokens": 30,
+}
+PRINTED = {  # the keys of the answers that the articles print, all of which are there
+    "id", "choices", "created", "model", "service_tier", "system_fingerprint", "object", "usage"
+}  # fmt: skip
+PRINTED_MESSAGE = {
+    "content", "refusal", "tool_calls", "role", "function_call", "audio", "reasoning_content"
+}  # fmt: skip
+
+
+def metrics(url):
+    return httpx.get(f"{url}/metrics", timeout=5).text
+
+
+def test_curl_lines_answer_as_printed_and_metrics_have_the_articles_names(deployment):
+    flags = ("--speedup-ratio", "100", "--model-name", ARTICLE_MODEL)
+    frontend = deployment.frontend("--router-mode", "kv")
+    worker = deployment.mocker(*flags)
+    frontend.others.append(worker)
+    frontend.await_models([ARTICLE_MODEL])
+    url = f"{frontend.url}/v1/chat/completions"
+    answer = httpx.post(url, json=CALL, timeout=30).json()
+    message = answer["choices"][0]["message"]
+    history = [*CALL["messages"], message, {"role": "user", "content": "And you?"}]
+    bare = httpx.post(
+        url,
+        content=b"{}",
+        headers={"Content-Type": "application/x-www-form-urlencoded"},
+        timeout=30,
+    )
+
+    assert answer.keys() >= PRINTED
+    assert message.keys() == PRINTED_MESSAGE
+    assert [name for name in PRINTED_MESSAGE if message[name] is None] != []
+    assert httpx.post(url, json={**CALL, "messages": history}, timeout=30).status_code == 200
+    assert "Content-Type" not in bare.text  # curl's default type is not what is refused
+    listed = httpx.get(f"{frontend.url}/v1/models", timeout=5).json()["data"]
+    assert [model["id"] for model in listed] == [ARTICLE_MODEL]
+    assert "dynamo_frontend_requests_total{" in metrics(frontend.url)
+    assert "dynamo_router_kv_cache_hit_ratio{" in metrics(frontend.url)
+    eventually(
+        lambda: metrics(worker.url).count("dynamo_worker_prefill_latency_ms_bucket{") > 10,
+        within_s=30,
+        what="the worker's histogram",
+    )
+    assert "Prefilling locally for request" in worker.log.read_text()
