@@ -1,0 +1,1 @@
+"""The API of a Kubernetes cluster: one connection, and discovery over it."""

@@ -1,0 +1,95 @@
+"""Where the cluster's API is, and how this process proves who it is: kubeconfig files and service accounts.
+
+The order is that of Kubernetes's own clients: the files that `KUBECONFIG` names, the service account of the pod, and
+`~/.kube/config`. lightkube reads them: certificates, tokens (read again when the cluster says that they have ended) and
+credential programs. What it asks for and does not find is said in one sentence (ConfigError).
+"""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import httpx2
+import msgspec
+import yaml
+from lightkube.config import client_adapter, kubeconfig, models
+from lightkube.core import exceptions
+
+from dynamo.base import errors
+
+SERVICE_ACCOUNT = pathlib.Path(kubeconfig.SERVICE_ACCOUNT)
+_HOME_FILE = "~/.kube/config"
+_LISTS = ("clusters", "contexts", "users")
+_CONNECT_S = 5.0
+_ANSWER_S = 30.0
+_CONNECTIONS = httpx2.Limits(max_connections=200, max_keepalive_connections=20)
+_ADVICE = "set KUBECONFIG to a kubeconfig file, or run in a pod with a service account"
+
+
+def open_client(environ: Mapping[str, str] | None = None) -> tuple[httpx2.AsyncClient, str]:
+    """Return a client for the cluster that this process belongs to, and its namespace. Raises ConfigError."""
+    try:
+        config = _config(os.environ if environ is None else environ)
+        parameters = client_adapter.ConnectionParams(
+            timeout=httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
+        )
+        client = httpx2.AsyncClient(limits=_CONNECTIONS, **parameters.httpx_params(config))
+    except (exceptions.ConfigError, OSError, LookupError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise errors.ConfigError(
+            f"no Kubernetes cluster is configured: {reason}; {_ADVICE}"
+        ) from error
+    return client, config.namespace
+
+
+def _config(environ: Mapping[str, str]) -> kubeconfig.SingleConfig:
+    files = [name for name in environ.get("KUBECONFIG", "").split(os.pathsep) if name]
+    if files:
+        whole = _read(files)
+    elif (SERVICE_ACCOUNT / "token").exists():
+        whole = kubeconfig.KubeConfig.from_service_account(SERVICE_ACCOUNT)
+    else:
+        whole = _read([_HOME_FILE])
+    config = whole.get()
+    if config is None:
+        raise ValueError("the kubeconfig has no current-context")
+    return config._replace(user=_user(config.user))
+
+
+def _read(files: list[str]) -> kubeconfig.KubeConfig:
+    """Merge kubeconfig files: of two entries with one name, the first holds."""
+    paths = [path for name in files if (path := pathlib.Path(name).expanduser()).is_file()]
+    if not paths:
+        raise FileNotFoundError(f"there is no file {os.pathsep.join(files)}")
+    merged: dict[str, Any] = {}
+    for path in paths:
+        content = yaml.safe_load(path.read_text())
+        if not isinstance(content, dict):
+            raise exceptions.ConfigError(f"{path} is not a kubeconfig file")
+        merged = (
+            content
+            | merged
+            | {
+                key: _first_of_each_name([*merged.get(key, ()), *(content.get(key) or ())])
+                for key in _LISTS
+            }
+        )
+    return kubeconfig.KubeConfig.from_dict(merged, fname=paths[0])
+
+
+def _first_of_each_name(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({entry["name"]: entry for entry in reversed(entries)}.values())
+
+
+def _user(user: models.User | None) -> models.User:
+    """Return the user as lightkube takes it: it refuses credential programs of `v1`, which answer as `v1beta1` does."""
+    if user is None:
+        return models.User()
+    if user.exec is None:
+        return user
+    version = user.exec.apiVersion.replace("client.authentication.k8s.io/v1", "")
+    if version:
+        return user
+    exec_ = msgspec.structs.replace(user.exec, apiVersion="client.authentication.k8s.io/v1beta1")
+    return msgspec.structs.replace(user, exec=exec_)
