@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 import ports
+from dynamo.base import addresses
 
 START_S = 30.0  # on a busy machine; usually one second
 
@@ -32,7 +33,7 @@ class EtcdServer:
         if shutil.which("etcd") is None:
             pytest.skip("etcd is not installed: as root on Debian, tests/install_services.sh")
         self.port = ports.reserve()
-        self.address = f"{host}:{self.port}"
+        self.address = addresses.join(host, self.port)
         self.url = f"{scheme}://{self.address}"
         self._flags = flags
         self._before = before

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 import ports
+from dynamo.base import addresses
 from dynamo.runtime.backends.nats import access, connection
 
 START_S = 30.0  # on a busy machine; usually 20 ms
@@ -38,7 +39,7 @@ class NatsServer:
         self._port = ports.reserve()
         self._process: subprocess.Popen | None = None
         self._host, self._before = host, before
-        self.url = f"nats://{host}:{self._port}"
+        self.url = f"nats://{addresses.join(host, self._port)}"
 
     def start(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,7 @@ class NatsServer:
         self._process.send_signal(signal.SIGCONT)
 
     def _is_listening(self) -> bool:
-        with socket.socket() as probe:
+        with socket.socket(addresses.resolve(self._host)[0]) as probe:
             return probe.connect_ex((self._host, self._port)) == 0
 
 

@@ -14,6 +14,7 @@ from hosts import Host
 
 import ports
 import processes
+from dynamo.base import addresses
 
 START_S = 30.0  # on a busy machine; usually one second
 MODEL = "storyteller"
@@ -105,7 +106,7 @@ class Frontend(Process):
         address = host.address if host else "127.0.0.1"
         argv = [sys.executable, "-m", "dynamo.frontend", "--http-host", address]
         super().__init__([*argv, "--http-port", str(port), *flags], environ, log, host)
-        self.url = f"http://{address}:{port}"
+        self.url = f"http://{addresses.join(address, port)}"
         self.others: list[Process] = []  # of the same story
 
     def models(self) -> list[str]:
@@ -170,7 +171,7 @@ class Worker(Process):
         port = ports.reserve()
         argv = [sys.executable, "-m", f"dynamo.{engine}", "--system-port", str(port), *flags]
         super().__init__(argv, environ, log, host)
-        self.url = f"http://{host.address if host else '127.0.0.1'}:{port}"
+        self.url = f"http://{addresses.join(host.address if host else '127.0.0.1', port)}"
 
     def metric(self, name: str) -> float:
         """The value of `dynamo_component_{name}`, summed over its labels."""

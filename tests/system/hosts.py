@@ -6,6 +6,7 @@ network is touched.
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import pathlib
 import shutil
@@ -23,7 +24,7 @@ class Host:
     """One host. `argv` before a command lets it run there."""
 
     def __init__(self, network: "Network", number: int) -> None:
-        self.address = f"10.77.0.{number}"
+        self.address = network.address(number)
         self.name = f"{network.name}-{number}"
         self.argv = ["ip", "netns", "exec", self.name]
         self._network = network
@@ -33,7 +34,7 @@ class Host:
         hub = network.name
         _ip("-n", hub, "link", "add", self._port, "type", "veth", "peer", "eth0", "netns", self.name)  # fmt: skip
         _ip("-n", hub, "link", "set", self._port, "master", "bridge", "up")
-        _ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        network.give_address(self.name, "eth0", number)
         _ip("-n", self.name, "link", "set", "eth0", "up")
 
     def cut_off(self) -> None:
@@ -51,11 +52,30 @@ class Host:
 class Network:
     """Hosts around a hub, at which the calling thread stands for as long as it is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_ipv6: bool = False) -> None:
+        """`is_ipv6`: the hosts have IPv6 addresses only."""
+        self._is_ipv6 = is_ipv6
         if os.geteuid() or shutil.which("ip") is None:
             pytest.skip("network namespaces need root and iproute2: tests/install_services.sh")
         self.name = f"pyd{os.getpid()}"
         self.hosts: list[Host] = []
+
+    def address(self, number: int) -> str:
+        return f"fd77::{number}" if self._is_ipv6 else f"10.77.0.{number}"
+
+    def give_address(self, namespace: str, device: str, number: int) -> None:
+        # an address that is checked for duplicates first cannot be used for a second
+        options = ("/64", "nodad") if self._is_ipv6 else ("/24",)
+        _ip(
+            "-n",
+            namespace,
+            "addr",
+            "add",
+            self.address(number) + options[0],
+            "dev",
+            device,
+            *options[1:],
+        )
 
     def add(self) -> Host:
         self.hosts.append(Host(self, len(self.hosts) + 2))
@@ -71,7 +91,7 @@ class Network:
         try:
             _ip("-n", self.name, "link", "set", "lo", "up")
             _ip("-n", self.name, "link", "add", "bridge", "type", "bridge", "stp_state", "0")
-            _ip("-n", self.name, "addr", "add", "10.77.0.1/24", "dev", "bridge")
+            self.give_address(self.name, "bridge", 1)
             _ip("-n", self.name, "link", "set", "bridge", "up")
             with _standing_in(self.name):
                 yield self
@@ -96,7 +116,8 @@ def listening(pid: int) -> set[str]:
 
 def _dotted(text: str) -> str:
     if len(text) > 8:
-        return "::" if not int(text, 16) else f"[{text}]"
+        words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, 32, 8)]
+        return str(ipaddress.IPv6Address(b"".join(words)))
     return ".".join(str(byte) for byte in bytes.fromhex(text)[::-1])
 
 

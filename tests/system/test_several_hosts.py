@@ -16,6 +16,7 @@ MIXES = {
     "file+tcp+zmq": {},  # a directory that the hosts share
     "etcd+tcp+zmq": BY_ETCD,
     "etcd+nats+nats": BY_ETCD | OVER_NATS,
+    "etcd+tcp+zmq, IPv6 only": BY_ETCD,
 }
 TOKEN = "the token of this test, which all its hosts have"
 FAST = ("--speedup-ratio", "50", "--block-size", "16")
@@ -66,7 +67,7 @@ class Cluster:
 
 @pytest.fixture(params=MIXES)
 def cluster(request, deployment, tmp_path):
-    with Network().open() as network:
+    with Network(is_ipv6="IPv6" in request.param).open() as network:
         made = Cluster(network, deployment, request.param, tmp_path)
         yield made
         deployment.end()
@@ -112,7 +113,7 @@ def test_unreachable_host_is_unlisted_at_once_and_returns(cluster):
     eventually(answers_again, within_s=30, what="answers from the host that was cut off")
 
 
-@pytest.mark.parametrize("cluster", ["etcd+nats+nats"], indirect=True)
+@pytest.mark.parametrize("cluster", ["etcd+nats+nats", "etcd+tcp+zmq, IPv6 only"], indirect=True)
 def test_blocks_are_transferred_between_hosts(cluster):
     deployment = cluster.deployment
     frontend = deployment.frontend(host=cluster.door)

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import msgspec
 
+from dynamo.base import addresses, config, errors
 from dynamo.base import clock as clocks
-from dynamo.base import config, errors
 from dynamo.cli import workers as cli_workers
 from dynamo.launch import allocation, children, guard, supervisor
 from dynamo.worker import engines, model_source
@@ -123,14 +123,19 @@ def serve(options: ServeConfig) -> int:
         return asyncio.run(_Serving(options, directory, environ, guardian).run())
 
 
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # by what stands for all addresses of a host
+
+
 def _check_port(host: str, port: int) -> None:
     """Check before anything starts: a server at this port would be mistaken for our frontend."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=family).close()
+        family, number = addresses.resolve(host)
+        socket.create_server((number, port), family=family).close()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise errors.ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+            raise errors.ConfigError(
+                f"cannot listen on {addresses.join(host, port)}: {error}"
+            ) from error
         raise errors.ConfigError(
             f"port {port} is in use: stop the other process or choose --http-port (make run PORT=...)"
         ) from error
@@ -219,7 +224,7 @@ class _Serving:
 
     def _planner_spec(self) -> children.ChildSpec:
         options = self._options
-        host = "127.0.0.1" if options.http_host == "0.0.0.0" else options.http_host
+        host = _LOOPBACK.get(options.http_host, options.http_host)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._planner_port = listener.getsockname()[1]
         values = {
@@ -227,7 +232,7 @@ class _Serving:
             "--model": self._directory,
             "--model-name": self._name,
             "--mode": "disagg" if options.prefill else "agg",
-            "--frontend-url": f"http://{host}:{options.http_port}",
+            "--frontend-url": f"http://{addresses.join(host, options.http_port)}",
             "--planner-port": self._planner_port,
             "--adjustment-interval": 2,
             "--min-endpoint": options.planner_min_workers,
@@ -271,8 +276,8 @@ class _Serving:
 
     def _banner(self) -> str:
         options = self._options
-        host = "127.0.0.1" if options.http_host == "0.0.0.0" else options.http_host
-        url = f"http://{host}:{options.http_port}"
+        host = _LOOPBACK.get(options.http_host, options.http_host)
+        url = f"http://{addresses.join(host, options.http_port)}"
         name = _PLANNER if options.planner else self._topology.answering[0]
         join = shlex.join(self._specs[name].argv)
         started = self._supervisor.child_by_name.items()

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 from dynamo.gateway import ext_proc_pb2, processor
 from dynamo.semantic import service
 
@@ -47,7 +47,7 @@ class ExtProcServer:
         )
         handlers = grpc.method_handlers_generic_handler(SERVICE, {"Process": method})
         server.add_generic_rpc_handlers((handlers,))
-        address = f"{f'[{host}]' if ':' in host else host}:{port}"
+        address = addresses.join(host, port)
         try:
             if certificates is None:
                 bound_port = server.add_insecure_port(address)

@@ -11,6 +11,7 @@ import logging
 
 import msgspec
 
+from dynamo.base import addresses
 from dynamo.base import clock as clocks
 from dynamo.kvbm.sharing import BlockOwner
 from dynamo.protocols import generate, kv_transfer
@@ -49,12 +50,12 @@ class KvExporter:
             first_token = kv_transfer.FirstToken(
                 output.token_ids[0], logprobs, output.cached_tokens
             )
-        host, _, port = me.addresses.get("tcp", ":0").rpartition(":")
+        host, port = addresses.split(me.addresses["tcp"]) if "tcp" in me.addresses else ("", 0)
         remote = msgspec.structs.replace(
             output.kv_transfer_params.remote,
             remote_engine_id=me.epoch,
             remote_host=host,
-            remote_port=int(port),
+            remote_port=port,
             remote_hold_s=self._lease_s,
             tp_size=me.layout.tp_size,
             first_token=first_token,

@@ -8,9 +8,9 @@ import signal
 import sys
 from pathlib import Path
 
+from dynamo.base import addresses, errors, process_setup
 from dynamo.base import clock as clocks
 from dynamo.base import config as configuration
-from dynamo.base import errors, process_setup
 from dynamo.launch import allocation, children, guard
 from dynamo.observability import logs
 from dynamo.planner import service
@@ -75,7 +75,7 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
         try:
             port = await planner.start(settings.planner_host, settings.planner_port)
             sys.stderr.write(
-                f"{_PROG}: decisions at http://{settings.planner_host}:{port}/planner/decisions\n"
+                f"{_PROG}: decisions at http://{addresses.join(settings.planner_host, port)}/planner/decisions\n"
             )
             await planner.run(stop)
         finally:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from dynamo.base import clock, errors, membership
+from dynamo.base import addresses, clock, errors, membership
 from dynamo.runtime import authentication
 from dynamo.runtime.backends import frame_connection, multiplex
 
@@ -44,8 +44,8 @@ class TcpNetwork:
             raise errors.ConfigError(
                 f"DYN_TCP_RPC_HOST is {host!r}: expected the address by which other processes reach this one"
             )
-        membership.check_address(host, "the request plane (DYN_TCP_RPC_HOST)", credentials)
-        self._host = host
+        self._host = addresses.plain_host(host, "DYN_TCP_RPC_HOST")
+        membership.check_address(self._host, "the request plane (DYN_TCP_RPC_HOST)", credentials)
         self._port = port
         self._authenticator = authentication.ConnectionAuthenticator(
             credentials, authentication.REQUEST_PLANE
@@ -70,7 +70,8 @@ class TcpNetwork:
             )
         except OSError as error:
             raise errors.ConfigError(
-                f"cannot listen on {self._host}:{self._port} (DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT): {error}"
+                f"cannot listen on {addresses.join(self._host, self._port)}"
+                f" (DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT): {error}"
             ) from error
         listening = server.sockets[0]
         _tune(listening)  # connections to it inherit these options
@@ -80,8 +81,7 @@ class TcpNetwork:
             server.close()
             pending.close()
 
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return multiplex.NetworkListener(address=f"{host}:{port}", close=close)
+        return multiplex.NetworkListener(address=addresses.join(self._host, port), close=close)
 
     async def connect(self, address: str, make_protocol: authentication.MakeProtocol) -> None:
         if self._authenticator.is_open:
@@ -96,14 +96,14 @@ class TcpNetwork:
                 handshake.abandon()
 
     async def _dial(self, address: str, make: Callable[[], asyncio.Protocol]) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise errors.WorkerLost(f"{address!r} is no address: expected host:port")
-        host = host.removeprefix("[").removesuffix("]")
+        try:
+            host, port = addresses.split(address)
+        except ValueError as error:
+            raise errors.WorkerLost(f"cannot connect to the worker: {error}") from error
         tls = self._authenticator.tls
         try:
             transport, _ = await asyncio.get_running_loop().create_connection(
-                make, host, int(port), ssl=tls.client if tls is not None else None
+                make, host, port, ssl=tls.client if tls is not None else None
             )
         except (OSError, UnicodeError) as error:
             raise errors.WorkerLost(

@@ -22,6 +22,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import socket
 import struct
 import threading
 import time
@@ -32,7 +33,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from dynamo.base import errors, membership, tasks
+from dynamo.base import addresses, errors, membership, tasks
 from dynamo.observability import logs
 from dynamo.protocols import instances, wire
 from dynamo.runtime import authentication
@@ -79,6 +80,7 @@ class ZmqEventPlane:
         credentials: membership.Credentials = membership.NO_CREDENTIALS,
     ) -> None:
         """Raises ConfigError as `check_host` does."""
+        host = addresses.plain_host(host, "DYN_TCP_RPC_HOST")
         check_host(host, credentials)
         self._discovery = discovery
         self._instance_id = instance_id
@@ -246,8 +248,10 @@ class _Publisher:
             self._socket.set(zmq.CURVE_SERVER, 1)
             self._socket.set(zmq.CURVE_SECRETKEY, secret)
         try:
-            self._socket.bind(f"tcp://{host}:0")
-        except zmq.ZMQError as error:
+            family, number = addresses.resolve(host)  # ZeroMQ binds no names
+            self._socket.set(zmq.IPV6, family == socket.AF_INET6)
+            self._socket.bind(f"tcp://{addresses.join(number, 0)}")
+        except (OSError, zmq.ZMQError) as error:
             self._socket.close()
             raise errors.ConfigError(
                 f"event plane cannot listen on {host!r}: {error}; expected an address of this host"
@@ -348,7 +352,7 @@ class EventReceiver:
     def connect(self, address: str) -> None:
         self._uses_by_address[address] += 1
         if self._uses_by_address[address] == 1:
-            self._do(lambda: self._socket.connect(address))
+            self._do(lambda: self._connect(address))
 
     def disconnect(self, address: str) -> None:
         self._uses_by_address[address] -= 1
@@ -360,7 +364,11 @@ class EventReceiver:
         """Connect anew to an address that is in use."""
         if address in self._uses_by_address:
             self._do(lambda: self._leave(address))
-            self._do(lambda: self._socket.connect(address))
+            self._do(lambda: self._connect(address))
+
+    def _connect(self, address: str) -> None:
+        self._socket.set(zmq.IPV6, "[" in address)
+        self._socket.connect(address)
 
     def _encrypt(self, secret: bytes) -> None:
         public, own_secret = zmq.curve_keypair()

@@ -8,7 +8,7 @@ import functools
 import itertools
 import socket
 
-from dynamo.base import errors, membership
+from dynamo.base import addresses, errors, membership
 from dynamo.transfer import api, messages, server
 from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link, LinkPool, TlsLink, enter, new_authenticator
@@ -38,6 +38,7 @@ class TcpBackend:
 
         Raises ConfigError for a host that peers cannot connect to, or one that is open without credentials.
         """
+        host = addresses.plain_host(host, "--kv-transfer-host")
         if host in _WILDCARDS:
             raise errors.ConfigError(
                 f"the transfer host is {host!r}: expected the address by which other workers reach this one"
@@ -50,12 +51,12 @@ class TcpBackend:
         self._exposed: api.Exposed | None = None
 
     def listen(self, exposed: api.Exposed) -> str:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            sock = socket.create_server((self._host, self._port), family=family)
+            family, number = addresses.resolve(self._host)
+            sock = socket.create_server((number, self._port), family=family)
         except OSError as error:
             raise errors.ConfigError(
-                f"cannot listen for transfers on {self._host}:{self._port}: {error}"
+                f"cannot listen for transfers on {addresses.join(self._host, self._port)}: {error}"
             ) from error
         _tune(sock, self._host)  # accepted sockets inherit it
         self._exposed = exposed
@@ -63,17 +64,14 @@ class TcpBackend:
         self._service = server.TransferServer(
             sock, exposed, authenticator=self._authenticator, make_link=make_link
         )
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{host}:{sock.getsockname()[1]}"
+        return addresses.join(self._host, sock.getsockname()[1])
 
     def connect(self, target: api.PeerTarget, limit: TimeLimit) -> "TcpRoute":
         assert self._exposed is not None, "connect before listen"
-        host, _, port = target.address.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise errors.TransferError(
-                f"expected host:port as a worker's address, got {target.address!r}"
-            )
-        host = host.strip("[]")
+        try:
+            host, port = addresses.split(target.address)
+        except ValueError as error:
+            raise errors.TransferError(f"the address of {target.name}: {error}") from error
         if self._is_open and not membership.is_loopback(host):
             raise errors.TransferError(
                 f"{target.name} is on another host ({host}), which needs a cluster token, and we have none"
@@ -83,7 +81,7 @@ class TcpBackend:
             enter, name=own.name, epoch=target.epoch, authenticator=self._authenticator
         )
         make_link = functools.partial(self._link, is_server=False)
-        links = LinkPool(lambda limit: _connect(host, int(port), limit, make_link), greet)
+        links = LinkPool(lambda limit: _connect(host, port, limit, make_link), greet)
         links.warm(limit)
         is_bare = self._credentials.tls is None and not membership.is_loopback(host)
         is_summed = self._is_always_summed or is_bare
@@ -149,7 +147,7 @@ def _connect(host: str, port: int, limit: TimeLimit, make_link: server.MakeLink)
         sock = socket.create_connection((host, port), timeout=limit.remaining_s())
     except OSError as error:
         raise errors.TransferError(
-            f"cannot connect to the worker at {host}:{port}: {error}"
+            f"cannot connect to the worker at {addresses.join(host, port)}: {error}"
         ) from error
     _tune(sock, host)
     try:
@@ -157,7 +155,7 @@ def _connect(host: str, port: int, limit: TimeLimit, make_link: server.MakeLink)
     except OSError as error:
         sock.close()
         raise errors.TransferError(
-            f"the worker at {host}:{port} closed the connection at once: {error}"
+            f"the worker at {addresses.join(host, port)} closed the connection at once: {error}"
         ) from error
 
 

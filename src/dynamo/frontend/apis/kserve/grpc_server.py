@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 from dynamo.frontend.apis.kserve import inference, kserve_pb2, transcode
 from dynamo.runtime.http import exchange, parser
 
@@ -75,7 +75,7 @@ class GrpcServer:
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         server.add_generic_rpc_handlers((self._handlers(),))
-        address = f"{f'[{host}]' if ':' in host else host}:{port}"
+        address = addresses.join(host, port)
         try:
             bound_port = _add_port(server, address, self._tls)
         except RuntimeError as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dynamo.base import errors
+from dynamo.base import addresses, errors
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http", "https")
@@ -66,8 +66,7 @@ def _endpoint(text: str) -> tuple[str, str]:
         raise errors.ConfigError(
             f"ETCD_ENDPOINTS: expected http://host:port, or https://, got {text!r}"
         )
-    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-    return url.scheme, f"{host}:{port}"
+    return url.scheme, addresses.join(url.hostname, port)
 
 
 def _tls(environ: Mapping[str, str]) -> EtcdTls | None:

@@ -1,0 +1,44 @@
+"""Addresses of hosts and ports as text: `host:port`, where an IPv6 address stands in brackets (RFC 3986, 3.2.2)."""
+
+import ipaddress
+import socket
+
+from dynamo.base import errors
+
+
+def plain_host(text: str, setting: str) -> str:
+    """Return a host name or address without brackets.
+
+    Raises ConfigError, which names `setting`, for an address that is valid on one link only (`fe80::1%eth0`): other
+    hosts call the link by other names, so it cannot be published.
+    """
+    host = text.removeprefix("[").removesuffix("]")
+    if ":" in host and "%" in host:
+        raise errors.ConfigError(
+            f"{setting} is {text!r}: expected an address that other hosts can use, got one of a single link;"
+            " take a global or a unique local address (2000::/3, fd00::/8)"
+        )
+    return host
+
+
+def join(host: str, port: int) -> str:
+    """Return `host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(address: str) -> tuple[str, int]:
+    """Split `host:port`. Raises ValueError for anything else."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"expected host:port, got {address!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def resolve(host: str) -> tuple[socket.AddressFamily, str]:
+    """Return the family and the numeric form of the first address of a host. Raises OSError if it has none."""
+    try:
+        number = ipaddress.ip_address(host)
+    except ValueError:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        return family, str(address[0])
+    return socket.AF_INET6 if number.version == 6 else socket.AF_INET, host

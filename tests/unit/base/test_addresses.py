@@ -1,0 +1,40 @@
+"""An address is written and read in one notation, and an IPv6 address in brackets."""
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.base import addresses, errors
+
+HOSTS = st.one_of(
+    st.ip_addresses().map(str), st.from_regex(r"[a-z][a-z0-9.-]{0,20}", fullmatch=True)
+)
+
+
+@given(HOSTS, st.integers(0, 65535))
+def test_split_undoes_join(host, port):
+    assert addresses.split(addresses.join(host, port)) == (host, port)
+
+
+@pytest.mark.parametrize("text", ["", "host", ":1", "host:", "host:65536", "host:-1", "host:²"])
+def test_text_without_host_or_port_is_refused(text):
+    with pytest.raises(ValueError, match="expected host:port"):
+        addresses.split(text)
+
+
+def test_brackets_around_a_host_are_taken_off():
+    assert addresses.plain_host("[fd77::3]", "DYN_TCP_RPC_HOST") == "fd77::3"
+    assert addresses.plain_host("10.0.0.1", "DYN_TCP_RPC_HOST") == "10.0.0.1"
+
+
+def test_address_of_a_single_link_is_refused_by_the_name_of_its_setting():
+    with pytest.raises(errors.ConfigError, match=r"DYN_TCP_RPC_HOST.*fe80::1%eth0"):
+        addresses.plain_host("fe80::1%eth0", "DYN_TCP_RPC_HOST")
+
+
+def test_family_of_a_number_needs_no_resolver():
+    assert addresses.resolve("::1") == (socket.AF_INET6, "::1")
+    assert addresses.resolve("127.0.0.1") == (socket.AF_INET, "127.0.0.1")
+    assert addresses.resolve("localhost")[1] in ("::1", "127.0.0.1")
