@@ -34,6 +34,14 @@ def split(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def source_address(host: str, port: int) -> str:
+    """Return the address of the interface that leads to a host, without sending anything. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def resolve(host: str) -> tuple[socket.AddressFamily, str]:
     """Return the family and the numeric form of the first address of a host. Raises OSError if it has none."""
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ async def serve(
     settings: ServiceConfig, routing: router_config.RoutingConfig, target: instances.EndpointName
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second signal ends the process at once. Raises ConfigError."""
+    settings = component.with_reachable_host(settings, os.environ)
     async with await component.DistributedRuntime.open(
         settings, item_type=generate.Output
     ) as runtime:

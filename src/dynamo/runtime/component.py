@@ -11,17 +11,28 @@ hosts many workers makes one `sibling` for each, because a lease and a listener 
 """
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from dynamo.base import clock, config, distribution, errors, ids, membership, process_setup, tasks
+from dynamo.base import (
+    addresses,
+    clock,
+    config,
+    distribution,
+    errors,
+    ids,
+    membership,
+    process_setup,
+    tasks,
+)
 from dynamo.observability import tracing
 from dynamo.protocols import instances
 from dynamo.runtime import client, discovery, events, naming, requests, services
@@ -96,6 +107,37 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
         help="seconds during which a failed instance is tried last",
         least=0,
     )
+
+
+Settings = TypeVar("Settings", bound=RuntimeConfig)
+
+
+def with_reachable_host(settings: Settings, environ: Mapping[str, str]) -> Settings:
+    """Return the settings of a process that serves others, with an address at which hosts beside this one reach it.
+
+    An address of this host alone, published in an etcd on another host, would be listed and answer nobody. It is
+    replaced by that of the interface that leads to etcd. Raises ConfigError if nothing would protect that address.
+    """
+    own = addresses.plain_host(settings.tcp_rpc_host, "DYN_TCP_RPC_HOST")
+    is_over_nats = settings.request_plane == settings.event_plane == "nats"
+    if settings.discovery_backend != "etcd" or is_over_nats or not membership.is_loopback(own):
+        return settings
+    first = etcd_access.read(settings.etcd_endpoints, environ).addresses[0]
+    host, port = addresses.split(first)
+    try:
+        reached, source = addresses.resolve(host)[1], addresses.source_address(host, port)
+    except OSError:
+        return settings  # etcd's client says what is wrong with its address
+    if membership.is_loopback(reached) or source == reached:  # etcd runs on this host
+        return settings
+    credentials = membership.read(settings, environ)
+    if not (credentials.has_cluster_token or credentials.tls or credentials.is_insecure):
+        raise errors.ConfigError(
+            f"etcd at {first} is on another host, and processes there cannot reach {own}: expected DYN_TCP_RPC_HOST"
+            f" (it could be {source}), with a cluster token (--cluster-token-file) or certificates"
+        )
+    _logger.info("others reach this process at %s, which leads to etcd (DYN_TCP_RPC_HOST)", source)
+    return dataclasses.replace(settings, tcp_rpc_host=source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,7 +446,7 @@ def dynamo_worker() -> Callable[[Main], Callable[..., None]]:
 
 
 async def _run(main: Main, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    settings = config.load(RuntimeConfig, prog="dynamo", argv=())
+    settings = with_reachable_host(config.load(RuntimeConfig, prog="dynamo", argv=()), os.environ)
     async with await DistributedRuntime.open(settings) as runtime, tasks.Tasks() as own:
         stop = process_setup.stop_on_signals()
         running = own.start("the user's main", main(runtime, *args, **keywords))

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -50,6 +51,7 @@ def main(engine_name: str) -> int:
         worker, engine_settings = config.load_parts(parts, prog=prog)
         worker.check()
         logs.configure()
+        worker = component.with_reachable_host(worker, os.environ)
         kind = engines.kind_of(engine_name)
         if worker.max_local_prefill_length is None:
             length = kind.max_local_prefill_length

@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
+import functools
 
 import msgspec
 import pytest
 
-from dynamo.base import config, errors
+from dynamo.base import addresses, config, errors, membership
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component
 from dynamo.runtime.component import DistributedRuntime, MemoryCluster, RuntimeConfig
@@ -245,3 +246,41 @@ async def test_sibling_runtime_registers_a_separate_instance(pair):
     assert [await receiver.over for receiver in receivers] == [None, None]
     await sibling.close()
     assert list(await frontend.discovery.get_prefix("v1/instances/")) == [both[0].key]
+
+
+@pytest.fixture
+def far_etcd(monkeypatch):
+    """Settings whose etcd is on another host, to which the interface 10.77.0.3 leads."""
+    monkeypatch.setattr(addresses, "source_address", lambda _host, _port: "10.77.0.3")
+    return functools.partial(
+        component.RuntimeConfig,
+        discovery_backend="etcd",
+        etcd_endpoints=("http://10.77.0.7:2379",),
+    )
+
+
+def test_address_that_leads_to_etcd_is_published_where_a_token_protects_it(far_etcd):
+    token = {membership.TOKEN_VARIABLE: "the token of this cluster"}
+
+    assert component.with_reachable_host(far_etcd(), token).tcp_rpc_host == "10.77.0.3"
+
+
+def test_loopback_address_is_refused_beside_an_etcd_of_another_host(far_etcd):
+    with pytest.raises(errors.ConfigError, match=r"DYN_TCP_RPC_HOST \(it could be 10.77.0.3\)"):
+        component.with_reachable_host(far_etcd(), {})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tcp_rpc_host": "10.77.0.9"},
+        {"discovery_backend": "file"},
+        {"etcd_endpoints": ("http://localhost:2379",)},
+        {"etcd_endpoints": ("http://10.77.0.3:2379",)},  # an address of this host
+        {"request_plane": "nats", "event_plane": "nats"},
+    ],
+)
+def test_address_stays_where_others_need_no_other(far_etcd, changes):
+    settings = far_etcd(**changes)
+
+    assert component.with_reachable_host(settings, {}) is settings
