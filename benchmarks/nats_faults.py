@@ -22,6 +22,7 @@ import httpx
 
 import nats_server
 from benchmarks import faults
+from waiting import eventually
 
 NUM_STREAMS = 8
 SPEED = ("--speedup-ratio", "1")

@@ -7,6 +7,8 @@ from http import server
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
+from waiting import PATIENT_S
+
 
 class Collector:
     """The received spans."""
@@ -27,7 +29,7 @@ class Collector:
                     self.spans += scope.spans
             self._came.notify_all()
 
-    def await_names(self, *names, within_s=10):
+    def await_names(self, *names, within_s=PATIENT_S):
         """Wait until spans of these names have arrived, and return them by name."""
         with self._came:
             assert self._came.wait_for(lambda: set(names) <= self.names, within_s), self.names

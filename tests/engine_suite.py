@@ -3,7 +3,6 @@
 Such a module (`test_engine.py`, `test_engine_vllm.py`) has the fixtures `make_engine` (called without arguments, an
 engine that has not started), `host` (a `Host` with an idle engine and an empty prefix cache) and `break_down` (called
 with an engine, it lets the engine die and returns the reason that the sink should receive, as a regular expression).
-A module with slow engines sets `Sink.deadline_s`.
 """
 
 import asyncio
@@ -13,14 +12,13 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.protocols import blocks, generate, kv_events, model_errors
+from waiting import PATIENT_S
 
 WORDS = tuple(range(100, 150))
 
 
 class Sink:
     """Records what an engine sends, and wakes the tests that wait for it."""
-
-    deadline_s = 20
 
     def __init__(self):
         self.batches = []
@@ -61,7 +59,7 @@ class Sink:
         return [token for output in self.of(request_id, index) for token in output.token_ids]
 
     async def until(self, condition):
-        async with asyncio.timeout(Sink.deadline_s):
+        async with asyncio.timeout(PATIENT_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
@@ -119,7 +117,7 @@ class Host:
         )
 
     async def until_idle(self):
-        async with asyncio.timeout(Sink.deadline_s):
+        async with asyncio.timeout(PATIENT_S):
             while not self.is_idle:
                 await asyncio.sleep(0)
 

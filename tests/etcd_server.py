@@ -13,8 +13,7 @@ import pytest
 
 import ports
 from dynamo.base import addresses
-
-START_S = 30.0  # on a busy machine; usually one second
+from waiting import PATIENT_S
 
 
 class EtcdServer:
@@ -56,7 +55,7 @@ class EtcdServer:
             self.await_health()
 
     def await_health(self) -> None:
-        until = time.monotonic() + START_S
+        until = time.monotonic() + PATIENT_S
         while not self._is_healthy():
             assert time.monotonic() < until, (self._directory / "log").read_text()
             time.sleep(0.02)
@@ -79,7 +78,7 @@ class EtcdServer:
 
     def call(self, path: str, **body: object) -> dict:
         """Call etcd's HTTP interface, without a client library."""
-        answer = httpx.post(f"{self.url}/v3/{path}", json=body, timeout=10)
+        answer = httpx.post(f"{self.url}/v3/{path}", json=body, timeout=PATIENT_S)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -102,6 +101,6 @@ class EtcdServer:
 
     def _is_healthy(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=1).json()["health"] == "true"
+            return httpx.get(f"{self.url}/health", timeout=PATIENT_S).json()["health"] == "true"
         except (httpx.TransportError, ValueError):
             return False

@@ -11,8 +11,6 @@ import pytest_asyncio
 
 from engine_suite import Host, Sink
 
-Sink.deadline_s = 60
-
 __all__ = ["host", "shared"]
 
 

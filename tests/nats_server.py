@@ -13,8 +13,7 @@ import pytest
 import ports
 from dynamo.base import addresses
 from dynamo.runtime.backends.nats import access, connection
-
-START_S = 30.0  # on a busy machine; usually 20 ms
+from waiting import PATIENT_S
 
 
 class NatsServer:
@@ -46,7 +45,7 @@ class NatsServer:
         argv = [*self._before, "nats-server", "-a", self._host, "-p", str(self._port), *self._flags]
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log)
-        until = time.monotonic() + START_S
+        until = time.monotonic() + PATIENT_S
         while not self._is_listening():
             assert time.monotonic() < until, (self._directory / "log").read_text()
             time.sleep(0.005)

@@ -17,6 +17,7 @@ import members
 from dynamo.base import config, membership
 from dynamo.transfer import agent, descriptors
 from dynamo.transfer.backends import local, shm, tcp
+from waiting import PATIENT_S
 
 LAYOUT = descriptors.Layout(
     num_blocks=1024, block_size=4, num_layers=3, num_kv_heads=4, head_dim=8, dtype="float16"
@@ -108,7 +109,7 @@ class ProcessPeer:
 
     def kill(self):
         self._process.kill()
-        self._process.join(10)
+        self._process.join(PATIENT_S)
 
     def close(self):
         self.kill()

@@ -23,7 +23,6 @@ FLAGS = (
     "--enforce-eager --dtype float32 --block-size 32 --num-gpu-blocks-override 24"
     " --max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 64"
 )
-Sink.deadline_s = 60
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # there may be two at a time

@@ -13,6 +13,7 @@ from dynamo.runtime.backends.etcd import access
 from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
 from dynamo.runtime.discovery import Delete, Put
 from etcd_server import EtcdServer
+from waiting import PATIENT_S
 
 MORTAL = """
 import pathlib, sys, time
@@ -154,7 +155,7 @@ async def host(request):
 
 async def take(watch, count):
     """The next changes of a watch."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         return [await anext(watch) for _ in range(count)]
 
 

@@ -117,7 +117,6 @@ def test_different_prompts_have_different_answers(expected):
     assert len({tuple(answer) for answer in expected}) > len(LENGTHS) - 3
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("way", "knowing"),
     [

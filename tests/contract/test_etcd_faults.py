@@ -20,10 +20,10 @@ from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
 from dynamo.runtime.discovery import Delete, Put
 from etcd_server import EtcdServer
 from tcp_proxy import TcpProxy
+from waiting import PATIENT_S
 
 TTL_S = 2
 ECHO = instances.EndpointName("dynamo", "echo", "generate")
-PATIENCE_S = 20  # on a busy machine; usually a few seconds
 OWNER = """
 import asyncio, sys
 from dynamo.runtime.backends.etcd import access
@@ -78,12 +78,12 @@ def owner(etcd):
 
 
 async def take(watch, count):
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(PATIENT_S):
         return [await anext(watch) for _ in range(count)]
 
 
 async def until_there(etcd, keys):
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(PATIENT_S):
         while (await asyncio.to_thread(etcd.held)).keys() != keys:
             await asyncio.sleep(0.02)
 
@@ -296,7 +296,7 @@ async def test_outage_blocks_neither_reads_nor_close(etcd, join, monkeypatch):
 
     with pytest.raises(errors.Unavailable, match=r"not done within 0\.5 s: etcd at"):
         await a.get_prefix("v1/")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         await a.close()
 
 
@@ -325,7 +325,7 @@ async def test_member_cancelled_while_it_waits_for_etcd_ends_at_once(join, unuse
     joining = asyncio.create_task(join(f"127.0.0.1:{unused_tcp_port}"))
     await asyncio.sleep(0)
     joining.cancel()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENT_S):
         await asyncio.wait((joining,))
 
     assert joining.cancelled()

@@ -13,6 +13,7 @@ import nats_server
 from dynamo.base import errors
 from dynamo.runtime.backends import memory, zmq
 from dynamo.runtime.backends.nats import events as nats_events
+from waiting import PATIENT_S
 
 TOPIC = "dynamo/backend/kv-events"
 HELLOS = itertools.count()
@@ -71,7 +72,7 @@ class Ear:
         self._came.set()
 
     async def wait_for(self, is_heard):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENT_S):
             while not is_heard(self.events):
                 self._came.clear()
                 await self._came.wait()
@@ -79,7 +80,7 @@ class Ear:
     async def hears(self, publisher, topic=TOPIC):
         """Have `publisher` speak until we hear it; says how many messages that took."""
         payload, spoken = b"hello %d" % next(HELLOS), 0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENT_S):
             while payload not in [event.payload for event in self.events]:
                 publisher.publish(topic, payload)
                 spoken += 1

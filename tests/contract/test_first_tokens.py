@@ -7,12 +7,13 @@ import asyncio
 
 import msgspec
 import pytest
-from test_remote_prefill import DEADLINE_S, pair, prompt
+from test_remote_prefill import pair, prompt
 
 import kv_params
 from dynamo.base import errors
 from dynamo.disagg import prefill_queue
 from dynamo.protocols import blocks, generate, kv_transfer
+from waiting import PATIENT_S
 
 
 def make(request_id, *, length=100, sampling=None, output=None, eos=(), **conditions):
@@ -46,7 +47,7 @@ async def ask(side, request):
     recorder = Recorder(side, request.id)
     side.sink.begin(request.id)
     side.engine.submit(request)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENT_S):
         await side.sink.ends[request.id]
     return recorder.heard
 
@@ -145,7 +146,7 @@ async def test_first_token_is_sent_before_the_copy_has_ended():
         right.engine.on_import(lambda report: is_told.append(len(recorder.heard)))
         right.sink.begin("r")
         right.engine.submit(handed)
-        await asyncio.wait_for(right.sink.ends["r"], DEADLINE_S)
+        await asyncio.wait_for(right.sink.ends["r"], PATIENT_S)
 
         assert is_told == [1]
 
@@ -179,7 +180,7 @@ async def test_leases_of_a_leaving_engine_are_read_to_the_end():
         await right.engine.disconnect_peer(right.source)
         stopping = asyncio.create_task(left.engine.wait_until_released())
         there = await ask(right, handed)
-        await asyncio.wait_for(stopping, DEADLINE_S)
+        await asyncio.wait_for(stopping, PATIENT_S)
 
         assert told(there) == told(expected)
         assert [report.error for report in right.reports] == [None]

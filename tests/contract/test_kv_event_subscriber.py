@@ -12,6 +12,7 @@ from dynamo.protocols import blocks, generate, instances, kv_events, model_card
 from dynamo.router import api, kv_event_subscriber, prefix_index
 from dynamo.runtime import component
 from dynamo.worker import host, kv_event_publisher
+from waiting import PATIENT_S
 
 GENERATE = instances.EndpointName("n", "backend", "generate")
 FACTS = engines.EngineFacts(
@@ -115,7 +116,7 @@ class Router:
         return held
 
     async def await_held(self, expected):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENT_S):
             while self.held() != expected or not self.feed.is_current:
                 await asyncio.sleep(0.005)
 
@@ -212,7 +213,7 @@ async def test_dead_worker_is_removed_and_its_successor_indexed(router, join):
     await router.await_held({api.Worker(first.id): names([1, 2])})
     await first.die()
     await router.await_held({})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         while router.index.num_blocks:  # it is swept without any event
             await asyncio.sleep(0)
     second = await Worker.start(await join())
@@ -300,7 +301,7 @@ async def test_seconds_since_the_last_event_are_reported_by_worker(worker, join,
     worker.store([1])
     await router.await_held({api.Worker(worker.id): names([1])})
     worker.lose()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         while not any(age > 0.3 for _, age in ages):
             await asyncio.sleep(0.005)
     await router.close()

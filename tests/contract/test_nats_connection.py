@@ -14,6 +14,7 @@ from dynamo.base import errors
 from dynamo.protocols import generate, instances
 from dynamo.runtime import component, requests
 from dynamo.runtime.backends.nats import access, connection
+from waiting import PATIENT_S
 
 SEED = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
 
@@ -28,7 +29,7 @@ async def is_heard(to_nats):
     heard = asyncio.get_running_loop().create_future()
     subscription = await to_nats.subscribe("a.*", lambda *what: heard.set_result(what))
     to_nats.publish("a.b", b"data", "reply")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         what = await heard
     await subscription.close()
     await subscription.close()
@@ -139,7 +140,7 @@ async def test_message_before_close_is_delivered(nats_server):
         to_nats.publish("last.words", b"x" * 10_000)
     await to_nats.close()
     to_nats.publish("last.words", b"too late")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         while len(heard) < 100:
             await asyncio.sleep(0.01)
 
@@ -210,7 +211,7 @@ async def test_close_during_an_outage_leaves_nothing_behind(tmp_path, monkeypatc
 
     monkeypatch.setattr(transport.TcpTransport, "connect", connect)
     server.stop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         await tries.wait()
 
     await joined.close()

@@ -14,12 +14,12 @@ from dynamo.runtime import requests
 from dynamo.runtime.backends import frame_connection
 from dynamo.runtime.backends.nats import connection, events
 from dynamo.runtime.backends.nats import requests as nats_requests
+from waiting import PATIENT_S
 
 ECHO, TOPIC = "a/b/echo", "a/b/events"
 IDS = itertools.count(1)
 QUICK = frame_connection.ConnectionLimits(silence_s=0.6, connect_s=3.0)
 UNHURRIED = frame_connection.ConnectionLimits(silence_s=60.0)  # so it is not silence that tells
-WITHIN_S = 15.0  # on a busy machine
 
 
 class Receiver:
@@ -73,7 +73,7 @@ async def asking(server, limits=QUICK):
 
 
 async def until(is_so):
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(PATIENT_S):
         while not is_so():
             await asyncio.sleep(0.01)
 
@@ -81,7 +81,7 @@ async def until(is_so):
 async def serves_again(asker, address, calls):
     """A new stream comes to its end."""
     before, receiver = len(calls), Receiver()
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(PATIENT_S):
         while True:
             try:
                 await asker.open(address, ECHO, None, receiver)
@@ -129,7 +129,7 @@ async def test_a_server_that_is_away_for_long_is_not_waited_for_again(server, mo
         to_nats.on_lost(lambda _: gone.set())
         server.stop()
         await gone.wait()
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(PATIENT_S):
             with pytest.raises(errors.WorkerLost, match="is gone for more than"):
                 await asker.open("dynamo.link.a.1", ECHO, None, Receiver())
 
@@ -146,7 +146,7 @@ async def test_an_open_waits_for_a_server_that_restarts(server):
 
 
 async def test_request_waits_for_a_peer_that_reconnects_later(server, monkeypatch):
-    monkeypatch.setattr(nats_requests, "RETURN_S", WITHIN_S)
+    monkeypatch.setattr(nats_requests, "RETURN_S", PATIENT_S)
     calls, number = [], next(IDS)
     async with joined(server, UNHURRIED) as (asker, to_nats):
         gone, probed, publish = asyncio.Event(), asyncio.Event(), to_nats.publish
@@ -176,7 +176,7 @@ async def test_request_waits_for_a_peer_that_reconnects_later(server, monkeypatc
 async def test_frozen_server_breaks_streams_at_the_silence_limit(server):
     async with asking(server) as (asker, address, calls, receiver, _):
         server.freeze()
-        error = await asyncio.wait_for(receiver.over, WITHIN_S)
+        error = await asyncio.wait_for(receiver.over, PATIENT_S)
         server.thaw()
 
         assert type(error) is errors.StreamBroken
@@ -190,9 +190,9 @@ async def test_a_server_that_does_not_answer_is_left(server, monkeypatch):
         gone = asyncio.Event()
         to_nats.on_lost(lambda _: gone.set())
         server.freeze()
-        await asyncio.wait_for(gone.wait(), WITHIN_S)
+        await asyncio.wait_for(gone.wait(), PATIENT_S)
         server.thaw()
-        await asyncio.wait_for(to_nats.wait_connected(WITHIN_S), WITHIN_S)
+        await asyncio.wait_for(to_nats.wait_connected(PATIENT_S), PATIENT_S)
 
 
 async def test_a_server_that_dismisses_us_is_joined_again(tmp_path):
@@ -203,7 +203,7 @@ async def test_a_server_that_dismisses_us_is_joined_again(tmp_path):
     async with asking(server) as (asker, address, calls, receiver, to_nats):
         config.write_text("max_payload: 1000")
         server.reload()
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(PATIENT_S):
             while not receiver.over.done():  # a violation, of which the server ends the connection
                 to_nats.publish("a", b"x" * 50_000)
                 await asyncio.sleep(0.05)
@@ -223,7 +223,7 @@ async def test_a_lost_message_breaks_the_link_by_name(server, monkeypatch):
         await asyncio.sleep(0)
         monkeypatch.undo()
         calls[0].send(generate.Output((2,)))
-        error = await asyncio.wait_for(receiver.over, WITHIN_S)
+        error = await asyncio.wait_for(receiver.over, PATIENT_S)
 
         assert type(error) is errors.StreamBroken
         assert "lost a message" in str(error)
@@ -272,7 +272,7 @@ async def test_a_killed_worker_is_noticed_by_a_probe(server):
         await asker.open(address, ECHO, None, receiver)
         worker.kill()
         worker.join()
-        error = await asyncio.wait_for(receiver.over, WITHIN_S)
+        error = await asyncio.wait_for(receiver.over, PATIENT_S)
         with pytest.raises(errors.WorkerLost, match="no subscriber"):
             await asker.open(address, ECHO, None, Receiver())
 
@@ -329,6 +329,6 @@ async def test_stream_breaks_when_its_outbox_is_full(server, monkeypatch):
         for turn in range(20):
             calls[0].send(generate.Output(tuple(range(turn * 100, turn * 100 + 300))))
             calls[0].reply(turn)
-        error = await asyncio.wait_for(receiver.over, WITHIN_S)
+        error = await asyncio.wait_for(receiver.over, PATIENT_S)
 
     assert type(error) is errors.StreamBroken

@@ -10,9 +10,9 @@ from dynamo.base import errors
 from dynamo.runtime import services
 from dynamo.runtime.backends import memory
 from dynamo.runtime.backends.nats import jetstream
+from waiting import PATIENT_S
 
 NORMAL = services.ObjectStoreBounds()
-PATIENT_S = 15.0  # on a busy machine
 BIG = random.Random(1).randbytes(700_000)  # several chunks
 
 

@@ -14,6 +14,7 @@ from dynamo.planner.local_connector import LocalConnector
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.runtime.backends import file
+from waiting import PATIENT_S
 
 NAMESPACE = "plan"
 WORKER = """
@@ -99,7 +100,7 @@ async def order(connector, *replicas):
 
 async def settle(connector, *replicas):
     """Wait until exactly these workers serve; return the states."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENT_S):
         while True:
             states = await connector.observe()
             if [(s.num_ready, s.num_billed) for s in states] == [(n, n) for n in replicas]:

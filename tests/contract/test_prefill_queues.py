@@ -16,11 +16,11 @@ from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, instances, kv_transfer, model_errors
 from dynamo.runtime import component, services
 from dynamo.runtime.backends.nats import jetstream
+from waiting import PATIENT_S
 
 PREFILL = instances.EndpointName("d", "prefill", "generate")
 LEASES = "d/backend/prefill_claims"
 NAMES = itertools.count()
-PATIENT_S = 20.0  # on a busy machine
 BOUNDS = services.WorkQueueBounds(acknowledge_s=0.5)
 
 

@@ -15,8 +15,8 @@ from dynamo.base import errors
 from dynamo.protocols import blocks, generate, kv_transfer
 from dynamo.worker import engines, model_source
 from transfer_peer import NIXL
+from waiting import PATIENT_S
 
-DEADLINE_S = 30
 OF_KIND = {
     "native": {"threads": 1},
     "mocker": {"block_size": 16, "speedup_ratio": 20, "kv_transfer_bandwidth": 0.5},
@@ -92,7 +92,7 @@ class Side:
 
     async def answer(self, request_id, prompt, **fields):
         self.submit(request_id, prompt, **fields)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(PATIENT_S):
             await self.sink.ends[request_id]
         return self.sink.answers[request_id]
 
@@ -101,7 +101,7 @@ class Side:
         return self.sink.params[request_id]
 
     async def until_idle(self, num_active=0):
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(PATIENT_S):
             while self.engine.load()[0].kv_stats.kv_active_blocks != num_active:
                 await asyncio.sleep(0.005)
 
@@ -186,8 +186,8 @@ async def test_choices_share_the_imported_prompt():
         params = await left.prefill("p", prompt(70))
         right.submit("r", prompt(70), params=params, **fields)
         left.submit("r", prompt(70), **fields)
-        await asyncio.wait_for(right.sink.ends["r"], DEADLINE_S)
-        await asyncio.wait_for(left.sink.ends["r"], DEADLINE_S)
+        await asyncio.wait_for(right.sink.ends["r"], PATIENT_S)
+        await asyncio.wait_for(left.sink.ends["r"], PATIENT_S)
 
         assert len(right.reports) == 1
         await left.until_idle()

@@ -23,6 +23,7 @@ from dynamo.runtime.backends import (
 )
 from dynamo.runtime.backends.nats import connection
 from dynamo.runtime.backends.nats import requests as nats_requests
+from waiting import PATIENT_S
 
 NORMAL = frame_connection.ConnectionLimits()
 QUICK = frame_connection.ConnectionLimits(silence_s=0.12, connect_s=0.2, hello_s=0.1)
@@ -48,7 +49,7 @@ class Recorder:
         self.over.set()
 
     async def end(self):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENT_S):
             await self.over.wait()
         assert len(self.ends) == 1
         return self.ends[0]
@@ -80,7 +81,7 @@ class Holder:
         self._changed.set()
 
     async def until(self, condition):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENT_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
@@ -542,7 +543,7 @@ async def test_silent_caller_is_noticed(world):
     address = await world.plane(QUICK).serve(ECHO, holder)
     await world.network().connect(address, lambda: peer)
     await holder.until(lambda: holder.cancelled)
-    await asyncio.wait_for(peer.gone.wait(), 10)
+    await asyncio.wait_for(peer.gone.wait(), PATIENT_S)
 
     assert len(holder.cancelled) == 1
 
@@ -571,7 +572,7 @@ async def test_peer_without_a_welcome_is_worker_lost_in_time(world):
     listener = await world.network().listen(lambda: peers.append(Peer()) or peers[-1])
     with pytest.raises(errors.WorkerLost, match="did not answer"):
         await world.plane(QUICK).open(listener.address, ECHO, None, Recorder())
-    await asyncio.wait_for(peers[0].gone.wait(), 10)
+    await asyncio.wait_for(peers[0].gone.wait(), PATIENT_S)
     listener.close()
 
     assert type(peers[0].heard[0]) is wire.Hello
@@ -584,7 +585,7 @@ async def test_other_protocol_version_is_refused_at_both_sides(world, caplog):
     listener.close()
     peer = Peer(wire.Hello(2, "from the future"))
     await world.network().connect(await world.plane().serve(ECHO, Holder()), lambda: peer)
-    await asyncio.wait_for(peer.gone.wait(), 10)
+    await asyncio.wait_for(peer.gone.wait(), PATIENT_S)
 
     assert "version 2" in caplog.text
 
@@ -608,7 +609,7 @@ async def test_caller_enforces_a_time_limit_that_the_worker_ignores(world, monke
     await plane.open(listener.address, ECHO, None, receiver, timeout_s=0.01)
     error = await receiver.end()
     await plane.close()
-    await asyncio.wait_for(peers[0].gone.wait(), 10)
+    await asyncio.wait_for(peers[0].gone.wait(), PATIENT_S)
     listener.close()
 
     assert type(error) is errors.DeadlineExceeded
@@ -646,12 +647,12 @@ async def test_drain_finishes_running_streams_and_refuses_new_ones(world):
 async def test_stream_opened_during_the_goodbye_is_worker_lost(world):
     server, holder, peer = world.plane(), Holder(), Peer(HELLO)
     await world.network().connect(await server.serve(ECHO, holder), lambda: peer)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         while not peer.heard:
             await asyncio.sleep(0)
     await server.drain(1)
     peer.transport.write(wire.encode(wire.Open(1, ECHO, msgspec.Raw(b"\xc0"))))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         while len(peer.heard) < 3:
             await asyncio.sleep(0)
 
@@ -817,7 +818,7 @@ async def test_peer_that_violates_the_protocol_is_dropped_alone(world, said, cap
     await plane.open(address, ECHO, None, receiver)
     call = await holder.call()
     await world.network().connect(address, lambda: peer)
-    await asyncio.wait_for(peer.gone.wait(), 10)
+    await asyncio.wait_for(peer.gone.wait(), PATIENT_S)
     call.finish()
 
     assert await receiver.end() is None
@@ -857,7 +858,7 @@ async def test_refused_connections_log_one_line_a_second(world, caplog):
     peers = [Peer(b"garbage garbage") for _ in range(10)]
     for peer in peers:
         await world.network().connect(address, lambda peer=peer: peer)
-        await asyncio.wait_for(peer.gone.wait(), 10)
+        await asyncio.wait_for(peer.gone.wait(), PATIENT_S)
 
     assert len(caplog.records) == 1
 
@@ -898,7 +899,7 @@ async def test_stream_that_means_another_instance_is_refused_on_an_open_connecti
     peer = Peer(HELLO, meant)
     address = await world.plane(instance_id=8).serve(ECHO, holder)
     await world.network().connect(address, lambda: peer)
-    await asyncio.wait_for(peer.has_failure.wait(), 10)
+    await asyncio.wait_for(peer.has_failure.wait(), PATIENT_S)
     (failure,) = [frame for frame in peer.heard if isinstance(frame, wire.Fail)]
 
     assert isinstance(failure.error, errors.WorkerLost)

@@ -16,6 +16,7 @@ from dynamo.protocols import generate, wire
 from dynamo.runtime import requests
 from dynamo.runtime.backends import frame_connection, memory, multiplex, tcp
 from dynamo.runtime.backends.nats import requests as nats_requests
+from waiting import PATIENT_S
 
 ECHO = "a/b/echo"
 small = st.integers(-1, 4)
@@ -212,7 +213,7 @@ async def test_flood_of_pending_connections_locks_no_peer_out(credentials):
     ]
     plane = tcp.TcpRequestPlane(credentials=credentials, item_type=generate.Output)
     first = await requests.call(plane, address, ECHO, 1, reply_type=int, timeout_s=20)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENT_S):
         while sum(stranger.done() for stranger in strangers) < 192:
             await asyncio.sleep(0.01)
     later = tcp.TcpRequestPlane(credentials=credentials, item_type=generate.Output)
@@ -228,7 +229,7 @@ async def test_silent_pending_connections_are_dropped_in_time(credentials):
     limits = frame_connection.ConnectionLimits(hello_s=0.1)
     server = tcp.TcpRequestPlane(credentials=credentials, limits=limits, item_type=generate.Output)
     address = await server.serve(ECHO, echo)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENT_S):
         answers = await asyncio.gather(*(knock(address, b"", is_patient=True) for _ in range(5)))
     await server.close()
 
@@ -242,7 +243,7 @@ async def test_pending_connections_are_bounded_without_a_token():
     )
     address = await server.serve(ECHO, echo)
     strangers = [asyncio.create_task(knock(address, b"\0", is_patient=True)) for _ in range(100)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENT_S):
         while sum(stranger.done() for stranger in strangers) < 92:
             await asyncio.sleep(0.01)
     plane = tcp.TcpRequestPlane(item_type=generate.Output)
@@ -282,7 +283,7 @@ async def test_different_tokens_are_logged_at_both_sides(
 
     with pytest.raises(errors.WorkerLost, match=asker_hears):
         await plane.open(address, ECHO, None, requests.ItemReceiver(object))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         while answerer_says not in caplog.text:
             await asyncio.sleep(0.01)
     await plane.close()

@@ -22,11 +22,12 @@ from dynamo.base import errors
 from dynamo.transfer import api, descriptors
 from dynamo.transfer.backends import local
 from transfer_peer import LAYOUT, NIXL, blocks_of, content, needs_nixl
+from waiting import PATIENT_S
 
 ACROSS = ["shm", "tcp", "tcp-token", "tcp-tls", "shm-token", NIXL]
 READ, WRITE = api.TransferOperation.READ, api.TransferOperation.WRITE
 WAYS = ["local", *ACROSS]
-SOON_S, LONG_S = 0.3, 30.0
+SOON_S, LONG_S = 0.3, PATIENT_S
 GIVEN_UP = "given up"
 BLOCKS = st.lists(st.integers(0, LAYOUT.num_blocks - 1), min_size=1, max_size=40, unique=True)
 
@@ -343,7 +344,7 @@ def test_stalled_nixl_peer_times_out_and_writes_nothing_afterwards():
     path = os.pathsep.join((str(here), str(here.parent), os.environ.get("PYTHONPATH", "")))
     over_tcp = {"UCX_TLS": "tcp", "PYTHONPATH": path}  # there the peer must send what we read
     done = subprocess.run(
-        [sys.executable, "-c", story], env=os.environ | over_tcp, capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", story], env=os.environ | over_tcp, capture_output=True, text=True, timeout=PATIENT_S
     )  # fmt: skip
 
     assert GIVEN_UP in done.stdout, done.stderr
@@ -435,7 +436,7 @@ async def test_closing_frees_descriptors_mappings_and_threads(backend):
                 *(move(ours, READ, peer, [i], [i], notification=b"") for i in range(8))
             )
             await ours.agent.disconnect(peer)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENT_S):
             while held() != before or process.num_descriptors() > num_theirs:
                 await asyncio.sleep(0.01)
         await ours.close()

@@ -22,10 +22,11 @@ from dynamo.transfer.backends import shm, tcp
 from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link, admit, new_authenticator, welcome
 from transfer_peer import LAYOUT, blocks_of, content
+from waiting import PATIENT_S
 
 READ = api.TransferOperation.READ
 OPEN = membership.NO_CREDENTIALS
-LONG_S = 30.0
+LONG_S = PATIENT_S
 GARBAGE = st.builds(
     bytes.__add__,
     st.sampled_from([b"", proof.GREETING, proof.GREETING + bytes(32), b"\x16\x03\x01\x00\x80\x01"]),
@@ -46,7 +47,9 @@ async def worker(credentials=membership.NO_CREDENTIALS):
 
 def dial(metadata):
     address = descriptors.decode(metadata).addresses["tcp"]
-    return socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=10)
+    return socket.create_connection(
+        ("127.0.0.1", int(address.rpartition(":")[2])), timeout=PATIENT_S
+    )
 
 
 def enter(metadata):
@@ -265,7 +268,7 @@ async def test_late_bytes_do_not_reach_blocks_of_a_failed_transfer():
         receive(link, messages.Read)
         link.send(messages.Done(), TimeLimit(10))
         link._send([memoryview(b"x" * 100)], TimeLimit(10))
-        released.wait(10)
+        released.wait(PATIENT_S)
         with contextlib.suppress(errors.TransferError):
             link._send([memoryview(b"y" * 1000)], TimeLimit(10))
 
@@ -274,7 +277,7 @@ async def test_late_bytes_do_not_reach_blocks_of_a_failed_transfer():
             peer = await ours.agent.connect(metadata, deadline_s=LONG_S)
             transfer = ours.agent.prepare(READ, peer, [0], [0])
             with pytest.raises(errors.TransferError, match="within"):
-                await transfer.post(deadline_s=0.2)
+                await transfer.post(deadline_s=1.0)
             released.set()
             await transfer.release()
 
@@ -316,7 +319,7 @@ def impostor(behave):
         addresses={"tcp": f"127.0.0.1:{listening.getsockname()[1]}"},
     )
     yield descriptors.encode(metadata)
-    thread.join(10)
+    thread.join(PATIENT_S)
     listening.close()
 
 

@@ -10,9 +10,9 @@ from dynamo.base import errors
 from dynamo.runtime import services
 from dynamo.runtime.backends import memory
 from dynamo.runtime.backends.nats import jetstream
+from waiting import PATIENT_S
 
 NAMES = itertools.count()
-PATIENT_S = 15.0  # on a busy machine
 NOTHING_S = 0.05  # for what should not come
 NORMAL = services.WorkQueueBounds()
 IMPATIENT = services.WorkQueueBounds(acknowledge_s=0.2)

@@ -6,7 +6,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -15,21 +14,9 @@ from hosts import Host
 import ports
 import processes
 from dynamo.base import addresses
+from waiting import PATIENT_S, eventually
 
-START_S = 30.0  # on a busy machine; usually one second
 MODEL = "storyteller"
-
-
-def eventually(
-    check: Callable[[], object], *, within_s: float, what: str, every_s: float = 0.01
-) -> float:
-    """Wait until `check` holds; gives how long that took."""
-    began_at = time.monotonic()
-    while not check():
-        waited_s = time.monotonic() - began_at
-        assert waited_s < within_s, f"not within {within_s} s: {what}"
-        time.sleep(every_s)
-    return time.monotonic() - began_at
 
 
 class Process:
@@ -79,7 +66,7 @@ class Process:
         self.kill()
         processes.kill(below)
 
-    def exit_code(self, within_s: float = 15.0) -> int:
+    def exit_code(self, within_s: float = PATIENT_S) -> int:
         return self.popen.wait(within_s)
 
     def end(self) -> None:
@@ -111,18 +98,18 @@ class Frontend(Process):
 
     def models(self) -> list[str]:
         try:
-            answer = httpx.get(f"{self.url}/v1/models", timeout=2)
+            answer = httpx.get(f"{self.url}/v1/models", timeout=PATIENT_S)
         except httpx.TransportError:
             return []
         return [model["id"] for model in answer.json()["data"]]
 
     def is_live(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/live", timeout=2).status_code == 200
+            return httpx.get(f"{self.url}/live", timeout=PATIENT_S).status_code == 200
         except httpx.TransportError:
             return False
 
-    def await_models(self, expected: list[str], within_s: float = START_S) -> float:
+    def await_models(self, expected: list[str], within_s: float = PATIENT_S) -> float:
         def is_so() -> bool:
             for process in (self, *self.others):
                 process.check()
@@ -131,11 +118,13 @@ class Frontend(Process):
         return eventually(is_so, within_s=within_s, what=f"{expected} at {self.url}")
 
     def chat(self, text: str = "Tell me a story", **fields: object) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **fields), timeout=30)
+        return httpx.post(
+            f"{self.url}/v1/chat/completions", json=chat(text, **fields), timeout=PATIENT_S
+        )
 
     def metric(self, series: str) -> float:
         """The value of this name with these labels; 0 as long as there is none."""
-        text = httpx.get(f"{self.url}/metrics", timeout=5).text
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENT_S).text
         rows = (row.rpartition(" ") for row in text.splitlines())
         return next((float(value) for name, _, value in rows if name == series), 0.0)
 
@@ -144,7 +133,7 @@ class Frontend(Process):
         """The data lines of a streamed answer; leaving the block closes the connection."""
         body = chat(text, stream=True, **fields)
         with (
-            httpx.Client(timeout=30) as client,
+            httpx.Client(timeout=PATIENT_S) as client,
             client.stream("POST", f"{self.url}/v1/chat/completions", json=body) as answer,
         ):
             assert answer.status_code == 200, answer.read()
@@ -175,13 +164,32 @@ class Worker(Process):
 
     def metric(self, name: str) -> float:
         """The value of `dynamo_component_{name}`, summed over its labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=5).text
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENT_S).text
         rows = [row for row in text.splitlines() if row.startswith(f"dynamo_component_{name}")]
         assert rows, f"no metric {name} in {text}"
         return sum(float(row.rpartition(" ")[2]) for row in rows)
 
+    def num_requests(self) -> int:
+        """The requests that it has taken, by its log, which can be read however busy the worker is."""
+        return self.log.read_text().count("Added request")
+
     def rss_bytes(self) -> int:
         return rss_bytes(self.pid)
+
+
+@contextlib.contextmanager
+def newly_asked(workers: list[Worker]) -> Iterator[Callable[[], Worker]]:
+    """Give a function that returns the first of `workers` that has taken a request since the block began."""
+    before = {worker: worker.num_requests() for worker in workers}
+
+    def asked() -> list[Worker]:
+        return [worker for worker in workers if worker.num_requests() > before[worker]]
+
+    def first() -> Worker:
+        eventually(asked, what="a worker has taken a request")
+        return asked()[0]
+
+    yield first
 
 
 def rss_bytes(pid: int) -> int:

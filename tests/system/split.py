@@ -8,10 +8,11 @@ import random
 import re
 
 import httpx
-from deployment import MODEL, eventually
+from deployment import MODEL
+
+from waiting import PATIENT_S, eventually
 
 ALWAYS = ("--max-local-prefill-length", "0", "--max-prefill-queue-size", "1000")
-START_S = 120.0  # of five processes on a busy machine; usually two seconds
 CONNECTED = re.compile(r"prefill worker \w+ is connected")
 ALONE = "alone"  # the same model, served by a worker that computes all by itself
 
@@ -45,10 +46,9 @@ class Split:
 
     def ready(self, decode, num_prefill=1, models=(MODEL,)):
         """Wait until these are served, and so many prefill workers were connected since it began."""
-        self.frontend.await_models(list(models), within_s=START_S)
+        self.frontend.await_models(list(models))
         eventually(
             lambda: len(CONNECTED.findall(decode.log.read_text())) >= num_prefill,
-            within_s=START_S,
             what=f"{num_prefill} prefill workers are connected",
         )
 
@@ -61,7 +61,7 @@ class Split:
             "temperature": 0,
             "nvext": {"ignore_eos": True},
         } | fields
-        answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=PATIENT_S)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == max_tokens
         return answer.json()["choices"][0]["text"]
@@ -74,15 +74,14 @@ class Split:
 def prefills(decode, where):
     """How many prompts it had computed so."""
     row = f'dynamo_component_prefills_total{{where="{where}"}} '
-    text = httpx.get(f"{decode.url}/metrics", timeout=5).text
+    text = httpx.get(f"{decode.url}/metrics", timeout=PATIENT_S).text
     return next(float(line[len(row) :]) for line in text.splitlines() if line.startswith(row))
 
 
-def until_idle(*workers, within_s=10.0):
+def until_idle(*workers):
     for worker in workers:
         eventually(
             lambda worker=worker: worker.metric("kvstats_active_blocks") == 0,
-            within_s=within_s,
             what="no block is in use",
         )
 
@@ -123,7 +122,6 @@ class Stage:
     def reached(self, prefill_workers, decode_workers, num_before=0):
         eventually(
             lambda: self.count(prefill_workers, decode_workers) >= num_before + NUM,
-            within_s=60,
             what="the prompts are where they should be",
         )
 
@@ -160,9 +158,7 @@ def start(split, stage, num_prefill, num_decode):
     for worker in decode:
         split.ready(worker, num_prefill)
     name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
-    eventually(
-        lambda: split.frontend.metric(name) == num_decode, within_s=START_S, what="all are known"
-    )
+    eventually(lambda: split.frontend.metric(name) == num_decode, what="all are known")
     return prefill, decode
 
 
@@ -175,6 +171,6 @@ def total(workers, where):
 
 
 def num_moved(split):
-    text = httpx.get(f"{split.frontend.url}/metrics", timeout=5).text
+    text = httpx.get(f"{split.frontend.url}/metrics", timeout=PATIENT_S).text
     rows = [row for row in text.splitlines() if row.startswith("dynamo_frontend_model_migration_")]
     return sum(float(row.rpartition(" ")[2]) for row in rows if "_total{" in row)

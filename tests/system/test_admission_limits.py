@@ -4,7 +4,9 @@ import concurrent.futures
 
 import httpx
 import pytest
-from deployment import MODEL, START_S, chat, eventually
+from deployment import MODEL, chat
+
+from waiting import PATIENT_S, eventually
 
 KEYS = """
 [[keys]]
@@ -25,7 +27,7 @@ def as_(key):
 
 def pending(frontend):
     """Return the number of requests that wait in the queue."""
-    rows = httpx.get(f"{frontend.url}/metrics").text.splitlines()
+    rows = httpx.get(f"{frontend.url}/metrics", timeout=PATIENT_S).text.splitlines()
     return sum(
         float(row.rpartition(" ")[2])
         for row in rows
@@ -45,14 +47,17 @@ def guarded(deployment, tmp_path):
     def ask(key, **fields):
         url = f"{frontend.url}/v1/chat/completions"
         return httpx.post(
-            url, json=chat("hi", max_tokens=3, **fields), headers=as_(key), timeout=30
+            url, json=chat("hi", max_tokens=3, **fields), headers=as_(key), timeout=PATIENT_S
         )
 
     def is_ready():
         frontend.check()
-        return frontend.is_live() and httpx.get(f"{frontend.url}/health").status_code == 200
+        return (
+            frontend.is_live()
+            and httpx.get(f"{frontend.url}/health", timeout=PATIENT_S).status_code == 200
+        )
 
-    eventually(is_ready, within_s=START_S, what="the model is served")
+    eventually(is_ready, what="the model is served")
     frontend.ask = ask
     return frontend
 
@@ -70,14 +75,11 @@ def test_tenant_over_its_limit_is_refused_while_another_is_served(guarded):
 def test_added_key_is_valid_and_removed_key_is_not(guarded):
     before = guarded.ask("sk-modest-2").status_code
     guarded.keys.write_text(KEYS.replace("sk-modest-1", "sk-modest-2"))
-    eventually(
-        lambda: guarded.ask("sk-modest-2").status_code == 200, within_s=10, what="the new key works"
-    )
+    eventually(lambda: guarded.ask("sk-modest-2").status_code == 200, what="the new key works")
     after = guarded.ask("sk-modest-1").status_code
     guarded.keys.write_text("broken")
     eventually(
         lambda: "the keys stay as they were" in guarded.log.read_text(),
-        within_s=10,
         what="it is told",
     )
 
@@ -117,9 +119,9 @@ def test_disconnected_client_frees_its_queue_position(deployment):
         next(lines)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{frontend.url}/v1/chat/completions", json=chat("hi"), timeout=0.5)
-        eventually(lambda: pending(frontend) == 0, within_s=5, what="the line is empty")
+        eventually(lambda: pending(frontend) == 0, what="the line is empty")
 
-    eventually(lambda: frontend.chat(max_tokens=2).status_code == 200, within_s=5, what="free")
+    eventually(lambda: frontend.chat(max_tokens=2).status_code == 200, what="free")
     assert worker.metric("cancellation_total") == 1  # of the stream: the other never came so far
 
 
@@ -129,6 +131,6 @@ def test_worker_with_full_blocks_is_busy_until_they_are_free(deployment):
     frontend.await_models([MODEL])
     with frontend.stream(max_tokens=2000, ignore_eos=True) as lines:
         next(lines)
-        eventually(lambda: frontend.chat(max_tokens=1).status_code == 503, within_s=10, what="busy")
+        eventually(lambda: frontend.chat(max_tokens=1).status_code == 503, what="busy")
 
-    eventually(lambda: frontend.chat(max_tokens=1).status_code == 200, within_s=10, what="free")
+    eventually(lambda: frontend.chat(max_tokens=1).status_code == 200, what="free")

@@ -1,9 +1,10 @@
 """Processes that share a token, or certificates, serve each other; others are told why they do not."""
 
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
 
 import members
+from waiting import eventually
 
 STRANGE = "the token of another cluster"
 
@@ -50,7 +51,7 @@ def test_worker_with_another_token_is_refused_and_both_log_why(deployment, tmp_p
     refused = frontend.chat("Tell me a story", max_tokens=5)
     sentence = "has another cluster token; give every process the same (--cluster-token-file)"
     for process in (frontend, stranger):
-        eventually(is_logged(process, sentence), within_s=20, what=f"{sentence} in {process.log}")
+        eventually(is_logged(process, sentence), what=f"{sentence} in {process.log}")
     logs = frontend.log.read_text() + stranger.log.read_text()
 
     assert refused.status_code == 503
@@ -67,7 +68,6 @@ def test_members_serve_while_a_worker_with_another_token_tries(deployment, tmp_p
     honest = deployment.mocker(*ours)
     eventually(
         lambda: frontend.chat("Tell me a story", max_tokens=5).status_code == 200,
-        within_s=20,
         what="an answer of the member",
     )
     answers = [frontend.chat("Tell me a story", max_tokens=5) for _ in range(10)]
@@ -81,7 +81,7 @@ def test_address_off_loopback_without_a_token_is_refused(deployment, engine):
     process = deployment.run(f"dynamo.{engine}", "--tcp-rpc-host", "10.20.30.40")
     process.may_end = True
 
-    assert process.exit_code(30) != 0
+    assert process.exit_code() != 0
     said = process.log.read_text().strip().splitlines()
     assert len(said) == 1
     assert "--cluster-token-file" in said[0]

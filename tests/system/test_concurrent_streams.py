@@ -5,6 +5,8 @@ import asyncio
 import httpx
 from deployment import MODEL, chat
 
+from waiting import PATIENT_S
+
 HEROES = ("cat", "dog", "fox", "owl", "bear", "mouse", "rabbit", "wolf")
 NATURES = ("brave", "cowardly", "clever", "lazy", "kind", "proud", "small", "old")
 PROMPTS = [f"Tell me a story about a {n} {h}" for n in NATURES for h in HEROES]
@@ -30,7 +32,7 @@ async def stream(client, url, prompt):
 
 async def tell_all(url):
     limits = httpx.Limits(max_connections=64)
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=PATIENT_S, limits=limits) as client:
         alone = [await tell(client, url, prompt) for prompt in PROMPTS[::8]]
         together = await asyncio.gather(*(stream(client, url, prompt) for prompt in PROMPTS))
     return alone, together

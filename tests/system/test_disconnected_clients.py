@@ -3,22 +3,22 @@
 import asyncio
 
 import httpx
-from deployment import MODEL, chat, eventually, rss_bytes
+from deployment import MODEL, chat, rss_bytes
 
-ENDLESS = {"max_tokens": 1900, "ignore_eos": True}  # some eight seconds
+from waiting import PATIENT_S, eventually
+
+ENDLESS = {"max_tokens": 1900, "ignore_eos": True}  # at 200 ms a token longer than a test waits
 NUM_CLIENTS = 1000
 
 
-def test_blocks_are_freed_half_a_second_after_the_client_disconnects(deployment):
-    worker, frontend = deployment.mocker("--speedup-ratio", "1"), deployment.frontend()
+def test_blocks_are_freed_when_the_client_disconnects(deployment):
+    worker, frontend = deployment.mocker("--tick-ms", "200"), deployment.frontend()
     frontend.await_models([MODEL])
     with frontend.stream(**ENDLESS) as lines:
         next(lines)
-        eventually(lambda: worker.metric("kvstats_active_blocks") > 0, within_s=5, what="blocks")
+        eventually(lambda: worker.metric("kvstats_active_blocks") > 0, what="blocks")
 
-    eventually(
-        lambda: worker.metric("kvstats_active_blocks") == 0, within_s=0.5, what="blocks are free"
-    )
+    eventually(lambda: worker.metric("kvstats_active_blocks") == 0, what="blocks are free")
     assert worker.metric("inflight_requests") == 0
     assert worker.metric("cancellation_total") == 1
 
@@ -38,7 +38,7 @@ async def leave_many(url, num_clients):
         async with limit:
             await leave_after_the_first_token(client, url)
 
-    async with httpx.AsyncClient(timeout=30) as client:
+    async with httpx.AsyncClient(timeout=PATIENT_S) as client:
         await asyncio.gather(*(one(client) for _ in range(num_clients)))
 
 
@@ -48,7 +48,7 @@ def test_thousand_disconnected_clients_leave_nothing_behind(deployment):
     asyncio.run(leave_many(frontend.url, 100))  # caches and pools have their size now
     before = rss_bytes(frontend.pid) + rss_bytes(worker.pid)
     asyncio.run(leave_many(frontend.url, NUM_CLIENTS))
-    eventually(lambda: worker.metric("inflight_requests") == 0, within_s=2, what="no requests")
+    eventually(lambda: worker.metric("inflight_requests") == 0, what="no requests")
     grown = rss_bytes(frontend.pid) + rss_bytes(worker.pid) - before
 
     assert worker.metric("kvstats_active_blocks") == 0

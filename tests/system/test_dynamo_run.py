@@ -14,9 +14,10 @@ import time
 
 import httpx
 import pytest
-from deployment import MODEL, chat, eventually
+from deployment import MODEL, chat
 
 import ports
+from waiting import PATIENT_S, eventually
 
 DYNAMO = [sys.executable, "-m", "dynamo.cli"]
 
@@ -28,7 +29,7 @@ def run(deployment, *arguments, text=""):
         input=text,
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=PATIENT_S,
     )
 
 
@@ -52,7 +53,7 @@ class Terminal:
     def type(self, text):
         os.write(self._terminal, text.encode())
 
-    def await_text(self, text, within_s=30.0):
+    def await_text(self, text, within_s=PATIENT_S):
         """Read until `text` has come; what was read before it is forgotten."""
         deadline = time.monotonic() + within_s
         while text not in self.seen:
@@ -63,7 +64,7 @@ class Terminal:
         return before
 
     def exit_code(self):
-        return self._process.wait(10)
+        return self._process.wait(PATIENT_S)
 
     def end(self):
         self._process.kill()
@@ -113,7 +114,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(terminal):
     person.type("hello\n")
     person.await_text("the")
     person.type("\x03")
-    person.await_text("(stopped)", within_s=5)
+    person.await_text("(stopped)")
     person.await_text("> ")
     person.type("/exit\n")
 
@@ -137,10 +138,14 @@ def test_batch_is_answered_line_by_line(deployment, tmp_path):
 def test_api_is_served_in_one_process(deployment):
     port = ports.reserve()
     process = deployment.run("dynamo.cli", "run", "in=http", "out=mocker", "--http-port", str(port))
-    eventually(lambda: "listening" in process.log.read_text(), within_s=30, what="listening")
+    eventually(lambda: "listening" in process.log.read_text(), what="listening")
     url = f"http://127.0.0.1:{port}"
-    eventually(lambda: MODEL in httpx.get(f"{url}/v1/models").text, within_s=10, what="a model")
-    answer = httpx.post(f"{url}/v1/chat/completions", json=chat("hello", max_tokens=4))
+    eventually(
+        lambda: MODEL in httpx.get(f"{url}/v1/models", timeout=PATIENT_S).text, what="a model"
+    )
+    answer = httpx.post(
+        f"{url}/v1/chat/completions", json=chat("hello", max_tokens=4), timeout=PATIENT_S
+    )
     process.signal(signal.SIGINT)
 
     assert answer.status_code == 200
@@ -152,7 +157,6 @@ def test_remote_workers_are_used(deployment):
     arguments = ("in=stdin", "out=dyn://a.b.generate", "--max-tokens", "5")
     eventually(
         lambda: run(deployment, *arguments, text="hello").returncode == 0,
-        within_s=30,
         what="an answer",
     )
 

@@ -11,9 +11,10 @@ import subprocess
 
 import httpx
 import pytest
-from deployment import Frontend, Process, eventually
+from deployment import Frontend, Process
 
 import ports
+from waiting import PATIENT_S, eventually
 
 MOCK = ("--engine", "mocker", "--worker-flags", "--speedup-ratio 1000")
 
@@ -23,7 +24,6 @@ def serve(deployment, port, *flags):
     process = deployment.run("dynamo.cli", "serve", "--http-port", str(port), *flags)
     eventually(
         lambda: "curl " in process.log.read_text() or not process.is_running,
-        within_s=30,
         what=f"ready; see {process.log}",
     )
     assert process.is_running, process.log.read_text()
@@ -56,7 +56,7 @@ def test_printed_curl_line_works_and_ctrl_c_leaves_nothing(deployment):
         shell=True,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENT_S,
     )
     story = json.loads(answer.stdout)["choices"][0]["message"]["content"]
     pids = pids_of(process)
@@ -85,7 +85,7 @@ def test_no_child_survives_the_sudden_death_of_its_parent(deployment):
     pids = pids_of(process)
     process.kill()
 
-    eventually(lambda: not any(map(is_alive, pids)), within_s=3, what="all children are gone")
+    eventually(lambda: not any(map(is_alive, pids)), what="all children are gone")
 
 
 def test_port_in_use_is_one_sentence(deployment):
@@ -93,7 +93,7 @@ def test_port_in_use_is_one_sentence(deployment):
         port = other.getsockname()[1]
         process = deployment.run("dynamo.cli", "serve", "--http-port", str(port), *MOCK)
 
-        assert process.exit_code(30) == 2
+        assert process.exit_code() == 2
         assert f"port {port} is in use" in last_line(process)
 
 
@@ -104,14 +104,11 @@ def test_crashed_worker_is_replaced(deployment):
     os.kill(worker_pid, signal.SIGKILL)
     eventually(
         lambda: "worker 1 was killed by SIGKILL" in process.log.read_text(),
-        within_s=3,
         what="the death is reported",
     )
     probe = Frontend.__new__(Frontend)
     probe.url, probe.log = f"http://127.0.0.1:{port}", process.log
-    eventually(
-        lambda: probe.chat(max_tokens=2).status_code == 200, within_s=20, what="served again"
-    )
+    eventually(lambda: probe.chat(max_tokens=2).status_code == 200, what="served again")
 
     assert is_alive(frontend_pid)
 
@@ -128,7 +125,7 @@ def test_crashed_frontend_is_replaced(deployment):
         with contextlib.suppress(httpx.TransportError):
             return probe.chat(max_tokens=2).status_code == 200
 
-    eventually(is_served, within_s=20, what="served again")
+    eventually(is_served, what="served again")
 
     assert "frontend was killed by SIGKILL" in process.log.read_text()
     assert is_alive(worker_pid)
@@ -148,7 +145,7 @@ def test_wrong_setting_is_one_sentence_at_once(deployment, arguments, expected):
     argv = [argument.format(port=ports.reserve()) for argument in arguments]
     process = deployment.run("dynamo.cli", *argv)
 
-    assert process.exit_code(15) == 2
+    assert process.exit_code() == 2
     assert expected in last_line(process)
     assert "Traceback" not in process.log.read_text()
 
@@ -159,11 +156,9 @@ def test_prefill_worker_computes_prompts(deployment):
         "--worker-flags", "--max-local-prefill-length 0",
     )  # fmt: skip
     url = re.search(r"answers at (\S+)", process.log.read_text())[1]
-    eventually(
-        lambda: "is connected" in process.log.read_text(), within_s=30, what="they know each other"
-    )
+    eventually(lambda: "is connected" in process.log.read_text(), what="they know each other")
     body = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 4}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENT_S)
     pids = pids_of(process)
     process.signal(signal.SIGINT)
 

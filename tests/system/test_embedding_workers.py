@@ -7,10 +7,11 @@ import httpx
 import openai
 import pytest
 import tokenizers
-from deployment import MODEL, START_S, eventually
+from deployment import MODEL
 from tokenizers import models, pre_tokenizers, processors
 
 import checkpoints
+from waiting import PATIENT_S, eventually
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_any_model_embeds_with_the_task_flag_and_ends_on_sigterm(deployment):
     frontend.await_models(["vectors"])
 
     body = {"model": "vectors", "input": ["one", "two words", "three more words"]}
-    answer = httpx.post(f"{frontend.url}/v1/embeddings", json=body, timeout=30)
+    answer = httpx.post(f"{frontend.url}/v1/embeddings", json=body, timeout=PATIENT_S)
     assert [len(one["embedding"]) for one in answer.json()["data"]] == [256] * 3
     assert worker.metric("requests_total") == 1
 
@@ -82,9 +83,9 @@ def test_large_request_is_divided_among_two_workers(deployment):
 
     def shared():
         body = {"model": "e", "input": [f"{n} " * 50 for n in range(100)], "dimensions": 8}
-        answer = httpx.post(f"{frontend.url}/v1/embeddings", json=body, timeout=30)
+        answer = httpx.post(f"{frontend.url}/v1/embeddings", json=body, timeout=PATIENT_S)
         vectors = [json.dumps(one["embedding"]) for one in answer.json()["data"]]
         assert len(set(vectors)) == 100
         return all(worker.metric("requests_total") for worker in workers)
 
-    eventually(shared, within_s=START_S, what="both workers were asked")
+    eventually(shared, what="both workers were asked")

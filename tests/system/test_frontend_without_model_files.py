@@ -3,14 +3,12 @@
 import shutil
 
 import pytest
-from deployment import START_S, eventually
 from mixes import MIXES
 
 from dynamo.worker import model_source
 from etcd_server import EtcdServer
 from nats_server import NatsServer
-
-pytestmark = pytest.mark.timeout(120)
+from waiting import eventually
 
 
 @pytest.fixture
@@ -41,7 +39,7 @@ def answers(frontend):
 
 def test_model_files_come_from_the_object_store(over_nats, model, tmp_path):
     worker = over_nats.mocker("--model", str(model), "--speedup-ratio", "100")
-    eventually(lambda: "serving tiny" in worker.log.read_text(), within_s=START_S, what="it serves")
+    eventually(lambda: "serving tiny" in worker.log.read_text(), what="it serves")
     model.rename(tmp_path / "gone")
     frontend = frontend_elsewhere(over_nats, tmp_path)
     frontend.await_models(["tiny"])

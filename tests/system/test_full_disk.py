@@ -5,7 +5,9 @@ import os
 import subprocess
 
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
+
+from waiting import eventually
 
 FAST = ("--speedup-ratio", "1000")
 
@@ -36,7 +38,6 @@ def await_workers(frontend, number):
     name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
     eventually(
         lambda: frontend.is_live() and frontend.metric(name) == number,
-        within_s=30,
         what=f"{number} workers",
     )
 
@@ -52,7 +53,7 @@ def test_full_disk_stops_no_running_process_and_is_named_to_new_ones(deployment,
     served |= {frontend.chat(max_tokens=2).status_code for _ in range(4)}
     fill(disk)  # the place of the dead one's keys
     refused = deployment.mocker(*FAST)
-    code, said = refused.exit_code(30), refused.log.read_text()
+    code, said = refused.exit_code(), refused.log.read_text()
     (disk / "ballast").unlink()
     deployment.mocker(*FAST)
     await_workers(frontend, 2)

@@ -10,9 +10,10 @@ import httpx
 import openai
 import pydantic
 import pytest
-from deployment import MODEL, chat, eventually
+from deployment import MODEL, chat
 
 import processes
+from waiting import PATIENT_S, eventually
 
 ASK = [{"role": "user", "content": "What time is it in Paris?"}]
 CITY = {
@@ -129,12 +130,16 @@ def test_refused_grammar_has_a_reason_and_the_worker_continues(url):
         },
     }
     for param, value in refused.items():
-        answer = httpx.post(f"{url}/v1/chat/completions", json=chat("x", **{param: value}))
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json=chat("x", **{param: value}), timeout=PATIENT_S
+        )
 
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
     answer = httpx.post(
-        f"{url}/v1/completions", json={"model": MODEL, "prompt": "x", "guided_choice": ["yes"]}
+        f"{url}/v1/completions",
+        json={"model": MODEL, "prompt": "x", "guided_choice": ["yes"]},
+        timeout=PATIENT_S,
     )
     assert answer.json()["choices"][0]["text"] == "yes"
 
@@ -172,11 +177,11 @@ def test_trial_ends_with_its_client_and_with_its_worker(deployment):
     is_idle = lambda: len(processes.descendants(worker.pid)) <= num_idle  # noqa: E731
     with pytest.raises(httpx.ReadTimeout):
         ask_for(frontend.url, ENDLESS, timeout_s=0.5)
-    eventually(is_idle, within_s=1.5, what="the trial ends with its client")
+    eventually(is_idle, what="the trial ends with its client")
 
     with futures.ThreadPoolExecutor() as threads:
         answer = threads.submit(ask_for, frontend.url, ENDLESS)
-        eventually(lambda: not is_idle(), within_s=5, what="the trial begins")
+        eventually(lambda: not is_idle(), what="the trial begins")
         below = processes.descendants(worker.pid)
         worker.signal(signal.SIGTERM)
         assert worker.exit_code() == 0

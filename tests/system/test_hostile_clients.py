@@ -10,7 +10,9 @@ import time
 
 import httpx
 import pytest
-from deployment import MODEL, Deployment, chat, eventually, rss_bytes
+from deployment import MODEL, Deployment, chat, rss_bytes
+
+from waiting import PATIENT_S, eventually
 
 MB = 2**20
 READ_TIMEOUT_S = 3.0
@@ -42,7 +44,7 @@ class Others:
         self.longest_s = 0.0
 
     def _ask(self):
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=PATIENT_S) as client:
             while not (self.statuses and self._is_over.is_set()):
                 began_at = time.monotonic()
                 body = chat("hi", max_tokens=2)
@@ -85,7 +87,7 @@ def connect(frontend, *, takes_bytes=None):
     made = socket.socket()
     if takes_bytes is not None:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, takes_bytes)
-    made.settimeout(60)
+    made.settimeout(PATIENT_S)
     made.connect(("127.0.0.1", int(frontend.url.rpartition(":")[2])))
     return made
 
@@ -126,7 +128,6 @@ def test_client_that_never_reads_is_cut_off(frontend):
             connection.sendall(post(endless()))
         eventually(
             lambda: frontend.log.read_text().count("reads its stream too slowly") == 3,
-            within_s=60,
             what="they are cut off",
         )
 
@@ -231,7 +232,7 @@ def test_body_without_a_length_is_cut_off_at_the_limit(frontend):
 def test_too_long_prompt_is_refused_before_it_costs_much(frontend, path, fields):
     body = {"model": MODEL, **fields}
     with Others(frontend) as others:
-        answer = httpx.post(f"{frontend.url}{path}", json=body, timeout=60)
+        answer = httpx.post(f"{frontend.url}{path}", json=body, timeout=PATIENT_S)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
     others.check(grown_mb=240)  # bodies of up to 30 MB and what they decode to, but no tokens
@@ -261,7 +262,6 @@ def test_idle_connection_keeps_no_memory_of_its_requests(frontend):
 
         eventually(
             lambda: rss_bytes(frontend.pid) - before < 50 * MB,
-            within_s=5,
             what="they are forgotten",
         )
 

@@ -5,10 +5,11 @@ import sys
 
 import httpx
 import numpy
-from deployment import MODEL, eventually
+from deployment import MODEL
 from tritonclient import grpc as triton
 
 import ports
+from waiting import PATIENT_S, eventually
 
 
 def text_input(text="Once upon a time"):
@@ -41,11 +42,13 @@ def test_grpc_and_http_return_the_same(deployment):
         client.async_stream_infer(MODEL, [text_input(), streaming()], parameters=asked)
         client.stop_stream()
     body = {"text_input": "Once upon a time", "parameters": asked}
-    plain = httpx.post(f"{frontend.url}/v2/models/{MODEL}/generate", json=body, timeout=30).json()
+    plain = httpx.post(
+        f"{frontend.url}/v2/models/{MODEL}/generate", json=body, timeout=PATIENT_S
+    ).json()
     completion = httpx.post(
         f"{frontend.url}/v1/completions",
         json={"model": MODEL, "prompt": "Once upon a time", **asked},
-        timeout=30,
+        timeout=PATIENT_S,
     ).json()
 
     text = completion["choices"][0]["text"]
@@ -66,11 +69,11 @@ def test_disconnected_client_frees_its_worker(deployment):
         client.async_stream_infer(
             MODEL, [text_input(), streaming()], parameters={"max_tokens": 900, "ignore_eos": True}
         )
-        eventually(lambda: results, within_s=10, what="the first piece")
+        eventually(lambda: results, what="the first piece")
         assert worker.metric("inflight_requests") == 1
         client.stop_stream(cancel_requests=True)
 
-    eventually(lambda: worker.metric("inflight_requests") == 0, within_s=5, what="it is cancelled")
+    eventually(lambda: worker.metric("inflight_requests") == 0, what="it is cancelled")
     assert "Traceback" not in frontend.log.read_text()
 
 

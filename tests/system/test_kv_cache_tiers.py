@@ -6,7 +6,9 @@ import sys
 
 import httpx
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
+
+from waiting import PATIENT_S, eventually
 
 PROMPT = " ".join(f"Tell me the story of the cat number {i}." for i in range(40))
 FIELDS = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
@@ -31,7 +33,7 @@ def ask(frontend):
 
 
 def report(worker):
-    return httpx.get(f"{worker.url}/kvbm", timeout=5).json()
+    return httpx.get(f"{worker.url}/kvbm", timeout=PATIENT_S).json()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
@@ -40,11 +42,10 @@ def test_restarted_worker_loads_its_first_long_prompt_from_disk(deployment, tmp_
     said, loaded = ask(frontend)
     eventually(
         lambda: report(worker)["copied"]["offload_blocks_h2d"] > 20,
-        within_s=20,
         what="blocks on disk",
     )
     worker.signal(how)
-    worker.popen.wait(15)
+    worker.popen.wait(PATIENT_S)
     frontend.end()
     frontend, worker = start(deployment, tmp_path / "cache")
     again, loaded_again = ask(frontend)
@@ -52,7 +53,7 @@ def test_restarted_worker_loads_its_first_long_prompt_from_disk(deployment, tmp_
     assert loaded == {}
     assert again == said
     assert loaded_again["disk"] > 300
-    metrics = httpx.get(f"{worker.url}/metrics", timeout=5).text
+    metrics = httpx.get(f"{worker.url}/metrics", timeout=PATIENT_S).text
     assert 'dynamo_kvbm_memory_utilization_percent{tier="disk"}' in metrics
     assert f"kvbm_matched_tokens {loaded_again['disk']}.0" in metrics
 
@@ -62,10 +63,9 @@ def test_clearing_blocks_empties_every_tier(deployment, tmp_path):
     ask(frontend)
     eventually(
         lambda: report(worker)["copied"]["offload_blocks_h2d"] > 20,
-        within_s=20,
         what="blocks on disk",
     )
-    assert httpx.post(f"{frontend.url}/clear_kv_blocks", timeout=10).status_code == 200
+    assert httpx.post(f"{frontend.url}/clear_kv_blocks", timeout=PATIENT_S).status_code == 200
 
     assert [tier["used_blocks"] for tier in report(worker)["tiers"]] == [0, 0, 0]
     assert ask(frontend)[1] == {}
@@ -85,7 +85,7 @@ def test_clearing_blocks_empties_every_tier(deployment, tmp_path):
 def test_impossible_tiers_are_refused_in_one_sentence(deployment, flags, expected):
     answer = subprocess.run(
         [sys.executable, "-m", "dynamo.native", "--connector", "kvbm", *flags],
-        env=deployment.environ, capture_output=True, text=True, timeout=60,
+        env=deployment.environ, capture_output=True, text=True, timeout=PATIENT_S,
     )  # fmt: skip
 
     assert answer.returncode == 2

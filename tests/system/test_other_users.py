@@ -13,6 +13,7 @@ from deployment import MODEL
 
 from dynamo.protocols import instances, kv_transfer, model_card
 from dynamo.runtime import component
+from waiting import PATIENT_S
 
 ATTACKS = pathlib.Path(__file__).with_name("other_user.py")
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
@@ -48,7 +49,7 @@ def attack(target):
         [sys.executable, str(ATTACKS), json.dumps(target)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENT_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

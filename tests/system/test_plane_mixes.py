@@ -6,7 +6,9 @@ import signal
 import httpx
 import mixes
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
+
+from waiting import PATIENT_S, eventually
 
 WORKER = ("--speedup-ratio", "50", "--block-size", "16")
 FORGOTTEN_S = 15  # a lease of etcd is 10 s; files are quicker
@@ -20,13 +22,13 @@ def mixed(request, deployment, tmp_path):
 
 
 def is_listing(frontend, num_workers):
-    answer = httpx.get(f"{frontend.url}/health", timeout=5).json()
+    answer = httpx.get(f"{frontend.url}/health", timeout=PATIENT_S).json()
     return len(answer["instances"]) == num_workers
 
 
 def cached_tokens(frontend, text):
     body = {"model": MODEL, "prompt": text, "max_tokens": 4}
-    answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=PATIENT_S)
     assert answer.status_code == 200, answer.text
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -36,14 +38,14 @@ def test_request_goes_to_the_worker_with_its_prefix(mixed):
     workers = [mixed.mocker(*WORKER) for _ in range(3)]
     frontend.others += workers
     frontend.await_models([MODEL])
-    eventually(lambda: is_listing(frontend, 3), within_s=30, what="three workers")
+    eventually(lambda: is_listing(frontend, 3), what="three workers")
     texts = [f"{number} once upon a time " * 60 for number in range(6)]
     first = [cached_tokens(frontend, text) for text in texts]
 
     def are_all_found():  # the events of what is cached take their time
         return all(cached_tokens(frontend, text) > 100 for text in texts)
 
-    eventually(are_all_found, within_s=20, what="each prefix at its worker")
+    eventually(are_all_found, what="each prefix at its worker")
 
     assert max(first) < 100
 
@@ -55,7 +57,7 @@ def test_workers_join_and_leave(mixed):
     assert frontend.chat(max_tokens=4).status_code == 200
 
     worker.kill()
-    frontend.await_models([], within_s=FORGOTTEN_S)
+    frontend.await_models([])
 
     assert frontend.chat(max_tokens=4).status_code == 503
 

@@ -8,17 +8,18 @@ import threading
 
 import httpx
 import pytest
-from deployment import MODEL, chat, eventually
+from deployment import MODEL, chat
 
 import ports
+from waiting import PATIENT_S, eventually
 
 pytestmark = pytest.mark.system
-WORKER = "--tick-ms 20 --num-gpu-blocks-override 80 --block-size 64 --max-num-seqs 16"
+WORKER = "--tick-ms 10 --num-gpu-blocks-override 80 --block-size 64 --max-num-seqs 16"
 SCALING = (
     "--adjustment-interval", "0.25", "--scale-down-delay", "0.5", "--max-workers", "2",
     "--decode-kv-scale-up-threshold", "0.3", "--decode-kv-scale-down-threshold", "0.15",
 )  # fmt: skip
-NUM_TOKENS = 400  # of an answer: eight seconds
+NUM_TOKENS = 400  # of an answer: four seconds
 
 
 class Planner:
@@ -34,7 +35,7 @@ class Planner:
     def decisions(self):
         self.process.check()
         try:
-            return httpx.get(f"{self.url}/planner/decisions", timeout=2).json()["decisions"]
+            return httpx.get(f"{self.url}/planner/decisions", timeout=PATIENT_S).json()["decisions"]
         except httpx.TransportError:
             return []
 
@@ -44,7 +45,7 @@ class Planner:
         return rows[0]["present"]["decode"] if rows else 0
 
     def metric(self, name):
-        text = httpx.get(f"{self.url}/metrics", timeout=5).text
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENT_S).text
         rows = [row for row in text.splitlines() if row.startswith(f"dynamo_planner_{name}")]
         return sum(float(row.rpartition(" ")[2]) for row in rows)
 
@@ -60,7 +61,7 @@ def stream_to_the_end(frontend):
     body = chat("Tell me a story", stream=True, ignore_eos=True, **fields)
     usage, end = None, None
     with (
-        httpx.Client(timeout=60) as client,
+        httpx.Client(timeout=PATIENT_S) as client,
         client.stream("POST", f"{frontend.url}/v1/chat/completions", json=body) as answer,
     ):
         assert answer.status_code == 200, answer.read()
@@ -91,7 +92,6 @@ def test_workers_come_and_go_under_streams_and_no_answer_is_cut(deployment, fron
         try:
             eventually(
                 lambda: planner.metric("num_decode_replicas") == 2,
-                within_s=60,
                 what="a second worker serves",
             )
         finally:
@@ -105,18 +105,17 @@ def test_workers_come_and_go_under_streams_and_no_answer_is_cut(deployment, fron
 
     assert set(answers) == {(NUM_TOKENS, "[DONE]")}
     assert planner.metric("scaling_events_total") >= 2
-    eventually(lambda: planner.metric("num_decode_replicas") == 1, within_s=60, what="one is left")
+    eventually(lambda: planner.metric("num_decode_replicas") == 1, what="one is left")
 
 
 def test_missing_metrics_change_nothing_and_are_said(deployment, frontend):
     planner = Planner(deployment, frontend)
     frontend.await_models([MODEL])
     frontend.signal(signal.SIGTERM)
-    frontend.popen.wait(10)
+    frontend.popen.wait(PATIENT_S)
 
     eventually(
         lambda: any("no metrics" in row["reason"] for row in planner.decisions()[:1]),
-        within_s=10,
         what="the reason",
     )
     assert planner.decisions()[0]["outcome"] == "skipped"
@@ -133,17 +132,21 @@ def test_served_model_sleeps_and_wakes_for_a_request(deployment):
         *("--planner-flags", flags, "--worker-flags", "--tick-ms 5"),
     )
     url = f"http://127.0.0.1:{port}"
-    eventually(lambda: "answers at" in process.log.read_text(), within_s=30, what="it serves")
+    eventually(lambda: "answers at" in process.log.read_text(), what="it serves")
     decisions = re.search(r"decisions at (\S+)", process.log.read_text())[1]
 
     def present():
         process.check()
-        return httpx.get(decisions, timeout=2).json()["decisions"][0]["present"]["decode"]
+        try:
+            rows = httpx.get(decisions, timeout=PATIENT_S).json()["decisions"]
+        except httpx.TransportError:  # it starts
+            rows = []
+        return rows[0]["present"]["decode"] if rows else None
 
     for _ in range(2):
-        eventually(lambda: present() == 0, within_s=30, what="it sleeps")
+        eventually(lambda: present() == 0, what="it sleeps")
         body = chat("Tell me a story", max_tokens=8)
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=40)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENT_S)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 8
 
@@ -152,7 +155,7 @@ def test_second_planner_stands_by(deployment, frontend):
     first = Planner(deployment, frontend)
     frontend.await_models([MODEL])
     second = Planner(deployment, frontend)
-    eventually(lambda: second.decisions(), within_s=15, what="the second planner decides")
+    eventually(lambda: second.decisions(), what="the second planner decides")
 
     assert not second.decisions()[0]["is_leader"]
     assert first.decisions()[0]["is_leader"]

@@ -7,7 +7,9 @@ import re
 
 import httpx
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
+
+from waiting import PATIENT_S, eventually
 
 CONNECTED = re.compile(r"prefill worker \w+ is connected")
 ALONE = "alone"  # the same model, served by a worker that computes all by itself
@@ -37,16 +39,14 @@ class Pools:
         return self.worker("--disaggregation-mode", "agg", *at)
 
     def ready(self, models=(MODEL,), num_prefill=2):
-        self.frontend.await_models(list(models), within_s=120)
+        self.frontend.await_models(list(models))
         for decode in self.decode:
             eventually(
                 lambda decode=decode: len(CONNECTED.findall(decode.log.read_text())) >= num_prefill,
-                within_s=60,
                 what="a decode worker is connected to the prefill workers",
             )
         eventually(
             lambda: "by prefill workers of" in self.frontend.log.read_text(),
-            within_s=30,
             what="the frontend knows the prefill workers",
         )
 
@@ -60,7 +60,7 @@ class Pools:
             "nvext": {"ignore_eos": True, "extra_fields": ["worker_id", "timing"]},
             **fields,
         }
-        answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=120)
+        answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=PATIENT_S)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -70,7 +70,7 @@ class Pools:
 
     def routed(self, **labels):
         """How many prompts the frontend had computed so."""
-        text = httpx.get(f"{self.frontend.url}/metrics", timeout=10).text
+        text = httpx.get(f"{self.frontend.url}/metrics", timeout=PATIENT_S).text
         rows = [
             row for row in text.splitlines() if row.startswith("dynamo_frontend_routed_prefill")
         ]
@@ -138,12 +138,10 @@ def test_killed_prefill_worker_loses_no_request(pools):
     prompts = [prompt(300, i) for i in range(60)]
     with concurrent.futures.ThreadPoolExecutor(12) as threads:
         answers = threads.map(pools.ask, prompts)
-        eventually(lambda: pools.routed(where="remote") >= 10, within_s=60, what="traffic")
+        eventually(lambda: pools.routed(where="remote") >= 10, what="traffic")
         pools.prefill[0].kill()
         answers = list(answers)
-    eventually(
-        lambda: pools.routed(where="remote") >= 50, within_s=5, what="the other one computed them"
-    )
+    eventually(lambda: pools.routed(where="remote") >= 50, what="the other one computed them")
     pools.prefill[1].kill()
     last = pools.ask(prompt(310))
 
@@ -157,7 +155,7 @@ def test_prefill_worker_is_enough_to_disaggregate(deployment):
     frontend = deployment.frontend("--router-mode", "kv")
     decode, prefill = deployment.native("--max-local-prefill-length", "0"), None
     frontend.others.append(decode)
-    frontend.await_models([MODEL], within_s=120)
+    frontend.await_models([MODEL])
     before = _count(frontend)
     prefill = deployment.native("--is-prefill-worker")
     frontend.others.append(prefill)
@@ -166,13 +164,12 @@ def test_prefill_worker_is_enough_to_disaggregate(deployment):
             "by prefill workers of" in frontend.log.read_text()
             and CONNECTED.search(decode.log.read_text())
         ),
-        within_s=120,
         what="the prefill worker is known",
     )
     answer = httpx.post(
         f"{frontend.url}/v1/completions",
         json={"model": MODEL, "prompt": prompt(100), "max_tokens": 4, "temperature": 0},
-        timeout=60,
+        timeout=PATIENT_S,
     )
 
     assert answer.status_code == 200, answer.text
@@ -181,6 +178,6 @@ def test_prefill_worker_is_enough_to_disaggregate(deployment):
 
 def _count(frontend):
     """How many prompts the frontend had computed by prefill workers."""
-    text = httpx.get(f"{frontend.url}/metrics", timeout=10).text
+    text = httpx.get(f"{frontend.url}/metrics", timeout=PATIENT_S).text
     rows = [row for row in text.splitlines() if "routed_prefills_total{" in row]
     return sum(float(row.rpartition(" ")[2]) for row in rows if 'where="remote"' in row)

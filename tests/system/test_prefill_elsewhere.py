@@ -7,12 +7,13 @@ import signal
 
 import httpx
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
 from split import ALONE, ALWAYS, Split, prefills, prompt, until_idle
 
 from checkpoints import make_checkpoint
 from dynamo.worker import model_source
 from transfer_peer import NIXL
+from waiting import eventually
 
 HOLD_S = 3.0
 SHORT_HOLD = ("--kv-hold-s", str(HOLD_S))
@@ -34,7 +35,6 @@ def long_model(tmp_path):
     return directory
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["shm", "tcp", NIXL])
 def test_32_concurrent_answers_equal_those_of_an_aggregated_worker(split, backend, long_model):
     way = ("--model", str(long_model), "--kv-transfer-backends", backend)
@@ -80,14 +80,12 @@ def test_decode_worker_computes_prompts_without_a_prefill_worker(split):
 
 def test_prefill_worker_alone_serves_no_model(split):
     prefill = split.prefill()
-    eventually(
-        lambda: "serving storyteller" in prefill.log.read_text(), within_s=30, what="it serves"
-    )
+    eventually(lambda: "serving storyteller" in prefill.log.read_text(), what="it serves")
     decode = split.decode()
     split.ready(decode)  # the frontend has seen the prefill worker's card by now
     decode.end()
 
-    split.frontend.await_models([], within_s=10)
+    split.frontend.await_models([])
 
 
 def test_worker_without_a_mode_uses_prefill_workers(split):
@@ -107,9 +105,7 @@ def test_restarting_prefill_workers_lose_no_request(split):
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         answers = threads.map(split.ask, prompts)
         before = prefills(decode, "remote")
-        eventually(
-            lambda: prefills(decode, "remote") >= before + 5, within_s=20, what="it is at work"
-        )
+        eventually(lambda: prefills(decode, "remote") >= before + 5, what="it is at work")
         doomed.kill()
         answers = list(answers)
     newborn = split.prefill()
@@ -129,13 +125,11 @@ def test_terminated_prefill_worker_waits_until_its_blocks_are_read(split):
     split.ready(decode)
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         asked = [threads.submit(split.ask, prompt(1500, i)) for i in range(8)]
-        eventually(
-            lambda: leaving.metric("requests_total") == 8, within_s=30, what="it has them all"
-        )
+        eventually(lambda: leaving.metric("requests_total") == 8, what="it has them all")
         leaving.signal(signal.SIGTERM)
 
         assert all(one.result() for one in asked)
-    assert leaving.exit_code(60) == 0
+    assert leaving.exit_code() == 0
     assert "nobody came" not in leaving.log.read_text()
     assert prefills(decode, "fallback") == 0
     until_idle(decode)
@@ -147,9 +141,7 @@ def test_prompt_of_a_dead_prefill_worker_goes_to_another(split):
     doomed.signal(signal.SIGSTOP)
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         answers = threads.map(split.ask, [prompt(200, i) for i in range(8)])
-        eventually(
-            lambda: prefills(decode, "remote") >= 4, within_s=10, what="the other one has answered"
-        )
+        eventually(lambda: prefills(decode, "remote") >= 4, what="the other one has answered")
         doomed.kill()
 
         assert len(list(answers)) == 8
@@ -165,14 +157,14 @@ def test_stopped_prefill_worker_delays_but_loses_no_request(split, backend):
     split.ready(decode)
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         answers = threads.map(split.ask, [prompt(500, i) for i in range(24)])
-        eventually(lambda: prefills(decode, "remote") >= 1, within_s=20, what="a prompt was copied")
+        eventually(lambda: prefills(decode, "remote") >= 1, what="a prompt was copied")
         stuck.signal(signal.SIGSTOP)
 
         assert len(list(answers)) == 24
     assert prefills(decode, "fallback") > 0
     until_idle(decode)
     stuck.signal(signal.SIGCONT)
-    until_idle(stuck, within_s=25)
+    until_idle(stuck)
 
 
 def test_blocks_leased_to_a_dead_decode_worker_are_freed(split):
@@ -180,13 +172,11 @@ def test_blocks_leased_to_a_dead_decode_worker_are_freed(split):
     split.ready(decode)
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         asked = [threads.submit(split.ask, prompt(700, i)) for i in range(16)]
-        eventually(
-            lambda: prefill.metric("kvstats_active_blocks") > 0, within_s=10, what="it computes"
-        )
+        eventually(lambda: prefill.metric("kvstats_active_blocks") > 0, what="it computes")
         decode.kill()
         concurrent.futures.wait(asked)  # they fail: nobody else could answer
 
-    until_idle(prefill, within_s=HOLD_S + 10)
+    until_idle(prefill)
 
 
 def test_disconnected_clients_leave_no_block_leased(split):
@@ -202,5 +192,5 @@ def test_disconnected_clients_leave_no_block_leased(split):
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         list(threads.map(leave, range(40)))
 
-    until_idle(decode, prefill, within_s=HOLD_S + 10)
+    until_idle(decode, prefill)
     assert split.ask(prompt(100))

@@ -5,13 +5,13 @@ import re
 import signal
 
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
 from test_prefill_elsewhere import ALONE, SHORT_HOLD, Split, prefills, prompt, until_idle
 
 from etcd_server import EtcdServer
 from nats_server import NatsServer
+from waiting import eventually
 
-pytestmark = pytest.mark.timeout(180)  # many processes, and perhaps two cores
 BY_QUEUE = ("--prefill-queue", "queue", "--prefill-timeout-s", "60")
 ONLY_THE_QUEUE = {"DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
 ALL_OVER_NATS = {
@@ -57,13 +57,13 @@ def has_taken(worker):
 def test_job_of_a_killed_worker_goes_to_another(mixed):
     decode, _ = mixed.decode(*BY_QUEUE), mixed.alone()
     doomed, other = mixed.prefill(*BY_QUEUE), mixed.prefill(*BY_QUEUE)
-    mixed.frontend.await_models([ALONE, MODEL], within_s=90)
+    mixed.frontend.await_models([ALONE, MODEL])
     mixed.ready(decode, num_prefill=2, models=[ALONE, MODEL])
     prompts = [prompt(600, i) for i in range(16)]  # a few are computed, the others wait
     expected = mixed.ask_all(prompts, model=ALONE)
     with concurrent.futures.ThreadPoolExecutor(32) as threads:
         asked = [threads.submit(mixed.ask, one) for one in prompts]
-        eventually(lambda: has_taken(doomed), within_s=30, what="it computes")
+        eventually(lambda: has_taken(doomed), what="it computes")
         doomed.kill()
         answers = [one.result() for one in asked]
 
@@ -79,7 +79,7 @@ def test_terminated_worker_returns_its_jobs_and_finishes(split):
     split.ready(decode, num_prefill=2)
     with concurrent.futures.ThreadPoolExecutor(24) as threads:
         answers = threads.map(split.ask, [prompt(500, i) for i in range(24)])
-        eventually(lambda: has_taken(leaving), within_s=30, what="it computes")
+        eventually(lambda: has_taken(leaving), what="it computes")
         leaving.signal(signal.SIGTERM)
 
         assert len(list(answers)) == 24
@@ -108,7 +108,7 @@ def test_prompts_are_computed_locally_during_an_outage_of_nats(split, nats):
         return prefills(decode, "remote") > before
 
     is_elsewhere.num = 0
-    eventually(is_elsewhere, within_s=60, what="the queue is used again")
+    eventually(is_elsewhere, what="the queue is used again")
     until_idle(decode, prefill)
 
 
@@ -117,10 +117,10 @@ def test_lost_clients_and_decode_workers_leave_nothing_behind(split):
     split.ready(decode)
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         asked = [threads.submit(split.ask, prompt(700, i)) for i in range(16)]
-        eventually(lambda: has_taken(prefill), within_s=30, what="it computes")
+        eventually(lambda: has_taken(prefill), what="it computes")
         decode.kill()
         concurrent.futures.wait(asked)
-    until_idle(prefill, within_s=30)
+    until_idle(prefill)
     newborn = split.decode(*BY_QUEUE)
     split.ready(newborn)
     split.ask(prompt(300, 99))
@@ -134,6 +134,6 @@ def test_queue_without_a_server_is_one_sentence(deployment):
     worker = deployment.native("--is-prefill-worker", *BY_QUEUE)
     worker.may_end = True
 
-    assert worker.exit_code(60) == 2
+    assert worker.exit_code() == 2
     last = worker.log.read_text().splitlines()[-1]
     assert re.search(r"no NATS server at 127\.0\.0\.1:1 .*DYN_PREFILL_QUEUE=direct", last)

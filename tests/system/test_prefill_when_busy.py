@@ -5,7 +5,9 @@ import json
 import re
 
 import httpx
-from deployment import MODEL, eventually
+from deployment import MODEL
+
+from waiting import PATIENT_S, eventually
 
 CONDITION = json.dumps({"policy": "prefill_load", "prefill_busy_threshold": 0})
 ROUTED = re.compile(r'^dynamo_frontend_routed_prefills_total\{.*where="(\w+)".*\} (\d+)', re.M)
@@ -13,7 +15,7 @@ ROUTED = re.compile(r'^dynamo_frontend_routed_prefills_total\{.*where="(\w+)".*\
 
 def routed(frontend):
     """How many prompts were computed where."""
-    page = httpx.get(f"{frontend.url}/metrics", timeout=10).text
+    page = httpx.get(f"{frontend.url}/metrics", timeout=PATIENT_S).text
     return {where: int(number) for where, number in ROUTED.findall(page)}
 
 
@@ -26,13 +28,11 @@ def test_prompt_stays_local_while_the_prefill_worker_is_busy(deployment):
     frontend.others = [prefill, decode]
     frontend.await_models([MODEL])
     for log, words in ((frontend.log, "by prefill workers of"), (decode.log, " is connected")):
-        eventually(lambda log=log, words=words: words in log.read_text(), within_s=30, what=words)
+        eventually(lambda log=log, words=words: words in log.read_text(), what=words)
 
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         first = threads.submit(frontend.chat, "Tell me a story", max_tokens=2)
-        eventually(
-            lambda: prefill.metric("inflight_requests") == 1, within_s=30, what="a prompt there"
-        )
+        eventually(lambda: prefill.metric("inflight_requests") == 1, what="a prompt there")
         second = frontend.chat("And another one", max_tokens=2)
         while_busy = routed(frontend)
         assert first.result().status_code == 200

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from dynamo.planner import profile_files
+from waiting import PATIENT_S
 
 pytestmark = pytest.mark.system
 FLAGS = (
@@ -16,7 +17,7 @@ FLAGS = (
 
 def profile(directory, *flags):
     command = [sys.executable, "-m", "dynamo.profiler", "--output", str(directory), *FLAGS, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S, check=False)
 
 
 def test_sweep_measures_what_an_interrupted_one_left_and_recommends(tmp_path):

@@ -8,8 +8,7 @@ from dynamo.base import clock as clocks
 from dynamo.protocols import generate
 from dynamo.router import kv_event_subscriber, prefix_index
 from dynamo.runtime import component
-
-WITHIN_S = 20
+from waiting import PATIENT_S
 
 
 class Router:
@@ -47,7 +46,7 @@ class Router:
         return held
 
     async def until(self, is_so):
-        async with asyncio.timeout(WITHIN_S):
+        async with asyncio.timeout(PATIENT_S):
             while not is_so(self.held()):
                 await asyncio.sleep(0.01)
 

@@ -5,7 +5,9 @@ import random
 import threading
 
 import httpx
-from deployment import MODEL, eventually
+from deployment import MODEL
+
+from waiting import PATIENT_S, eventually
 
 NUM_PREFIXES, REPEATS = 8, 6
 # each cache holds half of the prefixes
@@ -23,7 +25,7 @@ def prefix(number):
 def ask(frontend, text):
     """The usage of an answer."""
     body = {"model": MODEL, "prompt": text, "max_tokens": 4}
-    answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=PATIENT_S)
     assert answer.status_code == 200, answer.text
     return answer.json()["usage"]
 
@@ -43,7 +45,7 @@ def load(frontends):
 
 
 def is_listing(frontend, num_workers):
-    answer = httpx.get(f"{frontend.url}/health", timeout=5).json()
+    answer = httpx.get(f"{frontend.url}/health", timeout=PATIENT_S).json()
     return len(answer["instances"]) == num_workers
 
 
@@ -52,7 +54,7 @@ def start(deployment, num_frontends, *flags):
     frontends = [deployment.frontend(*KV, *flags) for _ in range(num_frontends)]
     for frontend in frontends:
         frontend.await_models([MODEL])
-        eventually(lambda f=frontend: is_listing(f, 3), within_s=30, what="three workers")
+        eventually(lambda f=frontend: is_listing(f, 3), what="three workers")
     return workers, frontends
 
 
@@ -65,7 +67,7 @@ def test_repeated_prompt_hits_the_cache(deployment):
 def test_two_synced_frontends_hit_as_often_as_one(deployment):
     _, alone = start(deployment, 1)
     found_alone = load(alone)
-    httpx.post(f"{alone[0].url}/clear_kv_blocks", timeout=10)
+    httpx.post(f"{alone[0].url}/clear_kv_blocks", timeout=PATIENT_S)
     pair = [deployment.frontend(*KV, "--router-replica-sync") for _ in range(2)]
     for frontend in pair:
         frontend.await_models([MODEL])
@@ -77,7 +79,7 @@ def test_killed_worker_gets_no_request_after_it_is_noticed(deployment):
     workers, (frontend,) = start(deployment, 1)
     load([frontend])
     workers[0].kill()
-    eventually(lambda: is_listing(frontend, 2), within_s=5, what="two workers")
+    eventually(lambda: is_listing(frontend, 2), what="two workers")
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         told = list(pool.map(lambda n: ask(frontend, prefix(n)), range(NUM_PREFIXES)))
@@ -94,14 +96,14 @@ def test_worker_killed_under_load_breaks_only_its_own_streams(deployment):
         """Whether it was asked once the worker was known to be gone, and the answer's status."""
         was_noticed = noticed_after.is_set()
         body = {"model": MODEL, "prompt": text, "max_tokens": 16}
-        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=PATIENT_S)
         return was_noticed, answer.status_code, answer.text
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(ask_and_note, text) for text in texts[:120]]
-        eventually(lambda: sum(one.done() for one in asked) >= 30, within_s=60, what="traffic")
+        eventually(lambda: sum(one.done() for one in asked) >= 30, what="traffic")
         workers[0].kill()
-        eventually(lambda: is_listing(frontend, 2), within_s=5, what="two workers")
+        eventually(lambda: is_listing(frontend, 2), what="two workers")
         noticed_after.set()
         asked += [pool.submit(ask_and_note, text) for text in texts[120:]]
         told = [one.result() for one in asked]
@@ -116,13 +118,13 @@ def test_workers_of_one_process_are_routed_by_their_own_caches(deployment):
     fleet = deployment.mocker(*WORKER, "--num-workers", "3")
     frontend = deployment.frontend(*KV)
     frontend.await_models([MODEL])
-    eventually(lambda: is_listing(frontend, 3), within_s=30, what="three workers")
+    eventually(lambda: is_listing(frontend, 3), what="three workers")
 
     assert load([frontend]) > 0.7
     assert fleet.metric("requests_total") == NUM_PREFIXES * REPEATS
 
     fleet.kill()
-    eventually(lambda: frontend.models() == [], within_s=5, what="no model")
+    eventually(lambda: frontend.models() == [], what="no model")
 
 
 def test_ranks_of_one_worker_are_routed_by_their_own_caches(deployment):
@@ -135,7 +137,7 @@ def test_ranks_of_one_worker_are_routed_by_their_own_caches(deployment):
 
 def test_standalone_router_starts_and_stops(deployment):
     router = deployment.run("dynamo.router")
-    eventually(lambda: "routing to" in router.log.read_text(), within_s=30, what="a router")
+    eventually(lambda: "routing to" in router.log.read_text(), what="a router")
 
     router.end()
 

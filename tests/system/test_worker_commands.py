@@ -3,9 +3,10 @@
 import re
 import subprocess
 import sys
-import time
 
 import pytest
+
+from waiting import PATIENT_S
 
 MODULES = ("dynamo.native", "dynamo.mocker")
 
@@ -16,19 +17,17 @@ def run(deployment, *argv):
         env=deployment.environ,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENT_S,
     )
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_help_is_quick_and_imports_no_torch(deployment, module):
-    began_at = time.monotonic()
+def test_help_imports_no_torch(deployment, module):
     answer = run(deployment, "-X", "importtime", "-m", module, "--help")
 
     assert answer.returncode == 0
     assert "--system-port" in answer.stdout
     assert not re.search(r"\|\s+torch$", answer.stderr, re.MULTILINE)
-    assert time.monotonic() - began_at < 10
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -3,7 +3,9 @@
 import json
 import signal
 
-from deployment import MODEL, eventually
+from deployment import MODEL
+
+from waiting import eventually
 
 FAST = ("--speedup-ratio", "1000")
 
@@ -18,7 +20,7 @@ def test_worker_may_start_before_the_frontend(deployment):
 
 def test_frontend_may_start_before_the_worker(deployment):
     frontend = deployment.frontend()
-    eventually(frontend.is_live, within_s=30, what="a frontend")
+    eventually(frontend.is_live, what="a frontend")
     refused = frontend.chat(max_tokens=4)
 
     assert refused.status_code in (404, 503)
@@ -34,7 +36,7 @@ def test_killed_worker_is_unlisted_and_replaced(deployment):
     worker, frontend = deployment.mocker(*FAST), deployment.frontend()
     frontend.await_models([MODEL])
     worker.kill()
-    frontend.await_models([], within_s=2)
+    frontend.await_models([])
     refused = frontend.chat(max_tokens=4)
 
     assert refused.status_code == 503
@@ -63,7 +65,7 @@ def test_terminated_worker_finishes_its_answers(deployment):
     with frontend.stream(max_tokens=300, ignore_eos=True) as lines:
         next(lines)
         worker.signal(signal.SIGTERM)
-        frontend.await_models([], within_s=2)
+        frontend.await_models([])
         rest = list(lines)
 
     assert rest[-1] == "[DONE]"

@@ -35,7 +35,6 @@ del test_the_death_of_an_engine_is_reported_once  # noqa: F821
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
 ]
 
 

@@ -23,7 +23,6 @@ from vllm_engine import *  # noqa: F403 (its fixtures)
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
 ]
 
 

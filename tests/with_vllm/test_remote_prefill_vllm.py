@@ -28,7 +28,6 @@ from vllm_engine import ENVIRONMENT, FLAGS, adapter
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
 ]
 BLOCK = 32
 WORKER = router_api.Worker(1, 0)

@@ -18,7 +18,6 @@ from vllm_engine import *  # noqa: F403 (fixtures: one engine for this module)
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
 ]
 PROMPT = tuple(range(3, 43))
 END = 2  # <|im_end|>

@@ -17,9 +17,10 @@ import pytest
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
     pytest.skip("vllm and nixl are not installed here: make test-vllm", allow_module_level=True)
 
-from deployment import Deployment, eventually
+from deployment import Deployment
 
 import vllm_models
+from waiting import PATIENT_S, eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 MODEL = "qwen3-tiny"
@@ -87,7 +88,7 @@ class Served:
         """All that is said."""
         url = (frontend or self.frontend).url
         asked = body(token_ids, max_tokens, **fields)
-        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=120)
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=PATIENT_S)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -110,7 +111,7 @@ class Served:
             return ahead.result() + late.result()
 
     def forget_prefixes(self):
-        httpx.post(f"{self.frontend.url}/clear_kv_blocks", timeout=60).raise_for_status()
+        httpx.post(f"{self.frontend.url}/clear_kv_blocks", timeout=PATIENT_S).raise_for_status()
 
     def prefills(self, where):
         """How many prompts were computed so."""
@@ -132,7 +133,6 @@ class Served:
         found = []
         eventually(
             lambda: found or found.extend(worker for worker in self.workers if is_busy(worker)),
-            within_s=30,
             what="a busy worker",
         )
         return found[0]
@@ -163,7 +163,7 @@ def prompt(seed, num_tokens):
 def chunks_of(served, asked):
     """The chunks of a streamed answer, one by one."""
     with (
-        httpx.Client(timeout=120) as client,
+        httpx.Client(timeout=PATIENT_S) as client,
         client.stream("POST", f"{served.frontend.url}/v1/completions", json=asked) as answer,
     ):
         assert answer.status_code == 200, answer.read()
@@ -307,8 +307,8 @@ def test_a_cancelled_answer_leaves_vllms_scheduler(served):
     chunks.close()
 
     aborted = "request_status=FINISHED_ABORTED"  # as vLLM's scheduler says
-    eventually(lambda: aborted in worker.log.read_text(), within_s=30, what="it is aborted")
-    eventually(lambda: worker.metric("kvstats_active_blocks") == 0, within_s=30, what="it is gone")
+    eventually(lambda: aborted in worker.log.read_text(), what="it is aborted")
+    eventually(lambda: worker.metric("kvstats_active_blocks") == 0, what="it is gone")
 
 
 def test_answers_survive_a_killed_prefill_worker_unchanged(served):
@@ -323,7 +323,7 @@ def test_answers_survive_a_killed_prefill_worker_unchanged(served):
     served.prefill.signal(signal.SIGSTOP)
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         asking = threads.submit(served.ask_by_both, meanwhile)
-        eventually(lambda: served.num_sent_away() == num_sent + 6, within_s=30, what="all ask")
+        eventually(lambda: served.num_sent_away() == num_sent + 6, what="all ask")
         served.prefill.kill_all()
         interrupted = asking.result()
     assert served.prefills("fallback") == served.routed("fallback") == 3

@@ -16,14 +16,15 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
 
-from deployment import Frontend, Process, Worker, eventually
+from deployment import Frontend, Process, Worker
 
 import ports
 import processes
 import vllm_models
 from vllm_engine import ENVIRONMENT, FLAGS
+from waiting import PATIENT_S, eventually
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 START_S = 400.0
 END_S = 30.0
 
@@ -42,7 +43,7 @@ def worker(tmp_path):
 def is_ready(worker):
     worker.check()
     try:
-        return httpx.get(f"{worker.url}/health", timeout=5).status_code == 200
+        return httpx.get(f"{worker.url}/health", timeout=PATIENT_S).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -65,7 +66,7 @@ def await_gone(pids):
 
 
 def test_a_worker_exports_vllms_metrics_and_ends_with_its_engine(worker):
-    shown = httpx.get(f"{worker.url}/metrics", timeout=5).text
+    shown = httpx.get(f"{worker.url}/metrics", timeout=PATIENT_S).text
     below = processes.descendants(worker.pid)
     worker.may_end = True
     os.kill(core_of(worker), signal.SIGKILL)
@@ -165,7 +166,6 @@ def test_dynamo_serve_that_is_killed_leaves_no_process_socket_or_shared_memory(t
     assert len(below) >= 4
     eventually(
         lambda: not any(os.path.exists(f"/proc/{pid}") for pid in below),
-        within_s=10,
         what=f"the end of {below}",
     )
     assert not [path for path in folder.iterdir() if path.name.startswith("dynamo-")]

@@ -4,6 +4,7 @@ import time
 import pytest
 
 from dynamo.base import clock
+from waiting import PATIENT_S
 
 
 def test_system_clock_returns_the_time_of_the_machine():
@@ -29,7 +30,7 @@ async def test_system_clock_calls_back_after_the_duration_unless_cancelled():
     cancelled.cancel()
     system.call_later(0.002, fired.set)
 
-    await asyncio.wait_for(fired.wait(), 5)
+    await asyncio.wait_for(fired.wait(), PATIENT_S)
 
 
 async def test_system_clock_raises_timeout_error_after_the_duration():

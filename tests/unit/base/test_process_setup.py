@@ -10,6 +10,7 @@ import weakref
 import pytest
 
 from dynamo.base import process_setup
+from waiting import PATIENT_S
 
 INFINITE = resource.RLIM_INFINITY
 PROGRAM = """
@@ -91,4 +92,4 @@ def test_second_signal_ends_the_process(number):
         assert process.stdout.readline() == b"stopping\n"
         process.send_signal(number)
 
-        assert process.wait(10) == 128 + number
+        assert process.wait(PATIENT_S) == 128 + number

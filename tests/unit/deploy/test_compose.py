@@ -8,6 +8,8 @@ import subprocess
 import pytest
 import yaml
 
+from waiting import PATIENT_S
+
 PATH = pathlib.Path(__file__).parents[3] / "deploy" / "docker-compose.yml"
 COMPOSE = yaml.safe_load(PATH.read_text())
 SERVICES = COMPOSE["services"]
@@ -17,7 +19,7 @@ def flags_of(program):
     """Return the flags that a server's help lists."""
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed: as root on Debian, tests/install_services.sh")
-    result = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=30)
+    result = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=PATIENT_S)
     return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", result.stdout + result.stderr))
 
 

@@ -11,6 +11,7 @@ from dynamo.disagg import prefill_workers
 from dynamo.protocols import instances, kv_transfer, model_card
 from dynamo.runtime.backends import memory
 from dynamo.testing import clock as clocks
+from waiting import PATIENT_S
 
 ENDPOINT = instances.EndpointName("dynamo", "prefill", "generate")
 
@@ -71,7 +72,7 @@ class World:
 
 
 async def until(check):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while not check():
             await asyncio.sleep(0)
 

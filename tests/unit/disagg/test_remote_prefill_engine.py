@@ -17,6 +17,7 @@ from dynamo.kvbm import pool, sharing
 from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate, kv_events, kv_transfer, load, model_errors
 from dynamo.runtime.backends import memory
+from waiting import PATIENT_S
 
 REMOTE = kv_params.at_remote()
 FACTS = api.EngineFacts(
@@ -165,7 +166,7 @@ class World:
 
 
 async def until(check):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while not check():
             await asyncio.sleep(0)
 

@@ -11,6 +11,7 @@ from dynamo.observability import metrics as registries
 from dynamo.protocols import blocks, generate
 from dynamo.runtime import component, requests
 from dynamo.testing import clock as clocks
+from waiting import PATIENT_S
 
 REQUEST = generate.Request(id="r", model="m", token_ids=blocks.pack([1, 2, 3]))
 
@@ -70,7 +71,7 @@ class World:
         return self.work
 
     async def until_size(self, expected):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENT_S):
             while self.queue.size != expected:
                 await self.clock.advance(shared_queue.COUNT_S)
 
@@ -127,7 +128,7 @@ async def test_full_queue_raises_overloaded(world):
 
 async def test_waiting_prompt_fails_when_the_last_worker_is_gone(world):
     asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENT_S):
         while not world.work.pushed:
             await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -145,7 +146,7 @@ async def test_prompt_fails_when_all_remaining_workers_have_failed(world, monkey
     monkeypatch.setattr(shared_queue.prefill_queue, "request_prefill", fail)
     world.client.ids.append(2)
     asking = asyncio.ensure_future(world.queue.prefill(REQUEST, timeout_s=20))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENT_S):
         while not world.work.pushed:
             await asyncio.sleep(0)
     job = msgspec.msgpack.decode(world.work.pushed[0], type=shared_queue.PrefillJob)
@@ -258,7 +259,7 @@ async def joined(monkeypatch):
 
 
 async def until(is_so):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENT_S):
         while not is_so():
             await asyncio.sleep(0.002)
 

@@ -9,6 +9,7 @@ import zmq
 from dynamo.base import errors
 from dynamo.engine.adapters import kv_subscriber, settings
 from dynamo.protocols import kv_events
+from waiting import PATIENT_S
 
 BLOCK = 2
 
@@ -72,7 +73,7 @@ class Listener:
 
     async def next_tokens(self):
         """The rank and the number of the next stored block's tokens."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENT_S):
             return await self.told.get()
 
 

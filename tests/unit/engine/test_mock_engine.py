@@ -9,6 +9,7 @@ from dynamo.engine.mock.answers import TokenCycle
 from dynamo.engine.mock.engine import MockEngine
 from dynamo.engine.mock.settings import MockConfig
 from dynamo.protocols import blocks, generate, model_errors
+from waiting import PATIENT_S
 
 
 class FakeClock:
@@ -56,7 +57,7 @@ async def times_of_tokens(num_tokens, **settings):
             stop_conditions=generate.StopConditions(max_tokens=num_tokens),
         )
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         await sink.ended.wait()
     await engine.stop()
     return [round(at, 4) for at in sink.at]
@@ -107,7 +108,7 @@ class Ranks:
         self.changed.set()
 
     async def until_ended(self, num):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENT_S):
             while self.num_ended < num:
                 self.changed.clear()
                 await self.changed.wait()
@@ -211,7 +212,7 @@ async def answer_of(lora_name):
     facts = await engine.start(sink)
     prompt = blocks.pack(range(9))
     engine.submit(generate.Request(id="a", model="m", token_ids=prompt, lora_name=lora_name))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         await sink.ended.wait()
     await engine.stop()
     assert facts.lora_names == ("poet", "clerk")

@@ -14,8 +14,8 @@ from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.sequence import Sampled
 from dynamo.engine.native.settings import NativeConfig
 from dynamo.protocols import blocks, generate
+from waiting import PATIENT_S
 
-DEADLINE_S = 10
 FACTS = api.EngineFacts(
     context_length=64,
     kv_block_size=4,
@@ -37,7 +37,7 @@ class HeldRunner:
 
     def run(self, chunks):
         self.is_running.release()
-        assert self.may_run.acquire(timeout=DEADLINE_S)
+        assert self.may_run.acquire(timeout=PATIENT_S)
         return [self.draw(chunk.sequence) if chunk.samples else None for chunk in chunks]
 
     def draw(self, sequence):
@@ -62,7 +62,7 @@ class Sink:
         pass
 
     async def next(self):
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(PATIENT_S):
             return await self.said.get()
 
 
@@ -129,7 +129,7 @@ def make_request(request_id, token, max_tokens=9, guided=None):
 
 
 def wait_for_step(runner):
-    assert runner.is_running.acquire(timeout=DEADLINE_S)
+    assert runner.is_running.acquire(timeout=PATIENT_S)
 
 
 async def test_a_missing_model_raises_config_error(tmp_path):
@@ -150,7 +150,7 @@ async def test_a_cancelled_start_leaves_no_thread(tmp_path, monkeypatch):
     may_load, runner = threading.Event(), HeldRunner()
 
     def load(path, settings, allocate):
-        assert may_load.wait(DEADLINE_S)
+        assert may_load.wait(PATIENT_S)
         return fake_assembly(runner)
 
     monkeypatch.setattr(engines, "assemble", load)
@@ -161,7 +161,7 @@ async def test_a_cancelled_start_leaves_no_thread(tmp_path, monkeypatch):
     starting.cancel()
     may_load.set()
     await asyncio.gather(starting, return_exceptions=True)
-    await asyncio.to_thread(thread.join, DEADLINE_S)
+    await asyncio.to_thread(thread.join, PATIENT_S)
 
     assert not thread.is_alive()
 

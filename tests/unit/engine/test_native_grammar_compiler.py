@@ -15,9 +15,9 @@ from dynamo.engine.native import grammar_compiler, grammar_trials
 from dynamo.engine.native.grammar_compiler import GrammarCompiler
 from dynamo.protocols import generate
 from guided import EOS, STORYTELLER
+from waiting import PATIENT_S
 
 VOCAB = 4096
-DEADLINE_S = 60
 ENDLESS = {"type": "integer", "multipleOf": 62615533}
 PATTERNS = {"type": "string", "allOf": [{"pattern": f".*a.{{{i}}}b.*"} for i in range(16)]}
 
@@ -26,7 +26,7 @@ PATTERNS = {"type": "string", "allOf": [{"pattern": f".*a.{{{i}}}b.*"} for i in 
 async def compiler():
     compiler = GrammarCompiler(STORYTELLER / "tokenizer.json", VOCAB)
     yield compiler
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENT_S):
         await compiler.close()
 
 
@@ -43,7 +43,7 @@ def children_of(pid):
 
 
 async def until(condition):
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENT_S):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -10,8 +10,7 @@ from dynamo.engine.native.paging import Paging
 from dynamo.engine.native.scheduler import Scheduler, SchedulerLimits
 from dynamo.engine.native.sequence import Sampled
 from dynamo.protocols import blocks, generate
-
-DEADLINE_S = 10
+from waiting import PATIENT_S
 
 
 class FakeRunner:
@@ -27,7 +26,7 @@ class FakeRunner:
     def run(self, chunks):
         self.threads.add(threading.current_thread().name)
         self.is_held.set()
-        assert self.may_run.wait(DEADLINE_S)
+        assert self.may_run.wait(PATIENT_S)
         return [Sampled(token_id=len(c.sequence.token_ids)) if c.samples else None for c in chunks]
 
     def forget(self, sequence):
@@ -50,7 +49,7 @@ class Running:
         )
 
     def next(self):
-        return self.results.get(timeout=DEADLINE_S)
+        return self.results.get(timeout=PATIENT_S)
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def running():
     yield running
     running.runner.may_run.set()
     running.loop.stop()
-    running.thread.join(DEADLINE_S)
+    running.thread.join(PATIENT_S)
 
     assert not running.thread.is_alive()
 
@@ -77,7 +76,7 @@ def test_each_step_is_one_delivery(running):
 def test_a_request_that_arrives_during_a_step_joins_the_next(running):
     running.runner.may_run.clear()
     running.submit("a", max_tokens=3)
-    assert running.runner.is_held.wait(DEADLINE_S)
+    assert running.runner.is_held.wait(PATIENT_S)
     running.submit("b", max_tokens=2)
     running.submit("c", max_tokens=2)
     running.runner.may_run.set()
@@ -89,12 +88,12 @@ def test_a_request_that_arrives_during_a_step_joins_the_next(running):
 def test_an_abort_frees_its_blocks_before_the_next_step(running):
     running.runner.may_run.clear()
     running.submit("a", max_tokens=50)
-    assert running.runner.is_held.wait(DEADLINE_S)
+    assert running.runner.is_held.wait(PATIENT_S)
     running.loop.abort("a")
     cleared = threading.Event()
     running.loop.clear(cleared.set)
     running.runner.may_run.set()
-    assert cleared.wait(DEADLINE_S)
+    assert cleared.wait(PATIENT_S)
     running.submit("b", max_tokens=1)
     results = [running.next() for _ in range(3)]
 

@@ -18,8 +18,8 @@ from dynamo.kvbm import pool as pools
 from dynamo.protocols import blocks, generate, kv_events
 from dynamo.transfer import api as transfer
 from dynamo.transfer import memory
+from waiting import PATIENT_S
 
-DEADLINE_S = 60
 BLOCK = 4  # tokens
 VOCABULARY = 100
 NUM_USERS, NUM_TURNS = 4, 4
@@ -91,14 +91,14 @@ class Served:
 
     async def answer(self, prompt, **options):
         request_id = self.submit(prompt, **options)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(PATIENT_S):
             await self.sink.ends[request_id]
         return self.sink.tokens[request_id]
 
     async def settle(self):
         """Return when no copy runs or waits: the engine is idle and its report does not change any more."""
         before, same = None, 0
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(PATIENT_S):
             while same < 3:
                 await asyncio.sleep(0.02)
                 report = self.engine.report_tiers()
@@ -303,7 +303,7 @@ class StuckFile:
 
         def read(file, slot, content):
             self.num_reads += 1
-            assert self.may_read.wait(DEADLINE_S)
+            assert self.may_read.wait(PATIENT_S)
             return real(file, slot, content)
 
         monkeypatch.setattr(disk_file.DiskFile, "read", read)
@@ -337,7 +337,7 @@ async def test_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing(
     stuck = StuckFile(monkeypatch)
     async with serving(model, **tiers(100, 400, tmp_path)) as served:
         request_id = served.submit(prompt)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(PATIENT_S):
             while not stuck.num_reads:
                 await asyncio.sleep(0.005)
         served.engine.abort(request_id)
@@ -382,7 +382,7 @@ async def test_decoding_goes_on_while_a_prompt_is_loaded(model, monkeypatch):
 
         def slow_move(operation, *rest):
             if operation is transfer.TransferOperation.READ:
-                assert may_copy.wait(DEADLINE_S)
+                assert may_copy.wait(PATIENT_S)
             real(operation, *rest)
 
         monkeypatch.setattr(memory, "move", slow_move)

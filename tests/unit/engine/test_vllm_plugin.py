@@ -9,19 +9,18 @@ import time
 import pytest
 
 from dynamo.engine.adapters.vllm import plugin
-
-DEADLINE_S = 30
+from waiting import PATIENT_S
 
 
 def wait_as_vllm_does(started):
     plugin.adopt()
     started.send(os.getpid())
-    time.sleep(10 * DEADLINE_S)
+    time.sleep(10 * PATIENT_S)
 
 
 def own_a_child(started):
     multiprocessing.get_context("spawn").Process(target=wait_as_vllm_does, args=(started,)).start()
-    time.sleep(10 * DEADLINE_S)
+    time.sleep(10 * PATIENT_S)
 
 
 @pytest.mark.skipif(
@@ -33,13 +32,13 @@ def test_a_child_ends_with_its_killed_parent(monkeypatch):
     parent = multiprocessing.get_context("spawn").Process(target=own_a_child, args=(there,))
     parent.start()
     there.close()
-    assert here.poll(DEADLINE_S)
+    assert here.poll(PATIENT_S)
     child = here.recv()
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
 
     assert here.poll(
-        DEADLINE_S
+        PATIENT_S
     )  # the pipe's other end is closed: all processes that had it have ended
     with pytest.raises(EOFError):
         here.recv()

@@ -10,6 +10,7 @@ import msgspec
 from dynamo.frontend import config, service
 from dynamo.protocols import blocks, embed, generate, instances, model_card
 from dynamo.runtime import component
+from waiting import PATIENT_S
 
 EOS = 256
 NAME = instances.EndpointName("dynamo", "backend", "generate")
@@ -137,7 +138,7 @@ class Rig:
             service.Frontend(self.settings, runtime, routing, prefill)
         )
         self.client = await self._stack.enter_async_context(
-            httpx.AsyncClient(base_url=self.frontend.url, timeout=10)
+            httpx.AsyncClient(base_url=self.frontend.url, timeout=PATIENT_S)
         )
 
     async def worker(self, name="m", *, kind=Worker, **fields):
@@ -162,7 +163,7 @@ class Rig:
 
     async def until(self, condition):
         """Let things happen until the condition holds."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENT_S):
             while not condition():
                 await asyncio.sleep(0.001)
 

@@ -14,6 +14,7 @@ from frontend_rig import NAME, outputs
 from dynamo.base import errors
 from dynamo.frontend.admission import authentication
 from dynamo.protocols import generate, load
+from waiting import PATIENT_S
 
 KEYS = """
 [tenants.acme]
@@ -295,7 +296,7 @@ async def test_queued_request_starts_when_a_worker_is_free(bare):
         'dynamo_frontend_admission_queue_pending_requests{model="m",policy_class="default",'
         'worker_type="aggregated"}'
     )
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while (await rig.metrics()).get(row) != 1:
             pass
     await tell_load(rig, rig.one, active=10)
@@ -316,7 +317,7 @@ async def test_client_that_leaves_the_queue_counts_as_disconnected(bare):
     rig = await busy_rig(bare, queue_limit=1)
     with pytest.raises(httpx.ReadTimeout):
         await rig.client.post("/v1/chat/completions", json=CHAT, timeout=0.05)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while not (counts := await rig.metrics())["dynamo_frontend_disconnected_clients"]:
             pass
 

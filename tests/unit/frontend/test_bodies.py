@@ -6,6 +6,8 @@ import json
 import grpc
 import pytest
 
+from waiting import PATIENT_S
+
 KEYS = '[[keys]]\nname = "alice"\nkey = "sk-alice-1"\n'
 
 
@@ -22,7 +24,7 @@ async def send(rig, head, body=b""):
     """The answer to these bytes, with its head, until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", rig.frontend.port)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENT_S):
             writer.write(head.encode() + body)
             return await reader.read()
     finally:
@@ -47,7 +49,7 @@ async def test_key_is_checked_before_a_message_comes_over_grpc(bare, tmp_path, m
     await bare.start(api_keys_file=str(path), kserve_grpc_server=True, kserve_grpc_port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{bare.frontend.grpc_port}") as channel:
         call = channel.stream_stream(f"/inference.GRPCInferenceService/{method}")()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENT_S):
             code = await call.code()  # nothing was sent
 
     assert code is grpc.StatusCode.UNAUTHENTICATED

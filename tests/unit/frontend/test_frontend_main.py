@@ -8,6 +8,8 @@ import urllib.request
 
 import pytest
 
+from waiting import PATIENT_S
+
 pytestmark = pytest.mark.system
 COMMAND = [sys.executable, "-m", "dynamo.frontend"]
 
@@ -15,7 +17,7 @@ COMMAND = [sys.executable, "-m", "dynamo.frontend"]
 def run(*flags, **environ):
     return subprocess.run(
         [*COMMAND, *flags],
-        capture_output=True, text=True, timeout=30, env=os.environ | environ, check=False,
+        capture_output=True, text=True, timeout=PATIENT_S, env=os.environ | environ, check=False,
     )  # fmt: skip
 
 
@@ -57,11 +59,11 @@ def test_frontend_process_listens_answers_and_stops(tmp_path, number):
         url = next(
             line.rpartition(" ")[2].strip() for line in process.stderr if "listening on" in line
         )
-        with urllib.request.urlopen(url + "/live", timeout=10) as answer:
+        with urllib.request.urlopen(url + "/live", timeout=PATIENT_S) as answer:
             assert answer.status == 200
         process.send_signal(number)
 
-        assert process.wait(10) == 0
+        assert process.wait(PATIENT_S) == 0
     finally:
         process.kill()
         process.wait()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.protocols import generate, model_card
+from waiting import PATIENT_S
 
 CALL = '<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -349,7 +350,7 @@ async def test_migration_fails_if_the_model_has_changed(bare, tmp_path, caplog):
 
 async def test_client_that_disconnects_during_migration_leaves_nothing_running(rig, caplog):
     leave_after(rig, rig.one, 6)
-    async with httpx.AsyncClient(base_url=rig.frontend.url) as client:
+    async with httpx.AsyncClient(base_url=rig.frontend.url, timeout=PATIENT_S) as client:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
         async with client.stream("POST", "/v1/chat/completions", json=body):
             await rig.until(lambda: "recreating stream" in caplog.text)
@@ -358,7 +359,7 @@ async def test_client_that_disconnects_during_migration_leaves_nothing_running(r
     async def is_over():
         return (await rig.metrics())['dynamo_frontend_inflight_requests{model="m"}'] == 0
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while not await is_over():
             await asyncio.sleep(0.01)
     assert not replacement.requests

@@ -12,6 +12,7 @@ from dynamo.base import errors
 from dynamo.frontend import config, service
 from dynamo.protocols import generate
 from dynamo.runtime import component
+from waiting import PATIENT_S
 
 
 async def test_draining_frontend_is_live_unhealthy_and_refuses_requests(rig):
@@ -112,7 +113,7 @@ async def live(rig, certificates, name):
     trust = ssl.create_default_context(cafile=str(certificates / "authority.pem"))
     if name is not None:
         trust.load_cert_chain(certificates / f"{name}.pem", certificates / f"{name}.key")
-    async with httpx.AsyncClient(verify=trust) as client:
+    async with httpx.AsyncClient(verify=trust, timeout=PATIENT_S) as client:
         return await client.get(rig.frontend.url + "/live")
 
 

@@ -9,6 +9,7 @@ from dynamo.observability import metrics
 from dynamo.runtime.http import server
 from dynamo.semantic import service
 from semantic_configs import ATTACK, CARD, CONFIG
+from waiting import PATIENT_S
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ async def client(tmp_path):
     routing = service.RoutingService(path, metrics.Registry("llm"), at)
     running = server.HttpServer(api.make_routes(routing, at))
     port = await running.start("127.0.0.1", 0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as made:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENT_S) as made:
         yield made
     await running.close()
 

@@ -8,8 +8,9 @@ from dynamo.kvbm import exporter as exporters
 from dynamo.protocols import generate, kv_transfer
 from dynamo.testing import clock as clocks
 from dynamo.transfer import descriptors
+from waiting import PATIENT_S
 
-LONG_S, DEADLINE_S = 60, 10
+LONG_S = 60
 LAYOUT = descriptors.Layout(
     num_blocks=8, block_size=16, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"
 )
@@ -85,7 +86,7 @@ async def test_released_leases_free_their_blocks_and_end_the_wait(exporter, owne
     await asyncio.sleep(0)
     was_done = waiting.done()
     exporter.handle_notification("peer", exporters.release_message(hold(exporter, 1)))
-    await asyncio.wait_for(waiting, DEADLINE_S)
+    await asyncio.wait_for(waiting, PATIENT_S)
 
     assert not was_done
     assert owner.released == [2, 1]
@@ -98,7 +99,7 @@ async def test_expired_lease_frees_its_blocks(owner, caplog):
     await clock.advance(LONG_S - 0.01)
     assert owner.released == []
     await clock.advance(0.01)
-    await asyncio.wait_for(exporter.wait_until_released(), DEADLINE_S)
+    await asyncio.wait_for(exporter.wait_until_released(), PATIENT_S)
 
     assert owner.released == [3]
     assert "no engine read the blocks of lease 3 in time" in caplog.text
@@ -107,7 +108,7 @@ async def test_expired_lease_frees_its_blocks(owner, caplog):
 async def test_cancelled_lease_frees_its_blocks_at_once(exporter, owner):
     exporter.cancel_lease(output())
     exporter.cancel_lease(generate.Output((5,)))
-    await asyncio.wait_for(exporter.wait_until_released(), DEADLINE_S)
+    await asyncio.wait_for(exporter.wait_until_released(), PATIENT_S)
 
     assert owner.released == [3]
 

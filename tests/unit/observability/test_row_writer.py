@@ -9,6 +9,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.observability import metrics, row_writer
+from waiting import PATIENT_S
 
 SINKS = "DYN_AUDIT_SINKS"
 
@@ -56,7 +57,7 @@ def test_full_buffer_is_written_before_the_flush_interval_ends(tmp_path, dropped
     )
     writer.put({}, 10)
 
-    assert written.wait(10)
+    assert written.wait(PATIENT_S)
     writer.close()
 
 
@@ -71,7 +72,7 @@ def test_full_compressed_file_is_followed_by_the_next(tmp_path, dropped):
     writer = row_writer.RowWriter(rolling, encode_and_signal, dropped)
     for n in range(3):
         writer.put({"n": n}, 2**21)  # more than enough to be written at once
-        assert written.acquire(timeout=10)
+        assert written.acquire(timeout=PATIENT_S)
     writer.close()
     files = sorted(tmp_path.glob("a-*.jsonl.gz"))
 
@@ -85,12 +86,12 @@ def test_row_beyond_the_capacity_is_dropped_and_counted(tmp_path, dropped):
 
     def wait(row):
         is_busy.set()
-        may_write.wait(10)
+        may_write.wait(PATIENT_S)
         return encode(row)
 
     writer = row_writer.RowWriter(options(tmp_path / "a", capacity=2), wait, dropped)
     writer.put({"n": 0})  # half of the capacity: the thread takes it
-    assert is_busy.wait(10)
+    assert is_busy.wait(PATIENT_S)
     for n in range(1, 6):
         writer.put({"n": n})
     may_write.set()

@@ -8,6 +8,7 @@ from dynamo.launch import allocation, children, guard
 from dynamo.planner.local_connector import LocalConnector
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
+from waiting import PATIENT_S
 
 
 class Registered:
@@ -67,7 +68,7 @@ async def decode_state(connector):
 
 
 async def until(check):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         while not await check():
             await asyncio.sleep(0.01)
 

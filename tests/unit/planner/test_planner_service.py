@@ -10,6 +10,7 @@ from dynamo.planner.config import ScalingConfig
 from dynamo.planner.observation import Fresh, Missing, PoolLoad, PoolState, Traffic
 from dynamo.planner.service import Leadership, PlannerService
 from dynamo.runtime.backends import memory
+from waiting import PATIENT_S
 
 
 class Source:
@@ -81,12 +82,12 @@ async def parts():
 
 
 async def decisions_of(url):
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENT_S) as client:
         return (await client.get(f"{url}/planner/decisions")).json()["decisions"]
 
 
 async def until(check):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         while not await check():
             await asyncio.sleep(0.01)
 
@@ -111,7 +112,7 @@ async def test_metrics_show_the_desired_workers_and_count_events(parts):
         return orders.num_ready == 2
 
     await until(has_grown)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENT_S) as client:
         page = (await client.get(f"{url}/metrics")).text
     assert 'dynamo_planner_desired_replicas{model_name="",pool="decode"} 2.0' in page
     assert (

@@ -9,6 +9,7 @@ from dynamo.protocols import load as load_events
 from dynamo.router import api, replica_sync
 from dynamo.router.api import Decision, Prompt
 from dynamo.runtime import component
+from waiting import PATIENT_S
 
 PROMPT = Prompt(num_tokens=8, block_size=4, sequence_hashes=[1, 2])
 
@@ -38,7 +39,7 @@ class Router:
         self.sync.publish_add(key, Decision(api.Worker(7), 1.0), PROMPT)
 
     async def until(self, **others):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENT_S):
             while self.others != others:
                 self.heard.clear()
                 await self.heard.wait()

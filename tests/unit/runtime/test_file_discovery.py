@@ -10,6 +10,7 @@ import watchfiles
 from dynamo.base import errors
 from dynamo.runtime.backends import file
 from dynamo.runtime.discovery import Delete, Put
+from waiting import PATIENT_S
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ async def join(tmp_path):
 
 
 async def take(watch):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         return await anext(watch)
 
 
@@ -70,7 +71,7 @@ async def test_a_directory_that_is_removed_comes_back_with_the_keys(join, tmp_pa
     await b.put("b", b"2")
     watch = b.watch("c")
     (tmp_path / "kv").rename(tmp_path / "away")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while await b.get_prefix("") != {"a": b"1", "b": b"2"}:
             pass
     await a.put("c", b"3")
@@ -96,7 +97,7 @@ async def test_watch_reports_no_deletion_while_the_disk_fails(join, tmp_path, mo
         await b.get_prefix("")
     await a.put("k", b"2")
     for _ in range(4):
-        await asyncio.to_thread(refusals.acquire, timeout=5)
+        await asyncio.to_thread(refusals.acquire, timeout=PATIENT_S)
     monkeypatch.setattr(os, "scandir", scandir)
     await a.put("k", b"3")
     changes = [await take(watch)]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dynamo.base import errors
 from dynamo.runtime.http import exchange, parser, server
+from waiting import PATIENT_S
 
 QUICK = parser.HttpLimits(request_s=0.05, idle_s=0.05, linger_s=0.05, sweep_s=0.01)
 
@@ -40,7 +41,7 @@ async def connected(running):
 
 async def talk(running, data):
     """Everything the server says to `data` until it closes."""
-    async with connected(running) as (reader, writer), asyncio.timeout(5):
+    async with connected(running) as (reader, writer), asyncio.timeout(PATIENT_S):
         writer.write(data)
         return await reader.read()
 
@@ -52,7 +53,7 @@ def last(path="/", method="GET", head="", body=b""):
 
 async def until(condition):
     """Let the loop run until the condition holds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -305,7 +306,7 @@ async def test_a_request_that_trickles_is_refused_too():
 async def test_an_idle_connection_is_closed_after_a_while():
     async with serving(hello, QUICK) as running, connected(running) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENT_S):
             text = await reader.read()
 
     assert text.endswith(b"hello /")
@@ -313,7 +314,7 @@ async def test_an_idle_connection_is_closed_after_a_while():
 
 async def test_a_connection_that_never_speaks_is_closed_after_a_while():
     async with serving(hello, QUICK) as running, connected(running) as (reader, _):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENT_S):
             with contextlib.suppress(ConnectionError):
                 await reader.read()
         await until(lambda: not running.connections)
@@ -372,7 +373,7 @@ async def test_a_client_that_goes_away_is_noticed_at_once():
         async with connected(running) as (_, writer):
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             await until(lambda: kept)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENT_S):
             await gone.wait()
 
         assert kept[0].is_closed

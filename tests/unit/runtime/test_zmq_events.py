@@ -13,6 +13,7 @@ import tcp_proxy
 from dynamo.base import errors, membership
 from dynamo.protocols import instances
 from dynamo.runtime.backends import memory, zmq
+from waiting import PATIENT_S
 
 TOPIC = "dynamo/backend/kv-events"
 
@@ -62,7 +63,7 @@ async def hear(plane):
 
 
 async def take(batches):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         return await batches.get()
 
 
@@ -187,7 +188,7 @@ OTHER_TOKEN = members.with_token("the token of another cluster")
 
 async def eventually_hears(batches, publisher, payload=b"hello"):
     """Publish until the listener hears it."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENT_S):
         while batches.empty():
             publisher.publish(TOPIC, payload)
             await asyncio.sleep(0.01)
@@ -195,7 +196,7 @@ async def eventually_hears(batches, publisher, payload=b"hello"):
 
 
 async def until_logged(caplog, text):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENT_S):
         while text not in caplog.text:
             await asyncio.sleep(0.01)
 
@@ -263,7 +264,9 @@ async def test_publisher_survives_malformed_bytes_at_its_socket(join, cluster, s
     noise = [b"", b"\xff" * 64, bytes(range(256)) * 40, greeting, greeting + b"\x04\xff" * 200]
     with contextlib.ExitStack() as stack:
         for said in noise * 5:
-            sock = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            sock = stack.enter_context(
+                socket.create_connection((host, int(port)), timeout=PATIENT_S)
+            )
             with contextlib.suppress(ConnectionError):
                 sock.sendall(said)
         heard = await eventually_hears(await hear(join(2, credentials=shown)), publisher)
@@ -321,7 +324,7 @@ async def test_listener_hears_again_after_a_cut_without_a_word(behind_a_proxy, i
         heard.get_nowait()
     if is_told:
         listener.reconnect(TOPIC, 1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENT_S):
         while len(proxy._writers) == before:  # until it has connected anew
             await asyncio.sleep(0.01)
     proxy._flows.set()
@@ -336,6 +339,6 @@ async def test_events_of_an_instance_that_is_not_registered_there_are_not_heard(
     for publisher, payload in ((254, b"another"), (255, b"registered")):
         number, own = zmq.U64.pack(0), zmq.U64.pack(publisher)
         stranger.send_multipart((TOPIC.encode(), number, own, payload))
-    batch = await asyncio.wait_for(heard.get(), 10)
+    batch = await asyncio.wait_for(heard.get(), PATIENT_S)
 
     assert [event.payload for event in batch] == [b"registered"]

@@ -8,6 +8,7 @@ import threading
 import zmq
 
 from dynamo.runtime.backends import zmq as zmq_plane
+from waiting import PATIENT_S
 
 NUM_LEAVES = 200
 
@@ -69,7 +70,7 @@ async def listen() -> int:
 
 def test_publishers_that_leave_in_the_middle_of_talking_do_no_harm():
     done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, __file__], capture_output=True, text=True, timeout=PATIENT_S, check=False
     )
 
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,6 +9,7 @@ import pytest
 
 from dynamo.base import errors
 from dynamo.transfer.job import MAX_DEADLINE_S, ThreadJob, TimeLimit
+from waiting import PATIENT_S
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ async def test_stop_waits_until_the_thread_has_ended(threads):
         interrupted = threading.Event()
         with limit.interruptible(interrupted.set):
             begun.set()
-            interrupted.wait(10)
+            interrupted.wait(PATIENT_S)
         left.append(True)
         limit.remaining_s()
 
@@ -55,7 +56,7 @@ async def test_stop_waits_until_the_thread_has_ended(threads):
 async def test_result_that_comes_as_its_caller_is_cancelled_is_discarded(threads):
     discarded, may_end = [], threading.Event()
     job = ThreadJob(
-        threads, lambda limit: may_end.wait(10), deadline_s=10, discard=discarded.append
+        threads, lambda limit: may_end.wait(PATIENT_S), deadline_s=10, discard=discarded.append
     )
     caller = asyncio.create_task(job.result())
     job.outcome.add_done_callback(lambda _: caller.cancel())  # before the caller hears of it
@@ -70,7 +71,7 @@ async def test_result_that_comes_as_its_caller_is_cancelled_is_discarded(threads
 
 async def test_deadline_holds_while_waiting_for_a_thread(threads):
     release = threading.Event()
-    first = ThreadJob(threads, lambda limit: release.wait(10), deadline_s=10)
+    first = ThreadJob(threads, lambda limit: release.wait(PATIENT_S), deadline_s=10)
 
     with pytest.raises(errors.TransferError, match="other jobs were ahead of it"):
         await ThreadJob(threads, lambda limit: None, deadline_s=0.05).outcome
@@ -84,7 +85,7 @@ async def test_result_of_a_stopped_job_is_discarded(threads):
 
     def work(limit):
         begun.set()
-        release.wait(10)
+        release.wait(PATIENT_S)
         return "a route"
 
     job = ThreadJob(threads, work, deadline_s=10, discard=discarded.append)

@@ -11,6 +11,7 @@ from dynamo.transfer import link as links
 from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link, new_authenticator
 from transfer_peer import LAYOUT
+from waiting import PATIENT_S
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def serve():
             **options,
         )
         started.append(made)
-        return lambda: socket.create_connection(listening.getsockname(), timeout=10)
+        return lambda: socket.create_connection(listening.getsockname(), timeout=PATIENT_S)
 
     yield start
     for made in started:

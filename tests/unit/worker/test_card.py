@@ -12,6 +12,7 @@ from dynamo.base import clock, errors
 from dynamo.protocols import generate, instances, model_card
 from dynamo.runtime import component, requests
 from dynamo.worker import card
+from waiting import PATIENT_S
 
 
 @pytest.fixture
@@ -93,7 +94,6 @@ def test_adapter_with_the_name_of_its_model_is_refused(directory):
 
 NAME = instances.EndpointName("a", "b", "generate")
 BODY = bytes(range(256)) * 4096  # two parts
-DEADLINE_S = 20
 
 
 class Store:
@@ -159,7 +159,7 @@ async def sharing(file_path, store=None):
                 model_card.model_files_path(NAME),
                 model_card.FilePart(name=name, offset=offset),
                 reply_type=bytes,
-                timeout_s=DEADLINE_S,
+                timeout_s=PATIENT_S,
             )
 
         yield published, ask

@@ -14,6 +14,7 @@ from dynamo.engine.mock.engine import MockEmbedder
 from dynamo.protocols import blocks, embed, generate, instances, model_card, model_errors
 from dynamo.runtime import component, requests
 from dynamo.worker import card, embedding_host, health
+from waiting import PATIENT_S
 
 FACTS = api.EmbedderFacts(
     context_length=8,
@@ -81,7 +82,7 @@ def told(call):
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while not condition():
             await asyncio.sleep(0)
 
@@ -251,7 +252,7 @@ async def test_embedding_host_answers_and_publishes_its_dimensions(world):
 async def test_system_port_of_an_embedding_host_reports_readiness(world):
     host, _ = world
     port = await host.open_system_port("127.0.0.1", 0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENT_S) as client:
         before = await client.get("/health")
         await host.start()
         after = await client.get("/health")

@@ -12,6 +12,7 @@ from dynamo.engine import api
 from dynamo.protocols import generate, instances, kv_events, model_card
 from dynamo.runtime import component, requests
 from dynamo.worker import health, host
+from waiting import PATIENT_S
 
 ENDPOINT = instances.EndpointName("dynamo", "backend", "generate")
 OPTIONS = host.HostOptions(request_limit=8)
@@ -84,11 +85,11 @@ class World:
         return any("/generate/" in key for key in await self.keys())
 
     async def tell(self, what):
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=PATIENT_S) as client:
             return await client.post(f"http://127.0.0.1:{self.port}/engine/{what}")
 
     async def health(self):
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=PATIENT_S) as client:
             return (await client.get(f"http://127.0.0.1:{self.port}/health")).status_code
 
     async def close(self):
@@ -117,7 +118,7 @@ async def world(worlds):
 
 
 async def until(condition):
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENT_S):
         while not condition():
             await asyncio.sleep(0)
 
@@ -299,7 +300,7 @@ async def asleep(worlds):
 
 
 async def until_not_found(world):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while await world.is_found():
             await asyncio.sleep(0)
 

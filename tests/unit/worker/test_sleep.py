@@ -8,6 +8,7 @@ import worker_fakes
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.worker import sleep
+from waiting import PATIENT_S
 
 
 class World:
@@ -156,13 +157,13 @@ async def test_stopping_worker_cancels_the_change_under_way(controller, world):
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while not condition():
             await asyncio.sleep(0)
 
 
 async def until_asleep(controller):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENT_S):
         while True:
             try:
                 assert await controller.sleep(1) == "asleep already (level 1)"

@@ -14,6 +14,7 @@ from dynamo.engine.mock.settings import MockConfig
 from dynamo.protocols import generate, instances
 from dynamo.runtime import component
 from dynamo.worker import main, model_source, settings
+from waiting import PATIENT_S
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ async def test_worker_that_takes_from_a_queue_cannot_sleep(fields, status):
         worker = settings.WorkerConfig(**fields)
         made = main.make_host(worker, engine, runtime, model_source.built_in())
         port = await made.open_system_port("127.0.0.1", 0)
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=PATIENT_S) as client:
             answer = await client.post(f"http://127.0.0.1:{port}/engine/sleep")
         await made.stop(0)
 

@@ -8,6 +8,7 @@ import msgspec
 from dynamo.engine import api
 from dynamo.protocols import blocks, generate, load
 from dynamo.worker import health
+from waiting import PATIENT_S
 
 FACTS = api.EngineFacts(
     context_length=128,
@@ -132,6 +133,8 @@ async def client_of(routes, path=""):
         command_routes=routes,
     )
     port = await served.start("127.0.0.1", 0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}{path}") as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}{path}", timeout=PATIENT_S
+    ) as client:
         yield client
     await served.close()
