@@ -20,7 +20,6 @@ import httpx
 
 import etcd_server
 import tcp_proxy
-from waiting import eventually
 
 RATE = 20.0
 AWAY_S = 15.0  # longer than a lease

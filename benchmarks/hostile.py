@@ -24,7 +24,6 @@ from pathlib import Path
 
 import deployment as systems
 import httpx
-from waiting import eventually
 
 NUM_STREAMS = 16
 NUM_TOKENS = 100

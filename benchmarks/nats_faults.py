@@ -22,7 +22,6 @@ import httpx
 
 import nats_server
 from benchmarks import faults
-from waiting import eventually
 
 NUM_STREAMS = 8
 SPEED = ("--speedup-ratio", "1")

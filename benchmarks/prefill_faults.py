@@ -18,7 +18,6 @@ from typing import Any
 
 import deployment as systems
 import split as divided
-from waiting import eventually
 
 # How many workers there are of each kind, and of each how many are killed.
 FAULTS = {

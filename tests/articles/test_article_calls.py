@@ -1,7 +1,8 @@
 """The calls of the articles, to a frontend and a worker that runs without a model's weights."""
 
 import httpx
-from deployment import eventually
+
+from waiting import PATIENT_S, eventually
 
 ARTICLE_MODEL = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 CALL = {
@@ -19,7 +20,7 @@ PRINTED_MESSAGE = {
 
 
 def metrics(url):
-    return httpx.get(f"{url}/metrics", timeout=5).text
+    return httpx.get(f"{url}/metrics", timeout=PATIENT_S).text
 
 
 def test_curl_lines_answer_as_printed_and_metrics_have_the_articles_names(deployment):
@@ -29,28 +30,27 @@ def test_curl_lines_answer_as_printed_and_metrics_have_the_articles_names(deploy
     frontend.others.append(worker)
     frontend.await_models([ARTICLE_MODEL])
     url = f"{frontend.url}/v1/chat/completions"
-    answer = httpx.post(url, json=CALL, timeout=30).json()
+    answer = httpx.post(url, json=CALL, timeout=PATIENT_S).json()
     message = answer["choices"][0]["message"]
     history = [*CALL["messages"], message, {"role": "user", "content": "And you?"}]
     bare = httpx.post(
         url,
         content=b"{}",
         headers={"Content-Type": "application/x-www-form-urlencoded"},
-        timeout=30,
+        timeout=PATIENT_S,
     )
 
     assert answer.keys() >= PRINTED
     assert message.keys() == PRINTED_MESSAGE
     assert [name for name in PRINTED_MESSAGE if message[name] is None] != []
-    assert httpx.post(url, json={**CALL, "messages": history}, timeout=30).status_code == 200
+    assert httpx.post(url, json={**CALL, "messages": history}, timeout=PATIENT_S).status_code == 200
     assert "Content-Type" not in bare.text  # curl's default type is not what is refused
-    listed = httpx.get(f"{frontend.url}/v1/models", timeout=5).json()["data"]
+    listed = httpx.get(f"{frontend.url}/v1/models", timeout=PATIENT_S).json()["data"]
     assert [model["id"] for model in listed] == [ARTICLE_MODEL]
     assert "dynamo_frontend_requests_total{" in metrics(frontend.url)
     assert "dynamo_router_kv_cache_hit_ratio{" in metrics(frontend.url)
     eventually(
         lambda: metrics(worker.url).count("dynamo_worker_prefill_latency_ms_bucket{") > 10,
-        within_s=30,
         what="the worker's histogram",
     )
     assert "Prefilling locally for request" in worker.log.read_text()

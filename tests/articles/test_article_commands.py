@@ -15,6 +15,7 @@ from dynamo.frontend import config as frontend_config
 from dynamo.planner import config as planner_config
 from dynamo.router import config as router_config
 from dynamo.worker import engines, settings
+from waiting import PATIENT_S
 
 ROOT = pathlib.Path(__file__).parents[2]
 FRONTEND = (
@@ -142,7 +143,10 @@ def test_metrics_compose_file_names_what_lies_beside_it():
 def test_container_script_prints_its_docker_command(script, expected):
     name, *flags = script.split()
     printed = subprocess.run(
-        [ROOT / "container" / name, *flags, "--dry-run"], capture_output=True, text=True, timeout=30
+        [ROOT / "container" / name, *flags, "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENT_S,
     )
 
     assert printed.returncode == 0, printed.stderr

@@ -458,7 +458,7 @@ async def serve_echo(runtime):
 
 
 async def until_etcd_has_lost(etcd, key):
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(PATIENT_S):
         while key in await asyncio.to_thread(etcd.held):
             await asyncio.sleep(0.02)
 
@@ -467,7 +467,7 @@ async def test_worker_that_etcd_has_lost_is_asked_while_it_answers(runtimes, etc
     worker, asker = runtimes
     instance = await serve_echo(worker)
     client = asker.client(ECHO)
-    await client.wait_for_instances(PATIENCE_S)
+    await client.wait_for_instances(PATIENT_S)
     assert await client.call("", reply_type=str) == "here"
 
     proxy.drop()
@@ -476,7 +476,7 @@ async def test_worker_that_etcd_has_lost_is_asked_while_it_answers(runtimes, etc
 
     assert await client.call("", reply_type=str) == "here"
     await worker.requests.close()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(PATIENT_S):
         while client.instances:
             await asyncio.sleep(0.02)
 
@@ -487,7 +487,7 @@ async def test_worker_that_was_never_asked_is_found_alive_after_etcd_has_lost_it
     worker, asker = runtimes
     instance = await serve_echo(worker)
     client = asker.client(ECHO)
-    await client.wait_for_instances(PATIENCE_S)
+    await client.wait_for_instances(PATIENT_S)
 
     proxy.drop()
     await until_etcd_has_lost(etcd, instance.key)
@@ -500,11 +500,11 @@ async def test_worker_that_leaves_vanishes_though_it_still_answers(runtimes):
     worker, asker = runtimes
     await serve_echo(worker)
     client = asker.client(ECHO)
-    await client.wait_for_instances(PATIENCE_S)
+    await client.wait_for_instances(PATIENT_S)
     assert await client.call("", reply_type=str) == "here"
 
     await worker.deregister()
 
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(PATIENT_S):
         while client.instances:
             await asyncio.sleep(0.02)

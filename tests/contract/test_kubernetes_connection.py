@@ -8,6 +8,7 @@ import pytest
 from dynamo.base import errors
 from dynamo.runtime.backends.kubernetes import connection
 from dynamo.testing import memory_kubernetes
+from waiting import PATIENT_S
 
 GROUP = "nvidia.com/v1alpha1"
 
@@ -28,7 +29,7 @@ def config_map(name, data, **metadata):
 
 
 async def take(watch, count):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENT_S):
         return [await anext(watch) for _ in range(count)]
 
 

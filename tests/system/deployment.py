@@ -17,6 +17,7 @@ from dynamo.base import addresses
 from waiting import PATIENT_S, eventually
 
 MODEL = "storyteller"
+GRACE_S = 10.0  # for a process that its test needs no more; then it is killed
 
 
 class Process:
@@ -74,7 +75,7 @@ class Process:
         if self.is_running:
             self.signal(signal.SIGTERM)
             try:
-                self.popen.wait(10)
+                self.popen.wait(GRACE_S)
             except subprocess.TimeoutExpired:
                 self.kill()
 

@@ -78,10 +78,11 @@ def prefills(decode, where):
     return next(float(line[len(row) :]) for line in text.splitlines() if line.startswith(row))
 
 
-def until_idle(*workers):
+def until_idle(*workers, within_s=PATIENT_S):
     for worker in workers:
         eventually(
             lambda worker=worker: worker.metric("kvstats_active_blocks") == 0,
+            within_s=within_s,
             what="no block is in use",
         )
 

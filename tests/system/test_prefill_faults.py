@@ -35,6 +35,8 @@ from dynamo.protocols import generate, instances
 from dynamo.runtime import component
 from waiting import eventually
 
+KILL_EVERY_S = 2
+
 
 @pytest.fixture
 def split(deployment):
@@ -233,7 +235,7 @@ def test_500_requests_survive_a_killed_worker_every_two_seconds(split):
 
     def keep_killing():
         for kind in itertools.cycle(kinds):
-            if is_over.wait(2):
+            if is_over.wait(KILL_EVERY_S):
                 return
             eventually(lambda kind=kind: all(map(serves, workers[kind])), what="both")
             workers[kind].pop(0).kill()
