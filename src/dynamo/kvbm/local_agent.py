@@ -30,6 +30,13 @@ class TransferConfig(membership.ClusterConfig):
         None,
         help="address at which workers on other hosts reach this worker's KV blocks (default: --tcp-rpc-host)",
     )
+    kv_transfer_port: int = config.option(
+        0,
+        env="DYN_KV_TRANSFER_PORT",
+        help="port at which workers on other hosts reach this worker's KV blocks; 0: a free one",
+        least=0,
+        most=65535,
+    )
     kv_transfer_timeout_s: float = config.option(
         5.0,
         help="seconds that copying a prompt's KV blocks may take; after that the prompt is computed locally",
@@ -57,7 +64,9 @@ def make_agent(
     credentials = membership.read(settings, os.environ)
     backend_makers: dict[str, Callable[[], api.Backend]] = {
         "shm": lambda: shm.ShmBackend(credentials=credentials),
-        "tcp": lambda: tcp.TcpBackend(host=host, credentials=credentials),
+        "tcp": lambda: tcp.TcpBackend(
+            host=host, port=settings.kv_transfer_port, credentials=credentials
+        ),
         "nixl": lambda: _make_nixl(host, is_insecure=credentials.is_insecure),
     }
     names = settings.kv_transfer_backends

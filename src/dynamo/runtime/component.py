@@ -94,6 +94,13 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
         least=0,
         most=65535,
     )
+    event_port: int = config.option(
+        0,
+        env="DYN_EVENT_PORT",
+        help="port at which others hear the events of this process; 0: a free one",
+        least=0,
+        most=65535,
+    )
     request_silence_secs: float = config.option(
         requests.SILENCE_LIMIT_S,
         env="DYN_REQUEST_SILENCE_SECS",
@@ -420,6 +427,7 @@ class _Parts:
             registry,
             self.instance_id,
             host=self.settings.tcp_rpc_host,
+            port=self.settings.event_port,
             credentials=self.credentials,
         )
 

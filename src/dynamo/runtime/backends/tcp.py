@@ -15,7 +15,6 @@ from dynamo.runtime import authentication
 from dynamo.runtime.backends import frame_connection, multiplex
 
 _WILDCARDS = ("", "0.0.0.0", "::")
-# Small frames leave at once, and the kernel finds out when the peer of an idle connection is gone.
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -74,7 +73,7 @@ class TcpNetwork:
                 f" (DYN_TCP_RPC_HOST, DYN_TCP_RPC_PORT): {error}"
             ) from error
         listening = server.sockets[0]
-        _tune(listening)  # connections to it inherit these options
+        notice_dead_peers(listening)  # connections to it inherit these options
         port = listening.getsockname()[1]
 
         def close() -> None:
@@ -109,7 +108,7 @@ class TcpNetwork:
             raise errors.WorkerLost(
                 f"cannot connect to the worker at {address}: {error}"
             ) from error
-        _tune(transport.get_extra_info("socket"))
+        notice_dead_peers(transport.get_extra_info("socket"))
 
 
 class TcpRequestPlane(multiplex.MultiplexedPlane):
@@ -130,6 +129,7 @@ class TcpRequestPlane(multiplex.MultiplexedPlane):
         super().__init__(network, limits, item_type=item_type, time=time, instance_id=instance_id)
 
 
-def _tune(sock: socket.socket) -> None:
+def notice_dead_peers(sock: socket.socket) -> None:
+    """Send small frames at once, and end a connection after half a minute without a sign of its peer's host."""
     for level, name, value in _OPTIONS:
         sock.setsockopt(level, name, value)

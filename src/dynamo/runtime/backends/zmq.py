@@ -77,6 +77,7 @@ class ZmqEventPlane:
         instance_id: int,
         *,
         host: str = "127.0.0.1",
+        port: int = 0,
         credentials: membership.Credentials = membership.NO_CREDENTIALS,
     ) -> None:
         """Raises ConfigError as `check_host` does."""
@@ -84,7 +85,7 @@ class ZmqEventPlane:
         check_host(host, credentials)
         self._discovery = discovery
         self._instance_id = instance_id
-        self._host = host
+        self._address = host, port
         key = authentication.ConnectionAuthenticator(
             credentials, authentication.EVENT_PLANE
         ).curve_secret
@@ -99,7 +100,9 @@ class ZmqEventPlane:
 
     async def advertise(self, topic: str) -> None:
         if self._publisher is None:
-            self._publisher = _Publisher(self._context, self._instance_id, self._host, self._secret)
+            self._publisher = _Publisher(
+                self._context, self._instance_id, self._address, self._secret
+            )
         self._publisher.add(topic)
         record = instances.EventChannel(
             topic=topic,
@@ -234,9 +237,11 @@ class _Publisher:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         instance_id: int,
-        host: str,
+        address: tuple[str, int],
         secret: bytes | None,
     ) -> None:
+        """`address`: host and port; port 0 lets the system choose. Raises ConfigError."""
+        host, port = address
         self._id = U64.pack(instance_id)
         self._topics = PublishedTopics()
         self._socket = context.socket(zmq.PUB)
@@ -250,11 +255,12 @@ class _Publisher:
         try:
             family, number = addresses.resolve(host)  # ZeroMQ binds no names
             self._socket.set(zmq.IPV6, family == socket.AF_INET6)
-            self._socket.bind(f"tcp://{addresses.join(number, 0)}")
+            self._socket.bind(f"tcp://{addresses.join(number, port)}")
         except (OSError, zmq.ZMQError) as error:
             self._socket.close()
             raise errors.ConfigError(
-                f"event plane cannot listen on {host!r}: {error}; expected an address of this host"
+                f"event plane cannot listen on {addresses.join(host, port)}: {error}; expected an address of this host"
+                " and a free port (DYN_TCP_RPC_HOST, DYN_EVENT_PORT)"
             ) from error
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 

@@ -9,6 +9,7 @@ import itertools
 import socket
 
 from dynamo.base import addresses, errors, membership
+from dynamo.runtime.backends import tcp as request_plane
 from dynamo.transfer import api, messages, server
 from dynamo.transfer.job import TimeLimit
 from dynamo.transfer.link import Link, LinkPool, TlsLink, enter, new_authenticator
@@ -160,6 +161,6 @@ def _connect(host: str, port: int, limit: TimeLimit, make_link: server.MakeLink)
 
 
 def _tune(sock: socket.socket, host: str) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    request_plane.notice_dead_peers(sock)
     if membership.is_loopback(host):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
