@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dynamo.runtime.component import DistributedRuntime as DistributedRuntime
-    from dynamo.runtime.component import dynamo_endpoint as dynamo_endpoint
-    from dynamo.runtime.component import dynamo_worker as dynamo_worker
+    from dynamo.runtime.decorators import dynamo_endpoint as dynamo_endpoint
+    from dynamo.runtime.decorators import dynamo_worker as dynamo_worker
     from dynamo.runtime.naming import Client as Client
     from dynamo.runtime.naming import Component as Component
     from dynamo.runtime.naming import Endpoint as Endpoint
@@ -22,8 +22,8 @@ _MODULE_BY_NAME = {
     "Component": "naming",
     "Endpoint": "naming",
     "Namespace": "naming",
-    "dynamo_endpoint": "component",
-    "dynamo_worker": "component",
+    "dynamo_endpoint": "decorators",
+    "dynamo_worker": "decorators",
 }
 
 

@@ -240,7 +240,6 @@ class _Publisher:
         address: tuple[str, int],
         secret: bytes | None,
     ) -> None:
-        """`address`: host and port; port 0 lets the system choose. Raises ConfigError."""
         host, port = address
         self._id = U64.pack(instance_id)
         self._topics = PublishedTopics()
