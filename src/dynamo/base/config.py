@@ -48,13 +48,14 @@ def option(  # noqa: PLR0913 (a declaration; all but two have a default)
     aliases: Sequence[str] = (),
     least: float | None = None,
     most: float | None = None,
-    takes_flags: bool = False,
+    takes: typing.Literal["word", "text", "words"] = "word",
     implied: tuple[str, Any] | None = None,
 ) -> Any:
     """Declare an option. `flag` replaces the one made from the field's name; "" makes it a positional argument.
 
-    `aliases` are other flags for it; `least` and `most` bound a number. With `takes_flags` a text may begin with a
-    dash. `implied` names another variable and the value that this option has if that one is set and this one is not.
+    `aliases` are other flags for it; `least` and `most` bound a number. With "text" the value may begin with a
+    dash; with "words" the flag takes all words up to the next flag. `implied` names another variable and the value
+    that this option has if that one is set and this one is not.
     """
     metadata = {
         "help": help,
@@ -62,7 +63,7 @@ def option(  # noqa: PLR0913 (a declaration; all but two have a default)
         "flag": flag,
         "aliases": tuple(aliases),
         "range": (least, most),
-        "takes_flags": takes_flags,
+        "takes": takes,
         "implied": implied,
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -100,7 +101,7 @@ def load_parts(
     rest_of = next((name for name, field in fields.items() if _takes_rest(field)), None)
     parser = _make_parser(parts, prog)
     complete(parser)
-    texts = {_flag_of(f) for f in fields.values() if f.metadata.get("takes_flags")}
+    texts = {_flag_of(f) for f in fields.values() if f.metadata.get("takes") == "text"}
     flags, further_arguments = parser.parse(
         _join_texts(argv, texts), takes_rest=rest_of is not None
     )
@@ -266,11 +267,20 @@ def _add_flag(
             dest=name,
             metavar=_metavar(kind),
             help=text,
-            action="append" if typing.get_origin(kind) is tuple else "store",
+            **_counted(field, kind),
         )
         choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
         if choices or kind in (int, float):  # argcomplete reads it; elsewhere it offers files
             action.completer = lambda **_: choices  # type: ignore[attr-defined]
+
+
+def _counted(field: dataclasses.Field[Any], kind: Any) -> dict[str, Any]:
+    """Return argparse's arguments that say how often a flag may come, and with how many words."""
+    if typing.get_origin(kind) is not tuple:
+        return {"action": "store"}
+    if field.metadata["takes"] == "words":
+        return {"action": "extend", "nargs": "+"}
+    return {"action": "append"}
 
 
 def _metavar(kind: Any) -> str:

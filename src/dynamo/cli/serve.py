@@ -85,7 +85,7 @@ class ServeConfig(HttpConfig):
     worker_flags: str = config.option(
         "",
         help='more flags for each worker, as one argument: "--max-num-seqs 64"',
-        takes_flags=True,
+        takes="text",
     )
     planner: bool = config.option(
         False, help="let a planner start and drain workers by their load (docs/planner.md)"
@@ -97,7 +97,7 @@ class ServeConfig(HttpConfig):
     planner_flags: str = config.option(
         "",
         help='more flags for the planner, as one argument: "--policy predictive --ttft 300"',
-        takes_flags=True,
+        takes="text",
     )
     ready_timeout: float = config.option(
         300.0, help="seconds to wait until the model answers; more for a large model", least=0

@@ -80,8 +80,11 @@ class DevicePool(Protocol):
     """The engine's own blocks, as far as the tiers need them: `pool.BlockPool`, or those of another engine."""
 
     num_blocks: int
-    events: pools.EventLog
     on_evicted: Callable[[int], None] | None
+
+    @property
+    def events(self) -> pools.EventLog:
+        """The log of the tiers' events."""
 
     @property
     def num_free(self) -> int:
@@ -126,13 +129,13 @@ class TieredCache:
         self.counts: Counter[str] = Counter()
         self.num_copied: Counter[tier_policy.Path] = Counter()  # blocks of copies that ended well
         self._pool = pool
-        self._block_size, self._block_bytes = block_size, block_bytes
+        self._block_size, self.block_bytes = block_size, block_bytes
         self._ratio = options.offload_ratio
         max_counts = 4 * (pool.num_blocks + host.num_slots)
         self._host_filter = tier_policy.OffloadFilter(options.host_filter, max_counts=max_counts)
         self._disk_filter = tier_policy.OffloadFilter(options.disk_filter, max_counts=max_counts)
         self._to_host, self._to_disk = OffloadQueue(), OffloadQueue()
-        self._new_copies: list[TierCopy] = []
+        self.new_copies: list[TierCopy] = []  # that `take_copies` will return
         self._num_running: Counter[tier_policy.Path] = Counter()
         self._queued_bytes: Counter[tier_policy.Path] = Counter()
         self._preparations: dict[Hashable, _Preparation] = {}
@@ -172,7 +175,7 @@ class TieredCache:
             pass
         while self._num_running[HOST, DISK] < MAX_OFFLOADS and self._begin_offload_to_disk():
             pass
-        copies, self._new_copies = self._new_copies, []
+        copies, self.new_copies = self.new_copies, []
         return copies
 
     def end_copy(
@@ -189,7 +192,7 @@ class TieredCache:
         self.num_copied[path] += num_copied
         self.counts["failed_blocks"] += len(failed)
         if num_copied and seconds is not None:
-            self.cost.record_copy(path, num_copied * self._block_bytes, seconds)
+            self.cost.record_copy(path, num_copied * self.block_bytes, seconds)
         if path[0] is DEVICE:
             self._pool.release(copy.from_slots)
         for position, source in enumerate(copy.sources):
@@ -267,7 +270,7 @@ class TieredCache:
                 blocks=tuple(blocks),
                 from_slots=tuple(sources),
                 to_slots=_slots(targets),
-                num_bytes=len(blocks) * self._block_bytes,
+                num_bytes=len(blocks) * self.block_bytes,
                 targets=tuple(targets),
             )
             self._begin(copy)
@@ -299,7 +302,7 @@ class TieredCache:
                 blocks=tuple([source.block for source in sources]),
                 from_slots=_slots(sources),
                 to_slots=_slots(targets),
-                num_bytes=len(targets) * self._block_bytes,
+                num_bytes=len(targets) * self.block_bytes,
                 sources=tuple(sources),
                 targets=tuple(targets),
             )
@@ -309,7 +312,7 @@ class TieredCache:
     def _begin(self, copy: TierCopy) -> TierCopy:
         self._num_running[copy.path] += 1
         self._queued_bytes[copy.path] += copy.num_bytes
-        self._new_copies.append(copy)
+        self.new_copies.append(copy)
         return copy
 
     # --- onboard ---
@@ -350,7 +353,7 @@ class TieredCache:
                 blocks=tuple([source.block for source in sources]),
                 from_slots=_slots(sources),
                 to_slots=_slots(targets),
-                num_bytes=len(targets) * self._block_bytes,
+                num_bytes=len(targets) * self.block_bytes,
                 sources=tuple(sources),
                 targets=tuple(targets),
                 limit_s=limit_s,
@@ -410,7 +413,7 @@ class TieredCache:
             blocks=tuple([source.block for source in sources]),
             from_slots=_slots(sources),
             to_slots=tuple(block_ids[: len(entries)]),
-            num_bytes=len(entries) * self._block_bytes,
+            num_bytes=len(entries) * self.block_bytes,
             sources=tuple(sources),
             limit_s=self.cost.max_wait_s(len(entries) * self._block_size),
             waiting=waiting,
@@ -449,12 +452,12 @@ class TieredCache:
     def _pays(self, num_blocks: int, *, is_engine_busy: bool) -> bool:
         """Return whether blocks of host memory are worth loading."""
         load_s = self._load_s((HOST, DEVICE), num_blocks)
-        if is_engine_busy and num_blocks * self._block_bytes > QUICK_BYTES:
+        if is_engine_busy and num_blocks * self.block_bytes > QUICK_BYTES:
             load_s += self.cost.step_s
         return self.cost.pays(load_s, num_blocks * self._block_size)
 
     def _load_s(self, path: tier_policy.Path, num_blocks: int) -> float:
-        num_bytes = self._queued_bytes[path] + num_blocks * self._block_bytes
+        num_bytes = self._queued_bytes[path] + num_blocks * self.block_bytes
         return self.cost.copy_s(path, num_bytes)
 
     def _missing(self, sequence_hashes: Sequence[int]) -> Sequence[int]:

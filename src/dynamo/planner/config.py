@@ -156,7 +156,7 @@ class PlannerConfig(component.RuntimeConfig):
     worker_flags: str = config.option(
         "",
         help='local: more flags for each worker, as one argument: "--max-num-seqs 64"',
-        takes_flags=True,
+        takes="text",
     )
     cores_per_worker: int = config.option(
         0, help="local: CPU cores that each worker gets for itself; 0: all share all", least=0

@@ -40,7 +40,7 @@ class ProfilerConfig:
     backend: str = config.option("mocker", help="engine of the worker: native, mocker, vllm …")
     model: str | None = config.option(None, help="model directory or hub name")
     worker_flags: str = config.option(
-        "", help='more flags for the worker, as one argument: "--max-num-seqs 64"', takes_flags=True
+        "", help='more flags for the worker, as one argument: "--max-num-seqs 64"', takes="text"
     )
     isl: int = config.option(3000, help="prompt tokens of the expected request", least=1)
     osl: int = config.option(150, help="tokens of its answer", least=2)

@@ -238,7 +238,22 @@ class WithFlags:
     """Starts something else."""
 
     name: str = config.option("", help="name")
-    flags: str = config.option("", help="flags of something else", takes_flags=True)
+    flags: str = config.option("", help="flags of something else", takes="text")
+
+
+def test_flag_that_takes_words_takes_all_up_to_the_next_flag():
+    @dataclass(frozen=True, kw_only=True)
+    class Several:
+        """Several words."""
+
+        names: tuple[str, ...] = config.option((), help="names", takes="words")
+        size: int = config.option(0, help="size")
+
+    argv = ["--names", "a", "b", "--size", "3", "--names", "c,d"]
+
+    assert config.load(Several, prog="several", argv=argv) == Several(
+        names=("a", "b", "c", "d"), size=3
+    )
 
 
 @pytest.mark.parametrize("argv", [["--flags", "--fast"], ["--flags=--fast"]])

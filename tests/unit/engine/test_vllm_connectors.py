@@ -1,6 +1,7 @@
 """From `--connector` to vLLM's configuration."""
 
 import socket
+import types
 
 import pytest
 
@@ -33,10 +34,52 @@ def test_several_connectors_keep_their_order():
     ]  # fmt: skip
 
 
+def test_kvbm_is_our_connector_with_its_options_and_computes_what_was_not_loaded():
+    fields = connectors.transfer_config(["kvbm"], "e", {"kvbm_cpu_cache_gb": "1"})
+
+    assert fields == {
+        "kv_connector": "DynamoConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "dynamo.llm.vllm_integration.connector",
+        "kv_connector_extra_config": {"kvbm_cpu_cache_gb": "1"},
+        "engine_id": "e",
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def test_kvbm_comes_after_nixl_whose_blocks_wait_to_be_read():
+    fields = connectors.transfer_config(["kvbm", "nixl"], "e")
+    extra = fields["kv_connector_extra_config"]
+
+    assert [each["kv_connector"] for each in extra["connectors"]] == [
+        "NixlConnector",
+        "DynamoConnector",
+    ]
+    assert fields["kv_load_failure_policy"] == "recompute"
+    assert connectors.can_export("MultiConnector", extra)
+    assert connectors.has_tiers("MultiConnector", extra)
+
+
+def test_tier_report_is_found_in_the_statistics_of_one_connector_and_of_several():
+    report = {"tiers": []}
+    alone = types.SimpleNamespace(kv_connector_stats=report)
+    older = types.SimpleNamespace(kv_connector_stats={"DynamoConnector": {"data": report}})
+
+    assert connectors.find_tier_report(alone) == report
+    assert connectors.find_tier_report(older) == report
+    assert connectors.find_tier_report(types.SimpleNamespace()) is None
+    nixl = types.SimpleNamespace(kv_connector_stats={"NixlConnector": {"num": 1}})
+    assert connectors.find_tier_report(nixl) is None
+
+
+def test_parameters_of_tiers_alone_are_no_transfer():
+    assert connectors.decode_params({"kv_tier_tokens": {"host": 32}}) is None
+
+
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["kvbm"], "--connector kvbm: expected one of nixl, lmcache, none, null"),
+        (["tape"], "--connector tape: expected one of nixl, lmcache, kvbm, none, null"),
         (["nixl", "none"], "--connector nixl,none: expected none alone"),
     ],
 )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import config, distribution, errors
+from dynamo.kvbm import tier_setup
 
 # A library binds its ports some time after they were found free. So they are chosen at random, for workers that start
 # together, and not from the range of which the system gives ports to any process (usually 32768 and above).
@@ -124,14 +125,16 @@ VLLM = SupportedReleases(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmConfig:
+class VllmConfig(tier_setup.TierConfig):
     """The vLLM engine."""
 
     connector: tuple[str, ...] | None = config.option(
         None,
-        help="connectors that move KV blocks between workers: nixl, lmcache, none, or the class name of one of vLLM's"
-        " connectors; vLLM tries several in the given order; --kv-transfer-config sets all details instead"
+        help="connectors of the KV cache, one or several: nixl moves blocks between workers, kvbm keeps them in host"
+        " memory and on disk as well; also lmcache, none, or the class name of one of vLLM's connectors; vLLM tries"
+        " several in the given order, nixl before kvbm; --kv-transfer-config sets all details instead"
         " (default: nixl where it is installed, but none with --enable-sleep-mode)",
+        takes="words",
     )
     lora_modules: tuple[str, ...] = config.option(
         (),

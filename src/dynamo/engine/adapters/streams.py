@@ -102,10 +102,12 @@ class StreamingEngine:
         *,
         sleep: api.SleepController | None = None,
         lora_adapters: api.LoraAdapterStore | None = None,
+        kv_tiers: api.KvTierReporter | None = None,
         clock: clocks.Clock | None = None,
     ) -> None:
-        """`sleep` and `lora_adapters` are the library's own, None if it was started without them."""
+        """`sleep`, `lora_adapters` and `kv_tiers` are the library's own, None if it was started without them."""
         self._library = library
+        self._kv_tiers = kv_tiers
         self._sleep = sleep
         self._lora_adapters = lora_adapters
         self._clock = clock or clocks.SystemClock()
@@ -120,9 +122,11 @@ class StreamingEngine:
 
     @property
     def capabilities(self) -> api.EngineCapabilities:
-        """Return sleep and LoRA adapters as far as the library was started with them."""
+        """Return sleep, LoRA adapters and tiers as far as the library was started with them."""
         return api.EngineCapabilities(
-            sleep=self._sleep, lora_adapters=self if self._lora_adapters is not None else None
+            sleep=self._sleep,
+            lora_adapters=self if self._lora_adapters is not None else None,
+            kv_tiers=self._kv_tiers,
         )
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:

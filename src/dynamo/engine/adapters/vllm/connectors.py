@@ -1,8 +1,10 @@
 """vLLM's KV connectors: which ones `--connector` selects, and the one place where KV transfer parameters become a dict.
 
-The names are short for vLLM's classes; any other class is written as vLLM calls it. Several connectors are tried in
-their order (vLLM's MultiConnector). A load that fails fails its request: `kv_transfer_engine` then submits it again
-without parameters, so that the worker learns which engine failed; vLLM by itself would compute the prompt silently.
+The names are short for vLLM's classes, kvbm for ours (`tier_connector`); any other class is written as vLLM calls it.
+Several connectors are tried in their order (vLLM's MultiConnector), but NIXL before ours: blocks that a peer has
+computed for this request wait to be read. A load that fails fails its request: `kv_transfer_engine` then submits it
+again without parameters, so that the worker learns which engine failed; vLLM by itself would compute the prompt
+silently. There is one such policy for all connectors, and with ours it is to compute: it has no engine to report.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +15,25 @@ from dynamo.engine.adapters.vllm import plugin
 from dynamo.protocols import kv_transfer
 
 NIXL = "NixlConnector"
-_CLASSES = {"nixl": NIXL, "lmcache": "LMCacheConnectorV1"}
+KVBM = "DynamoConnector"
+KVBM_MODULE = "dynamo.llm.vllm_integration.connector"
+_CLASSES = {"nixl": NIXL, "lmcache": "LMCacheConnectorV1", "kvbm": KVBM}
 _NONE = ("none", "null")
 _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _DEVICES = "UCX_NET_DEVICES"
+TIER_TOKENS = "kv_tier_tokens"  # of a finished request's parameters: loaded tokens by tier
 NIXL_PAUSE_US = (
     1000  # between two looks of NIXL's progress thread: some 2 % of a core instead of all of it
 )
 
 
-def transfer_config(names: Sequence[str], engine_id: str) -> dict[str, Any] | None:
-    """Return the fields of vLLM's KVTransferConfig; None for no connector. Raises ConfigError."""
+def transfer_config(
+    names: Sequence[str], engine_id: str, tier_options: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Return the fields of vLLM's KVTransferConfig; None for no connector. Raises ConfigError.
+
+    `tier_options` are those of kvbm (`tier_setup.TierConfig`), by name.
+    """
     classes = [_class_of(name) for name in names if name not in _NONE]
     if len(classes) != len(names) and classes:
         raise errors.ConfigError(
@@ -31,11 +41,14 @@ def transfer_config(names: Sequence[str], engine_id: str) -> dict[str, Any] | No
         )
     if not classes:
         return None
-    common = {"engine_id": engine_id, "kv_load_failure_policy": "fail"}
-    if len(classes) == 1:
-        return _connector(classes[0]) | common
-    several = {"connectors": [_connector(each) for each in classes]}
-    return _connector("MultiConnector") | {"kv_connector_extra_config": several} | common
+    policy = "recompute" if KVBM in classes else "fail"
+    common = {"engine_id": engine_id, "kv_load_failure_policy": policy}
+    classes.sort(key=lambda name: name == KVBM)
+    fields = [_connector(each, tier_options or {}) for each in classes]
+    if len(fields) == 1:
+        return fields[0] | common
+    several = {"kv_connector_extra_config": {"connectors": fields}}
+    return _connector("MultiConnector", {}) | several | common
 
 
 def can_export(connector: str | None, extra: Mapping[str, Any]) -> bool:
@@ -43,8 +56,20 @@ def can_export(connector: str | None, extra: Mapping[str, Any]) -> bool:
 
     Only NIXL does: the others share stores, or have ways of their own.
     """
-    names = [each.get("kv_connector") for each in extra.get("connectors", ())]
-    return NIXL in (connector, *names)
+    return NIXL in _all_connectors(connector, extra)
+
+
+def has_tiers(connector: str | None, extra: Mapping[str, Any]) -> bool:
+    """Return whether our connector keeps blocks in tiers below vLLM's memory."""
+    return KVBM in _all_connectors(connector, extra)
+
+
+def find_tier_report(stats: Any) -> Any:
+    """Return the report of our connector in vLLM's scheduler statistics, as plain values; None if there is none."""
+    payload = getattr(stats, "kv_connector_stats", None) or {}
+    payload = payload.get(KVBM, payload)  # under its name beside others
+    payload = payload.get("data", payload)
+    return payload if "tiers" in payload else None
 
 
 def side_channel(environ: Mapping[str, str], free_port: int) -> dict[str, str]:
@@ -75,7 +100,7 @@ def encode_params(params: kv_transfer.KvTransferParams | None) -> dict[str, Any]
 
 def decode_params(fields: dict[str, Any] | None) -> kv_transfer.KvTransferParams | None:
     """Return the parameters that vLLM's connector gave with an output."""
-    if fields is None:
+    if fields is None or not fields.keys() - {TIER_TOKENS}:
         return None
     is_prefilled = fields.get("do_remote_prefill") is True
     return kv_transfer.KvTransferParams(do_remote_prefill=is_prefilled, connector=fields)
@@ -93,5 +118,15 @@ def _class_of(name: str) -> str:
         ) from None
 
 
-def _connector(name: str) -> dict[str, Any]:
-    return {"kv_connector": name, "kv_role": "kv_both"}
+def _all_connectors(connector: str | None, extra: Mapping[str, Any]) -> tuple[str | None, ...]:
+    return connector, *(each.get("kv_connector") for each in extra.get("connectors", ()))
+
+
+def _connector(name: str, tier_options: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"kv_connector": name, "kv_role": "kv_both"}
+    if name == KVBM:
+        fields |= {
+            "kv_connector_module_path": KVBM_MODULE,
+            "kv_connector_extra_config": dict(tier_options),
+        }
+    return fields

@@ -23,10 +23,11 @@ from dynamo.engine.adapters.vllm import (
     translation,
     versions,
 )
+from dynamo.kvbm import tier_report, tier_setup
 from dynamo.protocols import blocks, generate, load
 
 HELD_S = 35.0  # longer than vLLM keeps blocks for another engine
-RETRY_S = 5.0
+FIRST_RETRY_S, RETRY_S = 0.1, 5.0  # a copy to another tier takes less than that
 _TRANSFER = "--kv-transfer-config"
 
 
@@ -35,12 +36,16 @@ def build(directory: Path, settings: VllmConfig, model_name: str) -> api.Engine:
     args = engine_args(directory, settings, model_name)
     loras = lora_requests(settings, is_enabled=args.enable_lora)
     library = VllmLibrary(args, loras)
+    transfer = args.kv_transfer_config
+    has_tiers = transfer is not None and connectors.has_tiers(
+        transfer.kv_connector, transfer.kv_connector_extra_config
+    )
     engine = streams.StreamingEngine(
         library,
         sleep=library if args.enable_sleep_mode else None,
         lora_adapters=library if args.enable_lora else None,
+        kv_tiers=library if has_tiers else None,
     )
-    transfer = args.kv_transfer_config
     if transfer is None or not connectors.can_export(
         transfer.kv_connector, transfer.kv_connector_extra_config
     ):
@@ -139,6 +144,10 @@ class VllmLibrary:
     ) -> Sequence[load.ForwardPassMetrics]:
         return self._load.metrics(facts, num_prefill_tokens=num_prefill_tokens, is_idle=is_idle)
 
+    def report_tiers(self) -> tier_report.TierReport | None:
+        """Return the last report of our connector; see `api.KvTierReporter`."""
+        return self._load.tier_report
+
     async def clear(self) -> None:
         """Clear vLLM's prefix cache, and that of its connector; running requests are preempted and computed again.
 
@@ -146,13 +155,15 @@ class VllmLibrary:
         """
         if await self._reset():
             return
-        for _ in range(round(HELD_S / RETRY_S)):  # requests are running, or blocks are held
+        until, delay = self._clock.now() + HELD_S, FIRST_RETRY_S
+        while self._clock.now() < until:  # requests are running, or blocks are held
             with contextlib.suppress(Exception):  # a RuntimeError of another process
                 if await self._reset(reset_running_requests=True):
                     return
             if self.death() is not None:
                 break
-            await self._clock.sleep(RETRY_S)
+            await self._clock.sleep(delay)
+            delay = min(2 * delay, RETRY_S)
         raise errors.EngineFailed(f"its blocks were in use for {HELD_S:g} s")
 
     async def _reset(self, **options: bool) -> bool:
@@ -224,7 +235,15 @@ def engine_args(directory: Path, settings: VllmConfig, model_name: str) -> versi
     args = versions.read_flags(settings.engine_args, overrides)
     if not adapter_settings.has_flag(settings.engine_args, _TRANSFER):
         names = _connectors(settings, has_sleep_mode=args.enable_sleep_mode)
-        fields = connectors.transfer_config(names, engine_id=uuid.uuid4().hex)
+        options = {
+            field.name: getattr(settings, field.name)
+            for field in dataclasses.fields(tier_setup.TierConfig)
+        }
+        if "kvbm" in names and not settings.storage_tiers:
+            raise errors.ConfigError(
+                "--kvbm-storage-tiers: expected host_dram with --connector kvbm"
+            )
+        fields = connectors.transfer_config(names, engine_id=uuid.uuid4().hex, tier_options=options)
         args.kv_transfer_config = fields and versions.KVTransferConfig(**fields)
     return args
 

@@ -77,9 +77,10 @@ class KvTransferEngine:
 
     @property
     def capabilities(self) -> api.EngineCapabilities:
-        """Return the KV transfer of this object and the LoRA adapters of the engine within."""
+        """Return the KV transfer of this object, and LoRA adapters and tiers of the engine within."""
+        within = self._engine.capabilities
         return api.EngineCapabilities(
-            kv_transfer=self, lora_adapters=self._engine.capabilities.lora_adapters
+            kv_transfer=self, lora_adapters=within.lora_adapters, kv_tiers=within.kv_tiers
         )
 
     async def start(self, sink: api.EngineSink) -> api.EngineFacts:

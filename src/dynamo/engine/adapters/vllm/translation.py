@@ -10,10 +10,13 @@ at ours. An option that vLLM cannot honour is refused by name.
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from dynamo.base import errors
 from dynamo.engine import api
 from dynamo.engine.adapters import guided_decoding, translation
 from dynamo.engine.adapters.vllm import connectors
+from dynamo.kvbm import tier_report
 from dynamo.protocols import generate, load
 
 _FINISH_REASONS = {
@@ -69,12 +72,18 @@ def translate_output(
         cached_tokens=(result.num_cached_tokens or 0) if is_first else None,
         stop_reason=stop_reason,
         kv_transfer_params=connectors.decode_params(result.kv_transfer_params),
+        tier_tokens=_tier_tokens(result.kv_transfer_params) if index == 0 else None,
         prompt_logprobs=(  # the first token, which nothing predicts, has None
             translation.convert_logprobs(prompt_steps, report.prompt_logprobs)
             if result.prompt_logprobs
             else None
         ),
     )
+
+
+def _tier_tokens(params: dict[str, Any] | None) -> tuple[tuple[str, int], ...] | None:
+    """Return the tokens that were loaded from each tier, which our connector reports with the last output."""
+    return tuple(sorted((params or {}).get(connectors.TIER_TOKENS, {}).items())) or None
 
 
 def _finish(
@@ -97,10 +106,14 @@ class VllmLoad:
         self._cache_usage = [0.0] * num_ranks  # 0..1
         self._num_queries = [0] * num_ranks  # prompt tokens since the start
         self._num_hits = [0] * num_ranks
+        self.tier_report: tier_report.TierReport | None = None  # of the rank that reported last
 
     def record(self, rank: int, stats: Any) -> None:
         """Record vLLM's SchedulerStats of a step of this rank."""
         self._cache_usage[rank] = stats.kv_cache_usage
+        report = connectors.find_tier_report(stats)
+        if report is not None:
+            self.tier_report = msgspec.convert(report, tier_report.TierReport)
         self._num_queries[rank] += stats.prefix_cache_stats.queries
         self._num_hits[rank] += stats.prefix_cache_stats.hits
         self._ranks[rank] = translation.RankLoad(

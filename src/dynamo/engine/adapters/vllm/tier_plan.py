@@ -1,0 +1,85 @@
+"""What the two halves of the tier connector say to each other with each step of vLLM.
+
+    scheduler (EngineCore) ──TierPlan──▶ workers (one for each rank) ──TierResults──▶ scheduler
+
+The halves live in different processes, and vLLM carries the messages. All ranks get the same plan, and each copies its
+own part of every block; a copy has ended when all ranks have made it.
+"""
+
+from dataclasses import dataclass, field
+
+from dynamo.kvbm import tiered_cache, tiers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPlan:
+    """The copies to begin with a step. `waiting` of a copy is its number."""
+
+    copies: tuple[tiered_cache.TierCopy, ...] = ()
+    request_by_load: dict[int, str] = field(
+        default_factory=dict
+    )  # loads beside the steps; other loads end before the step
+    num_tokens: int = 0  # that the step computes
+    is_disk_cleared: bool = False  # all that the disk holds is to be forgotten first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedStorage:
+    """The tiers as a worker has opened them."""
+
+    block_bytes: int
+    num_host: int
+    num_disk: int
+    stored: dict[int, tiers.CachedBlock]  # on disk, by slot, oldest first
+
+    def intersect(self, other: "OpenedStorage") -> "OpenedStorage":
+        """Return what both ranks have."""
+        return OpenedStorage(
+            block_bytes=self.block_bytes,
+            num_host=min(self.num_host, other.num_host),
+            num_disk=min(self.num_disk, other.num_disk),
+            stored={slot: b for slot, b in self.stored.items() if other.stored.get(slot) == b},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedCopy:
+    """How a copy ended at some ranks."""
+
+    num_ranks: int = 1
+    failed: frozenset[int] = frozenset()  # positions of blocks
+    seconds: float | None = None  # None: it says nothing of the speed
+
+    def join(self, other: "EndedCopy") -> "EndedCopy":
+        """Return how the copy ended at the ranks of both."""
+        is_measured = self.seconds is not None and other.seconds is not None
+        return EndedCopy(
+            num_ranks=self.num_ranks + other.num_ranks,
+            failed=self.failed | other.failed,
+            seconds=max(self.seconds or 0.0, other.seconds or 0.0) if is_measured else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierResults:
+    """What happened at some ranks since their last report."""
+
+    opened: OpenedStorage | None = None  # in the first report only
+    num_usable: int = 0  # slots of the host tier
+    ended: dict[int, EndedCopy] = field(default_factory=dict)  # by number
+    step_s: float | None = None
+
+    def join(self, other: "TierResults") -> "TierResults":
+        """Return the results of the ranks of both."""
+        ended = dict(self.ended)
+        for number, copy in other.ended.items():
+            ended[number] = ended[number].join(copy) if number in ended else copy
+        has_both = self.opened is not None and other.opened is not None
+        return TierResults(
+            opened=self.opened.intersect(other.opened)  # type: ignore[union-attr,arg-type]
+            if has_both
+            else self.opened or other.opened,
+            num_usable=min(self.num_usable, other.num_usable),
+            ended=ended,
+            step_s=max(self.step_s or 0.0, other.step_s or 0.0) or None,
+        )

@@ -1,0 +1,171 @@
+"""Tiers under real vLLM: answers are those of computing, whatever was evicted, lost, aborted or restarted.
+
+One engine of 24 blocks serves all tests but the last, which starts another one on its disk.
+"""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
+
+import pytest_asyncio
+
+import vllm_engine
+import vllm_models
+import vllm_tier_faults
+from dynamo.engine.adapters.settings import VllmConfig
+from dynamo.protocols import kv_events
+from engine_suite import Host, Sink
+from foreign_engine import shared  # noqa: F401 (a fixture)
+from vllm_engine import adapter, host  # noqa: F401 (a fixture)
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+BLOCK = 32
+OPTIONS = {"kvbm_cpu_cache_override_num_blocks": 64, "kvbm_disk_cache_override_num_blocks": 200}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("tiers")
+
+
+@pytest.fixture(scope="module")
+def make_engine(directory):
+    """With our connector by its published name, or by a module with faults."""
+    model = vllm_models.make(directory / "model")
+    options = OPTIONS | {"kvbm_nvme_path": str(directory / "disk")}
+    transfer = {
+        "kv_connector": "DynamoConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_module_path": "vllm_tier_faults", "kv_connector_extra_config": options,
+    }  # fmt: skip
+
+    def make(*, is_faulty=True):
+        flags = vllm_engine.FLAGS.split()
+        if is_faulty:
+            flags += ["--kv-transfer-config", json.dumps(transfer)]
+            return adapter.build(model, VllmConfig(engine_args=tuple(flags)), "m")
+        settings = VllmConfig(engine_args=tuple(flags), connector=("kvbm",), **options)
+        return adapter.build(model, settings, "m")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in vllm_engine.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setenv(vllm_tier_faults.FAULTS, str(directory))
+        paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        yield make
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def worker(host):  # noqa: F811 (a fixture)
+    """The engine, which has computed enough to know that a load is worth its time."""
+    await host.answer("warm", prompt(999, 200), max_tokens=2)
+    await host.engine.clear_kv_blocks()
+    return host
+
+
+def prompt(seed, length):
+    return [(i * 37 + seed * 101) % 4000 + 5 for i in range(length)]
+
+
+async def evict(host, name):  # noqa: F811
+    """Fill vLLM's 24 blocks with other prompts."""
+    for i in range(2):
+        await host.answer(f"{name} {i}", prompt(hash((name, i)) % 500 + 500, 380), max_tokens=2)
+
+
+def counts(host):  # noqa: F811
+    return host.engine.capabilities.kv_tiers.report_tiers().counts
+
+
+def loaded(host, request_id, index=0):  # noqa: F811
+    return dict(host.sink.of(request_id, index)[-1].tier_tokens or ())
+
+
+async def test_evicted_prompt_is_loaded_from_host_memory_with_the_same_answer(worker):
+    for length in (100, 300):  # before the step, and beside it
+        first = await worker.answer(f"a{length}", prompt(length, length), max_tokens=12)
+        await evict(worker, f"other{length}")
+        again = await worker.answer(f"b{length}", prompt(length, length), max_tokens=12)
+
+        assert again == first
+        assert loaded(worker, f"b{length}") == {"host": length // BLOCK * BLOCK}
+        assert worker.sink.of(f"b{length}")[0].cached_tokens == length // BLOCK * BLOCK
+    held = [e for e in worker.sink.events if isinstance(e, kv_events.Stored)]
+    assert {event.tier for event in held} >= {kv_events.DEVICE, kv_events.HOST, kv_events.DISK}
+    assert worker.engine.capabilities.kv_tiers.report_tiers().host_hit_rate > 0
+
+
+async def test_many_at_once_with_choices_answer_as_if_each_were_alone(worker):
+    prompts = {f"m{i}": prompt(i % 8, 100 + 20 * (i % 8)) for i in range(32)}
+    alone = {}
+    for i in range(8):
+        alone[i] = await worker.answer(f"alone{i}", prompts[f"m{i}"], max_tokens=6)
+    for name, tokens in prompts.items():
+        worker.submit(name, tokens, max_tokens=6, n=2 if name == "m3" else 1)
+    for i, name in enumerate(prompts):
+        await worker.sink.until_ended(name, n=2 if name == "m3" else 1)
+        assert worker.sink.tokens(name) == alone[i % 8]
+    assert worker.sink.tokens("m3", 1) == alone[3]
+    assert counts(worker)["matched_tokens"] > 0
+
+
+async def test_failed_load_is_computed_and_is_no_hit(worker, directory):
+    first = await worker.answer("f1", prompt(71, 300), max_tokens=12)
+    await evict(worker, "other")
+    before = counts(worker)
+    (directory / "fail").touch()
+    again = await worker.answer("f2", prompt(71, 300), max_tokens=12)
+    short = await worker.answer("f3", prompt(71, 300)[:100], max_tokens=12)
+    (directory / "fail").unlink()
+
+    assert again == first
+    assert len(short) == 12
+    assert loaded(worker, "f2") == {}
+    assert counts(worker)["matched_tokens"] == before["matched_tokens"]
+    assert counts(worker)["failed_blocks"] > before["failed_blocks"]
+
+
+async def test_request_that_is_aborted_while_it_loads_frees_everything(worker, directory):
+    first = await worker.answer("g1", prompt(81, 300), max_tokens=12)
+    await evict(worker, "other")
+    (directory / "slow").touch()
+    worker.submit("g2", prompt(81, 300), max_tokens=12)
+    other = await worker.answer("g3", prompt(82, 20), max_tokens=6)  # goes on meanwhile
+    worker.engine.abort("g2")
+    (directory / "slow").unlink()
+    await worker.engine.clear_kv_blocks()  # raises if blocks are held for longer
+
+    assert len(other) == 6
+    assert worker.sink.tokens("g2") == []
+    assert await worker.answer("g4", prompt(81, 300), max_tokens=12) == first
+    assert loaded(worker, "g4") == {}
+
+
+async def test_restarted_engine_loads_its_first_prompt_from_disk(worker, shared, make_engine):  # noqa: F811
+    first = await worker.answer("r1", prompt(91, 300), max_tokens=12)
+    reporter = worker.engine.capabilities.kv_tiers
+    for i in range(100):  # the report comes with a step
+        if reporter.report_tiers().tiers[2].used_blocks >= 9:
+            break
+        await worker.answer(f"r1 {i}", prompt(92, 10), max_tokens=1)
+    await shared[0].stop()
+    sink = Sink()
+    engine = make_engine(is_faulty=False)
+    restarted = Host(engine, sink, await engine.start(sink))
+    try:
+        again = await restarted.answer("r2", prompt(91, 300), max_tokens=12)
+
+        assert again == first
+        assert loaded(restarted, "r2") == {"disk": 288}
+    finally:
+        await engine.stop()
