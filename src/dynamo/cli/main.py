@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.base import config, distribution, errors, membership
-from dynamo.cli import completion, kvbm, run, semantic, serve
+from dynamo.cli import completion, kube, kvbm, run, semantic, serve
 from dynamo.worker import engines
 
 _INTERRUPTED = 130
@@ -45,6 +45,7 @@ COMMANDS = {
     "run": Command(run.RunConfig, lambda options: run.run(options)),
     "kvbm": Command(kvbm.KvbmCommandConfig, kvbm.run),
     "semantic": Command(semantic.SemanticCommandConfig, semantic.run),
+    "kube": Command(kube.KubeCommandConfig, kube.run),
     "env": Command(EnvironmentConfig, show_environment),
 }
 

@@ -163,6 +163,11 @@ class Exchange:
             framing = b"transfer-encoding: chunked\r\n\r\n"
         self._head = self._make_head(status, content_type, headers) + framing
 
+    def send_head(self) -> None:
+        """Send the head of a stream now, because its first piece may come late."""
+        if not self._closed:
+            self._wire.write(self._framed(b""))
+
     def write(self, chunk: bytes) -> None:
         """Send a piece of the stream; an empty one sends nothing."""
         if self._closed or not chunk:
@@ -255,6 +260,9 @@ class WrappedExchange(Exchange):
 
     def start_stream(self, status: int, *, content_type: str, headers: Headers = ()) -> None:
         self._inner.start_stream(status, content_type=content_type, headers=headers)
+
+    def send_head(self) -> None:
+        self._inner.send_head()
 
     def write(self, chunk: bytes) -> None:
         self._inner.write(chunk)

@@ -1,0 +1,300 @@
+"""The operations of the API server on objects, without HTTP: those of `writes`, patches, apply and deletions.
+
+The HTTP front, the controllers and the kubelet of this package all go through it.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dynamo.testing.kube import (
+    builtin_rules,
+    failures,
+    managed_fields,
+    metadata,
+    patches,
+    resources,
+    writes,
+)
+
+Object = dict[str, Any]
+WriteOptions = writes.WriteOptions
+MERGE_PATCH = "application/merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+STRATEGIC_PATCH = "application/strategic-merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+_MAX_ATTEMPTS = 5
+_FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteOptions:
+    """The body or query parameters of a deletion."""
+
+    policy: str = ""
+    grace_s: int | None = None
+    uid: str = ""
+    resource_version: str = ""
+    is_dry_run: bool = False
+
+
+_PLAIN_DELETE = DeleteOptions()
+
+
+class Api(writes.ObjectWrites):
+    """All operations on the objects of one cluster."""
+
+    async def patch(
+        self,
+        resource: "resources.Resource",
+        namespace: str,
+        name: str,
+        media_type: str,
+        patch: Any,
+        options: writes.WriteOptions = writes.PLAIN,
+    ) -> tuple[Object, bool]:
+        """Change an object by a patch; return it, and whether the patch created it. Raises ApiError."""
+        if media_type == APPLY_PATCH:
+            return await self._apply(resource, namespace, name, patch, options)
+        if media_type == STRATEGIC_PATCH and resource.is_custom:
+            media_type = ""
+        if media_type not in (MERGE_PATCH, JSON_PATCH, STRATEGIC_PATCH):
+            raise unsupported_media_type(resource)
+        for attempt in range(_MAX_ATTEMPTS):
+            old = self.get(resource, namespace, name)
+            body = self._patched(resource, old, media_type, patch)
+            given = body.get("metadata") or {}
+            if given.get("name", name) != name:
+                raise failures.bad_request(
+                    f"the name of the object ({given['name']}) does not match the name on the URL ({name})"
+                )
+            if given.get("uid") != old["metadata"]["uid"] and given.get("uid"):
+                error = failures.invalid_value(
+                    "metadata.uid", json.dumps(given["uid"]), "field is immutable"
+                )
+                raise failures.invalid(resource.qualified_kind, name, [error])
+            self._check_version(resource, old, given.get("resourceVersion"), None)
+            try:
+                return await self._replace(resource, old, body, options), False
+            except failures.ApiError as error:
+                if error.body.get("reason") != "Conflict" or attempt + 1 == _MAX_ATTEMPTS:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _patched(
+        self, resource: "resources.Resource", old: Object, media_type: str, patch: Any
+    ) -> Object:
+        if media_type == JSON_PATCH:
+            if len(patch) > patches.MAX_OPERATIONS:
+                text = f"The allowed maximum operations in a JSON patch is {patches.MAX_OPERATIONS}, got {len(patch)}"
+                raise failures.ApiError(413, "RequestEntityTooLarge", text)
+            try:
+                result = patches.apply_operations(old, patch)
+            except patches.PatchFailed as error:
+                text = "the server rejected our request due to an error in our request"
+                raise failures.ApiError(422, "Invalid", text, {}) from error
+            return dict(result)
+        try:
+            if media_type == MERGE_PATCH:
+                return dict(patches.merge(old, patch))
+            return dict(patches.strategic(old, patch, resource.schema))
+        except patches.PatchFailed as error:
+            raise failures.ApiError(500, "", str(error)) from error
+
+    async def _apply(
+        self,
+        resource: "resources.Resource",
+        namespace: str,
+        name: str,
+        config: Any,
+        options: WriteOptions,
+    ) -> tuple[Object, bool]:
+        kind, version = config.get("kind") or "", config.get("apiVersion") or ""
+        if not kind or not version:
+            raise failures.bad_request(f"invalid object type: {version or '/'}, Kind={kind}")
+        given = dict(config.get("metadata") or {})
+        if given.get("managedFields"):
+            raise failures.bad_request("metadata.managedFields must be nil")
+        config = {**config, "metadata": {**given, "name": name}}
+        live = self.store.get(resource.key, (namespace, name))
+        if live is None:
+            if options.subresource:
+                raise failures.not_found(resource, name)
+            if given.get("uid"):
+                why = f"Precondition failed: UID in precondition: {given['uid']}, UID in object meta: "
+                raise failures.conflict(resource, name, why)
+            live = {"metadata": {}}
+        else:
+            live = self.present(resource, live)
+            self._check_version(resource, live, given.get("resourceVersion"), given.get("uid"))
+        config = self._restrict_config(resource, config, options)
+        shape = managed_fields.Shape(resource.schema, resource.is_custom)
+        for text in managed_fields.check_duplicates(managed_fields.own_fields(config), shape):
+            message = (
+                f"failed to create typed patch object ({namespace}/{name}; {resource.api_version}, "
+                f"Kind={resource.kind}): {text}"
+            )
+            raise failures.ApiError(500, "", message)
+        writer = self._writer(resource, options, "Apply")
+        applied = managed_fields.apply(live, config, shape, writer, is_forced=options.is_forced)
+        body = {**applied.item, "apiVersion": resource.api_version, "kind": resource.kind}
+        body["metadata"] = {**body.get("metadata", {}), "managedFields": applied.entries}
+        options = replace(options, is_apply=True)
+        if "uid" in live["metadata"]:
+            return await self._replace(resource, live, body, options), False
+        return await self._create_applied(resource, namespace, body, applied.entries, options), True
+
+    def _restrict_config(
+        self, resource: "resources.Resource", config: Object, options: WriteOptions
+    ) -> Object:
+        """Drop what an apply through this path may not set, so that it is not owned either."""
+        config = self._prune(resource, config, options)
+        if options.subresource == "status":
+            kept = ("apiVersion", "kind", "metadata", "status")
+            return {
+                key: value if key != "metadata" else {"name": value["name"]}
+                for key, value in config.items()
+                if key in kept
+            }
+        if resource.has_status:
+            config = {key: value for key, value in config.items() if key != "status"}
+        return config
+
+    async def _create_applied(
+        self,
+        resource: "resources.Resource",
+        namespace: str,
+        body: Object,
+        entries: Sequence[Object],
+        options: WriteOptions,
+    ) -> Object:
+        self._check_create(resource, namespace, body, is_dry_run=True)
+        meta = metadata.for_create(body, resource, namespace)
+        item = self._shape(resource, None, {**body, "metadata": meta}, options)
+        item = await self._admit(resource, "CREATE", item, None, options)
+        self._validate(resource, None, item)
+        if self.store.get(resource.key, (meta.get("namespace", ""), meta["name"])) is not None:
+            raise failures.already_exists(resource, meta["name"])
+        item["metadata"]["managedFields"] = list(entries)
+        return self._store(resource, item, options)
+
+    async def bind(self, namespace: str, name: str, node: str) -> None:
+        """Assign a pod to a node. Raises ApiError (404, 409)."""
+        pod = self.store.get(("", "pods"), (namespace, name))
+        resource = self.registry.find("", "v1", "pods")
+        assert resource is not None
+        if pod is None:
+            raise failures.not_found(resource, name)
+        if pod["spec"].get("nodeName"):
+            why = f'pod {name} is already assigned to node "{pod["spec"]["nodeName"]}"'
+            raise failures.conflict(resource, name, why)
+        scheduled = {"type": "PodScheduled", "status": "True", "lastProbeTime": None,
+                     "lastTransitionTime": metadata.timestamp()}  # fmt: skip
+        status = {**pod["status"], "conditions": [scheduled]}
+        self.store.put(
+            resource.key, {**pod, "spec": {**pod["spec"], "nodeName": node}, "status": status}
+        )
+
+    # Deleting.
+
+    async def delete(
+        self,
+        resource: "resources.Resource",
+        namespace: str,
+        name: str,
+        options: DeleteOptions = _PLAIN_DELETE,
+    ) -> tuple[Object, bool]:
+        """Delete an object, or mark it; return its last state, and whether it is gone. Raises ApiError."""
+        old = self.get(resource, namespace, name)
+        self._check_preconditions(resource, old, options)
+        if self.admit is not None:
+            await self.admit(resource, "DELETE", None, old, WriteOptions())
+        stored = self.store.get(resource.key, (namespace, name))
+        if stored is None:
+            raise failures.not_found(resource, name)
+        meta = dict(stored["metadata"])
+        finalizers = _deletion_finalizers(resource, meta, options.policy)
+        grace_s = _grace(resource, stored, options)
+        if options.is_dry_run:
+            return stored, not finalizers
+        if not finalizers and not grace_s:
+            if resource.plural == "pods" and meta.get("deletionTimestamp") and options.grace_s == 0:
+                meta["deletionGracePeriodSeconds"] = 0
+                self.store.put(resource.key, {**stored, "metadata": meta})
+            return self.store.delete(resource.key, (namespace, name)), True
+        if meta.get("deletionTimestamp"):
+            if grace_s >= meta.get("deletionGracePeriodSeconds", 0):
+                return self.present(resource, stored), False
+        elif "generation" in meta:
+            meta["generation"] += 1
+        meta["deletionTimestamp"] = builtin_rules.timestamp_after(grace_s)
+        meta["deletionGracePeriodSeconds"] = grace_s
+        if finalizers:
+            meta["finalizers"] = finalizers
+        item = self.store.put(resource.key, {**stored, "metadata": meta})
+        return self.present(resource, item), False
+
+    def _check_preconditions(
+        self, resource: "resources.Resource", old: Object, options: DeleteOptions
+    ) -> None:
+        meta, name = old["metadata"], old["metadata"]["name"]
+        if options.uid and options.uid != meta["uid"]:
+            text = (
+                f"the UID in the precondition ({options.uid}) does not match the UID in "
+                f"record ({meta['uid']}). The object might have been deleted and then "
+                "recreated"
+            )
+            raise failures.conflict(resource, name, text)
+        version = options.resource_version
+        if version and version != meta["resourceVersion"]:
+            text = (
+                f"the ResourceVersion in the precondition ({version}) does not match the "
+                f"ResourceVersion in record ({meta['resourceVersion']}). The object might "
+                "have been modified"
+            )
+            raise failures.conflict(resource, name, text)
+
+
+def _deletion_finalizers(resource: "resources.Resource", meta: Object, policy: str) -> list[str]:
+    finalizers = [
+        name
+        for name in meta.get("finalizers") or ()
+        if name not in (_FOREGROUND, _ORPHAN) or not policy
+    ]
+    if policy == "Foreground":
+        finalizers.append(_FOREGROUND)
+    elif policy == "Orphan" or (not policy and resource.key == ("batch", "jobs")):
+        finalizers.append(_ORPHAN)
+    if resource.key == ("", "namespaces"):
+        finalizers.append("kubernetes")
+    return list(dict.fromkeys(finalizers))
+
+
+def _grace(resource: "resources.Resource", item: Object, options: DeleteOptions) -> int:
+    if resource.key != ("", "pods") or not item.get("spec", {}).get("nodeName"):
+        return 0
+    if (item.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        return 0
+    if options.grace_s is not None:
+        return options.grace_s
+    return int(item["spec"].get("terminationGracePeriodSeconds", 30))
+
+
+def unsupported_media_type(resource: "resources.Resource") -> failures.ApiError:
+    """Return the refusal of a patch in a form that the resource does not take."""
+    types = [JSON_PATCH, MERGE_PATCH, APPLY_PATCH]
+    if not resource.is_custom:
+        types.insert(2, STRATEGIC_PATCH)
+    text = "the body of the request was in an unknown format - accepted media types include: "
+    return failures.ApiError(415, "UnsupportedMediaType", text + ", ".join(types))
+
+
+def find_owned(items: Iterable[Object], uid: str) -> list[Object]:
+    """Return the objects whose controller has this uid."""
+    return [
+        item
+        for item in items
+        for owner in item["metadata"].get("ownerReferences") or ()
+        if owner["uid"] == uid and owner.get("controller")
+    ]

@@ -1,0 +1,424 @@
+"""What the API server does with built-in objects: defaults, allocated values and the checks that users meet."""
+
+import base64
+import ipaddress
+import json
+import secrets
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from dynamo.testing.kube import failures, metadata, quantities, resources, selectors, store
+
+Object = dict[str, Any]
+
+_POD = {
+    "restartPolicy": "Always",
+    "terminationGracePeriodSeconds": 30,
+    "dnsPolicy": "ClusterFirst",
+    "securityContext": {},
+    "schedulerName": "default-scheduler",
+}
+_PROBE = {"timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1, "failureThreshold": 3}
+_SERVICE_NETWORK = ipaddress.ip_network("10.96.0.0/12")
+_FIRST_NODE_PORT, _LAST_NODE_PORT = 30000, 32767
+_MAX_DATA_BYTES = 2**20
+_TOLERATIONS = [
+    {"key": f"node.kubernetes.io/{name}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
+    for name in ("not-ready", "unreachable")
+]  # fmt: skip
+
+
+def timestamp_after(seconds: float) -> str:
+    """Return the time in so many seconds, as objects carry it."""
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def complete(
+    resource: "resources.Resource", item: Object, old: Object | None, objects: "store.Store"
+) -> Object:
+    """Return a built-in object with its defaults and allocated values."""
+    item = json.loads(json.dumps(item))
+    filler = _FILLERS.get(resource.plural)
+    if filler is not None:
+        filler(item, old, objects)
+    return dict(item)
+
+
+def _fill(target: Object, defaults: Object) -> None:
+    for name, value in defaults.items():
+        if target.get(name) is None:
+            target[name] = json.loads(json.dumps(value))
+
+
+def fill_pod_spec(spec: Object) -> None:
+    """Fill in the defaults of a pod's or a template's specification."""
+    _fill(spec, _POD)
+    if spec.get("serviceAccountName"):
+        spec["serviceAccount"] = spec["serviceAccountName"]
+    for container in [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]:
+        _fill_container(container)
+    for volume in spec.get("volumes") or ():
+        for kind in ("configMap", "secret", "projected", "downwardAPI"):
+            if isinstance(volume.get(kind), dict):
+                _fill(volume[kind], {"defaultMode": 420})
+        if isinstance(volume.get("emptyDir"), dict) and "sizeLimit" in volume["emptyDir"]:
+            limit = volume["emptyDir"]["sizeLimit"]
+            volume["emptyDir"]["sizeLimit"] = quantities.canonical(limit)
+
+
+def _fill_container(container: Object) -> None:
+    tag = container.get("image", "").rpartition("/")[2].partition(":")[2]
+    policy = "Always" if tag in ("", "latest") else "IfNotPresent"
+    _fill(
+        container,
+        {
+            "resources": {},
+            "terminationMessagePath": "/dev/termination-log",
+            "terminationMessagePolicy": "File",
+            "imagePullPolicy": policy,
+        },
+    )
+    for port in container.get("ports") or ():
+        _fill(port, {"protocol": "TCP"})
+    for values in container["resources"].values():
+        if isinstance(values, dict):
+            values.update({name: quantities.canonical(value) for name, value in values.items()})
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = container.get(name)
+        if probe is not None:
+            _fill(probe, _PROBE)
+            if "httpGet" in probe:
+                _fill(probe["httpGet"], {"path": "/", "scheme": "HTTP"})
+    for variable in container.get("env") or ():
+        reference = (variable.get("valueFrom") or {}).get("fieldRef")
+        if reference is not None:
+            _fill(reference, {"apiVersion": "v1"})
+
+
+def _fill_pod(item: Object, old: Object | None, objects: "store.Store") -> None:
+    spec = item.setdefault("spec", {})
+    fill_pod_spec(spec)
+    _fill(
+        spec,
+        {
+            "serviceAccountName": "default",
+            "serviceAccount": "default",
+            "enableServiceLinks": True,
+            "priority": 0,
+            "preemptionPolicy": "PreemptLowerPriority",
+            "tolerations": _TOLERATIONS,
+        },
+    )
+    for container in spec.get("containers") or ():
+        limits = container["resources"].get("limits") or {}
+        if limits:
+            container["resources"]["requests"] = {
+                **limits,
+                **(container["resources"].get("requests") or {}),
+            }
+    if old is None:
+        item["status"] = {"phase": "Pending", "qosClass": _quality(spec)}
+
+
+def _quality(spec: Object) -> str:
+    found = [container.get("resources") or {} for container in spec.get("containers") or ()]
+    if not any(part.get("limits") or part.get("requests") for part in found):
+        return "BestEffort"
+    is_guaranteed = all(
+        {"cpu", "memory"} <= set(part.get("limits") or {})
+        and part.get("limits") == part.get("requests")
+        for part in found
+    )
+    return "Guaranteed" if is_guaranteed else "Burstable"
+
+
+def _fill_template(item: Object) -> Object:
+    spec: Object = item.setdefault("spec", {})
+    fill_pod_spec(spec.setdefault("template", {}).setdefault("spec", {}))
+    return spec
+
+
+def _fill_deployment(item: Object, old: Object | None, objects: "store.Store") -> None:
+    spec = _fill_template(item)
+    _fill(
+        spec,
+        {"replicas": 1, "strategy": {}, "revisionHistoryLimit": 10, "progressDeadlineSeconds": 600},
+    )
+    _fill(spec["strategy"], {"type": "RollingUpdate"})
+    if spec["strategy"]["type"] == "RollingUpdate":
+        _fill(spec["strategy"], {"rollingUpdate": {}})
+        _fill(spec["strategy"]["rollingUpdate"], {"maxUnavailable": "25%", "maxSurge": "25%"})
+    _fill(item, {"status": {}})
+
+
+def _fill_replica_set(item: Object, old: Object | None, objects: "store.Store") -> None:
+    _fill(_fill_template(item), {"replicas": 1})
+    _fill(item, {"status": {"replicas": 0}})
+
+
+def _fill_stateful_set(item: Object, old: Object | None, objects: "store.Store") -> None:
+    spec = _fill_template(item)
+    strategy = {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}}
+    retention = {"whenDeleted": "Retain", "whenScaled": "Retain"}
+    _fill(spec, {"replicas": 1, "podManagementPolicy": "OrderedReady", "updateStrategy": strategy,
+                 "revisionHistoryLimit": 10, "persistentVolumeClaimRetentionPolicy": retention})  # fmt: skip
+    for claim in spec.get("volumeClaimTemplates") or ():
+        _fill(claim.setdefault("spec", {}), {"volumeMode": "Filesystem"})
+    _fill(item, {"status": {"replicas": 0, "availableReplicas": 0}})
+
+
+def _fill_job(item: Object, old: Object | None, objects: "store.Store") -> None:
+    spec = _fill_template(item)
+    _fill(
+        spec,
+        {
+            "parallelism": 1,
+            "completions": 1,
+            "backoffLimit": 6,
+            "completionMode": "NonIndexed",
+            "suspend": False,
+            "manualSelector": False,
+            "podReplacementPolicy": "TerminatingOrFailed",
+        },
+    )
+    uid, name = item["metadata"]["uid"], item["metadata"]["name"]
+    labels = {"batch.kubernetes.io/controller-uid": uid, "batch.kubernetes.io/job-name": name,
+              "controller-uid": uid, "job-name": name}  # fmt: skip
+    spec["template"].setdefault("metadata", {}).setdefault("labels", {}).update(labels)
+    _fill(spec, {"selector": {"matchLabels": {"batch.kubernetes.io/controller-uid": uid}}})
+    _fill(item, {"status": {}})
+
+
+def _fill_service(item: Object, old: Object | None, objects: "store.Store") -> None:
+    spec = item.setdefault("spec", {})
+    _fill(
+        spec, {"type": "ClusterIP", "sessionAffinity": "None", "internalTrafficPolicy": "Cluster"}
+    )
+    for port in spec.get("ports") or ():
+        _fill(port, {"protocol": "TCP", "targetPort": port.get("port")})
+        if spec["type"] in ("NodePort", "LoadBalancer"):
+            _fill(port, {"nodePort": _free_node_port(objects)})
+    _fill(item, {"status": {"loadBalancer": {}}})
+    if spec["type"] == "ExternalName":
+        return
+    if old is not None:
+        _fill(spec, {"clusterIP": old["spec"].get("clusterIP")})
+    _fill(spec, {"clusterIP": _free_cluster_ip(objects)})
+    _fill(spec, {"clusterIPs": [spec["clusterIP"]]})
+    _fill(spec, {"ipFamilies": ["IPv4"], "ipFamilyPolicy": "SingleStack"})
+
+
+def _services(objects: "store.Store") -> list[Object]:
+    return [service["spec"] for service in objects.list_items(("", "services"))]
+
+
+def _free_cluster_ip(objects: "store.Store") -> str:
+    used = {spec.get("clusterIP") for spec in _services(objects)}
+    while True:
+        address = str(_SERVICE_NETWORK[secrets.randbelow(_SERVICE_NETWORK.num_addresses - 2) + 1])
+        if address not in used:
+            return address
+
+
+def _free_node_port(objects: "store.Store") -> int:
+    used = {port.get("nodePort") for spec in _services(objects) for port in spec.get("ports") or ()}
+    return next(port for port in range(_FIRST_NODE_PORT, _LAST_NODE_PORT + 1) if port not in used)
+
+
+def _fill_secret(item: Object, old: Object | None, objects: "store.Store") -> None:
+    texts = item.pop("stringData", None) or {}
+    encoded = {name: base64.b64encode(text.encode()).decode() for name, text in texts.items()}
+    if encoded:
+        item["data"] = {**(item.get("data") or {}), **encoded}
+    _fill(item, {"type": "Opaque"})
+
+
+def _fill_namespace(item: Object, old: Object | None, objects: "store.Store") -> None:
+    name = item["metadata"].get("name", "")
+    item["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = name
+    _fill(item, {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}})
+
+
+def _fill_claim(item: Object, old: Object | None, objects: "store.Store") -> None:
+    spec = item.setdefault("spec", {})
+    _fill(spec, {"volumeMode": "Filesystem"})
+    requests = (spec.get("resources") or {}).get("requests") or {}
+    requests.update({name: quantities.canonical(value) for name, value in requests.items()})
+    if old is None:
+        item["status"] = {"phase": "Pending"}
+        finalizers = item["metadata"].setdefault("finalizers", [])
+        if "kubernetes.io/pvc-protection" not in finalizers:
+            finalizers.append("kubernetes.io/pvc-protection")
+
+
+def _fill_definition(item: Object, old: Object | None, objects: "store.Store") -> None:
+    spec = item.get("spec") or {}
+    _fill(spec, {"conversion": {"strategy": "None"}})
+    names = spec.get("names") or {}
+    _fill(
+        names,
+        {"singular": names.get("kind", "").lower(), "listKind": names.get("kind", "") + "List"},
+    )
+    finalizer = "customresourcecleanup.apiextensions.k8s.io"
+    if old is not None and not item["metadata"].get("deletionTimestamp"):
+        finalizers = item["metadata"].setdefault("finalizers", [])
+        if finalizer not in finalizers:
+            finalizers.append(finalizer)
+    if old is None:
+        stored = [
+            version["name"] for version in spec.get("versions") or () if version.get("storage")
+        ]
+        empty = {"plural": "", "kind": ""}
+        item["status"] = {"conditions": None, "acceptedNames": empty, "storedVersions": stored}
+    else:
+        stored = (item.get("status") or {}).get("storedVersions") or []
+        current = [version["name"] for version in spec["versions"] if version.get("storage")]
+        if "status" in item:
+            item["status"]["storedVersions"] = list(dict.fromkeys([*stored, *current]))
+
+
+def _fill_autoscaler(item: Object, old: Object | None, objects: "store.Store") -> None:
+    _fill(item.setdefault("spec", {}), {"minReplicas": 1})
+    _fill(item, {"status": {"desiredReplicas": 0, "currentMetrics": None}})
+
+
+def _fill_status(item: Object, old: Object | None, objects: "store.Store") -> None:
+    _fill(item, {"status": {"loadBalancer": {}}})
+
+
+_FILLERS = {
+    "pods": _fill_pod, "deployments": _fill_deployment, "replicasets": _fill_replica_set,
+    "statefulsets": _fill_stateful_set, "jobs": _fill_job, "services": _fill_service,
+    "secrets": _fill_secret, "namespaces": _fill_namespace, "persistentvolumeclaims": _fill_claim,
+    "customresourcedefinitions": _fill_definition, "horizontalpodautoscalers": _fill_autoscaler,
+    "ingresses": _fill_status,
+}  # fmt: skip
+
+
+def check(
+    resource: "resources.Resource", item: Object, old: Object | None
+) -> Iterator[failures.FieldError]:
+    """Yield the mistakes of a built-in object that are checked here; not all that a real server checks."""
+    spec = item.get("spec") or {}
+    if "template" in spec and "selector" in spec:
+        yield from _check_workload(spec, (old or {}).get("spec"))
+    if resource.plural in ("pods",):
+        yield from _check_containers(spec, "spec")
+    if resource.plural == "services":
+        yield from _check_service(spec, (old or {}).get("spec"))
+    if resource.plural in ("configmaps", "secrets"):
+        yield from _check_data(item, old)
+    if resource.plural == "leases":
+        yield from _check_lease(spec)
+
+
+def _check_workload(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
+    labels = (spec["template"].get("metadata") or {}).get("labels") or {}
+    if spec["selector"] and not selectors.matches(spec["selector"], labels):
+        shown = json.dumps(labels, separators=(",", ":"))
+        text = "`selector` does not match template `labels`"
+        yield failures.invalid_value("spec.template.metadata.labels", shown, text)
+    if old is not None and old.get("selector") != spec["selector"]:
+        shown = json.dumps(spec["selector"], separators=(",", ":"))
+        yield failures.invalid_value("spec.selector", shown, "field is immutable")
+    if isinstance(spec.get("replicas"), int) and spec["replicas"] < 0:
+        text = "must be greater than or equal to 0"
+        yield failures.invalid_value("spec.replicas", str(spec["replicas"]), text)
+    rolling = (spec.get("strategy") or {}).get("rollingUpdate") or {}
+    if {str(value).rstrip("%") for value in rolling.values()} == {"0"} and len(rolling) == 2:
+        text = "may not be 0 when `maxSurge` is 0"
+        field = "spec.strategy.rollingUpdate.maxUnavailable"
+        yield failures.invalid_value(field, json.dumps(rolling["maxUnavailable"]), text)
+    yield from _check_containers(spec["template"]["spec"], "spec.template.spec")
+
+
+def _check_containers(spec: Object, path: str) -> Iterator[failures.FieldError]:
+    if not spec.get("containers"):
+        yield failures.required(f"{path}.containers")
+    volumes = {volume.get("name") for volume in spec.get("volumes") or ()}
+    for field in ("initContainers", "containers"):
+        for n, container in enumerate(spec.get(field) or ()):
+            place = f"{path}.{field}[{n}]"
+            if not container.get("name"):
+                yield failures.required(f"{place}.name")
+            if not container.get("image"):
+                yield failures.required(f"{place}.image")
+            for m, mount in enumerate(container.get("volumeMounts") or ()):
+                if mount.get("name") not in volumes:
+                    name = json.dumps(mount.get("name"))
+                    where = f"{place}.volumeMounts[{m}].name"
+                    yield failures.FieldError("FieldValueNotFound", where, f"Not found: {name}")
+
+
+def _check_service(spec: Object, old: Object | None) -> Iterator[failures.FieldError]:
+    ports = spec.get("ports") or ()
+    for n, port in enumerate(ports):
+        if len(ports) > 1 and not port.get("name"):
+            yield failures.required(f"spec.ports[{n}].name")
+    if not ports and spec.get("clusterIP") != "None" and spec["type"] != "ExternalName":
+        yield failures.required("spec.ports")
+    before = (old or {}).get("clusterIP")
+    if before and spec.get("clusterIP") != before and spec["type"] != "ExternalName":
+        shown = json.dumps([spec.get("clusterIP")])
+        yield failures.invalid_value("spec.clusterIPs[0]", shown, "may not change once set")
+
+
+def _check_data(item: Object, old: Object | None) -> Iterator[failures.FieldError]:
+    size = sum(len(name) + len(value) for name, value in (item.get("data") or {}).items())
+    if size > _MAX_DATA_BYTES:
+        message = f"Too long: may not be more than {_MAX_DATA_BYTES} bytes"
+        yield failures.FieldError("FieldValueTooLong", "[]", message)
+    if old is not None and old.get("immutable"):
+        text = "field is immutable when `immutable` is set"
+        if not item.get("immutable"):
+            yield failures.forbidden_value("immutable", text)
+        if item.get("data") != old.get("data"):
+            yield failures.forbidden_value("data", text)
+
+
+def _check_lease(spec: Object) -> Iterator[failures.FieldError]:
+    duration = spec.get("leaseDurationSeconds")
+    if duration is not None and duration <= 0:
+        text = "must be greater than 0"
+        yield failures.invalid_value("spec.leaseDurationSeconds", str(duration), text)
+
+
+_NEWER_NAMES = {"note": "message", "regarding": "involvedObject", "deprecatedCount": "count",
+                "deprecatedFirstTimestamp": "firstTimestamp", "deprecatedLastTimestamp": "lastTimestamp",
+                "deprecatedSource": "source", "reportingController": "reportingComponent"}  # fmt: skip
+
+
+def older_event(body: Object) -> Object:
+    """Return an event of `events.k8s.io` as the core API stores it."""
+    item = {_NEWER_NAMES.get(name, name): value for name, value in body.items()}
+    return {**item, "apiVersion": "v1", "kind": "Event"}
+
+
+def newer_event(item: Object) -> Object:
+    """Return a stored event as `events.k8s.io` shows it."""
+    names = {older: newer for newer, older in _NEWER_NAMES.items()}
+    shown = {names.get(name, name): value for name, value in item.items()}
+    return {**shown, "apiVersion": "events.k8s.io/v1"}
+
+
+def new_event(about: Object, reason: str, message: str, source: str, kind: str) -> Object:
+    """Return an event about an object; `kind` is Normal or Warning."""
+    meta, now = about["metadata"], metadata.timestamp()
+    involved = {"kind": about["kind"], "apiVersion": about["apiVersion"], "name": meta["name"],
+                "namespace": meta.get("namespace", ""), "uid": meta["uid"],
+                "resourceVersion": meta.get("resourceVersion", "")}  # fmt: skip
+    return {
+        "metadata": {"name": f"{meta['name'][:200]}.{secrets.token_hex(8)}"},
+        "involvedObject": involved,
+        "reason": reason,
+        "message": message,
+        "source": {"component": source},
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "count": 1,
+        "type": kind,
+        "eventTime": None,
+        "reportingComponent": source,
+        "reportingInstance": "",
+    }

@@ -1,0 +1,129 @@
+"""Refusals of the API server, each as the Status object that a real one answers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo.testing.kube import resources
+
+Object = dict[str, Any]
+
+
+class ApiError(Exception):
+    """A request that is refused, with the HTTP status, reason and details of the answer."""
+
+    def __init__(
+        self,
+        code: int,
+        reason: str,
+        message: str,
+        details: Mapping[str, Any] | None = None,
+        headers: Iterable[tuple[str, str]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.headers = tuple(headers)
+        self.body: Object = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": message,
+        }
+        if reason:
+            self.body["reason"] = reason
+        if details is not None:
+            self.body["details"] = dict(details)
+        self.body["code"] = code
+
+
+@dataclass(frozen=True, slots=True)
+class FieldError:
+    """A mistake in one field, in the words of the API server."""
+
+    reason: str
+    field: str
+    message: str
+
+    @property
+    def cause(self) -> Object:
+        """The entry of a Status object's list of causes."""
+        return {"reason": self.reason, "message": self.message, "field": self.field}
+
+
+def required(field: str, message: str = "") -> FieldError:
+    """Return the error of a field that must be there."""
+    return FieldError(
+        "FieldValueRequired", field, "Required value" + (f": {message}" if message else "")
+    )
+
+
+def invalid_value(field: str, shown: str, message: str) -> FieldError:
+    """Return the error of a field whose value is wrong; `shown` is the value as JSON."""
+    return FieldError("FieldValueInvalid", field, f"Invalid value: {shown}: {message}")
+
+
+def forbidden_value(field: str, message: str) -> FieldError:
+    """Return the error of a field that may not be set here."""
+    return FieldError("FieldValueForbidden", field, f"Forbidden: {message}")
+
+
+def _details(resource: "resources.Resource", name: str) -> Object:
+    details: Object = {"name": name} if name else {}
+    if resource.group:
+        details["group"] = resource.group
+    return {**details, "kind": resource.plural}
+
+
+def not_found(resource: "resources.Resource", name: str) -> ApiError:
+    """Return the answer for an object that does not exist."""
+    message = f'{resource.qualified_plural} "{name}" not found'
+    return ApiError(404, "NotFound", message, _details(resource, name))
+
+
+def already_exists(resource: "resources.Resource", name: str) -> ApiError:
+    """Return the answer for an object that exists."""
+    message = f'{resource.qualified_plural} "{name}" already exists'
+    return ApiError(409, "AlreadyExists", message, _details(resource, name))
+
+
+def conflict(resource: "resources.Resource", name: str, why: str = "") -> ApiError:
+    """Return the answer for a write that is based on an older version."""
+    why = why or (
+        "the object has been modified; please apply your changes to the latest version and try again"
+    )
+    message = f'Operation cannot be fulfilled on {resource.qualified_plural} "{name}": {why}'
+    return ApiError(409, "Conflict", message, _details(resource, name))
+
+
+def invalid(qualified_kind: str, name: str, errors: Sequence[FieldError]) -> ApiError:
+    """Return the answer for an object with mistakes in its fields; `qualified_kind` is Kind.group."""
+    texts = [f"{error.field}: {error.message}" for error in errors]
+    text = texts[0] if len(texts) == 1 else "[" + ", ".join(texts) + "]"
+    kind, _, group = qualified_kind.partition(".")
+    details: Object = {"name": name} if name else {}
+    if group:
+        details["group"] = group
+    details |= {"kind": kind, "causes": [error.cause for error in errors]}
+    return ApiError(422, "Invalid", f'{qualified_kind} "{name}" is invalid: {text}', details)
+
+
+def bad_request(message: str) -> ApiError:
+    """Return the answer for a request that cannot be understood."""
+    return ApiError(400, "BadRequest", message)
+
+
+def forbidden(resource: "resources.Resource", name: str, why: str) -> ApiError:
+    """Return the answer for a request that admission refuses."""
+    message = f'{resource.qualified_plural} "{name}" is forbidden: {why}'
+    return ApiError(403, "Forbidden", message, _details(resource, name))
+
+
+def expired(message: str, details: Mapping[str, Any] | None = None) -> ApiError:
+    """Return the answer for a resource version that is no longer kept."""
+    return ApiError(410, "Expired", message, details)
+
+
+def internal(message: str) -> ApiError:
+    """Return the answer for an error inside the server."""
+    return ApiError(500, "InternalError", f"Internal error occurred: {message}")

@@ -1,0 +1,197 @@
+"""Garbage collection by owner references, and the end of namespaces."""
+
+from collections.abc import Hashable, Iterable
+from typing import Any, cast
+
+from dynamo.testing.kube import api, failures, metadata, resources, store
+
+Object = dict[str, Any]
+_NAMESPACES = ("", "namespaces")
+_FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
+
+
+Place = tuple[store.Table, store.Name]
+
+
+class GarbageCollector:
+    """Deletes dependents whose owners are gone, and finishes foreground and orphaning deletions.
+
+    A key is the table and name of an object.
+    """
+
+    def __init__(self, served: "api.Api") -> None:
+        self._api = served
+        self._dependents: dict[str, set[Place]] = {}
+        self._owners: dict[str, Place] = {}
+
+    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+        """Index the change; return its object and the uids whose dependents may have to go."""
+        meta = change.item["metadata"]
+        place = (change.table, (meta.get("namespace", ""), meta["name"]))
+        before = (change.previous or {"metadata": {}})["metadata"].get("ownerReferences") or ()
+        after = () if change.type == "DELETED" else meta.get("ownerReferences") or ()
+        for owner in before:
+            self._dependents.get(owner["uid"], set()).discard(place)
+        for owner in after:
+            self._dependents.setdefault(owner["uid"], set()).add(place)
+        if change.type == "DELETED":
+            self._owners.pop(meta["uid"], None)
+            yield from self._dependents.get(meta["uid"], ())
+        else:
+            self._owners[meta["uid"]] = place
+            yield place
+        for owner in before:
+            if owner["uid"] in self._owners:
+                yield self._owners[owner["uid"]]
+
+    async def reconcile(self, key: Hashable) -> float | None:
+        """Look at one object: at its owners, and at its own deletion."""
+        table, name = cast("Place", key)
+        item = self._api.store.get(table, name)
+        found = self._api.registry.resources_of(table)
+        if item is None or not found:
+            return None
+        if item["metadata"].get("deletionTimestamp"):
+            await self._finish(found[0], item)
+        owners = item["metadata"].get("ownerReferences") or ()
+        if owners:
+            await self._check_owners(found[0], item, owners)
+        return None
+
+    async def _check_owners(
+        self, resource: "resources.Resource", item: Object, owners: Iterable[Object]
+    ) -> None:
+        meta = item["metadata"]
+        present = [owner for owner in owners if self._is_present(owner, meta.get("namespace", ""))]
+        if present and len(present) < len(list(owners)):
+            await self._patch(resource, meta, {"ownerReferences": present})
+        waits = [owner for owner in present if self._waits_for_dependents(owner)]
+        is_unowned = not present or (len(waits) == len(present) and bool(waits))
+        if is_unowned and not meta.get("deletionTimestamp"):
+            policy = "Foreground" if waits and self._dependents.get(meta["uid"]) else "Background"
+            options = api.DeleteOptions(policy=policy, uid=meta["uid"])
+            await self._api.delete(resource, meta.get("namespace", ""), meta["name"], options)
+
+    def _is_present(self, owner: Object, namespace: str) -> bool:
+        place = self._owners.get(owner["uid"])
+        return place is not None and place[1][0] in ("", namespace)
+
+    def _waits_for_dependents(self, owner: Object) -> bool:
+        table, name = self._owners[owner["uid"]]
+        item = self._api.store.get(table, name)
+        return item is not None and _FOREGROUND in (item["metadata"].get("finalizers") or ())
+
+    async def _finish(self, resource: "resources.Resource", item: Object) -> None:
+        meta = item["metadata"]
+        finalizers = meta.get("finalizers") or []
+        places = list(self._dependents.get(meta["uid"], ()))
+        if _ORPHAN in finalizers:
+            for table, name in places:
+                await self._orphan(table, name, meta["uid"])
+            await self._patch(
+                resource, meta, {"finalizers": [f for f in finalizers if f != _ORPHAN]}
+            )
+        elif _FOREGROUND in finalizers:
+            blocking = 0
+            for table, name in places:
+                child = self._api.store.get(table, name)
+                for owner in (child or {"metadata": {}})["metadata"].get("ownerReferences") or ():
+                    blocking += owner["uid"] == meta["uid"] and bool(
+                        owner.get("blockOwnerDeletion")
+                    )
+                if child is not None:
+                    await self.reconcile((table, name)) if not child["metadata"].get(
+                        "deletionTimestamp"
+                    ) else None
+            still = [
+                place
+                for place in self._dependents.get(meta["uid"], ())
+                if self._api.store.get(*place)
+            ]
+            if not still or not blocking:
+                await self._patch(
+                    resource, meta, {"finalizers": [f for f in finalizers if f != _FOREGROUND]}
+                )
+
+    async def _orphan(self, table: "store.Table", name: "store.Name", uid: str) -> None:
+        child = self._api.store.get(table, name)
+        found = self._api.registry.resources_of(table)
+        if child is None or not found:
+            return
+        owners = child["metadata"].get("ownerReferences") or ()
+        kept = [owner for owner in owners if owner["uid"] != uid]
+        await self._patch(found[0], child["metadata"], {"ownerReferences": kept})
+
+    async def _patch(self, resource: "resources.Resource", meta: Object, change: Object) -> None:
+        options = api.WriteOptions(manager="kube-controller-manager")
+        await self._api.patch(
+            resource,
+            meta.get("namespace", ""),
+            meta["name"],
+            api.MERGE_PATCH,
+            {"metadata": change},
+            options,
+        )
+
+
+class Namespaces:
+    """Fills new namespaces with what each has, and empties those that are deleted. A key is a namespace."""
+
+    def __init__(self, served: "api.Api") -> None:
+        self._api = served
+
+    def keys_of(self, change: "store.Change") -> Iterable[Hashable]:
+        """Return the namespace itself, and the ending one whose content shrinks."""
+        if change.table == _NAMESPACES:
+            return (change.item["metadata"]["name"],)
+        if change.type == "DELETED":
+            return (change.item["metadata"].get("namespace", ""),)
+        return ()
+
+    async def reconcile(self, key: Hashable) -> float | None:
+        """Complete a new namespace, or take an ending one a step further."""
+        name = str(key)
+        item = self._api.store.get(_NAMESPACES, ("", name))
+        if item is None:
+            return None
+        if not item["metadata"].get("deletionTimestamp"):
+            await self._fill(name)
+            return None
+        if item["status"]["phase"] != "Terminating":
+            await self._write(item, {"status": {"phase": "Terminating"}}, "status")
+        for table in self._api.store.tables():
+            for child in self._api.store.list_items(table, name):
+                found = self._api.registry.resources_of(table)
+                if found and not child["metadata"].get("deletionTimestamp"):
+                    options = api.DeleteOptions(policy="Background")
+                    await self._api.delete(found[0], name, child["metadata"]["name"], options)
+        if not any(self._api.store.list_items(table, name) for table in self._api.store.tables()):
+            kept = [f for f in item["metadata"].get("finalizers") or () if f != "kubernetes"]
+            await self._write(item, {"metadata": {"finalizers": kept}}, "")
+        return None
+
+    async def _write(self, item: Object, patch: Object, subresource: str) -> None:
+        resource = self._api.registry.find("", "v1", "namespaces")
+        assert resource is not None
+        options = api.WriteOptions(manager="kube-controller-manager", subresource=subresource)
+        name = item["metadata"]["name"]
+        await self._api.patch(resource, "", name, api.MERGE_PATCH, patch, options)
+
+    async def _fill(self, name: str) -> None:
+        for plural, body in (
+            ("serviceaccounts", {"metadata": {"name": "default"}}),
+            ("configmaps", {"metadata": {"name": "kube-root-ca.crt"}, "data": {"ca.crt": ""}}),
+        ):
+            resource = self._api.registry.find("", "v1", plural)
+            place = (name, body["metadata"]["name"])
+            if resource is not None and self._api.store.get(resource.key, place) is None:
+                try:
+                    await self._api.create(resource, name, body)
+                except failures.ApiError as error:
+                    if error.code != 409:
+                        raise
+
+
+def new_namespace(name: str) -> Object:
+    """Return a namespace to begin with."""
+    return {"metadata": {"name": name, "creationTimestamp": metadata.timestamp()}}

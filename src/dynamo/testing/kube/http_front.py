@@ -1,0 +1,420 @@
+"""The API server over HTTP: paths, media types, lists in pages, watches and answers, on the project's own server."""
+
+import base64
+import json
+import ssl
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from dynamo.runtime.http import exchange as exchanges
+from dynamo.runtime.http import parser, server
+from dynamo.testing.kube import (
+    api,
+    calls,
+    discovery,
+    failures,
+    patches,
+    resources,
+    tables,
+    watches,
+)
+
+Object = dict[str, Any]
+MAX_BODY_BYTES = 3 * 2**20
+_VERSION = {
+    "major": "1",
+    "minor": "33",
+    "gitVersion": "v1.33.0+dynamo",
+    "gitCommit": "",
+    "gitTreeState": "clean",
+    "buildDate": "2026-01-01T00:00:00Z",
+    "goVersion": "",
+    "compiler": "python",
+    "platform": "linux/amd64",
+}
+_ACCEPTED = "application/json, application/yaml, application/vnd.kubernetes.protobuf"
+_NOT_ALLOWED = "the server does not allow this method on the requested resource"
+
+# Answers requests to pods/log, pods/exec and the like: called with the exchange, the pod and the subresource.
+PodHandler = Callable[["calls.Call", Object, str], Awaitable[bool]]
+
+
+class HttpFront:
+    """The HTTP server of a cluster."""
+
+    def __init__(
+        self, served: "api.Api", *, tls: ssl.SSLContext | None = None, token: str = ""
+    ) -> None:
+        self.api = served
+        self.token = token  # that clients must present; empty: none
+        self.pod_handler: PodHandler | None = None
+        self.host = ""
+        limits = parser.HttpLimits(body_bytes=MAX_BODY_BYTES, write_buffer_bytes=64 * 2**20)
+        self._server = server.HttpServer(
+            self._handle, limits=limits, tls=tls, error_body=_error_body
+        )
+        self._discovery = discovery.Discovery(served.registry)
+        self._is_ready = True
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; return the port. Raises ConfigError."""
+        bound = await self._server.start(host, port, port_flag="--port")
+        self.host = f"{host}:{bound}"
+        return bound
+
+    async def close(self) -> None:
+        """Stop listening and end all watches."""
+        await self._server.close()
+
+    async def _handle(self, exchange: exchanges.Exchange) -> None:
+        exchange.headers = (
+            ("audit-id", str(uuid.uuid4())),
+            ("cache-control", "no-cache, private"),
+        )
+        call = calls.Call(exchange)
+        try:
+            self._authenticate(call)
+            await self._route(call)
+        except failures.ApiError as error:
+            exchange.headers = (*exchange.headers, *error.headers)
+            call.respond(error.code, error.body)
+
+    def _authenticate(self, call: calls.Call) -> None:
+        path = call.request.path
+        if not self.token or path in ("/healthz", "/livez", "/readyz", "/version"):
+            return
+        if call.request.headers.get("authorization", "") != f"Bearer {self.token}":
+            raise failures.ApiError(401, "Unauthorized", "Unauthorized")
+
+    async def _route(self, call: calls.Call) -> None:
+        path = call.request.path
+        if path in ("/healthz", "/livez", "/readyz"):
+            call.exchange.respond(200, b"ok", content_type="text/plain; charset=utf-8")
+        elif path.rstrip("/") == "/version":
+            call.respond(200, _VERSION)
+        elif not await self._route_resource(call) and not self._discovery.answer(call, self.host):
+            call.exchange.respond(
+                404, b"404 page not found\n", content_type="text/plain; charset=utf-8"
+            )
+
+    async def _route_resource(self, call: calls.Call) -> bool:
+        parts = [part for part in call.request.path.split("/") if part]
+        if parts[:1] == ["api"]:
+            group, version, rest = "", *(parts[1:2] or [""]), parts[2:]
+        elif parts[:1] == ["apis"] and len(parts) > 3:
+            group, version, rest = parts[1], parts[2], parts[3:]
+        else:
+            return False
+        if not rest:
+            return False
+        is_old_watch = rest[0] == "watch"
+        rest = rest[1:] if is_old_watch else rest
+        if rest[0] == "namespaces" and len(rest) > 2 and rest[2] not in ("status", "finalize"):
+            call.namespace, rest = rest[1], rest[2:]
+        if review := discovery.REVIEWS.get((group, rest[0])):
+            call.respond(
+                201,
+                review(
+                    json.loads(call.request.body or b"{}") if call.request.body[:1] == b"{" else {}
+                ),
+            )
+            return True
+        resource = self.api.registry.find(group, version, rest[0])
+        if resource is None or len(rest) > 3:
+            return False
+        if resource.is_namespaced and not call.namespace and len(rest) > 1:
+            return False
+        call.name, call.subresource = (*rest[1:], "", "")[:2]
+        if resource.warning:
+            call.warnings.append(resource.warning)
+        await self._dispatch(call, resource, is_old_watch=is_old_watch)
+        return True
+
+    async def _dispatch(
+        self, call: calls.Call, resource: "resources.Resource", *, is_old_watch: bool
+    ) -> None:
+        method = call.request.method
+        if call.subresource not in ("", "status", "finalize") or (
+            call.subresource == "status" and not resource.has_status
+        ):
+            await self._serve_subresource(call, resource)
+        elif method in ("GET", "HEAD"):
+            self._read(call, resource, is_old_watch=is_old_watch)
+        elif method == "POST" and not call.name:
+            body = call.decode(resource)
+            _check_object(body, resource, call)
+            call.respond(
+                201, await self.api.create(resource, call.namespace, body, call.write_options())
+            )
+        elif method == "PUT" and call.name:
+            body = call.decode(resource)
+            _check_object(body, resource, call)
+            options = call.write_options()
+            call.respond(
+                200, await self.api.update(resource, call.namespace, call.name, body, options)
+            )
+        elif method == "PATCH" and call.name:
+            await self._patch(call, resource)
+        elif method == "DELETE":
+            await self._delete(call, resource)
+        elif resource.is_custom and method in ("PUT", "PATCH"):
+            raise failures.bad_request("name must be provided")
+        else:
+            raise failures.ApiError(405, "MethodNotAllowed", _NOT_ALLOWED, {})
+
+    async def _patch(self, call: calls.Call, resource: "resources.Resource") -> None:
+        media_type = call.request.headers.get("content-type", "").partition(";")[0].strip()
+        is_apply = media_type == api.APPLY_PATCH
+        if is_apply and not call.query.get("fieldManager"):
+            error = failures.required("fieldManager", "is required for apply patch")
+            raise failures.invalid("PatchOptions.meta.k8s.io", "", [error])
+        if not is_apply and "force" in call.request.query and call.query.flag("force"):
+            error = failures.forbidden_value("force", "may not be specified for non-apply patch")
+            raise failures.invalid("PatchOptions.meta.k8s.io", "", [error])
+        patch = call.decode(resource)
+        is_list = media_type == api.JSON_PATCH
+        if not isinstance(patch, list if is_list else dict):
+            name = "array" if isinstance(patch, list) else "string"
+            raise failures.bad_request(
+                f"error decoding patch: json: cannot unmarshal {name} into Go value of "
+                f"type {'jsonpatch.Patch' if is_list else 'map[string]interface {}'}"
+            )
+        item, is_new = await self.api.patch(
+            resource, call.namespace, call.name, media_type, patch, call.write_options()
+        )
+        call.respond(201 if is_new else 200, item)
+
+    async def _delete(self, call: calls.Call, resource: "resources.Resource") -> None:
+        body = call.decode(resource) if call.request.body else {}
+        body = body if isinstance(body, dict) else {}
+        preconditions = body.get("preconditions") or {}
+        grace = body.get("gracePeriodSeconds", call.query.number("gracePeriodSeconds"))
+        options = api.DeleteOptions(
+            policy=body.get("propagationPolicy") or call.query.get("propagationPolicy"),
+            grace_s=grace,
+            uid=preconditions.get("uid") or "",
+            resource_version=preconditions.get("resourceVersion") or "",
+            is_dry_run=call.query.get("dryRun") == "All" or "All" in (body.get("dryRun") or ()),
+        )
+        if not call.name:
+            await self._delete_collection(call, resource, options)
+            return
+        if resource.key == ("batch", "jobs") and not options.policy:
+            call.warnings.append(
+                "child pods are preserved by default when jobs are deleted; set propagationPolicy=Background "
+                "to remove them or set propagationPolicy=Orphan to suppress this warning"
+            )
+        item, is_gone = await self.api.delete(resource, call.namespace, call.name, options)
+        if is_gone and resource.key != ("", "pods"):
+            details = {"name": call.name, **({"group": resource.group} if resource.group else {})}
+            details |= {"kind": resource.plural, "uid": item["metadata"]["uid"]}
+            item = {
+                "kind": "Status",
+                "apiVersion": "v1",
+                "metadata": {},
+                "status": "Success",
+                "details": details,
+            }
+        call.respond(200, item)
+
+    async def _delete_collection(
+        self, call: calls.Call, resource: "resources.Resource", options: api.DeleteOptions
+    ) -> None:
+        labels, fields = call.query.get("labelSelector"), call.query.get("fieldSelector")
+        items = []
+        for item in self.api.list_items(resource, call.namespace, labels=labels, fields=fields):
+            meta = item["metadata"]
+            try:
+                items.append(
+                    (
+                        await self.api.delete(
+                            resource, meta.get("namespace", ""), meta["name"], options
+                        )
+                    )[0]
+                )
+            except failures.ApiError as error:
+                if error.code != 404:
+                    raise
+        call.respond(
+            200, _make_list(resource, items, {"resourceVersion": str(self.api.store.revision)})
+        )
+
+    def _read(
+        self, call: calls.Call, resource: "resources.Resource", *, is_old_watch: bool
+    ) -> None:
+        tables.check_accept(call.accept, _ACCEPTED)
+        is_watch = is_old_watch or call.query.flag("watch")
+        if call.name and not (is_watch and is_old_watch):
+            item = self.api.get(resource, call.namespace, call.name)
+            call.respond(
+                200,
+                tables.present(resource, [item], call.accept, call.query.get("includeObject"), item)
+                or item,
+            )
+        elif is_watch:
+            watches.Watch(self.api, resource, call).start()
+        else:
+            self._list(call, resource)
+
+    def _list(self, call: calls.Call, resource: "resources.Resource") -> None:
+        query = call.query
+        test = self.api.make_test(resource, query.get("labelSelector"), query.get("fieldSelector"))
+        limit, token = query.number("limit") or 0, query.get("continue")
+        watches.check_list_options(query)
+        revision = watches.parse_revision(query.get("resourceVersion"), self.api.store.revision)
+        items, at, start = self.api.store, self.api.store.revision, ""
+        is_exact = query.get("resourceVersionMatch") == "Exact" or (revision and limit)
+        if token:
+            at, start = _decode_token(token, at)
+        elif is_exact and revision:
+            at = revision
+        if query.get("resourceVersion") == "0":
+            limit = 0
+        found = (
+            items.list_items(resource.key, call.namespace)
+            if at == items.revision
+            else items.list_at(resource.key, call.namespace, at)
+        )
+        found = [item for item in found if test(item) and _position(item) > start]
+        page, rest = (found[:limit], len(found) - limit) if limit else (found, 0)
+        meta: Object = {"resourceVersion": str(at)}
+        if rest > 0:
+            meta["continue"] = _encode_token(at, _position(page[-1]))
+            if not query.get("labelSelector") and not query.get("fieldSelector"):
+                meta["remainingItemCount"] = rest
+        shown = [self.api.present(resource, item) for item in page]
+        table = tables.present(resource, shown, call.accept, query.get("includeObject"), None, meta)
+        call.respond(200, table or _make_list(resource, shown, meta))
+
+    async def _serve_subresource(self, call: calls.Call, resource: "resources.Resource") -> None:
+        if call.subresource == "scale" and resource.scale is not None:
+            await self._scale(call, resource, resource.scale)
+            return
+        if resource.key == ("", "pods"):
+            if call.subresource in ("binding", "eviction"):
+                await self._bind_or_evict(call, resource)
+                return
+            pod = self.api.get(resource, call.namespace, call.name)
+            if self.pod_handler is not None and await self.pod_handler(call, pod, call.subresource):
+                return
+        call.exchange.respond(404, b"404 page not found\n", content_type="text/plain; charset=utf-8")  # fmt: skip
+
+    async def _scale(
+        self, call: calls.Call, resource: "resources.Resource", paths: "resources.ScalePaths"
+    ) -> None:
+        item = self.api.get(resource, call.namespace, call.name)
+        current = tables.scale_of(item, paths)
+        method = call.request.method
+        if method == "PATCH":
+            body = call.decode(resource)
+            media_type = call.request.headers.get("content-type", "").partition(";")[0]
+            if media_type == api.APPLY_PATCH:
+                text = (
+                    f"failed to convert new object ({call.namespace}/{call.name}; autoscaling/v1, "
+                    "Kind=Scale) to proper version: request to convert CR to an invalid group/version: "
+                    "autoscaling/v1"
+                )
+                raise failures.ApiError(500, "", text)
+            if media_type == api.JSON_PATCH:
+                body = patches.apply_operations(current, body)
+            else:
+                body = patches.merge(current, body)
+        elif method == "PUT":
+            body = call.decode(resource)
+        else:
+            call.respond(200, current)
+            return
+        replicas = (body.get("spec") or {}).get("replicas", 0)
+        patch: Any = replicas
+        for name in reversed(paths.spec.strip(".").split(".")):
+            patch = {name: patch}
+        version = (body.get("metadata") or {}).get("resourceVersion")
+        if version and version != current["metadata"]["resourceVersion"]:
+            raise failures.conflict(resource, call.name)
+        changed, _ = await self.api.patch(
+            resource, call.namespace, call.name, api.MERGE_PATCH, patch, call.write_options()
+        )
+        call.respond(200, tables.scale_of(changed, paths))
+
+    async def _bind_or_evict(self, call: calls.Call, resource: "resources.Resource") -> None:
+        body = call.decode(resource)
+        if call.subresource == "binding":
+            await self.api.bind(call.namespace, call.name, body["target"]["name"])
+        else:
+            options = api.DeleteOptions(
+                grace_s=(body.get("deleteOptions") or {}).get("gracePeriodSeconds")
+            )
+            await self.api.delete(resource, call.namespace, call.name, options)
+        call.respond(
+            201,
+            {
+                "kind": "Status",
+                "apiVersion": "v1",
+                "metadata": {},
+                "status": "Success",
+                "code": 201,
+            },
+        )
+
+
+_TYPE_FIELDS = (("APIVersion", "apiVersion"), ("Kind", "kind"))
+
+
+def _error_body(status: int, message: str, path: str) -> bytes:
+    return json.dumps(failures.ApiError(status, "", message).body).encode()
+
+
+def _check_object(body: Any, resource: "resources.Resource", call: calls.Call) -> None:
+    prefix = f"the object provided is unrecognized (must be of type {resource.kind}): "
+    text = call.request.body.decode("utf-8", "replace")
+    if not isinstance(body, dict):
+        name = "array" if isinstance(body, list) else "string"
+        fields = "; ".join(
+            f'{field} string "json:\\"{key},omitempty\\""' for field, key in _TYPE_FIELDS
+        )
+        raise failures.bad_request(
+            f"{prefix}couldn't get version/kind; json parse error: json: cannot unmarshal {name}"
+            f" into Go value of type struct {{ {fields} }} ({call.request.body.hex()})"
+        )
+    if resource.is_custom and not body.get("kind"):
+        message = f"{prefix}Object 'Kind' is missing in '{text}' ({text[:20]} ...)"
+        raise failures.bad_request(message)
+
+
+def _make_list(resource: "resources.Resource", items: list[Object], meta: Object) -> Object:
+    head = {"kind": resource.list_kind, "apiVersion": resource.api_version}
+    if resource.is_custom:
+        meta = {"continue": "", **meta}
+        return {
+            "apiVersion": head["apiVersion"],
+            "items": items,
+            "kind": head["kind"],
+            "metadata": meta,
+        }
+    shown = [
+        {name: value for name, value in item.items() if name not in ("kind", "apiVersion")}
+        for item in items
+    ]
+    return {**head, "metadata": meta, "items": shown}
+
+
+def _position(item: Object) -> str:
+    meta = item["metadata"]
+    namespace = meta.get("namespace")
+    return f"/{namespace}/{meta['name']}" if namespace else f"/{meta['name']}"
+
+
+def _encode_token(revision: int, last: str) -> str:
+    token = {"v": "meta.k8s.io/v1", "rv": revision, "start": f"{last}\0"}
+    text = json.dumps(token, separators=(",", ":"))
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def _decode_token(token: str, revision: int) -> tuple[int, str]:
+    try:
+        content = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
+        at = int(content["rv"])
+        return (at if at > 0 else revision), content["start"].rstrip("\0")
+    except (ValueError, KeyError, TypeError):
+        raise failures.bad_request("continue key is not valid: illegal base64 data") from None

@@ -1,0 +1,425 @@
+"""Server-side apply: which manager owns which field, conflicts between them, and the merge.
+
+A field set is a set of paths. An element of a path is written as in `fieldsV1`: `f:name` for a field or map key,
+`k:{…}` for the item of a list with keys, `v:…` for a member of a set. A path in the set stands for the field itself;
+the fields below it are paths of their own.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo.testing.kube import failures, patches
+
+Object = dict[str, Any]
+Path = tuple[str, ...]
+FieldSet = frozenset[Path]
+Schema = Mapping[str, Any]
+
+_IDENTITY = frozenset(
+    (
+        *("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp"),
+        *("deletionTimestamp", "deletionGracePeriodSeconds", "managedFields", "selfLink"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A schema, and whether it is complete: that of a built-in kind names only what is merged in a special way."""
+
+    schema: Schema
+    is_custom: bool
+
+    def child(self, name: str) -> "Shape":
+        """Return the shape of a field or map entry."""
+        return Shape(
+            patches.map_schema(self.schema, name, is_custom=self.is_custom), self.is_custom
+        )
+
+    def item(self) -> "Shape":
+        """Return the shape of a list's items."""
+        return Shape(self.schema.get("items") or {}, self.is_custom)
+
+    def is_leaf(self, value: Any) -> bool:
+        """Return whether a value has one owner as a whole."""
+        if isinstance(value, dict):
+            return not value or self.schema.get("x-kubernetes-map-type") == "atomic"
+        if isinstance(value, list):
+            return self.schema.get("x-kubernetes-list-type") not in ("map", "set")
+        return True
+
+    def is_free_key(self, name: str) -> bool:
+        """Return whether `name` is a map key or unknown to the schema, and so owned as an entry."""
+        if name in (self.schema.get("properties") or {}):
+            return False
+        return self.is_custom or patches.is_map(self.schema, name)
+
+    def element(self, item: Any) -> str:
+        """Return the path element of an item of a list with keys or of a set."""
+        if self.schema.get("x-kubernetes-list-type") == "set":
+            return "v:" + _dump(item)
+        defaults = (self.schema.get("items") or {}).get("properties") or {}
+        keys = {}
+        for key in self.schema.get("x-kubernetes-list-map-keys") or ():
+            default = (defaults.get(key) or {}).get("default")
+            value = item.get(key, default) if isinstance(item, dict) else None
+            if value is not None:
+                keys[key] = value
+        return "k:" + _dump(keys)
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+
+
+def _children(value: Any, shape: Shape) -> Iterator[tuple[str, Any, Shape, bool]]:
+    """Yield (path element, value, shape, whether the entry itself is owned) of a map or list that is no leaf."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield f"f:{name}", child, shape.child(name), shape.is_free_key(name)
+    else:
+        for item in value:
+            yield shape.element(item), item, shape.item(), True
+
+
+def applied_fields(value: Any, shape: Shape, path: Path = ()) -> set[Path]:
+    """Return the field set of a configuration that was applied."""
+    if shape.is_leaf(value):
+        return {path}
+    fields: set[Path] = set()
+    for element, child, child_shape, is_entry in _children(value, shape):
+        if is_entry:
+            fields.add((*path, element))
+        if not (isinstance(child, list) and not child and not child_shape.is_leaf(child)):
+            fields |= applied_fields(child, child_shape, (*path, element))
+    return fields
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The paths that differ between two objects."""
+
+    changed: set[Path]  # added or with another value
+    removed: set[Path]
+
+
+def compare(old: Any, new: Any, shape: Shape) -> Comparison:
+    """Compare two objects field by field; new maps, lists and structures count themselves."""
+    result = Comparison(set(), set())
+    _compare(old, new, shape, (), result)
+    return result
+
+
+_ABSENT = object()
+
+
+def _compare(old: Any, new: Any, shape: Shape, path: Path, result: Comparison) -> None:
+    if old is _ABSENT or new is _ABSENT:
+        value, paths = (new, result.changed) if old is _ABSENT else (old, result.removed)
+        paths.add(path)
+        if not shape.is_leaf(value):
+            for element, child, child_shape, _ in _children(value, shape):
+                sides = (_ABSENT, child) if old is _ABSENT else (child, _ABSENT)
+                _compare(*sides, child_shape, (*path, element), result)
+        return
+    if shape.is_leaf(old) or shape.is_leaf(new) or type(old) is not type(new):
+        if shape.is_leaf(old) and shape.is_leaf(new):
+            if old != new:
+                result.changed.add(path)
+            return
+        empty: Any = {} if isinstance(new if isinstance(new, dict) else old, dict) else []
+        old = empty if shape.is_leaf(old) else old
+        new = empty if shape.is_leaf(new) else new
+    before = {element: (child, below) for element, child, below, _ in _children(old, shape)}
+    after = {element: (child, below) for element, child, below, _ in _children(new, shape)}
+    for element in before.keys() | after.keys():
+        below = (after.get(element) or before[element])[1]
+        sides = before.get(element, (_ABSENT,))[0], after.get(element, (_ABSENT,))[0]
+        _compare(*sides, below, (*path, element), result)
+
+
+def own_fields(item: Object) -> Object:
+    """Return an object without what no manager owns: its identity, kind and bookkeeping."""
+    result = {name: value for name, value in item.items() if name not in ("apiVersion", "kind")}
+    metadata = {
+        name: value for name, value in item.get("metadata", {}).items() if name not in _IDENTITY
+    }
+    result.pop("metadata", None)
+    return {**result, "metadata": metadata} if metadata else result
+
+
+def encode(fields: Iterable[Path]) -> Object:
+    """Return a field set as `fieldsV1`."""
+    tree: Object = {}
+    for path in sorted(fields):
+        node = tree
+        for element in path:
+            node = node.setdefault(element, {})
+        node["."] = {}
+    return _fold(tree, is_root=True)
+
+
+def _fold(node: Object, *, is_root: bool = False) -> Object:
+    if set(node) == {"."} and not is_root:
+        return {}
+    return {
+        element: {} if element == "." else _fold(child) for element, child in sorted(node.items())
+    }
+
+
+def decode(tree: Object, path: Path = ()) -> set[Path]:
+    """Return the field set of `fieldsV1`."""
+    if not tree:
+        return {path} if path else set()
+    fields: set[Path] = set()
+    for element, child in tree.items():
+        fields |= {path} if element == "." else decode(child, (*path, element))
+    return fields
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who writes, and through which version and subresource."""
+
+    manager: str
+    operation: str
+    api_version: str
+    subresource: str = ""
+    time: str = ""
+
+    def is_of(self, entry: Object) -> bool:
+        """Return whether a managedFields entry is this writer's."""
+        return (
+            entry.get("manager", "") == self.manager
+            and entry.get("operation") == self.operation
+            and entry.get("apiVersion") == self.api_version
+            and entry.get("subresource", "") == self.subresource
+        )
+
+
+def _entry(writer: Writer, fields: Iterable[Path], time: str) -> Object:
+    entry: Object = {
+        "manager": writer.manager,
+        "operation": writer.operation,
+        "apiVersion": writer.api_version,
+    }
+    if time:
+        entry["time"] = time
+    entry |= {"fieldsType": "FieldsV1", "fieldsV1": encode(fields)}
+    return {**entry, "subresource": writer.subresource} if writer.subresource else entry
+
+
+def _sorted(entries: Iterable[Object]) -> list[Object]:
+    return sorted(
+        entries,
+        key=lambda entry: (
+            entry["operation"],
+            entry.get("time", ""),
+            entry.get("manager", ""),
+            entry["apiVersion"],
+            entry.get("subresource", ""),
+        ),
+    )
+
+
+def _without(entries: list[Object], writer: Writer, lost: set[Path]) -> list[Object]:
+    """Take fields from all managers but the writer; entries that own nothing more are dropped."""
+    result = []
+    for entry in entries:
+        if writer.is_of(entry):
+            continue
+        fields = decode(entry["fieldsV1"])
+        kept = fields - lost
+        if kept == fields:
+            result.append(entry)
+        elif kept:
+            result.append({**entry, "fieldsV1": encode(kept)})
+    return result
+
+
+def _find(entries: list[Object], writer: Writer) -> Object | None:
+    return next((entry for entry in entries if writer.is_of(entry)), None)
+
+
+def record_update(old: Object | None, new: Object, shape: Shape, writer: Writer) -> list[Object]:
+    """Return managedFields after a write that is no apply: what it changed is the writer's, and nobody else's."""
+    entries = list(new["metadata"].get("managedFields") or ())
+    difference = compare(own_fields(old or {}), own_fields(new), shape)
+    structures = frozenset() if shape.is_custom else _STRUCTURES
+    changed = {path for path in difference.changed if path and path not in structures}
+    removed = difference.removed
+    if not changed and not removed:
+        return _sorted(entries)
+    mine = _find(entries, writer)
+    fields = (decode(mine["fieldsV1"]) if mine else set()) | changed
+    entries = _without(entries, writer, changed | removed)
+    fields -= removed
+    if fields:
+        time = mine.get("time", "") if mine and decode(mine["fieldsV1"]) == fields else writer.time
+        entries.append(_entry(writer, fields, time if not changed else writer.time))
+    return _sorted(entries)
+
+
+_TEMPLATE = ("f:spec", "f:template")
+_STRUCTURES: FieldSet = frozenset(  # that every built-in object has, so that no manager owns them
+    [
+        ("f:metadata",), ("f:spec",), ("f:status",), _TEMPLATE, (*_TEMPLATE, "f:metadata"),
+        (*_TEMPLATE, "f:spec"), (*_TEMPLATE, "f:spec", "f:containers"), ("f:spec", "f:containers"),
+        ("f:spec", "f:names"), ("f:spec", "f:scaleTargetRef"), ("f:involvedObject",), ("f:source",),
+    ]
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The result of an apply: the merged object, and its managedFields."""
+
+    item: Object
+    entries: list[Object]
+
+
+def apply(
+    live: Object, config: Object, shape: Shape, writer: Writer, *, is_forced: bool
+) -> Applied:
+    """Merge a configuration into the live object. Raises ApiError (409) if other managers own what it changes."""
+    entries = _with_initial_owner(live, shape, writer)
+    mine = _find(entries, writer)
+    before = decode(mine["fieldsV1"]) if mine else set()
+    own_config = own_fields(config)
+    fields = {path for path in applied_fields(own_config, shape) if path}
+    merged = _merge(live, config, shape)
+    changed = compare(own_fields(live), own_fields(merged), shape).changed
+    _check_conflicts(entries, writer, changed & fields, is_forced=is_forced)
+    entries = _without(entries, writer, changed & fields if is_forced else set())
+    others = {path for entry in entries for path in decode(entry["fieldsV1"])}
+    abandoned = {path for path in before - fields if not _is_kept(path, fields | others)}
+    merged = remove(merged, abandoned, shape)
+    if fields:
+        is_same = before == fields and not changed
+        time = mine.get("time", "") if mine and is_same else writer.time
+        entries.append(_entry(writer, fields, time))
+    return Applied(merged, _sorted(entries))
+
+
+def _with_initial_owner(live: Object, shape: Shape, writer: Writer) -> list[Object]:
+    """Return the entries of an object; one without any gets an owner for what it had before the first apply."""
+    entries = list(live["metadata"].get("managedFields") or ())
+    if entries or "uid" not in live["metadata"]:
+        return entries
+    fields = {
+        path
+        for path in compare({}, own_fields(live), shape).changed
+        if path and path not in _STRUCTURES
+    }
+    first = Writer("before-first-apply", "Update", writer.api_version, "", writer.time)
+    return [_entry(first, fields, writer.time)] if fields else []
+
+
+def _is_kept(path: Path, owned: set[Path]) -> bool:
+    return path in owned or any(other[: len(path)] == path for other in owned)
+
+
+def _check_conflicts(
+    entries: list[Object], writer: Writer, changed: set[Path], *, is_forced: bool
+) -> None:
+    found = []
+    for entry in entries:
+        if writer.is_of(entry) or is_forced:
+            continue
+        owner = f'conflict with "{entry.get("manager", "")}"'
+        if entry.get("subresource"):
+            owner += f' with subresource "{entry["subresource"]}"'
+        if entry["operation"] == "Update":
+            owner += f" using {entry['apiVersion']}"
+        found += [(owner, _show(path)) for path in sorted(decode(entry["fieldsV1"]) & changed)]
+    if not found:
+        return
+    if len(found) == 1:
+        text = f"1 conflict: {found[0][0]}: {found[0][1]}"
+    else:
+        by_owner: dict[str, list[str]] = {}
+        for owner, path in found:
+            by_owner.setdefault(owner, []).append(path)
+        shown = (f"{owner.replace('conflict', 'conflicts', 1)}:\n" + "\n".join(f"- {p}" for p in paths)
+                 for owner, paths in by_owner.items())  # fmt: skip
+        text = f"{len(found)} conflicts: " + "\n".join(shown)
+    causes = [
+        {"reason": "FieldManagerConflict", "message": owner, "field": path} for owner, path in found
+    ]
+    raise failures.ApiError(409, "Conflict", f"Apply failed with {text}", {"causes": causes})
+
+
+def _show(path: Path) -> str:
+    text = ""
+    for element in path:
+        kind, _, rest = element.partition(":")
+        if kind == "f":
+            text += f".{rest}"
+        elif kind == "k":
+            keys = json.loads(rest).items()
+            text += "[" + ",".join(f"{key}={_dump(value)}" for key, value in keys) + "]"
+        else:
+            text += f"[={rest}]"
+    return text
+
+
+def _merge(live: Any, config: Any, shape: Shape) -> Any:
+    if isinstance(config, dict) and isinstance(live, dict) and not shape.is_leaf(config):
+        if shape.schema.get("x-kubernetes-map-type") == "atomic":
+            return config
+        result = dict(live)
+        for name, value in config.items():
+            result[name] = _merge(live[name], value, shape.child(name)) if name in live else value
+        return result
+    if isinstance(config, dict) and not config and isinstance(live, dict):
+        return live if shape.schema.get("x-kubernetes-map-type") != "atomic" else config
+    if isinstance(config, list) and isinstance(live, list) and not shape.is_leaf(config):
+        return _merge_list(live, config, shape)
+    return config
+
+
+def _merge_list(live: list[Any], config: list[Any], shape: Shape) -> list[Any]:
+    """Merge by key; applied items keep their order and come before the items that only the live object has."""
+    by_element = {shape.element(item): item for item in live}
+    result = []
+    for item in config:
+        element = shape.element(item)
+        known = by_element.pop(element, None)
+        result.append(item if known is None else _merge(known, item, shape.item()))
+    return result + list(by_element.values())
+
+
+def remove(item: Any, paths: set[Path], shape: Shape) -> Any:
+    """Return a value without the fields at these paths."""
+    if not paths or shape.is_leaf(item):
+        return item
+    below: dict[str, set[Path]] = {}
+    for path in paths:
+        if path:
+            below.setdefault(path[0], set()).add(path[1:])
+    kept: list[Any] = []
+    result: Object = {}
+    for element, child, child_shape, _ in _children(item, shape):
+        rest = below.get(element, set())
+        if () in rest:
+            continue
+        child = remove(child, rest, child_shape)
+        kept.append(child)
+        result[element.removeprefix("f:")] = child
+    return result if isinstance(item, dict) else kept
+
+
+def check_duplicates(value: Any, shape: Shape, path: Path = ()) -> Iterator[str]:
+    """Yield the lists with keys in which an item comes twice, as an apply refuses them."""
+    if shape.is_leaf(value):
+        return
+    seen: set[str] = set()
+    for element, child, child_shape, _ in _children(value, shape):
+        if isinstance(value, list):
+            if element in seen:
+                words = "duplicate entries for key " + _show((element,))
+                yield f"{_show(path)}: {words}"
+            seen.add(element)
+        yield from check_duplicates(child, child_shape, (*path, element))

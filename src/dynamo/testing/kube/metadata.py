@@ -1,0 +1,202 @@
+"""The metadata of objects: what the server sets, and which names, labels and owners are allowed."""
+
+import json
+import re
+import secrets
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from dynamo.testing.kube import failures, resources
+
+Object = dict[str, Any]
+
+_FIELDS = frozenset(
+    (
+        *("name", "generateName", "namespace", "uid", "resourceVersion", "generation", "labels"),
+        *("creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "annotations"),
+        *("ownerReferences", "finalizers", "managedFields", "selfLink"),
+    )
+)
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = _LABEL + r"(\." + _LABEL + ")*"
+_NAME = r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]"
+_CHARACTERS = "alphanumeric characters, '-', '_' or '.', and must start and end with an alphanumeric character"
+_NAME_RULE = (
+    f"must consist of {_CHARACTERS} (e.g. 'MyName',  or 'my.name',  or '123-abc', "
+    f"regex used for validation is '{_NAME}')"
+)
+_KEY_RULE = (
+    "a valid label key "
+    + _NAME_RULE
+    + " with an optional DNS subdomain prefix and '/' (e.g. 'example.com/MyName')"
+)
+_VALUE_RULE = (
+    f"a valid label must be an empty string or consist of {_CHARACTERS} (e.g. "
+    "'MyValue',  or 'my_value',  or '12345', regex used for validation is "
+    f"'({_NAME})?')"
+)
+_SUBDOMAIN_RULE = (
+    "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric "
+    "characters, '-' or '.', and must start and end with an alphanumeric "
+    f"character (e.g. 'example.com', regex used for validation is '{_SUBDOMAIN}')"
+)
+_LABEL_RULE = (
+    "a lowercase RFC 1123 label must consist of lower case alphanumeric characters "
+    "or '-', and must start and end with an alphanumeric character (e.g. "
+    f"'my-name',  or '123-abc', regex used for validation is '{_LABEL}')"
+)
+_MAX_GENERATED = 58
+_RANDOM = "bcdfghjklmnpqrstvwxz2456789"  # Kubernetes' own: no vowels, so that no words appear
+_LABEL_NAMES = frozenset(("services", "namespaces"))
+
+
+def timestamp() -> str:
+    """Return the present time as objects carry it, in whole seconds."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def micro_timestamp() -> str:
+    """Return the present time with microseconds, as leases and newer events carry it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def random_suffix(length: int = 5) -> str:
+    """Return random lower-case characters for the end of a name."""
+    return "".join(secrets.choice(_RANDOM) for _ in range(length))
+
+
+def check_types(body: Object, resource: "resources.Resource") -> None:
+    """Refuse metadata that cannot be decoded. Raises ApiError (400)."""
+    metadata = body.get("metadata")
+    if metadata is None:
+        return
+    prefix = (
+        f'{resource.kind} in version "{resource.version}" cannot be handled as '
+        f"a {resource.kind}: json: cannot unmarshal "
+    )
+    if not isinstance(metadata, dict):
+        raise failures.bad_request(
+            f"{prefix}{_go_type(metadata)} into Go struct field .metadata of type v1.ObjectMeta"
+        )
+    for field in ("labels", "annotations"):
+        values = metadata.get(field)
+        for value in values.values() if isinstance(values, dict) else ():
+            if not isinstance(value, str):
+                text = f"{_go_type(value)} into Go struct field ObjectMeta.{field} of type string"
+                raise failures.bad_request(prefix + text)
+
+
+def _go_type(value: Any) -> str:
+    if isinstance(value, bool):
+        return "bool"
+    names = {dict: "object", list: "array", str: "string", int: "number", float: "number"}
+    return names.get(type(value), "null")
+
+
+def unknown_fields(body: Object) -> list[str]:
+    """Return the paths of metadata fields that do not exist."""
+    return [f"metadata.{name}" for name in body.get("metadata") or {} if name not in _FIELDS]
+
+
+def for_create(body: Object, resource: "resources.Resource", namespace: str) -> Object:
+    """Return the metadata of a new object."""
+    given = body.get("metadata") or {}
+    kept = ("name", "generateName", "labels", "annotations", "ownerReferences", "finalizers")
+    metadata = {name: given[name] for name in kept if given.get(name) not in (None, {}, [], "")}
+    if "name" not in metadata and "generateName" in metadata:
+        metadata["name"] = metadata["generateName"][:_MAX_GENERATED] + random_suffix()
+    if resource.is_namespaced:
+        metadata["namespace"] = namespace
+    metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": timestamp()}
+    if resource.has_generation:
+        metadata["generation"] = 1
+    return metadata
+
+
+def for_update(body: Object, old: Object) -> Object:
+    """Return the metadata of a changed object: what the server keeps, with labels and the like of the new body."""
+    given, before = body.get("metadata") or {}, old["metadata"]
+    changeable = ("labels", "annotations", "ownerReferences", "finalizers", "managedFields")
+    metadata = {name: value for name, value in before.items() if name not in changeable}
+    for name in changeable:
+        if given.get(name):
+            metadata[name] = given[name]
+    if "managedFields" not in given and "managedFields" in before:
+        metadata["managedFields"] = before["managedFields"]
+    return metadata
+
+
+def check(item: Object, resource: "resources.Resource") -> Iterator[failures.FieldError]:
+    """Yield the mistakes in an object's metadata."""
+    metadata = item["metadata"]
+    name = metadata.get("name", "")
+    if not name:
+        yield failures.required("metadata.name", "name or generateName is required")
+    else:
+        yield from _check_name(name, resource)
+    yield from check_labels(metadata.get("labels") or {}, "metadata.labels")
+    annotations = metadata.get("annotations") or {}
+    for key in annotations:
+        if not re.fullmatch(_NAME, key.rpartition("/")[2]):
+            yield failures.invalid_value(
+                "metadata.annotations", json.dumps(key), f"name part {_NAME_RULE}"
+            )
+    if sum(len(key) + len(value) for key, value in annotations.items()) > 2**18:
+        message = "Too long: may not be more than 262144 bytes"
+        yield failures.FieldError("FieldValueTooLong", "metadata.annotations", message)
+    yield from _check_owners(metadata.get("ownerReferences") or ())
+
+
+def _check_name(name: str, resource: "resources.Resource") -> Iterator[failures.FieldError]:
+    if resource.group == "rbac.authorization.k8s.io":
+        return
+    is_label = resource.plural in _LABEL_NAMES and not resource.group
+    pattern, rule, limit = (
+        (_LABEL, _LABEL_RULE, 63) if is_label else (_SUBDOMAIN, _SUBDOMAIN_RULE, 253)
+    )
+    if len(name) > limit:
+        yield failures.invalid_value(
+            "metadata.name", json.dumps(name), f"must be no more than {limit} bytes"
+        )
+    if not re.fullmatch(pattern, name):
+        yield failures.invalid_value("metadata.name", json.dumps(name), rule)
+
+
+def check_labels(labels: Object, field: str) -> Iterator[failures.FieldError]:
+    """Yield the mistakes in a map of labels."""
+    for key, value in labels.items():
+        prefix, slash, name = key.rpartition("/")
+        if not re.fullmatch(_NAME, name) or "/" in prefix or (slash and not prefix):
+            yield failures.invalid_value(field, json.dumps(key), _KEY_RULE)
+        if not re.fullmatch(f"({_NAME})?", value):
+            yield failures.invalid_value(field, json.dumps(value), _VALUE_RULE)
+        elif len(value) > 63:
+            yield failures.invalid_value(field, json.dumps(value), "must be no more than 63 bytes")
+
+
+def _check_owners(owners: Any) -> Iterator[failures.FieldError]:
+    for owner in owners:
+        for name in ("apiVersion", "kind", "name", "uid"):
+            if not owner.get(name):
+                field = f"metadata.ownerReferences.{name}"
+                yield failures.invalid_value(field, '""', "must not be empty")
+    controllers = [f"{o['kind']}/{o['name']}" for o in owners if o.get("controller")]
+    if len(controllers) > 1:
+        shown = json.dumps(owners, separators=(",", ":"))
+        text = (
+            'Only one reference can have Controller set to true. Found "true" in '
+            f"references for {controllers[0]} and {controllers[1]}"
+        )
+        yield failures.invalid_value("metadata.ownerReferences", shown, text)
+
+
+def warnings(item: Object) -> list[str]:
+    """Return the warnings about an object's metadata."""
+    return [
+        f'metadata.finalizers: "{name}": prefer a domain-qualified finalizer name to avoid'
+        " accidental conflicts with other finalizer writers"
+        for name in item["metadata"].get("finalizers") or ()
+        if "/" not in name and name not in ("foregroundDeletion", "orphan", "kubernetes")
+    ]

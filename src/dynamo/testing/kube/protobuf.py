@@ -1,0 +1,115 @@
+"""Request bodies in protobuf, which `kubectl create TYPE` sends; answers are always JSON.
+
+Only the fields that kubectl's generators set are known; see `_MESSAGES`.
+"""
+
+import base64
+from typing import Any
+
+from dynamo.testing.kube import failures, resources
+
+Object = dict[str, Any]
+MEDIA_TYPE = "application/vnd.kubernetes.protobuf"
+_MAGIC = b"k8s\0"
+
+# Message → field number → name and type: s text, b bytes, n number, `m…` map, `*…` repeated, else a message.
+_MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
+    "Meta": {
+        1: ("name", "s"), 2: ("generateName", "s"), 3: ("namespace", "s"),
+        11: ("labels", "ms"), 12: ("annotations", "ms"),
+    },
+    "Namespace": {1: ("metadata", "Meta")},
+    "ServiceAccount": {1: ("metadata", "Meta")},
+    "ConfigMap": {1: ("metadata", "Meta"), 2: ("data", "ms"), 3: ("binaryData", "mb")},
+    "Secret": {1: ("metadata", "Meta"), 2: ("data", "mb"), 3: ("type", "s"), 4: ("stringData", "ms")},
+    "Deployment": {1: ("metadata", "Meta"), 2: ("spec", "DeploymentSpec")},
+    "DeploymentSpec": {1: ("replicas", "n"), 2: ("selector", "Selector"), 3: ("template", "Template")},
+    "Selector": {1: ("matchLabels", "ms")},
+    "Template": {1: ("metadata", "Meta"), 2: ("spec", "PodSpec")},
+    "PodSpec": {2: ("containers", "*Container"), 3: ("restartPolicy", "s")},
+    "Container": {1: ("name", "s"), 2: ("image", "s"), 3: ("command", "*s"), 4: ("args", "*s"), 6: ("ports", "*Port")},
+    "Port": {1: ("name", "s"), 3: ("containerPort", "n"), 4: ("protocol", "s")},
+    "Job": {1: ("metadata", "Meta"), 2: ("spec", "JobSpec")},
+    "JobSpec": {6: ("template", "Template")},
+    "HorizontalPodAutoscaler": {1: ("metadata", "Meta"), 2: ("spec", "AutoscalerSpec")},
+    "AutoscalerSpec": {
+        1: ("scaleTargetRef", "Target"), 2: ("minReplicas", "n"), 3: ("maxReplicas", "n"), 4: ("metrics", "*Metric"),
+    },
+    "Target": {1: ("kind", "s"), 2: ("name", "s"), 3: ("apiVersion", "s")},
+    "Metric": {1: ("type", "s"), 4: ("resource", "ResourceMetric")},
+    "ResourceMetric": {1: ("name", "s"), 3: ("target", "MetricTarget")},
+    "MetricTarget": {1: ("type", "s"), 4: ("averageUtilization", "n")},
+}  # fmt: skip
+
+
+def decode(body: bytes, resource: "resources.Resource") -> Object:
+    """Return the object of a request body. Raises ApiError (415) for kinds that are not known here."""
+    if not body.startswith(_MAGIC) or resource.kind not in _MESSAGES:
+        text = (
+            "the body of the request was in an unknown format - accepted media types include: "
+            "application/json, application/yaml"
+        )
+        raise failures.ApiError(415, "UnsupportedMediaType", text)
+    try:
+        envelope = dict(_fields(body[len(_MAGIC) :]))
+        item = _decode_message(resource.kind, envelope[2])
+    except (IndexError, KeyError, ValueError, TypeError) as error:
+        raise failures.bad_request(f"error decoding protobuf: {error}") from error
+    return {"apiVersion": resource.api_version, "kind": resource.kind, **item}
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        value |= (byte & 127) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 128:
+            return value, position
+
+
+def _fields(data: bytes) -> list[tuple[int, Any]]:
+    result, position = [], 0
+    while position < len(data):
+        key, position = _varint(data, position)
+        kind = key & 7
+        value: Any
+        if kind == 0:
+            value, position = _varint(data, position)
+        elif kind == 2:
+            length, position = _varint(data, position)
+            value, position = data[position : position + length], position + length
+        else:
+            size = {1: 8, 5: 4}[kind]
+            value, position = data[position : position + size], position + size
+        result.append((key >> 3, value))
+    return result
+
+
+def _decode_message(name: str, data: bytes) -> Object:
+    item: Object = {}
+    for number, value in _fields(data):
+        if number not in _MESSAGES[name]:
+            continue
+        field, kind = _MESSAGES[name][number]
+        if kind.startswith("m"):
+            entry = dict(_fields(value))
+            shown = _decode_value(kind[1:], entry.get(2, b""))
+            item.setdefault(field, {})[entry.get(1, b"").decode()] = shown
+        elif kind.startswith("*"):
+            item.setdefault(field, []).append(_decode_value(kind[1:], value))
+        else:
+            shown = _decode_value(kind, value)
+            if shown != "":
+                item[field] = shown
+    return item
+
+
+def _decode_value(kind: str, value: Any) -> Any:
+    if kind == "s":
+        return value.decode()
+    if kind == "b":
+        return base64.b64encode(value).decode()
+    if kind == "n":
+        return value
+    return _decode_message(kind, value)

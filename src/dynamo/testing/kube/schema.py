@@ -1,0 +1,225 @@
+"""Structural schemas of custom resources: pruning, defaults and validation, in the words of a real API server."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dynamo.testing.kube import failures, rules
+
+Object = dict[str, Any]
+Schema = Mapping[str, Any]
+FieldError = failures.FieldError
+
+_INT32 = 2**31
+_BLOCKING = frozenset(  # such an error keeps rules from being evaluated
+    (
+        *("FieldValueNotSupported", "FieldValueTypeInvalid", "FieldValueRequired"),
+        *("FieldValueTooLong", "FieldValueTooMany"),
+    )
+)
+_NOT_CHECKED = (
+    "some validation rules were not checked because the object was invalid;"
+    " correct the existing errors to complete validation"
+)
+_JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer",
+               float: "number", type(None): "null"}  # fmt: skip
+
+
+def keeps_unknown(schema: Schema) -> bool:
+    """Return whether fields that the schema does not name are kept."""
+    return bool(schema.get("x-kubernetes-preserve-unknown-fields"))
+
+
+def prune(
+    value: Any, schema: Schema, path: str = "", *, is_root: bool = False
+) -> tuple[Any, list[str]]:
+    """Return a value without the fields that the schema does not know, and their paths."""
+    unknown: list[str] = []
+    if isinstance(value, list):
+        items = []
+        for n, item in enumerate(value):
+            pruned, found = prune(
+                item,
+                schema.get("items") or {"x-kubernetes-preserve-unknown-fields": True},
+                f"{path}[{n}]",
+            )
+            items.append(pruned)
+            unknown += found
+        return items, unknown
+    if not isinstance(value, dict):
+        return value, unknown
+    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
+    result = {}
+    for name, child in value.items():
+        below = f"{path}.{name}" if path else name
+        if is_root and name in ("apiVersion", "kind", "metadata"):
+            result[name] = child
+        elif name in properties or isinstance(rest, dict):
+            result[name], found = prune(child, properties.get(name, rest) or {}, below)
+            unknown += found
+        elif keeps_unknown(schema) or schema.get("x-kubernetes-embedded-resource") or rest is True:
+            result[name] = child
+        else:
+            unknown.append(below)
+    return result, unknown
+
+
+def fill_defaults(value: Any, schema: Schema) -> Any:
+    """Return a value with defaults filled in; null where it is not allowed counts as absent."""
+    if isinstance(value, list):
+        return [fill_defaults(item, schema.get("items") or {}) for item in value]
+    if not isinstance(value, dict):
+        return value
+    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
+    result = {}
+    for name, child in value.items():
+        below = properties.get(name, rest if isinstance(rest, dict) else None)
+        if child is None and below is not None and not below.get("nullable"):
+            if isinstance(rest, dict) and name not in properties:
+                result[name] = fill_defaults({} if below.get("type") == "object" else None, below)
+            continue
+        result[name] = fill_defaults(child, below) if below else child
+    for name, below in properties.items():
+        if name not in result and "default" in below:
+            result[name] = fill_defaults(json.loads(json.dumps(below["default"])), below)
+    return result
+
+
+def validate(item: Object, old: Object | None, schema: Schema) -> list[FieldError]:
+    """Return the mistakes of an object, with those of rules if the schema itself is fulfilled."""
+    checked = {name: value for name, value in item.items() if name != "metadata"}
+    found = list(_check(checked, schema, ""))
+    if any(error.reason in _BLOCKING for error in found):
+        if rules.has_rules(schema):
+            found.append(failures.invalid_value("<nil>", "null", _NOT_CHECKED))
+        return found
+    return found + list(rules.check(item, old, schema))
+
+
+def _type_of(value: Any) -> str:
+    return _JSON_TYPES[type(value)]
+
+
+def _fits_type(value: Any, schema: Schema) -> bool:
+    name = schema.get("type")
+    if schema.get("x-kubernetes-int-or-string"):
+        return isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
+    if name is None or (value is None and schema.get("nullable")):
+        return True
+    actual = _type_of(value)
+    if name == "number":
+        return actual in ("number", "integer")
+    if name == "integer":
+        return actual == "integer" or (isinstance(value, float) and value.is_integer())
+    return bool(actual == name)
+
+
+def _check(value: Any, schema: Schema, path: str) -> Iterator[FieldError]:
+    if not _fits_type(value, schema):
+        name = "integer,string" if schema.get("x-kubernetes-int-or-string") else schema["type"]
+        actual = _type_of(value)
+        text = f'{path} in body must be of type {name}: "{actual}"'
+        yield FieldError("FieldValueTypeInvalid", path, f'Invalid value: "{actual}": {text}')
+        return
+    if value is None:
+        return
+    if schema.get("enum") and value not in schema["enum"]:
+        listed = ", ".join(json.dumps(choice) for choice in schema["enum"])
+        message = f"Unsupported value: {json.dumps(value)}: supported values: {listed}"
+        yield FieldError("FieldValueNotSupported", path, message)
+    if isinstance(value, dict):
+        yield from _check_object(value, schema, path)
+    elif isinstance(value, list):
+        yield from _check_list(value, schema, path)
+    elif isinstance(value, str):
+        yield from _check_string(value, schema, path)
+    elif not isinstance(value, bool):
+        yield from _check_number(value, schema, path)
+
+
+def _check_object(value: Object, schema: Schema, path: str) -> Iterator[FieldError]:
+    limit = schema.get("maxProperties")
+    if limit is not None and len(value) > limit:
+        message = f"Too many: {len(value)}: must have at most {limit} items"
+        yield FieldError("FieldValueTooMany", path, message)
+    if len(value) < schema.get("minProperties", 0):
+        text = f"{path} in body should have at least {schema['minProperties']} properties"
+        yield failures.invalid_value(path, str(len(value)), text)
+    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
+    for name in schema.get("required") or ():
+        if name not in value:
+            yield failures.required(f"{path}.{name}" if path else name)
+    for name in sorted(value):
+        below = properties.get(name, rest if isinstance(rest, dict) else None)
+        if below is not None:
+            yield from _check(value[name], below, f"{path}.{name}" if path else name)
+
+
+def _check_list(value: list[Any], schema: Schema, path: str) -> Iterator[FieldError]:
+    limit = schema.get("maxItems")
+    if limit is not None and len(value) > limit:
+        message = f"Too many: {len(value)}: must have at most {limit} items"
+        yield FieldError("FieldValueTooMany", path, message)
+    if len(value) < schema.get("minItems", 0):
+        text = f"{path} in body should have at least {schema['minItems']} items"
+        yield failures.invalid_value(path, str(len(value)), text)
+    for n, item in enumerate(value):
+        yield from _check(item, schema.get("items") or {}, f"{path}[{n}]")
+    kind, seen = schema.get("x-kubernetes-list-type"), []
+    for n, item in enumerate(value):
+        keys = schema.get("x-kubernetes-list-map-keys") or ()
+        if kind == "map" and isinstance(item, dict):
+            identity: Any = {key: item[key] for key in keys if key in item}
+        elif kind == "set":
+            identity = item
+        else:
+            continue
+        if identity in seen:
+            message = f"Duplicate value: {json.dumps(identity, separators=(',', ':'))}"
+            yield FieldError("FieldValueDuplicate", f"{path}[{n}]", message)
+        seen.append(identity)
+
+
+def _check_string(value: str, schema: Schema, path: str) -> Iterator[FieldError]:
+    limit, shown = schema.get("maxLength"), json.dumps(value)
+    if limit is not None and len(value) > limit:
+        message = f"Too long: may not be more than {limit} bytes"
+        yield FieldError("FieldValueTooLong", path, message)
+    if len(value) < schema.get("minLength", 0):
+        text = f"{path} in body should be at least {schema['minLength']} chars long"
+        yield failures.invalid_value(path, shown, text)
+    pattern = schema.get("pattern")
+    if pattern and not re.search(pattern.replace(r"\z", r"\Z"), value):
+        text = f"{path} in body should match '{pattern}'"
+        yield failures.invalid_value(path, shown, text)
+    if schema.get("format") == "date-time" and not re.match(
+        r"^\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)$", value
+    ):
+        text = f"{path} in body must be of type date-time: {shown}"
+        yield failures.invalid_value(path, shown, text)
+
+
+def _check_number(value: float, schema: Schema, path: str) -> Iterator[FieldError]:
+    shown = json.dumps(value)
+    if schema.get("format") == "int32" and not -_INT32 <= value < _INT32:
+        text = f"Checked value must be of type integer with format int32 in {path}"
+        yield failures.invalid_value("<nil>", '""', text)
+    least, most = schema.get("minimum"), schema.get("maximum")
+    if least is not None and (value < least or (value == least and schema.get("exclusiveMinimum"))):
+        words = "greater than" if schema.get("exclusiveMinimum") else "greater than or equal to"
+        yield failures.invalid_value(path, shown, f"{path} in body should be {words} {least}")
+    if most is not None and (value > most or (value == most and schema.get("exclusiveMaximum"))):
+        words = "less than" if schema.get("exclusiveMaximum") else "less than or equal to"
+        yield failures.invalid_value(path, shown, f"{path} in body should be {words} {most}")
+    multiple = schema.get("multipleOf")
+    if multiple and value % multiple:
+        text = f"{path} in body should be a multiple of {multiple}"
+        yield failures.invalid_value(path, shown, text)
+
+
+def blocked_rules(found: list[FieldError], schema: Schema) -> list[FieldError]:
+    """Return the note that rules were not checked, if these errors keep them from being evaluated."""
+    if rules.has_rules(schema) and any(error.reason in _BLOCKING for error in found):
+        return [failures.invalid_value("<nil>", "null", _NOT_CHECKED)]
+    return []

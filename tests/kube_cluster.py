@@ -1,0 +1,100 @@
+"""A Kubernetes cluster for tests: the API server of `dynamo.testing.kube` in a child process, and the real kubectl.
+
+`with running_cluster(folder) as cluster:` starts it on a port that the system chooses, and stops it.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+_MINIMUM = (1, 28)
+_STOP_S = 30.0
+
+
+@dataclass(frozen=True)
+class RunningCluster:
+    """A cluster that is up: its address, and the KUBECONFIG of its clients."""
+
+    url: str
+    kubeconfig: pathlib.Path
+    process: subprocess.Popen[str]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment of kubectl and of client libraries."""
+        return {
+            **os.environ,
+            "KUBECONFIG": str(self.kubeconfig),
+            "HOME": str(self.kubeconfig.parent),
+        }
+
+    def kubectl(
+        self, *arguments: str, stdin: str | None = None, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the real kubectl against the cluster."""
+        return subprocess.run(
+            [find_kubectl(), *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env=self.environ,
+            timeout=timeout_s,
+        )
+
+
+def find_kubectl() -> str:
+    """Return the path of a kubectl that is new enough, or skip the test by name."""
+    path = shutil.which("kubectl")
+    if path is None:
+        pytest.skip("kubectl 1.28 or newer is not installed")
+    version = subprocess.run(
+        [path, "version", "--client", "-o", "json"], capture_output=True, text=True
+    )
+    git_version = json.loads(version.stdout)["clientVersion"]["gitVersion"]
+    numbers = re.match(r"v(\d+)\.(\d+)", git_version)
+    if numbers is None or tuple(map(int, numbers.groups())) < _MINIMUM:
+        pytest.skip(f"kubectl 1.28 or newer is needed, {git_version} is installed")
+    return path
+
+
+@contextlib.contextmanager
+def running_cluster(folder: pathlib.Path, *flags: str) -> Iterator[RunningCluster]:
+    """Run `dynamo kube up` with these flags."""
+    kubeconfig = folder / "kubeconfig"
+    command = [
+        sys.executable,
+        "-m",
+        "dynamo.cli",
+        "kube",
+        "up",
+        "--kubeconfig",
+        str(kubeconfig),
+        "--port",
+        "0",
+    ]
+    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("export KUBECONFIG="), f"the cluster did not start: {line!r}"
+        url = json.loads(kubeconfig.read_text())["clusters"][0]["cluster"]["server"]
+        yield RunningCluster(url, kubeconfig, process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            process.stdout.close()
