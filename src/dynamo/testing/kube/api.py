@@ -47,7 +47,7 @@ class Api(writes.ObjectWrites):
 
     async def patch(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         namespace: str,
         name: str,
         media_type: str,
@@ -83,7 +83,7 @@ class Api(writes.ObjectWrites):
         raise AssertionError("the last attempt returns or raises")
 
     def _patched(
-        self, resource: "resources.Resource", old: Object, media_type: str, patch: Any
+        self, resource: "resources.ApiResource", old: Object, media_type: str, patch: Any
     ) -> Object:
         if media_type == JSON_PATCH:
             if len(patch) > patches.MAX_OPERATIONS:
@@ -104,7 +104,7 @@ class Api(writes.ObjectWrites):
 
     async def _apply(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         namespace: str,
         name: str,
         config: Any,
@@ -146,7 +146,7 @@ class Api(writes.ObjectWrites):
         return await self._create_applied(resource, namespace, body, applied.entries, options), True
 
     def _restrict_config(
-        self, resource: "resources.Resource", config: Object, options: WriteOptions
+        self, resource: "resources.ApiResource", config: Object, options: WriteOptions
     ) -> Object:
         """Drop what an apply through this path may not set, so that it is not owned either."""
         config = self._prune(resource, config, options)
@@ -163,7 +163,7 @@ class Api(writes.ObjectWrites):
 
     async def _create_applied(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         namespace: str,
         body: Object,
         entries: Sequence[Object],
@@ -200,7 +200,7 @@ class Api(writes.ObjectWrites):
 
     async def delete(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         namespace: str,
         name: str,
         options: DeleteOptions = _PLAIN_DELETE,
@@ -236,7 +236,7 @@ class Api(writes.ObjectWrites):
         return self.present(resource, item), False
 
     def _check_preconditions(
-        self, resource: "resources.Resource", old: Object, options: DeleteOptions
+        self, resource: "resources.ApiResource", old: Object, options: DeleteOptions
     ) -> None:
         meta, name = old["metadata"], old["metadata"]["name"]
         if options.uid and options.uid != meta["uid"]:
@@ -256,7 +256,7 @@ class Api(writes.ObjectWrites):
             raise failures.conflict(resource, name, text)
 
 
-def _deletion_finalizers(resource: "resources.Resource", meta: Object, policy: str) -> list[str]:
+def _deletion_finalizers(resource: "resources.ApiResource", meta: Object, policy: str) -> list[str]:
     finalizers = [
         name
         for name in meta.get("finalizers") or ()
@@ -271,7 +271,7 @@ def _deletion_finalizers(resource: "resources.Resource", meta: Object, policy: s
     return list(dict.fromkeys(finalizers))
 
 
-def _grace(resource: "resources.Resource", item: Object, options: DeleteOptions) -> int:
+def _grace(resource: "resources.ApiResource", item: Object, options: DeleteOptions) -> int:
     if resource.key != ("", "pods") or not item.get("spec", {}).get("nodeName"):
         return 0
     if (item.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
@@ -281,7 +281,7 @@ def _grace(resource: "resources.Resource", item: Object, options: DeleteOptions)
     return int(item["spec"].get("terminationGracePeriodSeconds", 30))
 
 
-def unsupported_media_type(resource: "resources.Resource") -> failures.ApiError:
+def unsupported_media_type(resource: "resources.ApiResource") -> failures.ApiError:
     """Return the refusal of a patch in a form that the resource does not take."""
     types = [JSON_PATCH, MERGE_PATCH, APPLY_PATCH]
     if not resource.is_custom:

@@ -35,7 +35,7 @@ def timestamp_after(seconds: float) -> str:
 
 
 def complete(
-    resource: "resources.Resource", item: Object, old: Object | None, objects: "store.Store"
+    resource: "resources.ApiResource", item: Object, old: Object | None, objects: "store.Store"
 ) -> Object:
     """Return a built-in object with its defaults and allocated values."""
     item = json.loads(json.dumps(item))
@@ -297,7 +297,7 @@ _FILLERS = {
 
 
 def check(
-    resource: "resources.Resource", item: Object, old: Object | None
+    resource: "resources.ApiResource", item: Object, old: Object | None
 ) -> Iterator[failures.FieldError]:
     """Yield the mistakes of a built-in object that are checked here; not all that a real server checks."""
     spec = item.get("spec") or {}

@@ -42,7 +42,7 @@ class Query:
             raise failures.bad_request(message) from None
 
 
-class Call:
+class ApiCall:
     """One request to a resource, with what its path and query say."""
 
     def __init__(self, exchange: exchanges.Exchange) -> None:
@@ -70,7 +70,7 @@ class Call:
         text = json.dumps(body, indent=2) if is_pretty else json.dumps(body, separators=(",", ":"))
         self.exchange.respond(status, text.encode(), headers=headers)
 
-    def decode(self, resource: "resources.Resource") -> Any:
+    def decode(self, resource: "resources.ApiResource") -> Any:
         """Return the body. Raises ApiError (400, 415)."""
         media_type = self.request.headers.get("content-type", "").partition(";")[0].strip()
         if media_type == protobuf.MEDIA_TYPE:

@@ -56,7 +56,7 @@ async def run_cluster(
     max_history: int = 20_000,
 ) -> AsyncIterator[Cluster]:
     """Run an API server with garbage collection, namespaces, custom resource definitions and further controllers."""
-    registry, objects = resources.Registry(), store.Store(max_history=max_history)
+    registry, objects = resources.ResourceRegistry(), store.Store(max_history=max_history)
     served = api.Api(registry, objects)
     front = http_front.HttpFront(served)
     established = definitions.Definitions(served)
@@ -67,7 +67,7 @@ async def run_cluster(
         established,
         *controllers,
     )
-    queue = work_queue.WorkQueue(objects, found, clocks.SystemClock())
+    queue = work_queue.ReconcileQueue(objects, found, clocks.SystemClock())
     bound = await front.start(host, port)
     async with tasks.Tasks() as running:
         running.start("controllers", queue.run())

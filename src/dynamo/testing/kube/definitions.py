@@ -56,7 +56,7 @@ class Definitions:
         self._api = served
         found = served.registry.find(TABLE[0], "v1", TABLE[1])
         assert found is not None
-        self._resource: resources.Resource = found
+        self._resource: resources.ApiResource = found
 
     def on_change(self, change: "store.Change") -> None:
         """Serve what a change defines; for the store."""

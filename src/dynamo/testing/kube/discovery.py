@@ -51,13 +51,13 @@ REVIEWS: dict[tuple[str, str], Callable[[Object], Object]] = {
 }  # fmt: skip
 
 
-class Discovery:
+class DiscoveryDocuments:
     """The documents about one registry of resources."""
 
-    def __init__(self, registry: "resources.Registry") -> None:
+    def __init__(self, registry: "resources.ResourceRegistry") -> None:
         self._registry = registry
 
-    def answer(self, call: "calls.Call", host: str) -> bool:
+    def answer(self, call: "calls.ApiCall", host: str) -> bool:
         """Answer a request for a document; return False if there is none at this path."""
         parts = [part for part in call.request.path.split("/") if part]
         if parts[:2] == ["openapi", "v3"]:
@@ -73,8 +73,8 @@ class Discovery:
             call.respond(200, document)
         return document is not None
 
-    def _groups(self) -> dict[str, dict[str, list["resources.Resource"]]]:
-        groups: dict[str, dict[str, list[resources.Resource]]] = {}
+    def _groups(self) -> dict[str, dict[str, list["resources.ApiResource"]]]:
+        groups: dict[str, dict[str, list[resources.ApiResource]]] = {}
         for resource in self._registry:
             groups.setdefault(resource.group, {}).setdefault(resource.version, []).append(resource)
         return {
@@ -100,7 +100,7 @@ class Discovery:
             return _resource_list(f"{parts[1]}/{parts[2]}", groups[parts[1]][parts[2]])
         return None
 
-    def _answer_aggregated(self, call: "calls.Call", *, is_core: bool) -> None:
+    def _answer_aggregated(self, call: "calls.ApiCall", *, is_core: bool) -> None:
         items = [
             {
                 "metadata": {"name": group} if group else {},
@@ -130,7 +130,7 @@ class Discovery:
         else:
             call.exchange.respond(200, content, content_type=_AGGREGATED, headers=headers)
 
-    def _answer_openapi(self, call: "calls.Call", path: str) -> bool:
+    def _answer_openapi(self, call: "calls.ApiCall", path: str) -> bool:
         documents = {
             f"apis/{group}/{version}" if group else f"api/{version}": found
             for group, versions in self._groups().items()
@@ -169,7 +169,7 @@ def _group(name: str, versions: list[str]) -> Object:
     return {"name": name, "versions": listed, "preferredVersion": listed[0]}
 
 
-def _subresources(resource: "resources.Resource") -> list[tuple[str, list[str], Object]]:
+def _subresources(resource: "resources.ApiResource") -> list[tuple[str, list[str], Object]]:
     own = {"group": resource.group, "version": resource.version, "kind": resource.kind}
     found = [("status", _SUBRESOURCE_VERBS, own)] if resource.has_status else []
     if resource.scale is not None:
@@ -179,7 +179,7 @@ def _subresources(resource: "resources.Resource") -> list[tuple[str, list[str], 
     return found
 
 
-def _resource_list(group_version: str, found: list["resources.Resource"]) -> Object:
+def _resource_list(group_version: str, found: list["resources.ApiResource"]) -> Object:
     listed: list[Object] = []
     for resource in found:
         entry: Object = {"name": resource.plural, "singularName": resource.singular}
@@ -206,7 +206,7 @@ def _resource_list(group_version: str, found: list["resources.Resource"]) -> Obj
     }
 
 
-def _aggregated(resource: "resources.Resource") -> Object:
+def _aggregated(resource: "resources.ApiResource") -> Object:
     kind = {"group": resource.group, "version": resource.version, "kind": resource.kind}
     entry: Object = {
         "resource": resource.plural,
@@ -226,7 +226,7 @@ def _aggregated(resource: "resources.Resource") -> Object:
     return {**entry, "subresources": subresources} if subresources else entry
 
 
-def _openapi(found: list["resources.Resource"]) -> Object:
+def _openapi(found: list["resources.ApiResource"]) -> Object:
     paths: Object = {}
     schemas: Object = {}
     for resource in found:

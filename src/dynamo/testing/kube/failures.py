@@ -68,26 +68,26 @@ def forbidden_value(field: str, message: str) -> FieldError:
     return FieldError("FieldValueForbidden", field, f"Forbidden: {message}")
 
 
-def _details(resource: "resources.Resource", name: str) -> Object:
+def _details(resource: "resources.ApiResource", name: str) -> Object:
     details: Object = {"name": name} if name else {}
     if resource.group:
         details["group"] = resource.group
     return {**details, "kind": resource.plural}
 
 
-def not_found(resource: "resources.Resource", name: str) -> ApiError:
+def not_found(resource: "resources.ApiResource", name: str) -> ApiError:
     """Return the answer for an object that does not exist."""
     message = f'{resource.qualified_plural} "{name}" not found'
     return ApiError(404, "NotFound", message, _details(resource, name))
 
 
-def already_exists(resource: "resources.Resource", name: str) -> ApiError:
+def already_exists(resource: "resources.ApiResource", name: str) -> ApiError:
     """Return the answer for an object that exists."""
     message = f'{resource.qualified_plural} "{name}" already exists'
     return ApiError(409, "AlreadyExists", message, _details(resource, name))
 
 
-def conflict(resource: "resources.Resource", name: str, why: str = "") -> ApiError:
+def conflict(resource: "resources.ApiResource", name: str, why: str = "") -> ApiError:
     """Return the answer for a write that is based on an older version."""
     why = why or (
         "the object has been modified; please apply your changes to the latest version and try again"
@@ -113,7 +113,7 @@ def bad_request(message: str) -> ApiError:
     return ApiError(400, "BadRequest", message)
 
 
-def forbidden(resource: "resources.Resource", name: str, why: str) -> ApiError:
+def forbidden(resource: "resources.ApiResource", name: str, why: str) -> ApiError:
     """Return the answer for a request that admission refuses."""
     message = f'{resource.qualified_plural} "{name}" is forbidden: {why}'
     return ApiError(403, "Forbidden", message, _details(resource, name))

@@ -59,7 +59,7 @@ class GarbageCollector:
         return None
 
     async def _check_owners(
-        self, resource: "resources.Resource", item: Object, owners: Iterable[Object]
+        self, resource: "resources.ApiResource", item: Object, owners: Iterable[Object]
     ) -> None:
         meta = item["metadata"]
         present = [owner for owner in owners if self._is_present(owner, meta.get("namespace", ""))]
@@ -81,7 +81,7 @@ class GarbageCollector:
         item = self._api.store.get(table, name)
         return item is not None and _FOREGROUND in (item["metadata"].get("finalizers") or ())
 
-    async def _finish(self, resource: "resources.Resource", item: Object) -> None:
+    async def _finish(self, resource: "resources.ApiResource", item: Object) -> None:
         meta = item["metadata"]
         finalizers = meta.get("finalizers") or []
         places = list(self._dependents.get(meta["uid"], ()))
@@ -122,7 +122,7 @@ class GarbageCollector:
         kept = [owner for owner in owners if owner["uid"] != uid]
         await self._patch(found[0], child["metadata"], {"ownerReferences": kept})
 
-    async def _patch(self, resource: "resources.Resource", meta: Object, change: Object) -> None:
+    async def _patch(self, resource: "resources.ApiResource", meta: Object, change: Object) -> None:
         options = api.WriteOptions(manager="kube-controller-manager")
         await self._api.patch(
             resource,

@@ -37,7 +37,7 @@ _ACCEPTED = "application/json, application/yaml, application/vnd.kubernetes.prot
 _NOT_ALLOWED = "the server does not allow this method on the requested resource"
 
 # Answers requests to pods/log, pods/exec and the like: called with the exchange, the pod and the subresource.
-PodHandler = Callable[["calls.Call", Object, str], Awaitable[bool]]
+PodHandler = Callable[["calls.ApiCall", Object, str], Awaitable[bool]]
 
 
 class HttpFront:
@@ -54,7 +54,7 @@ class HttpFront:
         self._server = server.HttpServer(
             self._handle, limits=limits, tls=tls, error_body=_error_body
         )
-        self._discovery = discovery.Discovery(served.registry)
+        self._discovery = discovery.DiscoveryDocuments(served.registry)
         self._is_ready = True
 
     async def start(self, host: str, port: int) -> int:
@@ -72,7 +72,7 @@ class HttpFront:
             ("audit-id", str(uuid.uuid4())),
             ("cache-control", "no-cache, private"),
         )
-        call = calls.Call(exchange)
+        call = calls.ApiCall(exchange)
         try:
             self._authenticate(call)
             await self._route(call)
@@ -80,14 +80,14 @@ class HttpFront:
             exchange.headers = (*exchange.headers, *error.headers)
             call.respond(error.code, error.body)
 
-    def _authenticate(self, call: calls.Call) -> None:
+    def _authenticate(self, call: calls.ApiCall) -> None:
         path = call.request.path
         if not self.token or path in ("/healthz", "/livez", "/readyz", "/version"):
             return
         if call.request.headers.get("authorization", "") != f"Bearer {self.token}":
             raise failures.ApiError(401, "Unauthorized", "Unauthorized")
 
-    async def _route(self, call: calls.Call) -> None:
+    async def _route(self, call: calls.ApiCall) -> None:
         path = call.request.path
         if path in ("/healthz", "/livez", "/readyz"):
             call.exchange.respond(200, b"ok", content_type="text/plain; charset=utf-8")
@@ -98,7 +98,7 @@ class HttpFront:
                 404, b"404 page not found\n", content_type="text/plain; charset=utf-8"
             )
 
-    async def _route_resource(self, call: calls.Call) -> bool:
+    async def _route_resource(self, call: calls.ApiCall) -> bool:
         parts = [part for part in call.request.path.split("/") if part]
         if parts[:1] == ["api"]:
             group, version, rest = "", *(parts[1:2] or [""]), parts[2:]
@@ -132,7 +132,7 @@ class HttpFront:
         return True
 
     async def _dispatch(
-        self, call: calls.Call, resource: "resources.Resource", *, is_old_watch: bool
+        self, call: calls.ApiCall, resource: "resources.ApiResource", *, is_old_watch: bool
     ) -> None:
         method = call.request.method
         if call.subresource not in ("", "status", "finalize") or (
@@ -163,7 +163,7 @@ class HttpFront:
         else:
             raise failures.ApiError(405, "MethodNotAllowed", _NOT_ALLOWED, {})
 
-    async def _patch(self, call: calls.Call, resource: "resources.Resource") -> None:
+    async def _patch(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
         media_type = call.request.headers.get("content-type", "").partition(";")[0].strip()
         is_apply = media_type == api.APPLY_PATCH
         if is_apply and not call.query.get("fieldManager"):
@@ -185,7 +185,7 @@ class HttpFront:
         )
         call.respond(201 if is_new else 200, item)
 
-    async def _delete(self, call: calls.Call, resource: "resources.Resource") -> None:
+    async def _delete(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
         body = call.decode(resource) if call.request.body else {}
         body = body if isinstance(body, dict) else {}
         preconditions = body.get("preconditions") or {}
@@ -219,7 +219,7 @@ class HttpFront:
         call.respond(200, item)
 
     async def _delete_collection(
-        self, call: calls.Call, resource: "resources.Resource", options: api.DeleteOptions
+        self, call: calls.ApiCall, resource: "resources.ApiResource", options: api.DeleteOptions
     ) -> None:
         labels, fields = call.query.get("labelSelector"), call.query.get("fieldSelector")
         items = []
@@ -241,7 +241,7 @@ class HttpFront:
         )
 
     def _read(
-        self, call: calls.Call, resource: "resources.Resource", *, is_old_watch: bool
+        self, call: calls.ApiCall, resource: "resources.ApiResource", *, is_old_watch: bool
     ) -> None:
         tables.check_accept(call.accept, _ACCEPTED)
         is_watch = is_old_watch or call.query.flag("watch")
@@ -257,7 +257,7 @@ class HttpFront:
         else:
             self._list(call, resource)
 
-    def _list(self, call: calls.Call, resource: "resources.Resource") -> None:
+    def _list(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
         query = call.query
         test = self.api.make_test(resource, query.get("labelSelector"), query.get("fieldSelector"))
         limit, token = query.number("limit") or 0, query.get("continue")
@@ -287,7 +287,9 @@ class HttpFront:
         table = tables.present(resource, shown, call.accept, query.get("includeObject"), None, meta)
         call.respond(200, table or _make_list(resource, shown, meta))
 
-    async def _serve_subresource(self, call: calls.Call, resource: "resources.Resource") -> None:
+    async def _serve_subresource(
+        self, call: calls.ApiCall, resource: "resources.ApiResource"
+    ) -> None:
         if call.subresource == "scale" and resource.scale is not None:
             await self._scale(call, resource, resource.scale)
             return
@@ -301,7 +303,7 @@ class HttpFront:
         call.exchange.respond(404, b"404 page not found\n", content_type="text/plain; charset=utf-8")  # fmt: skip
 
     async def _scale(
-        self, call: calls.Call, resource: "resources.Resource", paths: "resources.ScalePaths"
+        self, call: calls.ApiCall, resource: "resources.ApiResource", paths: "resources.ScalePaths"
     ) -> None:
         item = self.api.get(resource, call.namespace, call.name)
         current = tables.scale_of(item, paths)
@@ -337,7 +339,7 @@ class HttpFront:
         )
         call.respond(200, tables.scale_of(changed, paths))
 
-    async def _bind_or_evict(self, call: calls.Call, resource: "resources.Resource") -> None:
+    async def _bind_or_evict(self, call: calls.ApiCall, resource: "resources.ApiResource") -> None:
         body = call.decode(resource)
         if call.subresource == "binding":
             await self.api.bind(call.namespace, call.name, body["target"]["name"])
@@ -365,7 +367,7 @@ def _error_body(status: int, message: str, path: str) -> bytes:
     return json.dumps(failures.ApiError(status, "", message).body).encode()
 
 
-def _check_object(body: Any, resource: "resources.Resource", call: calls.Call) -> None:
+def _check_object(body: Any, resource: "resources.ApiResource", call: calls.ApiCall) -> None:
     prefix = f"the object provided is unrecognized (must be of type {resource.kind}): "
     text = call.request.body.decode("utf-8", "replace")
     if not isinstance(body, dict):
@@ -382,7 +384,7 @@ def _check_object(body: Any, resource: "resources.Resource", call: calls.Call) -
         raise failures.bad_request(message)
 
 
-def _make_list(resource: "resources.Resource", items: list[Object], meta: Object) -> Object:
+def _make_list(resource: "resources.ApiResource", items: list[Object], meta: Object) -> Object:
     head = {"kind": resource.list_kind, "apiVersion": resource.api_version}
     if resource.is_custom:
         meta = {"continue": "", **meta}

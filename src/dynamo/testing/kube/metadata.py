@@ -67,7 +67,7 @@ def random_suffix(length: int = 5) -> str:
     return "".join(secrets.choice(_RANDOM) for _ in range(length))
 
 
-def check_types(body: Object, resource: "resources.Resource") -> None:
+def check_types(body: Object, resource: "resources.ApiResource") -> None:
     """Refuse metadata that cannot be decoded. Raises ApiError (400)."""
     metadata = body.get("metadata")
     if metadata is None:
@@ -100,7 +100,7 @@ def unknown_fields(body: Object) -> list[str]:
     return [f"metadata.{name}" for name in body.get("metadata") or {} if name not in _FIELDS]
 
 
-def for_create(body: Object, resource: "resources.Resource", namespace: str) -> Object:
+def for_create(body: Object, resource: "resources.ApiResource", namespace: str) -> Object:
     """Return the metadata of a new object."""
     given = body.get("metadata") or {}
     kept = ("name", "generateName", "labels", "annotations", "ownerReferences", "finalizers")
@@ -128,7 +128,7 @@ def for_update(body: Object, old: Object) -> Object:
     return metadata
 
 
-def check(item: Object, resource: "resources.Resource") -> Iterator[failures.FieldError]:
+def check(item: Object, resource: "resources.ApiResource") -> Iterator[failures.FieldError]:
     """Yield the mistakes in an object's metadata."""
     metadata = item["metadata"]
     name = metadata.get("name", "")
@@ -149,7 +149,7 @@ def check(item: Object, resource: "resources.Resource") -> Iterator[failures.Fie
     yield from _check_owners(metadata.get("ownerReferences") or ())
 
 
-def _check_name(name: str, resource: "resources.Resource") -> Iterator[failures.FieldError]:
+def _check_name(name: str, resource: "resources.ApiResource") -> Iterator[failures.FieldError]:
     if resource.group == "rbac.authorization.k8s.io":
         return
     is_label = resource.plural in _LABEL_NAMES and not resource.group

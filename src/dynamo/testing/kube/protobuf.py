@@ -42,7 +42,7 @@ _MESSAGES: dict[str, dict[int, tuple[str, str]]] = {
 }  # fmt: skip
 
 
-def decode(body: bytes, resource: "resources.Resource") -> Object:
+def decode(body: bytes, resource: "resources.ApiResource") -> Object:
     """Return the object of a request body. Raises ApiError (415) for kinds that are not known here."""
     if not body.startswith(_MAGIC) or resource.kind not in _MESSAGES:
         text = (

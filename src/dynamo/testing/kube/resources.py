@@ -67,7 +67,7 @@ class ScalePaths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resource:
+class ApiResource:
     """One version of one resource. `schema` has all fields of a custom resource, and else only merge keys."""
 
     group: str
@@ -111,11 +111,11 @@ class Resource:
         return f"{self.kind}.{self.group}" if self.group else self.kind
 
 
-def _parse_builtin(line: str) -> Resource:
+def _parse_builtin(line: str) -> ApiResource:
     api_version, kind, plural, short_names, flags = line.split()
     group, _, version = api_version.rpartition("/")
     is_workload = "r" in flags
-    return Resource(
+    return ApiResource(
         group=group,
         version=version,
         kind=kind,
@@ -132,37 +132,37 @@ def _parse_builtin(line: str) -> Resource:
     )
 
 
-class Registry:
+class ResourceRegistry:
     """All resources that are served, by group, version and plural."""
 
     def __init__(self) -> None:
-        self._by_path: dict[tuple[str, str, str], Resource] = {}
+        self._by_path: dict[tuple[str, str, str], ApiResource] = {}
         self._storage_version: dict[tuple[str, str], str] = {}
         for line in _BUILTIN.strip().splitlines():
             resource = _parse_builtin(line)
             self._by_path[resource.group, resource.version, resource.plural] = resource
         self.generation = 0  # changes with each definition that comes or goes
 
-    def __iter__(self) -> Iterator[Resource]:
+    def __iter__(self) -> Iterator[ApiResource]:
         return iter(tuple(self._by_path.values()))
 
-    def find(self, group: str, version: str, plural: str) -> Resource | None:
+    def find(self, group: str, version: str, plural: str) -> ApiResource | None:
         """Return the resource at this path, if it is served."""
         return self._by_path.get((group, version, plural))
 
-    def find_kind(self, api_version: str, kind: str) -> Resource | None:
+    def find_kind(self, api_version: str, kind: str) -> ApiResource | None:
         """Return the resource of objects with this apiVersion and kind."""
         for resource in self._by_path.values():
             if resource.kind == kind and resource.api_version == api_version:
                 return resource
         return None
 
-    def storage_api_version(self, resource: Resource) -> str:
+    def storage_api_version(self, resource: ApiResource) -> str:
         """Return the apiVersion in which objects of a resource are stored."""
         version = self._storage_version.get(resource.key)
         return f"{resource.group}/{version}" if version else resource.api_version
 
-    def resources_of(self, key: tuple[str, str]) -> list[Resource]:
+    def resources_of(self, key: tuple[str, str]) -> list[ApiResource]:
         """Return the served versions of one table of the store."""
         return [resource for resource in self._by_path.values() if resource.key == key]
 
@@ -184,10 +184,10 @@ class Registry:
         self.generation += 1
 
 
-def _custom_resource(spec: Object, version: Object) -> Resource:
+def _custom_resource(spec: Object, version: Object) -> ApiResource:
     names, subresources = spec["names"], version.get("subresources") or {}
     scale = subresources.get("scale")
-    return Resource(
+    return ApiResource(
         group=spec["group"],
         version=version["name"],
         kind=names["kind"],

@@ -47,7 +47,7 @@ def check_accept(accept: str, accepted: str) -> None:
 
 
 def present(
-    resource: "resources.Resource",
+    resource: "resources.ApiResource",
     items: list[Object],
     accept: str,
     include: str,
@@ -92,7 +92,7 @@ def _partial(item: Object) -> Object:
     return {"kind": "PartialObjectMetadata", "apiVersion": _GROUP, "metadata": item["metadata"]}
 
 
-def _columns(resource: "resources.Resource") -> list[Object]:
+def _columns(resource: "resources.ApiResource") -> list[Object]:
     if resource.is_custom:
         given = resource.columns or (
             {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
@@ -121,7 +121,7 @@ def _columns(resource: "resources.Resource") -> list[Object]:
     ]
 
 
-def _cells(resource: "resources.Resource", item: Object) -> list[Any]:
+def _cells(resource: "resources.ApiResource", item: Object) -> list[Any]:
     name = item["metadata"]["name"]
     if resource.is_custom:
         return [

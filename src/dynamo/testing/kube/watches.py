@@ -67,7 +67,7 @@ class Watch:
     """One open watch. It writes from the store's own callback, so events keep their order and cost no task."""
 
     def __init__(
-        self, served: "api.Api", resource: "resources.Resource", call: "calls.Call"
+        self, served: "api.Api", resource: "resources.ApiResource", call: "calls.ApiCall"
     ) -> None:
         self._api = served
         self._resource = resource

@@ -28,7 +28,7 @@ class Controller(Protocol):
         ...
 
 
-class WorkQueue:
+class ReconcileQueue:
     """Runs controllers on the changes of a store."""
 
     def __init__(

@@ -41,7 +41,7 @@ PLAIN = WriteOptions(field_validation="Ignore")  # of controllers, which take no
 
 
 Admit = Callable[
-    ["resources.Resource", str, Object | None, Object | None, WriteOptions],
+    ["resources.ApiResource", str, Object | None, Object | None, WriteOptions],
     Awaitable[Object | None],
 ]  # resource, operation, object, old object → object
 
@@ -49,14 +49,14 @@ Admit = Callable[
 class ObjectWrites:
     """Reads, creates and replaces the objects of one cluster; `api.Api` adds patches and deletions."""
 
-    def __init__(self, registry: "resources.Registry", objects: "store.Store") -> None:
+    def __init__(self, registry: "resources.ResourceRegistry", objects: "store.Store") -> None:
         self.registry = registry
         self.store = objects
         self.admit: Admit | None = None  # calls admission webhooks
 
     # Reading.
 
-    def get(self, resource: "resources.Resource", namespace: str, name: str) -> Object:
+    def get(self, resource: "resources.ApiResource", namespace: str, name: str) -> Object:
         """Return an object in this version. Raises ApiError (404)."""
         item = self.store.get(resource.key, (namespace, name))
         if item is None:
@@ -68,7 +68,7 @@ class ObjectWrites:
         resource = self.registry.find_kind(api_version, kind)
         return self.store.get(resource.key, (namespace, name)) if resource else None
 
-    def present(self, resource: "resources.Resource", item: Object) -> Object:
+    def present(self, resource: "resources.ApiResource", item: Object) -> Object:
         """Return a stored object as this version shows it, with defaults that came later."""
         if not resource.is_custom:
             if resource.group == "events.k8s.io":
@@ -79,7 +79,7 @@ class ObjectWrites:
 
     def list_items(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         namespace: str = "",
         *,
         labels: str = "",
@@ -91,7 +91,7 @@ class ObjectWrites:
         return [self.present(resource, item) for item in items if test(item)]
 
     def make_test(
-        self, resource: "resources.Resource", labels: str, fields: str
+        self, resource: "resources.ApiResource", labels: str, fields: str
     ) -> "selectors.Test":
         """Return the test of two selectors. Raises ApiError (400)."""
         label_test = selectors.parse_labels(labels)
@@ -102,7 +102,7 @@ class ObjectWrites:
 
     async def create(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         namespace: str,
         body: Object,
         options: WriteOptions = PLAIN,
@@ -125,7 +125,7 @@ class ObjectWrites:
 
     async def update(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         namespace: str,
         name: str,
         body: Object,
@@ -148,7 +148,7 @@ class ObjectWrites:
         return await self._replace(resource, old, body, options)
 
     async def _replace(
-        self, resource: "resources.Resource", old: Object, body: Object, options: WriteOptions
+        self, resource: "resources.ApiResource", old: Object, body: Object, options: WriteOptions
     ) -> Object:
         """Store the new state of an object: the part that the subresource may change."""
         item = self._restrict(resource, old, body, options)
@@ -169,7 +169,7 @@ class ObjectWrites:
         return self._store(resource, item, options, old)
 
     def _restrict(
-        self, resource: "resources.Resource", old: Object, body: Object, options: WriteOptions
+        self, resource: "resources.ApiResource", old: Object, body: Object, options: WriteOptions
     ) -> Object:
         entries = (body.get("metadata") or {}).get("managedFields")
         if options.subresource == "status":
@@ -187,7 +187,7 @@ class ObjectWrites:
                 item["status"] = old["status"]
         return {**item, "metadata": metadata.for_update(body, old)}
 
-    def _decode(self, resource: "resources.Resource", body: Object) -> Object:
+    def _decode(self, resource: "resources.ApiResource", body: Object) -> Object:
         kind, version = body.get("kind"), body.get("apiVersion")
         if not resource.is_custom:
             kind, version = kind or resource.kind, version or resource.api_version
@@ -214,7 +214,7 @@ class ObjectWrites:
         return {**body, "kind": kind, "apiVersion": version}
 
     def _check_create(
-        self, resource: "resources.Resource", namespace: str, body: Object, *, is_dry_run: bool
+        self, resource: "resources.ApiResource", namespace: str, body: Object, *, is_dry_run: bool
     ) -> None:
         given = body.get("metadata") or {}
         self._check_namespace(resource, namespace, given)
@@ -240,14 +240,14 @@ class ObjectWrites:
             raise refusal
 
     def _check_namespace(
-        self, resource: "resources.Resource", namespace: str, given: Object
+        self, resource: "resources.ApiResource", namespace: str, given: Object
     ) -> None:
         if resource.is_namespaced and given.get("namespace") not in (None, "", namespace):
             text = "the namespace of the provided object does not match the namespace sent on the request"
             raise failures.bad_request(text)
 
     def _check_version(
-        self, resource: "resources.Resource", old: Object, version: str | None, uid: str | None
+        self, resource: "resources.ApiResource", old: Object, version: str | None, uid: str | None
     ) -> None:
         if version and not str(version).isdigit():
             text = f'strconv.ParseUint: parsing "{version}": invalid syntax'
@@ -259,7 +259,9 @@ class ObjectWrites:
             text = f"Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
             raise failures.conflict(resource, old["metadata"]["name"], text)
 
-    def _prune(self, resource: "resources.Resource", item: Object, options: WriteOptions) -> Object:
+    def _prune(
+        self, resource: "resources.ApiResource", item: Object, options: WriteOptions
+    ) -> Object:
         unknown = metadata.unknown_fields(item)
         if resource.is_custom:
             item, found = schema.prune(item, resource.schema, is_root=True)
@@ -277,7 +279,7 @@ class ObjectWrites:
 
     def _shape(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         old: Object | None,
         item: Object,
         options: WriteOptions,
@@ -292,7 +294,7 @@ class ObjectWrites:
 
     async def _admit(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         operation: str,
         item: Object,
         old: Object | None,
@@ -303,7 +305,9 @@ class ObjectWrites:
         admitted = await self.admit(resource, operation, item, old, options)
         return item if admitted is None else self._shape(resource, old, admitted, options)
 
-    def _validate(self, resource: "resources.Resource", old: Object | None, item: Object) -> None:
+    def _validate(
+        self, resource: "resources.ApiResource", old: Object | None, item: Object
+    ) -> None:
         found = list(metadata.check(item, resource))
         if old is not None and old["metadata"].get("deletionTimestamp"):
             found += _check_new_finalizers(old, item)
@@ -321,7 +325,7 @@ class ObjectWrites:
             raise failures.ApiError(500, "", "etcdserver: request is too large")
 
     def _writer(
-        self, resource: "resources.Resource", options: WriteOptions, operation: str
+        self, resource: "resources.ApiResource", options: WriteOptions, operation: str
     ) -> "managed_fields.Writer":
         return managed_fields.Writer(
             options.manager,
@@ -333,7 +337,7 @@ class ObjectWrites:
 
     def _own(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         old: Object | None,
         item: Object,
         options: WriteOptions,
@@ -354,7 +358,7 @@ class ObjectWrites:
         return {**item, "metadata": meta}
 
     def _count_generation(
-        self, resource: "resources.Resource", old: Object, item: Object
+        self, resource: "resources.ApiResource", old: Object, item: Object
     ) -> Object:
         if not resource.has_generation:
             return item
@@ -381,7 +385,7 @@ class ObjectWrites:
 
     def _store(
         self,
-        resource: "resources.Resource",
+        resource: "resources.ApiResource",
         item: Object,
         options: WriteOptions,
         old: Object | None = None,
@@ -416,7 +420,7 @@ def _check_new_finalizers(old: Object, item: Object) -> list["failures.FieldErro
 
 
 def _check_scale(
-    resource: "resources.Resource", item: Object, checked: list["failures.FieldError"]
+    resource: "resources.ApiResource", item: Object, checked: list["failures.FieldError"]
 ) -> list["failures.FieldError"]:
     """Return the schema's errors with those of the scale subresource's field, before the errors of rules."""
     if resource.scale is None:
