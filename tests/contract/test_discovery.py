@@ -13,6 +13,7 @@ from dynamo.runtime.backends.etcd import access
 from dynamo.runtime.backends.etcd.discovery import EtcdDiscovery
 from dynamo.runtime.discovery import Delete, Put
 from etcd_server import EtcdServer
+from played_pods import PlayedPods
 from waiting import PATIENT_S
 
 MORTAL = """
@@ -138,6 +139,29 @@ class EtcdHost:
         self._server.wipe()
 
 
+class KubernetesHost:
+    """The same, with the objects of a cluster; the mortal's container ends, and its pod is no longer ready."""
+
+    dead_within_s = 5
+
+    def __init__(self, request):
+        self._pods = PlayedPods()
+        self._ids = itertools.count(1)
+
+    async def join(self):
+        return await self._pods.start(f"pod-{next(self._ids)}")
+
+    async def start_mortal(self, *keys):
+        name = f"pod-{next(self._ids)}"
+        mortal = await self._pods.start(name)
+        for key in keys:
+            await mortal.put(key, b"{}")
+        return lambda: self._pods.crash(name)
+
+    async def close(self):
+        await self._pods.close()
+
+
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory):
     server = EtcdServer(tmp_path_factory.mktemp("etcd"))
@@ -146,7 +170,10 @@ def etcd(tmp_path_factory):
     server.stop()
 
 
-@pytest.fixture(params=[MemoryHost, FileHost, EtcdHost], ids=["memory", "file", "etcd"])
+@pytest.fixture(
+    params=[MemoryHost, FileHost, EtcdHost, KubernetesHost],
+    ids=["memory", "file", "etcd", "kubernetes"],
+)
 async def host(request):
     host = request.param(request)
     yield host

@@ -31,12 +31,12 @@ _LOCAL_TOKEN = "token"  # the name of its file
 class ClusterConfig:
     """Settings of the connections between the processes of one cluster: how they meet, address and credentials."""
 
-    discovery_backend: Literal["file", "etcd", "mem"] = config.option(
+    discovery_backend: Literal["file", "etcd", "kubernetes", "mem"] = config.option(
         "file",
         env="DYN_DISCOVERY_BACKEND",
         implied=("ETCD_ENDPOINTS", "etcd"),
-        help="how processes find each other: by a directory of this host, by etcd (also if ETCD_ENDPOINTS is set), or"
-        " within one process only",
+        help="how processes find each other: by a directory of this host, by etcd (also if ETCD_ENDPOINTS is set), by"
+        " the objects of the Kubernetes cluster whose pod this is, or within one process only",
     )
     file_kv: str | None = config.option(
         None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"

@@ -409,6 +409,14 @@ class _Parts:
                 time=self.time,
             )
             return registry
+        if self.settings.discovery_backend == "kubernetes":
+            cluster = distribution.load_extra(
+                "dynamo.runtime.backends.kubernetes.discovery",
+                feature="discovery by Kubernetes",
+                extra="kubernetes",
+            )
+            joined: discovery.Discovery = await cluster.join(os.environ, time=self.time)
+            return joined
         return await file.FileDiscovery.open(
             membership.discovery_directory(self.settings.file_kv, os.environ),
             self.instance_id,

@@ -4,7 +4,7 @@ A process holds one *lease*: the keys that it puts vanish when it closes, when i
 longer than the time to live. Keys are `/`-separated paths (see `protocols.instances`), values are small bytes (JSON).
 
 Implementations: `backends.memory` (one process), `backends.file` (one host, the default),
-`backends.etcd` (several hosts).
+`backends.etcd` (several hosts), `backends.kubernetes` (the pods of a cluster).
 `tests/contract/test_discovery.py` runs one suite over all of them.
 """
 

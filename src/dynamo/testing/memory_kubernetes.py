@@ -108,6 +108,16 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
         client = httpx2.AsyncClient(transport=self, base_url="http://memory-kubernetes")
         return connection.KubernetesConnection(client, namespace)
 
+    def put_object(self, obj: Object) -> None:
+        """Create or replace an object, as a controller of the cluster would."""
+        kind = next(k for k in self._kinds[obj["apiVersion"]] if k.kind == obj["kind"])
+        self._store(_Key(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"]), obj)
+
+    def remove_object(self, api_version: str, kind: str, namespace: str, name: str) -> None:
+        """Remove an object and nothing that it owns, as if the cluster collected garbage late."""
+        found = next(k for k in self._kinds[api_version] if k.kind == kind)
+        self._remove(_Key(found, namespace, name), with_owned=False)
+
     def forget_history(self) -> None:
         """Answer 410 to every watch that wants to resume from before now, and cut those that run."""
         self._oldest_revision = self._revision
@@ -292,12 +302,12 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
         self._remove(key)
         return {"kind": "Status", "status": "Success"}
 
-    def _remove(self, key: _Key) -> None:
+    def _remove(self, key: _Key, *, with_owned: bool = True) -> None:
         obj = copy.deepcopy(self.objects.pop(key))
         self._owners.pop(key, None)
         uid = obj["metadata"]["uid"]
         self._record("DELETED", key, obj, obj)
-        for other, dependent in list(self.objects.items()):
+        for other, dependent in list(self.objects.items()) if with_owned else ():
             owners = dependent["metadata"].get("ownerReferences", ())
             if other in self.objects and [owner["uid"] for owner in owners] == [uid]:
                 self._delete(other, {})

@@ -143,10 +143,12 @@ class KubernetesConnection:
 
         After each list comes one SYNCED with an empty object. A watch that breaks is resumed; when the cluster no
         longer has the changes since then, the objects are listed again, and the difference is told as changes. While
-        the cluster cannot be reached the watch waits for it. Raises KindMissing, Forbidden, Unauthenticated.
+        the cluster cannot be reached or, after the first list, refuses, the watch waits for it. Raises KindMissing,
+        Forbidden and Unauthenticated for the first list.
         """
         known = watched_objects.WatchedObjects()
         revision: str | None = None
+        has_synced = False
         pause_s = _FIRST_PAUSE_S
         while True:
             started_at = self._clock.now()
@@ -157,6 +159,7 @@ class KubernetesConnection:
                     )
                     for change in known.replace(objects):
                         yield change
+                    has_synced = True
                     yield "SYNCED", {}
                 path = await self._path(api_version, kind, namespace)
                 query = _query(labelSelector=labels, fieldSelector=fields, resourceVersion=revision)
@@ -166,7 +169,9 @@ class KubernetesConnection:
                         yield event
             except _HistoryLost:
                 revision = None
-            except errors.Unavailable as error:
+            except errors.DynamoError as error:
+                if not has_synced and not isinstance(error, errors.Unavailable):
+                    raise
                 log.warning("watching %s again: %s", kind, error)
             was_stable = self._clock.now() - started_at > _STABLE_S
             pause_s = _FIRST_PAUSE_S if was_stable else min(2 * pause_s, _LONGEST_PAUSE_S)
