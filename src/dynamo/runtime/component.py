@@ -102,8 +102,7 @@ class RuntimeConfig(tracing.TracingConfig, membership.ClusterConfig):
     request_silence_secs: float = config.option(
         requests.SILENCE_LIMIT_S,
         env="DYN_REQUEST_SILENCE_SECS",
-        help="seconds after which a worker that is silent while it answers is given up; more where processes of a busy"
-        " machine get no CPU for longer",
+        help="seconds of silence in an answer after which its worker is given up; more on a very busy machine",
         least=0.1,
     )
     inhibited_duration_secs: float = config.option(
@@ -395,28 +394,24 @@ class _Parts:
         )
 
     async def open_discovery(self, is_alive: discovery.OwnerCheck) -> discovery.Discovery:
-        if self.settings.discovery_backend == "mem":
+        backend = self.settings.discovery_backend
+        if backend == "mem":
             return memory.MemoryDiscovery(self.cluster.registry)
-        if self.settings.discovery_backend == "etcd":
-            backend = distribution.load_extra(
-                "dynamo.runtime.backends.etcd.discovery", feature="etcd discovery", extra="etcd"
-            )
-            registry: discovery.Discovery = await backend.EtcdDiscovery.open(
-                etcd_access.read(self.settings.etcd_endpoints, os.environ),
-                self.instance_id,
-                start_timeout_s=self.settings.etcd_start_timeout_secs,
-                is_alive=is_alive,
-                time=self.time,
-            )
+        if backend != "file":
+            name = f"dynamo.runtime.backends.{backend}.discovery"
+            module = distribution.load_extra(name, feature=f"{backend} discovery", extra=backend)
+            if backend == "kubernetes":
+                opening = module.join(os.environ, time=self.time)
+            else:
+                opening = module.EtcdDiscovery.open(
+                    etcd_access.read(self.settings.etcd_endpoints, os.environ),
+                    self.instance_id,
+                    start_timeout_s=self.settings.etcd_start_timeout_secs,
+                    is_alive=is_alive,
+                    time=self.time,
+                )
+            registry: discovery.Discovery = await opening
             return registry
-        if self.settings.discovery_backend == "kubernetes":
-            cluster = distribution.load_extra(
-                "dynamo.runtime.backends.kubernetes.discovery",
-                feature="discovery by Kubernetes",
-                extra="kubernetes",
-            )
-            joined: discovery.Discovery = await cluster.join(os.environ, time=self.time)
-            return joined
         return await file.FileDiscovery.open(
             membership.discovery_directory(self.settings.file_kv, os.environ),
             self.instance_id,
