@@ -65,8 +65,6 @@ def end_processes(processes):
 class MemoryHost:
     """Where members of one cluster live."""
 
-    dead_within_s = 2
-
     def __init__(self, request):
         self._cluster = memory.MemoryRegistry()
         self._members = []
@@ -90,8 +88,6 @@ class MemoryHost:
 class FileHost:
     """The same, with a directory; the mortal is a process."""
 
-    dead_within_s = 2
-
     def __init__(self, request):
         self._directory = request.getfixturevalue("tmp_path") / "kv"
         self._ids = itertools.count(1)
@@ -112,10 +108,6 @@ class FileHost:
 
 class EtcdHost:
     """The same, with a real etcd; the dead keep their keys until their lease ends."""
-
-    dead_within_s = (
-        ETCD_TTL_S + 3
-    )  # etcd looks for ended leases twice a second, on a busy machine more rarely
 
     def __init__(self, request):
         self._server = request.getfixturevalue("etcd")
@@ -326,7 +318,7 @@ async def test_keys_of_a_killed_member_expire(host):
     for watch in watches:
         await take(watch, 3)
     kill()
-    async with asyncio.timeout(host.dead_within_s):
+    async with asyncio.timeout(PATIENT_S):
         told = [await take(watch, 2) for watch in watches]
 
     for changes in told:

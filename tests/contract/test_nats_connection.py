@@ -115,7 +115,7 @@ async def test_absent_server_is_one_sentence_with_its_address(tmp_path, caplog):
 
 async def test_server_that_starts_late_is_found(tmp_path):
     server = servers.NatsServer(tmp_path)
-    joining = asyncio.ensure_future(join(server.url, start_timeout_s=15))
+    joining = asyncio.ensure_future(join(server.url, start_timeout_s=PATIENT_S))
     await asyncio.sleep(0.1)
     server.start()
     to_nats = await joining

@@ -10,7 +10,6 @@ import pytest
 import nats_server as servers
 from dynamo.base import errors
 from dynamo.protocols import generate
-from dynamo.runtime import requests
 from dynamo.runtime.backends import frame_connection
 from dynamo.runtime.backends.nats import connection, events
 from dynamo.runtime.backends.nats import requests as nats_requests
@@ -99,7 +98,7 @@ async def test_killed_server_breaks_streams_until_its_restart(server):
         cancelled = asyncio.Event()
         calls[0].on_cancel(cancelled.set)
         server.stop()
-        async with asyncio.timeout(requests.SILENCE_LIMIT_S):
+        async with asyncio.timeout(PATIENT_S):
             error = await receiver.over
             await cancelled.wait()
         server.start()

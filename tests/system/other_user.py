@@ -1,7 +1,7 @@
 """A process of another user of this host, which knows every address of the cluster and tries to use it.
 
-Run as root with a JSON object of `instances`, `channels`, `metadata` (base64) and `directory`; prints what came of each
-attempt: "refused", or what was got.
+Run as root with a JSON object of `instances`, `channels`, `metadata` (base64), `directory` and `wait_s`; prints what
+came of each attempt: "refused", or what was got.
 """
 
 import asyncio
@@ -22,12 +22,15 @@ from dynamo.transfer.backends import shm
 from dynamo.transfer.backends import tcp as tcp_transfer
 
 NOBODY = 65534
-WAIT_S = 6.0
+
+
+def wait_s() -> float:
+    return json.loads(sys.argv[1])["wait_s"]
 
 
 async def attempt(work):
     try:
-        async with asyncio.timeout(WAIT_S * 3):
+        async with asyncio.timeout(3 * wait_s()):
             return repr(await work)
     except (errors.DynamoError, OSError, TimeoutError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
@@ -38,7 +41,7 @@ async def call(address: str, endpoint: str, body: object) -> object:
     plane = tcp.TcpRequestPlane(item_type=generate.Output)
     try:
         return await requests.call(
-            plane, address, endpoint, body, reply_type=object, timeout_s=WAIT_S
+            plane, address, endpoint, body, reply_type=object, timeout_s=wait_s()
         )
     finally:
         await plane.close()
@@ -54,7 +57,7 @@ async def hear(topic: str, address: str, instance_id: int) -> object:
     heard: asyncio.Queue = asyncio.Queue()
     try:
         await plane.subscribe(topic, heard.put_nowait)
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(wait_s()):
             return await heard.get()
     finally:
         await plane.close()
@@ -66,7 +69,7 @@ async def copy(metadata: bytes, backend: object) -> object:
     thief.register(descriptors.Region(memory=thief.allocate(layout.num_bytes), layout=layout))
     await thief.start()
     try:
-        return await thief.connect(metadata, deadline_s=WAIT_S)
+        return await thief.connect(metadata, deadline_s=wait_s())
     finally:
         await thief.close()
 

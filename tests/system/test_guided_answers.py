@@ -175,7 +175,7 @@ def test_trial_ends_with_its_client_and_with_its_worker(deployment):
     assert ask_for(frontend.url, CITY).status_code == 200
     num_idle = len(processes.descendants(worker.pid))
     is_idle = lambda: len(processes.descendants(worker.pid)) <= num_idle  # noqa: E731
-    with pytest.raises(httpx.ReadTimeout):
+    with pytest.raises(httpx.TimeoutException):
         ask_for(frontend.url, ENDLESS, timeout_s=0.5)
     eventually(is_idle, what="the trial ends with its client")
 
@@ -186,4 +186,7 @@ def test_trial_ends_with_its_client_and_with_its_worker(deployment):
         worker.signal(signal.SIGTERM)
         assert worker.exit_code() == 0
         assert answer.result().status_code >= 400
-    assert not [pid for pid in below if pathlib.Path(f"/proc/{pid}").exists()]
+    eventually(
+        lambda: not [pid for pid in below if pathlib.Path(f"/proc/{pid}").exists()],
+        what="the trial ends with its worker",
+    )

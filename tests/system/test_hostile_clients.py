@@ -2,11 +2,11 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import resource
 import socket
 import threading
-import time
 
 import httpx
 import pytest
@@ -17,7 +17,9 @@ from waiting import PATIENT_S, eventually
 MB = 2**20
 READ_TIMEOUT_S = 3.0
 NUM_IDLE = 2000
-PATIENCE_S = 10.0  # within which others must have an answer, on a busy machine
+COST_S = (
+    10.0  # of processor time: an attack may cost the frontend as much, and so long others may wait
+)
 BIG = 200 * MB
 
 
@@ -33,6 +35,12 @@ def peak_bytes(pid):
     return int(row.split()[1]) * 1024
 
 
+def cpu_s(pid):
+    """Return the seconds of processor time that a process has taken, which do not depend on other processes."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 class Others:
     """Well-behaved clients that send one request after another during an attack."""
 
@@ -41,19 +49,17 @@ class Others:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._ask)
         self.statuses = []
-        self.longest_s = 0.0
 
     def _ask(self):
         with httpx.Client(timeout=PATIENT_S) as client:
             while not (self.statuses and self._is_over.is_set()):
-                began_at = time.monotonic()
                 body = chat("hi", max_tokens=2)
                 url = f"{self._frontend.url}/v1/chat/completions"
                 self.statuses.append(client.post(url, json=body).status_code)
-                self.longest_s = max(self.longest_s, time.monotonic() - began_at)
 
     def __enter__(self):
         self.before = rss_bytes(self._frontend.pid)
+        self.cpu_before_s = cpu_s(self._frontend.pid)
         forget_peak(self._frontend.pid)
         self._thread.start()
         return self
@@ -63,9 +69,9 @@ class Others:
         self._thread.join()
 
     def check(self, grown_mb):
-        """Assert that all were answered in time and that the frontend has not grown by more than this."""
+        """Assert that all were answered, and that the attack cost bounded time and no more memory than this."""
         assert set(self.statuses) == {200}
-        assert self.longest_s < PATIENCE_S
+        assert cpu_s(self._frontend.pid) - self.cpu_before_s < COST_S + 0.05 * len(self.statuses)
         grown = peak_bytes(self._frontend.pid) - self.before
         assert grown < grown_mb * MB
 
@@ -152,17 +158,14 @@ def test_slow_reader_gets_a_short_stream_whole(frontend):
     [b"POST /v1/chat", post(b"", "content-length: 1000") + b'{"model"', post(b"")[:-2]],
     ids=["line", "body", "head"],
 )
-def test_half_sent_requests_are_refused_in_time(frontend, half):
+def test_half_sent_requests_are_refused(frontend, half):
     with Others(frontend) as others, contextlib.ExitStack() as stack:
         connections = [stack.enter_context(connect(frontend)) for _ in range(50)]
         for connection in connections:
             connection.sendall(half)
-        began_at = time.monotonic()
         answers = [read_all(connection) for connection in connections]
-        took_s = time.monotonic() - began_at
 
     assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
-    assert took_s < READ_TIMEOUT_S + PATIENCE_S
     others.check(grown_mb=16)
 
 

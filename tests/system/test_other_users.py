@@ -44,9 +44,10 @@ async def addresses(directory):
     }
 
 
-def attack(target):
+def attack(target, wait_s):
+    """What came of each attempt, which gives up after `wait_s` without an answer."""
     done = subprocess.run(
-        [sys.executable, str(ATTACKS), json.dumps(target)],
+        [sys.executable, str(ATTACKS), json.dumps(target | {"wait_s": wait_s})],
         capture_output=True,
         text=True,
         timeout=PATIENT_S,
@@ -66,7 +67,7 @@ def start(deployment):
 
 def test_other_user_cannot_generate_copy_blocks_clear_caches_or_hear_events(deployment):
     frontend, target = start(deployment)
-    results = attack(target)
+    results = attack(target, wait_s=3)
     honest = frontend.chat("Tell me a story " * 40, max_tokens=5)
 
     assert set(results.values()) == {"refused"}, results
@@ -76,7 +77,7 @@ def test_other_user_cannot_generate_copy_blocks_clear_caches_or_hear_events(depl
 def test_same_attacks_succeed_on_an_insecure_cluster(deployment):
     deployment.environ["DYN_INSECURE"] = "1"
     _, target = start(deployment)
-    results = attack(target)
+    results = attack(target, wait_s=PATIENT_S / 4)
     successes = {name for name, result in results.items() if result != "refused"}
 
     assert {"call dynamo/backend/generate", "copy by tcp"} <= successes, results

@@ -21,11 +21,11 @@ def profile(directory, *flags):
 
 
 def test_sweep_measures_what_an_interrupted_one_left_and_recommends(tmp_path):
-    first = profile(tmp_path, "--budget-minutes", "1")
+    first = profile(tmp_path, "--budget-minutes", "2")
     file = tmp_path / "cells.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:3]) + lines[3][:20] + b"\n")
-    second = profile(tmp_path, "--budget-minutes", "1")
+    second = profile(tmp_path, "--budget-minutes", "2")
 
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "3 of them measured before" in second.stderr

@@ -144,6 +144,10 @@ class Pipeline:
                     raise errors.NoWorkers(
                         f"the first worker of {name!r} is starting: try again shortly"
                     ) from None
+                if await self._models.is_announced(name):
+                    raise errors.NoWorkers(
+                        f"the model {name!r} is being loaded: try again shortly"
+                    ) from None
                 raise
 
         return await self.worker_wait.until_served(find, name, is_over=lambda: client.is_closed)

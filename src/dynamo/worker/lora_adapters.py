@@ -1,8 +1,9 @@
 """The LoRA adapters of a worker, loaded and unloaded by an operator while it serves.
 
 One change runs at a time. An adapter is loaded before its name is published on the model card, and the name is
-withdrawn before the adapter is unloaded. A load answers when frontends have seen the name. KV blocks are cached under
-the adapter's name, here and at every router: a changed adapter needs a new name.
+withdrawn before the adapter is unloaded. A load answers when discovery has the name: a frontend looks there before it
+says that it does not know a model. KV blocks are cached under the adapter's name, here and at every router: a changed
+adapter needs a new name.
 
 Routes of the system port, named as in NVIDIA Dynamo (`/loras` means the same as `/v1/loras`):
 
@@ -31,9 +32,6 @@ from dynamo.runtime.http import exchange, json_body
 from dynamo.worker import health
 
 LOAD_S = 300.0
-SEEN_S = (
-    1.0  # in which every frontend has seen a new card: they look twice a second, or are notified
-)
 MAX_ADAPTERS = 512  # every frontend reads their names at each change of the card
 CONFIG_FILE = "adapter_config.json"
 _PREFIXES = ("/v1/loras", "/loras")
@@ -70,15 +68,14 @@ class LoraAdapters:
         clock: clocks.Clock,
         *,
         load_s: float = LOAD_S,
-        seen_s: float = SEEN_S,
     ) -> None:
         """Use `publish` to put the names of all adapters on the model card.
 
-        An engine may take `load_s` seconds for an adapter, and frontends `seen_s` to notice its name.
+        An engine may take `load_s` seconds for an adapter.
         """
         self._store, self._publish, self._is_serving = store, publish, is_serving
         self._clock = clock
-        self._load_s, self._seen_s = load_s, seen_s
+        self._load_s = load_s
         self._numbers = itertools.count(1)
         self._number_by_name: dict[str, int] = {}
         self._directory_by_name: dict[str, Path] = {}  # without those of the command line
@@ -179,7 +176,6 @@ class LoraAdapters:
             except BaseException:
                 await self._store.unload_lora(name)
                 raise
-            await self._clock.sleep(self._seen_s)
             self._directory_by_name[name] = directory
             self._number_by_name[name] = next(self._numbers)
             _logger.info("serving the LoRA adapter %r from %s", name, directory)

@@ -55,6 +55,29 @@ async def test_request_waits_for_a_model_that_is_not_loaded_yet(bare, monkeypatc
     assert (await answer).status_code == 200
 
 
+async def test_request_waits_for_a_model_that_has_just_registered(bare, monkeypatch):
+    """Discovery has its card, and the frontend is not done with it."""
+    await bare.start()
+    await bare.worker()
+    may_load = asyncio.Event()
+    load = registry.ModelRegistry._load
+
+    async def load_later(self, records):
+        await may_load.wait()
+        return await load(self, records)
+
+    monkeypatch.setattr(registry.ModelRegistry, "_load", load_later)
+    await bare.register(Worker, "late", NAME)
+    answer = bare.start_task(bare.complete(model="late"))
+    unknown = await bare.complete(model="nowhere")
+    was_waiting = not answer.done()
+    may_load.set()
+
+    assert was_waiting
+    assert (await answer).status_code == 200
+    assert unknown.status_code == 404
+
+
 async def test_worker_that_started_before_the_frontend_is_found(bare):
     await bare.start()
     await bare.worker()

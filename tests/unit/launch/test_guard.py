@@ -9,6 +9,7 @@ import time
 import pytest
 
 from dynamo.launch import guard
+from waiting import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
 
@@ -59,13 +60,6 @@ def is_alive(pid):
         return False
 
 
-def until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_processes_folders_and_shared_memory_of_a_killed_process_are_removed(parent):
     process, pid, folder, file, guard_pid = parent
     assert is_alive(pid)
@@ -73,7 +67,7 @@ def test_processes_folders_and_shared_memory_of_a_killed_process_are_removed(par
 
     process.kill()
 
-    until(lambda: not is_alive(guard_pid))
+    eventually(lambda: not is_alive(guard_pid), what="the guard has ended")
     assert not is_alive(pid)
     assert not folder.exists()
     assert not file.exists()
@@ -85,7 +79,7 @@ def test_shared_memory_of_a_process_that_died_before_is_removed(parent):
     os.kill(pid, 9)
     process.kill()
 
-    until(lambda: not is_alive(guard_pid))
+    eventually(lambda: not is_alive(guard_pid), what="the guard has ended")
     assert not file.exists()
 
 

@@ -2,7 +2,6 @@ import asyncio
 import errno
 import os
 import threading
-import time
 
 import pytest
 import watchfiles
@@ -125,12 +124,9 @@ async def test_closed_discovery_leaves_no_threads_tasks_or_files(tmp_path):
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait((waiting,))
-    began = time.monotonic()
     await member.close()
-    took_s = time.monotonic() - began
     left = {t.name for t in set(threading.enumerate()) - threads_before}
 
-    assert took_s < 2  # 0.02 s on a machine that has nothing else to do
     assert not [name for name in left if name.startswith("notifier")]
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not list((tmp_path / "kv").glob("*/*"))

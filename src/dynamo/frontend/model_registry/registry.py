@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
@@ -151,6 +152,9 @@ class ModelRegistry:
         self._lost_names: set[str] = set()  # of models that were served before
         self._announced_names: set[str] = set()  # of models with a card at the start
         self._announced_until = 0.0  # by then they are loaded, or gone
+        self._look_lock = asyncio.Lock()
+        self._looked_at = -math.inf
+        self._cards_seen: tuple[bytes, ...] = ()  # at the last look
         self._unloaded_names: set[str] = set()  # of adapters that left with the last change
         self._pools = (
             PrefillPools(self._connect_endpoint, factories.make_prefill_router)
@@ -197,6 +201,34 @@ class ModelRegistry:
             f"The model {name[:100]!r} does not exist. Served here: {ready_names or 'none'}.",
             param="model",
         )
+
+    async def is_announced(self, name: str) -> bool:
+        """Look into discovery whether a worker there serves this model, of which the watch has not told yet.
+
+        What is in discovery when this begins is seen. One look is made at a time, for all that ask meanwhile.
+        """
+        asked_at = self._clock.now()
+        async with self._look_lock:
+            if self._looked_at < asked_at:
+                began_at = self._clock.now()
+                with contextlib.suppress(errors.Unavailable):
+                    self._cards_seen = tuple(
+                        (await self._cards.get_prefix(instances.CARDS)).values()
+                    )
+                self._looked_at = began_at
+        quoted = msgspec.json.encode(name)
+        return any(self._serves(value, name) for value in self._cards_seen if quoted in value)
+
+    def _serves(self, value: bytes, name: str) -> bool:
+        try:
+            record = _decode_record(value)
+        except wire.DECODE_ERRORS:
+            return False
+        card = record.card_json
+        is_foreign = self._namespace not in ("", record.namespace)
+        if is_foreign or card.worker_type is model_card.WorkerType.PREFILL:
+            return False
+        return name in (card.display_name, *card.lora_names, *card.aliases)
 
     async def watch(self) -> None:
         """Follow the model cards in discovery until cancelled."""
