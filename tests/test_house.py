@@ -108,3 +108,39 @@ def test_imports_across_packages_are_of_modules(path):
         assert not any(x.startswith("_") for x in [*parts, *names]), (
             f"{rel}: imports what is private"
         )
+
+
+TESTS = pathlib.Path(__file__).parent
+REQUESTS = {"get", "post", "put", "delete", "request", "stream", "Client", "AsyncClient"}
+
+
+def impatient_bound(call: ast.Call) -> ast.expr | None:
+    """Return the node of a wait that is bounded by a number of seconds of its own, or by httpx's five."""
+    name = ast.unparse(call.func)
+    bounds = {one.arg: one.value for one in call.keywords}
+    is_request = name.startswith("httpx.") and name.removeprefix("httpx.") in REQUESTS
+    if is_request and "timeout" not in bounds and None not in bounds:
+        return call
+    found = [bounds[word] for word in ("timeout", "within_s") if word in bounds]
+    if name == "asyncio.timeout" and call.args:
+        found.append(call.args[0])
+    if name == "asyncio.wait_for" and len(call.args) == 2:
+        found.append(call.args[1])
+    return next(
+        (one for one in found if isinstance(one, ast.Constant) and (one.value or 0) >= 1), None
+    )
+
+
+def test_tests_wait_with_patience():
+    """A number of seconds is what an idle machine needs, and fails on a busy one: see `tests/waiting.py`."""
+    found = []
+    for path in TESTS.rglob("*.py"):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            bound = impatient_bound(node) if isinstance(node, ast.Call) else None
+            if bound is not None and "# promised" not in lines[bound.lineno - 1]:
+                found.append(f"{path.relative_to(TESTS)}:{bound.lineno}")
+
+    assert not found, (
+        "expected PATIENT_S, or a comment `# promised: ...` that says what holds within it"
+    )

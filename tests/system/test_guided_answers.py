@@ -10,7 +10,7 @@ import httpx
 import openai
 import pydantic
 import pytest
-from deployment import MODEL, chat
+from deployment import MODEL, Deployment, chat
 
 import processes
 from waiting import PATIENT_S, eventually
@@ -45,12 +45,14 @@ class Answer(pydantic.BaseModel):
     city: Literal["Paris", "London"]
 
 
-@pytest.fixture
-def url(deployment):
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    deployment = Deployment(tmp_path_factory.mktemp("guided"))
     deployment.native()
     frontend = deployment.frontend()
     frontend.await_models([MODEL])
-    return frontend.url
+    yield frontend.url
+    deployment.end()
 
 
 @pytest.fixture

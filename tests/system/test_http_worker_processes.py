@@ -7,14 +7,26 @@ import signal
 
 import httpx
 import pytest
-from deployment import MODEL
+from deployment import MODEL, Deployment
 
 from waiting import PATIENT_S, eventually
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """The same as `two`, for tests that end none of them."""
+    deployment = Deployment(tmp_path_factory.mktemp("shared"))
+    yield start(deployment)
+    deployment.end()
 
 
 @pytest.fixture
 def two(deployment):
     """Two processes at one port that know the model of a worker."""
+    return start(deployment)
+
+
+def start(deployment):
     frontend = deployment.frontend("--http-workers", "2")
     frontend.others.append(deployment.mocker("--speedup-ratio", "1"))
     eventually(lambda: serving(frontend) == {"1", "2"}, what="both serve")
@@ -50,13 +62,15 @@ def num_started(frontend):
     return {worker: float(value) for worker, value in rows}
 
 
-def test_both_processes_answer_and_metrics_show_both(two):
+def test_both_processes_answer_and_metrics_show_both(shared):
+    two, before = shared, num_started(shared)
     for _ in range(24):  # each on a connection of its own; all to one of two: 1 in 8 million
         assert two.chat(max_tokens=2).status_code == 200
     counted = num_started(two)
 
     assert counted.keys() == {"1", "2"}
-    assert sum(counted.values()) == 24
+    assert all(number > before.get(name, 0) for name, number in counted.items())
+    assert sum(counted.values()) == sum(before.values()) + 24
     assert metrics(two).count("# TYPE dynamo_frontend_requests_total counter") == 1
 
 
@@ -85,8 +99,8 @@ def test_sigterm_lets_running_answers_finish_and_ends_all_processes(two):
     assert not [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]
 
 
-def test_second_start_at_the_same_port_fails_with_one_sentence(two, deployment):
-    port = two.url.rpartition(":")[2]
+def test_second_start_at_the_same_port_fails_with_one_sentence(shared, deployment):
+    port = shared.url.rpartition(":")[2]
     for flags in ((), ("--http-workers", "2")):
         other = deployment.run("dynamo.frontend", "--http-port", port, *flags)
         other.may_end = True
@@ -104,7 +118,9 @@ def test_wrong_setting_in_a_child_ends_all_processes(deployment):
     assert "--api-keys-file /nowhere" in command.log.read_text()
 
 
-def test_conversation_continues_at_any_process(two):
+def test_conversation_continues_at_any_process(shared):
+    two = shared
+
     def ask(**fields):
         body = {"model": MODEL, "input": "hi", "max_output_tokens": 2, **fields}
         return httpx.post(f"{two.url}/v1/responses", json=body, timeout=PATIENT_S)
@@ -120,7 +136,8 @@ def test_conversation_continues_at_any_process(two):
     assert {answer.status_code for answer in gone} == {404}
 
 
-def test_threshold_is_set_in_all_processes(two):
+def test_threshold_is_set_in_all_processes(shared):
+    two = shared
     body = {"model": MODEL, "active_decode_blocks_threshold": 0.7}
     httpx.post(f"{two.url}/busy_threshold", json=body, timeout=PATIENT_S)
     told = [

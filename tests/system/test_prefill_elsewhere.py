@@ -41,7 +41,7 @@ def test_32_concurrent_answers_equal_those_of_an_aggregated_worker(split, backen
     named = (*way, "--model-name", MODEL)
     decode, prefill, _ = split.decode(*named), split.prefill(*named), split.alone(*way)
     split.ready(decode, models=[ALONE, MODEL])
-    prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 2049, 5000, 8000)]
+    prompts = [prompt(n) for n in (1, 2, 16, 17, 33, 200, 511, 1000, 2049, 4000, 6000)]
     prompts += [prompt(160) + prompt(i * 37 % 300 + 1, i) for i in range(21)]
 
     expected = split.ask_all(prompts, model=ALONE)

@@ -17,7 +17,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 from dynamo.frontend import app
 from dynamo.frontend.apis import openapi
 
-NUM_EXAMPLES = 8  # of each kind for each operation
+NUM_EXAMPLES = 6  # of each kind for each operation
 # It makes bodies that the schema allows and that mean nothing (unknown tools, parameters that contradict each other): a
 # 400 is right for them.
 load_all_checks()

@@ -133,7 +133,7 @@ def story(tmp_path):
     worker = deployment.vllm(*named, *FLAGS.split(), *lora)
     frontend = deployment.frontend("--router-mode", "kv")
     frontend.others = [worker]
-    frontend.await_models(["m", "poet"], within_s=300)
+    frontend.await_models(["m", "poet"], within_s=5 * PATIENT_S)
     yield frontend
     deployment.end()
 
