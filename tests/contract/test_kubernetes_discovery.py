@@ -11,6 +11,7 @@ from dynamo.runtime.backends.kubernetes import discovery, pod_records
 from dynamo.runtime.discovery import Delete, Put
 from dynamo.testing.memory_kubernetes import MemoryKubernetes
 from played_pods import NAMESPACE, PlayedPods
+from waiting import PATIENT_S
 
 KEY = f"{instances.INSTANCES}ns/c/e/1"
 
@@ -23,7 +24,7 @@ async def pods():
 
 
 async def take(watch, count):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENT_S):
         return [await anext(watch) for _ in range(count)]
 
 

@@ -199,7 +199,10 @@ async def test_default_backends_are_file_discovery_and_tcp(tmp_path):
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({"DYN_DISCOVERY_BACKEND": "zoo"}, "DYN_DISCOVERY_BACKEND.*file, etcd, kubernetes, mem.*zoo"),
+        (
+            {"DYN_DISCOVERY_BACKEND": "zoo"},
+            "DYN_DISCOVERY_BACKEND.*file, etcd, kubernetes, mem.*zoo",
+        ),
         ({"DYN_REQUEST_PLANE": "http"}, "DYN_REQUEST_PLANE.*tcp, nats, memory.*http"),
         ({"DYN_EVENT_PLANE": "tcp"}, "DYN_EVENT_PLANE.*zmq, nats, memory.*tcp"),
         ({"DYN_TCP_RPC_PORT": "any"}, "DYN_TCP_RPC_PORT.*whole number"),
