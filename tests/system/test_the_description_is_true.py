@@ -16,6 +16,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 
 from dynamo.frontend import app
 from dynamo.frontend.apis import openapi
+from dynamo.frontend.apis.console import api as console
 
 NUM_EXAMPLES = 6  # of each kind for each operation
 # It makes bodies that the schema allows and that mean nothing (unknown tools, parameters that contradict each other): a
@@ -25,6 +26,7 @@ LEFT_OUT = CHECKS.get_by_names(["positive_data_acceptance"])
 CASES = [
     (operation.method, openapi.openapi_path(operation.path), mode)
     for operation in app.App(mock.MagicMock()).operations
+    if operation.path != console.EVENTS  # its answer does not end
     for mode in GenerationMode
     if mode is GenerationMode.POSITIVE or operation.request is not None
 ]

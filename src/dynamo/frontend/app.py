@@ -16,6 +16,7 @@ from dynamo.frontend.apis import (
     status,
     tokenize,
 )
+from dynamo.frontend.apis.console import api as console
 from dynamo.frontend.apis.kserve import api as kserve
 from dynamo.frontend.apis.messages import api as messages
 from dynamo.frontend.apis.responses import api as responses
@@ -34,6 +35,7 @@ _APIS = (
     tokenize.operations,
     administration.operations,
     status.operations,
+    console.operations,
 )
 
 
@@ -42,6 +44,7 @@ class App:
 
     def __init__(self, context: operation.ApiContext) -> None:
         self._drain_state = context.drain_state
+        self._feed = context.console.feed
         apis = [entry for operations in _APIS for entry in operations(context)]
         self.operations = (*apis, *description.operations(context, apis))
         # the paths of an API with errors of its own, for requests that no handler takes
@@ -68,8 +71,9 @@ class App:
         return self._body_factor_by_path.get(path, 1)
 
     def start_draining(self) -> None:
-        """Refuse new requests from now on."""
+        """Refuse new requests from now on, and end what would go on for ever."""
         self._drain_state.is_draining = True
+        self._feed.end_all()
 
     def error_body(self, status: int, message: str, path: str) -> bytes:
         """Return the body of an error that the HTTP server itself answers at this path."""

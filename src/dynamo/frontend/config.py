@@ -330,6 +330,11 @@ class FrontendConfig(AdmissionConfig):
         least=0,
     )
 
+    usage_file: str | None = config.option(
+        None,
+        env="DYN_USAGE_FILE",
+        help="file in which the sums of /usage survive a restart; one for each frontend, by default none",
+    )
     semantic_router: str | None = config.option(
         None,
         env="DYN_SEMANTIC_ROUTER",

@@ -9,17 +9,17 @@ A request that names an instance is for that instance alone: it neither waits no
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors, tasks
-from dynamo.frontend import metrics, migration, nvext, waiting
+from dynamo.frontend import metrics, migration, waiting
 from dynamo.frontend.delivery import delivery
 from dynamo.frontend.delivery.attempt import Attempt
 from dynamo.frontend.model_registry.registered_model import RegisteredModel
 from dynamo.observability import logs
 from dynamo.protocols import blocks, generate
-from dynamo.router import route, suspects
+from dynamo.router import explanation, route, suspects
 
 _logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class RequestDispatch:
         Raises as `RegisteredModel.open_stream`.
         """
         model = self._find_same_model()
-        extra, headers = self._reply.prepared.extra, dict(self._reply.prepared.headers)
+        headers = dict(self._reply.prepared.headers)
         trace, deadline = self._meter.arrival.trace, self._deadline
         stream = await model.open_stream(
             attempt.request,
@@ -131,16 +131,28 @@ class RequestDispatch:
                 headers=headers if trace is None else headers | trace.headers(),
                 timeout_s=None if deadline is None else deadline - self._shared.clock.now(),
                 add_disconnect_callback=self._reply.on_disconnect,
-                on_dispatched=(
-                    attempt.set_instance if extra is None else _record_instance(attempt, extra)
-                ),
-                on_prefilled=None if extra is None else extra.record_prefill,
+                on_dispatched=self._make_recorder(attempt),
+                on_prefilled=self._meter.record_prefill,
+                on_explained=None if self._meter.explanations is None else self._explain,
             ),
             avoid={*self._shared.busy_workers(model), *attempt.lost_instances},
         )
         attempt.set_stream(stream)
         if self._reply.is_over or not attempt.is_open:
             attempt.cancel()
+
+    def _make_recorder(self, attempt: Attempt) -> Callable[[int], None]:
+        """Return what notes the instance that has taken an attempt, wherever that is shown."""
+
+        def record(instance_id: int) -> None:
+            attempt.set_instance(instance_id)
+            self._meter.record_worker(instance_id)
+
+        return record
+
+    def _explain(self, explained: explanation.Explanation, hashes: Sequence[int]) -> None:
+        if self._meter.explanations is not None:
+            self._meter.explanations.append((explained, hashes))
 
     def retry(self, attempt: Attempt, error: errors.DynamoError) -> bool:
         """Start to migrate the rest of an attempt that ended early; return False if it must not migrate.
@@ -225,11 +237,3 @@ class RequestDispatch:
     def _log_context(self) -> logs.LogContext:
         arrival = self._meter.arrival
         return logs.LogContext("http-request", arrival.reported_id, arrival.trace)
-
-
-def _record_instance(attempt: Attempt, extra: nvext.NvextResponse) -> Callable[[int], None]:
-    def record(instance_id: int) -> None:
-        attempt.set_instance(instance_id)
-        extra.record_instance(instance_id)
-
-    return record

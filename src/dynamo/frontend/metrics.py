@@ -4,17 +4,19 @@ Labels are looked up once per model or once per request. A token costs one obser
 The life of a request in the gauges: *inflight* from its arrival to its end, *queued* until its first
 token, *active* while a worker has it.
 
-A `RequestMeter` also records when each stage of its request ended. Records of requests (spans, request trace) are made
-by a `RequestObserver`, which is given the meter once, when the request has ended.
+A `RequestMeter` also records when each stage of its request ended, and which worker had it. Records of requests (spans,
+request trace, the console's history) are made by a `RequestObserver`, which is given the meter once, when the request
+has ended; until then it is one of `FrontendMetrics.open_requests`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from dynamo.base import errors
 from dynamo.frontend import migration
 from dynamo.observability import metrics
 from dynamo.protocols import embed, generate, model_card, model_errors, trace_context
+from dynamo.router import explanation, route
 
 _TOKENS_IN = (0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000)
 _TOKENS_OUT = (0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000)
@@ -62,6 +64,7 @@ class FrontendMetrics:
     ) -> None:
         self.now = now
         self.observers = tuple(observers)
+        self.open_requests: dict[RequestMeter, None] = {}  # the oldest first
         by_model = ("model",)
         self.started = registry.fast_counter(
             "requests_started_total", "Requests that arrived", ("endpoint", "model", "request_type")
@@ -167,6 +170,11 @@ class FrontendMetrics:
             model_metrics = self._by_model[label] = ModelMetrics(self, label)
         return model_metrics
 
+    @property
+    def by_model(self) -> "Mapping[str, ModelMetrics]":
+        """Return the metrics of all models, by label."""
+        return self._by_model
+
     def update_model(self, card: model_card.ModelCard, num_workers: int, *, is_ready: bool) -> None:
         """Show the facts of a model's card, the number of its workers, and whether it is ready."""
         label = card.display_name.lower()
@@ -232,17 +240,24 @@ class RequestMeter:
         "ended_at",
         "endpoint",
         "error_type",
+        "explanations",
         "first_token_at",
+        "key_name",
         "model",
         "num_cached",
+        "num_migrations",
+        "num_prompt_tokens",
         "num_prompts",
         "num_tokens",
         "on_end",
         "opened_at",
+        "prefill",
         "prepared_at",
         "request",
         "request_type",
+        "tenant",
         "tier_tokens",
+        "worker_id",
     )
 
     def __init__(
@@ -264,8 +279,14 @@ class RequestMeter:
         self.opened_at: float | None = None  # when a worker had the last prompt
         self.first_token_at: float | None = None
         self.ended_at: float | None = None
-        self.request: generate.Request | None = None  # of the first prompt
-        self.num_prompts = self.num_tokens = self.num_cached = 0
+        self.request: generate.Request | None = None  # of the first prompt; None once it has ended
+        self.num_prompts = self.num_prompt_tokens = self.num_tokens = self.num_cached = 0
+        self.num_migrations = 0
+        self.key_name = self.tenant = ""  # of the API key, where there are keys
+        self.worker_id: int | None = None  # the instance that has the request, or had it last
+        self.prefill: route.PrefillResult | None = None
+        # the decisions of the router and the hashes of their prompts; None: they are not explained
+        self.explanations: list[tuple[explanation.Explanation, Sequence[int]]] | None = None
         self.tier_tokens: dict[
             str, int
         ] = {}  # of `num_cached`, those of tiers below the engine's memory
@@ -275,6 +296,7 @@ class RequestMeter:
         self.on_end: Callable[[int], None] | None = (
             None  # called once, with the number of generated tokens
         )
+        model.families.open_requests[self] = None
         model.families.started.labels(endpoint, model.label, self.request_type).inc()
         model.inflight.inc()
         model.queued.inc()
@@ -282,12 +304,21 @@ class RequestMeter:
     def record_prompt(self, request: generate.Request | embed.EmbeddingRequest) -> None:
         """Record that a prompt, or the inputs of an embedding request, are sent to a worker."""
         self.num_prompts += 1
+        self.num_prompt_tokens += request.prompt_len
         self.model.input_len.observe(request.prompt_len)
         if self.prepared_at is None:
             self.request = request if isinstance(request, generate.Request) else None
             self.prepared_at = now = self._now()
             self.model.families.preprocess.observe(now - self.arrived_at)
             self.model.active.inc()
+
+    def record_worker(self, instance_id: int) -> None:
+        """Record the instance that took the request, or its latest prompt."""
+        self.worker_id = instance_id
+
+    def record_prefill(self, result: route.PrefillResult) -> None:
+        """Record that another worker has computed the prompt, or the latest one."""
+        self.prefill = result
 
     def record_dispatched(self) -> None:
         """Record that the workers have all prompts."""
@@ -316,6 +347,7 @@ class RequestMeter:
 
     def record_migration(self, duration_s: float, *, is_new: bool) -> None:
         """Record that another worker has the rest of the request, so many seconds after the loss."""
+        self.num_migrations += 1
         families, label = self.model.families, self.model.label
         kind = "new_request" if is_new else "ongoing_request"
         families.migrations.labels(label, kind).inc()
@@ -361,6 +393,7 @@ class RequestMeter:
         self.ended_at = self._now()
         self.error_type = error_type
         model = self.model
+        model.families.open_requests.pop(self, None)
         self._leave_queue()
         if self.prepared_at is not None:
             model.active.dec()
@@ -373,8 +406,10 @@ class RequestMeter:
         ).inc()
         if self.on_end is not None:
             self.on_end(self.num_tokens)
+            self.on_end = None
         for observer in model.families.observers:
             observer.ended(self)
+        self.request = None  # its tokens are large, and an observer may keep this object
 
 
 def _error_type(error: errors.DynamoError) -> str:

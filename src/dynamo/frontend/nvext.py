@@ -15,6 +15,7 @@ import msgspec
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.frontend import metrics
 from dynamo.preprocess import inputs, preprocessor
 from dynamo.protocols import kv_transfer
 from dynamo.router import route
@@ -24,6 +25,8 @@ RANK = ("x-dp-rank", "x-dynamo-dp-rank")
 SESSION = ("x-dynamo-session-id",)
 _ALL = frozenset((*INSTANCE, *RANK, *SESSION))
 MAX_SESSION_ID = 200
+EXPLANATION = "explanation"  # of the router's decisions
+EXPLAIN_HEADER = "x-dynamo-explain"  # any value asks for the explanation
 CountTokens = Callable[[Any, int], None]
 
 
@@ -39,8 +42,6 @@ class NvextResponse:
         self._last_at = self._started_at
         self._num_tokens = 0
         self._num_first = 0  # tokens in the first output
-        self._instance_id: int | None = None
-        self._prefill: route.PrefillResult | None = None
         self._report: kv_transfer.TransferReport | None = None
 
     def apply(self, prompts: Sequence[preprocessor.Prepared]) -> Sequence[preprocessor.Prepared]:
@@ -55,18 +56,10 @@ class NvextResponse:
             for prompt in prompts
         ]
 
-    def record_prefill(self, result: route.PrefillResult) -> None:
-        """Record that another worker has computed the prompt, or the latest one."""
-        self._prefill = result
-
     def record_transfer(self, params: kv_transfer.KvTransferParams) -> None:
         """Keep the answering worker's report of how the prompt's blocks came, if there is one."""
         if params.report is not None:
             self._report = params.report
-
-    def record_instance(self, instance_id: int) -> None:
-        """Record the worker that has the request, or its latest prompt."""
-        self._instance_id = instance_id
 
     def wrap_counter(self, count: CountTokens) -> CountTokens:
         """Return a function that counts tokens and records their time."""
@@ -78,30 +71,27 @@ class NvextResponse:
         return count_and_time
 
     def build_fields(
-        self,
-        *,
-        is_last: bool,
-        cached_share: float = 0.0,
-        tier_tokens: Mapping[str, int] | None = None,
+        self, request: metrics.RequestMeter, *, is_last: bool, cached_share: float = 0.0
     ) -> dict[str, Any]:
-        """Return `nvext` for a chunk or a whole response; only the last chunk of a stream has times."""
+        """Return `nvext` for a chunk or a whole response; only the last chunk has times and explanations."""
         fields: dict[str, Any] = {}
-        if "worker_id" in self._requested_fields and self._instance_id is not None:
+        if "worker_id" in self._requested_fields and request.worker_id is not None:
             fields["worker_id"] = {
-                "prefill_worker_id": self._prefill_worker_id or self._instance_id,
-                "decode_worker_id": self._instance_id,
+                "prefill_worker_id": self._prefill_worker_id(request) or request.worker_id,
+                "decode_worker_id": request.worker_id,
             }
         if "timing" in self._requested_fields and is_last:
-            fields["timing"] = self._timing(cached_share)
-            if tier_tokens:  # prompt tokens that were loaded from a tier below the engine's memory
-                fields["timing"]["kv_tier_tokens"] = dict(tier_tokens)
+            fields["timing"] = self._timing(cached_share) | self._prefill_timing(request.prefill)
+            if request.tier_tokens:  # loaded from a tier below the engine's memory
+                fields["timing"]["kv_tier_tokens"] = dict(request.tier_tokens)
+        if EXPLANATION in self._requested_fields and is_last:
+            fields[EXPLANATION] = [explained for explained, _ in request.explanations or ()]
         return {"nvext": fields} if fields else {}
 
-    @property
-    def _prefill_worker_id(self) -> int | None:
+    def _prefill_worker_id(self, request: metrics.RequestMeter) -> int | None:
         """Return the worker that computed the prompt; None: the one that answers."""
-        if self._prefill is not None:
-            return self._prefill.instance_id
+        if request.prefill is not None:
+            return request.prefill.instance_id
         return self._report.prefill_worker_id if self._report is not None else None
 
     def _record_tokens(self, num_tokens: int) -> None:
@@ -119,14 +109,13 @@ class NvextResponse:
             "itl_ms": (self._last_at - first_at) * 1000 / num_later if num_later else None,
             "total_time_ms": (self._clock.now() - self._started_at) * 1000,
             "kv_hit_rate": cached_share,
-            **self._prefill_timing(),
         }
 
-    def _prefill_timing(self) -> dict[str, Any]:
+    def _prefill_timing(self, prefill: route.PrefillResult | None) -> dict[str, Any]:
         """Return the times of a prompt that another worker has computed."""
         report, times = self._report, {}
-        if self._prefill is not None:
-            times["prefill_time_ms"] = self._prefill.duration_s * 1000
+        if prefill is not None:
+            times["prefill_time_ms"] = prefill.duration_s * 1000
         elif report is not None and report.prefill_ms is not None:
             times["prefill_time_ms"] = report.prefill_ms
         if report is not None:
@@ -171,6 +160,14 @@ class RoutingHeaders:
 
 
 NO_ROUTING = RoutingHeaders()
+
+
+def requested_fields(
+    request: inputs.GenerationInput, headers: Mapping[str, str]
+) -> Collection[str]:
+    """Return the fields of `nvext` that the body or the header `x-dynamo-explain` asks for."""
+    fields = request.extensions.extra_fields or ()
+    return (*fields, EXPLANATION) if EXPLAIN_HEADER in headers else fields
 
 
 def parse_headers(headers: Mapping[str, str]) -> RoutingHeaders:

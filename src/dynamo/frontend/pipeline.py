@@ -6,7 +6,7 @@ plane's callbacks through a `Delivery` to the client, without any task.
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -71,7 +71,9 @@ class Pipeline:
         start_trace: tracing.StartSpan = tracing.forward_trace,
         watch: audit.WatchExchange | None = None,
         semantic: BodyRouter | None = None,
+        wants_explanation: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`wants_explanation` is asked for each request whether the router's decision is to be explained."""
         self._models = registry
         self._metrics = frontend_metrics
         self._clock = clock
@@ -81,6 +83,7 @@ class Pipeline:
         self._start_trace = start_trace
         self._watch = watch
         self._semantic = semantic
+        self._wants_explanation = wants_explanation
 
     async def answer(self, api: GenerationApi[R, F], client: exchange.Exchange) -> None:
         """Take one request from its body to the workers that answer it."""
@@ -110,13 +113,19 @@ class Pipeline:
         )
         try:
             routing = nvext.parse_headers(client.request.headers)
+            extra_fields = nvext.requested_fields(request, client.request.headers)
+            is_explained = nvext.EXPLANATION in extra_fields
             self._admission.check_rights(
                 client,
-                chooses_worker=routing.chooses_worker(request),
+                chooses_worker=is_explained or routing.chooses_worker(request),
                 sets_priority=request.scheduling_priority != 0,
             )
             salt = self._admission.cache_salt(client, model, request.cache_salt)
-            prepared = await self._prepare(api, model, request, arrival, routing, salt)
+            if is_explained or self._wants_explanation():
+                meter.explanations = []
+            prepared = await self._prepare(
+                api, model, request, arrival, routing, salt, extra_fields
+            )
             instance_id = routing.instance_of(request)
             if self._admission.is_active:
                 prompts = [prompt.request for prompt in prepared.prompts]
@@ -160,6 +169,7 @@ class Pipeline:
         arrival: metrics.Arrival,
         routing: nvext.RoutingHeaders,
         cache_salt: str | None,
+        extra_fields: Collection[str],
     ) -> delivery.PreparedRequest[F]:
         """Tokenize the request and gather what its answer needs. Raises RequestError."""
         model.check_can_generate()
@@ -170,7 +180,6 @@ class Pipeline:
             )
         _check_logprobs(model, request)
         preparer = model.preparer
-        extra_fields = request.extensions.extra_fields
         extra = nvext.NvextResponse(extra_fields, self._clock) if extra_fields else None
         prompts = await api.prepare(preparer, request, arrival.id)
         guided = prompts[0].request.sampling_options.guided_decoding

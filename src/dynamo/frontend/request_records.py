@@ -29,7 +29,7 @@ from dynamo.base import clock as clocks
 from dynamo.frontend import audit, config, metrics
 from dynamo.observability import logs, row_writer, tracing
 from dynamo.observability import metrics as observed
-from dynamo.protocols import blocks, trace_context
+from dynamo.protocols import blocks, generate, trace_context
 
 SCHEMA = "dynamo.request.trace.v1"
 _MILLISECONDS = 1000.0
@@ -168,6 +168,7 @@ class TraceRow(msgspec.Struct, frozen=True):
     """A request that has ended, of which the writer's thread makes a row."""
 
     request: metrics.RequestMeter
+    prompt: generate.Request
     ended_ms: int  # since 1970
 
 
@@ -183,7 +184,7 @@ class RequestTrace:
         first_prompt = request.request
         if first_prompt is None or request.num_prompts > 1 or first_prompt.sampling_options.n > 1:
             return
-        row = TraceRow(request, int(self._clock.wall() * _MILLISECONDS))
+        row = TraceRow(request, first_prompt, int(self._clock.wall() * _MILLISECONDS))
         self._writer.put(row, len(first_prompt.token_ids))
 
     def close(self) -> None:
@@ -199,14 +200,14 @@ def encode_trace_row(row: TraceRow) -> bytes:
         "request_id": request.arrival.reported_id,
         "model": request.model.label,
         "request_received_ms": row.ended_ms - round(total_ms),
-        "input_tokens": request.request.prompt_len if request.request else 0,
+        "input_tokens": row.prompt.prompt_len,
         "cached_tokens": request.num_cached,
         "cached_tokens_by_tier": request.tier_tokens,
         "output_tokens": request.num_tokens,
         "ttft_ms": _elapsed_ms(request.arrived_at, request.first_token_at),
         "total_time_ms": total_ms,
         "error_type": request.error_type or None,
-        "replay": _replay_fields(request),
+        "replay": _replay_fields(row.prompt, request.model.block_size),
     }
     return msgspec.json.encode(
         {
@@ -218,15 +219,13 @@ def encode_trace_row(row: TraceRow) -> bytes:
     )
 
 
-def _replay_fields(request: metrics.RequestMeter) -> dict[str, Any] | None:
-    block_size = request.model.block_size
-    if request.request is None or not block_size:
+def _replay_fields(prompt: generate.Request, block_size: int) -> dict[str, Any] | None:
+    if not block_size:
         return None
-    generated = request.request
-    local = blocks.local_hashes(generated.token_ids, block_size, generated.hash_seed)
+    local = blocks.local_hashes(prompt.token_ids, block_size, prompt.hash_seed)
     return {
         "trace_block_size": block_size,
-        "input_length": request.request.prompt_len,
+        "input_length": prompt.prompt_len,
         "input_sequence_hashes": blocks.sequence_hashes(local),
     }
 

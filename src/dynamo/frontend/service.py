@@ -24,6 +24,7 @@ from dynamo.frontend import (
 from dynamo.frontend.admission import authentication, controller
 from dynamo.frontend.apis import operation
 from dynamo.frontend.apis.kserve import grpc_loading
+from dynamo.frontend.console import feed, recorder, views
 from dynamo.frontend.model_registry import file_fetcher, registry
 from dynamo.frontend.processes import peers, response_store
 from dynamo.observability import metrics as observed
@@ -61,8 +62,12 @@ class Frontend:
             limit=settings.migration_limit,
             max_seq_len=settings.migration_max_seq_len,
         )
-        frontend_metrics = metrics.FrontendMetrics(
-            metrics_registry, self._clock.now, self._records.observers, migration_policy
+        self._recorder = recorder.ConsoleRecorder(self._clock, settings.usage_file)
+        self._metrics = frontend_metrics = metrics.FrontendMetrics(
+            metrics_registry,
+            self._clock.now,
+            (*self._records.observers, self._recorder),
+            migration_policy,
         )
 
         self._routes = route_factory.RouteFactory(
@@ -129,6 +134,15 @@ class Frontend:
             self._semantic = distribution.load_extra(
                 "dynamo.frontend.semantic_routing", feature="--semantic-router", extra="semantic"
             ).SemanticRouting(settings.semantic_router, self.models, metrics_registry, self._clock)
+        console_views = views.Views(
+            self.models,
+            frontend_metrics,
+            self._recorder,
+            router_mode=(routing or router_config.RoutingConfig()).router_mode,
+            find_matches=self._routes.find_matches,
+            list_starting=lambda: self._expected_workers.starts,
+        )
+        self._feed = feed.Feed(console_views, self.models, runtime.events)
         self._app = app.App(
             operation.ApiContext(
                 models=self.models,
@@ -142,6 +156,7 @@ class Frontend:
                     self._records.enter_trace,
                     self._records.watch,
                     self._semantic,
+                    self._recorder.wants_explanation,
                 ),
                 metrics=frontend_metrics,
                 admission=self._admission,
@@ -152,6 +167,7 @@ class Frontend:
                 ),
                 peers=self._peers,
                 metrics_registry=metrics_registry,
+                console=feed.Console(recorder=self._recorder, views=console_views, feed=self._feed),
                 start_trace=self._records.enter_trace,
                 request_timeout_s=timeout_s,
             )
@@ -225,6 +241,8 @@ class Frontend:
         if self._semantic is not None:
             self._tasks.start("watch the semantic router's file", self._semantic.watch())
         self._tasks.start("watch the event loop", self._loop_delay.watch())
+        self._tasks.start("keep the console's history", self._recorder.watch(self._metrics))
+        self._recorder.start_log()
         _logger.info("listening on %s", self.url)
         return self
 
@@ -234,6 +252,7 @@ class Frontend:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self._feed.close()
         await self._grpc.stop(0)
         await self._server.close()
         await self._dispatcher.close()
@@ -243,6 +262,7 @@ class Frontend:
             await self._prefill_route.close()
         await self._routes.close()
         await self._records.close()
+        await self._recorder.close()
 
     @property
     def url(self) -> str:

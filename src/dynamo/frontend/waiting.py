@@ -4,7 +4,7 @@ A worker announces its start in discovery, with an estimate of how long that tak
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import TypeVar
 
 import msgspec
@@ -35,6 +35,11 @@ class ExpectedWorkers:
         """Return the seconds that the start of a worker of this model takes in all; None if none is starting."""
         estimates = (start.estimate_s for start in self._starts.values() if start.model == model)
         return max(estimates, default=None)
+
+    @property
+    def starts(self) -> Collection[instances.WorkerStart]:
+        """Return what the workers that are starting have announced."""
+        return self._starts.values()
 
     async def watch(self) -> None:
         """Follow the starts in discovery until cancelled."""

@@ -149,7 +149,8 @@ class NvExt(GuidedFields, frozen=True, kw_only=True, forbid_unknown_fields=True)
     greed_sampling: bool | None = None
     annotations: Annotated[list[Annotation], msgspec.Meta(max_length=16)] | None = None
     extra_fields: (
-        Annotated[list[Literal["worker_id", "timing"]], msgspec.Meta(max_length=16)] | None
+        Annotated[list[Literal["worker_id", "timing", "explanation"]], msgspec.Meta(max_length=16)]
+        | None
     ) = None
     use_raw_prompt: bool | None = None
     token_data: Annotated[list[UInt32], msgspec.Meta(min_length=1)] | None = None

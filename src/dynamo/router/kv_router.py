@@ -137,6 +137,9 @@ class KvRouter:
         while True:
             usable = self._client.usable(options.allowed_instances, failed_instances)
             routed = dataclasses.replace(routed, prompt=self._restrict(routed.prompt, usable))
+            if options.on_explained is not None:
+                explained = self.selector.explain(routed.prompt, self._clock.now())
+                options.on_explained(explained, routed.prompt.sequence_hashes)
             decision = await self._select(
                 routed.key, routed.prompt, options.add_disconnect_callback
             )

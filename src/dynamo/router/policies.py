@@ -90,6 +90,27 @@ class EstimatedTtft:
         assert best is not None, "expected at least one candidate"
         return Decision(best, candidates.overlap(best))
 
+    def cost_parts(
+        self, prompt: Prompt, candidates: Candidates, now: float
+    ) -> dict[Worker, dict[str, float]]:
+        """Return the parts of each worker's cost, in tokens: the same sum that `select_worker` compares."""
+        price, pressure, mean = self._weights(candidates.loads)
+        parts: dict[Worker, dict[str, float]] = {}
+        for worker, load in candidates.loads.items():
+            num_new = max(0.0, prompt.num_tokens - candidates.overlap(worker) * prompt.block_size)
+            parts[worker] = {
+                "new tokens": num_new * price,
+                "cache pressure": num_new * pressure * load.inserted_tokens,
+            }
+            if load.num_requests or load.reserved_tokens:
+                excess = max(0.0, load.num_requests - mean)
+                parts[worker] |= {
+                    "busy": self.busy,
+                    "queued tokens": load.backlog(now),
+                    "crowd": self.herding * excess**2 / mean,
+                }
+        return parts
+
     def _weights(self, loads: Mapping[Worker, WorkerLoad]) -> tuple[float, float, float]:
         """Return what depends on all workers: price, pressure per inserted token, mean number of requests."""
         num_requests = [load.num_requests for load in loads.values()]
@@ -199,6 +220,13 @@ class Dynamo:
         worker = workers[pick(costs, self.temperature, self.draw)]
         return Decision(worker, candidates.cached.get(worker, 0))
 
+    def cost_parts(
+        self, prompt: Prompt, candidates: Candidates, worker: Worker
+    ) -> dict[str, float]:
+        """Return the two parts of a worker's cost, in blocks."""
+        prefill, decode = _prefill_and_decode(prompt, candidates, worker)
+        return {"prefill": self.overlap_weight * prefill, "decode": decode}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LMetric:
@@ -215,6 +243,20 @@ class LMetric:
         costs = [lmetric(*_prefill_and_decode(prompt, candidates, w)) for w in workers]
         worker = workers[pick(costs, self.temperature, self.draw)]
         return Decision(worker, candidates.cached.get(worker, 0))
+
+    def cost_parts(
+        self, prompt: Prompt, candidates: Candidates, worker: Worker
+    ) -> dict[str, float]:
+        """Return the two factors of a worker's cost, in blocks."""
+        prefill, decode = _prefill_and_decode(prompt, candidates, worker)
+        return {"prefill": prefill, "decode": decode}
+
+
+def total_cost(policy: api.RoutingPolicy, parts: Mapping[str, float]) -> float:
+    """Return the cost that these parts make under a policy."""
+    if isinstance(policy, LMetric):
+        return lmetric(parts["prefill"], parts["decode"])
+    return sum(parts.values())
 
 
 def _prefill_and_decode(

@@ -5,12 +5,13 @@ Implementations: `PushRouter` (round-robin or random), `kv_router.KvRouter` (by 
 has the prompt computed by a prefill worker before it uses one of them.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from dynamo.protocols import generate, model_card
+from dynamo.router import explanation
 from dynamo.runtime import client, requests
 
 AddDisconnectCallback = Callable[[Callable[[], None]], None]
@@ -29,7 +30,8 @@ class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True):
     `instance_id` names the only acceptable worker, `allowed_instances` limits the choice. A route that queues the
     request passes the function that cancels the wait to `add_disconnect_callback`, for the case that the client
     disconnects. `on_dispatched` is called with the instance that accepted the request, before any output of it;
-    `on_prefilled` if another worker computed the prompt.
+    `on_prefilled` if another worker computed the prompt; `on_explained` with the explanation of each decision and the
+    sequence hashes of the prompt, before the decision is made.
     """
 
     instance_id: int | None = None
@@ -40,6 +42,7 @@ class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True):
     add_disconnect_callback: AddDisconnectCallback | None = None
     on_dispatched: Callable[[int], None] | None = None
     on_prefilled: Callable[[PrefillResult], None] | None = None
+    on_explained: Callable[[explanation.Explanation, Sequence[int]], None] | None = None
 
 
 DEFAULT_OPTIONS = RoutingOptions()
@@ -95,6 +98,9 @@ class PushRouter:
         receiver: requests.Receiver,
         options: RoutingOptions = DEFAULT_OPTIONS,
     ) -> requests.Stream:
+        if options.on_explained is not None:
+            usable = self._client.usable(self._restrict(options.allowed_instances))
+            options.on_explained(explanation.explain_turn(self._mode, usable), ())
         return await self._client.open(
             request,
             receiver,

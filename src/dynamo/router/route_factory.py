@@ -113,6 +113,15 @@ class RouteFactory:
         if state is not None and isinstance(state.index, prefix_index.PrefixIndex):
             yield from state.index.cached_runs()
 
+    def find_matches(self, sequence_hashes: Sequence[int]) -> dict[str, dict[str, int]]:
+        """Return how many leading blocks of a prompt each worker has, by tier and by instance id, hexadecimal."""
+        matches: dict[str, dict[str, int]] = {}
+        for state in self._components.values():
+            for tier, by_worker in state.index.find_matches(sequence_hashes).by_tier.items():
+                for worker, num_blocks in by_worker.items():
+                    matches.setdefault(tier, {})[f"{worker.instance_id:x}"] = num_blocks
+        return matches
+
     async def close(self) -> None:
         """Close all subscribers and syncs."""
         await self._tasks.close()

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynamo.base import errors
-from dynamo.router import api, policies
+from dynamo.router import api, explanation, policies
 from dynamo.router.active_sequences import ActiveSequences
 from dynamo.router.api import Candidates, Decision, Prompt, RoutingPolicy
 from dynamo.router.worker_load import Capacity, WorkerLoad
@@ -178,6 +178,10 @@ class Selector:
         """Return the decision without a queue and without counting the request. Raises as `select`."""
         self._check(prompt)
         return self._choose(prompt, self._candidates(prompt), now)
+
+    def explain(self, prompt: Prompt, now: float) -> explanation.Explanation:
+        """Explain the decision that `select` would make now, without making it."""
+        return explanation.explain(self._policy, prompt, self._candidates(prompt), now)
 
     def enqueue(self, request_id: str, prompt: Prompt, now: float) -> None:
         """Queue a request in any case; the next `admit` decides.

@@ -212,6 +212,10 @@ class EndpointClient:
         present = self._ids if among is None else [i for i in self._ids if i in among]
         return candidates(present, self._down_until, self._clock.now(), tried)
 
+    def is_down(self, instance_id: int) -> bool:
+        """Return whether the last request to this instance failed to reach it, or broke."""
+        return instance_id in self._down_until
+
     def _has_alternative(
         self, instance_id: int, alternatives: Callable[[], Collection[int]]
     ) -> bool:

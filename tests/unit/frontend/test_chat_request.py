@@ -206,7 +206,7 @@ def test_error_for_an_invalid_field_has_expected_and_actual_value(field, value, 
         (
             {"nvext": {"extra_fields": ["engine_data"]}},
             "nvext.extra_fields[0]",
-            "nvext.extra_fields[0]: expected 'timing' or 'worker_id', got a string ('engine_data')",
+            "nvext.extra_fields[0]: expected 'explanation' or 'timing' or 'worker_id', got a string ('engine_data')",
         ),
         (
             {"nvext": {"annotations": ["query_instance_id"]}},

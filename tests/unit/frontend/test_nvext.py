@@ -6,11 +6,18 @@ import pytest
 from frontend_rig import events
 
 from dynamo.base import errors
-from dynamo.frontend import nvext
+from dynamo.frontend import metrics, nvext
+from dynamo.observability import metrics as observed
 from dynamo.preprocess import preprocessor
 from dynamo.protocols import generate
 from dynamo.router import config
 from dynamo.testing import clock as clocks
+
+METER = metrics.RequestMeter(
+    metrics.FrontendMetrics(observed.Registry("test"), lambda: 0.0).for_model("m"),
+    "chat",
+    is_stream=True,
+)
 
 
 def chunks(answer):
@@ -26,21 +33,21 @@ async def test_times_are_in_milliseconds_from_arrival():
         await clock.advance(pause_s)
         count("c", num_tokens)
     await clock.advance(0.1)
-    timing = one.build_fields(is_last=True, cached_share=0.25)["nvext"]["timing"]
+    timing = one.build_fields(METER, is_last=True, cached_share=0.25)["nvext"]["timing"]
 
     assert counted == [("c", 1), ("c", 2), ("c", 2)]
     assert round(timing["ttft_ms"]) == 500
     assert round(timing["itl_ms"]) == 100
     assert round(timing["total_time_ms"]) == 1000
     assert timing["kv_hit_rate"] == 0.25
-    assert one.build_fields(is_last=False) == {}
+    assert one.build_fields(METER, is_last=False) == {}
 
 
 def test_answer_of_one_token_has_no_inter_token_time():
     one = nvext.NvextResponse(["timing"], clocks.VirtualClock())
     one.wrap_counter(lambda *_: None)("c", 1)
 
-    assert one.build_fields(is_last=True)["nvext"]["timing"]["itl_ms"] is None
+    assert one.build_fields(METER, is_last=True)["nvext"]["timing"]["itl_ms"] is None
 
 
 async def test_whole_answer_has_its_worker_and_times(rig):

@@ -20,7 +20,13 @@ from dynamo.frontend.delivery import delivery
 from dynamo.runtime.http import exchange, parser
 
 CHECK_INTERVAL_S = 1.0
-OPEN_PATHS = frozenset(("/live", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"))
+# probes, scrapers, and the files of the console, which a browser needs before a person can give it a key
+OPEN_PATHS = frozenset(
+    (
+        *("/live", "/health", "/metrics", "/v2/health/live", "/v2/health/ready"),
+        *("/", "/console", "/console/app.js", "/console/app.css", "/console/icon.svg"),
+    )
+)
 ADMIN_ROUTES = frozenset((("POST", "/busy_threshold"), ("POST", "/clear_kv_blocks")))
 _NO_MODEL = "unknown"  # the body is not read before the key is checked
 _FileStamp = tuple[int, int, int]  # inode, size, time of change

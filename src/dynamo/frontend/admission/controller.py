@@ -139,6 +139,7 @@ class AdmissionController:
             api_key = self._key_file.api_keys.authenticate(client.request.headers)
             self._charge(model.name, api_key, num_tokens, client)
             reservation.accounts, reservation.num_prompt_tokens = api_key.accounts, num_tokens
+            meter.key_name, meter.tenant = api_key.entry.name, api_key.entry.tenant or ""
         model_permits = self._permits.get(model.name)
         if model_permits is None:
             name = model.name
@@ -185,6 +186,12 @@ class AdmissionController:
         if self._key_file is None:
             return ""
         return self._key_file.api_keys.authenticate(client.request.headers).tenant
+
+    def key_of(self, client: exchange.Exchange) -> api_keys.ApiKeyEntry | None:
+        """Return the client's API key; None where no keys are used. Raises Unauthenticated."""
+        if self._key_file is None:
+            return None
+        return self._key_file.api_keys.authenticate(client.request.headers).entry
 
     def has_valid_key(self, client: exchange.Exchange) -> bool:
         """Return whether the client's API key is valid; always true without keys."""

@@ -12,6 +12,7 @@ from dynamo.base import errors, ids
 from dynamo.frontend import cache_clearing, metrics
 from dynamo.frontend.admission import controller
 from dynamo.frontend.apis import error_dialects
+from dynamo.frontend.console import feed
 from dynamo.frontend.delivery import delivery, sse
 from dynamo.frontend.model_registry import registry
 from dynamo.frontend.pipeline import REQUEST_ID_HEADERS, GenerationApi, Pipeline, client_request_id
@@ -79,6 +80,7 @@ class ApiContext:
     shared_responses: peers.SharedResponses
     peers: peers.Peers
     metrics_registry: observed.Registry
+    console: feed.Console
     start_trace: tracing.StartSpan
     request_timeout_s: float | None
     drain_state: DrainState = field(default_factory=DrainState)

@@ -1,24 +1,15 @@
-"""The state of the frontend: `/health`, `/live`, `/metrics` and the page at `/`."""
+"""The state of the frontend: `/health`, `/live` and `/metrics`."""
 
-import html
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from dynamo.frontend.apis.operation import HTML, ApiContext, Operation
+from dynamo.frontend.apis.operation import ApiContext, Operation
 from dynamo.frontend.delivery import sse
 from dynamo.frontend.processes import peers
 from dynamo.observability import metrics
 from dynamo.runtime.http import exchange
-
-_LINKS = (
-    ("/docs", "every route, to read and to try"),
-    ("/openapi.json", "the same for programs"),
-    ("/v1/models", "the models that are served"),
-    ("/health", "whether a worker is ready"),
-    ("/metrics", "for Prometheus"),
-)
 
 
 class Live(msgspec.Struct, kw_only=True):
@@ -78,19 +69,6 @@ def operations(context: ApiContext) -> Sequence[Operation]:
         merged = peers.merge_metrics({name: pages[name].decode() for name in sorted(pages)})
         client.respond(200, merged.encode(), content_type=metrics.CONTENT_TYPE)
 
-    def show_page(client: exchange.Exchange) -> None:
-        rows = "".join(
-            f"<li>{html.escape(model.name)}: {len(model.instances)} worker(s)</li>"
-            for model in context.models.ready
-        )
-        links = "".join(f'<li><a href="{path}">{path}</a>: {text}</li>' for path, text in _LINKS)
-        page = (
-            "<!doctype html><meta charset=utf-8><title>Dynamo</title><h1>Dynamo frontend</h1>"
-            f"<h2>Models</h2><ul>{rows or '<li>none: start a worker</li>'}</ul>"
-            f"<h2>See also</h2><ul>{links}</ul>"
-        )
-        client.respond(200, page.encode(), content_type=HTML)
-
     has_siblings = bool(context.peers.name)
     return (
         Operation(
@@ -119,13 +97,5 @@ def operations(context: ApiContext) -> Sequence[Operation]:
             summary="Metrics in Prometheus's format",
             tag="Operation",
             answer=metrics.CONTENT_TYPE,
-        ),
-        Operation(
-            method="GET",
-            path="/",
-            handler=show_page,
-            summary="Models and links, as a page",
-            tag="Operation",
-            answer=HTML,
         ),
     )

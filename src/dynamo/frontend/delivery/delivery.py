@@ -267,9 +267,7 @@ class Delivery(abc.ABC):
         if self.prepared.extra is None:
             return {}
         share = self._num_cached / self._num_prompt_tokens
-        return self.prepared.extra.build_fields(
-            is_last=is_last, cached_share=share, tier_tokens=self._meter.tier_tokens
-        )
+        return self.prepared.extra.build_fields(self._meter, is_last=is_last, cached_share=share)
 
     @property
     def _num_prompt_tokens(self) -> int:

@@ -1,0 +1,1 @@
+"""The page of the console and its API under `/console/api`."""

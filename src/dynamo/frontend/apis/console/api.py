@@ -1,0 +1,307 @@
+"""The operations of the console: its page at `/` and `/console`, its files, and the API under `/console/api`.
+
+The page has no script of its own and loads nothing from elsewhere, which its Content-Security-Policy holds it to. Page
+and files are open to all, because a browser asks for them before a person can give a key; what they show is not.
+"""
+
+import functools
+import importlib.resources
+import logging
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from dynamo.base import distribution, errors, membership
+from dynamo.console import log_lines, request_rows, topology, usage
+from dynamo.frontend.apis import error_dialects
+from dynamo.frontend.apis.operation import (
+    ACCESS_ERRORS,
+    ANY_ID,
+    HTML,
+    ApiContext,
+    Operation,
+    add_request_id,
+)
+from dynamo.frontend.console import feed, views
+from dynamo.frontend.delivery import delivery, sse
+from dynamo.runtime.http import exchange
+
+Q = TypeVar("Q")
+API = "/console/api"
+EVENTS = f"{API}/events"
+_ADMIN_PATHS = frozenset((f"{API}/cache", f"{API}/log"))
+_OTHER_ERRORS = {f"{API}/requests/{ANY_ID}": (404,), EVENTS: (503,)}
+_FILES = {
+    "/": ("index.html", HTML),
+    "/console": ("index.html", HTML),
+    "/console/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/console/app.css": ("app.css", "text/css; charset=utf-8"),
+    "/console/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    ("content-security-policy", _POLICY),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("cache-control", "no-cache"),
+)
+Answer = Callable[[exchange.Exchange, views.Viewer, Any], object]
+
+
+class NoQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The query of a view that takes none."""
+
+
+class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The model whose metrics are shown; empty: all together."""
+
+    model: str = ""
+
+
+class LogQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which lines of the log to list."""
+
+    after: int = 0
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "DEBUG"
+    limit: Annotated[int, msgspec.Meta(ge=1, le=log_lines.MAX_LINES)] = 200
+
+
+class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which usage to list: rows of these values, and days from `since` on, as 2026-11-23."""
+
+    format: Literal["json", "csv"] = "json"
+    since: str = ""
+    key: str = ""
+    tenant: str = ""
+    model: str = ""
+
+    def matches(self, row: usage.UsageRow) -> bool:
+        """Return whether a row is listed."""
+        return (
+            row.day >= self.since
+            and self.key in ("", row.key)
+            and self.tenant in ("", row.tenant)
+            and self.model in ("", row.model)
+        )
+
+
+class EventQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The views of a stream, separated by commas."""
+
+    views: str = "topology"
+
+
+class LogPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Some of the last lines of this process's log, the oldest first."""
+
+    lines: Sequence[log_lines.LogLine]
+
+
+class UsagePage(msgspec.Struct, frozen=True, kw_only=True):
+    """The usage, the latest day first."""
+
+    rows: Sequence[usage.UsageRow]
+
+
+class ConsoleApi:
+    """The handlers of the console's API."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+        self._console = context.console
+
+    def make_handler(
+        self, query_type: type[Q], answer: Answer, *, for_admins: bool = False
+    ) -> exchange.Handler:
+        """Return a handler that decodes the query and answers what `answer` returns; None: it has answered itself."""
+
+        def handle(client: exchange.Exchange) -> None:
+            try:
+                viewer = views.Viewer(
+                    entry=self._context.admission.key_of(client),
+                    is_local=membership.is_loopback(client.request.peer.rpartition(":")[0]),
+                )
+                if for_admins:
+                    _check_administrator(viewer, client.request.path)
+                result = answer(client, viewer, decode_query(client.request.query, query_type))
+                if result is not None:
+                    client.respond(200, sse.encode(result))
+            except errors.DynamoError as error:
+                delivery.respond_error(client, error, error_dialects.OPENAI)
+
+        return add_request_id(handle)
+
+    def show_session(
+        self, _: exchange.Exchange, viewer: views.Viewer, __: NoQuery
+    ) -> views.Session:
+        """Return who looks, and at which process."""
+        return views.Session(
+            key="" if viewer.entry is None else viewer.entry.name,
+            may_administer=viewer.may_administer,
+            version=distribution.version(),
+            process=self._context.peers.name or "",
+            router_mode=self._console.views.router_mode,
+            started_at=self._console.recorder.started_at,
+            keeps_usage=self._console.recorder.keeps_usage,
+        )
+
+    def show_topology(
+        self, _: exchange.Exchange, viewer: views.Viewer, query: topology.WorkerQuery
+    ) -> topology.TopologyPage:
+        """Return some of the workers."""
+        return self._console.views.show_topology(viewer, query)
+
+    def list_requests(
+        self, _: exchange.Exchange, viewer: views.Viewer, query: request_rows.RequestQuery
+    ) -> request_rows.RequestPage:
+        """Return some of the requests."""
+        return self._console.views.list_requests(viewer, query)
+
+    def show_request(
+        self, client: exchange.Exchange, viewer: views.Viewer, _: NoQuery
+    ) -> request_rows.RequestRow | None:
+        """Return one request, or answer that it is not kept."""
+        request_id = client.request.path.removeprefix(f"{API}/requests/")
+        row = self._console.views.find_request(viewer, request_id)
+        if row is None:
+            message = (
+                f"no request {request_id[:100]!r} is kept here: only those in flight and the last "
+                "ended ones are"
+            )
+            client.respond(404, error_dialects.OPENAI.refusal(404, message))
+        return row
+
+    def show_metrics(
+        self, _: exchange.Exchange, viewer: views.Viewer, query: ModelQuery
+    ) -> views.MetricPage:
+        """Return the last hour. Raises Forbidden for a model that the viewer may not see."""
+        if not viewer.sees_model(query.model) and query.model:
+            raise errors.Forbidden(f"this key may not see the model {query.model[:100]!r}")
+        return self._console.views.show_metrics(viewer, query.model)
+
+    def show_models(self, _: exchange.Exchange, viewer: views.Viewer, __: NoQuery) -> object:
+        """Return the models."""
+        return self._console.views.show_models(viewer)
+
+    def show_cache(self, _: exchange.Exchange, __: views.Viewer, ___: NoQuery) -> object:
+        """Return the shared prefixes."""
+        return self._console.views.show_cache()
+
+    def show_log(self, _: exchange.Exchange, __: views.Viewer, query: LogQuery) -> LogPage:
+        """Return lines of the log."""
+        least_level = logging.getLevelNamesMapping()[query.level]
+        return LogPage(
+            lines=self._console.recorder.log.after(
+                query.after, least_level=least_level, limit=query.limit
+            )
+        )
+
+    def show_usage(
+        self, client: exchange.Exchange, viewer: views.Viewer, query: UsageQuery
+    ) -> UsagePage | None:
+        """Return the usage, or answer it as CSV."""
+        rows = self._console.recorder.usage.rows(
+            lambda row: query.matches(row) and viewer.sees_key(row.key)
+        )
+        if query.format == "json":
+            return UsagePage(rows=rows)
+        client.respond(200, usage.to_csv(rows).encode(), content_type="text/csv; charset=utf-8")
+        return None
+
+    def open_events(
+        self, client: exchange.Exchange, viewer: views.Viewer, query: EventQuery
+    ) -> None:
+        """Begin a stream of views."""
+        names = tuple(dict.fromkeys(query.views.split(",")))
+        for name in names:
+            if name not in feed.VIEWS:
+                raise errors.InvalidRequest(
+                    f"views: expected some of {', '.join(feed.VIEWS)}, got {name[:100]!r}",
+                    param="views",
+                )
+            if name in feed.ADMIN_VIEWS:
+                _check_administrator(viewer, f"the view {name!r}")
+        if client.request.method == "HEAD":
+            client.respond(200, b"", content_type=sse.CONTENT_TYPE)
+        else:
+            self._console.feed.open(client, viewer, names)
+
+
+def operations(context: ApiContext) -> Sequence[Operation]:
+    """Return the operations of the console."""
+    api = ConsoleApi(context)
+    views_by_path: dict[str, tuple[type, Answer, type | str, str]] = {
+        f"{API}/session": (NoQuery, api.show_session, views.Session, "Who looks, and at which process"),
+        f"{API}/topology": (topology.WorkerQuery, api.show_topology, topology.TopologyPage, "The workers, live"),
+        f"{API}/requests": (
+            request_rows.RequestQuery, api.list_requests, request_rows.RequestPage,
+            "The requests in flight and the last ended ones",
+        ),
+        f"{API}/requests/{ANY_ID}": (
+            NoQuery, api.show_request, request_rows.RequestRow, "One of them, with the router's decisions"
+        ),
+        f"{API}/metrics": (ModelQuery, api.show_metrics, views.MetricPage, "The last hour"),
+        f"{API}/models": (NoQuery, api.show_models, views.ModelPage, "The models, by their cards"),
+        f"{API}/cache": (
+            NoQuery, api.show_cache, views.CachePage, "Which workers have the prefixes that recent prompts share"
+        ),
+        f"{API}/log": (LogQuery, api.show_log, LogPage, "The last lines of this process's log"),
+        EVENTS: (EventQuery, api.open_events, sse.CONTENT_TYPE, "Once a second some of these views, for ever"),
+        "/usage": (
+            UsageQuery, api.show_usage, UsagePage,
+            "Requests and tokens by day, API key, tenant, model and API; ?format=csv",
+        ),
+    }  # fmt: skip
+    files = [
+        Operation(
+            method="GET",
+            path=path,
+            handler=functools.partial(_show_file, name, media_type),
+            summary="The console" if media_type == HTML else f"The console's {name}",
+            tag="Console",
+            answer=media_type,
+        )
+        for path, (name, media_type) in _FILES.items()
+    ]
+    data = [
+        Operation(
+            method="GET",
+            path=path,
+            handler=api.make_handler(query_type, answer, for_admins=path in _ADMIN_PATHS),
+            summary=summary,
+            tag="Console",
+            answer=answer_type,
+            errors=(400, *ACCESS_ERRORS, *_OTHER_ERRORS.get(path, ())),
+        )
+        for path, (query_type, answer, answer_type, summary) in views_by_path.items()
+    ]
+    return (*files, *data)
+
+
+def _check_administrator(viewer: views.Viewer, name: str) -> None:
+    if not viewer.may_administer:
+        raise errors.Forbidden(
+            f"{name}: expected an administrator's API key (admin = true), or without keys a request from this machine"
+        )
+
+
+def decode_query(query: str, query_type: type[Q]) -> Q:
+    """Return the decoded query of a URL. Raises InvalidRequest."""
+    try:
+        return msgspec.convert(dict(parse_qsl(query)), query_type, strict=False)
+    except msgspec.ValidationError as error:
+        raise errors.InvalidRequest(f"the query of the URL: {error}") from None
+
+
+@functools.cache
+def _read_file(name: str) -> bytes:
+    return importlib.resources.files(__package__).joinpath("assets", name).read_bytes()
+
+
+def _show_file(name: str, media_type: str, client: exchange.Exchange) -> None:
+    client.respond(200, _read_file(name), content_type=media_type, headers=_HEADERS)

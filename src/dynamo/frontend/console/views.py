@@ -1,0 +1,331 @@
+"""The views of the console as plain values, made from the state of the frontend for one viewer."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from dynamo.console import metric_history, request_rows, topology
+from dynamo.frontend import metrics
+from dynamo.frontend.admission import api_keys
+from dynamo.frontend.console import recorder as recording
+from dynamo.frontend.model_registry import registered_model, registry
+from dynamo.protocols import instances, model_card
+
+_ID_CHARS = 200
+MatchFinder = Callable[[Sequence[int]], Mapping[str, Mapping[str, int]]]
+StartLister = Callable[[], Iterable[instances.WorkerStart]]
+
+
+class Viewer(msgspec.Struct, frozen=True, kw_only=True):
+    """The holder of a console. Without API keys everybody sees all requests, and this machine alone the log."""
+
+    entry: api_keys.ApiKeyEntry | None = None  # None: no keys are used
+    is_local: bool = False
+
+    @property
+    def may_administer(self) -> bool:
+        """Return whether the viewer sees the log, the cache and the requests of all keys."""
+        return self.is_local if self.entry is None else self.entry.admin
+
+    def sees_key(self, name: str) -> bool:
+        """Return whether the viewer sees the requests of this key."""
+        return self.entry is None or self.entry.admin or self.entry.name == name
+
+    def sees_model(self, name: str) -> bool:
+        """Return whether the viewer's key allows this model."""
+        models = None if self.entry is None else self.entry.models
+        return models is None or name in models
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """Who looks, and at which process."""
+
+    key: str  # name of the API key; empty where no keys are used
+    may_administer: bool
+    version: str
+    process: str  # of several at one port (`--http-workers`); empty: it is alone
+    router_mode: str
+    started_at: float  # seconds since 1970
+    keeps_usage: bool  # in a file, over restarts
+
+
+class ModelRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A model that is served."""
+
+    name: str
+    kind: Literal["text", "embeddings"]
+    num_workers: int
+    num_prefill_workers: int = 0
+    context_length: int = 0
+    kv_cache_block_size: int = 0
+    total_kv_blocks: int = 0  # of one worker
+    max_num_seqs: int = 0
+    aliases: Sequence[str] = ()
+    loras: Sequence[str] = ()
+    base: str = ""  # of a LoRA adapter
+    created: int = 0
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
+    supports_logprobs: bool = False
+    supports_guided: bool = False
+    files: Mapping[str, str] = {}  # checksums by name
+
+
+class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
+    """All models that the viewer may see."""
+
+    models: Sequence[ModelRow]
+
+
+class MetricPage(msgspec.Struct, frozen=True, kw_only=True):
+    """The last hour of one model, or of all together (`model` empty)."""
+
+    model: str
+    models: Sequence[str]  # that have a history of their own
+    interval_s: float
+    points: Sequence[metric_history.Point]
+
+
+class CachedPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix that recent prompts share, and the workers that have it."""
+
+    id: str  # hash of its last block, hexadecimal
+    model: str
+    num_blocks: int
+    num_prompts: int
+    blocks_by_tier: Mapping[str, Mapping[str, int]]  # by tier, and by instance id
+
+
+class CachePage(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefixes that are shared most, and the share of cached tokens of the last ended requests."""
+
+    is_indexed: bool  # false: this router mode does not know which worker has which block
+    prompt_tokens: int
+    cached_tokens: int
+    tier_tokens: Mapping[str, int]  # of the cached ones, those of slower tiers
+    prefixes: Sequence[CachedPrefix]
+
+
+def request_row(
+    request: metrics.RequestMeter, now: float, wall: float, *, with_decisions: bool = False
+) -> request_rows.RequestRow:
+    """Return the row of a request. `now` and `wall` are the same time on the two clocks."""
+    stages = request_rows.Stages(
+        arrived_at=request.arrived_at,
+        prepared_at=request.prepared_at,
+        opened_at=request.opened_at,
+        first_token_at=request.first_token_at,
+        ended_at=request.ended_at,
+    )
+    prefill = request.prefill
+    until = now if request.ended_at is None else request.ended_at
+    return request_rows.RequestRow(
+        id=request.arrival.reported_id[:_ID_CHARS],
+        model=request.model.label,
+        endpoint=request.endpoint,
+        request_type=request.request_type,
+        state=request_rows.state_of(stages, request.error_type),
+        arrived_at=wall - (now - request.arrived_at),
+        key=request.key_name,
+        error=request.error_type,
+        **request_rows.durations_ms(stages, now),
+        total_ms=round((until - request.arrived_at) * 1000, 3),
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=request.num_cached,
+        tier_tokens=request.tier_tokens,
+        output_tokens=request.num_tokens,
+        worker="" if request.worker_id is None else f"{request.worker_id:x}",
+        prefill_worker="" if prefill is None else f"{prefill.instance_id:x}",
+        num_migrations=request.num_migrations,
+        decisions=[one for one, _ in request.explanations or ()] if with_decisions else (),
+    )
+
+
+class Views:
+    """Makes the views of one frontend."""
+
+    def __init__(
+        self,
+        models: registry.ModelRegistry,
+        frontend_metrics: metrics.FrontendMetrics,
+        recorder: recording.ConsoleRecorder,
+        *,
+        router_mode: str,
+        find_matches: MatchFinder,
+        list_starting: StartLister,
+    ) -> None:
+        self.recorder = recorder
+        self.router_mode = router_mode
+        self._models = models
+        self._metrics = frontend_metrics
+        self._find_matches = find_matches
+        self._list_starting = list_starting
+
+    def list_requests(
+        self, viewer: Viewer, query: request_rows.RequestQuery
+    ) -> request_rows.RequestPage:
+        """Return the requests in flight and the last ended ones, the latest first."""
+        now, wall = self.recorder.clock.now(), self.recorder.clock.wall()
+        matching = [
+            request
+            for request in reversed(self._metrics.open_requests)
+            if viewer.sees_key(request.key_name) and query.matches(request.model.label, "open")
+        ]
+        num_open = len(matching)
+        matching += [
+            request
+            for request in reversed(self.recorder.recent)
+            if viewer.sees_key(request.key_name)
+            and query.matches(request.model.label, "failed" if request.error_type else "done")
+        ]
+        return request_rows.RequestPage(
+            total=len(matching),
+            num_open=num_open,
+            rows=[request_row(request, now, wall) for request in matching[query.places]],
+        )
+
+    def find_request(self, viewer: Viewer, request_id: str) -> request_rows.RequestRow | None:
+        """Return one request with the explanations of its decisions; None if it is not kept, or not the viewer's."""
+        now, wall = self.recorder.clock.now(), self.recorder.clock.wall()
+        for request in (*self._metrics.open_requests, *reversed(self.recorder.recent)):
+            if request.arrival.reported_id == request_id and viewer.sees_key(request.key_name):
+                return request_row(request, now, wall, with_decisions=True)
+        return None
+
+    def show_topology(self, viewer: Viewer, query: topology.WorkerQuery) -> topology.TopologyPage:
+        """Return the workers of the models that the viewer may see."""
+        rows = [
+            row
+            for row in self.recorder.workers.update(self._worker_rows(), self.recorder.clock.wall())
+            if viewer.sees_model(row.model)
+        ]
+        return topology.TopologyPage(
+            router_mode=self.router_mode,
+            num_open_requests=len(self._metrics.open_requests),
+            total=len(rows),
+            num_by_state=topology.count_by(rows, "state"),
+            num_by_role=topology.count_by(rows, "role"),
+            starting=[
+                topology.StartingWorker(
+                    model=start.model, namespace=start.namespace, estimate_s=start.estimate_s
+                )
+                for start in self._list_starting()
+                if viewer.sees_model(start.model)
+            ],
+            workers=query.select(rows),
+        )
+
+    def show_metrics(self, viewer: Viewer, model: str) -> MetricPage:
+        """Return the last hour of a model; of all together if it is empty."""
+        history = self.recorder.history
+        return MetricPage(
+            model=model,
+            models=[name for name in history.models if viewer.sees_model(name)],
+            interval_s=metric_history.INTERVAL_S,
+            points=history.points(model),
+        )
+
+    def show_models(self, viewer: Viewer) -> ModelPage:
+        """Return the models that the viewer may see."""
+        prefill = [record.card_json.display_name for record in self._models.prefill_workers]
+        return ModelPage(
+            models=[
+                _model_row(model, prefill.count(model.name))
+                for model in self._models.ready
+                if viewer.sees_model(model.name)
+            ]
+        )
+
+    def show_cache(self) -> CachePage:
+        """Return which workers have the prefixes that recent prompts share."""
+        recent = self.recorder.recent
+        tier_tokens: dict[str, int] = {}
+        for request in recent:
+            for tier, count in request.tier_tokens.items():
+                tier_tokens[tier] = tier_tokens.get(tier, 0) + count
+        return CachePage(
+            is_indexed=self.router_mode == "kv",
+            prompt_tokens=sum(request.num_prompt_tokens for request in recent),
+            cached_tokens=sum(request.num_cached for request in recent),
+            tier_tokens=tier_tokens,
+            prefixes=[
+                CachedPrefix(
+                    id=f"{prefix.hashes[-1]:016x}",
+                    model=prefix.model,
+                    num_blocks=len(prefix.hashes),
+                    num_prompts=prefix.num_prompts,
+                    blocks_by_tier=self._find_matches(prefix.hashes),
+                )
+                for prefix in self.recorder.prompts.find_prefixes()
+            ],
+        )
+
+    def _worker_rows(self) -> Iterator[topology.WorkerRow]:
+        num_by_worker = recording.group_by_worker(self._metrics.open_requests)
+        for model in self._models.ready_bases:
+            for name, replicas in model.replicas.items():
+                for instance in replicas.live_instances:
+                    number = instance.instance_id
+                    yield self._worker_row(
+                        number,
+                        name,
+                        replicas.cards[number],
+                        address=", ".join(instance.transport.values()),
+                        state="down" if replicas.client.is_down(number) else "ready",
+                        num_requests=num_by_worker.get(number, 0),
+                    )
+        for record in self._models.prefill_workers:
+            name = instances.EndpointName(record.namespace, record.component, record.endpoint)
+            yield self._worker_row(record.instance_id, name, record.card_json)
+
+    def _worker_row(
+        self,
+        number: int,
+        name: instances.EndpointName,
+        card: model_card.ModelCard,
+        *,
+        address: str = "",
+        state: topology.WorkerState = "ready",
+        num_requests: int = 0,
+    ) -> topology.WorkerRow:
+        report = self.recorder.load_of(number)
+        stats, kv = (None, None) if report is None else (report.worker_stats, report.kv_stats)
+        return topology.WorkerRow(
+            instance=f"{number:x}",
+            model=card.display_name,
+            role=card.worker_type.value,
+            endpoint=str(name),
+            address=address,
+            state=state,
+            num_requests=num_requests,
+            num_running=None if stats is None else stats.request_active_slots,
+            num_waiting=None if stats is None else stats.num_requests_waiting,
+            kv_active_blocks=None if kv is None else kv.kv_active_blocks,
+            kv_total_blocks=None if kv is None else kv.kv_total_blocks,
+            hit_rate=None if kv is None else kv.gpu_prefix_cache_hit_rate,
+            loras=card.lora_names,
+        )
+
+
+def _model_row(model: registered_model.RegisteredModel, num_prefill_workers: int) -> ModelRow:
+    card, config = model.card, model.card.runtime_config
+    return ModelRow(
+        name=model.name,
+        kind="text" if model.can_generate else "embeddings",
+        num_workers=len(model.instances),
+        num_prefill_workers=num_prefill_workers,
+        context_length=card.context_length,
+        kv_cache_block_size=card.kv_cache_block_size,
+        total_kv_blocks=config.total_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        aliases=card.aliases,
+        loras=card.lora_names,
+        base="" if model.base is None else model.base.name,
+        created=card.created,
+        tool_call_parser=config.tool_call_parser or "",
+        reasoning_parser=config.reasoning_parser or "",
+        supports_logprobs=config.supports_logprobs,
+        supports_guided=config.supports_guided,
+        files=card.checksums,
+    )

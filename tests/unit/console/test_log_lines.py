@@ -1,0 +1,34 @@
+"""The last lines of the log."""
+
+import logging
+
+from dynamo.console.log_lines import MAX_LINES, LogRing
+from dynamo.observability import logs
+
+
+def emit(ring, message, level=logging.INFO):
+    ring.handle(logging.LogRecord("dynamo.x", level, "f", 1, message, (), None))
+
+
+def test_lines_are_numbered_and_carry_their_request():
+    ring = LogRing()
+    token = logs.log_context.set(logs.LogContext("http-request", "r1"))
+    emit(ring, "first")
+    logs.log_context.reset(token)
+    emit(ring, "second", logging.ERROR)
+
+    assert [(line.number, line.message, line.request_id) for line in ring.after()] == [
+        (1, "first", "r1"), (2, "second", "")
+    ]  # fmt: skip
+    assert [line.message for line in ring.after(1)] == ["second"]
+    assert [line.message for line in ring.after(least_level=logging.WARNING)] == ["second"]
+    assert [line.message for line in ring.after(limit=1)] == ["second"]
+
+
+def test_ring_and_its_lines_are_bounded():
+    ring = LogRing()
+    for _ in range(MAX_LINES + 5):
+        emit(ring, "x" * 10_000)
+
+    assert len(ring.after(limit=10**6)) == MAX_LINES
+    assert len(ring.after()[0].message) == 2000

@@ -1,0 +1,334 @@
+"""The API of the console: what each viewer sees, its events, and what is kept of requests."""
+
+import asyncio
+import csv
+import json
+import logging
+
+import msgspec
+import pytest
+from frontend_rig import NAME
+from tests.unit.frontend.test_admission import tell_load
+
+from dynamo.console import usage
+from dynamo.frontend.apis.console import api
+from dynamo.frontend.console import feed
+from dynamo.protocols import generate
+from dynamo.router import config
+
+KEYS = """
+[[keys]]
+name = "root"
+key = "sk-root-1"
+admin = true
+[[keys]]
+name = "alice"
+key = "sk-alice-1"
+models = ["m"]
+[[keys]]
+name = "bob"
+key = "sk-bob-12"
+models = ["other"]
+"""
+API = "/console/api"
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+async def keyed(bare, tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    await bare.start(api_keys_file=str(path))
+    bare.one = await bare.worker()
+    return bare
+
+
+async def get(rig, path, key=None, status=200):
+    answer = await rig.client.get(path, headers=bearer(key) if key else {})
+
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def follow(rig, views, num_frames=1, key=None):
+    """The events of the first frames, as (name, value)."""
+    found = []
+    headers = bearer(key) if key else {}
+    async with rig.client.stream("GET", f"{API}/events?views={views}", headers=headers) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                found.append((name, json.loads(line.removeprefix("data: "))))
+                if len(found) >= num_frames:
+                    return found
+    return found
+
+
+async def test_page_and_its_files_have_a_strict_policy(rig):
+    for path, kind in (("/", "html"), ("/console", "html"), ("/console/app.js", "javascript"),
+                       ("/console/app.css", "css"), ("/console/icon.svg", "svg")):  # fmt: skip
+        answer = await rig.client.get(path)
+
+        assert (answer.status_code, kind in answer.headers["content-type"]) == (200, True)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+    page = (await rig.client.get("/")).text
+    assert "<script>" not in page
+    assert "://" not in page
+
+
+async def test_request_is_listed_with_its_stages_and_worker(rig):
+    await rig.chat(stream=True)
+    page = await get(rig, f"{API}/requests")
+    (row,) = page["rows"]
+
+    assert (page["total"], page["num_open"]) == (1, 0)
+    assert (row["model"], row["endpoint"], row["state"]) == ("m", "chat_completions", "done")
+    assert row["request_type"] == "stream"
+    assert row["output_tokens"] == 5
+    assert row["worker"] == f"{rig.one.instance.instance_id:x}"
+    parts = [row[f"{name}_ms"] for name in ("prepare", "route", "prefill", "decode")]
+    assert sum(parts) == pytest.approx(row["total_ms"], abs=0.01)
+    assert "hi" not in json.dumps(page)
+
+
+async def test_request_in_flight_is_listed_first_and_found_by_its_id(rig):
+    await rig.chat()
+    rig.one.script = lambda call, _: call.send(generate.Output((104,)))
+    asked = rig.start_task(
+        rig.client.post(
+            "/v1/completions", json={"model": "m", "prompt": "x"}, headers={"x-request-id": "mine"}
+        )
+    )
+    await rig.until(lambda: len(rig.one.calls) == 2)
+    page = await get(rig, f"{API}/requests")
+    row = await get(rig, f"{API}/requests/mine")
+    asked.cancel()
+
+    assert [one["state"] for one in page["rows"]] == [row["state"], "done"]
+    assert row["state"] in ("prefill", "streaming")
+    assert len((await get(rig, f"{API}/requests?state=done"))["rows"]) == 1
+    message = (await get(rig, f"{API}/requests/nobody", status=404))["error"]["message"]
+    assert "kept" in message
+
+
+async def test_worker_is_listed_with_its_load_while_a_console_is_open(rig):
+    worker = rig.one
+    async with rig.client.stream("GET", f"{API}/events?views=topology") as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        recorder = rig.frontend._recorder
+        topic = f"{NAME.namespace}/{NAME.component}/kv_metrics"
+        await rig.until(lambda: rig.cluster.bus)
+        while recorder.load_of(worker.instance.instance_id) is None:
+            await tell_load(rig, worker, active=7)
+            await asyncio.sleep(0.01)
+        page = await get(rig, f"{API}/topology")
+    (row,) = page["workers"]
+
+    assert topic
+    assert (row["instance"], row["model"], row["role"]) == (
+        f"{worker.instance.instance_id:x}", "m", "aggregated"
+    )  # fmt: skip
+    assert (row["kv_active_blocks"], row["kv_total_blocks"]) == (7, 100)
+    assert page["num_by_state"] == {"ready": 1}
+    await rig.until(lambda: not recorder.num_viewers)
+    await rig.until(lambda: recorder.load_of(worker.instance.instance_id) is None)
+
+
+async def test_nothing_is_computed_while_no_console_is_open(rig):
+    recorder = rig.frontend._recorder
+
+    assert not recorder.wants_explanation()
+    await follow(rig, "requests")
+    await rig.until(lambda: not recorder.num_viewers)
+    assert not recorder.wants_explanation()
+    assert rig.frontend._feed._running == []
+
+
+async def test_decision_is_explained_while_a_console_is_open(bare):
+    await bare.start(config.RoutingConfig(router_mode="kv"))
+    bare.one = await bare.worker()
+    async with bare.client.stream("GET", f"{API}/events?views=requests") as answer:
+        await anext(answer.aiter_lines())
+        await bare.chat("x" * 100)
+    rows = (await get(bare, f"{API}/requests"))["rows"]
+    row = await get(bare, f"{API}/requests/{rows[0]['id']}")
+    (decision,) = row["decisions"]
+    cache = await get(bare, f"{API}/cache")
+
+    assert decision["policy"] == "EstimatedTtft"
+    assert [one["instance"] for one in decision["candidates"]] == [row["worker"]]
+    assert decision["candidates"][0]["cost"] > 0
+    assert cache["is_indexed"]
+    assert [one["num_prompts"] for one in cache["prefixes"]] == [1]
+
+
+async def test_client_asks_for_the_explanation_by_header_or_field(bare):
+    await bare.start(config.RoutingConfig(router_mode="kv"))
+    await bare.worker()
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    answers = [
+        await bare.client.post(
+            "/v1/chat/completions", json=body, headers={"x-dynamo-explain": "1"}
+        ),
+        await bare.chat(nvext={"extra_fields": ["explanation"]}),
+    ]
+
+    for answer in answers:
+        (decision,) = answer.json()["nvext"]["explanation"]
+        assert decision["num_candidates"] == 1
+
+
+async def test_route_in_turn_is_explained_too(rig):
+    answer = await rig.chat(nvext={"extra_fields": ["explanation"]})
+
+    assert "round-robin" in answer.json()["nvext"]["explanation"][0]["reason"]
+
+
+async def test_explanations_are_limited_while_a_console_is_open(rig):
+    recorder = rig.frontend._recorder
+    async with rig.client.stream("GET", f"{API}/events?views=requests") as answer:
+        await anext(answer.aiter_lines())
+        recorder._explain_second = recorder.clock.now() // 1
+        recorder._num_explained = 10**6
+
+        assert not recorder.wants_explanation() or recorder._num_explained < 10**6
+
+
+async def test_metrics_of_the_last_hour_come_by_model(rig):
+    recorder, frontend_metrics = rig.frontend._recorder, rig.frontend._metrics
+    recorder.sample(frontend_metrics)
+    await rig.chat()
+    await rig.client.post("/v1/chat/completions", json={"model": "m"})
+    recorder.sample(frontend_metrics)
+    page = await get(rig, f"{API}/metrics?model=m")
+    total = await get(rig, f"{API}/metrics")
+
+    assert "m" in page["models"]
+    assert total["points"][-1]["output_tokens_per_s"] > 0
+    assert total["points"][-1]["errors_per_s"] > 0
+    assert total["points"][-1]["ttft_p50"] > 0
+    assert [name for name, _ in await follow(rig, "metrics")] == ["metrics"]
+
+
+async def test_models_are_listed_by_their_cards(rig):
+    (row,) = (await get(rig, f"{API}/models"))["models"]
+
+    assert (row["name"], row["kind"], row["num_workers"]) == ("m", "text", 1)
+    assert row["context_length"] == 200
+    assert "tokenizer.json" in row["files"]
+
+
+async def test_usage_is_summed_and_given_as_csv(rig):
+    await rig.chat()
+    await rig.complete()
+    rows = (await get(rig, "/usage"))["rows"]
+    answer = await rig.client.get("/usage?format=csv&model=m")
+    lines = list(csv.DictReader(answer.text.splitlines()))
+
+    assert {row["api"]: row["num_requests"] for row in rows} == {
+        "chat_completions": 1, "completions": 1
+    }  # fmt: skip
+    assert answer.headers["content-type"].startswith("text/csv")
+    assert [int(line["output_tokens"]) for line in lines] == [5, 5]
+    assert (await get(rig, "/usage?since=9999-01-01"))["rows"] == []
+
+
+async def test_usage_survives_a_restart(bare, tmp_path):
+    path = tmp_path / "usage.json"
+    await bare.start(usage_file=str(path))
+    await bare.worker()
+    await bare.chat()
+    bare.frontend._recorder.write_usage()
+    await bare.start(usage_file=str(path))
+
+    assert [row["num_requests"] for row in (await get(bare, "/usage"))["rows"]] == [1]
+    assert (await get(bare, f"{API}/session"))["keeps_usage"]
+    assert len(msgspec.json.decode(path.read_bytes(), type=list[usage.UsageRow])) == 1
+
+
+async def test_log_has_the_last_lines(rig):
+    logging.getLogger("dynamo.test").warning("a line")
+    lines = (await get(rig, f"{API}/log?level=INFO"))["lines"]
+
+    assert lines[-1]["message"] == "a line"
+    ((name, sent),) = await follow(rig, "log")
+    assert name == "log"
+    assert sent[-1]["number"] >= lines[-1]["number"]
+
+
+@pytest.mark.parametrize(
+    "query", ["requests?limit=0", "log?level=LOUD", "events?views=secrets", "session?x=1"]
+)
+async def test_wrong_query_is_refused(rig, query):
+    assert (await get(rig, f"{API}/{query}", status=400))["error"]["code"] == "invalid_request"
+
+
+async def test_streams_are_bounded_and_end_with_the_frontend(rig, monkeypatch):
+    monkeypatch.setattr(feed, "MAX_STREAMS", 1)
+    async with rig.client.stream("GET", f"{API}/events?views=requests") as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        refused = await get(rig, f"{API}/events", status=503)
+        rig.frontend._app.start_draining()
+        async for _ in lines:
+            pass
+
+    assert "1 consoles are open" in refused["error"]["message"]
+    assert (await rig.client.head(f"{API}/events")).status_code == 200
+
+
+async def test_without_a_key_nothing_is_shown(keyed):
+    paths = ("session", "topology", "requests", "metrics", "models", "cache", "log", "events")
+    statuses = [(await keyed.client.get(f"{API}/{path}")).status_code for path in paths]
+
+    assert set(statuses) == {401}
+    assert (await keyed.client.get("/usage")).status_code == 401
+    assert (await keyed.client.get("/")).status_code == 200
+
+
+async def test_key_sees_its_own_requests_only(keyed):
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    for key in ("sk-alice-1", "sk-root-1"):
+        await keyed.client.post("/v1/chat/completions", json=body, headers=bearer(key))
+    seen = {
+        key: [row["key"] for row in (await get(keyed, f"{API}/requests", key))["rows"]]
+        for key in ("sk-alice-1", "sk-root-1", "sk-bob-12")
+    }
+    used = {
+        key: {row["key"] for row in (await get(keyed, "/usage", key))["rows"]}
+        for key in ("sk-alice-1", "sk-root-1")
+    }
+    foreign = (await get(keyed, f"{API}/requests", "sk-root-1"))["rows"][0]["id"]
+
+    assert seen == {"sk-alice-1": ["alice"], "sk-root-1": ["root", "alice"], "sk-bob-12": []}
+    assert used == {"sk-alice-1": {"alice"}, "sk-root-1": {"alice", "root"}}
+    await get(keyed, f"{API}/requests/{foreign}", "sk-alice-1", status=404)
+    ((_, page),) = await follow(keyed, "requests", key="sk-alice-1")
+    assert [row["key"] for row in page["rows"]] == ["alice"]
+
+
+async def test_key_sees_its_models_only(keyed):
+    assert (await get(keyed, f"{API}/models", "sk-bob-12"))["models"] == []
+    assert (await get(keyed, f"{API}/topology", "sk-bob-12"))["workers"] == []
+    await get(keyed, f"{API}/metrics?model=m", "sk-bob-12", status=403)
+
+
+async def test_log_and_cache_are_for_administrators(keyed):
+    for name in ("log", "cache"):
+        await get(keyed, f"{API}/{name}", "sk-alice-1", status=403)
+        await get(keyed, f"{API}/events?views={name}", "sk-alice-1", status=403)
+        await get(keyed, f"{API}/{name}", "sk-root-1")
+    assert (await get(keyed, f"{API}/session", "sk-root-1"))["may_administer"]
+    assert not (await get(keyed, f"{API}/session", "sk-alice-1"))["may_administer"]
+
+
+def test_query_of_a_url_is_decoded_by_type():
+    assert api.decode_query("after=3&level=INFO", api.LogQuery).after == 3
