@@ -32,7 +32,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     itl: Buckets
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class MetricPoint(msgspec.Struct, frozen=True, kw_only=True):
     """The rates and quantiles between two samples; a quantile is None where nothing was measured."""
 
     at: float  # seconds since 1970, of the later sample
@@ -49,12 +49,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     itl_p95: float | None
 
 
-def make_point(earlier: Sample, later: Sample) -> Point:
+def make_point(earlier: Sample, later: Sample) -> MetricPoint:
     """Return the point between two samples of the same counters."""
     elapsed_s = max(later.at - earlier.at, 1e-3)
     input_tokens = later.input_tokens - earlier.input_tokens
     ttft, itl = subtract(later.ttft, earlier.ttft), subtract(later.itl, earlier.itl)
-    return Point(
+    return MetricPoint(
         at=later.at,
         requests_per_s=(later.num_ended - earlier.num_ended) / elapsed_s,
         errors_per_s=(later.num_failed - earlier.num_failed) / elapsed_s,
@@ -131,7 +131,7 @@ class MetricHistory:
 
     def __init__(self) -> None:
         self._last: dict[str, Sample] = {}
-        self._points: dict[str, deque[Point]] = {}
+        self._points: dict[str, deque[MetricPoint]] = {}
 
     @property
     def models(self) -> list[str]:
@@ -150,11 +150,11 @@ class MetricHistory:
             if earlier is not None:
                 points.append(make_point(earlier, sample))
 
-    def points(self, model: str = ALL_MODELS) -> Sequence[Point]:
+    def points(self, model: str = ALL_MODELS) -> Sequence[MetricPoint]:
         """Return the points of a model, the oldest first; none for an unknown one."""
         return list(self._points.get(model, ()))
 
-    def latest(self, model: str = ALL_MODELS) -> Point | None:
+    def latest(self, model: str = ALL_MODELS) -> MetricPoint | None:
         """Return the last point of a model; None before the first."""
         points = self._points.get(model)
         return points[-1] if points else None

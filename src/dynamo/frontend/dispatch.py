@@ -150,7 +150,7 @@ class RequestDispatch:
 
         return record
 
-    def _explain(self, explained: explanation.Explanation, hashes: Sequence[int]) -> None:
+    def _explain(self, explained: explanation.RoutingExplanation, hashes: Sequence[int]) -> None:
         if self._meter.explanations is not None:
             self._meter.explanations.append((explained, hashes))
 

@@ -286,7 +286,7 @@ class RequestMeter:
         self.worker_id: int | None = None  # the instance that has the request, or had it last
         self.prefill: route.PrefillResult | None = None
         # the decisions of the router and the hashes of their prompts; None: they are not explained
-        self.explanations: list[tuple[explanation.Explanation, Sequence[int]]] | None = None
+        self.explanations: list[tuple[explanation.RoutingExplanation, Sequence[int]]] | None = None
         self.tier_tokens: dict[
             str, int
         ] = {}  # of `num_cached`, those of tiers below the engine's memory

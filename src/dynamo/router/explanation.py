@@ -26,7 +26,7 @@ class CandidateCost(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_requests: int = 0  # in flight there
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RoutingExplanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The decision for one prompt at one endpoint."""
 
     policy: str
@@ -40,7 +40,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 def explain(
     policy: api.RoutingPolicy, prompt: api.Prompt, candidates: api.Candidates, now: float
-) -> Explanation:
+) -> RoutingExplanation:
     """Explain the decision that `policy` makes for this prompt among these candidates now."""
     parts: Mapping[api.Worker, Mapping[str, float]] = {}
     unit = reason = ""
@@ -62,7 +62,7 @@ def explain(
         candidates.loads,
         key=lambda worker: (costs.get(worker, 0.0), candidates.loads[worker].num_requests),
     )
-    return Explanation(
+    return RoutingExplanation(
         policy=type(policy).__name__,
         unit=unit,
         reason=reason,
@@ -84,9 +84,9 @@ def explain(
     )
 
 
-def explain_turn(mode: str, instance_ids: Sequence[int]) -> Explanation:
+def explain_turn(mode: str, instance_ids: Sequence[int]) -> RoutingExplanation:
     """Explain the decision of a route that knows neither caches nor load."""
-    return Explanation(
+    return RoutingExplanation(
         policy=mode,
         reason=f"router mode {mode}: neither caches nor load count",
         num_candidates=len(instance_ids),

@@ -42,7 +42,7 @@ class RoutingOptions(msgspec.Struct, frozen=True, kw_only=True):
     add_disconnect_callback: AddDisconnectCallback | None = None
     on_dispatched: Callable[[int], None] | None = None
     on_prefilled: Callable[[PrefillResult], None] | None = None
-    on_explained: Callable[[explanation.Explanation, Sequence[int]], None] | None = None
+    on_explained: Callable[[explanation.RoutingExplanation, Sequence[int]], None] | None = None
 
 
 DEFAULT_OPTIONS = RoutingOptions()

@@ -179,7 +179,7 @@ class Selector:
         self._check(prompt)
         return self._choose(prompt, self._candidates(prompt), now)
 
-    def explain(self, prompt: Prompt, now: float) -> explanation.Explanation:
+    def explain(self, prompt: Prompt, now: float) -> explanation.RoutingExplanation:
         """Explain the decision that `select` would make now, without making it."""
         return explanation.explain(self._policy, prompt, self._candidates(prompt), now)
 

@@ -38,7 +38,7 @@ class Viewer(msgspec.Struct, frozen=True, kw_only=True):
         return models is None or name in models
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True):
+class ConsoleSession(msgspec.Struct, frozen=True, kw_only=True):
     """Who looks, and at which process."""
 
     key: str  # name of the API key; empty where no keys are used
@@ -84,7 +84,7 @@ class MetricPage(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     models: Sequence[str]  # that have a history of their own
     interval_s: float
-    points: Sequence[metric_history.Point]
+    points: Sequence[metric_history.MetricPoint]
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, kw_only=True):

@@ -138,9 +138,9 @@ class ConsoleApi:
 
     def show_session(
         self, _: exchange.Exchange, viewer: views.Viewer, __: NoQuery
-    ) -> views.Session:
+    ) -> views.ConsoleSession:
         """Return who looks, and at which process."""
-        return views.Session(
+        return views.ConsoleSession(
             key="" if viewer.entry is None else viewer.entry.name,
             may_administer=viewer.may_administer,
             version=distribution.version(),
@@ -236,7 +236,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of the console."""
     api = ConsoleApi(context)
     views_by_path: dict[str, tuple[type, Answer, type | str, str]] = {
-        f"{API}/session": (NoQuery, api.show_session, views.Session, "Who looks, and at which process"),
+        f"{API}/session": (NoQuery, api.show_session, views.ConsoleSession, "Who looks, and at which process"),
         f"{API}/topology": (topology.WorkerQuery, api.show_topology, topology.TopologyPage, "The workers, live"),
         f"{API}/requests": (
             request_rows.RequestQuery, api.list_requests, request_rows.RequestPage,
