@@ -1,7 +1,7 @@
 """The explanation of a decision: what each candidate worker would have cost one prompt, and the parts of that cost.
 
-The same figures that the policy compares, computed once more for those requests whose decision is to be shown: a
-decision that nobody looks at pays nothing. The candidates with the lowest costs come first, and only the first
+The same figures that the policy compares, computed once more for requests with a decision to be shown: a decision
+that is not shown pays nothing. The candidates with the lowest costs come first, and only the first
 `MAX_CANDIDATES` are kept, so that an explanation stays small with a thousand workers.
 """
 

@@ -1,4 +1,4 @@
-"""The recorder of the console: what is kept while nobody looks, and what is made only while somebody does.
+"""The recorder of the console: what is always kept, and what is made only while a page is open.
 
 Always: the last ended requests (their meters, without tokens), the sums of `/usage`, the last log lines, and a sample
 of the counters every few seconds. Only while a console is open: the explanations of decisions, at most

@@ -39,7 +39,7 @@ class Viewer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConsoleSession(msgspec.Struct, frozen=True, kw_only=True):
-    """Who looks, and at which process."""
+    """The viewer's key and rights, and the process that answers."""
 
     key: str  # name of the API key; empty where no keys are used
     may_administer: bool

@@ -58,7 +58,7 @@ class NoQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The model whose metrics are shown; empty: all together."""
+    """The model to show the metrics of; empty: all together."""
 
     model: str = ""
 
@@ -139,7 +139,7 @@ class ConsoleApi:
     def show_session(
         self, _: exchange.Exchange, viewer: views.Viewer, __: NoQuery
     ) -> views.ConsoleSession:
-        """Return who looks, and at which process."""
+        """Return the key and the rights of the viewer, and the process that answers."""
         return views.ConsoleSession(
             key="" if viewer.entry is None else viewer.entry.name,
             may_administer=viewer.may_administer,
@@ -236,7 +236,7 @@ def operations(context: ApiContext) -> Sequence[Operation]:
     """Return the operations of the console."""
     api = ConsoleApi(context)
     views_by_path: dict[str, tuple[type, Answer, type | str, str]] = {
-        f"{API}/session": (NoQuery, api.show_session, views.ConsoleSession, "Who looks, and at which process"),
+        f"{API}/session": (NoQuery, api.show_session, views.ConsoleSession, "The viewer, and the process"),
         f"{API}/topology": (topology.WorkerQuery, api.show_topology, topology.TopologyPage, "The workers, live"),
         f"{API}/requests": (
             request_rows.RequestQuery, api.list_requests, request_rows.RequestPage,
