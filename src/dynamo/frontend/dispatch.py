@@ -81,6 +81,7 @@ class RequestDispatch:
         "_model",
         "_reply",
         "_shared",
+        "_weights",
     )
 
     def __init__(
@@ -97,6 +98,7 @@ class RequestDispatch:
         self._meter = meter
         self._instance_id = instance_id
         self._dead_instances: frozenset[int] = frozenset()  # that died with a prompt of the request
+        self._weights = ""  # the fingerprint of those with which the answer begins
         limit_s = shared.timeout_s
         self._deadline = None if limit_s is None else shared.clock.now() + limit_s
 
@@ -136,7 +138,10 @@ class RequestDispatch:
                 on_explained=None if self._meter.explanations is None else self._explain,
             ),
             avoid={*self._shared.busy_workers(model), *attempt.lost_instances},
+            weights=self._weights if attempt.has_begun else "",
         )
+        if attempt.instance_id is not None and not attempt.has_begun:
+            self._weights = model.weights_of(attempt.instance_id)
         attempt.set_stream(stream)
         if self._reply.is_over or not attempt.is_open:
             attempt.cancel()

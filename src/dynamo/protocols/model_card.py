@@ -87,6 +87,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model_type: tuple[ModelType, ...] = (ModelType.CHAT, ModelType.COMPLETIONS)
     worker_type: WorkerType = WorkerType.AGGREGATED
     files: dict[str, ModelFile] = {}
+    weights: str = ""  # fingerprint of the files with the weights; empty: unknown
     migration_limit: int | None = None  # most migrations of a request; None: the frontend's limit
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
     embedding: EmbeddingFacts | None = None
@@ -99,6 +100,17 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def checksums(self) -> dict[str, str]:
         """Return the checksum by file name; equal checksums mean the same tokens and chat template."""
         return {name: file.checksum for name, file in self.files.items()}
+
+    def find_difference(self, other: "ModelCard") -> str | None:
+        """Return what keeps two workers from computing parts of one answer; None: nothing that is known."""
+        for name in sorted(self.files.keys() | other.files.keys()):
+            if self.checksums.get(name) != other.checksums.get(name):
+                return name
+        return None if self.has_weights_of(other.weights) else "the weights"
+
+    def has_weights_of(self, fingerprint: str) -> bool:
+        """Return whether the weights may be those with this fingerprint; unknown ones may be any."""
+        return not self.weights or not fingerprint or self.weights == fingerprint
 
     def record_for(self, instance: instances.Instance) -> "tuple[str, CardRecord]":
         """Return the key and the record that discovery holds when `instance` serves this model."""

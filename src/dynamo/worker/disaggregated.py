@@ -6,6 +6,7 @@ Prefill and decode need an engine that moves KV blocks (`api.KvTransferPeer`); a
 import base64
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from dynamo.observability import metrics as registries
 from dynamo.protocols import instances, kv_transfer, model_card
 from dynamo.runtime import component
 from dynamo.worker import card, host, settings
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,11 +63,21 @@ def prepare_role(
         transfer.enable_export()
     if worker.disaggregation_mode == "agg":
         return WorkerRole(engine)
-    checksums = _checksums(card.describe_files(directory))
-    name = shared_queue.queue_name(worker.prefill_endpoint_name, model, checksums)
+    files, weights = card.describe_files(directory), card.fingerprint_weights(directory)
+    own = model_card.ModelCard(
+        display_name=model,
+        source_path=str(directory),
+        context_length=0,
+        kv_cache_block_size=0,
+        files=files,
+        weights=weights,
+    )
+    name = shared_queue.queue_name(
+        worker.prefill_endpoint_name, model, own.checksums | {"weights": weights}
+    )
     join = functools.partial(runtime.services.work_queue, name, shared_queue.BOUNDS)
     if not worker.is_prefill:
-        is_usable = _prefill_worker_filter(worker, model, checksums)
+        is_usable = _prefill_worker_filter(worker, own)
         workers = prefill_workers.PrefillWorkers(
             worker.prefill_endpoint_name, runtime.discovery, transfer, clock, is_usable=is_usable
         )
@@ -170,20 +183,20 @@ def _prefill_policy(worker: settings.WorkerConfig) -> policy.PrefillPolicy:
 
 
 def _prefill_worker_filter(
-    worker: settings.WorkerConfig, model: str, checksums: dict[str, str]
+    worker: settings.WorkerConfig, own: model_card.ModelCard
 ) -> Callable[[model_card.ModelCard], bool]:
-    """Return a predicate for cards of our model, by its name and files, and of a worker that our queue reaches."""
+    """Return a predicate for cards of our model, with its files and weights, and of a worker that our queue reaches."""
 
     def is_usable(candidate: model_card.ModelCard) -> bool:
+        if candidate.display_name != own.display_name:
+            return False
+        if (difference := own.find_difference(candidate)) is not None:
+            _logger.warning(
+                "a prefill worker of %r is not used: %s in %s differs from ours in %s",
+                own.display_name, difference, candidate.source_path, own.source_path,
+            )  # fmt: skip
+            return False
         takes_jobs = candidate.runtime_config.runtime_data.get(shared_queue.TAKES_JOBS) is True
-        return (
-            candidate.display_name == model
-            and _checksums(candidate.files) == checksums
-            and (takes_jobs or worker.prefill_queue == "direct")
-        )
+        return takes_jobs or worker.prefill_queue == "direct"
 
     return is_usable
-
-
-def _checksums(files: dict[str, model_card.ModelFile]) -> dict[str, str]:
-    return {name: file.checksum for name, file in files.items()}

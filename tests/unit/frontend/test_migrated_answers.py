@@ -163,6 +163,31 @@ async def test_other_worker_receives_prompt_and_generated_tokens(workers):
     assert second.sampling_options.seed == 3
 
 
+async def test_answer_that_has_begun_does_not_go_to_a_worker_with_other_weights(rig):
+    rig.first = await rig.worker("w", weights="1")
+    rig.second = await rig.worker("w", weights="2")
+    rig.first.script = rig.second.script = Speaker(cuts=[4])
+    answers = asyncio.create_task(rig.chat(model="w"))
+    await rig.until(lambda: rig.first.requests or rig.second.requests)
+    third = await rig.worker("w", weights="2" if rig.second.requests else "1")
+    third.script = rig.first.script
+    answer = await answers
+
+    assert answer.json()["choices"][0]["message"]["content"] == SAYS
+    other = rig.first if rig.second.requests else rig.second
+    assert not other.requests
+
+
+async def test_unstarted_request_goes_to_a_worker_with_other_weights(rig):
+    first, second = [await rig.worker("w", weights=weights) for weights in "12"]
+    first.script = second.script = Speaker(cuts=[0])
+
+    answer = await rig.chat(model="w")
+
+    assert answer.json()["choices"][0]["message"]["content"] == SAYS
+    assert len(first.requests) == len(second.requests) == 1
+
+
 async def test_unstarted_request_is_sent_again_unchanged(workers):
     fail_after(workers, 0)
     await workers.chat(n=2)

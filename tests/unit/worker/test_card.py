@@ -40,6 +40,28 @@ def test_weights_are_not_on_the_card(directory):
     assert set(build(directory).files) == {"config.json", "tokenizer.json"}
 
 
+def test_fingerprint_of_the_weights_tells_names_sizes_and_contents_apart(directory):
+    weights = directory / "model.safetensors"
+    contents = (b"weights", b"weighty", b"weights ", bytes(1 << 20), bytes((1 << 20) - 1) + b"x")
+    found = [build(directory).weights]
+    for content in contents[1:]:
+        weights.write_bytes(content)
+        found.append(build(directory).weights)
+    weights.rename(directory / "other.safetensors")
+    found.append(build(directory).weights)
+
+    assert len({*found}) == len(found)
+    (directory / "other.safetensors").rename(weights)
+    weights.write_bytes(contents[0])
+    assert build(directory).weights == found[0]
+
+
+def test_model_directory_without_weights_has_no_fingerprint(directory):
+    (directory / "model.safetensors").unlink()
+
+    assert not build(directory).weights
+
+
 def test_card_has_the_facts_of_the_engine(directory):
     built = build(directory)
 

@@ -2,6 +2,7 @@
 
 import base64
 
+import msgspec
 import pytest
 from worker_fakes import FakeEngine
 
@@ -17,6 +18,7 @@ from dynamo.worker import disaggregated, settings
 CARD = model_card.ModelCard(
     display_name="m", source_path="/m", context_length=8, kv_cache_block_size=4
 )
+FILE = model_card.ModelFile(path="/m/config.json", checksum="sha256:1", size=1)
 
 
 class ExportingEngine(FakeEngine):
@@ -106,9 +108,28 @@ def test_decode_worker_with_a_shared_queue_uses_workers_that_take_from_it(own, o
     engine.enable_export()
     prefill = settings.WorkerConfig(is_prefill_worker=True, prefill_queue=other)
     decode = settings.WorkerConfig(prefill_queue=own)
-    accepts = disaggregated._prefill_worker_filter(decode, "m", {})
+    accepts = disaggregated._prefill_worker_filter(decode, CARD)
 
     assert accepts(disaggregated.add_role(CARD, prefill, engine)) is is_usable
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"weights": "2"}, "the weights"),
+        ({"files": {"config.json": FILE}}, "config.json"),
+        ({"weights": ""}, None),
+        ({"weights": "1"}, None),
+    ],
+)
+def test_prefill_worker_with_other_weights_or_files_is_not_used_and_named(
+    changes, difference, caplog
+):
+    own = msgspec.structs.replace(CARD, weights="1")
+    accepts = disaggregated._prefill_worker_filter(settings.WorkerConfig(), own)
+
+    assert accepts(msgspec.structs.replace(own, **changes)) is (difference is None)
+    assert (f": {difference} in /m differs" in caplog.text) is (difference is not None)
 
 
 def test_models_that_differ_in_name_or_files_have_queues_of_their_own():

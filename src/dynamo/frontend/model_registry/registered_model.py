@@ -43,9 +43,15 @@ class EndpointInstances:
         """Return whether any of them is registered in discovery now."""
         return not self.cards.keys().isdisjoint(self.client.instances)
 
-    def allowed_ids(self, avoid: Collection[int]) -> Collection[int] | None:
-        """Return the instances that may be chosen: none of `avoid`, unless that leaves no instance. None: all."""
-        return self.cards.keys() - avoid or self.cards.keys() if avoid else None
+    def allowed_ids(self, avoid: Collection[int], weights: str = "") -> Collection[int] | None:
+        """Return the instances that may be chosen: none of `avoid`, unless that leaves no instance. None: all.
+
+        With `weights`, a fingerprint, none with others.
+        """
+        if not avoid and not weights:
+            return None
+        ids = {number for number, card in self.cards.items() if card.has_weights_of(weights)}
+        return ids - {*avoid} or ids
 
 
 class RegisteredModel:
@@ -135,15 +141,19 @@ class RegisteredModel:
         options: routing.RoutingOptions,
         *,
         avoid: Collection[int] = (),
+        weights: str = "",
     ) -> requests.Stream:
         """Send a request to an instance, if possible none of `avoid`, and return the stream of its answer.
 
+        With `weights`, the fingerprint of those with which the answer began, it goes to no instance with others.
         Raises NoWorkers, Overloaded or WorkerLost.
         """
-        replicas = self._pick_endpoint(options.instance_id, avoid)
-        if avoid:
+        replicas = self._pick_endpoint(options.instance_id, avoid, weights)
+        if avoid or weights:
             options = msgspec.structs.replace(
-                options, allowed_instances=replicas.allowed_ids(avoid)
+                options,
+                allowed_instances=replicas.allowed_ids(avoid, weights),
+                is_restricted=bool(weights),
             )
         # the route of an embedding model reads nothing of the request
         generation = cast("generate.Request", request)
@@ -163,7 +173,16 @@ class RegisteredModel:
         )
         return replicas.route.preview_instance(request, options)
 
-    def _pick_endpoint(self, instance_id: int | None, avoid: Collection[int]) -> EndpointInstances:
+    def weights_of(self, instance_id: int) -> str:
+        """Return the fingerprint of the weights of an instance, "" if it is unknown."""
+        for replicas in self.replicas.values():
+            if instance_id in replicas.cards:
+                return replicas.cards[instance_id].weights
+        return ""
+
+    def _pick_endpoint(
+        self, instance_id: int | None, avoid: Collection[int], weights: str = ""
+    ) -> EndpointInstances:
         """Pick the next endpoint in turn; most models have one. Raises NoWorkers."""
         usable = [
             replicas
@@ -171,6 +190,12 @@ class RegisteredModel:
             if replicas.has_live_instances
             and (instance_id is None or instance_id in replicas.cards)
         ]
+        if weights and usable:
+            usable = [replicas for replicas in usable if replicas.allowed_ids((), weights)]
+            if not usable:
+                raise errors.NoWorkers(
+                    f"no worker of {self.name!r} has the weights with which this answer began"
+                )
         if avoid:
             preferred = [
                 replicas

@@ -88,8 +88,12 @@ class PrefillPools:
             card = record.card_json
             if card.display_name != model.name or record.namespace != namespace:
                 continue
-            if card.checksums != model.card.checksums or name != (endpoint or name):
-                _logger.warning("ignored the prefill worker %x of %s", record.instance_id, name)
+            difference = card.find_difference(model.card)
+            if difference is not None or name != (endpoint or name):
+                reason = "another endpoint" if difference is None else f"{difference} differs"
+                _logger.warning(
+                    "ignored the prefill worker %x of %s: %s", record.instance_id, name, reason
+                )
                 continue
             endpoint = name
             cards[record.instance_id] = card
