@@ -76,7 +76,11 @@ class Explanation:
             pairs["x-vsr-jailbreak-observed"] = f"{attack.risk:.3f}"
         if pii is not None and pii.action in ("observe", "route"):
             pairs["x-vsr-pii-types"] = ",".join(pii.labels)
-        return [(name, _printable(value)) for name, value in pairs.items() if value]
+        return [  # a value that ended its line would begin another header
+            (name, "".join(sign if " " <= sign <= "~" else "?" for sign in value)[:1000])
+            for name, value in pairs.items()
+            if value
+        ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -348,8 +352,3 @@ class SemanticRouter:
             pairs = (*mutation.add, *mutation.update)
             outcome.upstream_headers += [(pair.name.lower(), pair.value) for pair in pairs]
             outcome.removed_headers += [name.lower() for name in mutation.delete]
-
-
-def _printable(value: str) -> str:
-    """Return a header's value without what ends a line."""
-    return "".join(sign if " " <= sign <= "~" else "?" for sign in value)[:1000]

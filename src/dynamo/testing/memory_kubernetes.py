@@ -186,7 +186,11 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
                 and namespace in ("", key.namespace)
                 and _matches(obj["metadata"].get("labels", {}), query.get("labelSelector", ""))
                 and _matches(
-                    {"metadata.name": key.name, **_flat(obj)}, query.get("fieldSelector", "")
+                    {
+                        "metadata.name": key.name,
+                        **{".".join(path): value for path, value in _leaves(obj)},
+                    },
+                    query.get("fieldSelector", ""),
                 )
             )
 
@@ -236,7 +240,9 @@ class MemoryKubernetes(httpx2.AsyncBaseTransport):
         stored = self.objects.get(key)
         if stored is None:
             raise _Refusal(
-                404, "NotFound", f'{key.kind.plural}.{_group(key.kind)} "{key.name}" not found'
+                404,
+                "NotFound",
+                f'{key.kind.plural}.{key.kind.api_version.rpartition("/")[0]} "{key.name}" not found',
             )
         if request.method == "GET":
             return _json(stored)
@@ -375,10 +381,6 @@ def _matches(values: dict[str, Any], selector: str) -> bool:
     return True
 
 
-def _flat(obj: Object) -> dict[str, Any]:
-    return {".".join(path): value for path, value in _leaves(obj)}
-
-
 def _leaves(value: Object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     for name, part in value.items():
         if isinstance(part, dict) and part:
@@ -430,10 +432,6 @@ def _check_preconditions(stored: Object, conditions: Object) -> None:
                 "Conflict",
                 f"the {name} {conditions[name]} does not match {stored['metadata'][name]}",
             )
-
-
-def _group(kind: _Kind) -> str:
-    return kind.api_version.rpartition("/")[0]
 
 
 def _json(value: Object, code: int = 200) -> httpx2.Response:

@@ -449,7 +449,7 @@ class EventReceiver:
                 frames = self._next()
             except zmq.Again:
                 break
-            if not _is_well_formed(frames):
+            if len(frames) != 4 or not len(frames[1]) == len(frames[2]) == U64.size:
                 num_malformed += 1
             elif frames[0] in self._topic_by_name:  # zmq also lets through what only begins like it
                 batch.append(self._event(frames))
@@ -494,7 +494,3 @@ class EventReceiver:
 
     def _end(self) -> None:
         self._is_running = False
-
-
-def _is_well_formed(frames: list[bytes]) -> bool:
-    return len(frames) == 4 and len(frames[1]) == len(frames[2]) == U64.size

@@ -134,11 +134,8 @@ def _container(segment: re.Match[str]) -> type[msgspec.inspect.Type]:
 
 def _alternative(expected: msgspec.inspect.Type, kind: type[msgspec.inspect.Type]) -> Any:
     """Return the first of a union's types that is of this kind, or None."""
-    return next((option for option in _alternatives(expected) if isinstance(option, kind)), None)
-
-
-def _alternatives(expected: msgspec.inspect.Type) -> tuple[msgspec.inspect.Type, ...]:
-    return expected.types if isinstance(expected, msgspec.inspect.UnionType) else (expected,)
+    options = expected.types if isinstance(expected, msgspec.inspect.UnionType) else (expected,)
+    return next((option for option in options if isinstance(option, kind)), None)
 
 
 def _enter(inner: Any, value: Any, segment: re.Match[str]) -> tuple[msgspec.inspect.Type, Any]:

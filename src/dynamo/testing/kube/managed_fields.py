@@ -294,7 +294,12 @@ def apply(
     _check_conflicts(entries, writer, changed & fields, is_forced=is_forced)
     entries = _without(entries, writer, changed & fields if is_forced else set())
     others = {path for entry in entries for path in decode(entry["fieldsV1"])}
-    abandoned = {path for path in before - fields if not _is_kept(path, fields | others)}
+    owned = fields | others
+    abandoned = {
+        path
+        for path in before - fields
+        if path not in owned and all(other[: len(path)] != path for other in owned)
+    }
     merged = remove(merged, abandoned, shape)
     if fields:
         is_same = before == fields and not changed
@@ -315,10 +320,6 @@ def _with_initial_owner(live: Object, shape: Shape, writer: Writer) -> list[Obje
     }
     first = Writer("before-first-apply", "Update", writer.api_version, "", writer.time)
     return [_entry(first, fields, writer.time)] if fields else []
-
-
-def _is_kept(path: Path, owned: set[Path]) -> bool:
-    return path in owned or any(other[: len(path)] == path for other in owned)
 
 
 def _check_conflicts(

@@ -25,7 +25,10 @@ class LayerMemory:
     """The tensors of all layers as a `tier_copies.DeviceMemory`: a block in the host tier has its layers in order."""
 
     def __init__(self, layers: Sequence[Any], host: host_memory.HostMemory) -> None:
-        self._windows = [memory.Window(memoryview(_bytes_of(layer).numpy())) for layer in layers]
+        self._windows = [
+            memory.Window(memoryview(layer.detach().view(torch.uint8).reshape(-1).numpy()))
+            for layer in layers
+        ]
         self._slabs = [layer[0].numel() * layer.element_size() for layer in layers]
         self._host = host
 
@@ -176,7 +179,3 @@ def find_fault(layer: Any) -> str | None:
     if not layer.is_contiguous():
         return f"one of shape {tuple(layer.shape)} and strides {layer.stride()}"
     return None
-
-
-def _bytes_of(layer: Any) -> Any:
-    return layer.detach().view(torch.uint8).reshape(-1)
