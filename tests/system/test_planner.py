@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import pathlib
 import re
 import signal
 import threading
@@ -11,6 +12,7 @@ import pytest
 from deployment import MODEL, chat
 
 import ports
+import processes
 from waiting import PATIENT_S, eventually
 
 pytestmark = pytest.mark.system
@@ -106,6 +108,24 @@ def test_workers_come_and_go_under_streams_and_no_answer_is_cut(deployment, fron
     assert set(answers) == {(NUM_TOKENS, "[DONE]")}
     assert planner.metric("scaling_events_total") >= 2
     eventually(lambda: planner.metric("num_decode_replicas") == 1, what="one is left")
+
+
+def test_killed_planner_cuts_no_answer_and_leaves_no_worker(deployment, frontend):
+    planner = Planner(deployment, frontend)
+    frontend.await_models([MODEL])
+    below = processes.descendants(planner.process.pid)
+    with frontend.stream(max_tokens=NUM_TOKENS, ignore_eos=True) as lines:
+        next(lines)
+        planner.process.kill()
+        rest = list(lines)
+
+    assert rest[-1] == "[DONE]"
+    assert not any("error" in line for line in rest)
+    eventually(
+        lambda: not [pid for pid in below if pathlib.Path(f"/proc/{pid}").exists()],
+        what="the workers have ended",
+    )
+    frontend.await_models([])
 
 
 def test_missing_metrics_change_nothing_and_are_said(deployment, frontend):

@@ -90,8 +90,7 @@ class WorkerWait:
         A request that is under way (its worker was lost) waits for busy workers too, and however many others wait.
         Raises the last error of `ask` when the wait is over, or as soon as `is_over` returns True.
         """
-        began_at, is_counted = self._clock.now(), False
-        label = model.lower() if self.is_expected(model) else UNKNOWN_MODEL
+        began_at, label = self._clock.now(), ""
         try:
             while True:
                 try:
@@ -99,19 +98,31 @@ class WorkerWait:
                 except (errors.Unavailable, errors.WorkerLost) as error:
                     if is_over() or (isinstance(error, errors.Overloaded) and not is_under_way):
                         raise
-                    if not (is_counted or is_under_way):
+                    if not (label or is_under_way):
                         if not self._policy.has_room(self._num_waiting):
                             raise
                         _logger.info("a request waits for a worker of %r: %s", model, error)
                         self._num_waiting += 1
-                        is_counted = True
-                        if self._gauge is not None:
-                            self._gauge.labels(label).inc()
+                    if not is_under_way:
+                        label = self._show(model, label)
                     limit_s = self._policy.limit_s(self._expected.estimate_start(model))
                     if self._clock.now() - began_at >= limit_s:
                         raise
                 await self._clock.sleep(PAUSE_S)
         finally:
-            self._num_waiting -= is_counted
-            if is_counted and self._gauge is not None:
+            self._num_waiting -= bool(label)
+            if label and self._gauge is not None:
                 self._gauge.labels(label).dec()
+
+    def _show(self, model: str, shown_as: str) -> str:
+        """Count a waiting request under its model as soon as a worker of it is expected; return the label.
+
+        Until then it counts under none: clients may invent names. A planner announces its model after the last worker
+        has gone, perhaps later than a request has come.
+        """
+        label = model.lower() if self.is_expected(model) else UNKNOWN_MODEL
+        if self._gauge is not None and label != shown_as:
+            self._gauge.labels(label).inc()
+            if shown_as:
+                self._gauge.labels(shown_as).dec()
+        return label

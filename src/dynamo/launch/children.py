@@ -3,7 +3,7 @@
 Each child leads its own process group, so that Ctrl-C in the terminal reaches only the parent, which stops the children
 in order. When a child has ended, what remains of its group (processes of its engine, for example) is killed, before the
 child may be started again. If the parent itself dies, the kernel kills the children on Linux, and the `guard` all that
-is below them everywhere.
+is below them everywhere; children with a time of grace get SIGTERM instead, and are killed after it.
 """
 
 import asyncio
@@ -42,6 +42,7 @@ class ChildSpec:
     environ: Mapping[str, str]
     is_relayed: bool = True  # its output comes through the parent, marked with its name
     resources: allocation.Allocation = field(default_factory=allocation.Allocation)
+    grace_s: float = 0.0  # for which it may finish what it runs after its parent's death
 
 
 class Child:
@@ -142,6 +143,8 @@ async def start(
 ) -> Child:
     """Start a child; `running` holds the tasks that wait for it and relay its output."""
     output = asyncio.subprocess.PIPE if spec.is_relayed else None
+    if spec.grace_s:
+        guardian.grant(spec.grace_s)
     process = await asyncio.create_subprocess_exec(
         *spec.argv,
         env=guardian.mark({**spec.environ, **spec.resources.environ}),
@@ -149,15 +152,17 @@ async def start(
         stdout=output,
         stderr=asyncio.subprocess.STDOUT if spec.is_relayed else None,
         process_group=0,
-        preexec_fn=_before_exec(guardian, spec.resources.cores),
+        preexec_fn=_before_exec(guardian, spec),
         limit=_LINE_BYTES,
     )
     return Child(spec, process, guardian, running, clock)
 
 
-def _before_exec(guardian: guard.Guard, cores: Sequence[int]) -> Callable[[], None]:
+def _before_exec(guardian: guard.Guard, spec: ChildSpec) -> Callable[[], None]:
     """Return what a child does between fork and exec: tell the guard, so that no moment is left without one."""
-    die_with_parent = process_setup.dies_with(os.getpid())
+    cores = spec.resources.cores
+    number = signal.SIGTERM if spec.grace_s else signal.SIGKILL
+    die_with_parent = process_setup.dies_with(os.getpid(), number)
 
     def prepare() -> None:
         if die_with_parent is not None:

@@ -2,12 +2,14 @@
 
 The guard runs in its own session, where neither Ctrl-C nor a closed terminal reaches it. It reads commands from a pipe,
 the lifeline, of which only the guarded process holds the other end; the kernel closes that end when the process ends.
-Then the guard kills all processes that are left, and removes the temporary folders and shared-memory files.
+Then the guard kills all processes that are left, after their time of grace if they have one, and removes the temporary
+folders and shared-memory files.
 
 Commands, one per line:
 
     group PID      this process is a child and leads a process group
     ended PID      this group is empty
+    grace SECONDS  processes may finish what they run for so long after the end
     folder PATH    remove this folder at the end
     foreign NAME   this file in /dev/shm was there before
 
@@ -88,6 +90,10 @@ class Guard:
         """Announce that this process group is empty."""
         self._send(f"ended {group}")
 
+    def grant(self, grace_s: float) -> None:
+        """Announce that children, which get SIGTERM at the end, may finish what they run for so many seconds."""
+        self._send(f"grace {grace_s:g}")
+
     def _send(self, command: str) -> None:
         with contextlib.suppress(
             BrokenPipeError
@@ -124,6 +130,7 @@ def main(token: str) -> None:
     """Read commands from standard input until it ends, then clean up."""
     os.chdir("/")
     groups: set[int] = set()
+    graces: list[float] = [0.0]
     folders: list[str] = []
     shared_files: set[str] = set()
     foreign_files: set[str] = set()
@@ -135,11 +142,15 @@ def main(token: str) -> None:
             is_open = bool(received)
             *lines, buffer = (buffer + received).split(b"\n")
             for line in lines:
-                _obey(os.fsdecode(line), groups, folders, foreign_files)
+                if line.startswith(b"grace "):
+                    graces.append(float(line[6:]))
+                else:
+                    _obey(os.fsdecode(line), groups, folders, foreign_files)
         elif new_files := _list_shared_memory() - foreign_files - shared_files:
             shared_files |= _mapped_files(live_processes(groups, token)) - foreign_files
             unmapped_files, earlier_unmapped = new_files - shared_files, unmapped_files
             foreign_files |= unmapped_files & earlier_unmapped  # in two polls: not just being made
+    _let_end(groups, token, max(graces))
     _kill_all(groups, token, foreign_files, shared_files)
     for name in shared_files:
         with contextlib.suppress(OSError):
@@ -163,6 +174,31 @@ def _obey(line: str, groups: set[int], folders: list[str], foreign_files: set[st
         folders.append(argument)
     elif command == "foreign":
         foreign_files.add(argument)
+
+
+def _let_end(groups: set[int], token: str, grace_s: float) -> None:
+    """Wait for `grace_s` seconds until all processes have ended; on Linux the kernel has sent them SIGTERM."""
+    until = time.monotonic() + grace_s
+    if grace_s and sys.platform != "linux":
+        for leader in groups:
+            with contextlib.suppress(OSError):
+                os.kill(leader, signal.SIGTERM)
+    while time.monotonic() < until:
+        if sys.platform == "linux":
+            has_ended = not live_processes(groups, token)
+        else:
+            has_ended = not any(_is_alive(leader) for leader in groups)
+        if has_ended:
+            return
+        time.sleep(_SCAN_S)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
 
 
 def _kill_all(

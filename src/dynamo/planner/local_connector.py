@@ -3,10 +3,12 @@
 Each worker gets cores and devices of its own, if it is given any. A worker that is taken away gets SIGTERM: it leaves
 discovery, finishes or hands over what it runs, and ends; only then are its cores free again. Of several workers the
 youngest goes first, and one that has not served yet before all others. Workers that die are not restarted here: the
-next decision orders a new one, with the planner's pauses between failures.
+next decision orders a new one, with the planner's pauses between failures. If the planner dies, its workers leave in
+the same way: no answer is cut, and no worker is left without owner.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -126,7 +128,9 @@ class LocalConnector:
             pool.failure = str(error)
             return
         pool.num_started += 1
-        spec = self._make_spec(name, pool.num_started, resources)
+        spec = dataclasses.replace(
+            self._make_spec(name, pool.num_started, resources), grace_s=self._stop_timeout_s
+        )
         try:
             child = await children.start(spec, self._guard, self._running, self._clock)
         except OSError as error:

@@ -1,6 +1,8 @@
 """Requests wait for a worker when none serves."""
 
 import asyncio
+import collections
+import types
 
 import msgspec
 import pytest
@@ -28,8 +30,8 @@ class Expected:
 class Asked:
     """A worker that is away until the test says otherwise."""
 
-    def __init__(self, clock, expected, policy=LIMIT):
-        self.wait = waiting.WorkerWait(policy, clock, expected)
+    def __init__(self, clock, expected, policy=LIMIT, gauge=None):
+        self.wait = waiting.WorkerWait(policy, clock, expected, gauge)
         self.clock, self.error, self.is_over = clock, errors.NoWorkers("nobody"), False
 
     async def ask(self):
@@ -78,6 +80,38 @@ async def test_request_waits_longer_while_a_worker_is_starting():
     assert still_waits
     with pytest.raises(errors.NoWorkers):
         await waits
+
+
+class Gauge:
+    """How many requests wait, by label."""
+
+    def __init__(self):
+        self.counts = collections.Counter()
+
+    def labels(self, name):
+        return types.SimpleNamespace(
+            inc=lambda: self.counts.update([name]), dec=lambda: self.counts.subtract([name])
+        )
+
+    @property
+    def present(self):
+        return dict(+self.counts)
+
+
+async def test_waiting_request_counts_under_its_model_as_soon_as_a_worker_is_expected():
+    asked = Asked(clocks.VirtualClock(), Expected(), gauge=(gauge := Gauge()))
+    waits = asked.begin()
+    await asked.clock.advance(1)
+    counted = [gauge.present]
+    asked.wait._expected.start_s = 3.0
+    await asked.clock.advance(waiting.PAUSE_S)
+    counted.append(gauge.present)
+    asked.error = None
+    await asked.clock.advance(waiting.PAUSE_S)
+
+    assert await waits == "answer"
+    assert counted == [{"unknown": 1}, {"m": 1}]
+    assert gauge.present == {}
 
 
 async def test_no_more_new_requests_wait_than_the_limit_allows(asked):
