@@ -27,6 +27,7 @@ import xxhash
 
 from dynamo.base import errors
 from dynamo.kvbm.tiers import CachedBlock
+from dynamo.protocols import kv_events
 
 FILE_NAME = "blocks.kv"
 PAGE_BYTES = 4096
@@ -51,13 +52,17 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskFile:
-    """The open file. `read`, `write` and `forget` may be called by any thread, one at a time for each slot."""
+    """A `storage.Storage`: the open file. Its methods may be called by any thread, one at a time for each slot."""
+
+    tier = kv_events.DISK
+    num_threads = 2
 
     def __init__(
         self, directory: Path, fingerprint: Mapping[str, str], *, block_bytes: int, num_slots: int
     ) -> None:
         """Create the file, or open the one of an earlier run. Raises ConfigError that names it and what is wrong."""
         self.path = directory / FILE_NAME
+        self.name = str(self.path)
         self.num_slots, self._block_bytes = num_slots, block_bytes
         self._stride = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
         self._slots_at = PAGE_BYTES + -(-num_slots * _RECORD_BYTES // PAGE_BYTES) * PAGE_BYTES

@@ -1,7 +1,7 @@
 """The copies of a tiered cache, made by threads beside the engine's: loads never queue behind offloads.
 
     to host memory        one thread for loads, one for offloads: a copy of memory
-    from and to disk      two threads each, so that the disk has more than one request at a time
+    from and to disk      two threads each, so that the disk has more than one request at a time; four for objects
 
 The engine's thread begins copies and hears of their ends by `post`, which must run the given function in that thread
 between its steps. Nothing here waits for a disk: a copy that hangs holds its thread and its slots, and no request.
@@ -19,19 +19,13 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.kvbm import tier_policy
-from dynamo.kvbm.disk_file import DiskFile
 from dynamo.kvbm.host_memory import HostMemory
-from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, TierCopy
+from dynamo.kvbm.storage import Storage
+from dynamo.kvbm.tiered_cache import DEVICE, HOST, TierCopy
 from dynamo.protocols import kv_events
 from dynamo.transfer import api, descriptors, job, memory, plan
 
 Post = Callable[[Callable[[], None]], None]
-_NUM_THREADS: dict[tier_policy.Path, int] = {
-    (HOST, DEVICE): 1,
-    (DEVICE, HOST): 1,
-    (DISK, HOST): 2,
-    (HOST, DISK): 2,
-}
 _MIN_MEMORY_S = 1.0  # a copy of memory may take: shorter ones would fail on a busy machine
 _LOG_EVERY_S = 60.0
 _CLOSE_S = 2.0
@@ -88,8 +82,13 @@ class RegionMemory:
 class TierCopies:
     """The threads of one engine. All methods are called by the engine's thread."""
 
-    def __init__(self, device: DeviceMemory, host: HostMemory, disk: DiskFile | None) -> None:
+    def __init__(self, device: DeviceMemory, host: HostMemory, disk: Storage | None) -> None:
         self._device, self._host, self._disk = device, host, disk
+        self._num_threads: dict[tier_policy.Path, int] = {(HOST, DEVICE): 1, (DEVICE, HOST): 1}
+        if disk is not None:
+            self._num_threads |= dict.fromkeys(
+                ((disk.tier, HOST), (HOST, disk.tier)), disk.num_threads
+            )
         self._jobs: dict[tier_policy.Path, queue.SimpleQueue[TierCopy | None]] = {}
         self._threads: list[threading.Thread] = []
         self._deadlines: dict[TierCopy, float] = {}  # of copies that a request waits for
@@ -104,9 +103,7 @@ class TierCopies:
         The first piece of that memory is provided before this returns.
         """
         self._post, self._on_end = post, on_end
-        for path, num_threads in _NUM_THREADS.items():
-            if DISK in path and self._disk is None:
-                continue
+        for path, num_threads in self._num_threads.items():
             self._jobs[path] = queue.SimpleQueue()
             self._threads += [self._start(self._serve, path) for _ in range(num_threads)]
         pieces = self._host.provide()
@@ -152,13 +149,13 @@ class TierCopies:
             try:
                 self._disk.forget()
             except OSError as error:
-                _logger.warning("the index of %s was not erased: %s", self._disk.path, error)
+                _logger.warning("the index of %s was not erased: %s", self._disk.name, error)
 
     def close(self) -> None:
         """End the threads; one that hangs is left behind. Idempotent."""
         self._is_closing.set()
         for path, jobs in self._jobs.items():
-            for _ in range(_NUM_THREADS[path]):
+            for _ in range(self._num_threads[path]):
                 jobs.put(None)
         self._jobs.clear()
         until = time.monotonic() + _CLOSE_S
@@ -200,7 +197,7 @@ class TierCopies:
                 self._move(api.TransferOperation.WRITE, copy.from_slots, copy.to_slots, None)
             case (kv_events.HOST, kv_events.DEVICE):
                 self._move(api.TransferOperation.READ, copy.to_slots, copy.from_slots, copy.limit_s)
-            case (kv_events.HOST, kv_events.DISK):
+            case (kv_events.HOST, _):
                 for block, (source, target) in zip(copy.blocks, slots, strict=True):
                     self._file.write(target, block, self._host.block(source))
             case _:
@@ -212,7 +209,7 @@ class TierCopies:
         return frozenset()
 
     @property
-    def _file(self) -> DiskFile:
+    def _file(self) -> Storage:
         assert self._disk is not None, "a copy from or to disk without a disk tier"
         return self._disk
 

@@ -17,7 +17,7 @@ MIN_LFU_COUNT = 8
 MIN_STEP_TOKENS = 16  # a step of fewer tells little of how fast prompts are computed
 _WEIGHT = 0.2  # of a new measurement in a running mean
 # Before the first measurement. Low for the memory of a server, high for a disk that is none of NVMe.
-_BYTES_PER_S = {"memory": 2e9, "disk": 500e6}
+_BYTES_PER_S = {"memory": 2e9, kv_events.DISK: 500e6, kv_events.REMOTE: 100e6}
 _OPTIMISM = 1.02  # factor on a measured speed for each load that it forbids
 _OVERHEAD_S = 0.0005  # of a copy: two changes of threads
 _SHARE = 0.5  # of the time to compute that a load may take: what is above could make it later than computing
@@ -147,7 +147,7 @@ class LoadCost:
 
     def bytes_per_s(self, path: Path) -> float:
         """Return the speed of copies between two tiers: as measured, else as measured in the other direction."""
-        kind = "disk" if kv_events.DISK in path else "memory"
+        kind = next((tier for tier in path if tier in _BYTES_PER_S), "memory")
         reverse = self._bytes_per_s.get((path[1], path[0]), _BYTES_PER_S[kind])
         return self._bytes_per_s.get(path, reverse)
 

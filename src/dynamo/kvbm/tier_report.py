@@ -3,13 +3,15 @@
 import msgspec
 
 from dynamo.kvbm import tier_policy
-from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, DevicePool, TieredCache
+from dynamo.kvbm.tiered_cache import DEVICE, DISK, HOST, REMOTE, DevicePool, TieredCache
 
 _COPY_NAMES = {
     (DEVICE, HOST): "offload_blocks_d2h",
     (HOST, DISK): "offload_blocks_h2d",
     (HOST, DEVICE): "onboard_blocks_h2d",
     (DISK, HOST): "onboard_blocks_d2d",
+    (HOST, REMOTE): "offload_blocks_h2o",
+    (REMOTE, HOST): "onboard_blocks_o2h",
 }
 _COUNTS = (
     "matched_tokens", "host_lookups", "disk_lookups", "failed_blocks", "late_loads", "not_worth_loading",
@@ -38,7 +40,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     copied: dict[str, int]  # blocks whose copies ended well
     counts: dict[str, int]
     host_hit_rate: float  # blocks loaded from host memory, of those looked up there
-    disk_hit_rate: float
+    disk_hit_rate: float  # likewise of the disk, or of the object store in its place
     bytes_per_s: dict[str, float]  # of copies, as measured or assumed
     prefill_tokens_per_s: float | None  # as measured
     offloading: str  # "on", or why it is turned down
@@ -65,7 +67,8 @@ def make_report(pool: DevicePool, cache: TieredCache) -> TierReport:
         copied=copied,
         counts={name: counts.get(name, 0) for name in _COUNTS},
         host_hit_rate=copied["onboard_blocks_h2d"] / max(1, counts.get("host_lookups", 0)),
-        disk_hit_rate=copied["onboard_blocks_d2d"] / max(1, counts.get("disk_lookups", 0)),
+        disk_hit_rate=(copied["onboard_blocks_d2d"] + copied["onboard_blocks_o2h"])
+        / max(1, counts.get("disk_lookups", 0)),
         bytes_per_s={name: cache.cost.bytes_per_s(path) for path, name in _COPY_NAMES.items()},
         prefill_tokens_per_s=cache.cost.tokens_per_s,
         offloading=tier_policy.describe(cache.guard),

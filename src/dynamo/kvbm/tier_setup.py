@@ -1,24 +1,31 @@
 """The options of the cache tiers, and the tiers that they describe."""
 
+import importlib
 import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import xxhash
 
-from dynamo.base import config, errors
+from dynamo.base import config, distribution, errors
 from dynamo.kvbm import disk_file, host_memory, local_agent, tier_policy, tiered_cache
 from dynamo.kvbm import pool as pools
+from dynamo.kvbm import storage as storages
 from dynamo.kvbm.tier_copies import RegionMemory, TierCopies
 from dynamo.kvbm.tiered_cache import DISK, HOST, TieredCache, TierOptions
 from dynamo.kvbm.tiers import CachedBlock, Tier
 from dynamo.protocols import kv_events
 from dynamo.transfer import descriptors
 
-STORAGE_TIERS = {"hbm": kv_events.DEVICE, "host_dram": HOST, "nvme_ssd": DISK}
+STORAGE_TIERS = {
+    "hbm": kv_events.DEVICE,
+    "host_dram": HOST,
+    "nvme_ssd": DISK,
+    "object_store": kv_events.REMOTE,
+}
 _logger = logging.getLogger(__name__)
 _FINGERPRINT = (
     "dtype",
@@ -39,8 +46,8 @@ class TierConfig:
 
     kvbm_storage_tiers: tuple[str, ...] = config.option(
         (),
-        help="memories of KV blocks: hbm (the engine's own), host_dram, nvme_ssd; by default hbm and host_dram, and"
-        " nvme_ssd if its path or size is given",
+        help="memories of KV blocks: hbm (the engine's own), host_dram, and nvme_ssd or object_store; by default hbm"
+        " and host_dram, and the third if its path, URL or size is given",
     )
     kvbm_cpu_cache_gb: str | None = config.option(
         None,
@@ -70,6 +77,18 @@ class TierConfig:
         env="DYN_KVBM_DISK_CACHE_DIR",
         help="directory of the disk tier's file, on a local disk; each worker needs one of its own",
     )
+    kvbm_object_store: str | None = config.option(
+        None,
+        env="DYN_KVBM_OBJECT_STORE",
+        help="URL of an object store for blocks, instead of a disk: s3://BUCKET/PREFIX, gs://, az:// or file:///DIRECTORY;"
+        " credentials come from the environment; workers may share it",
+    )
+    kvbm_object_num_blocks: int = config.option(
+        10_000,
+        env="DYN_KVBM_OBJECT_NUM_BLOCKS",
+        help="size of the object store tier in blocks",
+        least=1,
+    )
     kvbm_host_offload_filter: Literal["presence", "pass_all", "frequency", "presence_lfu"] = (
         config.option(
             "presence",
@@ -94,6 +113,7 @@ class TierConfig:
             "hbm",
             "host_dram",
             *(("nvme_ssd",) if self._has_disk else ()),
+            *(("object_store",) if self.kvbm_object_store else ()),
         )
         if unknown := [name for name in names if name not in STORAGE_TIERS]:
             raise errors.ConfigError(
@@ -111,6 +131,13 @@ class TierConfig:
             )
         if DISK in tiers and self.kvbm_nvme_path is None:
             raise errors.ConfigError("nvme_ssd needs a directory: expected --kvbm-nvme-path")
+        if kv_events.REMOTE in tiers and (HOST not in tiers or DISK in tiers):
+            raise errors.ConfigError(
+                "--kvbm-storage-tiers: object_store needs host_dram, and takes the place of nvme_ssd; leave one of the"
+                " two away"
+            )
+        if kv_events.REMOTE in tiers and self.kvbm_object_store is None:
+            raise errors.ConfigError("object_store needs a URL: expected --kvbm-object-store")
         return tuple(tier for tier in tiers if tier != kv_events.DEVICE)
 
     @property
@@ -138,10 +165,10 @@ class KvbmConfig(TierConfig, local_agent.TransferConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStorage:
-    """The memory and the file of one process's tiers."""
+    """The memory of one process's host tier, and the file or object store below."""
 
     host: host_memory.HostMemory
-    disk: disk_file.DiskFile | None
+    disk: storages.Storage | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +244,14 @@ def open_storage(
             "--connector kvbm: there is no memory left for a host tier; stop other processes, or use --connector none"
         )
     host = host_memory.HostMemory(num_host, block_bytes)
+    if settings.kvbm_object_store is not None and kv_events.REMOTE in settings.storage_tiers:
+        objects: storages.Storage = _object_storage().ObjectStorage(
+            settings.kvbm_object_store,
+            {**fingerprint, "block_bytes": str(block_bytes)},
+            num_slots=settings.kvbm_object_num_blocks,
+            part=part,
+        )
+        return TierStorage(host=host, disk=objects)
     if DISK not in settings.storage_tiers:
         return TierStorage(host=host, disk=None)
     assert settings.kvbm_nvme_path is not None
@@ -244,7 +279,8 @@ def make_cache(
 
     `stored` is what the disk has, by slot.
     """
-    disk = Tier(DISK, num_disk, pool.events) if num_disk else None
+    below = DISK if DISK in settings.storage_tiers else kv_events.REMOTE
+    disk = Tier(below, num_disk, pool.events) if num_disk else None
     if disk is not None:
         disk.restore(stored)
     return TieredCache(
@@ -259,6 +295,16 @@ def make_cache(
             offload_ratio=settings.kvbm_offload_ratio,
         ),
     )
+
+
+def _object_storage() -> Any:
+    """Import the module of object stores. Raises ConfigError if its library is not installed."""
+    try:
+        return importlib.import_module("dynamo.kvbm.object_storage")
+    except ImportError as error:
+        raise errors.ConfigError(
+            f"--kvbm-object-store: expected the package obstore: {distribution.install_command('objects')}"
+        ) from error
 
 
 def identify_model(directory: Path) -> str:

@@ -31,7 +31,7 @@ EXPLORED_SHARE = 16  # turned down, one block in so many is still offloaded
 QUICK_BYTES = (
     2 * 2**20
 )  # a load up to this size takes less time (0.3 ms) than to hand it to a thread and back
-DEVICE, HOST, DISK = kv_events.DEVICE, kv_events.HOST, kv_events.DISK
+DEVICE, HOST, DISK, REMOTE = kv_events.TIERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,7 +123,8 @@ class TieredCache:
     ) -> None:
         """`block_size` is in tokens, `block_bytes` the size of a block over all layers."""
         options = options or TierOptions()
-        self.host, self.disk = host, disk
+        self.host, self.disk = host, disk  # the second may be an object store
+        self._below = DISK if disk is None else disk.name
         self.cost = tier_policy.LoadCost()
         self.guard = tier_policy.ChurnGuard(max(host.num_slots, 1))
         self.counts: Counter[str] = Counter()
@@ -149,7 +150,7 @@ class TieredCache:
     @property
     def num_queued(self) -> dict[kv_events.Tier, int]:
         """Blocks that wait to be copied, by the tier that they are copied to."""
-        return {HOST: len(self._to_host), DISK: len(self._to_disk)}
+        return {HOST: len(self._to_host), self._below: len(self._to_disk)}
 
     # --- offload ---
 
@@ -173,7 +174,7 @@ class TieredCache:
         """Return the copies to begin now."""
         while self._num_running[DEVICE, HOST] < MAX_OFFLOADS and self._begin_offload_to_host():
             pass
-        while self._num_running[HOST, DISK] < MAX_OFFLOADS and self._begin_offload_to_disk():
+        while self._num_running[HOST, self._below] < MAX_OFFLOADS and self._begin_offload_to_disk():
             pass
         copies, self.new_copies = self.new_copies, []
         return copies
@@ -198,12 +199,12 @@ class TieredCache:
         for position, source in enumerate(copy.sources):
             tier = self.host if path[0] is HOST else self.disk
             assert tier is not None
-            if position in failed and path[0] is DISK:
+            if position in failed and path[0] is self._below:
                 tier.drop(source)
             tier.release(source)
         for position, target in enumerate(copy.targets):
             self._end_target(copy, position, target, is_failed=position in failed)
-        if path == (DISK, HOST):
+        if path == (self._below, HOST):
             self._late_loads.discard(copy)
             preparation = self._preparations.get(copy.waiting)
             if preparation is not None and copy in preparation.copies:
@@ -220,7 +221,7 @@ class TieredCache:
             tier.release(target)
             return
         preparation = self._preparations.get(copy.waiting)
-        if copy.path == (DISK, HOST) and preparation is not None:
+        if copy.path == (self._below, HOST) and preparation is not None:
             preparation.kept_blocks.append(target)
             target.num_users += 1  # until the sequence is admitted
         if not tier.confirm(target) or copy.path != (DEVICE, HOST) or self.disk is None:
@@ -298,7 +299,7 @@ class TieredCache:
             targets.append(target)
         if targets:
             copy = TierCopy(
-                path=(HOST, DISK),
+                path=(HOST, self._below),
                 blocks=tuple([source.block for source in sources]),
                 from_slots=_slots(sources),
                 to_slots=_slots(targets),
@@ -329,13 +330,13 @@ class TieredCache:
         entries = _leading(map(disk.find, missing))
         self.counts["disk_lookups"] += len(missing)
         num_tokens = len(entries) * self._block_size
-        load_s = self._load_s((DISK, HOST), len(entries)) + self._load_s(
+        load_s = self._load_s((self._below, HOST), len(entries)) + self._load_s(
             (HOST, DEVICE), len(entries)
         )
         if not entries or not self.cost.pays(load_s, num_tokens):
             if entries:
                 self.counts["not_worth_loading"] += 1
-                self.cost.record_declined((DISK, HOST))
+                self.cost.record_declined((self._below, HOST))
             return
         if self._late_loads:  # the disk hangs
             return
@@ -349,7 +350,7 @@ class TieredCache:
             if not targets:
                 break
             copy = TierCopy(
-                path=(DISK, HOST),
+                path=(self._below, HOST),
                 blocks=tuple([source.block for source in sources]),
                 from_slots=_slots(sources),
                 to_slots=_slots(targets),
@@ -417,7 +418,7 @@ class TieredCache:
             sources=tuple(sources),
             limit_s=self.cost.max_wait_s(len(entries) * self._block_size),
             waiting=waiting,
-            origins=tuple([DISK if each in from_disk else HOST for each in entries]),
+            origins=tuple([self._below if each in from_disk else HOST for each in entries]),
         )
         self._begin(copy)
         return len(entries)

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import random
+import shutil
 import threading
 
 import pytest
@@ -244,6 +245,35 @@ async def test_wrong_byte_on_disk_is_computed_and_counted(model, tmp_path):
 
         assert served.sink.cached["1"] == report.counts["matched_tokens"] == 5 * BLOCK
         assert report.counts["failed_blocks"] == 1
+
+
+async def test_prompt_is_loaded_from_the_object_store_that_another_worker_has_filled(
+    model, tmp_path
+):
+    pytest.importorskip("obstore")
+    prompt, options = text(1, 80), {"kvbm_object_store": tmp_path.as_uri()}
+    async with serving(model, **tiers(100, **options)) as served:
+        first = await served.answer(prompt)
+        await served.settle()
+        async with serving(model, **tiers(100, **options)) as other:
+            assert await other.answer(prompt) == first
+            assert other.sink.by_tier["1"] == {"remote": 76}
+            assert len(other.sink.held[kv_events.REMOTE]) >= 20
+
+
+async def test_object_store_that_is_taken_away_leaves_answers_as_they_are(model, tmp_path):
+    pytest.importorskip("obstore")
+    prompt, options = text(1, 80), {"kvbm_object_store": (tmp_path / "store").as_uri()}
+    async with serving(model, **tiers(100, **options)) as served:
+        first = await served.answer(prompt)
+        await served.settle()
+    async with serving(model, **tiers(100, **options)) as served:
+        shutil.rmtree(tmp_path / "store")
+        assert await served.answer(prompt) == first
+        report = await served.settle()
+
+        assert report.counts["failed_blocks"] > 0
+        assert report.counts["matched_tokens"] == 0
 
 
 async def test_clear_reaches_every_tier(model, tmp_path):

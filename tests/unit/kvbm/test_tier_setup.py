@@ -1,5 +1,7 @@
 """Which tiers the options name."""
 
+import sys
+
 import pytest
 
 from dynamo.base import config, errors
@@ -23,6 +25,7 @@ def read(*argv, **environ):
             (kv_events.HOST, kv_events.DISK),
         ),
         (("--connector", "kvbm", "--kvbm-nvme-path", "/x"), (kv_events.HOST, kv_events.DISK)),
+        (("--connector", "kvbm", "--kvbm-object-store", "s3://b"), (kv_events.HOST, kv_events.REMOTE)),
     ],
 )  # fmt: skip
 def test_tiers_follow_from_the_flags(argv, expected):
@@ -46,11 +49,29 @@ def test_sizes_are_read_from_the_originals_variables():
 
 @pytest.mark.parametrize(
     ("tiers", "expected"),
-    [("host_dram", "hbm first"), ("hbm,nvme_ssd", "needs host_dram"), ("hbm,tape", "got 'tape'")],
+    [
+        ("host_dram", "hbm first"),
+        ("hbm,nvme_ssd", "needs host_dram"),
+        ("hbm,tape", "got 'tape'"),
+        ("hbm,object_store", "needs host_dram"),
+        ("hbm,host_dram,object_store", "expected --kvbm-object-store"),
+    ],
 )
 def test_impossible_tiers_are_refused(tiers, expected):
     with pytest.raises(errors.ConfigError, match=expected):
         _ = read("--connector", "kvbm", "--kvbm-storage-tiers", tiers).tier_names
+
+
+def test_disk_and_object_store_together_are_refused():
+    with pytest.raises(errors.ConfigError, match="takes the place of nvme_ssd"):
+        _ = read("--kvbm-nvme-path", "/x", "--kvbm-object-store", "s3://b").storage_tiers
+
+
+def test_object_store_without_its_library_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dynamo.kvbm.object_storage", None)
+    settings = read("--kvbm-object-store", "file:///x", "--kvbm-cpu-cache-override-num-blocks", "1")
+    with pytest.raises(errors.ConfigError, match="expected the package obstore"):
+        tier_setup.open_storage(settings, block_bytes=4096, device_bytes=0, fingerprint={})
 
 
 def test_offload_ratio_is_a_share():

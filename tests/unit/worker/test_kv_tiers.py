@@ -61,3 +61,14 @@ def test_report_is_served_once_the_engine_has_started(reporter):
     assert (starting.status, started.status) == (503, 200)
     assert [tier["tier"] for tier in report["tiers"]] == ["device", "host"]
     assert report["offloading"] == "on"
+
+
+def test_log_says_that_copying_turned_itself_down_and_up_again(reporter, caplog):
+    monitor = kv_tiers.KvTierMonitor(reporter, metrics.Registry("dynamo_component"))
+    for is_down in (False, True, True, False):
+        reporter.cache.guard.is_down = is_down
+        monitor.update()
+    down, up = (record.getMessage() for record in caplog.records)
+
+    assert "to host memory: turned down: host memory gave up nearly all" in down
+    assert up == "copies of KV blocks to host memory: on"

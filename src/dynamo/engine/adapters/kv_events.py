@@ -31,6 +31,7 @@ _TIERS = {
     "STORAGE": kv_events.DISK,
     "DISK": kv_events.DISK,
     "EXTERNAL": kv_events.DISK,
+    "REMOTE": kv_events.REMOTE,
 }  # any other medium is the device
 _WHOLE_PREFIX_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
 _MAP, _MAP16 = 0x80, 0xDE  # first byte of a small map in msgpack, and of larger ones

@@ -31,7 +31,7 @@ from dynamo.kvbm import tier_report, tier_setup
 from dynamo.protocols import kv_events
 
 REPORT_S = 0.2  # between two reports while there is work
-_MEDIUM = {kv_events.HOST: "CPU", kv_events.DISK: "DISK"}
+_MEDIUM = {kv_events.HOST: "CPU", kv_events.DISK: "DISK", kv_events.REMOTE: "REMOTE"}
 _USED_METHODS: Mapping[type, Mapping[str, tuple[str, ...]]] = {  # parameters after self
     base.KVConnectorBase_V1: {
         "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
@@ -184,7 +184,9 @@ class DynamoConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         from vllm.v1.metrics import cache_hit_source  # not in 0.28, nor this method
 
         sources = self._deciding.sources(request.request_id)
-        return {cache_hit_source.CacheHitSource(str(tier)): n for tier, n in sources.items()}
+        kind = cache_hit_source.CacheHitSource
+        others = {kv_events.REMOTE: kind.EXTERNAL_UNSPECIFIED}
+        return {others.get(tier) or kind(str(tier)): n for tier, n in sources.items()}
 
     def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         cached = scheduler_output.scheduled_cached_reqs

@@ -252,7 +252,7 @@ class TierScheduler:
         for copy in cache.take_copies():
             number, self._num_copies = self._num_copies, self._num_copies + 1
             self._copies[number] = copy
-            if copy.path[0] is kv_events.DISK and copy.limit_s is not None:
+            if copy.path[1] is kv_events.HOST and copy.limit_s is not None:
                 self._late_at[copy] = self._now() + copy.limit_s
             if copy.path[1] is kv_events.DEVICE and not copy.is_quick_load:
                 loads[number] = str(copy.waiting)
