@@ -36,6 +36,7 @@ from dynamo.base import errors
 
 C = TypeVar("C")
 _TRUE = frozenset(("1", "true", "yes", "on"))
+_LIST_ACTIONS = {"word": "append", "text": "append", "words": "extend"}
 _FALSE = frozenset(("0", "false", "no", "off", ""))
 
 
@@ -267,20 +268,14 @@ def _add_flag(
             dest=name,
             metavar=_metavar(kind),
             help=text,
-            **_counted(field, kind),
+            action=_LIST_ACTIONS[field.metadata["takes"]]
+            if typing.get_origin(kind) is tuple
+            else "store",
+            nargs="+" if field.metadata["takes"] == "words" else None,
         )
         choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
         if choices or kind in (int, float):  # argcomplete reads it; elsewhere it offers files
             action.completer = lambda **_: choices  # type: ignore[attr-defined]
-
-
-def _counted(field: dataclasses.Field[Any], kind: Any) -> dict[str, Any]:
-    """Return argparse's arguments that say how often a flag may come, and with how many words."""
-    if typing.get_origin(kind) is not tuple:
-        return {"action": "store"}
-    if field.metadata["takes"] == "words":
-        return {"action": "extend", "nargs": "+"}
-    return {"action": "append"}
 
 
 def _metavar(kind: Any) -> str:

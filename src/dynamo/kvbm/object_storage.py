@@ -48,7 +48,13 @@ class ObjectStorage:
         self._paths: dict[int, str] = {}  # by slot
         self.blocks: dict[int, CachedBlock] = {}
         try:
-            self._store = stores.from_url(url, **_options(url))
+            options: dict[str, Any] = {"mkdir": True}  # of a directory, which has no time limits
+            if not url.startswith("file:"):
+                options = {
+                    "client_options": {"timeout": f"{TIMEOUT_S}s", "allow_http": True},
+                    "retry_config": {"max_retries": 1},
+                }
+            self._store = stores.from_url(url, **options)
             self._find_blocks()
         except (exceptions.BaseError, OSError, ValueError) as error:
             raise errors.ConfigError(
@@ -131,16 +137,6 @@ def _parse(path: str) -> CachedBlock | None:
         return CachedBlock(int(parts[0], 16), int(parts[1], 16), parent)
     except ValueError:
         return None
-
-
-def _options(url: str) -> dict[str, Any]:
-    """Return the limits of a store's requests; a directory has none, and is made."""
-    if url.startswith("file:"):
-        return {"mkdir": True}
-    return {
-        "client_options": {"timeout": f"{TIMEOUT_S}s", "allow_http": True},
-        "retry_config": {"max_retries": 1},
-    }
 
 
 def _describe(error: Exception) -> str:

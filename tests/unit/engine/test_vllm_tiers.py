@@ -235,7 +235,7 @@ def test_disk_is_read_while_the_request_waits_but_not_for_too_long():
     stored = {
         slot: tiers.CachedBlock(name_of(h), 0, None) for slot, h in enumerate(request.block_hashes)
     }
-    rig = Rig(num_disk=8, stored=stored)
+    rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
     rig.step(num_tokens=100)  # 1 ms a token
     request = rig.request("a")
     assert rig.scheduler.match(request, 0) == (None, False)
@@ -254,7 +254,7 @@ def test_tokens_are_counted_for_the_tier_in_which_they_were_found():
     stored = {
         slot: tiers.CachedBlock(name_of(h), 0, None) for slot, h in enumerate(request.block_hashes)
     }
-    rig = Rig(num_disk=8, stored=stored)
+    rig = Rig(num_disk=8, stored=stored, kvbm_nvme_path="/x")
     rig.step()
     request = rig.request("a")
     rig.scheduler.match(request, 0)

@@ -153,7 +153,10 @@ class DynamoConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 now=time.monotonic,
             )
         else:
-            self._worker = tier_worker.TierWorker(settings, _name_part(vllm_config))
+            parallel = vllm_config.parallel_config
+            dp_part = f"dp{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
+            rank_part = f"rank{parallel.rank}" if parallel.world_size > 1 else ""
+            self._worker = tier_worker.TierWorker(settings, dp_part + rank_part)
 
     # --- in the scheduler's process ---
 
@@ -368,13 +371,6 @@ def read_settings(extra: Mapping[str, Any]) -> tier_setup.TierConfig:
             "--kvbm-offload-ratio: expected 1 with vLLM, which does not say what it evicts"
         )
     return settings
-
-
-def _name_part(vllm_config: Any) -> str:
-    """Return a name for this rank among those that share a disk tier's directory; empty if it is alone."""
-    parallel = vllm_config.parallel_config
-    dp_part = f"dp{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
-    return dp_part + (f"rank{parallel.rank}" if parallel.world_size > 1 else "")
 
 
 if _faults := find_interface_faults(_USED_METHODS, dir(DynamoConnector)):

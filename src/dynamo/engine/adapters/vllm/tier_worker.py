@@ -25,10 +25,8 @@ class LayerMemory:
     """The tensors of all layers as a `tier_copies.DeviceMemory`: a block in the host tier has its layers in order."""
 
     def __init__(self, layers: Sequence[Any], host: host_memory.HostMemory) -> None:
-        self._windows = [
-            memory.Window(memoryview(layer.detach().view(torch.uint8).reshape(-1).numpy()))
-            for layer in layers
-        ]
+        flat = [layer.detach().view(torch.uint8).reshape(-1) for layer in layers]
+        self._windows = [memory.Window(memoryview(layer.numpy())) for layer in flat]
         self._slabs = [layer[0].numel() * layer.element_size() for layer in layers]
         self._host = host
 

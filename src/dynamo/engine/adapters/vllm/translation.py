@@ -63,6 +63,7 @@ def translate_output(
     if completion.finish_reason is None and not is_first and report == translation.TOKENS_ONLY:
         return generate.Output(tokens, None, index)
     finish_reason, stop_reason = _finish(completion, request)
+    loaded = (result.kv_transfer_params or {}).get(connectors.TIER_TOKENS)  # with the last output
     prompt_steps = [step for step in result.prompt_logprobs or () if step is not None]
     return generate.Output(
         tokens,
@@ -72,18 +73,13 @@ def translate_output(
         cached_tokens=(result.num_cached_tokens or 0) if is_first else None,
         stop_reason=stop_reason,
         kv_transfer_params=connectors.decode_params(result.kv_transfer_params),
-        tier_tokens=_tier_tokens(result.kv_transfer_params) if index == 0 else None,
+        tier_tokens=tuple(sorted(loaded.items())) if loaded and index == 0 else None,
         prompt_logprobs=(  # the first token, which nothing predicts, has None
             translation.convert_logprobs(prompt_steps, report.prompt_logprobs)
             if result.prompt_logprobs
             else None
         ),
     )
-
-
-def _tier_tokens(params: dict[str, Any] | None) -> tuple[tuple[str, int], ...] | None:
-    """Return the tokens that were loaded from each tier, which our connector reports with the last output."""
-    return tuple(sorted((params or {}).get(connectors.TIER_TOKENS, {}).items())) or None
 
 
 def _finish(
