@@ -283,7 +283,7 @@ class _Serving:
         started = self._supervisor.child_by_name.items()
         pids = ", ".join(f"{name} {child.pid}" for name, child in started)
         return (
-            f"\n{self._name} answers at {url}\n\n"
+            f"\n{self._name} answers at {url} (in a browser: chat, and what happens inside)\n\n"
             f"  workers {self._describe_workers()}\n"
             f"  pids    dynamo {os.getpid()}, {pids}\n"
             f"  engine  {options.engine}, model {self._directory}\n"
