@@ -162,7 +162,7 @@ class VllmLibrary:
                     return
             if self.death() is not None:
                 break
-            await self._clock.sleep(delay)
+            await self._clock.sleep(min(delay, until - self._clock.now()))
             delay = min(2 * delay, RETRY_S)
         raise errors.EngineFailed(f"its blocks were in use for {HELD_S:g} s")
 
