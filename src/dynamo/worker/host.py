@@ -16,6 +16,7 @@ cost a thread or a file each, and one system port with the metrics of all. They 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -260,6 +261,21 @@ class Host:
         await self._requests.drain(refusal, self._options.drain_timeout_s)
         await self._wait_for_exports(deadline)
 
+    async def promise_wake_up(self, estimate_s: float) -> None:
+        """Announce, until `restore`, that this worker comes back, unless it only computes prompts for others."""
+        if self._card.worker_type is not model_card.WorkerType.PREFILL:
+            start = instances.WorkerStart(
+                model=self._card.display_name,
+                namespace=self._endpoint.namespace,
+                estimate_s=estimate_s,
+            )
+            with contextlib.suppress(errors.Unavailable):  # then requests wait for a shorter time
+                await self._runtime.discovery.put(self._start_key, msgspec.json.encode(start))
+
+    @property
+    def _start_key(self) -> str:
+        return f"{instances.STARTS}{self._runtime.instance_id:x}"
+
     async def clear_prefixes(self) -> None:
         """Drop the engine's cached prefixes, so that no router expects them after the sleep."""
         await self._engine.clear_kv_blocks()
@@ -268,6 +284,8 @@ class Host:
         """Accept requests again and register in discovery."""
         self._requests.reopen()
         await self._runtime.restore()
+        with contextlib.suppress(errors.Unavailable):
+            await self._runtime.discovery.delete(self._start_key)
         self._is_ready = True
 
     def outputs(self, batch: Sequence[api.EngineOutput]) -> None:

@@ -2,6 +2,9 @@
 
     awake ── sleep: drain as when stopping ──▶ asleep ── wake_up: register as when starting ──▶ awake
 
+While it sleeps, discovery has an estimate of how long waking up takes (as long as it took last time; before the first
+time, as long as falling asleep): requests of a model without another worker wait for it.
+
 One change runs at a time, for a bounded time. An engine that fails in a change, or does not finish it in time, is in an
 unknown state. It counts as dead, which ends the worker, so that a supervisor can start a new one.
 
@@ -55,6 +58,10 @@ class SleepingWorker(Protocol):
         """Leave discovery and finish or hand over all requests, within a bounded time."""
         ...
 
+    async def promise_wake_up(self, estimate_s: float) -> None:
+        """Have frontends hold requests for a worker that wakes up within about `estimate_s` seconds."""
+        ...
+
     async def clear_prefixes(self) -> None:
         """Drop the engine's cached prefixes and publish that."""
         ...
@@ -83,6 +90,7 @@ class Sleep:
         self._change_s = change_s
         self._state = "not ready yet"
         self._level = 0
+        self._wake_up_s: float | None = None  # how long it took last time
         self._tasks = tasks.Tasks()
 
     def begin(self) -> None:
@@ -156,20 +164,25 @@ class Sleep:
 
     async def _fall_asleep(self, level: int) -> str:
         await self._worker.withdraw()
+        began_at = self._clock.now()
         async with self._clock.timeout(self._change_s):
             await self._worker.clear_prefixes()
             await self._controller.sleep(level)
+        took_s = self._clock.now() - began_at
+        await self._worker.promise_wake_up(took_s if self._wake_up_s is None else self._wake_up_s)
         self._state, self._level = "asleep", level
         _logger.info("asleep (level %d)", level)
         return f"asleep (level {level})"
 
     async def _wake_up(self, tags: Sequence[str]) -> str:
+        began_at = self._clock.now()
         async with self._clock.timeout(self._change_s):
             is_awake = await self._controller.wake_up(tags)
         if not is_awake:
             self._state = "asleep"
             return f"asleep still, though {', '.join(tags)} may be back"
         await self._worker.restore()
+        self._wake_up_s = self._clock.now() - began_at
         self._state = "awake"
         _logger.info("awake")
         return "awake"

@@ -7,6 +7,7 @@ import worker_fakes
 
 from dynamo.base import clock as clocks
 from dynamo.base import errors
+from dynamo.testing import clock as virtual
 from dynamo.worker import sleep
 from waiting import PATIENT_S
 
@@ -15,7 +16,7 @@ class World:
     """A worker and its engine that record the calls to them."""
 
     def __init__(self):
-        self.calls, self.deaths = [], []
+        self.calls, self.deaths, self.estimates_s = [], [], []
         self.missing = set()
         self.may_change = asyncio.Event()
         self.may_change.set()
@@ -23,6 +24,9 @@ class World:
 
     async def withdraw(self):
         self.calls.append("withdraw")
+
+    async def promise_wake_up(self, estimate_s):
+        self.estimates_s.append(estimate_s)
 
     async def clear_prefixes(self):
         self.calls.append("clear")
@@ -68,6 +72,25 @@ async def test_worker_withdraws_before_it_sleeps_and_is_restored_once_awake(cont
 
     assert answers == ["asleep (level 1)", "awake"]
     assert world.calls == ["withdraw", "clear", "sleep 1", "wake up ", "restore"]
+
+
+async def test_time_to_wake_up_is_estimated_by_falling_asleep_and_then_by_the_last_time(world):
+    time = virtual.VirtualClock()
+    controller = sleep.Sleep(world, world, time, change_s=60)
+    controller.begin()
+    for command, took_s in (
+        (controller.sleep(1), 3.0),
+        (controller.wake_up(()), 7.0),
+        (controller.sleep(1), 2.0),
+    ):
+        world.may_change.clear()
+        running = asyncio.ensure_future(command)
+        await time.advance(took_s)
+        world.may_change.set()
+        await running
+    await controller.close()
+
+    assert world.estimates_s == pytest.approx([3.0, 7.0])
 
 
 async def test_repeated_command_succeeds_and_changes_nothing(controller, world):
