@@ -218,7 +218,10 @@ class FrontendConfig(AdmissionConfig):
         "looked at where API keys are used",
     )
     namespace: str = config.option(
-        "", env="DYN_NAMESPACE", help="serve only the models of this namespace; by default all"
+        "",
+        env="DYN_NAMESPACE",
+        help="serve only the models of this namespace, and of its generations that an orchestrator makes (`-` and eight"
+        " hexadecimal digits behind it); by default all",
     )
     tls_cert_path: str | None = config.option(
         None,

@@ -52,7 +52,7 @@ class ExpectedWorkers:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 _logger.warning("ignored the start %s: %s", change.key, error)
                 continue
-            if self._namespace in ("", start.namespace):
+            if instances.covers_namespace(self._namespace, start.namespace):
                 self._starts[change.key] = start
 
 

@@ -21,7 +21,18 @@ EVENT_CHANNELS = "v1/event_channels/"
 CLEAR_KV_BLOCKS = "clear_kv_blocks"  # an endpoint that each worker serves besides its own
 KV_EVENTS_REPLAY = "kv_events_replay"  # likewise
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+_GENERATION = re.compile("[0-9a-f]{8}")
 _SCHEME = "dyn://"
+
+
+def covers_namespace(own: str, other: str) -> bool:
+    """Return True if a process of namespace `own` serves the workers of `other`; an empty `own` covers all.
+
+    An orchestrator that replaces the workers of `a` puts the new generation into `a-` and eight hexadecimal digits:
+    workers of two generations never exchange blocks, and frontends serve both.
+    """
+    is_generation = other.startswith(f"{own}-") and _GENERATION.fullmatch(other, len(own) + 1)
+    return own in ("", other) or bool(is_generation)
 
 
 class EndpointName(msgspec.Struct, frozen=True, order=True):

@@ -64,3 +64,18 @@ def test_instance_is_unchanged_by_discovery_and_carries_its_type():
 
     assert msgspec.json.decode(value)["type"] == "Endpoint"
     assert msgspec.json.decode(value, type=instances.Instance) == INSTANCE
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "is_covered"),
+    [
+        ("", "anything", True),
+        ("a", "a", True),
+        ("a", "a-0123abcd", True),
+        ("a", "a-0123abcde", False),
+        ("a", "a-disagg00", False),
+        ("a", "b", False),
+    ],
+)
+def test_namespace_covers_its_generations(own, other, is_covered):
+    assert instances.covers_namespace(own, other) is is_covered

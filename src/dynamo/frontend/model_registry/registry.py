@@ -260,7 +260,7 @@ class ModelRegistry:
         except wire.DECODE_ERRORS as error:
             _logger.warning("ignored the model card %s: %s", change.key, error)
             return None
-        if self._namespace not in ("", record.namespace):
+        if not instances.covers_namespace(self._namespace, record.namespace):
             return None
         if record.card_json.worker_type is model_card.WorkerType.PREFILL:
             self._prefill_records[change.key] = record

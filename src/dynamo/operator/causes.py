@@ -1,0 +1,120 @@
+"""The first cause of a component that is not ready, in one sentence, read from its pods.
+
+Only pods of the present template count. Of several causes the one that nothing else explains comes first: a pod that
+cannot be placed says nothing of its image, and one whose image is missing says nothing of its program.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo.operator import objects
+from dynamo.operator.objects import Object
+
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+_INSUFFICIENT = re.compile(r"Insufficient ([\w./-]+)")
+_MAX_LOG = 300
+
+
+# An earlier reason explains the later ones.
+_ORDER = (
+    "InvalidSpec", "VolumeMissing", "Unschedulable", "Evicted", "ImagePull", "ContainerConfig", "OutOfMemory",
+    "CrashLoop", "Completed", "SecretMissing", "Starting", "Waiting",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a component is not ready."""
+
+    reason: str  # in camel case, as conditions have it
+    message: str
+
+    @property
+    def rank(self) -> int:
+        """Return the place of the reason: a lower one explains those of higher ranks."""
+        return _ORDER.index(self.reason) if self.reason in _ORDER else len(_ORDER)
+
+
+def select_first(found: Iterable[Cause], default: Cause) -> Cause:
+    """Return the cause that explains the others, or the default if there is none."""
+    return min(found, key=lambda cause: cause.rank, default=default)
+
+
+def first_cause(
+    pods: Sequence[Object], *, template_hash: str, missing: Iterable[Cause] = (), num_wanted: int
+) -> Cause:
+    """Return the first cause among the pods of a template that is not ready, or that they only need time."""
+    current = [
+        pod
+        for pod in pods
+        if pod["metadata"].get("labels", {}).get(objects.TEMPLATE_LABEL) == template_hash
+        and "deletionTimestamp" not in pod["metadata"]
+    ]
+    causes = [*missing, *(cause for pod in current if (cause := pod_cause(pod)))]
+    num_ready = sum(objects.find_condition(pod, "Ready").get("status") == "True" for pod in current)
+    waiting = Cause("Starting", f"{num_ready} of {num_wanted} pods are ready")
+    return select_first(causes, waiting)
+
+
+def pod_cause(pod: Object) -> Cause | None:
+    """Return why a pod is not ready, or None if it is."""
+    if objects.find_condition(pod, "Ready").get("status") == "True":
+        return None
+    name = pod["metadata"]["name"]
+    placed = objects.find_condition(pod, "PodScheduled")
+    if placed.get("status") == "False":
+        return _unschedulable(name, str(placed.get("message", "")))
+    status: dict[str, Any] = pod.get("status") or {}
+    if status.get("reason") == "Evicted":
+        return Cause("Evicted", f"pod {name} was evicted: {status.get('message', '')}")
+    containers = [
+        *status.get("initContainerStatuses", ()),
+        *status.get("containerStatuses", ()),
+    ]
+    causes = [cause for entry in containers if (cause := _container_cause(name, entry))]
+    return select_first(causes, Cause("Starting", f"pod {name} is starting"))
+
+
+def _unschedulable(name: str, message: str) -> Cause:
+    if "persistentvolumeclaim" in message:
+        return Cause("VolumeMissing", f"pod {name} cannot be placed: {message}")
+    lacking = sorted(set(_INSUFFICIENT.findall(message)))
+    text = f"no node has enough {' and '.join(lacking)}" if lacking else message
+    return Cause("Unschedulable", f"pod {name} cannot be placed: {text or 'no node fits'}")
+
+
+def _container_cause(pod: str, entry: Object) -> Cause | None:
+    state = entry.get("state") or {}
+    waiting = state.get("waiting") or {}
+    reason = waiting.get("reason", "")
+    container = "" if entry["name"] == "main" else f" (container {entry['name']})"
+    if reason in _IMAGE_REASONS:
+        detail = f": {text}" if (text := waiting.get("message")) else ""
+        image = entry.get("image", "")
+        return Cause("ImagePull", f"pod {pod}{container} cannot pull {image}{detail}")
+    if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
+        return Cause("ContainerConfig", f"pod {pod}{container}: {waiting.get('message', reason)}")
+    ended = state.get("terminated") or (entry.get("lastState") or {}).get("terminated")
+    if ended and not entry.get("ready"):
+        return _ended_cause(f"pod {pod}{container}", ended, entry.get("restartCount", 0))
+    if "running" in state and not entry.get("ready"):
+        verb = "runs and is not ready yet" if entry.get("started", True) else "is starting"
+        return Cause("Starting", f"pod {pod}{container} {verb}")
+    return None
+
+
+def _ended_cause(pod: str, ended: Object, num_restarts: int) -> Cause:
+    log_line = next(
+        (line.strip() for line in reversed(str(ended.get("message", "")).splitlines()) if line.strip()),
+        "",
+    )[:_MAX_LOG]  # fmt: skip
+    if ended.get("reason") == "OOMKilled":
+        return Cause("OutOfMemory", f"{pod} was killed for using more memory than its limit allows")
+    if ended.get("exitCode") == 0 and ended.get("reason") == "Completed" and not num_restarts:
+        return Cause("Completed", f"{pod} has ended without an error; a service must go on")
+    text = f"{pod} ended with exit code {ended.get('exitCode')}"
+    if num_restarts:
+        text += f" and was restarted {num_restarts} times"
+    return Cause("CrashLoop", f"{text}: {log_line}" if log_line else text)

@@ -1,0 +1,336 @@
+"""The decider of one DynamoComponentDeployment: its Deployment, Service, Ingress and autoscaler, and its status."""
+
+from typing import Any
+
+from dynamo.base import errors
+from dynamo.operator import api_types, causes, engine_commands, objects, pod_template
+from dynamo.operator.objects import Decision, Object, Observed
+from dynamo.operator.pod_template import Component
+from dynamo.operator.settings import OperatorConfig
+
+SURGE_ANNOTATION = f"{api_types.GROUP}/deployment-rolling-update-max-surge"
+UNAVAILABLE_ANNOTATION = f"{api_types.GROUP}/deployment-rolling-update-max-unavailable"
+DISCOVERY_ANNOTATION = f"{api_types.GROUP}/dynamo-discovery-backend"
+_PRUNED = ("Deployment", "Service", "Ingress", "VirtualService", "HorizontalPodAutoscaler",
+           "LeaderWorkerSet", "Secret")  # fmt: skip
+_CPU_PERCENT = 80
+
+
+def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Decision:
+    """Decide what a component needs, and what its status is."""
+    try:
+        component = read_component(resource, settings)
+        desired = list(make_objects(component, resource))
+    except errors.ConfigError as error:
+        cause = causes.Cause("InvalidSpec", str(error))
+        return Decision(status=_status(resource, observed, None, cause))
+    created = tuple(item for item in desired if item["kind"] == "PersistentVolumeClaim")
+    applied = tuple(item for item in desired if item["kind"] != "PersistentVolumeClaim")
+    names = {(item["kind"], item["metadata"]["name"]) for item in desired}
+    leftover = tuple(
+        objects.reference_of(found)
+        for kind in _PRUNED
+        for found in observed.owned_by(resource, kind)
+        if (kind, found["metadata"]["name"]) not in names and "data" not in found
+    )
+    workload = next((item for item in applied if item["kind"] in _WORKLOADS), None)
+    return Decision(
+        status=_status(resource, observed, workload, _find_cause(component, observed, workload)),
+        apply=applied,
+        create=tuple(
+            claim
+            for claim in created
+            if observed.find("PersistentVolumeClaim", claim["metadata"]["name"]) is None
+        ),
+        delete=leftover,
+    )
+
+
+_WORKLOADS = ("Deployment", "LeaderWorkerSet")
+
+
+def read_component(resource: Object, settings: OperatorConfig) -> Component:
+    """Return the component that an object describes. Raises ConfigError with the field that is wrong."""
+    spec = api_types.read_spec(resource, api_types.ComponentSpec)
+    metadata = resource["metadata"]
+    labels = metadata.get("labels") or {}
+    graph = labels.get(objects.GRAPH_LABEL, metadata["name"])
+    annotations = {**(metadata.get("annotations") or {}), **(spec.annotations or {})}
+    discovery = annotations.get(DISCOVERY_ANNOTATION, settings.used_discovery)
+    return Component(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        graph=graph,
+        dynamo_namespace=spec.dynamo_namespace or f"dynamo-{graph}",
+        spec=spec,
+        settings=settings,
+        discovery=discovery,
+        generation=labels.get(objects.HASH_LABEL, ""),
+    )
+
+
+def make_objects(component: Component, owner: Object) -> list[Object]:
+    """Return the objects of a component. Raises ConfigError for a spec that cannot run."""
+    spec = component.spec
+    made: list[Object] = []
+    if spec.pvc is not None and spec.pvc.create:
+        made.append(make_claim(spec.pvc, owner, component.labels))
+    if spec.multinode is not None:
+        made.append(_make_leader_worker_set(component, owner, spec.multinode.node_count))
+    else:
+        made.append(_make_deployment(component, owner))
+        if spec.autoscaling is not None and spec.autoscaling.enabled:
+            made.append(_make_autoscaler(component, owner, spec.autoscaling))
+    if spec.role == "frontend":
+        made.append(_make_service(component, owner, "http", pod_template.HTTP_PORT))
+    elif spec.role == "worker" and component.discovery == "kubernetes":
+        made.append(_make_service(component, owner, "system", pod_template.SYSTEM_PORT))
+    if spec.ingress is not None and spec.ingress.enabled:
+        make = _make_virtual_service if spec.ingress.use_virtual_service else _make_ingress
+        made.append(make(component, owner, spec.ingress))
+    return made
+
+
+def make_claim(
+    claim: api_types.ServiceVolumeClaim | api_types.GraphVolumeClaim,
+    owner: Object,
+    labels: dict[str, str],
+) -> Object:
+    """Return a PersistentVolumeClaim, without owner: models and profiles outlive a deployment."""
+    spec: Object = {
+        "accessModes": [claim.volume_access_mode or "ReadWriteOnce"],
+        "resources": {"requests": {"storage": str(claim.size)}},
+    }
+    if claim.storage_class:
+        spec["storageClassName"] = claim.storage_class
+    made = objects.make_object(
+        "v1", "PersistentVolumeClaim", claim.name or "", owner, labels=labels, spec=spec
+    )
+    del made["metadata"]["ownerReferences"]
+    return made
+
+
+def _make(
+    component: Component, owner: Object, api_version: str, kind: str, **content: Any
+) -> Object:
+    """Return an object with the component's name, labels and annotations."""
+    return objects.make_object(
+        api_version,
+        kind,
+        component.name,
+        owner,
+        labels=component.labels,
+        annotations=component.spec.annotations,
+        **content,
+    )
+
+
+def _make_deployment(component: Component, owner: Object) -> Object:
+    annotations = {
+        **(owner["metadata"].get("annotations") or {}),
+        **(component.spec.annotations or {}),
+    }
+    spec: Object = {
+        "selector": {"matchLabels": {objects.SELECTOR_LABEL: component.name}},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {
+                "maxSurge": read_share(annotations, SURGE_ANNOTATION),
+                "maxUnavailable": read_share(annotations, UNAVAILABLE_ANNOTATION),
+            },
+        },
+        "template": pod_template.make_template(component),
+    }
+    autoscaling = component.spec.autoscaling
+    if autoscaling is None or not autoscaling.enabled:
+        replicas = component.spec.replicas
+        spec["replicas"] = 1 if replicas is None else replicas
+    return _make(component, owner, "apps/v1", "Deployment", spec=spec)
+
+
+def read_share(annotations: dict[str, str], name: str) -> int | str:
+    """Return a number of pods or a share such as 25%, the default. Raises ConfigError."""
+    value = annotations.get(name, "25%")
+    if not value.removesuffix("%").isdecimal():
+        raise errors.ConfigError(f"annotation {name}: expected 1 or 25%, got {value!r}")
+    return value if value.endswith("%") else int(value)
+
+
+def _make_leader_worker_set(component: Component, owner: Object, num_nodes: int) -> Object:
+    if not component.settings.enable_lws:
+        raise errors.ConfigError(
+            f"service {component.service}: multinode needs LeaderWorkerSets; install their controller and start the"
+            " operator with --enable-lws"
+        )
+    template = pod_template.make_template(component)
+    main = next(c for c in template["spec"]["containers"] if c["name"] == pod_template.MAIN)
+    leader, follower = engine_commands.spread_over_nodes(main, component.framework, num_nodes)
+    templates = [
+        objects.merge(template, {"spec": {"containers": [container]}})
+        for container in (leader, follower)
+    ]
+    replicas = component.spec.replicas
+    spec = {
+        "replicas": 1 if replicas is None else replicas,
+        "rolloutStrategy": {
+            "type": "RollingUpdate",
+            "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},
+        },
+        "leaderWorkerTemplate": {
+            "size": num_nodes,
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "leaderTemplate": templates[0],
+            "workerTemplate": templates[1],
+        },
+    }
+    return _make(component, owner, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", spec=spec)
+
+
+def _make_service(component: Component, owner: Object, port_name: str, port: int) -> Object:
+    spec: Object = {
+        "selector": {objects.SELECTOR_LABEL: component.name},
+        "ports": [{"name": port_name, "port": port, "targetPort": port_name, "protocol": "TCP"}],
+    }
+    if component.spec.role != "frontend":
+        spec["clusterIP"] = "None"  # for discovery: the addresses of the pods
+    return _make(component, owner, "v1", "Service", spec=spec)
+
+
+def _make_autoscaler(
+    component: Component, owner: Object, autoscaling: api_types.Autoscaling
+) -> Object:
+    least = 1 if autoscaling.min_replicas is None else autoscaling.min_replicas
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": component.name}
+    utilization = {"type": "Utilization", "averageUtilization": _CPU_PERCENT}
+    by_cpu = {"type": "Resource", "resource": {"name": "cpu", "target": utilization}}
+    spec: Object = {
+        "scaleTargetRef": target,
+        "minReplicas": least,
+        "maxReplicas": max(least, autoscaling.max_replicas or least),
+        "metrics": autoscaling.metrics or [by_cpu],
+    }
+    if autoscaling.behavior:
+        spec["behavior"] = autoscaling.behavior
+    return _make(component, owner, "autoscaling/v2", "HorizontalPodAutoscaler", spec=spec)
+
+
+def _make_ingress(component: Component, owner: Object, ingress: api_types.IngressSpec) -> Object:
+    settings = component.settings
+    host = pod_template.ingress_host(component)
+    backend = {"service": {"name": component.name, "port": {"number": pod_template.HTTP_PORT}}}
+    path = {"path": "/", "pathType": "Prefix", "backend": backend}
+    spec: Object = {"rules": [{"host": host, "http": {"paths": [path]}}]}
+    name = ingress.ingress_controller_class_name or settings.ingress_controller_class_name
+    if name:
+        spec["ingressClassName"] = name
+    secret = (ingress.tls and ingress.tls.secret_name) or (
+        settings.ingress_controller_tls_secret_name
+    )
+    if secret:
+        spec["tls"] = [{"hosts": [host], "secretName": secret}]
+    made = _make(component, owner, "networking.k8s.io/v1", "Ingress", spec=spec)
+    return _decorate(made, ingress)
+
+
+def _make_virtual_service(
+    component: Component, owner: Object, ingress: api_types.IngressSpec
+) -> Object:
+    gateway = ingress.virtual_service_gateway or component.settings.istio_virtual_service_gateway
+    if not gateway:
+        raise errors.ConfigError(
+            f"service {component.service}: ingress.useVirtualService: expected virtualServiceGateway, or"
+            " --istio-virtual-service-gateway of the operator"
+        )
+    address = {"host": component.name, "port": {"number": pod_template.HTTP_PORT}}
+    spec = {
+        "hosts": [pod_template.ingress_host(component)],
+        "gateways": [gateway],
+        "http": [
+            {"match": [{"uri": {"prefix": "/"}}], "route": [{"destination": address}]},
+        ],
+    }
+    made = _make(component, owner, "networking.istio.io/v1beta1", "VirtualService", spec=spec)
+    return _decorate(made, ingress)
+
+
+def _decorate(made: Object, ingress: api_types.IngressSpec) -> Object:
+    metadata = {"labels": ingress.labels or {}, "annotations": ingress.annotations or {}}
+    return objects.merge(made, {"metadata": {key: v for key, v in metadata.items() if v}})  # type: ignore[no-any-return]
+
+
+def _find_cause(
+    component: Component, observed: Observed, workload: Object | None
+) -> causes.Cause | None:
+    """Return why the component is not available, or None if it is."""
+    if workload is None:
+        return None
+    found = observed.find(workload["kind"], component.name)
+    num_wanted = _num_wanted(found or workload)
+    if found is not None and _is_available(found, num_wanted):
+        return None
+    spec = workload["spec"]
+    template = spec.get("template") or spec["leaderWorkerTemplate"]["leaderTemplate"]
+    cause = causes.first_cause(
+        [
+            pod
+            for pod in observed.pods
+            if pod["metadata"].get("labels", {}).get(objects.SELECTOR_LABEL) == component.name
+        ],
+        template_hash=template["metadata"]["labels"][objects.TEMPLATE_LABEL],
+        missing=_missing_objects(component, observed),
+        num_wanted=num_wanted,
+    )
+    if component.spec.role == "frontend" and "runs and is not ready" in cause.message:
+        return causes.Cause("Waiting", "the frontend waits for the first worker of a model")
+    return cause
+
+
+def _missing_objects(component: Component, observed: Observed) -> list[causes.Cause]:
+    claims = {mount.name for mount in component.spec.volume_mounts or ()}
+    missing = [
+        causes.Cause("VolumeMissing", f"the PersistentVolumeClaim {name} does not exist: create it")
+        for name in sorted(claims)
+        if observed.find("PersistentVolumeClaim", name) is None
+    ]
+    secret = component.spec.env_from_secret
+    if secret and observed.find("Secret", secret) is None:
+        text = f"the Secret {secret} does not exist; only models that need its values cannot start"
+        missing.append(causes.Cause("SecretMissing", text))
+    return missing
+
+
+def _num_wanted(workload: Object) -> int:
+    return int(workload["spec"].get("replicas", 1))
+
+
+def _is_available(workload: Object, num_wanted: int) -> bool:
+    status = workload.get("status") or {}
+    num_available = status.get("availableReplicas", status.get("readyReplicas", 0))
+    return bool(
+        status.get("observedGeneration", 0) >= workload["metadata"].get("generation", 0)
+        and min(status.get("updatedReplicas", 0), num_available) >= num_wanted
+    )
+
+
+def _status(
+    resource: Object, observed: Observed, workload: Object | None, cause: causes.Cause | None
+) -> Object:
+    """Return the status of a component: available if nothing keeps it from being so."""
+    kind = workload["kind"] if workload else "Deployment"
+    status = (observed.find(kind, resource["metadata"]["name"]) or {}).get("status") or {}
+    is_available = cause is None
+    reason = "MinimumReplicasAvailable" if cause is None else cause.reason
+    message = "all pods are ready" if cause is None else cause.message
+    now = observed.now
+    return {
+        "observedGeneration": resource["metadata"].get("generation", 0),
+        "conditions": [
+            objects.make_condition("Available", is_available, reason, message, resource, now),
+            objects.make_condition(
+                "DynamoComponentReady", is_available, reason, message, resource, now
+            ),
+        ],
+        "podSelector": {objects.SELECTOR_LABEL: resource["metadata"]["name"]},
+        "replicas": status.get("replicas", 0),
+        "readyReplicas": status.get("readyReplicas", 0),
+    }

@@ -1,0 +1,488 @@
+"""The decider of one DynamoGraphDeployment: its components, generation by generation, what they share, and its status.
+
+Each service becomes a DynamoComponentDeployment, `{graph}-{service}` in lower case. The workers of a later generation
+have the digits of their hash behind that name and behind their dynamo namespace (`rollout`). The hash is that of what
+the user wrote, so neither a new operator nor a new default starts an update.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from dynamo.base import errors
+from dynamo.operator import api_types, causes, component, identity, objects, rollout
+from dynamo.operator.objects import Decision, Object, Observed
+from dynamo.operator.settings import OperatorConfig
+
+_HASHED = (
+    "componentType", "subComponentType", "dynamoNamespace", "globalDynamoNamespace", "resources", "envs",
+    "envFromSecret", "pvc", "volumeMounts", "sharedMemory", "extraPodMetadata", "extraPodSpec", "livenessProbe",
+    "readinessProbe",
+)  # fmt: skip
+_HASHED_OF_GRAPH = ("envs", "backendFramework")
+_CLAIM = "PersistentVolumeClaim"
+SPEC_ANNOTATION = f"{api_types.GROUP}/dynamo-spec-hash"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A graph as its spec describes it, with the replicas that scaling adapters set."""
+
+    resource: Object
+    spec: api_types.GraphSpec
+    settings: OperatorConfig
+    replicas: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the object."""
+        return str(self.resource["metadata"]["name"])
+
+    @property
+    def services(self) -> dict[str, api_types.ServiceSpec]:
+        """Return the services by name."""
+        return self.spec.services or {}
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """Return the annotations of the object."""
+        return self.resource["metadata"].get("annotations") or {}
+
+    @property
+    def discovery(self) -> str:
+        """Return the discovery backend of the graph's pods."""
+        return self.annotations.get(component.DISCOVERY_ANNOTATION, self.settings.used_discovery)
+
+    @property
+    def workers(self) -> list[str]:
+        """Return the services that are updated by generations: no group of nodes is."""
+        workers = [name for name, service in self.services.items() if service.role == "worker"]
+        is_multinode = any(self.services[name].multinode for name in workers)
+        return [] if is_multinode else workers
+
+    @property
+    def dynamo_namespace(self) -> str:
+        """Return the namespace in which the services find each other. Raises ConfigError if they name several."""
+        if any(service.global_dynamo_namespace for service in self.services.values()):
+            return "dynamo"
+        names = sorted({s.dynamo_namespace for s in self.services.values() if s.dynamo_namespace})
+        if len(names) > 1:
+            raise errors.ConfigError(
+                f"services: dynamoNamespace must be the same in all of them, got {', '.join(names)}"
+            )
+        return names[0] if names else f"dynamo-{self.name}"
+
+    def base_name(self, service: str) -> str:
+        """Return the name of a service's component in the first generation."""
+        return f"{self.name}-{service.lower()}"
+
+    def check_names(self) -> None:
+        """Raise ConfigError if the name of a component would not fit."""
+        for service in self.services:
+            name = self.base_name(service)
+            if len(name) > api_types.MAX_DERIVED_NAME:
+                raise errors.ConfigError(
+                    f"service {service}: the name {name} has {len(name)} characters; at most"
+                    f" {api_types.MAX_DERIVED_NAME} fit: shorten the name of the deployment or of the service"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGeneration:
+    """The components of one generation of workers, as the cluster has them, by service."""
+
+    digits: str
+    suffix: str  # of names and of the dynamo namespace: "" or - and the digits
+    components: Mapping[str, Object]
+
+
+def decide(resource: Object, observed: Observed, settings: OperatorConfig, token: str) -> Decision:
+    """Decide what a graph needs, and what its status is. `token` becomes the cluster token if there is none yet."""
+    try:
+        graph = read_graph(resource, observed, settings)
+        desired = _make_components(graph, observed)
+    except errors.ConfigError as error:
+        cause = causes.Cause("InvalidSpec", str(error))
+        return Decision(
+            status=_render_status(resource, observed, [], cause, _FAILED, state="failed")
+        )
+    accounts = identity.make_accounts(
+        resource,
+        observed,
+        graph=graph.name,
+        discovers=graph.discovery == "kubernetes",
+        has_planner=any(service.role == "planner" for service in graph.services.values()),
+    )
+    secret = identity.make_token_secret(resource, graph.dynamo_namespace, token)
+    found_secret = observed.find("Secret", secret["metadata"]["name"])
+    adoption = identity.adopt_secret(resource, found_secret) if found_secret else None
+    names = {item["metadata"]["name"] for item in desired}
+    leftover = [
+        found
+        for found in observed.owned_by(resource, "DynamoComponentDeployment")
+        if found["metadata"]["name"] not in names
+    ]
+    created = [*_make_claims(graph), *_make_adapters(graph)]
+    absent = [
+        item for item in created if observed.find(item["kind"], item["metadata"]["name"]) is None
+    ]
+    return Decision(
+        create=(*([] if found_secret else [secret]), *absent),
+        patch=(adoption,) if adoption else (),
+        apply=(*accounts, *desired),
+        delete=tuple(objects.reference_of(found) for found in leftover),
+        status=_status(graph, observed, desired, leftover),
+        other_statuses=tuple(_adapter_statuses(graph, observed, desired)),
+    )
+
+
+_FAILED = "failed_to_reconcile_the_resources"
+
+
+def read_graph(resource: Object, observed: Observed, settings: OperatorConfig) -> Graph:
+    """Read a graph and the replicas of its services. Raises ConfigError with the field that is wrong."""
+    spec = api_types.read_spec(resource, api_types.GraphSpec)
+    replicas = {}
+    for name, service in (spec.services or {}).items():
+        adapter = observed.find(_ADAPTER, f"{resource['metadata']['name']}-{name.lower()}")
+        wanted = 1 if service.replicas is None else service.replicas
+        if adapter is not None and service.scaling_adapter and service.scaling_adapter.enabled:
+            wanted = adapter["spec"].get("replicas", wanted)
+        replicas[name] = wanted
+    graph = Graph(resource=resource, spec=spec, settings=settings, replicas=replicas)
+    graph.check_names()
+    return graph
+
+
+_ADAPTER = "DynamoGraphDeploymentScalingAdapter"
+
+
+def worker_digits(resource: Object, workers: list[str]) -> str:
+    """Return eight digits of the hash of the worker services, as the user wrote them."""
+    spec = resource["spec"]
+    content = {name: _select(spec["services"][name] or {}, _HASHED) for name in sorted(workers)}
+    return objects.digest([content, _select(spec, _HASHED_OF_GRAPH)])
+
+
+def _select(source: Object, names: tuple[str, ...]) -> Object:
+    return {name: _prune(source[name]) for name in names if source.get(name) not in _EMPTY}
+
+
+_EMPTY: tuple[Any, ...] = (None, {}, [], "")
+
+
+def _prune(value: Any) -> Any:
+    """Leave out what is empty: the API server adds and drops such fields."""
+    if isinstance(value, dict):
+        return {key: _prune(entry) for key, entry in value.items() if entry not in _EMPTY}
+    return [_prune(entry) for entry in value] if isinstance(value, list) else value
+
+
+def read_generations(graph: Graph, observed: Observed) -> list[WorkerGeneration]:
+    """Return the generations of workers that the cluster has, oldest first."""
+    found: dict[str, dict[str, Object]] = {}
+    suffixes: dict[str, str] = {}
+    for existing in sorted(
+        observed.owned_by(graph.resource, "DynamoComponentDeployment"),
+        key=lambda item: (item["metadata"].get("creationTimestamp", ""), item["metadata"]["name"]),
+    ):
+        labels = existing["metadata"].get("labels") or {}
+        digits, service = labels.get(objects.HASH_LABEL), labels.get(objects.COMPONENT_LABEL)
+        if not digits or not service or "deletionTimestamp" in existing["metadata"]:
+            continue
+        found.setdefault(digits, {})[service] = existing
+        is_first = existing["metadata"]["name"] == graph.base_name(service)
+        suffixes[digits] = "" if is_first else f"-{digits}"
+    return [
+        WorkerGeneration(digits=digits, suffix=suffixes[digits], components=components)
+        for digits, components in found.items()
+    ]
+
+
+def _make_components(graph: Graph, observed: Observed) -> list[Object]:
+    """Return the components of all services, of all generations that still serve."""
+    services = [name for name in graph.services if name not in graph.workers]
+    if not graph.workers:
+        return [_make_component(graph, name) for name in services]
+    target = worker_digits(graph.resource, graph.workers)
+    generations = read_generations(graph, observed)
+    known = next((entry for entry in generations if entry.digits == target), None)
+    suffix = known.suffix if known else (f"-{target}" if generations else "")
+    planned = rollout.plan(
+        {name: graph.replicas[name] for name in graph.workers},
+        [_count_workers(graph, entry, observed, target) for entry in generations],
+        target,
+        rollout.UpdateLimits(
+            max_surge=component.read_share(graph.annotations, component.SURGE_ANNOTATION),
+            max_unavailable=component.read_share(
+                graph.annotations, component.UNAVAILABLE_ANNOTATION
+            ),
+        ),
+        frozenset(name for name in graph.workers if _is_prefill(graph.services[name])),
+    )
+    made = [
+        _make_component(graph, name, target, suffix, replicas)
+        for name, replicas in planned[target].items()
+    ]
+    for entry in generations:
+        if entry.digits != target and _has_pods(entry, planned[entry.digits], observed):
+            made += [
+                _repeat_component(graph, existing, planned[entry.digits][name])
+                for name, existing in entry.components.items()
+            ]
+    serving = suffix if len(generations) < 2 else generations[0].suffix
+    return [*(_make_component(graph, name, planner_suffix=serving) for name in services), *made]
+
+
+def _is_prefill(service: api_types.ServiceSpec) -> bool:
+    main = (service.extra_pod_spec or {}).get("mainContainer") or {}
+    words = " ".join([*main.get("command", ()), *main.get("args", ())])
+    return service.sub_component_type == "prefill" or "--is-prefill-worker" in words
+
+
+def _count_workers(
+    graph: Graph, generation: WorkerGeneration, observed: Observed, target: str
+) -> rollout.Generation:
+    """Count the pods of a generation; registered instances count for the target alone."""
+    namespace = f"{graph.dynamo_namespace}{generation.suffix}"
+    num_admitted = None
+    if generation.digits == target and observed.instances is not None:
+        num_admitted = observed.instances.get(namespace, 0)
+    workers = {}
+    for service, existing in generation.components.items():
+        pods = _pods_of(existing, observed)
+        num_ready = sum(
+            objects.find_condition(pod, "Ready").get("status") == "True"
+            and "deletionTimestamp" not in pod["metadata"]
+            for pod in pods
+        )
+        workers[service] = rollout.Workers(
+            replicas=existing["spec"].get("replicas", 1), num_pods=len(pods), num_ready=num_ready
+        )
+    return rollout.Generation(digits=generation.digits, workers=workers, num_admitted=num_admitted)
+
+
+def _pods_of(existing: Object, observed: Observed) -> list[Object]:
+    name = existing["metadata"]["name"]
+    return [
+        pod
+        for pod in observed.pods
+        if pod["metadata"].get("labels", {}).get(objects.SELECTOR_LABEL) == name
+    ]
+
+
+def _has_pods(generation: WorkerGeneration, planned: rollout.Replicas, observed: Observed) -> bool:
+    return any(planned.values()) or any(
+        _pods_of(existing, observed) or existing["spec"].get("replicas", 1)
+        for existing in generation.components.values()
+    )
+
+
+def _make_component(
+    graph: Graph,
+    service: str,
+    digits: str = "",
+    suffix: str = "",
+    replicas: int | None = None,
+    planner_suffix: str = "",
+) -> Object:
+    """Return the component of a service; with `digits`, of that generation of workers."""
+    given = graph.services[service]
+    if given.role == "planner":
+        suffix = planner_suffix
+    changes = {
+        "dynamo_component": service,
+        "service_name": service,
+        "dynamo_namespace": f"{graph.dynamo_namespace}{suffix}",
+        "replicas": graph.replicas[service] if replicas is None else replicas,
+        "envs": _merge_envs(graph.spec.envs, given.envs),
+        "scaling_adapter": None,
+    }
+    fields = {name: getattr(given, name) for name in given.__struct_fields__}
+    spec = api_types.ComponentSpec(
+        **{**fields, **changes}, backend_framework=graph.spec.backend_framework
+    )
+    name = f"{graph.base_name(service)}{suffix if digits else ''}"
+    return _render_component(graph, name, service, digits, msgspec.to_builtins(spec))
+
+
+def _merge_envs(
+    common: list[api_types.EnvironmentVariable] | None,
+    own: list[api_types.EnvironmentVariable] | None,
+) -> list[api_types.EnvironmentVariable] | None:
+    merged = {entry.name: entry for entry in [*(common or ()), *(own or ())]}
+    return list(merged.values()) or None
+
+
+def _repeat_component(graph: Graph, existing: Object, replicas: int) -> Object:
+    """Return a component of an old generation: as it is, but for its replicas."""
+    metadata = existing["metadata"]
+    labels = metadata.get("labels") or {}
+    spec = {**existing["spec"], "replicas": replicas}
+    return _render_component(
+        graph,
+        metadata["name"],
+        labels[objects.COMPONENT_LABEL],
+        labels[objects.HASH_LABEL],
+        spec,
+    )
+
+
+def _render_component(graph: Graph, name: str, service: str, digits: str, spec: Object) -> Object:
+    labels = {
+        objects.GRAPH_LABEL: graph.name,
+        objects.COMPONENT_LABEL: service,
+        objects.NAMESPACE_LABEL: spec.get("dynamoNamespace", ""),
+    }
+    if digits:
+        labels[objects.HASH_LABEL] = digits
+    annotations = {SPEC_ANNOTATION: objects.digest(spec)}
+    for kept in (
+        component.SURGE_ANNOTATION,
+        component.UNAVAILABLE_ANNOTATION,
+        component.DISCOVERY_ANNOTATION,
+    ):
+        if kept in graph.annotations:
+            annotations[kept] = graph.annotations[kept]
+    return objects.make_object(
+        api_types.API_VERSION,
+        "DynamoComponentDeployment",
+        name,
+        graph.resource,
+        labels=labels,
+        annotations=annotations,
+        spec=spec,
+    )
+
+
+def _make_claims(graph: Graph) -> list[Object]:
+    return [
+        component.make_claim(claim, graph.resource, {objects.GRAPH_LABEL: graph.name})
+        for claim in graph.spec.pvcs or ()
+        if claim.create
+    ]
+
+
+def _make_adapters(graph: Graph) -> list[Object]:
+    return [
+        objects.make_object(
+            api_types.API_VERSION,
+            _ADAPTER,
+            graph.base_name(name),
+            graph.resource,
+            labels={objects.GRAPH_LABEL: graph.name, objects.COMPONENT_LABEL: name},
+            spec={
+                "replicas": graph.replicas[name],
+                "dgdRef": {"name": graph.name, "serviceName": name},
+            },
+        )
+        for name, service in graph.services.items()
+        if service.scaling_adapter and service.scaling_adapter.enabled
+    ]
+
+
+def _adapter_statuses(graph: Graph, observed: Observed, desired: list[Object]) -> list[Object]:
+    """Return the statuses of the scaling adapters: the pods that run, and the selector that finds them."""
+    statuses = []
+    for adapter in observed.owned_by(graph.resource, _ADAPTER):
+        service = adapter["spec"]["dgdRef"]["serviceName"]
+        counts = [
+            len(_pods_of(item, observed))
+            for item in desired
+            if item["spec"].get("dynamoComponent") == service
+        ]
+        selector = f"{objects.GRAPH_LABEL}={graph.name},{objects.COMPONENT_LABEL}={service}"
+        status = {"replicas": sum(counts), "selector": selector}
+        statuses.append({**objects.address_of(adapter), "status": status})
+    return statuses
+
+
+def _status(
+    graph: Graph, observed: Observed, desired: list[Object], leftover: list[Object]
+) -> Object:
+    """Return the status: ready if every component is, in its present form, and no old generation is left."""
+    waiting = [
+        (item, cause) for item in desired if (cause := _component_cause(item, observed)) is not None
+    ]
+    digits = {item["metadata"]["labels"].get(objects.HASH_LABEL) for item in desired}
+    num_generations = len(digits - {None})
+    if not graph.services:
+        cause = causes.Cause("InvalidSpec", "spec.services: expected at least one service")
+        return _render_status(graph.resource, observed, desired, cause, _FAILED, state="failed")
+    if not waiting and num_generations < 2 and not leftover:
+        return _render_status(
+            graph.resource, observed, desired, None, "all_resources_are_ready", state="successful"
+        )
+    rolling = causes.Cause("Waiting", "workers of the former specification are being replaced")
+    cause = causes.select_first([cause for _, cause in waiting], rolling)
+    names = [item["metadata"]["name"] for item, _ in waiting]
+    head = f"{len(names)} resources not ready: [{', '.join(names)}]: " if names else ""
+    cause = causes.Cause(cause.reason, head + cause.message)
+    return _render_status(
+        graph.resource, observed, desired, cause, "some_resources_are_not_ready", state="pending"
+    )
+
+
+def _component_cause(item: Object, observed: Observed) -> causes.Cause | None:
+    """Return why a component is not available in its desired form, or None if it is."""
+    found = observed.find(item["kind"], item["metadata"]["name"])
+    service = item["metadata"]["labels"][objects.COMPONENT_LABEL]
+    annotation = item["metadata"]["annotations"][SPEC_ANNOTATION]
+    metadata = (found or {}).get("metadata", {})
+    seen = (found or {}).get("status", {}).get("observedGeneration", -1)
+    is_current = (metadata.get("annotations") or {}).get(SPEC_ANNOTATION) == annotation
+    if not is_current or seen < metadata.get("generation", 0):
+        return causes.Cause("Waiting", f"service {service} is being made")
+    condition = objects.find_condition(found, "Available")
+    if condition.get("status") == "True":
+        return None
+    return causes.Cause(
+        condition.get("reason", "Waiting"), f"service {service}: {condition.get('message', '')}"
+    )
+
+
+def _render_status(
+    resource: Object,
+    observed: Observed,
+    desired: list[Object],
+    cause: causes.Cause | None,
+    reason: str,
+    *,
+    state: str,
+) -> Object:
+    message = "all resources are ready" if cause is None else cause.message
+    services: dict[str, Any] = {}
+    for item in desired:
+        name = item["metadata"]["labels"][objects.COMPONENT_LABEL]
+        pods = _pods_of(item, observed)
+        entry = services.setdefault(name, {"componentNames": [], "replicas": 0, "readyReplicas": 0})
+        entry["componentNames"].append(item["metadata"]["name"])
+        entry["replicas"] += len(pods)
+        entry["readyReplicas"] += sum(
+            objects.find_condition(pod, "Ready").get("status") == "True" for pod in pods
+        )
+    status = {
+        "state": state,
+        "observedGeneration": resource["metadata"].get("generation", 0),
+        "conditions": [
+            objects.make_condition("Ready", cause is None, reason, message, resource, observed.now)
+        ],
+        "services": services,
+    }
+    update = _rolling_update(resource, observed, desired)
+    return status | ({"rollingUpdate": update} if update else {})
+
+
+def _rolling_update(resource: Object, observed: Observed, desired: list[Object]) -> Object | None:
+    """Return the progress of an update of the workers, None if there was none; for people, never read for decisions."""
+    digits = {item["metadata"]["labels"].get(objects.HASH_LABEL) for item in desired} - {None}
+    previous = (resource.get("status") or {}).get("rollingUpdate") or {}
+    if len(digits) > 1:
+        is_new = previous.get("phase") != "InProgress"
+        start = observed.now if is_new else previous.get("startTime", observed.now)
+        return {"phase": "InProgress", "startTime": start}
+    if previous.get("phase") == "InProgress":
+        return {**previous, "phase": "Completed", "endTime": observed.now}
+    return previous or None

@@ -1,0 +1,110 @@
+"""What the pods of a graph are allowed to do and know: accounts, roles, and the cluster token of a dynamo namespace.
+
+The planner's account and the token belong to several graphs of a namespace, so each graph that uses them is one of
+their owners, and the last one takes them with it. A token is made once and never changed: running pods have it.
+"""
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+from dynamo.operator import api_types, objects, pod_template
+from dynamo.operator.objects import Object, Observed
+
+_RBAC = "rbac.authorization.k8s.io"
+_READ = ["get", "list", "watch"]
+DISCOVERY_RULES = [
+    {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": _READ},
+    {"apiGroups": [""], "resources": ["pods"], "verbs": _READ},
+    {
+        "apiGroups": [api_types.GROUP],
+        "resources": ["dynamoworkermetadatas"],
+        "verbs": [*_READ, "create", "update", "patch", "delete"],
+    },
+]
+PLANNER_RULES = [
+    *DISCOVERY_RULES,
+    {
+        "apiGroups": [api_types.GROUP],
+        "resources": ["dynamographdeployments", "dynamocomponentdeployments"],
+        "verbs": [*_READ, "patch"],
+    },
+    {
+        "apiGroups": [api_types.GROUP],
+        "resources": [
+            "dynamographdeploymentscalingadapters",
+            "dynamographdeploymentscalingadapters/scale",
+        ],
+        "verbs": [*_READ, "patch", "update"],
+    },
+    {"apiGroups": ["apps"], "resources": ["deployments"], "verbs": _READ},
+]
+
+
+def make_accounts(
+    owner: Object, observed: Observed, *, graph: str, discovers: bool, has_planner: bool
+) -> Iterator[Object]:
+    """Yield the accounts, roles and bindings of a graph."""
+    if discovers:
+        yield from _make_account(owner, pod_template.discovery_account(graph), DISCOVERY_RULES)
+    if has_planner:
+        for made in _make_account(owner, pod_template.PLANNER_ACCOUNT, PLANNER_RULES):
+            found = observed.find(made["kind"], made["metadata"]["name"])
+            made["metadata"]["ownerReferences"] = shared_owners(owner, found)
+            yield made
+
+
+def _make_account(owner: Object, name: str, rules: list[Any]) -> Iterator[Object]:
+    role = {"apiGroup": _RBAC, "kind": "Role", "name": f"{name}-role"}
+    subject = {
+        "kind": "ServiceAccount",
+        "name": name,
+        "namespace": owner["metadata"]["namespace"],
+    }
+    yield objects.make_object("v1", "ServiceAccount", name, owner)
+    yield objects.make_object(f"{_RBAC}/v1", "Role", role["name"], owner, rules=rules)
+    yield objects.make_object(
+        f"{_RBAC}/v1",
+        "RoleBinding",
+        f"{name}-binding",
+        owner,
+        roleRef=role,
+        subjects=[subject],
+    )
+
+
+def shared_owners(owner: Object, found: Object | None) -> list[Object]:
+    """Return the owners of an object that several graphs use, this one included, none of them controlling."""
+    own = {**objects.owner_reference(owner), "controller": False, "blockOwnerDeletion": False}
+    present = (found or {}).get("metadata", {}).get("ownerReferences") or []
+    return [*(entry for entry in present if entry["uid"] != own["uid"]), own]
+
+
+def make_token_secret(owner: Object, dynamo_namespace: str, token: str) -> Object:
+    """Return the Secret with the cluster token of a dynamo namespace."""
+    secret = objects.make_object(
+        "v1",
+        "Secret",
+        pod_template.token_secret_name(dynamo_namespace),
+        owner,
+        type="Opaque",
+        data={pod_template.TOKEN_KEY: base64.b64encode(token.encode()).decode()},
+    )
+    secret["metadata"]["ownerReferences"] = shared_owners(owner, None)
+    return secret
+
+
+def adopt_secret(owner: Object, found: Object) -> Object | None:
+    """Return the patch that makes `owner` one of a Secret's owners, or None if it is one."""
+    if objects.is_owned(found, owner):
+        return None
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": found["metadata"]["name"],
+            "namespace": found["metadata"]["namespace"],
+            "resourceVersion": found["metadata"]["resourceVersion"],
+            "ownerReferences": shared_owners(owner, found),
+        },
+    }

@@ -1,0 +1,185 @@
+"""Plain Kubernetes objects: names, owners, labels, digests and merges, without any I/O."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from dynamo.operator import api_types
+
+Object = dict[str, Any]
+FIELD_MANAGER = "dynamo-operator"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+_PREFIX = f"{api_types.GROUP}/"
+GRAPH_LABEL = f"{_PREFIX}dynamo-graph-deployment-name"
+SELECTOR_LABEL = f"{_PREFIX}selector"
+COMPONENT_LABEL = f"{_PREFIX}dynamo-component"
+NAMESPACE_LABEL = f"{_PREFIX}dynamo-namespace"
+TYPE_LABEL = f"{_PREFIX}dynamo-component-type"
+SUBTYPE_LABEL = f"{_PREFIX}dynamo-sub-component-type"
+CLASS_LABEL = f"{_PREFIX}dynamo-component-class"
+METRICS_LABEL = f"{_PREFIX}metrics-enabled"
+DISCOVERY_LABEL = f"{_PREFIX}dynamo-discovery-backend"
+HASH_LABEL = f"{_PREFIX}dynamo-worker-hash"
+TEMPLATE_LABEL = f"{_PREFIX}dynamo-template-hash"
+_LIST_KEYS = {
+    "env": "name",
+    "volumeMounts": "mountPath",
+    "volumes": "name",
+    "ports": "name",
+    "containers": "name",
+    "initContainers": "name",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The address of an object within a namespace."""
+
+    api_version: str
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What the cluster has of a namespace, as far as one root object concerns it, and the time of looking."""
+
+    now: str  # RFC 3339
+    objects: Mapping[tuple[str, str], Object] = field(default_factory=dict)  # by kind and name
+    pods: Sequence[Object] = ()
+    instances: Mapping[str, int] | None = (
+        None  # registered instances by dynamo namespace; None: not asked
+    )
+
+    def find(self, kind: str, name: str) -> Object | None:
+        """Return the object, or None if there is none."""
+        return self.objects.get((kind, name))
+
+    def of_kind(self, kind: str) -> list[Object]:
+        """Return all objects of a kind, by name."""
+        return [self.objects[key] for key in sorted(self.objects) if key[0] == kind]
+
+    def owned_by(self, owner: Object, kind: str) -> list[Object]:
+        """Return the objects of a kind that this object controls."""
+        return [found for found in self.of_kind(kind) if is_owned(found, owner)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What brings the cluster nearer to a spec, in this order; `create` is for objects that must not be overwritten."""
+
+    status: Object
+    create: tuple[Object, ...] = ()
+    patch: tuple[Object, ...] = ()  # merged, at the revision that they name
+    apply: tuple[Object, ...] = ()
+    delete: tuple[Reference, ...] = ()
+    other_statuses: tuple[Object, ...] = ()  # of further objects
+
+
+def reference_of(resource: Object) -> Reference:
+    """Return the address of an object."""
+    return Reference(resource["apiVersion"], resource["kind"], resource["metadata"]["name"])
+
+
+def address_of(resource: Object) -> Object:
+    """Return apiVersion, kind, name and namespace of an object, as a patch needs them."""
+    metadata = {key: resource["metadata"][key] for key in ("name", "namespace")}
+    return {
+        "apiVersion": resource["apiVersion"],
+        "kind": resource["kind"],
+        "metadata": metadata,
+    }
+
+
+def make_object(
+    api_version: str,
+    kind: str,
+    name: str,
+    owner: Object,
+    *,
+    labels: Mapping[str, str] | None = None,
+    annotations: Mapping[str, str] | None = None,
+    **content: Any,
+) -> Object:
+    """Return an object of the owner's namespace that is deleted with its owner."""
+    metadata: Object = {
+        "name": name,
+        "namespace": owner["metadata"]["namespace"],
+        "labels": {**(labels or {}), MANAGED_BY: FIELD_MANAGER},
+        "ownerReferences": [owner_reference(owner)],
+    }
+    if annotations:
+        metadata["annotations"] = dict(annotations)
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
+
+
+def owner_reference(owner: Object) -> Object:
+    """Return the entry of ownerReferences that names a controlling owner."""
+    return {
+        "apiVersion": owner["apiVersion"],
+        "kind": owner["kind"],
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def is_owned(resource: Object, owner: Object) -> bool:
+    """Return True if `owner`, this very object and not one of the same name, owns the other."""
+    uid = owner["metadata"]["uid"]
+    return any(entry["uid"] == uid for entry in resource["metadata"].get("ownerReferences") or ())
+
+
+def digest(content: Any, length: int = 8) -> str:
+    """Return the first hexadecimal digits of the SHA-256 of a value, whatever the order of its keys."""
+    encoded = msgspec.json.encode(content, order="deterministic")
+    return hashlib.sha256(encoded).hexdigest()[:length]
+
+
+def merge(defaults: Any, overrides: Any, key: str = "") -> Any:
+    """Return `overrides` laid over `defaults`: mappings field by field, lists with a merge key item by item."""
+    if isinstance(defaults, dict) and isinstance(overrides, dict):
+        return {
+            name: merge(defaults[name], overrides[name], name)
+            if name in defaults and name in overrides
+            else overrides.get(name, defaults.get(name))
+            for name in [*defaults, *(name for name in overrides if name not in defaults)]
+        }
+    if key in _LIST_KEYS and isinstance(defaults, list) and isinstance(overrides, list):
+        return merge_lists(defaults, overrides, _LIST_KEYS[key])
+    return overrides
+
+
+def merge_lists(defaults: Iterable[Object], overrides: Iterable[Object], key: str) -> list[Object]:
+    """Return the items of both lists; of two with the same key the second replaces the first, in its place."""
+    merged = {item.get(key): item for item in defaults}
+    for item in overrides:
+        merged[item.get(key)] = item
+    return list(merged.values())
+
+
+def find_condition(resource: Object | None, kind: str) -> Object:
+    """Return the condition of this type of an object's status, or an empty one."""
+    conditions = ((resource or {}).get("status") or {}).get("conditions") or ()
+    return next((entry for entry in conditions if entry.get("type") == kind), {})
+
+
+def make_condition(
+    kind: str, is_true: bool, reason: str, message: str, owner: Object, now: str
+) -> Object:
+    """Return a condition for the owner's generation; the time of transition stays while the status does."""
+    status = "True" if is_true else "False"
+    previous = find_condition(owner, kind)
+    is_same = previous.get("status") == status and "lastTransitionTime" in previous
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": message[:32_768],
+        "lastTransitionTime": previous["lastTransitionTime"] if is_same else now,
+        "observedGeneration": owner["metadata"].get("generation", 0),
+    }

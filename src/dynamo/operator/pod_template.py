@@ -1,0 +1,407 @@
+"""The pods of a component: defaults by its role, what lets pods reach each other, and what the user lays over it.
+
+Processes listen on loopback and discover by files unless told otherwise, so each pod is told its addresses, how to
+discover, and the secret of its namespace. The user's `extraPodSpec` goes beyond everything here.
+
+The main container's last log lines become its termination message (`FallbackToLogsOnError`): so a crash loop can be
+explained without a right to read logs. A Secret of `envFromSecret` may be absent: a model that lies on the node needs
+no token, and the status names the Secret.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo.base import errors
+from dynamo.operator import api_types, engine_commands, objects
+from dynamo.operator.objects import Object
+from dynamo.operator.settings import OperatorConfig
+
+HTTP_PORT, SYSTEM_PORT, PLANNER_PORT = 8000, 9090, 9085
+PLANNER_ACCOUNT = "planner-serviceaccount"
+MAIN = "main"
+SHARED_MEMORY = "shared-memory"
+TOKEN_KEY = "token"
+_MIB = 2**20
+_LEAST_SHM, _MOST_SHM = 512 * _MIB, 8192 * _MIB
+_UNITS = {"": 1, "m": 0.001, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_UNITS |= {f"{unit}i": 1024 ** (power + 1) for power, unit in enumerate("KMGTPE")}
+_LEAST_GRACE_S, _MARGIN_S, _DRAIN_S = 60, 30, 30
+_FRAMEWORK_IMAGES = {
+    "vllm": "nvidia/ai-dynamo/vllm-runtime",
+    "sglang": "nvidia/ai-dynamo/sglang-runtime",
+    "trtllm": "nvidia/ai-dynamo/tensorrtllm-runtime",
+}
+_COMPILATION_CACHE = {"vllm": "/root/.cache/vllm"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """A component to make pods for: its spec, with the names that it lives under."""
+
+    name: str  # of its Deployment and, for a frontend, its Service
+    namespace: str
+    graph: str
+    dynamo_namespace: str
+    spec: api_types.ComponentSpec
+    settings: OperatorConfig
+    discovery: str  # etcd or kubernetes
+    generation: str = ""  # eight digits of the hash of the graph's workers
+
+    @property
+    def service(self) -> str:
+        """Return the name of the service within its graph."""
+        return self.spec.service_name or self.spec.dynamo_component or self.name
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return the labels of the component's objects and pods."""
+        labels = {
+            objects.SELECTOR_LABEL: self.name,
+            objects.GRAPH_LABEL: self.graph,
+            objects.COMPONENT_LABEL: self.service,
+            objects.NAMESPACE_LABEL: self.dynamo_namespace,
+            objects.MANAGED_BY: objects.FIELD_MANAGER,
+            objects.METRICS_LABEL: "true",
+        }
+        if self.spec.role:
+            labels[objects.TYPE_LABEL] = self.spec.role
+        if self.spec.role == "worker":
+            labels[objects.CLASS_LABEL] = "worker"
+        if self.spec.sub_component_type:
+            labels[objects.SUBTYPE_LABEL] = self.spec.sub_component_type
+        if self.discovery == "kubernetes":
+            labels[objects.DISCOVERY_LABEL] = "kubernetes"
+        return {**(self.spec.labels or {}), **labels}
+
+    @property
+    def main_overrides(self) -> Object:
+        """Return what the user says of the main container."""
+        return dict((self.spec.extra_pod_spec or {}).get("mainContainer") or {})
+
+    @property
+    def framework(self) -> str | None:
+        """Return the engine: as declared, else as the command shows."""
+        return self.spec.backend_framework or engine_commands.detect_framework(self.main_overrides)
+
+
+def token_secret_name(dynamo_namespace: str) -> str:
+    """Return the name of the Secret with the cluster token of a namespace; `_` is no letter of such names."""
+    return f"{dynamo_namespace.replace('_', '-').strip('-')}-cluster-token"
+
+
+def discovery_account(graph: str) -> str:
+    """Return the name of the ServiceAccount by which pods of a graph discover each other."""
+    return f"{graph}-k8s-service-discovery"
+
+
+def parse_quantity(quantity: int | str) -> float:
+    """Return the value of a quantity such as 250Gi. Raises ConfigError for one that has no value."""
+    match = re.fullmatch(r"([+-]?[0-9.]+)([eE][+-]?[0-9]+)?([numkKMGTPE]?i?)", str(quantity))
+    if match is None or match[3] not in _UNITS:
+        raise errors.ConfigError(f"{quantity}: expected an amount such as 16Gi or 500M")
+    return float(match[1] + (match[2] or "")) * _UNITS[match[3]]
+
+
+def make_template(component: Component) -> Object:
+    """Return the pod template of a component's Deployment. Raises ConfigError for a spec that cannot run."""
+    spec = component.spec
+    main = make_main_container(component)
+    pod: Object = {
+        "restartPolicy": "Always",
+        "terminationGracePeriodSeconds": _grace_period_s(main),
+        "containers": [main],
+        "volumes": _volumes(component),
+    }
+    if account := _service_account(component):
+        pod["serviceAccountName"] = account
+    if component.settings.restricted_security_context:
+        pod["securityContext"] = {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    extra = {
+        key: value for key, value in (spec.extra_pod_spec or {}).items() if key != "mainContainer"
+    }
+    pod = objects.merge(pod, extra)
+    pod["volumes"] = [volume for volume in pod["volumes"] if volume]
+    metadata = spec.extra_pod_metadata or api_types.ExtraPodMetadata()
+    labels = {**(metadata.labels or {}), **component.labels}
+    template: Object = {"metadata": {"labels": labels}, "spec": pod}
+    if annotations := {**(spec.annotations or {}), **(metadata.annotations or {})}:
+        template["metadata"]["annotations"] = annotations
+    template["metadata"]["labels"] = {**labels, objects.TEMPLATE_LABEL: objects.digest(template)}
+    return template
+
+
+def make_main_container(component: Component) -> Object:
+    """Return the main container: defaults of its role under what the user says. Raises ConfigError."""
+    spec, overrides = component.spec, component.main_overrides
+    defaults: Object = {
+        "name": MAIN,
+        **_command(component),
+        "ports": _ports(spec.role),
+        "resources": _resources(spec.resources or api_types.ResourceDemand()),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **_probes(spec),
+        "volumeMounts": _volume_mounts(component),
+    }
+    if component.settings.restricted_security_context:
+        defaults["securityContext"] = {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+    if spec.env_from_secret:
+        defaults["envFrom"] = [{"secretRef": {"name": spec.env_from_secret, "optional": True}}]
+    env = [
+        *_injected_env(component),
+        *(_omit_none(entry) for entry in spec.envs or ()),
+        *overrides.pop("env", ()),
+    ]
+    image = overrides.pop("image", None) or _FRAMEWORK_IMAGES.get(component.framework or "")
+    if not image:
+        raise errors.ConfigError(
+            f"service {component.service}: expected an image in extraPodSpec.mainContainer.image;"
+            " there is a default only where backendFramework or the command names the engine"
+        )
+    container = objects.merge(defaults, overrides)
+    container["image"] = component.settings.substitute_image(image)
+    container["env"] = objects.merge_lists(env, (), "name")
+    return {key: value for key, value in container.items() if value not in ([], {}, None)}
+
+
+def _command(component: Component) -> Object:
+    """Return the default command. Raises ConfigError for a worker without any."""
+    overrides = component.main_overrides
+    if overrides.get("command"):
+        return {}
+    match component.spec.role:
+        case "frontend":
+            return {"command": ["python3", "-m", "dynamo.frontend"]}
+        case "planner" if not overrides.get("args"):
+            return {"command": ["python3", "-m", "dynamo.planner"]}
+        case "worker" if not overrides.get("args"):
+            raise errors.ConfigError(
+                f"service {component.service}: a worker needs its command in extraPodSpec.mainContainer,"
+                " such as args: [python3 -m dynamo.vllm --model Qwen/Qwen3-0.6B]"
+            )
+        case _:
+            return {"command": ["/bin/sh", "-c"]} if overrides.get("args") else {}
+
+
+def _ports(role: str) -> list[Object]:
+    number_by_name = {
+        "frontend": {"http": HTTP_PORT},
+        "worker": {"system": SYSTEM_PORT},
+        "planner": {"metrics": PLANNER_PORT},
+    }.get(role, {})
+    return [
+        {"name": name, "containerPort": number, "protocol": "TCP"}
+        for name, number in number_by_name.items()
+    ]
+
+
+def _probes(spec: api_types.ServiceSpec) -> Object:
+    """Return the probes of a role; those of the user replace them.
+
+    A frontend is alive without workers, but ready only with them. Its original probes waited a minute before the
+    first look, and restarted frontends that had no workers.
+    """
+    probes: Object = {}
+    if spec.role == "frontend":
+        probes = {
+            "livenessProbe": _http_probe("/live", "http", period=10, timeout=30, failures=10),
+            "readinessProbe": _http_probe("/health", "http", period=5, timeout=30, failures=3),
+        }
+    elif spec.role == "worker":
+        probes = {
+            "livenessProbe": _http_probe("/live", "system", period=5, timeout=30, failures=1),
+            "readinessProbe": _http_probe("/health", "system", period=10, timeout=30, failures=60),
+            "startupProbe": _http_probe("/live", "system", period=10, timeout=5, failures=60),
+        }
+    if spec.liveness_probe:
+        probes["livenessProbe"] = spec.liveness_probe
+    if spec.readiness_probe:
+        probes["readinessProbe"] = spec.readiness_probe
+    return probes
+
+
+def _http_probe(path: str, port: str, *, period: int, timeout: int, failures: int) -> Object:
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period,
+        "timeoutSeconds": timeout,
+        "failureThreshold": failures,
+    }
+
+
+def _injected_env(component: Component) -> list[Object]:
+    """Return the variables that every pod gets, then those of its role."""
+    settings = component.settings
+    values = {
+        "DYN_NAMESPACE": component.dynamo_namespace,
+        "DYN_PARENT_DGD_K8S_NAME": component.graph,
+        "DYN_PARENT_DGD_K8S_NAMESPACE": component.namespace,
+        "DYN_DISCOVERY_BACKEND": component.discovery,
+    }
+    if settings.nats_addr:
+        values["NATS_SERVER"] = settings.nats_addr
+    if settings.etcd_addr:
+        values["ETCD_ENDPOINTS"] = settings.etcd_addr
+    match component.spec.role:
+        case "frontend":
+            values |= {
+                "DYNAMO_PORT": str(HTTP_PORT),
+                "DYN_HTTP_PORT": str(HTTP_PORT),
+                "DYN_HTTP_HOST": "0.0.0.0",
+                "DYN_ALLOWED_HOSTS": ",".join(_service_names(component)),
+            }
+        case "worker":
+            values |= {
+                "DYN_SYSTEM_ENABLED": "true",
+                "DYN_SYSTEM_HOST": "0.0.0.0",
+                "DYN_SYSTEM_PORT": str(SYSTEM_PORT),
+                "DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS": '["generate"]',
+            }
+        case "planner":
+            values["PLANNER_PROMETHEUS_PORT"] = str(PLANNER_PORT)
+    fields = {
+        "POD_NAME": "metadata.name",
+        "POD_NAMESPACE": "metadata.namespace",
+        "POD_UID": "metadata.uid",
+        "POD_IP": "status.podIP",
+        "DYN_TCP_RPC_HOST": "status.podIP",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "status.podIP",
+    }
+    secret = {"name": _token_secret(component), "key": TOKEN_KEY}
+    return [
+        *({"name": name, "value": value} for name, value in values.items()),
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in fields.items()
+        ),
+        {"name": "DYN_CLUSTER_TOKEN", "valueFrom": {"secretKeyRef": secret}},
+    ]
+
+
+def _token_secret(component: Component) -> str:
+    """Return the Secret of the namespace without the digits of a generation: all generations share it."""
+    return token_secret_name(base_namespace(component))
+
+
+def base_namespace(component: Component) -> str:
+    """Return the dynamo namespace without the suffix of the generation that this component belongs to."""
+    return component.dynamo_namespace.removesuffix(f"-{component.generation}")
+
+
+def _service_names(component: Component) -> list[str]:
+    names = [component.name]
+    for domain in (component.namespace, "svc", "cluster", "local"):
+        names.append(f"{names[-1]}.{domain}")
+    ingress = component.spec.ingress
+    if ingress and ingress.enabled and ingress.host:
+        names.append(ingress_host(component))
+    return [name for name in names if not name.endswith(".cluster")]
+
+
+def ingress_host(component: Component) -> str:
+    """Return the host name under which an Ingress leads to a component."""
+    ingress = component.spec.ingress or api_types.IngressSpec()
+    host = f"{ingress.host_prefix or ''}{ingress.host or component.name}"
+    suffix = ingress.host_suffix or component.settings.ingress_host_suffix
+    return f"{host}.{suffix.lstrip('.')}" if suffix and "." not in host else host
+
+
+def _resources(demand: api_types.ResourceDemand) -> Object:
+    rendered = {}
+    for name, amounts in (("requests", demand.requests), ("limits", demand.limits)):
+        if amounts is None:
+            continue
+        values = {"cpu": amounts.cpu, "memory": amounts.memory, "nvidia.com/gpu": amounts.gpu}
+        values |= amounts.custom or {}
+        rendered[name] = {key: value for key, value in values.items() if value is not None}
+    gpus = rendered.get("limits", {}).get("nvidia.com/gpu") or rendered.get("requests", {}).get(
+        "nvidia.com/gpu"
+    )
+    if gpus:  # a device must be limited, and requests may not differ from limits
+        rendered.setdefault("limits", {})["nvidia.com/gpu"] = gpus
+    return {name: values for name, values in rendered.items() if values}
+
+
+def _volumes(component: Component) -> list[Object]:
+    spec = component.spec
+    claims = {mount.name for mount in spec.volume_mounts or ()}
+    if spec.pvc and spec.pvc.name:
+        claims.add(spec.pvc.name)
+    volumes = [
+        {"name": name, "persistentVolumeClaim": {"claimName": name}} for name in sorted(claims)
+    ]
+    if _has_shared_memory(spec):
+        size = shared_memory_size(spec)
+        volumes.append({"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": size}})
+    return volumes
+
+
+def _volume_mounts(component: Component) -> list[Object]:
+    spec = component.spec
+    mounts = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}] if _has_shared_memory(spec) else []
+    if spec.pvc and spec.pvc.name and spec.pvc.mount_point:
+        mounts.append({"name": spec.pvc.name, "mountPath": spec.pvc.mount_point})
+    for mount in spec.volume_mounts or ():
+        path = mount.mount_point
+        if mount.use_as_compilation_cache:
+            path = path or _COMPILATION_CACHE.get(component.framework or "")
+        if not path:
+            raise errors.ConfigError(
+                f"service {component.service}: volumeMounts {mount.name}: expected a mountPoint"
+            )
+        mounts.append({"name": mount.name, "mountPath": path})
+    return mounts
+
+
+def _has_shared_memory(spec: api_types.ServiceSpec) -> bool:
+    is_disabled = spec.shared_memory is not None and bool(spec.shared_memory.disabled)
+    main = (spec.extra_pod_spec or {}).get("mainContainer") or {}
+    return not is_disabled and not any(
+        mount.get("mountPath") == "/dev/shm" for mount in main.get("volumeMounts", ())
+    )
+
+
+def shared_memory_size(spec: api_types.ServiceSpec) -> str:
+    """Return the size of /dev/shm: as asked, else a quarter of the memory limit, from 512Mi to 8Gi."""
+    if spec.shared_memory is not None and spec.shared_memory.size is not None:
+        return str(spec.shared_memory.size)
+    limits = spec.resources.limits if spec.resources else None
+    memory = parse_quantity(limits.memory) if limits and limits.memory else 0
+    return f"{int(min(_MOST_SHM, max(_LEAST_SHM, memory / 4))) // _MIB}Mi"
+
+
+def _service_account(component: Component) -> str | None:
+    if component.spec.role == "planner":
+        return PLANNER_ACCOUNT
+    return discovery_account(component.graph) if component.discovery == "kubernetes" else None
+
+
+def _grace_period_s(main: Mapping[str, Any]) -> int:
+    """Return the seconds that a pod gets to end: the drain limit of its worker, and some to spare."""
+    values = {entry["name"]: entry.get("value") for entry in main.get("env", ())}
+    total = 0.0
+    for name, default in (
+        ("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", _DRAIN_S),
+        ("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", 0),
+    ):
+        try:
+            total += float(values.get(name) or default)
+        except ValueError as error:
+            raise errors.ConfigError(f"{name}: expected seconds, got {values[name]!r}") from error
+    return max(_LEAST_GRACE_S, int(total) + _MARGIN_S)
+
+
+def _omit_none(entry: api_types.EnvironmentVariable) -> Object:
+    rendered: Object = {"name": entry.name}
+    if entry.value_from is not None:
+        rendered["valueFrom"] = entry.value_from
+    else:
+        rendered["value"] = entry.value or ""
+    return rendered

@@ -1,0 +1,108 @@
+"""The decider of a rolling update: how many workers each generation of a graph gets.
+
+A generation is all worker services of a graph under one hash of their specs. It has a dynamo namespace of its own, so
+old and new workers never exchange blocks; frontends serve both. What runs is read from the objects: a spec that is
+changed again, or changed back, in the middle of an update only names another target.
+
+Per service, `max_unavailable` and `max_surge` hold over all generations together. Workers of the target count once
+every ready frontend has admitted them; decode workers serve without prefill workers, but not the reverse.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Replicas = dict[str, int]  # by service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """The workers of one service in one generation: ordered, existing and ready ones."""
+
+    replicas: int
+    num_pods: int = 0
+    num_ready: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The workers that one hash has, by service, and the instances that each ready frontend has admitted."""
+
+    digits: str
+    workers: Mapping[str, Workers]
+    num_admitted: int | None = None  # of those that answer requests; None: not known
+
+    def num_serving(self, service: str, prefill_services: frozenset[str]) -> int:
+        """Return the workers of a service that requests can reach."""
+        answering = [
+            workers for name, workers in self.workers.items() if name not in prefill_services
+        ]
+        num_answering = sum(workers.num_ready for workers in answering)
+        if not num_answering or (
+            self.num_admitted is not None and self.num_admitted < num_answering
+        ):
+            return 0
+        return self.workers[service].num_ready if service in self.workers else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateLimits:
+    """Pods beyond and below the wanted number during an update: a number, or a share such as 25%."""
+
+    max_surge: int | str = "25%"
+    max_unavailable: int | str = "25%"
+
+    def bounds(self, num_wanted: int) -> tuple[int, int]:
+        """Return the least workers that must serve and the most that may exist, for this number of wanted ones."""
+        surge = math.ceil(_resolve(self.max_surge, num_wanted))
+        unavailable = math.floor(_resolve(self.max_unavailable, num_wanted))
+        if not surge and not unavailable:
+            unavailable = 1
+        return num_wanted - unavailable, num_wanted + surge
+
+
+def _resolve(limit: int | str, num_wanted: int) -> float:
+    if isinstance(limit, int):
+        return limit
+    return int(limit.removesuffix("%")) * num_wanted / 100
+
+
+def plan(
+    wanted: Replicas,
+    generations: Sequence[Generation],
+    target: str,
+    limits: UpdateLimits,
+    prefill_services: frozenset[str] = frozenset(),
+) -> dict[str, Replicas]:
+    """Return the replicas of each generation's services, the target's among them; old ones come oldest first."""
+    old = [generation for generation in generations if generation.digits != target]
+    current = next((found for found in generations if found.digits == target), None)
+    planned: dict[str, Replicas] = {generation.digits: {} for generation in old}
+    planned[target] = {}
+    for service, num_wanted in wanted.items():
+        least_serving, most = limits.bounds(num_wanted)
+        present = current.workers.get(service) if current else None
+        num_old_pods = sum(
+            max(workers.replicas, workers.num_pods)
+            for generation in old
+            if (workers := generation.workers.get(service))
+        )
+        num_ordered = present.replicas if present else 0
+        planned[target][service] = min(num_wanted, max(num_ordered, most - num_old_pods, 0))
+        num_serving = sum(
+            generation.num_serving(service, prefill_services) for generation in generations
+        )
+        spare = max(0, num_serving - least_serving)
+        for generation in old:
+            if service not in generation.workers:
+                continue
+            serving = generation.num_serving(service, prefill_services)
+            removed = min(serving, spare)
+            spare -= removed
+            planned[generation.digits][service] = min(
+                generation.workers[service].replicas, serving - removed
+            )
+    for generation in old:  # services that the spec no longer has
+        for service in generation.workers.keys() - wanted.keys():
+            planned[generation.digits][service] = 0
+    return planned

@@ -1,0 +1,375 @@
+"""What a graph becomes: names, pods, probes, variables, and the objects of every manifest that users bring."""
+
+import pathlib
+import re
+
+import pytest
+import yaml
+
+from dynamo.base import errors
+from dynamo.operator import component, objects, pod_template
+from dynamo.operator.settings import OperatorConfig, parse_address
+from operator_cluster import DictCluster, frontend, make_graph, worker
+
+ROOT = pathlib.Path(__file__).parents[3]
+SHARED = ROOT.parent / "shared"
+EXAMPLES = sorted((ROOT / "deploy" / "examples").glob("*.yaml"))
+FOREIGN = sorted((SHARED / "data" / "kube" / "manifests").glob("*.yaml"))
+
+
+def article_manifests():
+    """Return the manifests of the first article, by name."""
+    texts = [path.read_text() for path in sorted(SHARED.glob("seeds/000*.txt"))]
+    found = re.findall(r"```yaml\n(apiVersion: nvidia.com/v1alpha1.*?)```", "".join(texts), re.S)
+    return [yaml.safe_load(text) for text in found]
+
+
+def settled(resource, **settings):
+    cluster = DictCluster(OperatorConfig(**{"etcd_addr": "etcd:2379", **settings}))
+    cluster.put({**resource, "metadata": {**resource["metadata"], "namespace": "default"}})
+    cluster.settle()
+    return cluster
+
+
+def main_of(cluster, name):
+    template = cluster.get("Deployment", name)["spec"]["template"]
+    return template["spec"]["containers"][0]
+
+
+def env_of(container):
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+
+
+MANIFESTS = [yaml.safe_load(path.read_text()) for path in [*EXAMPLES, *FOREIGN]]
+MANIFESTS = [m for m in MANIFESTS if m["apiVersion"] == "nvidia.com/v1alpha1"] + article_manifests()
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda m: m["metadata"]["name"])
+def test_every_manifest_becomes_ready(manifest):
+    cluster = DictCluster(OperatorConfig(etcd_addr="etcd:2379"))
+    manifest["metadata"]["namespace"] = "default"
+    graph_name, services = manifest["metadata"]["name"], manifest["spec"]["services"]
+    for claim in manifest["spec"].get("pvcs", ()):
+        cluster.put({"kind": "PersistentVolumeClaim", "metadata": {"name": claim["name"]}})
+    cluster.put(manifest)
+    cluster.settle()
+    names = {f"{graph_name}-{service.lower()}" for service in services}
+    deployments = {d["metadata"]["name"] for d in cluster.of_kind("Deployment")}
+
+    if any("multinode" in service for service in services.values()):
+        assert "LeaderWorkerSet" in cluster.ready(graph_name)["message"]
+        return
+    assert deployments == names
+    assert [s["metadata"]["name"] for s in cluster.of_kind("Service")] == [f"{graph_name}-frontend"]
+    assert cluster.ready(graph_name)["status"] == "True"
+    for service, given in services.items():
+        container = main_of(cluster, f"{graph_name}-{service.lower()}")
+        own = given["extraPodSpec"]["mainContainer"]
+        assert container["image"].startswith("dynamo-serving/")
+        assert {key: container[key] for key in own if key not in ("image", "env")} == {
+            key: value for key, value in own.items() if key not in ("image", "env")
+        }
+
+
+def test_multinode_becomes_groups_where_their_controller_is():
+    services = {"Frontend": frontend(), "Decode": worker(multinode={"nodeCount": 2})}
+    cluster = settled(make_graph(services=services), enable_lws=True)
+    (group,) = cluster.of_kind("LeaderWorkerSet")
+    template = group["spec"]["leaderWorkerTemplate"]
+    leader, follower = (
+        template[f"{kind}Template"]["spec"]["containers"][0] for kind in ("leader", "worker")
+    )
+
+    assert template["size"] == 2
+    assert leader["args"][0].startswith("ray start --head --port=6379 && python3 -m dynamo.vllm")
+    assert "ray start --address=$(LWS_LEADER_ADDRESS):6379 --block" in follower["args"][0]
+    assert "livenessProbe" in leader
+    assert not [key for key in follower if key.endswith("Probe")]
+
+
+def test_first_generation_has_the_names_of_the_article():
+    cluster = settled(
+        make_graph("vllm-agg", {"Frontend": frontend(), "VllmDecodeWorker": worker()})
+    )
+
+    assert [c["metadata"]["name"] for c in cluster.of_kind("DynamoComponentDeployment")] == [
+        "vllm-agg-frontend",
+        "vllm-agg-vllmdecodeworker",
+    ]
+    service = cluster.get("Service", "vllm-agg-frontend")
+    assert service["spec"]["ports"] == [
+        {"name": "http", "port": 8000, "targetPort": "http", "protocol": "TCP"}
+    ]
+
+
+def test_pods_are_told_how_to_reach_each_other():
+    cluster = settled(make_graph(), nats_addr="nats://nats:4222")
+    env = env_of(main_of(cluster, "g-decode"))
+    secret = env["DYN_CLUSTER_TOKEN"]["secretKeyRef"]
+
+    assert env["DYN_NAMESPACE"] == "dynamo-g"
+    assert env["DYN_SYSTEM_HOST"] == "0.0.0.0"
+    assert env["DYN_SYSTEM_PORT"] == "9090"
+    assert env["ETCD_ENDPOINTS"] == "etcd:2379"
+    assert env["NATS_SERVER"] == "nats://nats:4222"
+    assert env["DYN_DISCOVERY_BACKEND"] == "etcd"
+    for name in ("DYN_TCP_RPC_HOST", "VLLM_NIXL_SIDE_CHANNEL_HOST"):
+        assert env[name] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert cluster.get("Secret", secret["name"])["data"].keys() == {secret["key"]}
+    env = env_of(main_of(cluster, "g-frontend"))
+    assert env["DYN_HTTP_HOST"] == "0.0.0.0"
+    assert "g-frontend.default.svc.cluster.local" in env["DYN_ALLOWED_HOSTS"].split(",")
+
+
+def test_user_settings_go_beyond_defaults_graph_and_service():
+    service = worker(
+        envs=[{"name": "A", "value": "service"}, {"name": "DYN_SYSTEM_PORT", "value": "9999"}],
+        envFromSecret="hf-token-secret",
+        extraPodMetadata={"annotations": {"note": "x"}, "labels": {"team": "llm"}},
+        readinessProbe={"tcpSocket": {"port": 9090}},
+    )
+    service["extraPodSpec"]["mainContainer"]["env"] = [{"name": "B", "value": "container"}]
+    service["extraPodSpec"] |= {
+        "nodeSelector": {"gpu": "h200"},
+        "containers": [{"name": "sidecar", "image": "x"}],
+        "terminationGracePeriodSeconds": 7,
+    }
+    envs = [{"name": "A", "value": "graph"}, {"name": "B", "value": "graph"}]
+    cluster = settled(make_graph(services={"Decode": service}, envs=envs))
+    template = cluster.get("Deployment", "g-decode")["spec"]["template"]
+    container, env = template["spec"]["containers"][0], env_of(main_of(cluster, "g-decode"))
+
+    assert (env["A"], env["B"], env["DYN_SYSTEM_PORT"]) == ("service", "container", "9999")
+    assert container["envFrom"] == [{"secretRef": {"name": "hf-token-secret", "optional": True}}]
+    assert container["readinessProbe"] == {"tcpSocket": {"port": 9090}}
+    assert template["spec"]["nodeSelector"] == {"gpu": "h200"}
+    assert [c["name"] for c in template["spec"]["containers"]] == ["main", "sidecar"]
+    assert template["spec"]["terminationGracePeriodSeconds"] == 7
+    assert template["metadata"]["labels"]["team"] == "llm"
+    assert template["metadata"]["annotations"] == {"note": "x"}
+
+
+def test_grace_period_follows_from_the_drain_limit():
+    drain = [{"name": "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", "value": "600"}]
+    cluster = settled(make_graph(services={"Decode": worker(envs=drain)}))
+
+    pod = cluster.get("Deployment", "g-decode")["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 630
+
+
+@pytest.mark.parametrize(
+    ("memory", "shared_memory", "expected"),
+    [
+        (None, None, "512Mi"),
+        ("16Gi", None, "4096Mi"),
+        ("250Gi", None, "8192Mi"),
+        ("1G", None, "512Mi"),
+        ("16Gi", {"size": "1Gi"}, "1Gi"),
+    ],
+)
+def test_shared_memory_is_a_quarter_of_the_limit(memory, shared_memory, expected):
+    resources = {"limits": {"gpu": "1", **({"memory": memory} if memory else {})}}
+    service = worker(resources=resources, sharedMemory=shared_memory)
+    cluster = settled(make_graph(services={"Decode": service}))
+    pod = cluster.get("Deployment", "g-decode")["spec"]["template"]["spec"]
+
+    assert pod["volumes"] == [
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": expected}}
+    ]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_shared_memory_of_the_user_stays():
+    disabled = worker(sharedMemory={"disabled": True})
+    own = worker()
+    own["extraPodSpec"]["mainContainer"]["volumeMounts"] = [{"name": "x", "mountPath": "/dev/shm"}]
+    cluster = settled(make_graph(services={"A": disabled, "B": own}))
+
+    for name in ("g-a", "g-b"):
+        assert cluster.get("Deployment", name)["spec"]["template"]["spec"]["volumes"] == []
+
+
+def test_claims_ingress_and_autoscaler_are_made():
+    claim = {"create": True, "name": "models", "size": "50Gi", "mountPoint": "/models"}
+    claim["storageClass"] = "fast"
+    services = {
+        "Frontend": frontend(
+            ingress={
+                "enabled": True,
+                "host": "llm",
+                "labels": {"a": "b"},
+                "tls": {"secretName": "c"},
+            },
+            autoscaling={"enabled": True, "minReplicas": 2, "maxReplicas": 5, "behavior": {"x": 1}},
+        ),
+        "Decode": worker(
+            pvc=claim, volumeMounts=[{"name": "cache", "useAsCompilationCache": True}]
+        ),
+    }
+    graph = make_graph(services=services, pvcs=[{"name": "cache", "create": True, "size": 1}])
+    cluster = settled(
+        graph, ingress_host_suffix="example.com", ingress_controller_class_name="nginx"
+    )
+    ingress = cluster.get("Ingress", "g-frontend")["spec"]
+    claims = {c["metadata"]["name"]: c["spec"] for c in cluster.of_kind("PersistentVolumeClaim")}
+    scaler = cluster.get("HorizontalPodAutoscaler", "g-frontend")["spec"]
+
+    assert ingress["rules"][0]["host"] == "llm.example.com"
+    assert ingress["tls"] == [{"hosts": ["llm.example.com"], "secretName": "c"}]
+    assert ingress["ingressClassName"] == "nginx"
+    assert claims["models"]["storageClassName"] == "fast"
+    assert claims["cache"]["resources"]["requests"]["storage"] == "1"
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
+    assert "replicas" not in cluster.get("Deployment", "g-frontend")["spec"]
+    mounts = {m["mountPath"] for m in main_of(cluster, "g-decode")["volumeMounts"]}
+    assert mounts == {"/dev/shm", "/models", "/root/.cache/vllm"}
+    cluster.delete("DynamoGraphDeployment", "g")
+    assert {key[0] for key in cluster.objects} == {"PersistentVolumeClaim"}  # models outlive it
+
+
+def test_virtual_service_needs_a_gateway():
+    services = {
+        "Frontend": frontend(ingress={"enabled": True, "host": "llm.x", "useVirtualService": True})
+    }
+    without = settled(make_graph(services=services))
+    cluster = settled(make_graph(services=services), istio_virtual_service_gateway="ns/gw")
+
+    assert "--istio-virtual-service-gateway" in without.ready()["message"]
+    assert cluster.get("VirtualService", "g-frontend")["spec"]["hosts"] == ["llm.x"]
+
+
+def test_what_the_spec_no_longer_asks_for_goes():
+    services = {"Frontend": frontend(ingress={"enabled": True, "host": "llm.x"}), "Extra": worker()}
+    cluster = settled(make_graph(services=services))
+    cluster.put(make_graph(services={"Frontend": frontend()}))
+    cluster.settle()
+
+    assert cluster.of_kind("Ingress") == []
+    assert [d["metadata"]["name"] for d in cluster.of_kind("Deployment")] == ["g-frontend"]
+
+
+def test_kubernetes_discovery_brings_accounts_and_headless_services():
+    planner = {"componentType": "planner", "extraPodSpec": {"mainContainer": {"image": "own"}}}
+    services = {"Frontend": frontend(), "Decode": worker(), "Planner": planner}
+    cluster = settled(make_graph(services=services), etcd_addr="")
+    pod = cluster.get("Deployment", "g-decode")["spec"]["template"]
+
+    assert pod["spec"]["serviceAccountName"] == "g-k8s-service-discovery"
+    assert cluster.get("RoleBinding", "g-k8s-service-discovery-binding")["subjects"][0]["name"] == (
+        "g-k8s-service-discovery"
+    )
+    assert cluster.get("Service", "g-decode")["spec"]["clusterIP"] == "None"
+    assert pod["metadata"]["labels"][objects.DISCOVERY_LABEL] == "kubernetes"
+    planner_pod = cluster.get("Deployment", "g-planner")["spec"]["template"]["spec"]
+    assert planner_pod["serviceAccountName"] == "planner-serviceaccount"
+    assert planner_pod["containers"][0]["command"] == ["python3", "-m", "dynamo.planner"]
+
+
+def test_two_graphs_of_one_namespace_share_the_token_and_the_last_one_takes_it():
+    cluster = DictCluster()
+    for name in ("a", "b"):
+        services = {"Frontend": frontend(dynamoNamespace="same_ns")}
+        cluster.put(make_graph(name, services))
+    cluster.settle()
+    token = cluster.get("Secret", "same-ns-cluster-token")["data"]
+    cluster.delete("DynamoGraphDeployment", "a")
+    cluster.settle()
+
+    assert cluster.get("Secret", "same-ns-cluster-token")["data"] == token
+    cluster.delete("DynamoGraphDeployment", "b")
+    assert cluster.get("Secret", "same-ns-cluster-token") is None
+
+
+def test_scaling_adapter_sets_the_replicas():
+    services = {"Decode": worker(scalingAdapter={"enabled": True})}
+    cluster = settled(make_graph(services=services))
+    adapter = cluster.get("DynamoGraphDeploymentScalingAdapter", "g-decode")
+    adapter["spec"]["replicas"] = 3
+    cluster.settle()
+
+    assert cluster.get("Deployment", "g-decode")["spec"]["replicas"] == 3
+    assert cluster.get("DynamoGraphDeployment", "g")["status"]["services"]["Decode"] == {
+        "componentNames": ["g-decode"],
+        "replicas": 3,
+        "readyReplicas": 3,
+    }
+
+
+def test_component_may_stand_alone():
+    cluster = DictCluster()
+    resource = make_graph("solo")
+    cluster.put({**resource, "kind": "DynamoComponentDeployment", "spec": frontend()})
+    cluster.settle()
+
+    status = cluster.get("DynamoComponentDeployment", "solo")["status"]
+    assert objects.find_condition({"status": status}, "Available")["status"] == "True"
+    assert env_of(main_of(cluster, "solo"))["DYN_NAMESPACE"] == "dynamo-solo"
+
+
+@pytest.mark.parametrize(
+    ("services", "message"),
+    [
+        ({"A": worker(dynamoNamespace="a"), "B": worker(dynamoNamespace="b")}, "got a, b"),
+        ({"A" * 60: worker()}, "at most 54 fit"),
+        ({}, "at least one service"),
+        ({"A": {"componentType": "worker"}}, "needs its command"),
+        ({"A": {"componentType": "frontend"}}, "expected an image"),
+        ({"A": worker(volumeMounts=[{"name": "x"}])}, "expected a mountPoint"),
+        ({"A": worker(resources={"limits": {"memory": "much"}})}, "such as 16Gi"),
+        ({"A": worker(multinode={"nodeCount": 2})}, "--enable-lws"),
+        ({"A": worker(envs=[{"name": "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", "value": "x"}])}, "expected seconds"),
+        ({"A": {"replicas": "one"}}, "spec.services"),
+    ],
+)  # fmt: skip
+def test_spec_that_cannot_run_is_said_in_the_status(services, message):
+    cluster = settled(make_graph(services=services))
+
+    assert message in cluster.ready()["message"]
+    assert cluster.ready()["status"] == "False"
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        ("nvcr.io/nvidia/ai-dynamo/vllm-runtime:0.4.1", "dynamo-serving/vllm-runtime:1.2"),
+        ("mirror:5000/nvidia/ai-dynamo/vllm-runtime@sha256:00", "dynamo-serving/vllm-runtime:1.2"),
+        ("nvcr.io/nvidia/ai-dynamo/sglang-runtime:0.4.1", "own/sglang:7"),
+        ("nvcr.io/nvidia/ai-dynamo/dynamo-frontend:1", "nvcr.io/nvidia/ai-dynamo/dynamo-frontend:1"),
+        ("busybox", "busybox"),
+    ],
+)  # fmt: skip
+def test_image_table_replaces_the_images_of_the_vendor(image, expected):
+    table = ("nvidia/ai-dynamo/sglang-runtime=own/sglang:7", "nvidia/ai-dynamo/dynamo-frontend=")
+    settings = OperatorConfig(image_tag="1.2", image_table=table)
+
+    assert settings.substitute_image(image) == expected
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(errors.ConfigError, match="FROM=TO"):
+        OperatorConfig(image_table=("x",)).substitute_image("y")
+    with pytest.raises(errors.ConfigError, match="HOST:PORT"):
+        parse_address(":http", "--x")
+    assert parse_address(":8081", "--x") == ("0.0.0.0", 8081)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "value"), [("250Gi", 250 * 2**30), ("500m", 0.5), (3, 3), ("1e3", 1000), ("2k", 2000)]
+)  # fmt: skip
+def test_quantities_have_values(quantity, value):
+    assert pod_template.parse_quantity(quantity) == value
+
+
+def test_share_of_an_update_is_a_number_or_percent():
+    assert component.read_share({}, component.SURGE_ANNOTATION) == "25%"
+    assert component.read_share({component.SURGE_ANNOTATION: "2"}, component.SURGE_ANNOTATION) == 2
+    with pytest.raises(errors.ConfigError, match="expected 1 or 25%"):
+        component.read_share({"x": "most"}, "x")
+
+
+def test_restricted_pods_have_no_privileges():
+    cluster = settled(make_graph(), restricted_security_context=True)
+    pod = cluster.get("Deployment", "g-decode")["spec"]["template"]["spec"]
+
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
