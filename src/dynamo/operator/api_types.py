@@ -46,6 +46,12 @@ class EnvironmentVariable(Resource):
     value: str | None = None
     value_from: OpenObject | None = None
 
+    def render(self) -> dict[str, Any]:
+        """Return the entry of a container's env."""
+        if self.value_from is not None:
+            return {"name": self.name, "valueFrom": self.value_from}
+        return {"name": self.name, "value": self.value or ""}
+
 
 class ResourceAmounts(Resource):
     """Amounts of resources; `gpu` counts devices of nvidia.com/gpu, `custom` names any other resource."""
@@ -138,7 +144,7 @@ class Multinode(Resource):
     node_count: Annotated[int, Meta(ge=2, le=1024, extra_json_schema={"format": "int32"})] = 2
 
 
-class SharedMemory(Resource):
+class SharedMemorySpec(Resource):
     """The size of /dev/shm, or that there is none."""
 
     disabled: bool | None = None
@@ -151,7 +157,7 @@ class ScalingAdapterSpec(Resource):
     enabled: bool | None = None
 
 
-class ModelReference(Resource):
+class ServedModelReference(Resource):
     """The model that the workers serve, by which DynamoModels find them."""
 
     name: Name
@@ -175,8 +181,8 @@ class ServiceSpec(Resource):
     pvc: ServiceVolumeClaim | None = None
     volume_mounts: Annotated[list[VolumeMountPoint], Meta(max_length=100)] | None = None
     ingress: IngressSpec | None = None
-    model_ref: ModelReference | None = None
-    shared_memory: SharedMemory | None = None
+    model_ref: ServedModelReference | None = None
+    shared_memory: SharedMemorySpec | None = None
     scaling_adapter: ScalingAdapterSpec | None = None
     extra_pod_metadata: ExtraPodMetadata | None = None
     extra_pod_spec: ExtraPodSpec | None = None
@@ -189,6 +195,13 @@ class ServiceSpec(Resource):
     def role(self) -> str:
         """Return `frontend`, `worker`, `planner`, or another component type in lower case."""
         return (self.component_type or "").lower()
+
+    @property
+    def is_prefill(self) -> bool:
+        """Return True for a worker that computes prompts for others."""
+        main = (self.extra_pod_spec or {}).get("mainContainer") or {}
+        words = " ".join([*main.get("command", ()), *main.get("args", ())])
+        return self.sub_component_type == "prefill" or "--is-prefill-worker" in words
 
 
 class ComponentSpec(ServiceSpec):

@@ -4,8 +4,8 @@ from typing import Any
 
 from dynamo.base import errors
 from dynamo.operator import api_types, causes, engine_commands, objects, pod_template
-from dynamo.operator.objects import Decision, Object, Observed
-from dynamo.operator.pod_template import Component
+from dynamo.operator.objects import Object, Observed, Reconciliation
+from dynamo.operator.pod_template import ServiceComponent
 from dynamo.operator.settings import OperatorConfig
 
 SURGE_ANNOTATION = f"{api_types.GROUP}/deployment-rolling-update-max-surge"
@@ -16,14 +16,14 @@ _PRUNED = ("Deployment", "Service", "Ingress", "VirtualService", "HorizontalPodA
 _CPU_PERCENT = 80
 
 
-def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Decision:
+def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Reconciliation:
     """Decide what a component needs, and what its status is."""
     try:
         component = read_component(resource, settings)
         desired = list(make_objects(component, resource))
     except errors.ConfigError as error:
         cause = causes.Cause("InvalidSpec", str(error))
-        return Decision(status=_status(resource, observed, None, cause))
+        return Reconciliation(status=_status(resource, observed, None, cause))
     created = tuple(item for item in desired if item["kind"] == "PersistentVolumeClaim")
     applied = tuple(item for item in desired if item["kind"] != "PersistentVolumeClaim")
     names = {(item["kind"], item["metadata"]["name"]) for item in desired}
@@ -34,8 +34,8 @@ def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> De
         if (kind, found["metadata"]["name"]) not in names and "data" not in found
     )
     workload = next((item for item in applied if item["kind"] in _WORKLOADS), None)
-    return Decision(
-        status=_status(resource, observed, workload, _find_cause(component, observed, workload)),
+    return Reconciliation(
+        status=_status(resource, observed, workload, find_cause(component, observed, workload)),
         apply=applied,
         create=tuple(
             claim
@@ -49,7 +49,7 @@ def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> De
 _WORKLOADS = ("Deployment", "LeaderWorkerSet")
 
 
-def read_component(resource: Object, settings: OperatorConfig) -> Component:
+def read_component(resource: Object, settings: OperatorConfig) -> ServiceComponent:
     """Return the component that an object describes. Raises ConfigError with the field that is wrong."""
     spec = api_types.read_spec(resource, api_types.ComponentSpec)
     metadata = resource["metadata"]
@@ -57,7 +57,7 @@ def read_component(resource: Object, settings: OperatorConfig) -> Component:
     graph = labels.get(objects.GRAPH_LABEL, metadata["name"])
     annotations = {**(metadata.get("annotations") or {}), **(spec.annotations or {})}
     discovery = annotations.get(DISCOVERY_ANNOTATION, settings.used_discovery)
-    return Component(
+    return ServiceComponent(
         name=metadata["name"],
         namespace=metadata["namespace"],
         graph=graph,
@@ -69,18 +69,18 @@ def read_component(resource: Object, settings: OperatorConfig) -> Component:
     )
 
 
-def make_objects(component: Component, owner: Object) -> list[Object]:
+def make_objects(component: ServiceComponent, owner: Object) -> list[Object]:
     """Return the objects of a component. Raises ConfigError for a spec that cannot run."""
     spec = component.spec
     made: list[Object] = []
     if spec.pvc is not None and spec.pvc.create:
         made.append(make_claim(spec.pvc, owner, component.labels))
     if spec.multinode is not None:
-        made.append(_make_leader_worker_set(component, owner, spec.multinode.node_count))
+        made.append(make_leader_worker_set(component, owner, spec.multinode.node_count))
     else:
-        made.append(_make_deployment(component, owner))
+        made.append(make_deployment(component, owner))
         if spec.autoscaling is not None and spec.autoscaling.enabled:
-            made.append(_make_autoscaler(component, owner, spec.autoscaling))
+            made.append(make_autoscaler(component, owner, spec.autoscaling))
     if spec.role == "frontend":
         made.append(_make_service(component, owner, "http", pod_template.HTTP_PORT))
     elif spec.role == "worker" and component.discovery == "kubernetes":
@@ -111,7 +111,7 @@ def make_claim(
 
 
 def _make(
-    component: Component, owner: Object, api_version: str, kind: str, **content: Any
+    component: ServiceComponent, owner: Object, api_version: str, kind: str, **content: Any
 ) -> Object:
     """Return an object with the component's name, labels and annotations."""
     return objects.make_object(
@@ -125,7 +125,8 @@ def _make(
     )
 
 
-def _make_deployment(component: Component, owner: Object) -> Object:
+def make_deployment(component: ServiceComponent, owner: Object) -> Object:
+    """Return the Deployment; an autoscaler sets its replicas where there is one."""
     annotations = {
         **(owner["metadata"].get("annotations") or {}),
         **(component.spec.annotations or {}),
@@ -156,7 +157,8 @@ def read_share(annotations: dict[str, str], name: str) -> int | str:
     return value if value.endswith("%") else int(value)
 
 
-def _make_leader_worker_set(component: Component, owner: Object, num_nodes: int) -> Object:
+def make_leader_worker_set(component: ServiceComponent, owner: Object, num_nodes: int) -> Object:
+    """Return the groups of pods of a multinode service. Raises ConfigError where none can be made."""
     if not component.settings.enable_lws:
         raise errors.ConfigError(
             f"service {component.service}: multinode needs LeaderWorkerSets; install their controller and start the"
@@ -186,7 +188,7 @@ def _make_leader_worker_set(component: Component, owner: Object, num_nodes: int)
     return _make(component, owner, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", spec=spec)
 
 
-def _make_service(component: Component, owner: Object, port_name: str, port: int) -> Object:
+def _make_service(component: ServiceComponent, owner: Object, port_name: str, port: int) -> Object:
     spec: Object = {
         "selector": {objects.SELECTOR_LABEL: component.name},
         "ports": [{"name": port_name, "port": port, "targetPort": port_name, "protocol": "TCP"}],
@@ -196,9 +198,10 @@ def _make_service(component: Component, owner: Object, port_name: str, port: int
     return _make(component, owner, "v1", "Service", spec=spec)
 
 
-def _make_autoscaler(
-    component: Component, owner: Object, autoscaling: api_types.Autoscaling
+def make_autoscaler(
+    component: ServiceComponent, owner: Object, autoscaling: api_types.Autoscaling
 ) -> Object:
+    """Return the HorizontalPodAutoscaler."""
     least = 1 if autoscaling.min_replicas is None else autoscaling.min_replicas
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": component.name}
     utilization = {"type": "Utilization", "averageUtilization": _CPU_PERCENT}
@@ -214,7 +217,9 @@ def _make_autoscaler(
     return _make(component, owner, "autoscaling/v2", "HorizontalPodAutoscaler", spec=spec)
 
 
-def _make_ingress(component: Component, owner: Object, ingress: api_types.IngressSpec) -> Object:
+def _make_ingress(
+    component: ServiceComponent, owner: Object, ingress: api_types.IngressSpec
+) -> Object:
     settings = component.settings
     host = pod_template.ingress_host(component)
     backend = {"service": {"name": component.name, "port": {"number": pod_template.HTTP_PORT}}}
@@ -233,7 +238,7 @@ def _make_ingress(component: Component, owner: Object, ingress: api_types.Ingres
 
 
 def _make_virtual_service(
-    component: Component, owner: Object, ingress: api_types.IngressSpec
+    component: ServiceComponent, owner: Object, ingress: api_types.IngressSpec
 ) -> Object:
     gateway = ingress.virtual_service_gateway or component.settings.istio_virtual_service_gateway
     if not gateway:
@@ -258,14 +263,14 @@ def _decorate(made: Object, ingress: api_types.IngressSpec) -> Object:
     return objects.merge(made, {"metadata": {key: v for key, v in metadata.items() if v}})  # type: ignore[no-any-return]
 
 
-def _find_cause(
-    component: Component, observed: Observed, workload: Object | None
+def find_cause(
+    component: ServiceComponent, observed: Observed, workload: Object | None
 ) -> causes.Cause | None:
     """Return why the component is not available, or None if it is."""
     if workload is None:
         return None
     found = observed.find(workload["kind"], component.name)
-    num_wanted = _num_wanted(found or workload)
+    num_wanted = int((found or workload)["spec"].get("replicas", 1))
     if found is not None and _is_available(found, num_wanted):
         return None
     spec = workload["spec"]
@@ -277,7 +282,7 @@ def _find_cause(
             if pod["metadata"].get("labels", {}).get(objects.SELECTOR_LABEL) == component.name
         ],
         template_hash=template["metadata"]["labels"][objects.TEMPLATE_LABEL],
-        missing=_missing_objects(component, observed),
+        missing=find_missing(component, observed),
         num_wanted=num_wanted,
     )
     if component.spec.role == "frontend" and "runs and is not ready" in cause.message:
@@ -285,7 +290,8 @@ def _find_cause(
     return cause
 
 
-def _missing_objects(component: Component, observed: Observed) -> list[causes.Cause]:
+def find_missing(component: ServiceComponent, observed: Observed) -> list[causes.Cause]:
+    """Return the causes that lie in objects which the pods name and which do not exist."""
     claims = {mount.name for mount in component.spec.volume_mounts or ()}
     missing = [
         causes.Cause("VolumeMissing", f"the PersistentVolumeClaim {name} does not exist: create it")
@@ -297,10 +303,6 @@ def _missing_objects(component: Component, observed: Observed) -> list[causes.Ca
         text = f"the Secret {secret} does not exist; only models that need its values cannot start"
         missing.append(causes.Cause("SecretMissing", text))
     return missing
-
-
-def _num_wanted(workload: Object) -> int:
-    return int(workload["spec"].get("replicas", 1))
 
 
 def _is_available(workload: Object, num_wanted: int) -> bool:

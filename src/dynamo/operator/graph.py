@@ -13,7 +13,7 @@ import msgspec
 
 from dynamo.base import errors
 from dynamo.operator import api_types, causes, component, identity, objects, rollout
-from dynamo.operator.objects import Decision, Object, Observed
+from dynamo.operator.objects import Object, Observed, Reconciliation
 from dynamo.operator.settings import OperatorConfig
 
 _HASHED = (
@@ -22,7 +22,6 @@ _HASHED = (
     "readinessProbe",
 )  # fmt: skip
 _HASHED_OF_GRAPH = ("envs", "backendFramework")
-_CLAIM = "PersistentVolumeClaim"
 SPEC_ANNOTATION = f"{api_types.GROUP}/dynamo-spec-hash"
 
 
@@ -98,14 +97,16 @@ class WorkerGeneration:
     components: Mapping[str, Object]
 
 
-def decide(resource: Object, observed: Observed, settings: OperatorConfig, token: str) -> Decision:
+def decide(
+    resource: Object, observed: Observed, settings: OperatorConfig, token: str
+) -> Reconciliation:
     """Decide what a graph needs, and what its status is. `token` becomes the cluster token if there is none yet."""
     try:
         graph = read_graph(resource, observed, settings)
-        desired = _make_components(graph, observed)
+        desired = make_components(graph, observed)
     except errors.ConfigError as error:
         cause = causes.Cause("InvalidSpec", str(error))
-        return Decision(
+        return Reconciliation(
             status=_render_status(resource, observed, [], cause, _FAILED, state="failed")
         )
     accounts = identity.make_accounts(
@@ -124,17 +125,22 @@ def decide(resource: Object, observed: Observed, settings: OperatorConfig, token
         for found in observed.owned_by(resource, "DynamoComponentDeployment")
         if found["metadata"]["name"] not in names
     ]
-    created = [*_make_claims(graph), *_make_adapters(graph)]
+    claims = [
+        component.make_claim(claim, resource, {objects.GRAPH_LABEL: graph.name})
+        for claim in graph.spec.pvcs or ()
+        if claim.create
+    ]
+    created = [*claims, *make_adapters(graph)]
     absent = [
         item for item in created if observed.find(item["kind"], item["metadata"]["name"]) is None
     ]
-    return Decision(
+    return Reconciliation(
         create=(*([] if found_secret else [secret]), *absent),
         patch=(adoption,) if adoption else (),
         apply=(*accounts, *desired),
         delete=tuple(objects.reference_of(found) for found in leftover),
         status=_status(graph, observed, desired, leftover),
-        other_statuses=tuple(_adapter_statuses(graph, observed, desired)),
+        other_statuses=tuple(make_adapter_statuses(graph, observed, desired)),
     )
 
 
@@ -201,7 +207,7 @@ def read_generations(graph: Graph, observed: Observed) -> list[WorkerGeneration]
     ]
 
 
-def _make_components(graph: Graph, observed: Observed) -> list[Object]:
+def make_components(graph: Graph, observed: Observed) -> list[Object]:
     """Return the components of all services, of all generations that still serve."""
     services = [name for name in graph.services if name not in graph.workers]
     if not graph.workers:
@@ -212,7 +218,7 @@ def _make_components(graph: Graph, observed: Observed) -> list[Object]:
     suffix = known.suffix if known else (f"-{target}" if generations else "")
     planned = rollout.plan(
         {name: graph.replicas[name] for name in graph.workers},
-        [_count_workers(graph, entry, observed, target) for entry in generations],
+        [count_workers(graph, entry, observed, target) for entry in generations],
         target,
         rollout.UpdateLimits(
             max_surge=component.read_share(graph.annotations, component.SURGE_ANNOTATION),
@@ -220,29 +226,23 @@ def _make_components(graph: Graph, observed: Observed) -> list[Object]:
                 graph.annotations, component.UNAVAILABLE_ANNOTATION
             ),
         ),
-        frozenset(name for name in graph.workers if _is_prefill(graph.services[name])),
+        frozenset(name for name in graph.workers if graph.services[name].is_prefill),
     )
     made = [
         _make_component(graph, name, target, suffix, replicas)
         for name, replicas in planned[target].items()
     ]
     for entry in generations:
-        if entry.digits != target and _has_pods(entry, planned[entry.digits], observed):
+        if entry.digits != target and has_pods(entry, planned[entry.digits], observed):
             made += [
-                _repeat_component(graph, existing, planned[entry.digits][name])
+                repeat_component(graph, existing, planned[entry.digits][name])
                 for name, existing in entry.components.items()
             ]
     serving = suffix if len(generations) < 2 else generations[0].suffix
     return [*(_make_component(graph, name, planner_suffix=serving) for name in services), *made]
 
 
-def _is_prefill(service: api_types.ServiceSpec) -> bool:
-    main = (service.extra_pod_spec or {}).get("mainContainer") or {}
-    words = " ".join([*main.get("command", ()), *main.get("args", ())])
-    return service.sub_component_type == "prefill" or "--is-prefill-worker" in words
-
-
-def _count_workers(
+def count_workers(
     graph: Graph, generation: WorkerGeneration, observed: Observed, target: str
 ) -> rollout.Generation:
     """Count the pods of a generation; registered instances count for the target alone."""
@@ -273,7 +273,8 @@ def _pods_of(existing: Object, observed: Observed) -> list[Object]:
     ]
 
 
-def _has_pods(generation: WorkerGeneration, planned: rollout.Replicas, observed: Observed) -> bool:
+def has_pods(generation: WorkerGeneration, planned: rollout.Replicas, observed: Observed) -> bool:
+    """Return True as long as a generation has or shall have pods."""
     return any(planned.values()) or any(
         _pods_of(existing, observed) or existing["spec"].get("replicas", 1)
         for existing in generation.components.values()
@@ -297,7 +298,7 @@ def _make_component(
         "service_name": service,
         "dynamo_namespace": f"{graph.dynamo_namespace}{suffix}",
         "replicas": graph.replicas[service] if replicas is None else replicas,
-        "envs": _merge_envs(graph.spec.envs, given.envs),
+        "envs": merge_environments(graph.spec.envs, given.envs),
         "scaling_adapter": None,
     }
     fields = {name: getattr(given, name) for name in given.__struct_fields__}
@@ -308,15 +309,16 @@ def _make_component(
     return _render_component(graph, name, service, digits, msgspec.to_builtins(spec))
 
 
-def _merge_envs(
+def merge_environments(
     common: list[api_types.EnvironmentVariable] | None,
     own: list[api_types.EnvironmentVariable] | None,
 ) -> list[api_types.EnvironmentVariable] | None:
+    """Return the variables of the graph with those of a service over them."""
     merged = {entry.name: entry for entry in [*(common or ()), *(own or ())]}
     return list(merged.values()) or None
 
 
-def _repeat_component(graph: Graph, existing: Object, replicas: int) -> Object:
+def repeat_component(graph: Graph, existing: Object, replicas: int) -> Object:
     """Return a component of an old generation: as it is, but for its replicas."""
     metadata = existing["metadata"]
     labels = metadata.get("labels") or {}
@@ -357,15 +359,8 @@ def _render_component(graph: Graph, name: str, service: str, digits: str, spec: 
     )
 
 
-def _make_claims(graph: Graph) -> list[Object]:
-    return [
-        component.make_claim(claim, graph.resource, {objects.GRAPH_LABEL: graph.name})
-        for claim in graph.spec.pvcs or ()
-        if claim.create
-    ]
-
-
-def _make_adapters(graph: Graph) -> list[Object]:
+def make_adapters(graph: Graph) -> list[Object]:
+    """Return the scaling adapters of the services that ask for one."""
     return [
         objects.make_object(
             api_types.API_VERSION,
@@ -383,7 +378,7 @@ def _make_adapters(graph: Graph) -> list[Object]:
     ]
 
 
-def _adapter_statuses(graph: Graph, observed: Observed, desired: list[Object]) -> list[Object]:
+def make_adapter_statuses(graph: Graph, observed: Observed, desired: list[Object]) -> list[Object]:
     """Return the statuses of the scaling adapters: the pods that run, and the selector that finds them."""
     statuses = []
     for adapter in observed.owned_by(graph.resource, _ADAPTER):
@@ -404,7 +399,9 @@ def _status(
 ) -> Object:
     """Return the status: ready if every component is, in its present form, and no old generation is left."""
     waiting = [
-        (item, cause) for item in desired if (cause := _component_cause(item, observed)) is not None
+        (item, cause)
+        for item in desired
+        if (cause := find_component_cause(item, observed)) is not None
     ]
     digits = {item["metadata"]["labels"].get(objects.HASH_LABEL) for item in desired}
     num_generations = len(digits - {None})
@@ -425,7 +422,7 @@ def _status(
     )
 
 
-def _component_cause(item: Object, observed: Observed) -> causes.Cause | None:
+def find_component_cause(item: Object, observed: Observed) -> causes.Cause | None:
     """Return why a component is not available in its desired form, or None if it is."""
     found = observed.find(item["kind"], item["metadata"]["name"])
     service = item["metadata"]["labels"][objects.COMPONENT_LABEL]

@@ -68,7 +68,7 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Reconciliation:
     """What brings the cluster nearer to a spec, in this order; `create` is for objects that must not be overwritten."""
 
     status: Object

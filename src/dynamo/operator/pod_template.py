@@ -37,7 +37,7 @@ _COMPILATION_CACHE = {"vllm": "/root/.cache/vllm"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class ServiceComponent:
     """A component to make pods for: its spec, with the names that it lives under."""
 
     name: str  # of its Deployment and, for a frontend, its Service
@@ -53,6 +53,13 @@ class Component:
     def service(self) -> str:
         """Return the name of the service within its graph."""
         return self.spec.service_name or self.spec.dynamo_component or self.name
+
+    @property
+    def service_account(self) -> str | None:
+        """Return the account of the pods, None for the namespace's default."""
+        if self.spec.role == "planner":
+            return PLANNER_ACCOUNT
+        return discovery_account(self.graph) if self.discovery == "kubernetes" else None
 
     @property
     def labels(self) -> dict[str, str]:
@@ -104,18 +111,18 @@ def parse_quantity(quantity: int | str) -> float:
     return float(match[1] + (match[2] or "")) * _UNITS[match[3]]
 
 
-def make_template(component: Component) -> Object:
+def make_template(component: ServiceComponent) -> Object:
     """Return the pod template of a component's Deployment. Raises ConfigError for a spec that cannot run."""
     spec = component.spec
     main = make_main_container(component)
     pod: Object = {
         "restartPolicy": "Always",
-        "terminationGracePeriodSeconds": _grace_period_s(main),
+        "terminationGracePeriodSeconds": grace_period_s(main),
         "containers": [main],
-        "volumes": _volumes(component),
+        "volumes": make_volumes(component),
     }
-    if account := _service_account(component):
-        pod["serviceAccountName"] = account
+    if component.service_account:
+        pod["serviceAccountName"] = component.service_account
     if component.settings.restricted_security_context:
         pod["securityContext"] = {
             "runAsNonRoot": True,
@@ -135,17 +142,17 @@ def make_template(component: Component) -> Object:
     return template
 
 
-def make_main_container(component: Component) -> Object:
+def make_main_container(component: ServiceComponent) -> Object:
     """Return the main container: defaults of its role under what the user says. Raises ConfigError."""
     spec, overrides = component.spec, component.main_overrides
     defaults: Object = {
         "name": MAIN,
-        **_command(component),
-        "ports": _ports(spec.role),
-        "resources": _resources(spec.resources or api_types.ResourceDemand()),
+        **default_command(component),
+        "ports": make_ports(spec.role),
+        "resources": render_resources(spec.resources or api_types.ResourceDemand()),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        **_probes(spec),
-        "volumeMounts": _volume_mounts(component),
+        **make_probes(spec),
+        "volumeMounts": make_volume_mounts(component),
     }
     if component.settings.restricted_security_context:
         defaults["securityContext"] = {
@@ -155,8 +162,8 @@ def make_main_container(component: Component) -> Object:
     if spec.env_from_secret:
         defaults["envFrom"] = [{"secretRef": {"name": spec.env_from_secret, "optional": True}}]
     env = [
-        *_injected_env(component),
-        *(_omit_none(entry) for entry in spec.envs or ()),
+        *make_environment(component),
+        *(entry.render() for entry in spec.envs or ()),
         *overrides.pop("env", ()),
     ]
     image = overrides.pop("image", None) or _FRAMEWORK_IMAGES.get(component.framework or "")
@@ -171,7 +178,7 @@ def make_main_container(component: Component) -> Object:
     return {key: value for key, value in container.items() if value not in ([], {}, None)}
 
 
-def _command(component: Component) -> Object:
+def default_command(component: ServiceComponent) -> Object:
     """Return the default command. Raises ConfigError for a worker without any."""
     overrides = component.main_overrides
     if overrides.get("command"):
@@ -190,7 +197,8 @@ def _command(component: Component) -> Object:
             return {"command": ["/bin/sh", "-c"]} if overrides.get("args") else {}
 
 
-def _ports(role: str) -> list[Object]:
+def make_ports(role: str) -> list[Object]:
+    """Return the ports of a role."""
     number_by_name = {
         "frontend": {"http": HTTP_PORT},
         "worker": {"system": SYSTEM_PORT},
@@ -202,7 +210,7 @@ def _ports(role: str) -> list[Object]:
     ]
 
 
-def _probes(spec: api_types.ServiceSpec) -> Object:
+def make_probes(spec: api_types.ServiceSpec) -> Object:
     """Return the probes of a role; those of the user replace them.
 
     A frontend is alive without workers, but ready only with them. Its original probes waited a minute before the
@@ -236,7 +244,7 @@ def _http_probe(path: str, port: str, *, period: int, timeout: int, failures: in
     }
 
 
-def _injected_env(component: Component) -> list[Object]:
+def make_environment(component: ServiceComponent) -> list[Object]:
     """Return the variables that every pod gets, then those of its role."""
     settings = component.settings
     values = {
@@ -255,7 +263,7 @@ def _injected_env(component: Component) -> list[Object]:
                 "DYNAMO_PORT": str(HTTP_PORT),
                 "DYN_HTTP_PORT": str(HTTP_PORT),
                 "DYN_HTTP_HOST": "0.0.0.0",
-                "DYN_ALLOWED_HOSTS": ",".join(_service_names(component)),
+                "DYN_ALLOWED_HOSTS": ",".join(service_host_names(component)),
             }
         case "worker":
             values |= {
@@ -274,7 +282,7 @@ def _injected_env(component: Component) -> list[Object]:
         "DYN_TCP_RPC_HOST": "status.podIP",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "status.podIP",
     }
-    secret = {"name": _token_secret(component), "key": TOKEN_KEY}
+    secret = {"name": token_secret_name(base_namespace(component)), "key": TOKEN_KEY}
     return [
         *({"name": name, "value": value} for name, value in values.items()),
         *(
@@ -285,17 +293,13 @@ def _injected_env(component: Component) -> list[Object]:
     ]
 
 
-def _token_secret(component: Component) -> str:
-    """Return the Secret of the namespace without the digits of a generation: all generations share it."""
-    return token_secret_name(base_namespace(component))
-
-
-def base_namespace(component: Component) -> str:
-    """Return the dynamo namespace without the suffix of the generation that this component belongs to."""
+def base_namespace(component: ServiceComponent) -> str:
+    """Return the dynamo namespace without the suffix of the generation: all generations share a token."""
     return component.dynamo_namespace.removesuffix(f"-{component.generation}")
 
 
-def _service_names(component: Component) -> list[str]:
+def service_host_names(component: ServiceComponent) -> list[str]:
+    """Return the names by which browsers may reach a frontend."""
     names = [component.name]
     for domain in (component.namespace, "svc", "cluster", "local"):
         names.append(f"{names[-1]}.{domain}")
@@ -305,7 +309,7 @@ def _service_names(component: Component) -> list[str]:
     return [name for name in names if not name.endswith(".cluster")]
 
 
-def ingress_host(component: Component) -> str:
+def ingress_host(component: ServiceComponent) -> str:
     """Return the host name under which an Ingress leads to a component."""
     ingress = component.spec.ingress or api_types.IngressSpec()
     host = f"{ingress.host_prefix or ''}{ingress.host or component.name}"
@@ -313,7 +317,8 @@ def ingress_host(component: Component) -> str:
     return f"{host}.{suffix.lstrip('.')}" if suffix and "." not in host else host
 
 
-def _resources(demand: api_types.ResourceDemand) -> Object:
+def render_resources(demand: api_types.ResourceDemand) -> Object:
+    """Return the resources of a container; devices are limited to what is requested."""
     rendered = {}
     for name, amounts in (("requests", demand.requests), ("limits", demand.limits)):
         if amounts is None:
@@ -329,7 +334,8 @@ def _resources(demand: api_types.ResourceDemand) -> Object:
     return {name: values for name, values in rendered.items() if values}
 
 
-def _volumes(component: Component) -> list[Object]:
+def make_volumes(component: ServiceComponent) -> list[Object]:
+    """Return the volumes of a pod: claims, and memory for /dev/shm."""
     spec = component.spec
     claims = {mount.name for mount in spec.volume_mounts or ()}
     if spec.pvc and spec.pvc.name:
@@ -343,7 +349,8 @@ def _volumes(component: Component) -> list[Object]:
     return volumes
 
 
-def _volume_mounts(component: Component) -> list[Object]:
+def make_volume_mounts(component: ServiceComponent) -> list[Object]:
+    """Return where the volumes are mounted. Raises ConfigError for one without a place."""
     spec = component.spec
     mounts = [{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}] if _has_shared_memory(spec) else []
     if spec.pvc and spec.pvc.name and spec.pvc.mount_point:
@@ -377,13 +384,7 @@ def shared_memory_size(spec: api_types.ServiceSpec) -> str:
     return f"{int(min(_MOST_SHM, max(_LEAST_SHM, memory / 4))) // _MIB}Mi"
 
 
-def _service_account(component: Component) -> str | None:
-    if component.spec.role == "planner":
-        return PLANNER_ACCOUNT
-    return discovery_account(component.graph) if component.discovery == "kubernetes" else None
-
-
-def _grace_period_s(main: Mapping[str, Any]) -> int:
+def grace_period_s(main: Mapping[str, Any]) -> int:
     """Return the seconds that a pod gets to end: the drain limit of its worker, and some to spare."""
     values = {entry["name"]: entry.get("value") for entry in main.get("env", ())}
     total = 0.0
@@ -396,12 +397,3 @@ def _grace_period_s(main: Mapping[str, Any]) -> int:
         except ValueError as error:
             raise errors.ConfigError(f"{name}: expected seconds, got {values[name]!r}") from error
     return max(_LEAST_GRACE_S, int(total) + _MARGIN_S)
-
-
-def _omit_none(entry: api_types.EnvironmentVariable) -> Object:
-    rendered: Object = {"name": entry.name}
-    if entry.value_from is not None:
-        rendered["valueFrom"] = entry.value_from
-    else:
-        rendered["value"] = entry.value or ""
-    return rendered
