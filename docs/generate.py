@@ -16,6 +16,7 @@ from dynamo.frontend import metrics as frontend_metrics
 from dynamo.frontend import request_records as records
 from dynamo.frontend.admission import metrics as admission_metrics
 from dynamo.observability import metrics
+from dynamo.operator import settings as operator_settings
 from dynamo.planner import config as planner_config
 from dynamo.planner import profiling
 from dynamo.protocols import instances
@@ -58,6 +59,7 @@ def reference() -> str:
         "python -m dynamo.planner", planner_config.PlannerConfig, planner_config.ScalingConfig
     )
     sections += _settings("python -m dynamo.profiler", profiling.ProfilerConfig)
+    sections += _settings("python -m dynamo.operator", operator_settings.OperatorConfig)
     for name in engines.KIND_BY_NAME:
         sections += _settings(
             f"python -m dynamo.{name}", settings.WorkerConfig, engines.settings_of(name)

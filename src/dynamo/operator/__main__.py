@@ -1,0 +1,45 @@
+"""The command `python -m dynamo.operator`."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+
+from dynamo.base import clock as clocks
+from dynamo.base import config, errors, process_setup
+from dynamo.observability import logs
+from dynamo.operator import service
+from dynamo.operator.settings import OperatorConfig
+from dynamo.runtime.backends.kubernetes import connection
+
+_PROG = "python -m dynamo.operator"
+
+
+def main() -> int:
+    """Run the operator; return the exit status of the process."""
+    try:
+        logs.configure()
+        asyncio.run(serve(config.load(OperatorConfig, prog=_PROG)))
+    except errors.DynamoError as error:
+        sys.stderr.write(f"{_PROG}: {error}\n")
+        return 2 if isinstance(error, errors.ConfigError) else 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+async def serve(settings: OperatorConfig) -> None:
+    """Reconcile until SIGTERM or SIGINT. Raises ConfigError and LeaseLost."""
+    settings.substitute_image("")  # a wrong table is said before anything starts
+    identity = f"{os.environ.get('HOSTNAME') or socket.gethostname()}-{os.getpid()}"
+    async with connection.KubernetesConnection.open() as cluster:
+        stop = process_setup.stop_on_signals()
+        operator = service.OperatorService(
+            cluster, settings, clocks.SystemClock(), identity=identity
+        )
+        await operator.run(stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The election of the operator that acts, by a Lease: the others watch, and one of them takes over."""
+
+import logging
+from datetime import UTC, datetime
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.operator.objects import Object
+from dynamo.runtime.backends.kubernetes import connection
+
+LEASE_S, RENEW_S = 15.0, 5.0
+_API, _KIND = "coordination.k8s.io/v1", "Lease"
+_logger = logging.getLogger(__name__)
+
+
+class LeaseLost(errors.Unavailable):
+    """Another operator acts, or the cluster could not be asked in time: this one must not act any more."""
+
+
+class Election:
+    """The candidacy of one operator. Time is measured here, so clocks of other hosts may differ."""
+
+    def __init__(
+        self,
+        cluster: connection.KubernetesConnection,
+        clock: clocks.Clock,
+        *,
+        identity: str,
+        name: str,
+        namespace: str,
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._identity = identity
+        self._name, self._namespace = name, namespace
+        self._seen: tuple[str, float] = ("", 0.0)  # revision of another's lease, and since when
+        self._renewed_at = 0.0
+
+    async def acquire(self) -> None:
+        """Wait until this operator has the Lease."""
+        while True:
+            try:
+                if await self._try():
+                    _logger.info("%s has the lease %s", self._identity, self._name)
+                    return
+            except errors.Unavailable as error:
+                _logger.warning("no lease yet: %s", error)
+            await self._clock.sleep(RENEW_S / 2)
+
+    async def keep(self) -> None:
+        """Renew the Lease until cancelled. Raises LeaseLost when it is another's, or could not be renewed in time."""
+        while True:
+            await self._clock.sleep(RENEW_S)
+            is_held = True
+            try:
+                is_held = await self._try()
+            except errors.DynamoError as error:
+                if self._clock.now() - self._renewed_at > LEASE_S - RENEW_S:
+                    raise LeaseLost(
+                        f"the lease {self._name} could not be renewed: {error}"
+                    ) from error
+                _logger.warning("the lease is to be renewed: %s", error)
+            if not is_held:
+                raise LeaseLost(f"the lease {self._name} was taken by another operator")
+
+    async def release(self) -> None:
+        """Give the Lease to others at once."""
+        found = await self._cluster.get(_API, _KIND, self._name, self._namespace)
+        if found is not None and found["spec"].get("holderIdentity") == self._identity:
+            await self._write(found, {"holderIdentity": "", "leaseDurationSeconds": 1})
+
+    async def _try(self) -> bool:
+        """Take or renew the Lease; return False while it is another's."""
+        started_at = self._clock.now()
+        found = await self._cluster.get(_API, _KIND, self._name, self._namespace)
+        now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec: Object = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": int(LEASE_S),
+            "renewTime": now,
+        }
+        try:
+            if found is None:
+                metadata = {"name": self._name, "namespace": self._namespace}
+                lease = {"apiVersion": _API, "kind": _KIND, "metadata": metadata}
+                await self._cluster.create({**lease, "spec": {**spec, "acquireTime": now}})
+            else:
+                if found["spec"].get("holderIdentity") != self._identity:
+                    if not self._has_expired(found):
+                        return False
+                    transitions = found["spec"].get("leaseTransitions") or 0
+                    spec |= {"acquireTime": now, "leaseTransitions": transitions + 1}
+                await self._write(found, spec)
+        except errors.Conflict:  # another candidate was quicker
+            return False
+        self._renewed_at = started_at
+        return True
+
+    async def _write(self, found: Object, spec: Object) -> None:
+        changes = {
+            "metadata": {"resourceVersion": found["metadata"]["resourceVersion"]},
+            "spec": spec,
+        }
+        await self._cluster.patch(_API, _KIND, self._name, changes, self._namespace)
+
+    def _has_expired(self, found: Object) -> bool:
+        """Return True for a lease that is free, or that its holder has not renewed for its duration."""
+        if not found["spec"].get("holderIdentity"):
+            return True
+        revision = found["metadata"]["resourceVersion"]
+        if self._seen[0] != revision:
+            self._seen = revision, self._clock.now()
+            return False
+        duration_s = found["spec"].get("leaseDurationSeconds") or LEASE_S
+        return self._clock.now() - self._seen[1] > float(duration_s)

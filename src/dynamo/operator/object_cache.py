@@ -1,0 +1,111 @@
+"""What the operator knows of the cluster: the last state of each object that it watches or wrote itself.
+
+Answers to the operator's own writes are entered at once, so that it never decides on a state from before its last
+write; an event that is older than what is known is left out.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from dynamo.operator import objects
+from dynamo.operator.objects import Object
+
+Key = tuple[str, str, str]  # kind, namespace, name
+ROOTS = ("DynamoGraphDeployment", "DynamoComponentDeployment")
+
+
+def key_of(resource: Object) -> Key:
+    """Return the address of an object."""
+    metadata = resource["metadata"]
+    return resource["kind"], metadata.get("namespace", ""), metadata["name"]
+
+
+class ObjectCache:
+    """Objects by namespace, kind and name; pods apart."""
+
+    def __init__(self) -> None:
+        self._objects: defaultdict[str, dict[tuple[str, str], Object]] = defaultdict(dict)
+        self._pods: defaultdict[str, dict[str, Object]] = defaultdict(dict)
+
+    def apply_event(self, event: str, resource: Object) -> bool:
+        """Enter one event of a watch; return False if it told nothing new."""
+        if event == "DELETED":
+            self.remove(resource)
+            return True
+        return self.put(resource)
+
+    def put(self, resource: Object) -> bool:
+        """Enter an object, unless a newer state of it is known."""
+        kind, namespace, name = key_of(resource)
+        known = self.get((kind, namespace, name))
+        if known is not None and _is_older(resource, known):
+            return False
+        if kind == "Pod":
+            self._pods[namespace][name] = resource
+        else:
+            self._objects[namespace][kind, name] = resource
+        return True
+
+    def remove(self, resource: Object) -> None:
+        """Forget an object, unless another one has taken its name."""
+        kind, namespace, name = key_of(resource)
+        known = self.get((kind, namespace, name))
+        if known is None or known["metadata"].get("uid") != resource["metadata"].get("uid"):
+            return
+        if kind == "Pod":
+            del self._pods[namespace][name]
+        else:
+            del self._objects[namespace][kind, name]
+
+    def get(self, key: Key) -> Object | None:
+        """Return an object, or None if there is none."""
+        kind, namespace, name = key
+        if kind == "Pod":
+            return self._pods[namespace].get(name)
+        return self._objects[namespace].get((kind, name))
+
+    def observe(self, root: Object, now: str, instances: dict[str, int] | None) -> objects.Observed:
+        """Return what concerns a root object: its namespace, and the pods of its graph."""
+        namespace = root["metadata"]["namespace"]
+        labels = root["metadata"].get("labels") or {}
+        graph = labels.get(objects.GRAPH_LABEL, root["metadata"]["name"])
+        pods = [
+            pod
+            for pod in self._pods[namespace].values()
+            if pod["metadata"].get("labels", {}).get(objects.GRAPH_LABEL) == graph
+        ]
+        return objects.Observed(
+            now=now, objects=self._objects[namespace], pods=pods, instances=instances
+        )
+
+    def roots(self) -> Iterator[Key]:
+        """Yield the addresses of all graphs and components."""
+        for namespace, found in self._objects.items():
+            for kind, name in found:
+                if kind in ROOTS:
+                    yield kind, namespace, name
+
+    def roots_of(self, resource: Object) -> Iterator[Key]:
+        """Yield the addresses of the graphs and components that an object concerns."""
+        kind, namespace, name = key_of(resource)
+        if kind in ROOTS:
+            yield kind, namespace, name
+        metadata = resource["metadata"]
+        for owner in metadata.get("ownerReferences") or ():
+            if owner["kind"] in ROOTS:
+                yield owner["kind"], namespace, owner["name"]
+        labels = metadata.get("labels") or {}
+        if kind == "Pod":
+            if objects.GRAPH_LABEL in labels:
+                yield "DynamoGraphDeployment", namespace, labels[objects.GRAPH_LABEL]
+            if objects.SELECTOR_LABEL in labels:
+                yield "DynamoComponentDeployment", namespace, labels[objects.SELECTOR_LABEL]
+        elif kind in ("PersistentVolumeClaim", "Secret"):
+            yield from (key for key in self.roots() if key[1] == namespace)
+
+
+def _is_older(resource: Object, known: Object) -> bool:
+    metadata, present = resource["metadata"], known["metadata"]
+    if metadata.get("uid") != present.get("uid"):
+        return False
+    return int(metadata.get("resourceVersion", 0)) < int(present.get("resourceVersion", 0))

@@ -1,0 +1,263 @@
+"""The doer behind the deciders: reads what concerns one object, decides, and writes what differs.
+
+All writes are server-side applies of one field manager, so fields that others set stay theirs, and an apply that
+changes nothing is no write. One that is known to change nothing is not even sent: the operator remembers what it
+applied and what the object looked like then, and sends again only when one of the two has changed. So drift is
+repaired, and an idle operator sends nothing.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.operator import api_types, component, graph, objects
+from dynamo.operator.object_cache import Key, ObjectCache, key_of
+from dynamo.operator.objects import FIELD_MANAGER, Object, Reconciliation
+from dynamo.operator.pod_template import HTTP_PORT
+from dynamo.operator.settings import OperatorConfig
+from dynamo.runtime.backends.kubernetes import connection
+
+_POLL_S = 1.0  # between two looks at the frontends during an update
+_HTTP_TIMEOUT_S = 3.0
+_MOST_BYTES = 4 * 2**20
+_UNSTABLE = ("resourceVersion", "managedFields", "generation")
+_logger = logging.getLogger(__name__)
+
+
+class Reconciler:
+    """Brings single objects nearer to their spec. One call at a time for each object."""
+
+    def __init__(
+        self,
+        cluster: connection.KubernetesConnection,
+        cache: ObjectCache,
+        settings: OperatorConfig,
+        clock: clocks.Clock,
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._settings = settings
+        self._clock = clock
+        self._applied: dict[
+            Key, tuple[str, str]
+        ] = {}  # digests of what was applied, and of the answer
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Write what an object needs; return the seconds after which to look again, None to wait for events.
+
+        Raises Unavailable, RequestError or ConfigError for a write that the cluster refuses.
+        """
+        root = self._cache.get(key)
+        if root is None or "deletionTimestamp" in root["metadata"]:
+            return None
+        now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        is_updating = key[0] == "DynamoGraphDeployment" and self._has_two_generations(root)
+        instances = await self._count_admitted(root) if is_updating else None
+        observed = self._cache.observe(root, now, instances)
+        if key[0] == "DynamoGraphDeployment":
+            decision = graph.decide(root, observed, self._settings, secrets.token_hex(32))
+        else:
+            await self._look_up_secret(root)
+            decision = component.decide(root, observed, self._settings)
+        try:
+            await self._act(decision, key[1])
+        except errors.RequestError as error:
+            await self._write_failure(root, str(error), now)
+            raise
+        await self._write_status(root, decision.status)
+        for item in decision.other_statuses:
+            await self._write_status(self._cache.get(key_of(item)) or item, item["status"])
+        return _POLL_S if is_updating else None
+
+    def forget(self, key: Key) -> None:
+        """Drop what is remembered of an object that is gone."""
+        self._applied.pop(key, None)
+
+    async def _act(self, decision: Reconciliation, namespace: str) -> None:
+        for item in decision.create:
+            try:
+                self._cache.put(await self._cluster.create(item, field_manager=FIELD_MANAGER))
+            except errors.Conflict:
+                _logger.debug("%s exists already", key_of(item))
+        for item in decision.patch:
+            metadata = item["metadata"]
+            self._cache.put(
+                await self._cluster.patch(
+                    item["apiVersion"],
+                    item["kind"],
+                    metadata["name"],
+                    {"metadata": metadata},
+                    metadata["namespace"],
+                )
+            )
+        for item in decision.apply:
+            await self._apply(item)
+        for reference in decision.delete:
+            found = self._cache.get((reference.kind, namespace, reference.name))
+            if found is not None:
+                await self._cluster.delete(
+                    reference.api_version,
+                    reference.kind,
+                    reference.name,
+                    namespace,
+                    propagation="Background",
+                    preconditions={"uid": found["metadata"]["uid"]},
+                )
+
+    async def _apply(self, item: Object) -> None:
+        key = key_of(item)
+        desired = objects.digest(item, 64)
+        found = self._cache.get(key)
+        if found is not None and self._applied.get(key) == (desired, digest_of_lasting(found)):
+            return
+        answer = await self._cluster.apply(item, FIELD_MANAGER, force=True)
+        self._cache.put(answer)
+        self._applied[key] = desired, digest_of_lasting(answer)
+
+    async def _write_status(self, root: Object, status: Object) -> None:
+        present = root.get("status") or {}
+        if all(present.get(name) == value for name, value in status.items()):
+            return
+        item = {**objects.address_of(root), "status": status}
+        try:
+            self._cache.put(await self._cluster.apply_status(item, FIELD_MANAGER, force=True))
+        except connection.ObjectMissing:
+            return
+        await self._write_event(root, present, status)
+
+    async def _write_event(self, root: Object, before: Object, status: Object) -> None:
+        """Tell of a first condition that has changed; a cluster that refuses events loses nothing else."""
+        old, new = ((entry.get("conditions") or [{}])[0] for entry in (before, status))
+        if not new or (old.get("status"), old.get("reason")) == (new["status"], new["reason"]):
+            return
+        now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        metadata = root["metadata"]
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{metadata['name']}.{secrets.token_hex(8)}",
+                "namespace": metadata["namespace"],
+            },
+            "involvedObject": {
+                "apiVersion": root["apiVersion"],
+                "kind": root["kind"],
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
+            "reason": new["reason"],
+            "message": new["message"][:1024],
+            "type": "Normal" if new["status"] == "True" else "Warning",
+            "source": {"component": FIELD_MANAGER},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        try:
+            await self._cluster.create(event, field_manager=FIELD_MANAGER)
+        except errors.DynamoError as error:
+            _logger.info("no event for %s: %s", metadata["name"], error)
+
+    async def _write_failure(self, root: Object, message: str, now: str) -> None:
+        """Say in the condition what the cluster refuses; the caller tries again."""
+        is_graph = root["kind"] == "DynamoGraphDeployment"
+        name, reason = (
+            ("Ready", "failed_to_reconcile_the_resources") if is_graph else ("Available", "Refused")
+        )
+        condition = objects.make_condition(name, False, reason, message, root, now)
+        status: Object = {
+            "conditions": [condition],
+            "observedGeneration": root["metadata"].get("generation", 0),
+        } | ({"state": "failed"} if is_graph else {})
+        await self._write_status(root, {**(root.get("status") or {}), **status})
+
+    async def _look_up_secret(self, root: Object) -> None:
+        """Learn whether the Secret that a component's pods read exists; its content is not kept."""
+        name = root["spec"].get("envFromSecret")
+        namespace = root["metadata"]["namespace"]
+        if not name or self._cache.get(("Secret", namespace, name)):
+            return
+        try:
+            found = await self._cluster.get("v1", "Secret", name, namespace)
+        except errors.Forbidden:
+            found = {"metadata": {"name": name, "namespace": namespace}}  # it cannot be told
+        if found is not None:
+            self._cache.put({"kind": "Secret", "metadata": found["metadata"]})
+
+    def _has_two_generations(self, root: Object) -> bool:
+        observed = self._cache.observe(root, "", None)
+        owned = observed.owned_by(root, "DynamoComponentDeployment")
+        labels = (found["metadata"].get("labels") or {} for found in owned)
+        return len({entry.get(objects.HASH_LABEL) for entry in labels} - {None}) > 1
+
+    async def _count_admitted(self, root: Object) -> dict[str, int] | None:
+        """Return how many instances of each namespace all ready frontends have admitted; None if none can say."""
+        observed = self._cache.observe(root, "", None)
+        addresses = [
+            pod["status"]["podIP"]
+            for pod in observed.pods
+            if pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "frontend"
+            and objects.find_condition(pod, "Ready").get("status") == "True"
+            and pod["status"].get("podIP")
+        ]
+        answers = await asyncio.gather(*(read_instances(address) for address in addresses))
+        counts = [answer for answer in answers if answer is not None]
+        if not counts:
+            return None
+        names = {name for count in counts for name in count}
+        return {name: min(count.get(name, 0) for count in counts) for name in names}
+
+
+def digest_of_lasting(found: Object) -> str:
+    """Return the digest of what writers other than the status's change in an object."""
+    metadata = {k: v for k, v in found["metadata"].items() if k not in _UNSTABLE}
+    content = {key: value for key, value in found.items() if key != "status"}
+    return objects.digest({**content, "metadata": metadata}, 64)
+
+
+async def read_instances(address: str, port: int = HTTP_PORT) -> dict[str, int] | None:
+    """Return how many instances a frontend lists in each dynamo namespace; None if it cannot be asked."""
+    try:
+        async with asyncio.timeout(_HTTP_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(address, port)
+            try:
+                writer.write(f"GET /health HTTP/1.0\r\nhost: {address}\r\n\r\n".encode("ascii"))
+                answer = await reader.read(_MOST_BYTES)
+            finally:
+                writer.close()
+        body: Mapping[str, Any] = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])
+        counts: dict[str, int] = {}
+        for entry in body["instances"]:
+            if entry["endpoint"] == "generate":
+                counts[entry["namespace"]] = counts.get(entry["namespace"], 0) + 1
+    except (OSError, TimeoutError, msgspec.DecodeError, LookupError, TypeError) as error:
+        _logger.info("the frontend at %s does not tell its instances: %s", address, error)
+        return None
+    return counts
+
+
+API_VERSION_BY_KIND = {
+    "DynamoGraphDeployment": api_types.API_VERSION,
+    "DynamoComponentDeployment": api_types.API_VERSION,
+    "DynamoGraphDeploymentScalingAdapter": api_types.API_VERSION,
+    "PersistentVolumeClaim": "v1",
+    "Pod": "v1",
+    "Secret": "v1",
+    "Service": "v1",
+    "ServiceAccount": "v1",
+    "Deployment": "apps/v1",
+    "Role": "rbac.authorization.k8s.io/v1",
+    "RoleBinding": "rbac.authorization.k8s.io/v1",
+    "Ingress": "networking.k8s.io/v1",
+    "HorizontalPodAutoscaler": "autoscaling/v2",
+    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
+    "VirtualService": "networking.istio.io/v1beta1",
+}

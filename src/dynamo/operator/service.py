@@ -1,0 +1,200 @@
+"""The operator as a process: watches fill the cache and the queue, workers reconcile, and a Lease says who may.
+
+Long-lived tasks: one watch for each kind, the workers, the resync, and the renewal of the Lease. An error of one object
+is said in its status and tried again later; others go on. A lost Lease ends the process, which starts anew.
+"""
+
+import asyncio
+import logging
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors, tasks
+from dynamo.observability import metrics
+from dynamo.operator import objects
+from dynamo.operator.election import Election
+from dynamo.operator.object_cache import ROOTS, ObjectCache, key_of
+from dynamo.operator.reconciler import API_VERSION_BY_KIND, Reconciler
+from dynamo.operator.settings import OperatorConfig, parse_address
+from dynamo.operator.work_queue import WorkQueue
+from dynamo.runtime.backends.kubernetes import connection
+from dynamo.runtime.http import exchange, server
+
+_NUM_WORKERS = 4
+_MISSING_KIND_S = 300.0  # between two looks whether an optional kind has been installed
+_OPTIONAL = ("LeaderWorkerSet", "VirtualService")
+_ALL = (*ROOTS, "DynamoGraphDeploymentScalingAdapter", "PersistentVolumeClaim")  # watched whole
+_logger = logging.getLogger(__name__)
+
+
+class OperatorMetrics:
+    """The metrics of the operator, named as the original's."""
+
+    def __init__(self) -> None:
+        self.registry = registry = metrics.Registry("dynamo_operator")
+        labels = ("resource_type",)
+        self.duration = registry.histogram(
+            "reconcile_duration_seconds",
+            "seconds of one look at an object",
+            labels,
+            buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5),
+        )
+        self.total = registry.counter("reconcile_total", "looks at objects", labels)
+        self.errors = registry.counter("reconcile_errors_total", "looks that failed", labels)
+        self.resources = registry.gauge("resources", "objects by kind", labels)
+        self.is_leader = registry.gauge("is_leader", "1 while this operator acts")
+
+
+class OperatorService:
+    """Owns the tasks and the ports; the connection belongs to the caller."""
+
+    def __init__(
+        self,
+        cluster: connection.KubernetesConnection,
+        settings: OperatorConfig,
+        clock: clocks.Clock,
+        *,
+        identity: str,
+    ) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._clock = clock
+        self.cache = ObjectCache()
+        self._queue = WorkQueue(clock)
+        self._reconciler = Reconciler(cluster, self.cache, settings, clock)
+        self._metrics = OperatorMetrics()
+        self._election = Election(
+            cluster,
+            clock,
+            identity=identity,
+            name=f"dynamo-operator{'-' if settings.restricted_namespace else ''}{settings.restricted_namespace}",
+            namespace=settings.lease_namespace or cluster.namespace,
+        )
+        self._unsynced: set[str] = set()
+        self._synced = asyncio.Event()
+        self._running = tasks.Tasks()
+        self._servers: list[server.HttpServer] = []
+
+    @property
+    def num_queued(self) -> int:
+        """Return the number of objects that are, or wait to be, looked at."""
+        return len(self._queue)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Reconcile until `stop`. Raises ConfigError, Forbidden, KindMissing, and LeaseLost."""
+        await self._listen()
+        try:
+            if self._settings.leader_elect:
+                self._running.start("acquire the lease", self._lead_when_elected())
+            else:
+                self._lead()
+            await self._running.run_until(stop)
+        finally:
+            await self._running.close()
+            for listening in self._servers:
+                await listening.close()
+            if self._settings.leader_elect:
+                try:
+                    await self._election.release()
+                except errors.DynamoError as error:
+                    _logger.info("the lease is not released: %s", error)
+
+    async def _lead_when_elected(self) -> None:
+        await self._election.acquire()
+        self._running.start("renew the lease", self._election.keep())
+        self._lead()
+
+    def _lead(self) -> None:
+        """Begin to watch and to act."""
+        self._metrics.is_leader.set(1)
+        self._unsynced = set(API_VERSION_BY_KIND)
+        for kind, api_version in API_VERSION_BY_KIND.items():
+            self._running.start(f"watch {kind}", self._watch(kind, api_version))
+        for number in range(_NUM_WORKERS):
+            self._running.start(f"reconcile {number}", self._work())
+        self._running.start("resync", self._resync())
+
+    async def _watch(self, kind: str, api_version: str) -> None:
+        labels = "" if kind in _ALL else f"{objects.MANAGED_BY}={objects.FIELD_MANAGER}"
+        namespace = self._settings.restricted_namespace or None
+        while True:
+            try:
+                async for event, resource in self._cluster.watch(
+                    api_version, kind, namespace, labels=labels
+                ):
+                    self._take_event(kind, event, resource)
+            except connection.KindMissing:
+                if kind not in _OPTIONAL:
+                    raise
+            self._note_synced(kind)
+            await self._clock.sleep(_MISSING_KIND_S)
+
+    def _take_event(self, kind: str, event: str, resource: objects.Object) -> None:
+        if event == "SYNCED":
+            self._note_synced(kind)
+            return
+        if not self.cache.apply_event(event, resource):
+            return
+        if event == "DELETED":
+            self._reconciler.forget(key_of(resource))
+        for key in self.cache.roots_of(resource):
+            self._queue.add(key)
+
+    def _note_synced(self, kind: str) -> None:
+        self._unsynced.discard(kind)
+        if not self._unsynced and not self._synced.is_set():
+            _logger.info("the operator knows the cluster: %d objects wait", len(self._queue))
+            self._synced.set()
+
+    async def _work(self) -> None:
+        await self._synced.wait()  # what is not known yet must not look absent
+        while True:
+            key = await self._queue.take()
+            started_at = self._clock.now()
+            has_failed = True
+            try:
+                delay_s = await self._reconciler.reconcile(key)
+                if delay_s is not None:
+                    self._queue.add_later(key, delay_s)
+                has_failed = False
+            except errors.DynamoError as error:
+                self._metrics.errors.labels(key[0]).inc()
+                _logger.warning("%s %s/%s: %s", *key, error)
+            finally:
+                self._queue.release(key, has_failed=has_failed)
+            self._metrics.total.labels(key[0]).inc()
+            self._metrics.duration.labels(key[0]).observe(self._clock.now() - started_at)
+
+    async def _resync(self) -> None:
+        while True:
+            await self._clock.sleep(self._settings.resync_s)
+            for key in self.cache.roots():
+                self._queue.add(key)
+
+    async def _listen(self) -> None:
+        def answer(request: exchange.Exchange) -> None:
+            request.respond(200, b"ok", content_type="text/plain")
+
+        health = {("GET", "/healthz"): answer, ("GET", "/readyz"): answer}
+        numbers = {("GET", "/metrics"): self._answer_metrics}
+        for routes, flag, address in (
+            (health, "--health-probe-bind-address", self._settings.health_probe_bind_address),
+            (numbers, "--metrics-bind-address", self._settings.metrics_bind_address),
+        ):
+            if address == "0":  # as controllers spell "none"
+                continue
+            host, port = parse_address(address, flag)
+            listening = server.HttpServer(
+                exchange.HttpRouter(routes, error_body=server.plain_error),
+                error_body=server.plain_error,
+            )
+            await listening.start(host, port, port_flag=flag)
+            self._servers.append(listening)
+
+    def _answer_metrics(self, request: exchange.Exchange) -> None:
+        counts: dict[str, int] = dict.fromkeys(ROOTS, 0)
+        for kind, _, _ in self.cache.roots():
+            counts[kind] += 1
+        for kind, count in counts.items():
+            self._metrics.resources.labels(kind).set(count)
+        body = self._metrics.registry.render()
+        request.respond(200, body, content_type=metrics.CONTENT_TYPE)

@@ -1,0 +1,380 @@
+"""The operator's process against an API server in memory: what it writes, when it writes nothing, and who may write."""
+
+import asyncio
+import contextlib
+import json
+import random
+
+import httpx2
+import pytest
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.operator import election, objects, reconciler, service, work_queue
+from dynamo.operator.settings import OperatorConfig
+from dynamo.testing import clock as virtual
+from dynamo.testing import memory_kubernetes
+from operator_cluster import frontend, make_graph, worker
+
+DGD, DCD = "DynamoGraphDeployment", "DynamoComponentDeployment"
+API = "nvidia.com/v1alpha1"
+SETTINGS = {
+    "etcd_addr": "etcd:2379",
+    "metrics_bind_address": "0",
+    "health_probe_bind_address": "0",
+}
+PATIENCE_S = 50
+
+
+@contextlib.asynccontextmanager
+async def running(server, identity="one", **settings):
+    """Run an operator against the server."""
+    stop = asyncio.Event()
+    async with server.connect() as cluster:
+        config = OperatorConfig(**{**SETTINGS, "leader_elect": False, **settings})
+        operator = service.OperatorService(cluster, config, clocks.SystemClock(), identity=identity)
+        task = asyncio.create_task(operator.run(stop))
+        try:
+            yield operator
+        finally:
+            stop.set()
+            await task
+
+
+@pytest.fixture
+def server():
+    return memory_kubernetes.MemoryKubernetes()
+
+
+@pytest.fixture
+async def cluster(server):
+    async with server.connect() as opened:
+        yield opened
+
+
+async def until(condition):
+    """Wait until an awaitable condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (found := await condition()):
+            await asyncio.sleep(0.01)
+    return found
+
+
+async def play_deployments(cluster):
+    """Make the pods of all Deployments ready at once."""
+    for deployment in await cluster.list("apps/v1", "Deployment"):
+        spec, metadata = deployment["spec"], deployment["metadata"]
+        replicas = spec.get("replicas", 1)
+        wanted = {f"{metadata['name']}-{number}" for number in range(replicas)}
+        pods = {
+            pod["metadata"]["name"]: pod
+            for pod in await cluster.list("v1", "Pod")
+            if pod["metadata"]["labels"][objects.SELECTOR_LABEL] == metadata["name"]
+        }
+        labels = spec["template"]["metadata"]["labels"]
+        for name, pod in pods.items():
+            if name not in wanted or pod["metadata"]["labels"] != labels:
+                await cluster.delete("v1", "Pod", name)
+        for name in wanted - pods.keys():
+            owner = objects.owner_reference(deployment)
+            pod = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": name, "labels": labels, "ownerReferences": [owner]},
+            }
+            await cluster.create(pod)
+            ready = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+            await cluster.patch("v1", "Pod", name, ready, subresource="status")
+        numbers = dict.fromkeys(
+            ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas"), replicas
+        )
+        status = {"observedGeneration": metadata["generation"], **numbers}
+        if deployment.get("status") != status:
+            changes = {"status": status}
+            await cluster.patch(
+                "apps/v1", "Deployment", metadata["name"], changes, subresource="status"
+            )
+
+
+async def is_ready(cluster, name="g"):
+    """Let Deployments become ready; return the graph if it is ready for its present generation."""
+    with contextlib.suppress(errors.DynamoError):
+        await play_deployments(cluster)
+        graph = await cluster.get(API, DGD, name)
+        ready = objects.find_condition(graph, "Ready")
+        is_current = ready.get("observedGeneration") == graph["metadata"]["generation"]
+        if ready.get("status") == "True" and is_current:
+            return graph
+    return None
+
+
+async def test_graph_becomes_ready_and_an_idle_operator_sends_nothing(server, cluster):
+    requests = []
+
+    async with running(server, resync_s=3600) as operator:
+        await cluster.create(make_graph())
+        await until(lambda: is_ready(cluster))
+        await until(lambda: settled(server, operator))
+        before = server.num_writes
+        answer = server.handle_async_request
+
+        async def count(request):
+            requests.append((request.method, request.url.path))
+            return await answer(request)
+
+        server.handle_async_request = count
+        for key in operator.cache.roots():
+            operator._queue.add(key)  # as a resync does
+        await until(lambda: settled(server, operator))
+
+        assert server.num_writes == before
+        assert requests == []
+    events = await cluster.list("v1", "Event")
+    assert {"all_resources_are_ready", "some_resources_are_not_ready"} <= {
+        event["reason"] for event in events
+    }
+
+
+async def settled(server, operator):
+    """Return True if nothing was queued or written for a few turns of the loop."""
+    before = server.num_writes
+    for _ in range(20):
+        await asyncio.sleep(0)
+        if operator.num_queued:
+            return False
+    await asyncio.sleep(0.05)
+    return server.num_writes == before and not operator.num_queued
+
+
+async def test_drift_is_repaired_and_what_users_add_stays(server, cluster):
+    async with running(server):
+        await cluster.create(make_graph())
+        await until(lambda: is_ready(cluster))
+        changes = {
+            "metadata": {"annotations": {"mine": "x"}},
+            "spec": {"replicas": 7, "paused": True},
+        }
+        await cluster.patch("apps/v1", "Deployment", "g-decode", changes)
+
+        async def repaired():
+            found = await cluster.get("apps/v1", "Deployment", "g-decode")
+            return found if found["spec"]["replicas"] == 1 else None
+
+        found = await until(repaired)
+        assert found["spec"]["paused"] is True
+        assert found["metadata"]["annotations"]["mine"] == "x"
+        await cluster.delete("v1", "Service", "g-frontend")
+        await until(lambda: cluster.get("v1", "Service", "g-frontend"))
+
+
+async def test_deletion_leaves_nothing_without_the_operator(server, cluster):
+    async with running(server):
+        await cluster.create(make_graph())
+        await until(lambda: is_ready(cluster))
+    await cluster.delete(API, DGD, "g")
+
+    for api_version, kind in (("apps/v1", "Deployment"), ("v1", "Service"), ("v1", "Secret"), (API, DCD)):  # fmt: skip
+        assert await cluster.list(api_version, kind) == []
+
+
+async def test_refused_write_is_said_and_tried_again_while_others_go_on(server, cluster):
+    answer, is_refusing = server.handle_async_request, True
+
+    async def handle(request):
+        is_bad = request.url.path.endswith("/deployments/bad-decode")
+        if is_refusing and is_bad and request.method == "PATCH":
+            return httpx2.Response(422, json={"message": "no such field"})
+        return await answer(request)
+
+    server.handle_async_request = handle
+    async with running(server):
+        await cluster.create(make_graph("bad"))
+        await cluster.create(make_graph("good"))
+        await until(lambda: is_ready(cluster, "good"))
+
+        async def said():
+            message = objects.find_condition(await cluster.get(API, DGD, "bad"), "Ready")
+            return "no such field" in message.get("message", "")
+
+        await until(said)
+        is_refusing = False
+        await until(lambda: is_ready(cluster, "bad"))
+
+
+async def test_operator_keeps_to_its_namespace(server, cluster):
+    async with running(server, restricted_namespace="default"):
+        other = make_graph("other")
+        other["metadata"]["namespace"] = "elsewhere"
+        await cluster.create(other)
+        await cluster.create(make_graph())
+        await until(lambda: is_ready(cluster))
+
+        assert await cluster.list(API, DCD, "elsewhere") == []
+
+
+async def test_absent_secret_of_the_user_is_named_until_it_comes(server, cluster):
+    async with running(server):
+        graph = make_graph(services={"Decode": worker(envFromSecret="hf-token-secret")})
+        await cluster.create(graph)
+
+        async def says(text):
+            found = objects.find_condition(await cluster.get(API, DGD, "g"), "Ready")
+            return text in found.get("message", "")
+
+        await until(lambda: says("the Secret hf-token-secret does not exist"))
+        await until(lambda: is_ready(cluster))
+
+
+async def test_one_operator_acts_and_another_takes_over(server, cluster):
+    async with running(server, "one", leader_elect=True) as first:
+        await until(lambda: lease_of(cluster))
+        async with running(server, "two", leader_elect=True) as second:
+            await cluster.create(make_graph())
+            await until(lambda: is_ready(cluster))
+            assert list(first.cache.roots())
+            assert not list(second.cache.roots())
+    lease = await lease_of(cluster)
+    assert lease["spec"]["holderIdentity"] == ""
+
+
+async def lease_of(cluster):
+    return await cluster.get("coordination.k8s.io/v1", "Lease", "dynamo-operator")
+
+
+async def test_lease_is_taken_after_its_duration_and_its_former_holder_stops(server):
+    clock = virtual.VirtualClock()
+    async with server.connect() as cluster:
+        first, second = (
+            election.Election(cluster, clock, identity=name, name="l", namespace="default")
+            for name in ("one", "two")
+        )
+        await first.acquire()
+        waiting = asyncio.create_task(second.acquire())
+        await clock.advance(election.LEASE_S - 1)
+        assert not waiting.done()
+        await clock.advance(2 * election.RENEW_S)
+        await waiting
+        keeping = asyncio.create_task(first.keep())
+        await clock.advance(election.RENEW_S)
+        with pytest.raises(election.LeaseLost, match="taken by another"):
+            await keeping
+
+
+async def test_lease_that_cannot_be_renewed_is_lost(server):
+    clock = virtual.VirtualClock()
+    async with server.connect() as cluster:
+        holder = election.Election(cluster, clock, identity="one", name="l", namespace="default")
+        await holder.acquire()
+        keeping = asyncio.create_task(holder.keep())
+        server.failures += [httpx2.ConnectError("away")] * 100
+        await clock.advance(election.LEASE_S + election.RENEW_S)
+        with pytest.raises(election.LeaseLost, match="could not be renewed"):
+            await keeping
+
+
+async def test_failed_key_comes_later_after_each_failure():
+    clock = virtual.VirtualClock()
+    queue = work_queue.WorkQueue(clock)
+    key = "Kind", "default", "name"
+    delays = []
+    queue.add(key)
+    for _ in range(12):
+        started_at = clock.now()
+        taken = asyncio.create_task(queue.take())
+        for _ in range(200):
+            if taken.done():
+                break
+            await clock.advance(0.5)
+        delays.append(clock.now() - started_at)
+        queue.release(await taken, has_failed=True)
+
+    assert delays == sorted(delays)
+    assert 59 <= delays[-1] <= 61
+
+
+async def test_key_added_during_work_is_worked_on_again():
+    queue = work_queue.WorkQueue(clocks.SystemClock())
+    key = "Kind", "default", "name"
+    queue.add(key)
+    taken = await queue.take()
+    queue.add(key)
+    assert len(queue) == 1
+    queue.release(taken, has_failed=False)
+
+    assert await queue.take() == key
+
+
+async def test_frontend_tells_the_instances_of_each_namespace():
+    rows = [{"endpoint": name, "namespace": "a"} for name in ("generate", "other")]
+    body = json.dumps({"instances": rows}).encode()
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + body)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        assert await reconciler.read_instances("127.0.0.1", port) == {"a": 1}
+    assert await reconciler.read_instances("127.0.0.1", port) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_chaos_of_the_cluster_ends_as_an_undisturbed_run(seed):
+    """Operators die, watches break, histories are lost, calls fail, specs change and revert."""
+    rng = random.Random(seed)
+    server = memory_kubernetes.MemoryKubernetes()
+    number = 0
+    async with server.connect() as cluster:
+        await cluster.create(graph_of(0))
+        for _ in range(6):
+            async with running(server):
+                for _ in range(rng.randint(1, 4)):
+                    match rng.randint(0, 4):
+                        case 0:
+                            server.cut_watches()
+                        case 1:
+                            server.forget_history()
+                        case 2:
+                            number = rng.randint(0, 2)
+                            with contextlib.suppress(errors.DynamoError):
+                                spec = graph_of(number)["spec"]
+                                await cluster.patch(API, DGD, "g", {"spec": spec})
+                        case 3:
+                            server.failures += [httpx2.ReadError("cut")] * rng.randint(1, 3)
+                        case 4:
+                            await is_ready(cluster)
+                    await asyncio.sleep(rng.random() * 0.05)
+        server.failures.clear()
+        await cluster.patch(API, DGD, "g", {"spec": graph_of(number)["spec"]})
+        async with running(server):
+            await until(lambda: is_ready(cluster))
+            await until(lambda: has_one_generation(cluster))
+        found = await specs_of(cluster)
+    undisturbed = memory_kubernetes.MemoryKubernetes()
+    async with undisturbed.connect() as cluster:
+        await cluster.create(graph_of(number))
+        async with running(undisturbed):
+            await until(lambda: is_ready(cluster))
+        assert await specs_of(cluster) == found
+
+
+def graph_of(number):
+    return make_graph(services={"Frontend": frontend(), "Decode": worker(f"--seed {number}", 2)})
+
+
+async def has_one_generation(cluster):
+    await is_ready(cluster)
+    return len(await cluster.list("apps/v1", "Deployment")) == 2
+
+
+async def specs_of(cluster):
+    """Return arguments and replicas of the Deployments, without the digits of generations."""
+    return sorted(
+        (
+            deployment["metadata"]["labels"][objects.COMPONENT_LABEL],
+            deployment["spec"]["replicas"],
+            str(deployment["spec"]["template"]["spec"]["containers"][0].get("args")),
+        )
+        for deployment in await cluster.list("apps/v1", "Deployment")
+    )
