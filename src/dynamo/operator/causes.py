@@ -37,9 +37,9 @@ class Cause:
         return _ORDER.index(self.reason) if self.reason in _ORDER else len(_ORDER)
 
 
-def select_first(found: Iterable[Cause], default: Cause) -> Cause:
+def select_first(candidates: Iterable[Cause], default: Cause) -> Cause:
     """Return the cause that explains the others, or the default if there is none."""
-    return min(found, key=lambda cause: cause.rank, default=default)
+    return min(candidates, key=lambda cause: cause.rank, default=default)
 
 
 def first_cause(

@@ -28,10 +28,10 @@ def decide(resource: Object, observed: Observed, settings: OperatorConfig) -> Re
     applied = tuple(item for item in desired if item["kind"] != "PersistentVolumeClaim")
     names = {(item["kind"], item["metadata"]["name"]) for item in desired}
     leftover = tuple(
-        objects.reference_of(found)
+        objects.reference_of(existing)
         for kind in _PRUNED
-        for found in observed.owned_by(resource, kind)
-        if (kind, found["metadata"]["name"]) not in names and "data" not in found
+        for existing in observed.owned_by(resource, kind)
+        if (kind, existing["metadata"]["name"]) not in names and "data" not in existing
     )
     workload = next((item for item in applied if item["kind"] in _WORKLOADS), None)
     return Reconciliation(
@@ -72,23 +72,23 @@ def read_component(resource: Object, settings: OperatorConfig) -> ServiceCompone
 def make_objects(component: ServiceComponent, owner: Object) -> list[Object]:
     """Return the objects of a component. Raises ConfigError for a spec that cannot run."""
     spec = component.spec
-    made: list[Object] = []
+    desired: list[Object] = []
     if spec.pvc is not None and spec.pvc.create:
-        made.append(make_claim(spec.pvc, owner, component.labels))
+        desired.append(make_claim(spec.pvc, owner, component.labels))
     if spec.multinode is not None:
-        made.append(make_leader_worker_set(component, owner, spec.multinode.node_count))
+        desired.append(make_leader_worker_set(component, owner, spec.multinode.node_count))
     else:
-        made.append(make_deployment(component, owner))
+        desired.append(make_deployment(component, owner))
         if spec.autoscaling is not None and spec.autoscaling.enabled:
-            made.append(make_autoscaler(component, owner, spec.autoscaling))
+            desired.append(make_autoscaler(component, owner, spec.autoscaling))
     if spec.role == "frontend":
-        made.append(_make_service(component, owner, "http", pod_template.HTTP_PORT))
+        desired.append(_make_service(component, owner, "http", pod_template.HTTP_PORT))
     elif spec.role == "worker" and component.discovery == "kubernetes":
-        made.append(_make_service(component, owner, "system", pod_template.SYSTEM_PORT))
+        desired.append(_make_service(component, owner, "system", pod_template.SYSTEM_PORT))
     if spec.ingress is not None and spec.ingress.enabled:
         make = _make_virtual_service if spec.ingress.use_virtual_service else _make_ingress
-        made.append(make(component, owner, spec.ingress))
-    return made
+        desired.append(make(component, owner, spec.ingress))
+    return desired
 
 
 def make_claim(
@@ -103,11 +103,11 @@ def make_claim(
     }
     if claim.storage_class:
         spec["storageClassName"] = claim.storage_class
-    made = objects.make_object(
+    desired = objects.make_object(
         "v1", "PersistentVolumeClaim", claim.name or "", owner, labels=labels, spec=spec
     )
-    del made["metadata"]["ownerReferences"]
-    return made
+    del desired["metadata"]["ownerReferences"]
+    return desired
 
 
 def _make(
@@ -201,7 +201,7 @@ def _make_service(component: ServiceComponent, owner: Object, port_name: str, po
 def make_autoscaler(
     component: ServiceComponent, owner: Object, autoscaling: api_types.Autoscaling
 ) -> Object:
-    """Return the HorizontalPodAutoscaler."""
+    """Return the HorizontalPodAutoscaler of a component."""
     least = 1 if autoscaling.min_replicas is None else autoscaling.min_replicas
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": component.name}
     utilization = {"type": "Utilization", "averageUtilization": _CPU_PERCENT}
@@ -233,8 +233,8 @@ def _make_ingress(
     )
     if secret:
         spec["tls"] = [{"hosts": [host], "secretName": secret}]
-    made = _make(component, owner, "networking.k8s.io/v1", "Ingress", spec=spec)
-    return _decorate(made, ingress)
+    desired = _make(component, owner, "networking.k8s.io/v1", "Ingress", spec=spec)
+    return _decorate(desired, ingress)
 
 
 def _make_virtual_service(
@@ -254,13 +254,13 @@ def _make_virtual_service(
             {"match": [{"uri": {"prefix": "/"}}], "route": [{"destination": address}]},
         ],
     }
-    made = _make(component, owner, "networking.istio.io/v1beta1", "VirtualService", spec=spec)
-    return _decorate(made, ingress)
+    desired = _make(component, owner, "networking.istio.io/v1beta1", "VirtualService", spec=spec)
+    return _decorate(desired, ingress)
 
 
-def _decorate(made: Object, ingress: api_types.IngressSpec) -> Object:
+def _decorate(desired: Object, ingress: api_types.IngressSpec) -> Object:
     metadata = {"labels": ingress.labels or {}, "annotations": ingress.annotations or {}}
-    return objects.merge(made, {"metadata": {key: v for key, v in metadata.items() if v}})  # type: ignore[no-any-return]
+    return objects.merge(desired, {"metadata": {key: v for key, v in metadata.items() if v}})  # type: ignore[no-any-return]
 
 
 def find_cause(
@@ -269,9 +269,9 @@ def find_cause(
     """Return why the component is not available, or None if it is."""
     if workload is None:
         return None
-    found = observed.find(workload["kind"], component.name)
-    num_wanted = int((found or workload)["spec"].get("replicas", 1))
-    if found is not None and _is_available(found, num_wanted):
+    existing = observed.find(workload["kind"], component.name)
+    num_wanted = int((existing or workload)["spec"].get("replicas", 1))
+    if existing is not None and is_available(existing, num_wanted):
         return None
     spec = workload["spec"]
     template = spec.get("template") or spec["leaderWorkerTemplate"]["leaderTemplate"]
@@ -305,7 +305,8 @@ def find_missing(component: ServiceComponent, observed: Observed) -> list[causes
     return missing
 
 
-def _is_available(workload: Object, num_wanted: int) -> bool:
+def is_available(workload: Object, num_wanted: int) -> bool:
+    """Return True if a workload has all its pods, in the present form of its template."""
     status = workload.get("status") or {}
     num_available = status.get("availableReplicas", status.get("readyReplicas", 0))
     return bool(

@@ -47,7 +47,7 @@ class Definition:
     rules: tuple[dict[str, str], ...] = ()
 
     def render(self) -> dict[str, Any]:
-        """Return the CustomResourceDefinition."""
+        """Return the definition as Kubernetes takes it."""
         subresources: dict[str, Any] = {} if self.status is None else {"status": {}}
         if self.scale is not None:
             subresources["scale"] = self.scale
@@ -83,16 +83,16 @@ class Definition:
             name: {"type": kind}
             for name, kind in (("apiVersion", "string"), ("kind", "string"), ("metadata", "object"))
         }
-        whole: schema.Schema = {
+        complete_schema: schema.Schema = {
             "type": "object",
             "description": schema.schema_of(self.spec)["description"],
             "properties": {**texts, "spec": schema.schema_of(self.spec)},
         }
         if self.status is not None:
-            whole["properties"]["status"] = schema.schema_of(self.status)
+            complete_schema["properties"]["status"] = schema.schema_of(self.status)
         if self.rules:
-            whole["x-kubernetes-validations"] = list(self.rules)
-        return whole
+            complete_schema["x-kubernetes-validations"] = list(self.rules)
+        return complete_schema
 
 
 DEFINITIONS = (

@@ -33,7 +33,10 @@ class Election:
         self._clock = clock
         self._identity = identity
         self._name, self._namespace = name, namespace
-        self._seen: tuple[str, float] = ("", 0.0)  # revision of another's lease, and since when
+        self._observed_revision: tuple[str, float] = (
+            "",
+            0.0,
+        )  # revision of another's lease, and since when
         self._renewed_at = 0.0
 
     async def acquire(self) -> None:
@@ -65,14 +68,14 @@ class Election:
 
     async def release(self) -> None:
         """Give the Lease to others at once."""
-        found = await self._cluster.get(_API, _KIND, self._name, self._namespace)
-        if found is not None and found["spec"].get("holderIdentity") == self._identity:
-            await self._write(found, {"holderIdentity": "", "leaseDurationSeconds": 1})
+        lease = await self._cluster.get(_API, _KIND, self._name, self._namespace)
+        if lease is not None and lease["spec"].get("holderIdentity") == self._identity:
+            await self._write(lease, {"holderIdentity": "", "leaseDurationSeconds": 1})
 
     async def _try(self) -> bool:
         """Take or renew the Lease; return False while it is another's."""
         started_at = self._clock.now()
-        found = await self._cluster.get(_API, _KIND, self._name, self._namespace)
+        lease = await self._cluster.get(_API, _KIND, self._name, self._namespace)
         now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec: Object = {
             "holderIdentity": self._identity,
@@ -80,36 +83,36 @@ class Election:
             "renewTime": now,
         }
         try:
-            if found is None:
+            if lease is None:
                 metadata = {"name": self._name, "namespace": self._namespace}
-                lease = {"apiVersion": _API, "kind": _KIND, "metadata": metadata}
-                await self._cluster.create({**lease, "spec": {**spec, "acquireTime": now}})
+                new_lease = {"apiVersion": _API, "kind": _KIND, "metadata": metadata}
+                await self._cluster.create({**new_lease, "spec": {**spec, "acquireTime": now}})
             else:
-                if found["spec"].get("holderIdentity") != self._identity:
-                    if not self._has_expired(found):
+                if lease["spec"].get("holderIdentity") != self._identity:
+                    if not self._has_expired(lease):
                         return False
-                    transitions = found["spec"].get("leaseTransitions") or 0
+                    transitions = lease["spec"].get("leaseTransitions") or 0
                     spec |= {"acquireTime": now, "leaseTransitions": transitions + 1}
-                await self._write(found, spec)
+                await self._write(lease, spec)
         except errors.Conflict:  # another candidate was quicker
             return False
         self._renewed_at = started_at
         return True
 
-    async def _write(self, found: Object, spec: Object) -> None:
+    async def _write(self, lease: Object, spec: Object) -> None:
         changes = {
-            "metadata": {"resourceVersion": found["metadata"]["resourceVersion"]},
+            "metadata": {"resourceVersion": lease["metadata"]["resourceVersion"]},
             "spec": spec,
         }
         await self._cluster.patch(_API, _KIND, self._name, changes, self._namespace)
 
-    def _has_expired(self, found: Object) -> bool:
+    def _has_expired(self, lease: Object) -> bool:
         """Return True for a lease that is free, or that its holder has not renewed for its duration."""
-        if not found["spec"].get("holderIdentity"):
+        if not lease["spec"].get("holderIdentity"):
             return True
-        revision = found["metadata"]["resourceVersion"]
-        if self._seen[0] != revision:
-            self._seen = revision, self._clock.now()
+        revision = lease["metadata"]["resourceVersion"]
+        if self._observed_revision[0] != revision:
+            self._observed_revision = revision, self._clock.now()
             return False
-        duration_s = found["spec"].get("leaseDurationSeconds") or LEASE_S
-        return self._clock.now() - self._seen[1] > float(duration_s)
+        duration_s = lease["spec"].get("leaseDurationSeconds") or LEASE_S
+        return self._clock.now() - self._observed_revision[1] > float(duration_s)

@@ -121,9 +121,9 @@ def decide(
     adoption = identity.adopt_secret(resource, found_secret) if found_secret else None
     names = {item["metadata"]["name"] for item in desired}
     leftover = [
-        found
-        for found in observed.owned_by(resource, "DynamoComponentDeployment")
-        if found["metadata"]["name"] not in names
+        existing
+        for existing in observed.owned_by(resource, "DynamoComponentDeployment")
+        if existing["metadata"]["name"] not in names
     ]
     claims = [
         component.make_claim(claim, resource, {objects.GRAPH_LABEL: graph.name})
@@ -138,8 +138,8 @@ def decide(
         create=(*([] if found_secret else [secret]), *absent),
         patch=(adoption,) if adoption else (),
         apply=(*accounts, *desired),
-        delete=tuple(objects.reference_of(found) for found in leftover),
-        status=_status(graph, observed, desired, leftover),
+        delete=tuple(objects.reference_of(existing) for existing in leftover),
+        status=make_status(graph, observed, desired, leftover),
         other_statuses=tuple(make_adapter_statuses(graph, observed, desired)),
     )
 
@@ -188,7 +188,7 @@ def _prune(value: Any) -> Any:
 
 def read_generations(graph: Graph, observed: Observed) -> list[WorkerGeneration]:
     """Return the generations of workers that the cluster has, oldest first."""
-    found: dict[str, dict[str, Object]] = {}
+    components_by_digits: dict[str, dict[str, Object]] = {}
     suffixes: dict[str, str] = {}
     for existing in sorted(
         observed.owned_by(graph.resource, "DynamoComponentDeployment"),
@@ -198,24 +198,31 @@ def read_generations(graph: Graph, observed: Observed) -> list[WorkerGeneration]
         digits, service = labels.get(objects.HASH_LABEL), labels.get(objects.COMPONENT_LABEL)
         if not digits or not service or "deletionTimestamp" in existing["metadata"]:
             continue
-        found.setdefault(digits, {})[service] = existing
+        components_by_digits.setdefault(digits, {})[service] = existing
         is_first = existing["metadata"]["name"] == graph.base_name(service)
         suffixes[digits] = "" if is_first else f"-{digits}"
     return [
         WorkerGeneration(digits=digits, suffix=suffixes[digits], components=components)
-        for digits, components in found.items()
+        for digits, components in components_by_digits.items()
     ]
 
 
+def is_updating(resource: Object, observed: Observed) -> bool:
+    """Return True if workers of several generations exist."""
+    owned = observed.owned_by(resource, "DynamoComponentDeployment")
+    labels = (item["metadata"].get("labels") or {} for item in owned)
+    return len({entry.get(objects.HASH_LABEL) for entry in labels} - {None}) > 1
+
+
 def make_components(graph: Graph, observed: Observed) -> list[Object]:
-    """Return the components of all services, of all generations that still serve."""
+    """Return the components of all services, of all generations that still serve. Raises ConfigError."""
     services = [name for name in graph.services if name not in graph.workers]
     if not graph.workers:
         return [_make_component(graph, name) for name in services]
     target = worker_digits(graph.resource, graph.workers)
     generations = read_generations(graph, observed)
-    known = next((entry for entry in generations if entry.digits == target), None)
-    suffix = known.suffix if known else (f"-{target}" if generations else "")
+    current = next((entry for entry in generations if entry.digits == target), None)
+    suffix = current.suffix if current else (f"-{target}" if generations else "")
     planned = rollout.plan(
         {name: graph.replicas[name] for name in graph.workers},
         [count_workers(graph, entry, observed, target) for entry in generations],
@@ -228,18 +235,18 @@ def make_components(graph: Graph, observed: Observed) -> list[Object]:
         ),
         frozenset(name for name in graph.workers if graph.services[name].is_prefill),
     )
-    made = [
+    desired = [
         _make_component(graph, name, target, suffix, replicas)
         for name, replicas in planned[target].items()
     ]
     for entry in generations:
         if entry.digits != target and has_pods(entry, planned[entry.digits], observed):
-            made += [
+            desired += [
                 repeat_component(graph, existing, planned[entry.digits][name])
                 for name, existing in entry.components.items()
             ]
     serving = suffix if len(generations) < 2 else generations[0].suffix
-    return [*(_make_component(graph, name, planner_suffix=serving) for name in services), *made]
+    return [*(_make_component(graph, name, planner_suffix=serving) for name in services), *desired]
 
 
 def count_workers(
@@ -290,18 +297,18 @@ def _make_component(
     planner_suffix: str = "",
 ) -> Object:
     """Return the component of a service; with `digits`, of that generation of workers."""
-    given = graph.services[service]
-    if given.role == "planner":
+    service_spec = graph.services[service]
+    if service_spec.role == "planner":
         suffix = planner_suffix
     changes = {
         "dynamo_component": service,
         "service_name": service,
         "dynamo_namespace": f"{graph.dynamo_namespace}{suffix}",
         "replicas": graph.replicas[service] if replicas is None else replicas,
-        "envs": merge_environments(graph.spec.envs, given.envs),
+        "envs": merge_environments(graph.spec.envs, service_spec.envs),
         "scaling_adapter": None,
     }
-    fields = {name: getattr(given, name) for name in given.__struct_fields__}
+    fields = {name: getattr(service_spec, name) for name in service_spec.__struct_fields__}
     spec = api_types.ComponentSpec(
         **{**fields, **changes}, backend_framework=graph.spec.backend_framework
     )
@@ -341,13 +348,13 @@ def _render_component(graph: Graph, name: str, service: str, digits: str, spec: 
     if digits:
         labels[objects.HASH_LABEL] = digits
     annotations = {SPEC_ANNOTATION: objects.digest(spec)}
-    for kept in (
+    for copied_annotation in (
         component.SURGE_ANNOTATION,
         component.UNAVAILABLE_ANNOTATION,
         component.DISCOVERY_ANNOTATION,
     ):
-        if kept in graph.annotations:
-            annotations[kept] = graph.annotations[kept]
+        if copied_annotation in graph.annotations:
+            annotations[copied_annotation] = graph.annotations[copied_annotation]
     return objects.make_object(
         api_types.API_VERSION,
         "DynamoComponentDeployment",
@@ -394,7 +401,7 @@ def make_adapter_statuses(graph: Graph, observed: Observed, desired: list[Object
     return statuses
 
 
-def _status(
+def make_status(
     graph: Graph, observed: Observed, desired: list[Object], leftover: list[Object]
 ) -> Object:
     """Return the status: ready if every component is, in its present form, and no old generation is left."""
@@ -424,15 +431,15 @@ def _status(
 
 def find_component_cause(item: Object, observed: Observed) -> causes.Cause | None:
     """Return why a component is not available in its desired form, or None if it is."""
-    found = observed.find(item["kind"], item["metadata"]["name"])
+    existing = observed.find(item["kind"], item["metadata"]["name"])
     service = item["metadata"]["labels"][objects.COMPONENT_LABEL]
     annotation = item["metadata"]["annotations"][SPEC_ANNOTATION]
-    metadata = (found or {}).get("metadata", {})
-    seen = (found or {}).get("status", {}).get("observedGeneration", -1)
+    metadata = (existing or {}).get("metadata", {})
+    observed_generation = (existing or {}).get("status", {}).get("observedGeneration", -1)
     is_current = (metadata.get("annotations") or {}).get(SPEC_ANNOTATION) == annotation
-    if not is_current or seen < metadata.get("generation", 0):
+    if not is_current or observed_generation < metadata.get("generation", 0):
         return causes.Cause("Waiting", f"service {service} is being made")
-    condition = objects.find_condition(found, "Available")
+    condition = objects.find_condition(existing, "Available")
     if condition.get("status") == "True":
         return None
     return causes.Cause(
@@ -468,11 +475,11 @@ def _render_status(
         ],
         "services": services,
     }
-    update = _rolling_update(resource, observed, desired)
+    update = describe_update(resource, observed, desired)
     return status | ({"rollingUpdate": update} if update else {})
 
 
-def _rolling_update(resource: Object, observed: Observed, desired: list[Object]) -> Object | None:
+def describe_update(resource: Object, observed: Observed, desired: list[Object]) -> Object | None:
     """Return the progress of an update of the workers, None if there was none; for people, never read for decisions."""
     digits = {item["metadata"]["labels"].get(objects.HASH_LABEL) for item in desired} - {None}
     previous = (resource.get("status") or {}).get("rollingUpdate") or {}

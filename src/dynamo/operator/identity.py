@@ -48,10 +48,10 @@ def make_accounts(
     if discovers:
         yield from _make_account(owner, pod_template.discovery_account(graph), DISCOVERY_RULES)
     if has_planner:
-        for made in _make_account(owner, pod_template.PLANNER_ACCOUNT, PLANNER_RULES):
-            found = observed.find(made["kind"], made["metadata"]["name"])
-            made["metadata"]["ownerReferences"] = shared_owners(owner, found)
-            yield made
+        for rendered in _make_account(owner, pod_template.PLANNER_ACCOUNT, PLANNER_RULES):
+            existing = observed.find(rendered["kind"], rendered["metadata"]["name"])
+            rendered["metadata"]["ownerReferences"] = shared_owners(owner, existing)
+            yield rendered
 
 
 def _make_account(owner: Object, name: str, rules: list[Any]) -> Iterator[Object]:
@@ -73,10 +73,10 @@ def _make_account(owner: Object, name: str, rules: list[Any]) -> Iterator[Object
     )
 
 
-def shared_owners(owner: Object, found: Object | None) -> list[Object]:
+def shared_owners(owner: Object, existing: Object | None) -> list[Object]:
     """Return the owners of an object that several graphs use, this one included, none of them controlling."""
     own = {**objects.owner_reference(owner), "controller": False, "blockOwnerDeletion": False}
-    present = (found or {}).get("metadata", {}).get("ownerReferences") or []
+    present = (existing or {}).get("metadata", {}).get("ownerReferences") or []
     return [*(entry for entry in present if entry["uid"] != own["uid"]), own]
 
 
@@ -94,17 +94,17 @@ def make_token_secret(owner: Object, dynamo_namespace: str, token: str) -> Objec
     return secret
 
 
-def adopt_secret(owner: Object, found: Object) -> Object | None:
+def adopt_secret(owner: Object, existing: Object) -> Object | None:
     """Return the patch that makes `owner` one of a Secret's owners, or None if it is one."""
-    if objects.is_owned(found, owner):
+    if objects.is_owned(existing, owner):
         return None
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {
-            "name": found["metadata"]["name"],
-            "namespace": found["metadata"]["namespace"],
-            "resourceVersion": found["metadata"]["resourceVersion"],
-            "ownerReferences": shared_owners(owner, found),
+            "name": existing["metadata"]["name"],
+            "namespace": existing["metadata"]["namespace"],
+            "resourceVersion": existing["metadata"]["resourceVersion"],
+            "ownerReferences": shared_owners(owner, existing),
         },
     }

@@ -37,8 +37,8 @@ class ObjectCache:
     def put(self, resource: Object) -> bool:
         """Enter an object, unless a newer state of it is known."""
         kind, namespace, name = key_of(resource)
-        known = self.get((kind, namespace, name))
-        if known is not None and _is_older(resource, known):
+        present = self.get((kind, namespace, name))
+        if present is not None and is_older(resource, present):
             return False
         if kind == "Pod":
             self._pods[namespace][name] = resource
@@ -49,8 +49,8 @@ class ObjectCache:
     def remove(self, resource: Object) -> None:
         """Forget an object, unless another one has taken its name."""
         kind, namespace, name = key_of(resource)
-        known = self.get((kind, namespace, name))
-        if known is None or known["metadata"].get("uid") != resource["metadata"].get("uid"):
+        present = self.get((kind, namespace, name))
+        if present is None or present["metadata"].get("uid") != resource["metadata"].get("uid"):
             return
         if kind == "Pod":
             del self._pods[namespace][name]
@@ -64,7 +64,7 @@ class ObjectCache:
             return self._pods[namespace].get(name)
         return self._objects[namespace].get((kind, name))
 
-    def observe(self, root: Object, now: str, instances: dict[str, int] | None) -> objects.Observed:
+    def observe(self, root: Object, now: str) -> objects.Observed:
         """Return what concerns a root object: its namespace, and the pods of its graph."""
         namespace = root["metadata"]["namespace"]
         labels = root["metadata"].get("labels") or {}
@@ -74,14 +74,12 @@ class ObjectCache:
             for pod in self._pods[namespace].values()
             if pod["metadata"].get("labels", {}).get(objects.GRAPH_LABEL) == graph
         ]
-        return objects.Observed(
-            now=now, objects=self._objects[namespace], pods=pods, instances=instances
-        )
+        return objects.Observed(now=now, objects=self._objects[namespace], pods=pods)
 
     def roots(self) -> Iterator[Key]:
         """Yield the addresses of all graphs and components."""
-        for namespace, found in self._objects.items():
-            for kind, name in found:
+        for namespace, existing in self._objects.items():
+            for kind, name in existing:
                 if kind in ROOTS:
                     yield kind, namespace, name
 
@@ -104,8 +102,9 @@ class ObjectCache:
             yield from (key for key in self.roots() if key[1] == namespace)
 
 
-def _is_older(resource: Object, known: Object) -> bool:
-    metadata, present = resource["metadata"], known["metadata"]
+def is_older(resource: Object, present: Object) -> bool:
+    """Return True for a state of an object from before the present one."""
+    metadata, present = resource["metadata"], present["metadata"]
     if metadata.get("uid") != present.get("uid"):
         return False
     return int(metadata.get("resourceVersion", 0)) < int(present.get("resourceVersion", 0))

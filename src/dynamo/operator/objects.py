@@ -64,7 +64,7 @@ class Observed:
 
     def owned_by(self, owner: Object, kind: str) -> list[Object]:
         """Return the objects of a kind that this object controls."""
-        return [found for found in self.of_kind(kind) if is_owned(found, owner)]
+        return [existing for existing in self.of_kind(kind) if is_owned(existing, owner)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

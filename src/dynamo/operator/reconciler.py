@@ -7,9 +7,10 @@ repaired, and an idle operator sends nothing.
 """
 
 import asyncio
+import dataclasses
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -58,9 +59,11 @@ class Reconciler:
         if root is None or "deletionTimestamp" in root["metadata"]:
             return None
         now = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        is_updating = key[0] == "DynamoGraphDeployment" and self._has_two_generations(root)
-        instances = await self._count_admitted(root) if is_updating else None
-        observed = self._cache.observe(root, now, instances)
+        observed = self._cache.observe(root, now)
+        is_updating = graph.is_updating(root, observed)
+        if is_updating:
+            instances = await count_admitted(observed.pods)
+            observed = dataclasses.replace(observed, instances=instances)
         if key[0] == "DynamoGraphDeployment":
             decision = graph.decide(root, observed, self._settings, secrets.token_hex(32))
         else:
@@ -100,22 +103,25 @@ class Reconciler:
         for item in decision.apply:
             await self._apply(item)
         for reference in decision.delete:
-            found = self._cache.get((reference.kind, namespace, reference.name))
-            if found is not None:
+            existing = self._cache.get((reference.kind, namespace, reference.name))
+            if existing is not None:
                 await self._cluster.delete(
                     reference.api_version,
                     reference.kind,
                     reference.name,
                     namespace,
                     propagation="Background",
-                    preconditions={"uid": found["metadata"]["uid"]},
+                    preconditions={"uid": existing["metadata"]["uid"]},
                 )
 
     async def _apply(self, item: Object) -> None:
         key = key_of(item)
         desired = objects.digest(item, 64)
-        found = self._cache.get(key)
-        if found is not None and self._applied.get(key) == (desired, digest_of_lasting(found)):
+        existing = self._cache.get(key)
+        if existing is not None and self._applied.get(key) == (
+            desired,
+            digest_of_lasting(existing),
+        ):
             return
         answer = await self._cluster.apply(item, FIELD_MANAGER, force=True)
         self._cache.put(answer)
@@ -186,40 +192,34 @@ class Reconciler:
         if not name or self._cache.get(("Secret", namespace, name)):
             return
         try:
-            found = await self._cluster.get("v1", "Secret", name, namespace)
+            existing = await self._cluster.get("v1", "Secret", name, namespace)
         except errors.Forbidden:
-            found = {"metadata": {"name": name, "namespace": namespace}}  # it cannot be told
-        if found is not None:
-            self._cache.put({"kind": "Secret", "metadata": found["metadata"]})
-
-    def _has_two_generations(self, root: Object) -> bool:
-        observed = self._cache.observe(root, "", None)
-        owned = observed.owned_by(root, "DynamoComponentDeployment")
-        labels = (found["metadata"].get("labels") or {} for found in owned)
-        return len({entry.get(objects.HASH_LABEL) for entry in labels} - {None}) > 1
-
-    async def _count_admitted(self, root: Object) -> dict[str, int] | None:
-        """Return how many instances of each namespace all ready frontends have admitted; None if none can say."""
-        observed = self._cache.observe(root, "", None)
-        addresses = [
-            pod["status"]["podIP"]
-            for pod in observed.pods
-            if pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "frontend"
-            and objects.find_condition(pod, "Ready").get("status") == "True"
-            and pod["status"].get("podIP")
-        ]
-        answers = await asyncio.gather(*(read_instances(address) for address in addresses))
-        counts = [answer for answer in answers if answer is not None]
-        if not counts:
-            return None
-        names = {name for count in counts for name in count}
-        return {name: min(count.get(name, 0) for count in counts) for name in names}
+            existing = {"metadata": {"name": name, "namespace": namespace}}  # it cannot be told
+        if existing is not None:
+            self._cache.put({"kind": "Secret", "metadata": existing["metadata"]})
 
 
-def digest_of_lasting(found: Object) -> str:
+async def count_admitted(pods: Sequence[Object]) -> dict[str, int] | None:
+    """Return how many instances of each namespace all ready frontends have admitted; None if none can say."""
+    addresses = [
+        pod["status"]["podIP"]
+        for pod in pods
+        if pod["metadata"]["labels"].get(objects.TYPE_LABEL) == "frontend"
+        and objects.find_condition(pod, "Ready").get("status") == "True"
+        and pod["status"].get("podIP")
+    ]
+    answers = await asyncio.gather(*(read_instances(address) for address in addresses))
+    counts = [answer for answer in answers if answer is not None]
+    if not counts:
+        return None
+    names = {name for count in counts for name in count}
+    return {name: min(count.get(name, 0) for count in counts) for name in names}
+
+
+def digest_of_lasting(existing: Object) -> str:
     """Return the digest of what writers other than the status's change in an object."""
-    metadata = {k: v for k, v in found["metadata"].items() if k not in _UNSTABLE}
-    content = {key: value for key, value in found.items() if key != "status"}
+    metadata = {k: v for k, v in existing["metadata"].items() if k not in _UNSTABLE}
+    content = {key: value for key, value in existing.items() if key != "status"}
     return objects.digest({**content, "metadata": metadata}, 64)
 
 

@@ -76,7 +76,7 @@ def plan(
 ) -> dict[str, Replicas]:
     """Return the replicas of each generation's services, the target's among them; old ones come oldest first."""
     old = [generation for generation in generations if generation.digits != target]
-    current = next((found for found in generations if found.digits == target), None)
+    current = next((generation for generation in generations if generation.digits == target), None)
     planned: dict[str, Replicas] = {generation.digits: {} for generation in old}
     planned[target] = {}
     for service, num_wanted in wanted.items():
