@@ -141,7 +141,7 @@ docs: $(VENV)/.dev  ## write docs/reference from the code
 	@$(BIN)/python -m docs.generate
 
 crds: $(VENV)/.dev  ## write the custom resource definitions to deploy/crds from their Python types
-	@$(BIN)/python -m dynamo.operator.crds deploy/crds
+	@$(BIN)/python deploy/crds/generate.py
 
 kserve-messages:  ## generate the messages of KServe's gRPC service from kserve.proto
 	python3 -m venv /tmp/kserve-messages

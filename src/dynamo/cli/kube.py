@@ -1,4 +1,4 @@
-"""`dynamo kube`: a Kubernetes cluster on a laptop, whose pods are local processes."""
+"""`dynamo kube`: a Kubernetes cluster on a laptop, whose pods are local processes, and manifests for any cluster."""
 
 import asyncio
 import pathlib
@@ -6,7 +6,7 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from dynamo.base import config, distribution, process_setup
+from dynamo.base import config, distribution, errors, process_setup
 
 if typing.TYPE_CHECKING:
     from dynamo.testing.kube import cluster
@@ -14,10 +14,16 @@ if typing.TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeCommandConfig:
-    """Run a Kubernetes cluster on this machine, with pods as local processes."""
+    """Run a Kubernetes cluster on this machine, with pods as local processes; convert and apply manifests."""
 
-    action: Literal["up"] = config.option(
-        "up", flag="", help="up: run the cluster until Ctrl-C, and remove all of it then"
+    action: Literal["up", "convert", "apply"] = config.option(
+        "up",
+        flag="",
+        help="up: run the cluster until Ctrl-C, and remove all of it then; convert: print the manifests of FILE in the"
+        " form that clusters serve; apply: the same, into the cluster of KUBECONFIG",
+    )
+    file: str = config.option(
+        "", flag="", help="convert, apply: file with manifests in YAML; -: standard input"
     )
     port: int = config.option(
         0, help="port of the API server; 0: the system chooses", least=0, most=65535
@@ -29,6 +35,8 @@ class KubeCommandConfig:
 
 def run(options: KubeCommandConfig) -> int:
     """Run the action and return the exit code. Raises ConfigError."""
+    if options.action != "up":
+        return _handle_manifests(options.action, options.file)
     module = distribution.load_extra(
         "dynamo.testing.kube.cluster", feature="dynamo kube", extra="kube"
     )
@@ -39,6 +47,16 @@ def run(options: KubeCommandConfig) -> int:
     finally:
         path.unlink(missing_ok=True)
     return 0
+
+
+def _handle_manifests(action: str, file: str) -> int:
+    if not file:
+        raise errors.ConfigError(f"dynamo kube {action}: expected a file with manifests")
+    module = distribution.load_extra(
+        "dynamo.cli.kube_manifests", feature=f"dynamo kube {action}", extra="kubernetes"
+    )
+    handle = module.print_manifests if action == "convert" else module.apply_manifests
+    return int(handle(file))
 
 
 async def _serve(path: pathlib.Path, port: int, run_cluster: "cluster.RunCluster") -> None:

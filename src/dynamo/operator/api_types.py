@@ -1,8 +1,8 @@
 """The custom resources of the group nvidia.com, version v1alpha1, as Python types.
 
-`crds` makes the definitions from them, which the API server checks; the operator reads stored objects by the same
-types (`read_spec`), so an object from before a stricter definition is refused with the field. Rules in CEL (`RULES`)
-check what concerns several fields. Names and meaning are those of NVIDIA Dynamo 0.4.1, with fields of later versions.
+`make crds` writes the definitions, which the API server checks, from them; the operator reads stored objects by the
+same types (`read_spec`), so an object from before a stricter definition is refused with the field. Rules in CEL
+(`RULES`) check what concerns several fields. Names and meaning are those of NVIDIA Dynamo 0.4.1, with fields of later versions.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -12,7 +12,6 @@ from msgspec import Meta
 
 from dynamo.base import errors
 from dynamo.operator import pod_fields
-from dynamo.operator.schema import Resource
 
 GROUP, VERSION = "nvidia.com", "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -22,7 +21,7 @@ QUANTITY = (
     r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))"
     r"(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))))?$"
 )
-S = TypeVar("S", bound=Resource)
+S = TypeVar("S", bound="Resource")
 
 Texts = Annotated[dict[str, str], Meta(max_length=256)]
 Name = Annotated[str, Meta(max_length=253)]
@@ -37,6 +36,10 @@ Probe = Annotated[dict[str, Any], Meta(extra_json_schema=pod_fields.PROBE_SCHEMA
 ExtraPodSpec = Annotated[dict[str, Any], Meta(extra_json_schema=pod_fields.EXTRA_POD_SCHEMA)]
 OpenObjects = Annotated[list[OpenObject], Meta(max_length=256)]
 Framework = Literal["sglang", "vllm", "trtllm"]
+
+
+class Resource(msgspec.Struct, rename="camel", kw_only=True, omit_defaults=True):
+    """A part of a custom resource, in camel case; absent fields are None."""
 
 
 class EnvironmentVariable(Resource):

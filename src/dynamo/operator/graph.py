@@ -442,9 +442,8 @@ def find_component_cause(item: Object, observed: Observed) -> causes.Cause | Non
     condition = objects.find_condition(existing, "Available")
     if condition.get("status") == "True":
         return None
-    return causes.Cause(
-        condition.get("reason", "Waiting"), f"service {service}: {condition.get('message', '')}"
-    )
+    message = str(condition.get("message", "")).removeprefix(f"service {service}: ")
+    return causes.Cause(condition.get("reason", "Waiting"), f"service {service}: {message}")
 
 
 def _render_status(

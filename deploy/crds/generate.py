@@ -1,19 +1,110 @@
-"""The custom resource definitions: `make crds` writes them to deploy/crds, and a test compares.
+"""`make crds`: write the custom resource definitions from the operator's Python types, so that the two cannot differ.
 
-    python -m dynamo.operator.crds DIRECTORY
+    python deploy/crds/generate.py
 
-Each file is JSON, which is YAML too, so that no YAML library is needed to write it. A definition stays far below the
-256 KiB that `kubectl apply` can note in its annotation.
+A type is written once (`dynamo.operator.api_types`); the schema that the API server checks and `kubectl explain` shows
+is derived from it. What msgspec cannot say stands in `Meta(extra_json_schema=...)` and is copied: formats, Kubernetes's
+extensions (`x-kubernetes-...`), and rules in CEL. Each file is JSON, which is YAML too, and stays far below the 256 KiB
+that `kubectl apply` can note in its annotation.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 
-from dynamo.operator import api_types, schema
+from dynamo.operator import api_types
+
+Schema = dict[str, Any]
+_BOUNDS = {"ge": "minimum", "le": "maximum", "pattern": "pattern"}
+
+
+def schema_of(kind: Any) -> Schema:
+    """Return the structural schema of a msgspec type."""
+    return _render(inspect.type_info(kind))
+
+
+def _render(kind: inspect.Type) -> Schema:
+    match kind:
+        case inspect.Metadata():
+            extra = kind.extra_json_schema or {}
+            return {**_without_any(_render(kind.type), extra), **extra}
+        case inspect.UnionType():
+            return _render_union(kind)
+        case inspect.StructType():
+            return _render_struct(kind)
+        case inspect.DictType():
+            return _sized(
+                {"type": "object", "additionalProperties": _render(kind.value_type)},
+                kind,
+                "Properties",
+            )
+        case inspect.ListType() | inspect.VarTupleType():
+            return _sized({"type": "array", "items": _render(kind.item_type)}, kind, "Items")
+        case _:
+            return _render_scalar(kind)
+
+
+def _render_scalar(kind: inspect.Type) -> Schema:
+    match kind:
+        case inspect.LiteralType():
+            return {"type": "string", "enum": list(kind.values)}
+        case inspect.StrType():
+            return _sized({"type": "string"}, kind, "Length")
+        case inspect.IntType():
+            return _sized({"type": "integer"}, kind, "")
+        case inspect.BoolType():
+            return {"type": "boolean"}
+        case inspect.AnyType():
+            return {"x-kubernetes-preserve-unknown-fields": True}
+        case _:
+            raise TypeError(f"{kind!r} has no structural schema: use one of those above")
+
+
+def _render_union(kind: inspect.UnionType) -> Schema:
+    """Render `X | None` as X: a field that is null is one that is absent; int or str is Kubernetes's int-or-string."""
+    kinds = [member for member in kind.types if not isinstance(member, inspect.NoneType)]
+    if len(kinds) == 1:
+        return _render(kinds[0])
+    return {"x-kubernetes-int-or-string": True, "anyOf": [_render(member) for member in kinds]}
+
+
+def _render_struct(kind: inspect.StructType) -> Schema:
+    schema: Schema = {"type": "object"}
+    if text := kind.cls.__doc__:
+        schema["description"] = " ".join(text.split())
+    schema["properties"] = {
+        field.encode_name: _render(field.type)
+        | ({"default": field.default} if isinstance(field.default, int) else {})
+        for field in kind.fields
+    }
+    if required := [field.encode_name for field in kind.fields if field.required]:
+        schema["required"] = required
+    if rules := getattr(kind.cls, "RULES", ()):
+        schema["x-kubernetes-validations"] = [
+            {"rule": rule, "message": message} for rule, message in rules
+        ]
+    return schema
+
+
+def _sized(schema: Schema, kind: Any, noun: str) -> Schema:
+    for attribute, keyword in _BOUNDS.items():
+        if (value := getattr(kind, attribute, None)) is not None:
+            schema[keyword] = value
+    for attribute in ("min", "max"):
+        if (value := getattr(kind, f"{attribute}_length", None)) is not None:
+            schema[f"{attribute}{noun}"] = value
+    return schema
+
+
+def _without_any(schema: Schema, extra: Schema) -> Schema:
+    """Leave out the schema of arbitrary values where `extra` says more: properties, or that unknown ones are kept."""
+    if extra.keys() & {"properties", "x-kubernetes-preserve-unknown-fields"}:
+        return {key: value for key, value in schema.items() if key != "additionalProperties"}
+    return schema
+
 
 _AGE = {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}
 _NAME_RULE = {
@@ -78,18 +169,18 @@ class Definition:
             },
         }
 
-    def _schema(self) -> schema.Schema:
+    def _schema(self) -> Schema:
         texts = {
             name: {"type": kind}
             for name, kind in (("apiVersion", "string"), ("kind", "string"), ("metadata", "object"))
         }
-        complete_schema: schema.Schema = {
+        complete_schema: Schema = {
             "type": "object",
-            "description": schema.schema_of(self.spec)["description"],
-            "properties": {**texts, "spec": schema.schema_of(self.spec)},
+            "description": schema_of(self.spec)["description"],
+            "properties": {**texts, "spec": schema_of(self.spec)},
         }
         if self.status is not None:
-            complete_schema["properties"]["status"] = schema.schema_of(self.status)
+            complete_schema["properties"]["status"] = schema_of(self.status)
         if self.rules:
             complete_schema["x-kubernetes-validations"] = list(self.rules)
         return complete_schema
@@ -181,4 +272,4 @@ def render_files() -> dict[str, str]:
 
 if __name__ == "__main__":
     for file_name, text in render_files().items():
-        Path(sys.argv[1], file_name).write_text(text)
+        (Path(__file__).parent / file_name).write_text(text)

@@ -1,0 +1,49 @@
+"""`dynamo kube convert` and `apply`: manifests in forms that no cluster serves (`manifest_forms`)."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import yaml
+
+from dynamo.base import errors
+from dynamo.cli import manifest_forms
+from dynamo.runtime.backends.kubernetes import connection
+
+_MOST_BYTES = 4 * 2**20
+
+
+def read_manifests(file: str) -> list[manifest_forms.ConvertedManifest]:
+    """Read and convert the manifests of a file, or of standard input for `-`. Raises ConfigError."""
+    try:
+        text = sys.stdin.read(_MOST_BYTES) if file == "-" else Path(file).read_text()
+        documents = [document for document in yaml.safe_load_all(text) if document]
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise errors.ConfigError(f"{file}: expected manifests in YAML: {error}") from error
+    if not documents or not all(isinstance(document, dict) for document in documents):
+        raise errors.ConfigError(f"{file}: expected at least one manifest, each of them a mapping")
+    return [manifest_forms.convert(document) for document in documents]
+
+
+def print_manifests(file: str) -> int:
+    """Print the converted manifests, and the notes on standard error; return the exit code."""
+    manifests = read_manifests(file)
+    print(yaml.safe_dump_all([m.document for m in manifests], sort_keys=False), end="")
+    for note in (note for manifest in manifests for note in manifest.notes):
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def apply_manifests(file: str) -> int:
+    """Apply the converted manifests to the cluster of the kubeconfig; return the exit code. Raises DynamoError."""
+    return asyncio.run(_apply(read_manifests(file)))
+
+
+async def _apply(manifests: list[manifest_forms.ConvertedManifest]) -> int:
+    async with connection.KubernetesConnection.open() as cluster:
+        for manifest in manifests:
+            applied = await cluster.apply(manifest.document, "dynamo-cli")
+            print(f"{applied['kind'].lower()}/{applied['metadata']['name']} applied")
+            for note in manifest.notes:
+                print(f"note: {note}", file=sys.stderr)
+    return 0

@@ -1,0 +1,225 @@
+"""Other forms of a DynamoGraphDeployment, turned into the one that a cluster serves (v1alpha1).
+
+The *short form* of an article (`apiVersion: v1alpha1.dynamo.nvidia.com`) names a model, an engine and a mode. Its
+apiVersion has no slash, so it belongs to Kubernetes's own group: no cluster can serve it. *v1beta1* is the later form
+with pod templates. What cannot be expressed is said in notes, never dropped in silence; docs/kubernetes.md has a table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo.base import errors
+from dynamo.operator import api_types
+
+Document = dict[str, Any]
+SHORT_VERSION = f"{api_types.VERSION}.dynamo.{api_types.GROUP}"
+_LATER_VERSION = f"{api_types.GROUP}/v1beta1"
+_IMAGE = "nvidia/ai-dynamo/{}-runtime"
+_IMAGE_NAMES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrtllm"}
+_PREFIXES = {"vllm": "Vllm", "sglang": "SGLang", "trtllm": "Trtllm"}
+_SHORT_FIELDS = {
+    "version", "backend", "model", "deployment_mode", "frontend", "workers", "kvbm", "planner",
+}  # fmt: skip
+_LATER_FIELDS = {"name", "type", "replicas", "multinode", "sharedMemorySize", "podTemplate"}
+_HOST_GB, _DISK_GB = 16, 100  # of KV cache tiers whose size is not given
+_DISK_PATH = "/kv-cache"
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedManifest:
+    """A manifest that a cluster serves, and sentences on what is different from the given one."""
+
+    document: Document
+    notes: list[str] = field(default_factory=list)
+
+
+def convert(document: Document) -> ConvertedManifest:
+    """Return a manifest in the form that a cluster serves; others than graphs stay. Raises ConfigError."""
+    is_graph = document.get("kind") == "DynamoGraphDeployment"
+    if is_graph and document.get("apiVersion") == SHORT_VERSION:
+        return _convert_short(document)
+    if is_graph and document.get("apiVersion") == _LATER_VERSION:
+        return _convert_later(document)
+    return ConvertedManifest(document)
+
+
+def _convert_short(document: Document) -> ConvertedManifest:
+    metadata, spec = document.get("metadata") or {}, document.get("spec") or {}
+    name = metadata.get("name")
+    model, backend = spec.get("model"), spec.get("backend", "vllm")
+    if not model:
+        raise errors.ConfigError(
+            f"DynamoGraphDeployment {name}: spec.model is missing: name the model, such as model: Qwen/Qwen3-0.6B"
+        )
+    if backend not in _PREFIXES:
+        raise errors.ConfigError(
+            f"DynamoGraphDeployment {name}: spec.backend: expected {', '.join(_PREFIXES)}, got {backend}"
+        )
+    mode = spec.get("deployment_mode", "aggregated")
+    if mode not in ("aggregated", "disaggregated"):
+        raise errors.ConfigError(
+            f"DynamoGraphDeployment {name}: spec.deployment_mode: expected aggregated or disaggregated, got {mode}"
+        )
+    notes = [
+        f"spec.{name}: there is no such field; it is left out"
+        for name in sorted(spec.keys() - _SHORT_FIELDS)
+    ]
+    tag = str(spec.get("version", "")).removeprefix("v")
+    image = _IMAGE.format(_IMAGE_NAMES[backend]) + (f":{tag}" if tag else "")
+    services = {"Frontend": _short_service("frontend", spec.get("frontend"), image, notes)}
+    roles = {"Decode": ""}
+    if mode == "disaggregated":
+        roles["Prefill"] = "prefill"
+    for role, disaggregation in roles.items():
+        service = _short_service("worker", spec.get("workers"), image, notes)
+        service.setdefault("resources", {}).setdefault("limits", {}).setdefault("gpu", "1")
+        main = service["extraPodSpec"]["mainContainer"]
+        main["command"] = ["python3", "-m", f"dynamo.{backend}"]
+        main["args"] = ["--model", model]
+        if disaggregation:
+            main["args"] += ["--is-prefill-worker"]
+            service["subComponentType"] = disaggregation
+        elif mode == "disaggregated":
+            service["subComponentType"] = "decode"
+        if role == "Prefill" or mode == "aggregated":
+            _add_tiers(service, spec.get("kvbm") or {}, backend, notes)
+        services[f"{_PREFIXES[backend]}{role}Worker"] = service
+    if (planner := spec.get("planner") or {}).get("enabled"):
+        services["Planner"] = _make_planner(planner, backend, mode, image, notes)
+    return ConvertedManifest(
+        {
+            "apiVersion": api_types.API_VERSION,
+            "kind": "DynamoGraphDeployment",
+            "metadata": metadata,
+            "spec": {"backendFramework": backend, "services": services},
+        },
+        notes,
+    )
+
+
+def _short_service(
+    role: str, given_fields: Mapping[str, Any] | None, image: str, notes: list[str]
+) -> Document:
+    """Return a service with the replicas and resources of a short one."""
+    fields = given_fields or {}
+    service: Document = {"componentType": role, "replicas": fields.get("replicas", 1)}
+    if resources := fields.get("resources"):
+        service["resources"] = {
+            kind: {
+                "gpu" if name == "nvidia.com/gpu" else name: str(amount)
+                for name, amount in amounts.items()
+            }
+            for kind, amounts in resources.items()
+        }
+    for name in sorted(fields.keys() - {"replicas", "resources"}):
+        note = f"spec.{role}.{name}: there is no such field; it is left out"
+        if note not in notes:
+            notes.append(note)
+    service["extraPodSpec"] = {"mainContainer": {"image": image}}
+    return service
+
+
+def _add_tiers(service: Document, kvbm: Mapping[str, Any], backend: str, notes: list[str]) -> None:
+    """Give the workers that compute prompts the tiers of `kvbm.storage_tiers`; hbm is the engine's own."""
+    if not kvbm.get("enabled"):
+        return
+    tiers = kvbm.get("storage_tiers", ["hbm", "host_dram"])
+    main = service["extraPodSpec"]["mainContainer"]
+    envs: list[Document] = []
+    if "host_dram" in tiers:
+        envs.append({"name": "DYN_KVBM_CPU_CACHE_GB", "value": str(_HOST_GB)})
+    if "nvme_ssd" in tiers:
+        envs += [
+            {"name": "DYN_KVBM_DISK_CACHE_GB", "value": str(_DISK_GB)},
+            {"name": "DYN_KVBM_DISK_CACHE_DIR", "value": _DISK_PATH},
+        ]
+        service["extraPodSpec"]["volumes"] = [
+            {"name": "kv-cache", "emptyDir": {"sizeLimit": f"{_DISK_GB}Gi"}}
+        ]
+        main["volumeMounts"] = [{"name": "kv-cache", "mountPath": _DISK_PATH}]
+    main["args"] += ["--connector", "kvbm"]
+    service["envs"] = envs
+    notes.append(
+        f"spec.kvbm: sizes are not in the short form: {_HOST_GB} GB of host memory and {_DISK_GB} GB of disk stand for"
+        " them; raise the memory limit with them"
+    )
+    if unknown := [str(tier) for tier in tiers if tier not in ("hbm", "host_dram", "nvme_ssd")]:
+        notes.append(f"spec.kvbm.storage_tiers: {', '.join(unknown)} is no tier here; left out")
+    if backend != "sglang":
+        notes.append(
+            "spec.kvbm: tiers of the block manager work with the native engine and SGLang; with vLLM use"
+            " --connector lmcache in the arguments instead"
+        )
+
+
+def _make_planner(
+    planner: Mapping[str, Any], backend: str, mode: str, image: str, notes: list[str]
+) -> Document:
+    is_sla = planner.get("scaling_mode", "load_based") == "sla_based"
+    args = ["--environment=kubernetes", f"--backend={backend}"]
+    args += [f"--mode={'disagg' if mode == 'disaggregated' else 'agg'}"]
+    args += [
+        f"--{flag}={planner[key]}"
+        for flag, key in (("ttft", "target_ttft_ms"), ("itl", "target_itl_ms"))
+        if key in planner
+    ]
+    service = _short_service("planner", None, image, notes)
+    if is_sla:
+        args += ["--policy=sla", "--profile-results-dir=/data/profiling_results"]
+        service["volumeMounts"] = [{"name": "dynamo-pvc", "mountPoint": "/data"}]
+        notes.append(
+            "spec.planner: scaling by targets needs a profile of the model (python -m dynamo.profiler) in the"
+            " PersistentVolumeClaim dynamo-pvc, which must exist"
+        )
+    main = service["extraPodSpec"]["mainContainer"]
+    main |= {"command": ["python3", "-m", "dynamo.planner"], "args": args}
+    return service
+
+
+def _convert_later(document: Document) -> ConvertedManifest:
+    """Turn the components of v1beta1 with their pod templates into services."""
+    spec = dict(document.get("spec") or {})
+    notes = [
+        f"spec.{name}: {api_types.API_VERSION} has no such field; it is left out"
+        for name in sorted(spec.keys() - {"components", "env", "backendFramework"})
+    ]
+    services = {
+        component["name"]: convert_component(component, notes)
+        for component in spec.get("components") or ()
+    }
+    converted: Document = {"services": services}
+    if "env" in spec:
+        converted["envs"] = spec["env"]
+    if "backendFramework" in spec:
+        converted["backendFramework"] = spec["backendFramework"]
+    return ConvertedManifest(
+        {**document, "apiVersion": api_types.API_VERSION, "spec": converted}, notes
+    )
+
+
+def convert_component(component: Mapping[str, Any], notes: list[str]) -> Document:
+    """Return the service that a component of v1beta1 stands for, and note what it cannot express."""
+    template = component.get("podTemplate") or {}
+    pod = dict(template.get("spec") or {})
+    containers = pod.pop("containers", [])
+    kind = component.get("type", "")
+    service: Document = {"componentType": kind}
+    if kind in ("prefill", "decode"):
+        service = {"componentType": "worker", "subComponentType": kind}
+    service |= {key: component[key] for key in ("replicas", "multinode") if key in component}
+    if "sharedMemorySize" in component:
+        service["sharedMemory"] = {"size": component["sharedMemorySize"]}
+    main = next((dict(item) for item in containers if item.get("name") == "main"), {})
+    main.pop("name", None)
+    pod["mainContainer"] = main
+    if sidecars := [item for item in containers if item.get("name") != "main"]:
+        pod["containers"] = sidecars
+    service["extraPodSpec"] = pod
+    if metadata := template.get("metadata"):
+        service["extraPodMetadata"] = metadata
+    notes.extend(
+        f"component {component['name']}: {key} has no counterpart; it is left out"
+        for key in sorted(component.keys() - _LATER_FIELDS)
+    )
+    return service

@@ -1,0 +1,181 @@
+"""Manifests in forms that no cluster serves become ones that the operator takes, and nothing is lost in silence."""
+
+import pathlib
+import re
+
+import pytest
+import yaml
+
+from dynamo.base import errors
+from dynamo.cli import kube, kube_manifests, manifest_forms
+from operator_cluster import DictCluster
+
+SHARED = pathlib.Path(__file__).parents[4] / "shared"
+SHORT = {
+    "apiVersion": "v1alpha1.dynamo.nvidia.com",
+    "kind": "DynamoGraphDeployment",
+    "metadata": {"name": "short"},
+}
+
+
+def short(**spec):
+    return {**SHORT, "spec": {"model": "Qwen/Qwen3-0.6B", **spec}}
+
+
+def main_of(converted, service):
+    services = converted.document["spec"]["services"]
+    return services[service]["extraPodSpec"]["mainContainer"]
+
+
+def test_short_aggregated_form_of_the_article():
+    amounts = {"nvidia.com/gpu": 1, "cpu": "4", "memory": "16Gi"}
+    workers = {"replicas": 3, "resources": {"requests": amounts, "limits": amounts}}
+    converted = manifest_forms.convert(short(backend="vllm", workers=workers))
+    services = converted.document["spec"]["services"]
+
+    assert converted.notes == []
+    assert services.keys() == {"Frontend", "VllmDecodeWorker"}
+    assert services["VllmDecodeWorker"]["replicas"] == 3
+    assert services["VllmDecodeWorker"]["resources"]["limits"] == {
+        "gpu": "1",
+        "cpu": "4",
+        "memory": "16Gi",
+    }
+    main = main_of(converted, "VllmDecodeWorker")
+    assert (main["command"], main["args"]) == (
+        ["python3", "-m", "dynamo.vllm"],
+        ["--model", "Qwen/Qwen3-0.6B"],
+    )
+
+
+def test_short_disaggregated_form_with_tiers_and_planner():
+    converted = manifest_forms.convert(
+        short(
+            version="v0.5.0",
+            backend="sglang",
+            deployment_mode="disaggregated",
+            kvbm={"enabled": True, "storage_tiers": ["hbm", "host_dram", "nvme_ssd", "tape"]},
+            planner={"enabled": True, "scaling_mode": "sla_based", "target_ttft_ms": 500},
+            frontend={"image": "x"},
+            colour="red",
+        )
+    )
+    services = converted.document["spec"]["services"]
+    prefill = services["SGLangPrefillWorker"]
+
+    assert services.keys() == {"Frontend", "SGLangDecodeWorker", "SGLangPrefillWorker", "Planner"}
+    assert main_of(converted, "Frontend")["image"].endswith("sglang-runtime:0.5.0")
+    assert "--is-prefill-worker" in main_of(converted, "SGLangPrefillWorker")["args"]
+    assert [env["name"] for env in prefill["envs"]] == [
+        "DYN_KVBM_CPU_CACHE_GB",
+        "DYN_KVBM_DISK_CACHE_GB",
+        "DYN_KVBM_DISK_CACHE_DIR",
+    ]
+    assert "--ttft=500" in main_of(converted, "Planner")["args"]
+    notes = " ".join(converted.notes)
+    for words in ("spec.colour", "spec.frontend.image", "tape is no tier", "dynamo-pvc"):
+        assert words in notes
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        ({**SHORT, "spec": {"backend": "vllm"}}, "spec.model is missing"),
+        (short(backend="jax"), "expected vllm, sglang, trtllm, got jax"),
+        (short(deployment_mode="both"), "aggregated or disaggregated, got both"),
+    ],
+)
+def test_short_form_that_cannot_be_meant_is_refused(manifest, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        manifest_forms.convert(manifest)
+
+
+def test_tiers_of_vllm_are_named_as_missing():
+    converted = manifest_forms.convert(short(kvbm={"enabled": True}))
+
+    assert any("--connector lmcache" in note for note in converted.notes)
+
+
+def test_later_form_keeps_containers_and_says_what_is_left_out():
+    main = {"name": "main", "image": "i", "command": ["python3"], "args": ["-m", "dynamo.vllm"]}
+    component = {
+        "name": "Decode",
+        "type": "decode",
+        "replicas": 2,
+        "sharedMemorySize": "1Gi",
+        "multinode": {"nodeCount": 2},
+        "colour": "red",
+        "podTemplate": {
+            "metadata": {"labels": {"a": "b"}},
+            "spec": {"containers": [main, {"name": "side"}], "nodeSelector": {"x": "y"}},
+        },
+    }
+    spec = {
+        "components": [component],
+        "env": [{"name": "A", "value": "1"}],
+        "backendFramework": "vllm",
+        "experimental": {},
+    }
+    converted = manifest_forms.convert({**SHORT, "apiVersion": "nvidia.com/v1beta1", "spec": spec})
+    service = converted.document["spec"]["services"]["Decode"]
+
+    assert (service["componentType"], service["subComponentType"]) == ("worker", "decode")
+    assert service["extraPodSpec"]["containers"] == [{"name": "side"}]
+    assert service["extraPodSpec"]["mainContainer"] == {
+        k: v for k, v in main.items() if k != "name"
+    }
+    assert service["sharedMemory"] == {"size": "1Gi"}
+    assert converted.document["spec"]["envs"] == spec["env"]
+    assert len(converted.notes) == 2
+
+
+def manifests_of_others():
+    """Return the short forms of the second article, and the later form among the examples."""
+    texts = [path.read_text() for path in sorted(SHARED.glob("seeds/001*.txt"))]
+    found = re.findall(
+        r"^(apiVersion: v1alpha1\.dynamo.*?)^(?:EOF|```)", "".join(texts), re.M | re.S
+    )
+    later = SHARED / "data" / "kube" / "manifests" / "agg_router-v1beta1.yaml"
+    return [yaml.safe_load(text) for text in found] + (
+        [yaml.safe_load(later.read_text())] if later.exists() else []
+    )
+
+
+@pytest.mark.parametrize("manifest", manifests_of_others(), ids=lambda m: m["metadata"]["name"])
+def test_manifests_of_others_become_ready(manifest):
+    if "model" not in manifest["spec"] and "components" not in manifest["spec"]:
+        with pytest.raises(errors.ConfigError, match=r"spec\.model is missing"):
+            manifest_forms.convert(manifest)
+        manifest["spec"]["model"] = "meta-llama/Llama-2-7b-chat-hf"
+    cluster = DictCluster()
+    converted = manifest_forms.convert(manifest).document
+    converted["metadata"]["namespace"] = "default"
+    cluster.put({"kind": "PersistentVolumeClaim", "metadata": {"name": "dynamo-pvc"}})
+    cluster.put(converted)
+    cluster.settle()
+
+    assert cluster.ready(converted["metadata"]["name"])["status"] == "True"
+
+
+def test_command_prints_what_a_cluster_serves(tmp_path, capsys):
+    file = tmp_path / "short.yaml"
+    file.write_text(yaml.safe_dump_all([short(colour="red"), {"kind": "ConfigMap"}]))
+
+    assert kube.run(kube.KubeCommandConfig(action="convert", file=str(file))) == 0
+    out, err = capsys.readouterr()
+    assert [document["kind"] for document in yaml.safe_load_all(out)] == [
+        "DynamoGraphDeployment",
+        "ConfigMap",
+    ]
+    assert "spec.colour" in err
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "- 1"])
+def test_file_without_manifests_is_refused(tmp_path, text):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+
+    with pytest.raises(errors.ConfigError, match="expected"):
+        kube_manifests.read_manifests(str(file))
+    with pytest.raises(errors.ConfigError, match="expected a file"):
+        kube.run(kube.KubeCommandConfig(action="apply"))
