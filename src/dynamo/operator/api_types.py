@@ -2,7 +2,7 @@
 
 `make crds` writes the definitions, which the API server checks, from them; the operator reads stored objects by the
 same types (`read_spec`), so an object from before a stricter definition is refused with the field. Rules in CEL
-(`RULES`) check what concerns several fields. Names and meaning are those of NVIDIA Dynamo 0.4.1, with fields of later versions.
+(`RULES`) check what concerns several fields. Names and meaning are those of NVIDIA Dynamo 0.4.1 and later.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
