@@ -158,7 +158,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(steps=STEPS, seed=st.integers(0, 2**16), surge=st.integers(0, 1))
 def test_chaos_keeps_what_serves_and_ends_as_an_undisturbed_run(steps, seed, surge):
     """Specs change and revert, the operator dies between two writes, statuses and annotations are lost."""

@@ -15,6 +15,7 @@ from dynamo.operator.settings import OperatorConfig
 from dynamo.testing import clock as virtual
 from dynamo.testing import memory_kubernetes
 from operator_cluster import frontend, make_graph, worker
+from waiting import PATIENT_S
 
 DGD, DCD = "DynamoGraphDeployment", "DynamoComponentDeployment"
 API = "nvidia.com/v1alpha1"
@@ -23,7 +24,6 @@ SETTINGS = {
     "metrics_bind_address": "0",
     "health_probe_bind_address": "0",
 }
-PATIENCE_S = 50
 
 
 @contextlib.asynccontextmanager
@@ -54,7 +54,7 @@ async def cluster(server):
 
 async def until(condition):
     """Wait until an awaitable condition holds."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(PATIENT_S):
         while not (found := await condition()):
             await asyncio.sleep(0.01)
     return found
