@@ -21,9 +21,10 @@ def key_of(resource: Object) -> Key:
 
 
 class ObjectCache:
-    """Objects by namespace, kind and name; pods apart."""
+    """Objects by namespace, kind and name, and those that each object owns; pods apart."""
 
     def __init__(self) -> None:
+        self._owned: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # by the owner's uid
         self._objects: defaultdict[str, dict[tuple[str, str], Object]] = defaultdict(dict)
         self._pods: defaultdict[str, dict[str, Object]] = defaultdict(dict)
 
@@ -44,6 +45,8 @@ class ObjectCache:
             self._pods[namespace][name] = resource
         else:
             self._objects[namespace][kind, name] = resource
+            for owner in resource["metadata"].get("ownerReferences") or ():
+                self._owned[owner["uid"]].add((kind, name))
         return True
 
     def remove(self, resource: Object) -> None:
@@ -56,6 +59,9 @@ class ObjectCache:
             del self._pods[namespace][name]
         else:
             del self._objects[namespace][kind, name]
+            self._owned.pop(present["metadata"].get("uid"), None)
+            for owner in present["metadata"].get("ownerReferences") or ():
+                self._owned.get(owner["uid"], set()).discard((kind, name))
 
     def get(self, key: Key) -> Object | None:
         """Return an object, or None if there is none."""
@@ -74,7 +80,9 @@ class ObjectCache:
             for pod in self._pods[namespace].values()
             if pod["metadata"].get("labels", {}).get(objects.GRAPH_LABEL) == graph
         ]
-        return objects.Observed(now=now, objects=self._objects[namespace], pods=pods)
+        existing = self._objects[namespace]
+        owned_keys = self._owned.get(root["metadata"]["uid"], set()) & existing.keys()
+        return objects.Observed(now=now, objects=existing, owned_keys=owned_keys, pods=pods)
 
     def roots(self) -> Iterator[Key]:
         """Yield the addresses of all graphs and components."""
@@ -98,7 +106,7 @@ class ObjectCache:
                 yield "DynamoGraphDeployment", namespace, labels[objects.GRAPH_LABEL]
             if objects.SELECTOR_LABEL in labels:
                 yield "DynamoComponentDeployment", namespace, labels[objects.SELECTOR_LABEL]
-        elif kind in ("PersistentVolumeClaim", "Secret"):
+        elif kind == "PersistentVolumeClaim":  # a component may wait for it by name alone
             yield from (key for key in self.roots() if key[1] == namespace)
 
 

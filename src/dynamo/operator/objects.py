@@ -1,7 +1,7 @@
 """Plain Kubernetes objects: names, owners, labels, digests and merges, without any I/O."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ class Observed:
 
     now: str  # RFC 3339
     objects: Mapping[tuple[str, str], Object] = field(default_factory=dict)  # by kind and name
+    owned_keys: Collection[tuple[str, str]] | None = None  # of the root; None: look at all objects
     pods: Sequence[Object] = ()
     instances: Mapping[str, int] | None = (
         None  # registered instances by dynamo namespace; None: not asked
@@ -58,13 +59,14 @@ class Observed:
         """Return the object, or None if there is none."""
         return self.objects.get((kind, name))
 
-    def of_kind(self, kind: str) -> list[Object]:
-        """Return all objects of a kind, by name."""
-        return [self.objects[key] for key in sorted(self.objects) if key[0] == kind]
-
     def owned_by(self, owner: Object, kind: str) -> list[Object]:
-        """Return the objects of a kind that this object controls."""
-        return [existing for existing in self.of_kind(kind) if is_owned(existing, owner)]
+        """Return the objects of a kind that this object owns, by name."""
+        keys = self.objects if self.owned_keys is None else self.owned_keys
+        return [
+            self.objects[key]
+            for key in sorted(keys)
+            if key[0] == kind and is_owned(self.objects[key], owner)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
