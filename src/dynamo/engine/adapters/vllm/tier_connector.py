@@ -8,6 +8,7 @@ vLLM calls its interface experimental. So what we use of it is compared with wha
 which vLLM does before it loads a model: a release that differs is refused by name.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -20,6 +21,7 @@ from typing import Any
 import msgspec
 import vllm
 from vllm.distributed import kv_events as vllm_events
+from vllm.distributed.kv_transfer.kv_connector import factory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as connector_metrics
 from vllm.v1.core import block_pool
@@ -126,6 +128,13 @@ class TierStats(connector_metrics.KVConnectorStats):  # type: ignore[misc]
 
     def is_empty(self) -> bool:
         return not self.data
+
+
+class TierPromMetrics(connector_metrics.KVConnectorPromMetrics):  # type: ignore[misc]
+    """No metrics: vLLM counts hits by source itself, and its MultiConnector demands an object for each report."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Do nothing."""
 
 
 class DynamoConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -243,6 +252,16 @@ class DynamoConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStats:
         return TierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TierPromMetrics:
+        return TierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _translate(self, event: tier_scheduler.TierEvent) -> Any:
         medium, origin = _MEDIUM[event.tier], event.origin
@@ -377,4 +396,10 @@ if _faults := find_interface_faults(_USED_METHODS, dir(DynamoConnector)):
     raise errors.ConfigError(
         f"vLLM {vllm.__version__} has another KV connector interface than DynamoConnector knows: {'; '.join(_faults)};"
         " use a supported release, or serve without tiers: --connector none"
+    )
+with contextlib.suppress(
+    ValueError
+):  # it is registered: vLLM finds a report's connector by its name
+    factory.KVConnectorFactory.register_connector(
+        DynamoConnector.__name__, __name__, DynamoConnector.__name__
     )

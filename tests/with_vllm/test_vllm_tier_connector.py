@@ -1,0 +1,124 @@
+"""The tier connector beside real vLLM, without an engine: its interface, its settings, and what it refuses."""
+
+import abc
+import importlib.util
+import types
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed here: make test-vllm", allow_module_level=True)
+
+from vllm.distributed.kv_transfer.kv_connector import factory
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+
+from dynamo.base import errors
+from dynamo.engine.adapters.vllm import tier_connector
+from dynamo.llm.vllm_integration import connector
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+REPORT = {"tiers": [{"tier": "host", "used_blocks": 3}], "host_hit_rate": 0.5, "disk_hit_rate": 0.0,
+          "counts": {"matched_tokens": 64}}  # fmt: skip
+
+
+class Changed(abc.ABC):
+    """Another release's interface."""
+
+    def renamed(self, request, more):
+        return request, more
+
+    @abc.abstractmethod
+    def demanded(self): ...
+
+
+def test_interface_of_this_vllm_is_the_known_one():
+    used, ours = tier_connector._USED_METHODS, dir(connector.DynamoConnector)
+
+    assert tier_connector.find_interface_faults(used, ours) == []
+
+
+def test_differences_of_an_interface_are_named():
+    used = {Changed: {"renamed": ("request",), "missing": ()}}
+
+    assert tier_connector.find_interface_faults(used, ["renamed"]) == [
+        "Changed.renamed takes (request, more), expected (request)",
+        "Changed has no missing",
+        "Changed demands demanded, which is not known here",
+    ]
+
+
+def test_settings_come_from_the_environment_and_over_it_from_the_extra_config(monkeypatch):
+    monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "4")
+    monkeypatch.setenv("DYN_KVBM_DISK_CACHE_GB", "20")
+    settings = tier_connector.read_settings(
+        {"kvbm_cpu_cache_gb": "1", "kvbm_storage_tiers": ["hbm", "host_dram"], "other": 1}
+    )
+
+    assert (settings.kvbm_cpu_cache_gb, settings.kvbm_disk_cache_gb) == ("1", "20")
+    assert settings.storage_tiers == ("host",)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"kvbm_size": 1}, "unknown option 'kvbm_size'"),
+        ({"kvbm_storage_tiers": ["hbm"]}, "expected host_dram"),
+        ({"kvbm_offload_ratio": 0.5}, "expected 1 with vLLM"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(extra, says):
+    with pytest.raises(errors.ConfigError, match=says):
+        tier_connector.read_settings(extra)
+
+
+class FullAttentionSpec: ...
+
+
+class MambaSpec: ...
+
+
+@pytest.mark.parametrize(
+    ("kinds", "changes", "says"),
+    [
+        ([FullAttentionSpec], {}, None),
+        ([FullAttentionSpec, MambaSpec], {}, "cache groups FullAttentionSpec, MambaSpec"),
+        ([MambaSpec], {}, "one of full attention.*--connector none"),
+        ([FullAttentionSpec], {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
+        ([FullAttentionSpec], {"decode_context_parallel_size": 2}, "context-parallel-size"),
+    ],
+)
+def test_models_without_tiers_are_refused_by_name(kinds, changes, says):
+    fields = {"enable_prefix_caching": True, "decode_context_parallel_size": 1, "model": "m"}
+    part = types.SimpleNamespace(**(fields | changes))
+    vllm_config = types.SimpleNamespace(parallel_config=part, cache_config=part, model_config=part)
+    groups = [types.SimpleNamespace(kv_cache_spec=kind()) for kind in kinds]
+    check = tier_connector.check_support
+    cache_config = types.SimpleNamespace(kv_cache_groups=groups)
+    if says is None:
+        check(vllm_config, cache_config)
+    else:
+        with pytest.raises(errors.ConfigError, match=says):
+            check(vllm_config, cache_config)
+
+
+def test_report_survives_vllms_connector_of_several():
+    data = {"DynamoConnector": REPORT}
+    joined = multi_connector.MultiConnector.build_kv_connector_stats(data)
+
+    assert factory.KVConnectorFactory.get_connector_class_by_name("DynamoConnector") is (
+        connector.DynamoConnector
+    )
+    assert joined.reduce() == {
+        "DynamoConnector": {
+            "host_blocks": 3, "host_hit_rate": 0.5, "disk_hit_rate": 0.0, "loaded_tokens": 64,
+        }
+    }  # fmt: skip
+
+
+def test_latest_report_counts():
+    older, newer = tier_connector.TierStats(data=REPORT), tier_connector.TierStats(data={"x": 1})
+
+    assert older.aggregate(newer) is newer
+    assert newer.aggregate(tier_connector.TierStats(data={})) is newer
+    newer.reset()
+    assert newer.is_empty()
