@@ -1,10 +1,15 @@
 """What a connection to a Kubernetes cluster promises, run over the cluster in memory and over API servers."""
 
 import asyncio
+import contextlib
+import itertools
+import json
+import pathlib
 
 import httpx2
 import pytest
 
+import kube_cluster
 from dynamo.base import errors
 from dynamo.runtime.backends.kubernetes import connection
 from dynamo.testing import memory_kubernetes
@@ -13,17 +18,43 @@ from waiting import PATIENT_S
 GROUP = "nvidia.com/v1alpha1"
 
 
-@pytest.fixture
-async def kubernetes():
-    async with memory_kubernetes.MemoryKubernetes().connect("test") as opened:
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    with kube_cluster.running_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["memory", "emulator"])
+async def kubernetes(request):
+    if request.param == "memory":
+        opened = memory_kubernetes.MemoryKubernetes().connect("test")
+    else:
+        environ = request.getfixturevalue("emulator").environ
+        opened = connection.KubernetesConnection.open(environ)
+        opened.namespace = await prepare_namespace(opened)
+    async with opened:
         yield opened
+
+
+async def prepare_namespace(kubernetes):
+    """Make a namespace of this test's own, and the definition of our kind."""
+    definition = pathlib.Path("deploy/crds/dynamographdeployments.yaml").read_text()
+    with contextlib.suppress(errors.Conflict):
+        await kubernetes.create(json.loads(definition))
+    namespace = f"test-{next(_numbers)}"
+    metadata = {"name": namespace}
+    await kubernetes.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    return namespace
+
+
+_numbers = itertools.count(1)
 
 
 def config_map(name, data, **metadata):
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": name, "namespace": "test", **metadata},
+        "metadata": {"name": name, **metadata},
         "data": data,
     }
 
@@ -46,9 +77,15 @@ async def test_created_object_is_read_back(kubernetes):
     assert read["metadata"]["uid"]
 
 
+async def test_object_without_namespace_is_created_in_that_of_the_connection(kubernetes):
+    obj = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
+
+    assert (await kubernetes.create(obj))["metadata"]["namespace"] == kubernetes.namespace
+
+
 async def test_missing_object_is_none_and_its_deletion_false(kubernetes):
-    assert await kubernetes.get("v1", "ConfigMap", "absent", "test") is None
-    assert await kubernetes.delete("v1", "ConfigMap", "absent", "test") is False
+    assert await kubernetes.get("v1", "ConfigMap", "absent") is None
+    assert await kubernetes.delete("v1", "ConfigMap", "absent") is False
 
 
 async def test_second_creation_is_a_conflict(kubernetes):
@@ -70,7 +107,7 @@ async def test_list_selects_by_labels_and_fills_in_the_kind(kubernetes):
         await kubernetes.create(config_map(name, {}, labels=labels))
 
     async def names(labels):
-        found = await kubernetes.list("v1", "ConfigMap", "test", labels=labels)
+        found = await kubernetes.list("v1", "ConfigMap", kubernetes.namespace, labels=labels)
         assert {obj["kind"] for obj in found} <= {"ConfigMap"}
         return [obj["metadata"]["name"] for obj in found if len(obj["metadata"]["name"]) == 1]
 
@@ -84,14 +121,14 @@ async def test_list_reads_all_pages(kubernetes, monkeypatch):
     monkeypatch.setattr(connection, "PAGE_OBJECTS", 2)
     for name in "abcde":
         await kubernetes.create(config_map(name, {}, labels={"paged": "yes"}))
-    found = await kubernetes.list("v1", "ConfigMap", "test", labels="paged")
+    found = await kubernetes.list("v1", "ConfigMap", kubernetes.namespace, labels="paged")
 
     assert [obj["metadata"]["name"] for obj in found] == list("abcde")
 
 
 async def test_watch_tells_the_objects_and_then_every_change(kubernetes):
     await kubernetes.create(config_map("a", {}, labels={"w": "1"}))
-    watch = kubernetes.watch("v1", "ConfigMap", "test", labels="w")
+    watch = kubernetes.watch("v1", "ConfigMap", kubernetes.namespace, labels="w")
     events = await take(watch, 2)
     await kubernetes.create(config_map("b", {}, labels={"w": "1"}))
     events += await take(watch, 1)
@@ -112,7 +149,7 @@ async def test_watch_tells_the_objects_and_then_every_change(kubernetes):
 
 async def test_object_that_leaves_the_selection_is_told_as_deleted(kubernetes):
     await kubernetes.create(config_map("a", {}, labels={"w": "1"}))
-    watch = kubernetes.watch("v1", "ConfigMap", "test", labels="w=1")
+    watch = kubernetes.watch("v1", "ConfigMap", kubernetes.namespace, labels="w=1")
     await take(watch, 2)
     await kubernetes.patch("v1", "ConfigMap", "a", {"metadata": {"labels": {"w": "2"}}})
 
@@ -150,7 +187,7 @@ async def test_status_is_applied_apart_from_the_spec(kubernetes):
     graph = {
         "apiVersion": GROUP,
         "kind": "DynamoGraphDeployment",
-        "metadata": {"name": "g", "namespace": "test"},
+        "metadata": {"name": "g"},
         "spec": {"services": {"A": {"replicas": 1}}},
     }
     with pytest.raises(connection.ObjectMissing):
@@ -173,7 +210,7 @@ async def test_scale_sets_the_replicas(kubernetes):
         {
             "apiVersion": "apps/v1",
             "kind": "Deployment",
-            "metadata": {"name": "d", "namespace": "test"},
+            "metadata": {"name": "d"},
             "spec": {
                 "replicas": 0,
                 "selector": {"matchLabels": labels},
@@ -228,7 +265,7 @@ async def test_what_a_deleted_object_owns_is_deleted(kubernetes):
     reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner"}
     reference["uid"] = owner["metadata"]["uid"]
     await kubernetes.create(config_map("owned", {}, ownerReferences=[reference]))
-    watch = kubernetes.watch("v1", "ConfigMap", "test", fields="metadata.name=owned")
+    watch = kubernetes.watch("v1", "ConfigMap", kubernetes.namespace, fields="metadata.name=owned")
     await take(watch, 2)
     await kubernetes.delete("v1", "ConfigMap", "owner", propagation="Background")
 

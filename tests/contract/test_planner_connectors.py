@@ -10,10 +10,12 @@ from dynamo.base import clock as clocks
 from dynamo.launch import allocation, children, guard
 from dynamo.planner import virtual_connector
 from dynamo.planner.connectors import RegisteredWorkers, endpoints
+from dynamo.planner.kubernetes_connector import KubernetesConnector
 from dynamo.planner.local_connector import LocalConnector
 from dynamo.planner.observation import Replicas
 from dynamo.planner.scaling_pipeline import Decision
 from dynamo.runtime.backends import file
+from dynamo.testing.memory_kubernetes import MemoryKubernetes
 from waiting import PATIENT_S
 
 NAMESPACE = "plan"
@@ -55,7 +57,46 @@ class Foreign:
             await self.client.complete(target)
 
 
-@pytest.fixture(params=["local", "virtual"])
+class GraphOperator:
+    """An operator that gives each service of a deployment its pods, and makes them ready a moment later."""
+
+    def __init__(self):
+        self.cluster = MemoryKubernetes()
+
+    async def run(self):
+        kubernetes = self.cluster.connect("k8s")
+        services = {
+            "VllmPrefillWorker": {"componentType": "worker", "replicas": 0},
+            "VllmDecodeWorker": {"componentType": "worker", "replicas": 0},
+            "Frontend": {"componentType": "frontend"},
+        }
+        metadata = {"name": "graph", "namespace": "k8s"}
+        graph = {"apiVersion": "nvidia.com/v1alpha1", "kind": "DynamoGraphDeployment"}
+        await kubernetes.create(graph | {"metadata": metadata, "spec": {"services": services}})
+        async for _, found in kubernetes.watch("nvidia.com/v1alpha1", "DynamoGraphDeployment"):
+            for service, spec in found.get("spec", {"services": {}})["services"].items():
+                if spec["componentType"] == "worker":
+                    await self._set_pods(kubernetes, service, spec["replicas"])
+
+    async def _set_pods(self, kubernetes, service, replicas):
+        labels = {"nvidia.com/dynamo-component": service, "nvidia.com/dynamo-namespace": NAMESPACE}
+        pods = await kubernetes.list("v1", "Pod", labels=f"nvidia.com/dynamo-component={service}")
+        for pod in pods[replicas:]:
+            await kubernetes.delete("v1", "Pod", pod["metadata"]["name"])
+        for number in range(len(pods), replicas):
+            metadata = {"name": f"{service.lower()}-{number}", "labels": labels}
+            await kubernetes.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata})
+            condition = {"type": "Ready", "status": "True"}
+            await kubernetes.patch(
+                "v1",
+                "Pod",
+                metadata["name"],
+                {"status": {"conditions": [condition]}},
+                subresource="status",
+            )
+
+
+@pytest.fixture(params=["local", "virtual", "kubernetes"])
 async def connector(request, tmp_path):
     registry = await file.FileDiscovery.open(tmp_path, 1)
     registered = tuple(RegisteredWorkers(registry, name) for name in endpoints(NAMESPACE))
@@ -66,6 +107,20 @@ async def connector(request, tmp_path):
             )
             follower = asyncio.ensure_future(Foreign(registry).run())
             stack.callback(follower.cancel)
+        elif request.param == "kubernetes":
+            operator = GraphOperator()
+            follower = asyncio.ensure_future(operator.run())
+            stack.callback(follower.cancel)
+            await asyncio.sleep(0)
+            made = KubernetesConnector(
+                operator.cluster.connect("k8s"),
+                {"DYN_PARENT_DGD_K8S_NAME": "graph"},
+                dynamo_namespace=NAMESPACE,
+                clock=clocks.SystemClock(),
+            )
+            async with asyncio.timeout(PATIENT_S):
+                while not operator.cluster.objects:
+                    await asyncio.sleep(0.01)
         else:
             guardian = stack.enter_context(guard.Guard())
 

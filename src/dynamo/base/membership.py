@@ -36,7 +36,7 @@ class ClusterConfig:
         env="DYN_DISCOVERY_BACKEND",
         implied=("ETCD_ENDPOINTS", "etcd"),
         help="how processes find each other: by a directory of this host, by etcd (also if ETCD_ENDPOINTS is set), by"
-        " the objects of the Kubernetes cluster whose pod this is, or within one process only",
+        " the objects of the Kubernetes cluster that it runs in, or within one process only",
     )
     file_kv: str | None = config.option(
         None, env="DYN_FILE_KV", help="directory of file discovery; by default one per user"

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from dynamo.base import addresses, errors, process_setup
+from dynamo.base import addresses, distribution, errors, process_setup
 from dynamo.base import clock as clocks
 from dynamo.base import config as configuration
 from dynamo.launch import allocation, children, guard
@@ -61,6 +61,13 @@ async def serve(settings: PlannerConfig, scaling: ScalingConfig, guardian: guard
                 clock,
                 registered,
             )
+        elif settings.environment == "kubernetes":
+            module = distribution.load_extra(
+                "dynamo.planner.kubernetes_connector",
+                feature="--environment kubernetes",
+                extra="kubernetes",
+            )
+            connector = module.open_connector(settings.namespace, clock)
         else:
             connector = LocalConnector(
                 WorkerCommand(settings, scaling.mode == "agg"),

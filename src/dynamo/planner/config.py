@@ -138,11 +138,12 @@ class ScalingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig(component.RuntimeConfig):
-    """Scale the workers of a model: on this machine, or by an orchestrator that follows the planner's targets."""
+    """Scale the workers of a model: on this machine, on a cluster, or by an orchestrator that follows its targets."""
 
-    environment: Literal["local", "virtual"] = config.option(
+    environment: Literal["local", "kubernetes", "virtual"] = config.option(
         "local",
-        help="local: worker processes on this machine; virtual: targets in discovery for a foreign orchestrator",
+        help="local: worker processes on this machine; kubernetes: replicas of the DynamoGraphDeployment that this"
+        " pod belongs to; virtual: targets in discovery for a foreign orchestrator",
     )
     backend: str = config.option(
         "mocker", help="local: engine of the workers: native, mocker, vllm …"

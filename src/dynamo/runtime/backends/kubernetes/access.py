@@ -83,7 +83,7 @@ def _first_of_each_name(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _user(user: models.User | None) -> models.User:
-    """Return the user as lightkube takes it: it refuses credential programs of `v1`, which answer as `v1beta1` does."""
+    """Return the user as lightkube takes it: it refuses credential programs of `v1`, which answer like `v1beta1`."""
     if user is None:
         return models.User()
     if user.exec is None:

@@ -179,8 +179,8 @@ class KubernetesConnection:
 
     async def create(self, obj: Object, *, field_manager: str = "") -> Object:
         """Create an object and return it as stored. Raises Conflict if it exists."""
-        metadata = obj["metadata"]
-        path = await self._path(obj["apiVersion"], obj["kind"], metadata.get("namespace"))
+        namespace = obj["metadata"].get("namespace") or self.namespace
+        path = await self._path(obj["apiVersion"], obj["kind"], namespace)
         return await self._call("POST", path, obj, _query(fieldManager=field_manager))
 
     async def apply(self, obj: Object, field_manager: str, *, force: bool = False) -> Object:

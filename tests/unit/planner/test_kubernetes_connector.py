@@ -1,0 +1,127 @@
+"""What the Kubernetes connector reads from a deployment and its pods."""
+
+import pytest
+
+from dynamo.base import clock as clocks
+from dynamo.base import errors
+from dynamo.planner import kubernetes_connector as connectors
+from dynamo.planner.observation import Replicas
+from dynamo.planner.scaling_pipeline import Decision
+from dynamo.testing.memory_kubernetes import MemoryKubernetes
+
+WORKER = {"componentType": "worker"}
+
+
+def pod(name, *conditions, created="1970-01-01T00:01:40Z", waiting=None, **metadata):
+    status = {"conditions": list(conditions)}
+    if waiting:
+        status["containerStatuses"] = [{"state": {"waiting": waiting}}]
+    return {
+        "metadata": {"name": name, "creationTimestamp": created, **metadata},
+        "status": status,
+    }
+
+
+READY = {"type": "Ready", "status": "True", "lastTransitionTime": "1970-01-01T00:02:10Z"}
+UNSCHEDULABLE = {
+    "type": "PodScheduled",
+    "status": "False",
+    "reason": "Unschedulable",
+    "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+}
+
+
+def state(*pods, num_ordered):
+    return connectors.pool_state(pods, num_ordered=num_ordered, ordered_at=7.0, started_at=-90.0)
+
+
+def test_ready_starting_and_draining_pods_are_told_apart():
+    found = state(
+        pod("a", READY),
+        pod("b"),
+        pod("c", READY, deletionTimestamp="1970-01-01T00:03:00Z"),
+        num_ordered=3,
+    )
+
+    assert (found.num_ready, found.starting_since, found.num_draining) == (1, (7.0, 10.0), 1)
+    assert found.startup_s == 30.0
+
+
+def test_pods_above_the_order_count_as_draining():
+    found = state(pod("a", READY), pod("b", READY), pod("c"), num_ordered=1)
+
+    assert (found.num_ready, found.num_starting, found.num_draining) == (1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("broken", "failure"),
+    [
+        (pod("a", UNSCHEDULABLE), "a cannot be scheduled: 0/3 nodes"),
+        (
+            pod("a", waiting={"reason": "ImagePullBackOff", "message": "no x"}),
+            "a: ImagePullBackOff: no x",
+        ),
+        (pod("a", waiting={"reason": "ContainerCreating"}), ""),
+    ],
+)
+def test_pod_that_cannot_start_says_why(broken, failure):
+    found = state(broken, num_ordered=1)
+
+    assert found.num_starting == 1
+    assert found.failure.startswith(failure)
+    assert bool(found.failure) == bool(failure)
+
+
+def graph(services):
+    return {"metadata": {"name": "g"}, "spec": {"services": services}}
+
+
+def test_services_are_found_by_their_type_or_name():
+    decode = WORKER | {"subComponentType": "decode"}
+    named = graph(
+        {"Frontend": {"componentType": "frontend"}, "VllmPrefillWorker": WORKER, "D": decode}
+    )
+
+    assert connectors.worker_services(named) == (("VllmPrefillWorker", WORKER), ("D", decode))
+    assert connectors.worker_services(graph({"A": WORKER})) == (None, ("A", WORKER))
+
+
+def test_two_services_of_a_pool_are_refused():
+    with pytest.raises(errors.ConfigError, match=r"got A, B; tell them apart by subComponentType"):
+        connectors.worker_services(graph({"A": WORKER, "B": WORKER}))
+
+
+async def test_scaling_adapter_is_scaled_in_place_of_the_service():
+    cluster = MemoryKubernetes()
+    kubernetes = cluster.connect("k8s")
+    head = {"apiVersion": connectors.API_VERSION}
+    decode = WORKER | {"replicas": 1, "scalingAdapter": {}}
+    deployment = graph({"Decode": decode}) | head | {"kind": connectors.GRAPH}
+    adapter = head | {"kind": connectors.ADAPTER, "metadata": {"name": "g-decode"}}
+    await kubernetes.create(deployment)
+    await kubernetes.create(adapter | {"spec": {"replicas": 1}})
+    environ = {"DYN_PARENT_DGD_K8S_NAME": "g"}
+    connector = connectors.KubernetesConnector(
+        kubernetes, environ, dynamo_namespace="dynamo-g", clock=clocks.SystemClock()
+    )
+    await connector.scale(
+        Decision(at=0, present=Replicas(0, 1), replicas=Replicas(0, 3), outcome="", reason="")
+    )
+    scaled = await kubernetes.get(connectors.API_VERSION, connectors.ADAPTER, "g-decode")
+    untouched = await kubernetes.get(connectors.API_VERSION, connectors.GRAPH, "g")
+
+    assert scaled["spec"]["replicas"] == 3
+    assert untouched["spec"]["services"]["Decode"]["replicas"] == 1
+
+
+async def test_missing_deployment_and_missing_variable_are_named():
+    kubernetes = MemoryKubernetes().connect("k8s")
+    clock = clocks.SystemClock()
+    with pytest.raises(errors.ConfigError, match="needs DYN_PARENT_DGD_K8S_NAME"):
+        connectors.KubernetesConnector(kubernetes, {}, dynamo_namespace="d", clock=clock)
+    environ = {"DYN_PARENT_DGD_K8S_NAME": "gone"}
+    connector = connectors.KubernetesConnector(
+        kubernetes, environ, dynamo_namespace="d", clock=clock
+    )
+    with pytest.raises(errors.Unavailable, match="no DynamoGraphDeployment gone in namespace k8s"):
+        await connector.observe()
