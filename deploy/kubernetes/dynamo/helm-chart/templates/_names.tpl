@@ -1,0 +1,18 @@
+{{- define "vllm.fullname" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end -}}
+{{- end }}
+
+{{- define "vllm.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- /* The flags of one worker. */}}
+{{- define "vllm.flags" -}}
+--model {{ .model.path }}
+{{- with .tensorParallelSize }} --tensor-parallel-size {{ . }}{{ end }}
+{{- if ne (toString .enforceEager) "false" }} --enforce-eager{{ end }}
+{{- with .maxModelLen }} --max-model-len {{ . }}{{ end }}
+{{- with .gpuMemoryUtilization }} --gpu-memory-utilization {{ . }}{{ end }}
+{{- if eq (toString .workerType) "prefill" }} --is-prefill-worker{{ end }} --connector {{ .connector | default "null" }}
+{{- range .extraArgs }} {{ . }}{{ end }}
+{{- end }}

@@ -1,0 +1,201 @@
+"""The Helm charts: rendered, linted, checked against Kubernetes's schemas, and held to least privilege."""
+
+import itertools
+import pathlib
+import runpy
+
+import pytest
+import yaml
+
+helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+packaging = runpy.run_path("deploy/helm/package.py")
+VERSIONS = ("1.28", kubernetes_validate.latest_version())
+CLUSTER_WIDE = {"dynamo-operator": {"namespaceRestriction": {"enabled": False}}}
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    paths = packaging["package"]("0.4.1", tmp_path_factory.mktemp("charts"))
+    return {path.name: path for path in paths}
+
+
+def render(archive, values=None, *, name="dynamo-platform", namespace="dynamo-kubernetes"):
+    chart = helm.Chart.load(archive)
+    rendered = chart.render(values or {}, name=name, namespace=namespace)
+    documents = itertools.chain(*(yaml.safe_load_all(text) for text in rendered.values()))
+    return [document for document in documents if document]
+
+
+def of_kind(objects, kind):
+    return {obj["metadata"]["name"]: obj for obj in objects if obj["kind"] == kind}
+
+
+def pod_specs(objects):
+    for obj in objects:
+        if obj["kind"] in ("Deployment", "StatefulSet"):
+            yield obj["metadata"]["name"], obj["spec"]["template"]["spec"]
+
+
+@pytest.fixture(scope="module")
+def platform(archives):
+    return archives["dynamo-platform-0.4.1.tgz"]
+
+
+def test_packages_have_the_names_that_users_type(archives):
+    assert sorted(archives) == [
+        "dynamo-crds-0.4.1.tgz",
+        "dynamo-platform-0.4.1.tgz",
+        "dynamo-vllm-0.4.1.tgz",
+    ]
+    assert all(path.stat().st_size < 1 << 20 for path in archives.values())
+
+
+@pytest.mark.parametrize("name", sorted(packaging["CHARTS"]))
+def test_chart_passes_the_linter(name, tmp_path):
+    found = helm.lint(packaging["complete"](name, tmp_path), strict=True)
+
+    assert found["errors"] == []
+
+
+def test_definitions_are_rendered_as_they_are(archives):
+    rendered = render(archives["dynamo-crds-0.4.1.tgz"])
+    written = [yaml.safe_load(p.read_text()) for p in pathlib.Path("deploy/crds").glob("*.yaml")]
+
+    assert len(rendered) > 4
+    assert of_kind(rendered, "CustomResourceDefinition") == of_kind(
+        written, "CustomResourceDefinition"
+    )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("values", [{}, CLUSTER_WIDE], ids=["restricted", "cluster-wide"])
+def test_platform_fits_the_schemas_of_kubernetes(platform, values, version):
+    for obj in render(platform, values):
+        kubernetes_validate.validate(obj, version, strict=True)
+
+
+def test_platform_has_the_pods_of_the_guide(platform):
+    containers = {name: len(spec["containers"]) for name, spec in pod_specs(render(platform))}
+
+    assert containers == {
+        "dynamo-platform-dynamo-operator-controller-manager": 2,
+        "dynamo-platform-etcd": 1,
+        "dynamo-platform-nats": 2,
+        "dynamo-platform-nats-box": 1,
+    }
+
+
+def test_pods_keep_to_the_restricted_level_and_ask_for_resources(platform):
+    for name, spec in pod_specs(render(platform)):
+        assert spec["securityContext"]["runAsNonRoot"], name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False, name
+            assert security["capabilities"] == {"drop": ["ALL"]}, name
+            assert container["resources"]["requests"].keys() == {"cpu", "memory"}, name
+
+
+def test_no_image_is_untagged_or_of_a_vendor(platform):
+    for name, spec in pod_specs(render(platform)):
+        for container in spec["containers"]:
+            assert ":" in container["image"], name
+            assert not container["image"].startswith(("nvcr.io", "bitnami", "docker.io/bitnami"))
+
+
+def test_namespace_restriction_needs_no_rights_in_the_cluster(platform):
+    objects = render(platform)
+    manager = of_kind(objects, "Deployment")["dynamo-platform-dynamo-operator-controller-manager"]
+    (arguments,) = (
+        c["args"]
+        for c in manager["spec"]["template"]["spec"]["containers"]
+        if c["name"] == "manager"
+    )
+
+    assert "--restrictedNamespace=dynamo-kubernetes" in arguments
+    assert "--etcdAddr=dynamo-platform-etcd.dynamo-kubernetes:2379" in arguments
+    assert "--natsAddr=nats://dynamo-platform-nats.dynamo-kubernetes:4222" in arguments
+    assert not {obj["kind"] for obj in objects} & {"ClusterRole", "ClusterRoleBinding"}
+
+
+def test_rules_of_the_operator_name_each_verb_and_resource(platform):
+    objects = render(platform, CLUSTER_WIDE)
+    roles = [*of_kind(objects, "ClusterRole").values(), *of_kind(objects, "Role").values()]
+
+    assert len(roles) == 3
+    for rule in itertools.chain(*(role["rules"] for role in roles)):
+        assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
+        assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"])
+        if "pods" in rule["resources"]:
+            assert rule["verbs"] == ["get", "list", "watch"]
+
+
+def test_network_policies_cover_operator_etcd_and_nats(platform):
+    assert of_kind(render(platform), "NetworkPolicy").keys() == {
+        "dynamo-platform-dynamo-operator",
+        "dynamo-platform-etcd",
+        "dynamo-platform-nats",
+    }
+    assert not of_kind(render(platform, {"networkPolicy": {"enabled": False}}), "NetworkPolicy")
+
+
+def test_log_level_of_the_operator_is_taken_and_checked(platform):
+    values = helm.parse_set_string("operator.logLevel=DEBUG")
+    deployments = of_kind(render(platform, values), "Deployment")
+    manager = deployments["dynamo-platform-dynamo-operator-controller-manager"]
+    environment = manager["spec"]["template"]["spec"]["containers"][0]["env"]
+
+    assert environment[0] == {"name": "DYN_LOG", "value": "debug"}
+    with pytest.raises(helm.HelmError, match="logLevel"):
+        helm.Chart.load(platform).validate_schema({"operator": {"logLevel": "loud"}})
+
+
+@pytest.fixture
+def services(archives):
+    def read(expression):
+        values = helm.parse_set_string(expression) if expression else {}
+        objects = render(
+            archives["dynamo-vllm-0.4.1.tgz"], values, name="dynamo-vllm", namespace="dynamo-system"
+        )
+        graph = of_kind(objects, "DynamoGraphDeployment")["dynamo-vllm"]
+        return graph["spec"]["services"]
+
+    return read
+
+
+def command_line(service):
+    return " ".join(service["extraPodSpec"]["mainContainer"]["args"])
+
+
+def test_workers_without_a_type_are_aggregated(services):
+    found = services(
+        "workers[0].model.path=Qwen/Qwen2-0.5B-Instruct,workers[1].model.path=Qwen/Qwen2-0.5B-Instruct"
+    )
+
+    assert list(found) == ["Frontend", "Worker0", "Worker1"]
+    assert "--router-mode kv" in command_line(found["Frontend"])
+    for name in ("Worker0", "Worker1"):
+        assert "subComponentType" not in found[name]
+        assert "-prefill-worker" not in command_line(found[name])
+    assert list(services("")) == ["Frontend", "Worker0"]
+
+
+def test_typed_workers_are_disaggregated_and_only_prefill_is_flagged(services):
+    path = "model.path=Qwen/Qwen2-0.5B-Instruct"
+    found = services(
+        f"workers[0].{path},workers[0].workerType=prefill,workers[1].{path},workers[1].workerType=decode"
+    )
+
+    assert found["Prefillworker0"]["subComponentType"] == "prefill"
+    assert "--is-prefill-worker" in command_line(found["Prefillworker0"])
+    assert found["Decodeworker1"]["subComponentType"] == "decode"
+    assert "-prefill-worker" not in command_line(found["Decodeworker1"])
+
+
+def test_worker_without_a_model_is_refused_by_name(archives):
+    chart = helm.Chart.load(archives["dynamo-vllm-0.4.1.tgz"])
+
+    with pytest.raises(helm.HelmError, match="missing property 'model'"):
+        chart.validate_schema({"workers": [{"workerType": "prefill"}]})
