@@ -373,3 +373,46 @@ def test_restricted_pods_have_no_privileges():
 
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_nodes_of_sglang_join_by_address_and_rank():
+    service = worker(multinode={"nodeCount": 2})
+    main = service["extraPodSpec"]["mainContainer"]
+    main |= {"command": ["python3", "-m", "dynamo.sglang"], "args": ["--model", "m"]}
+    cluster = settled(make_graph(services={"Decode": service}), enable_lws=True)
+    template = cluster.get("LeaderWorkerSet", "g-decode")["spec"]["leaderWorkerTemplate"]
+    lines = [
+        template[f"{kind}Template"]["spec"]["containers"][0]["args"][0]
+        for kind in ("leader", "worker")
+    ]
+
+    flags = "--dist-init-addr $(LWS_LEADER_ADDRESS):29500 --nnodes 2 --node-rank"
+    assert lines[0] == f"python3 -m dynamo.sglang --model m {flags} 0"
+    assert lines[1].endswith(f"{flags} $(LWS_WORKER_INDEX)")
+
+
+def test_nodes_of_an_engine_that_cannot_join_are_refused():
+    service = worker(multinode={"nodeCount": 2})
+    service["extraPodSpec"]["mainContainer"]["args"] = ["python3 -m dynamo.trtllm"]
+    cluster = settled(make_graph(services={"Decode": service}), enable_lws=True)
+
+    assert "the engine is trtllm" in cluster.ready()["message"]
+
+
+def test_values_probes_and_names_of_the_user_are_taken():
+    secret = {"secretKeyRef": {"name": "s", "key": "k"}}
+    service = worker(
+        globalDynamoNamespace=True,
+        envs=[{"name": "A", "valueFrom": secret}],
+        livenessProbe={"tcpSocket": {"port": 1}},
+    )
+    service["extraPodSpec"]["mainContainer"].pop("command")
+    ingress = {"enabled": True, "host": "llm.example.com"}
+    cluster = settled(make_graph(services={"Decode": service, "F": frontend(ingress=ingress)}))
+    container, env = main_of(cluster, "g-decode"), env_of(main_of(cluster, "g-decode"))
+
+    assert env["A"] == secret
+    assert env["DYN_NAMESPACE"] == "dynamo"
+    assert container["livenessProbe"] == {"tcpSocket": {"port": 1}}
+    assert container["command"] == ["/bin/sh", "-c"]
+    assert "llm.example.com" in env_of(main_of(cluster, "g-f"))["DYN_ALLOWED_HOSTS"]
