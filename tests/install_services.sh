@@ -1,5 +1,5 @@
 #!/bin/sh
-# What some tests start: etcd, nats-server, ip for networks of several hosts, systemd-analyze for its units, Chromium for pages, and libfaketime for clocks that jump. Installs what is missing, on Debian and as root;
+# What some tests start: etcd, nats-server, ip for networks of several hosts, systemd-analyze for its units, Chromium for pages, promtool for rules of Prometheus, and libfaketime for clocks that jump. Installs what is missing, on Debian and as root;
 # elsewhere says so, and those tests are skipped.
 set -eu
 
@@ -9,6 +9,7 @@ command -v nats-server > /dev/null || missing="$missing nats-server"
 command -v ip > /dev/null || missing="$missing iproute2"
 command -v systemd-analyze > /dev/null || missing="$missing systemd"
 command -v chromium > /dev/null || missing="$missing chromium"
+command -v promtool > /dev/null || missing="$missing prometheus"
 ls /usr/lib/*/faketime/libfaketime.so.1 > /dev/null 2>&1 || missing="$missing libfaketime"
 [ -n "$missing" ] || exit 0
 

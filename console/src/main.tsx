@@ -86,7 +86,7 @@ function App() {
   }, [session]);
 
   if (needsKey) return <SignIn problem={apiKey() ? problem : ""} onKey={(key) => { setApiKey(key); void open(); }} />;
-  if (!session) return <main class="alone"><p role="status">{problem || "Connecting …"}</p></main>;
+  if (!session) return <main key="connecting" class="alone"><p role="status">{problem || "Connecting …"}</p></main>;
   const view = shown.find((one) => one.name === where.name) ?? shown[0]!;
   const Shown = view.component;
   document.title = `${view.title} · Dynamo`;
@@ -122,7 +122,7 @@ function App() {
           {session.process && <span class="muted small">process {session.process} of several</span>}
         </div>
       </header>
-      <main id="content" tabIndex={-1} class={`view-${view.name}`}>
+      <main key="content" id="content" tabIndex={-1} class={`view-${view.name}`}>
         <h1>{view.title} <small>{view.question}</small></h1>
         <Shown key={view.name} session={session} rest={where.rest} />
       </main>
@@ -133,7 +133,7 @@ function App() {
 function SignIn(props: { problem: string; onKey: (key: string) => void }) {
   const [key, setKey] = useState("");
   return (
-    <main class="alone">
+    <main key="sign-in" class="alone">
       <h1><img src="/console/icon.svg" alt="" width="32" height="32" /> Dynamo</h1>
       <form onSubmit={(event) => { event.preventDefault(); props.onKey(key.trim()); }}>
         <label>

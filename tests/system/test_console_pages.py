@@ -1,0 +1,204 @@
+"""The console in a real Chromium: each value that it shows is the one of the API, and it is accessible.
+
+The browser's own errors (a blocked script, a failed request) fail a test.
+"""
+
+import importlib.util
+import pathlib
+import re
+import shutil
+
+import httpx
+import pytest
+from deployment import MODEL, eventually
+
+CHROMIUM = shutil.which("chromium")
+PLAYWRIGHT = importlib.util.find_spec("playwright")
+AXE = importlib.util.find_spec("axe_core_python")
+WAIT_MS = 60_000  # on a busy machine; usually a second
+VIEWS = ("chat", "topology", "requests", "cache", "metrics", "models", "usage", "logs")
+QUESTION = (
+    "Tell me a story about a brave cat that crossed the river and met an old and friendly bear"
+)
+KEYS = """
+[[keys]]
+name = "alice"
+key = "sk-alice-1"
+[[keys]]
+name = "root"
+key = "sk-root-1"
+admin = true
+"""
+SHIFTS = """() => { window.shift = 0; new PerformanceObserver((list) => {
+  for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.shift += entry.value;
+}).observe({type: "layout-shift", buffered: true}); }"""
+
+pytestmark = [
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="needs Chromium: as root on Debian, tests/install_services.sh"
+    ),
+    pytest.mark.skipif(PLAYWRIGHT is None, reason="needs playwright: make setup"),
+    pytest.mark.timeout(240),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright import sync_api  # an extra
+
+    with sync_api.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page that fails the test if the browser reports an error."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    opened = context.new_page()
+    opened.set_default_timeout(WAIT_MS)
+    opened.problems = []
+    opened.on("pageerror", lambda error: opened.problems.append(str(error)))
+    opened.on(
+        "console",
+        lambda line: opened.problems.append(line.text) if line.type == "error" else None,
+    )
+    yield opened
+    context.close()
+
+    assert opened.problems == []
+
+
+def show(page, url, view):
+    page.goto(f"{url}/#/{view}")
+    page.wait_for_selector(f"main.view-{view} h1")
+
+
+def ask(page, question, *, num_tokens=48):
+    """Ask in the chat, and return once the answer is complete."""
+    number = page.locator(".turn.assistant").count()
+    if number == 0:
+        page.get_by_text("Parameters").click()
+        page.get_by_label("Most tokens").fill(str(num_tokens))
+    page.fill("#question", question)
+    page.keyboard.press("Enter")
+    page.locator(".turn.assistant .figures").nth(number).get_by_text(
+        "prompt tokens cached"
+    ).wait_for()
+    page.get_by_role("button", name="Send").wait_for()
+
+
+def violations(page):
+    """What axe finds against WCAG 2.1 AA."""
+    source = pathlib.Path(AXE.submodule_search_locations[0], "axe.min.js").read_text()
+    page.evaluate(source)
+    rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
+    found = page.evaluate("rules => axe.run(document, rules)", rules)["violations"]
+    return [(one["id"], [node["target"] for node in one["nodes"]][:3]) for one in found]
+
+
+def test_second_question_is_cached_and_the_console_says_why(deployment, page):
+    frontend = deployment.frontend("--router-mode", "kv")
+    frontend.others = [deployment.mocker("--block-size", "16") for _ in range(2)]
+    frontend.await_models([MODEL])
+    show(page, frontend.url, "chat")
+    page.evaluate(SHIFTS)
+    ask(page, QUESTION)
+    ask(page, "And then?")
+    page.locator(".figures a").nth(1).click()
+    page.locator("[data-candidate]").first.wait_for()
+    request_id = page.url.rpartition("/")[2]
+    row = httpx.get(f"{frontend.url}/console/api/requests/{request_id}").json()
+
+    tile = lambda name: page.locator(f'[data-tile="{name}"]').inner_text()  # noqa: E731
+    assert row["cached_tokens"] > 0
+    assert tile("Prompt tokens") == str(row["prompt_tokens"])
+    assert tile("Output tokens") == str(row["output_tokens"])
+    assert tile("Worker") == row["worker"][-6:]
+    shown = {
+        one.get_attribute("data-candidate"): one.locator("td").nth(1).inner_text()
+        for one in page.locator("[data-candidate]").all()
+    }
+    (decision,) = row["decisions"]
+    assert shown == {one["instance"]: f"{one['cost']:.1f}" for one in decision["candidates"]}
+    chosen = page.locator("tr.chosen").get_attribute("data-candidate")
+    assert chosen == row["worker"] == decision["candidates"][0]["instance"]
+    assert page.evaluate("window.shift") < 0.1
+
+    for view in VIEWS:
+        show(page, frontend.url, view)
+        page.wait_for_selector(".tiles, .card, .ask, .log")
+        if AXE is not None:
+            assert violations(page) == [], view
+    page.emulate_media(color_scheme="dark")
+    show(page, frontend.url, "requests")
+    page.wait_for_selector(".tiles")
+    if AXE is not None:
+        assert violations(page) == []
+
+
+def test_lost_worker_is_shown_while_its_answer_goes_on(deployment, page):
+    frontend = deployment.frontend("--router-mode", "kv")
+    workers = [deployment.mocker() for _ in range(2)]
+    frontend.others = list(workers)
+    frontend.await_models([MODEL])
+    show(page, frontend.url, "topology")
+    page.wait_for_selector('tr[data-state="ready"] >> nth=1')
+    rows = httpx.get(f"{frontend.url}/console/api/topology").json()["workers"]
+    assert {one.get_attribute("data-worker") for one in page.locator("tr[data-worker]").all()} == {
+        one["instance"] for one in rows
+    }
+    with frontend.stream("Tell me a story", max_tokens=400) as lines:
+        next(lines)
+        # the worker with the request: it alone has something in flight
+        busy = page.locator("tr[data-worker]").filter(
+            has=page.locator("td:nth-child(5)", has_text="1")
+        )
+        busy.first.wait_for()
+        instance = busy.first.get_attribute("data-worker")
+        next(one for one in workers if one.metric("inflight_requests") > 0).kill()
+        page.wait_for_selector(f'tr[data-worker="{instance}"]:not([data-state="ready"])')
+        assert list(lines)[-1] == "[DONE]"
+    show(page, frontend.url, "requests")
+    page.get_by_text(re.compile("moved 1×")).wait_for()
+    row = httpx.get(f"{frontend.url}/console/api/requests").json()["rows"][0]
+
+    assert (row["state"], row["num_migrations"], row["output_tokens"]) == ("done", 1, 400)
+    assert row["worker"] != instance
+
+
+def test_nothing_is_shown_without_a_key_and_a_key_sees_its_own(deployment, page, tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(KEYS)
+    frontend = deployment.frontend("--api-keys-file", str(path))
+    frontend.others = [deployment.mocker()]
+    root = {"authorization": "Bearer sk-root-1"}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+    def has_answered():
+        return httpx.post(
+            f"{frontend.url}/v1/chat/completions", json=body, headers=root, timeout=30
+        ).is_success
+
+    eventually(frontend.is_live, within_s=60, what="a frontend")
+    eventually(has_answered, within_s=60, what="an answer", every_s=0.2)
+    page.goto(frontend.url)
+    page.get_by_label("API key").wait_for()
+    page.problems.clear()  # the browser reports the 401 that the page asks for
+
+    assert MODEL not in page.locator("body").inner_text()
+    page.get_by_label("API key").fill("sk-alice-1")
+    page.keyboard.press("Enter")
+    ask(page, "Hello", num_tokens=4)
+    page.get_by_role("link", name="Requests").click()
+    page.wait_for_selector("tr[data-request]")
+    keys = {
+        row.get("key")
+        for row in httpx.get(f"{frontend.url}/console/api/requests", headers=root).json()["rows"]
+    }
+
+    assert keys >= {"root", "alice"}
+    assert page.locator("tr[data-request]").count() == 1
+    assert "alice" in page.locator("tr[data-request]").inner_text()
+    assert page.get_by_role("link", name="Logs").count() == 0

@@ -1,0 +1,100 @@
+"""Dashboards and alerts name only metrics and labels that our processes export, and each alert has its runbook."""
+
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from docs import generate
+
+from dynamo.observability import metrics
+from dynamo.planner.metrics import PlannerMetrics
+from dynamo.planner.policies import Targets
+from dynamo.worker import kv_tiers
+
+ROOT = pathlib.Path(__file__).parents[3]
+METRICS = ROOT / "deploy/metrics"
+BOARDS = sorted((METRICS / "grafana_dashboards").glob("*.json"))
+ALERTS = yaml.safe_load((METRICS / "alerts.yml").read_text())["groups"][0]["rules"]
+NAME = re.compile(r"\b(?:dynamo|kvbm)_[a-z0-9_]+")
+
+
+def expressions():
+    found = {rule["alert"]: [rule["expr"]] for rule in ALERTS}
+    for board in BOARDS:
+        for panel in json.loads(board.read_text())["panels"]:
+            key = f"{board.stem}: {panel['title']}"
+            found[key] = [target["expr"] for target in panel["targets"]]
+    return found
+
+
+EXPRESSIONS = expressions()
+
+
+@pytest.fixture(scope="module")
+def exported():
+    """The names of all samples of frontend, worker and planner."""
+    worker = metrics.Registry("dynamo_component")
+    kv_tiers.KvTierMonitor(None, worker)
+    planner = PlannerMetrics(Targets(ttft_s=1.0, itl_s=1.0), "m").registry
+    names = set(NAME.findall(generate.reference()))
+    for registry in (worker, planner):
+        for family in registry.collectors.collect():
+            suffix = "_total" if family.type == "counter" else ""
+            names.add(family.name + suffix)
+    return names
+
+
+@pytest.mark.parametrize("place", EXPRESSIONS)
+def test_every_metric_is_one_that_a_process_exports(place, exported):
+    for expression in EXPRESSIONS[place]:
+        names = NAME.findall(expression)
+        known = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
+
+        assert names, expression
+        assert {name for name in known if name not in exported} == set()
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_every_alert_has_a_runbook(rule):
+    page, _, anchor = rule["annotations"]["runbook"].partition("#")
+    headings = re.findall(r"^## (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+
+    assert anchor in {heading.lower() for heading in headings}
+    assert rule["annotations"]["summary"]
+    assert rule["labels"]["severity"] in ("critical", "warning")
+
+
+def test_dashboards_have_the_names_of_the_original():
+    titles = {json.loads(board.read_text())["title"] for board in BOARDS}
+
+    assert titles == {"Dynamo", "KVBM", "Disagg", "Planner", "LLM worker"}
+
+
+def test_panels_of_a_dashboard_do_not_overlap():
+    for board in BOARDS:
+        places = [
+            (panel["gridPos"]["x"], panel["gridPos"]["y"])
+            for panel in json.loads(board.read_text())["panels"]
+        ]
+
+        assert len(set(places)) == len(places)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool of Prometheus")
+def test_prometheus_accepts_rules_and_expressions(tmp_path):
+    queries = [
+        {"record": f"test:{number}", "expr": expression.replace("$__rate_interval", "1m")}
+        for number, expression in enumerate(e for group in EXPRESSIONS.values() for e in group)
+    ]
+    rules = tmp_path / "rules.yml"
+    rules.write_text(json.dumps({"groups": [{"name": "test", "rules": queries}]}))
+    for path in (rules, METRICS / "alerts.yml"):
+        done = subprocess.run(
+            ["promtool", "check", "rules", str(path)], capture_output=True, text=True, check=False
+        )
+
+        assert done.returncode == 0, done.stderr
